@@ -1,0 +1,58 @@
+# Sourced by the scripts beside it, from bash: finds a Python and keeps the virtual environment.
+# MEGACORE_VENV names another folder than .venv for it.
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="${MEGACORE_VENV:-$root/.venv}"
+[[ "$venv" == /* ]] || venv="$PWD/$venv"
+python="$venv/bin/python"
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "$0: $*"; exit 1; }
+
+# A name may be on the PATH and yet not run, be too old, or lack ensurepip: so each candidate is tried.
+find_python() {
+    local candidate
+    for candidate in python3.13 python3.12 python3.11 python3 python; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            printf '%s\n' "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.11 or newer with venv and ensurepip was found; install one (on Debian: python3 and python3-venv)"
+}
+
+make_venv() {
+    local base
+    "$python" -m pip --version >/dev/null 2>&1 && return
+    base="$(find_python)" || return
+    say "Making $venv with $("$base" --version)"
+    "$base" -m venv "$venv"
+}
+
+# What an environment was installed from: when one of these changes, it is installed again.
+fingerprint() { { printf '%s\n' "$root"; cat "$root/pyproject.toml" "$root/constraints.txt"; } | cksum; }
+
+installed() { [[ -f "$venv/.megacore-$1" && "$(<"$venv/.megacore-$1")" == "$(fingerprint)" ]]; }
+
+install() {
+    local kind="$1" wanted="$root"
+    [[ "$kind" == dev ]] && wanted="$root[dev]"
+    make_venv || return
+    say "Installing into $venv (once; a few minutes)"
+    "$python" -m pip install -c "$root/constraints.txt" -e "$wanted" >&2 || return
+    fingerprint >"$venv/.megacore-$kind"
+}
+
+# prepare run | prepare dev: afterwards $python has Megacore, with the development tools for dev.
+prepare() {
+    local kind="$1"
+    if installed "$kind" || installed dev; then return; fi
+    # Several nodes may share the folder: one installs, the others wait and find it done.
+    mkdir -p "$venv"
+    exec 9>"$venv/.megacore-lock"
+    if command -v flock >/dev/null; then flock 9; fi
+    if ! installed "$kind" && ! installed dev; then
+        install "$kind" || die "could not install into $venv; the reason stands above, and a second run tries again"
+    fi
+    exec 9>&-
+}

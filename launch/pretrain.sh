@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Pretrains what a recipe describes:  launch/pretrain.sh RECIPE [section.key=value ...]
+#
+# On one machine nothing else is needed. On several, run it once on each with
+#   NNODES=4 NODE_RANK=0..3 MASTER_ADDR=<host of node 0> [MASTER_PORT=29500]
+# NPROC_PER_NODE: processes on each node; by default one for each GPU, or on a CPU as many as the recipe's mesh needs.
+# OMP_NUM_THREADS: threads of each process; by default the cores shared out evenly.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+[[ $# -ge 1 && "$1" != -* ]] || die "usage: launch/pretrain.sh RECIPE [section.key=value ...]"
+[[ -f "$1" ]] || die "no recipe $1; those that come along are in $root/launch/recipes"
+
+prepare run
+nodes="${NNODES:-1}"
+if [[ "$nodes" == 1 ]]; then
+    where=(--rdzv-backend=c10d --rdzv-endpoint=localhost:0 --local-addr=localhost)
+else
+    [[ -n "${MASTER_ADDR:-}" ]] || die "NNODES=$nodes also needs MASTER_ADDR, the host of node 0"
+    [[ -n "${NODE_RANK:-}" ]] || die "NNODES=$nodes also needs NODE_RANK, 0 to $((nodes - 1))"
+    where=(--node-rank="$NODE_RANK" --master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
+fi
+
+processes="${NPROC_PER_NODE:-}"
+if [[ -z "$processes" ]]; then
+    gpus="$("$python" -c 'import torch; print(torch.cuda.device_count())')"
+    processes="$("$python" -m megacore.config processes --nodes "$nodes" --gpus "$gpus" "$@")"
+fi
+
+cores="$(nproc 2>/dev/null || sysctl -n hw.logicalcpu)"
+threads=$((cores / processes))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
+
+# On a CPU, activations are large allocations that come and go each step. glibc would map and unmap each, and the kernel
+# would zero its pages each time: keep them in the heap instead.
+export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-1073741824}"
+export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-1073741824}"
+
+exec "$python" -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$processes" "${where[@]}" \
+    -m megacore.pretrain "$@"

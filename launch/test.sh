@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Runs the tests, after making .venv if it is not there. Arguments go on to pytest: ./launch/test.sh -k layout -x
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+
+prepare dev
+cd "$root"
+exec "$python" -m pytest "$@"

@@ -1,0 +1,347 @@
+"""Recipe (YAML) + overrides (`optimizer.lr=1e-3`) -> a frozen, typed `Config`.
+
+Here a recipe is read and typed; whether its values fit each other, the model and the machine is asked in
+`megacore.problems`. Nothing here imports torch.
+"""
+
+import argparse
+import difflib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BeforeValidator, ConfigDict, Strict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+from pydantic_core import ErrorDetails
+
+from parallel.layout import MeshShape
+
+# -- the sections of a recipe
+
+Int = Annotated[int, Strict()]
+Float = Annotated[float, Strict()]
+Bool = Annotated[bool, Strict()]
+
+TYPED = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True, config=TYPED)
+class MeshConfig:
+    """Sizes of the mesh. Where `dp` is null, it is what the world size leaves."""
+
+    pp: Int = 1
+    dp: Int | None = None
+    cp: Int = 1
+    ep: Int = 1
+    tp: Int = 1
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks of one data-parallel replica: pp x cp x ep x tp."""
+        return self.pp * self.cp * self.ep * self.tp
+
+    def shape(self, world_size: int) -> MeshShape:
+        """The mesh on `world_size` ranks; `megacore.problems` has made sure that it fits."""
+        dp = world_size // self.model_ranks if self.dp is None else self.dp
+        return MeshShape(pp=self.pp, dp=dp, ep=self.ep, cp=self.cp, tp=self.tp)
+
+
+@dataclass(frozen=True, config=TYPED)
+class PipelineConfig:
+    """`layers_per_stage` has one number for each of the pp x chunks virtual stages; null balances them."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    chunks: Int = 1
+    layers_per_stage: tuple[Int, ...] | None = None
+
+
+@dataclass(frozen=True, config=TYPED)
+class Corpus:
+    """A token file (`path` + .bin and .idx) and how much of it there is in the blend, relative to the others."""
+
+    path: str
+    weight: Float = 1.0
+
+
+def _as_corpora(value: object) -> object:
+    """A path prefix, or a list of path prefixes and {path, weight}, as a list of {path, weight}."""
+    listed = [value] if isinstance(value, str) else value
+    return [{"path": each} if isinstance(each, str) else each for each in listed] if isinstance(listed, list) else value
+
+
+Corpora = Annotated[tuple[Corpus, ...], BeforeValidator(_as_corpora)]
+
+
+@dataclass(frozen=True, config=TYPED)
+class DataConfig:
+    """`validation_fraction` of the training data is held out where `validation` names no corpora.
+
+    `sequence_length` is in tokens. `within_documents` keeps attention from crossing document boundaries.
+    """
+
+    train: Corpora = ()
+    validation: Corpora = ()
+    validation_fraction: Float = 0.01
+    sequence_length: Int = 512
+    seed: Int = 0
+    within_documents: Bool = False
+
+
+@dataclass(frozen=True, config=TYPED)
+class BatchConfig:
+    """In sequences: of one optimizer step over all ranks, and of one microbatch."""
+
+    global_size: Int = 8
+    micro_size: Int = 1
+
+
+@dataclass(frozen=True, config=TYPED)
+class OptimizerConfig:
+    """AdamW. `clip` bounds the global gradient norm (null does not); `non_finite` is what a NaN or infinity does."""
+
+    lr: Float = 3e-4
+    betas: tuple[Float, Float] = (0.9, 0.95)
+    eps: Float = 1e-8
+    weight_decay: Float = 0.1
+    clip: Float | None = 1.0
+    master_weights: Bool = True
+    non_finite: Literal["stop", "skip"] = "stop"
+
+
+@dataclass(frozen=True, config=TYPED)
+class ScheduleConfig:
+    """How the learning rate moves, in optimizer steps: see `megacore.lr`."""
+
+    name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    warmup_steps: Int = 0
+    decay_steps: Int | None = None
+    min_ratio: Float = 0.1
+
+
+@dataclass(frozen=True, config=TYPED)
+class TrainConfig:
+    """`threads`: torch threads of each process; null leaves them to the environment (OMP_NUM_THREADS)."""
+
+    steps: Int = 100
+    seed: Int = 0
+    precision: Literal["bf16", "fp32", "fp64"] = "bf16"
+    compile: Bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Int | None = None
+
+    def device_type(self, gpus: int) -> Literal["cpu", "cuda"]:
+        """Where a machine with `gpus` GPUs trains."""
+        if self.device == "auto":
+            return "cuda" if gpus else "cpu"
+        return self.device
+
+
+@dataclass(frozen=True, config=TYPED)
+class EvaluateConfig:
+    """Evaluates `batches` global batches after each `every` steps; 0 never does."""
+
+    every: Int = 0
+    batches: Int = 8
+
+
+@dataclass(frozen=True, config=TYPED)
+class LogConfig:
+    """`wandb` is a project's name; `peak_tflops` of one device, where its own table or measurement is not wanted."""
+
+    every: Int = 1
+    tensorboard: Bool = False
+    wandb: str | None = None
+    peak_tflops: Float | None = None
+
+
+@dataclass(frozen=True, config=TYPED)
+class Config:
+    """A run, as its recipe and overrides describe it. `model` is resolved by `models.registry`."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    mesh: MeshConfig = MeshConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    data: DataConfig = DataConfig()
+    batch: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    train: TrainConfig = TrainConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    log: LogConfig = LogConfig()
+    out: str = "runs/pretrain"
+
+    def to_yaml(self) -> str:
+        """A recipe that loads back as this very config."""
+        return OmegaConf.to_yaml(OmegaConf.create(asdict(self)))
+
+
+SECTIONS = {
+    "mesh": MeshConfig,
+    "pipeline": PipelineConfig,
+    "data": DataConfig,
+    "batch": BatchConfig,
+    "optimizer": OptimizerConfig,
+    "schedule": ScheduleConfig,
+    "train": TrainConfig,
+    "evaluate": EvaluateConfig,
+    "log": LogConfig,
+}
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a config, at once."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("\n".join([f"{count} in the config:", *_numbered(problems)]))
+
+
+def _numbered(problems: Sequence[str]) -> Iterator[str]:
+    return (f"{number:3}. {problem}" for number, problem in enumerate(problems, start=1))
+
+
+# -- reading
+
+
+def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a recipe and applies dotted overrides in order: `optimizer.lr=1e-3`, `data.train[0].weight=2`.
+
+    Values are YAML, and `${section.key}` stands for another key's value. `out` is runs/<name of the recipe> by default.
+
+    Raises:
+        ConfigError: all malformed overrides, unknown keys (with the nearest spelling) and mistyped values.
+    """
+    tree = _read(Path(recipe))
+    problems = [problem for override in overrides for problem in _override(tree, override)]
+    try:
+        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError([*problems, f"{error.full_key}: {_first_line(error)}"]) from error
+    assert isinstance(plain, dict)
+    try:
+        config = TypeAdapter(Config).validate_python({"out": f"runs/{Path(recipe).stem}", **plain})
+    except ValidationError as error:
+        raise ConfigError([*problems, *map(_explain, error.errors())]) from error
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _read(recipe: Path) -> DictConfig:
+    try:
+        tree = OmegaConf.load(recipe)
+    except FileNotFoundError as error:
+        raise ConfigError([f"there is no recipe {recipe}"]) from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{recipe}:{mark.line + 1}:{mark.column + 1}" if mark else str(recipe)
+        raise ConfigError([f"{where}: {error.problem}"]) from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError([f"cannot read {recipe}: {_first_line(error)}"]) from error
+    if not isinstance(tree, DictConfig):
+        raise ConfigError([f"{recipe}: a recipe is a mapping of sections ({', '.join(SECTIONS)}), not a list"])
+    return tree
+
+
+def _override(tree: DictConfig, override: str) -> Iterator[str]:
+    """Applies one override to the tree in place; yields what is wrong with it."""
+    if not re.match(r"[A-Za-z_]\w*(\.\w+|\[\d+\])*=", override):
+        yield f"override {override!r} is not of the form section.key=value"
+        return
+    try:
+        tree.merge_with_dotlist([override])
+    except (OmegaConfBaseException, yaml.YAMLError, IndexError, TypeError, ValueError) as error:
+        yield f"override {override!r}: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+# -- what is wrong, in words
+
+EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "dataclass_type": "a mapping",
+}
+
+
+def _explain(error: ErrorDetails) -> str:
+    where, kind, value = error["loc"], error["type"], error["input"]
+    if kind == "unexpected_keyword_argument":
+        return f"{_dotted(where)}: unknown key; {_nearest(where)}"
+    if kind == "missing":
+        return f"{_dotted(where)}: is missing"
+    if kind == "literal_error":
+        return f"{_dotted(where)}: got {value!r}, choose {error['ctx']['expected']}"
+    if kind in EXPECTED:
+        return f"{_dotted(where)}: expected {EXPECTED[kind]}, got {value!r}"
+    return f"{_dotted(where)}: {error['msg']}, got {value!r}"
+
+
+def _dotted(where: Sequence[str | int]) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).removeprefix(".")
+
+
+def _nearest(where: Sequence[str | int]) -> str:
+    """The keys that an unknown one may have meant: one spelled alike beside it, or its name in another section."""
+    *parents, key = where
+    beside = _keys(parents)
+    alike = difflib.get_close_matches(str(key), beside, n=1)
+    elsewhere = [f"{name}.{key}" for name in SECTIONS if key in _keys([name])]
+    meant = [_dotted([*parents, name]) for name in alike] + elsewhere
+    if meant:
+        return f"did you mean {' or '.join(meant)}?"
+    return f"{_dotted(parents) or 'a recipe'} has {', '.join(beside)}"
+
+
+def _keys(parents: Sequence[str | int]) -> list[str]:
+    """Names that may stand at a place of a recipe."""
+    if not parents:
+        section: type = Config
+    else:
+        section = SECTIONS[str(parents[0])] if len(parents) == 1 else Corpus
+    return [each.name for each in fields(section)]
+
+
+# -- for the launch scripts
+
+
+def processes(config: Config, nodes: int, gpus: int) -> int:
+    """Processes to start on each node: what the mesh needs, or where `mesh.dp` is free, one for each of its GPUs."""
+    if config.mesh.dp is None and config.train.device_type(gpus) == "cuda" and gpus:
+        return gpus
+    return max(1, math.ceil(config.mesh.model_ranks * (config.mesh.dp or 1) / nodes))
+
+
+def main() -> None:
+    """`python -m megacore.config processes RECIPE [overrides]`: for launch scripts, before any process is started."""
+    parser = argparse.ArgumentParser(prog="python -m megacore.config")
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("processes", help="print the number of processes to start on each node")
+    command.add_argument("--nodes", type=int, default=1)
+    command.add_argument("--gpus", type=int, default=0, help="GPUs of each node")
+    command.add_argument("recipe", type=Path)
+    command.add_argument("overrides", nargs="*", metavar="section.key=value")
+    arguments = parser.parse_args()
+    try:
+        print(processes(load(arguments.recipe, arguments.overrides), arguments.nodes, arguments.gpus))
+    except ConfigError as error:
+        parser.exit(2, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()

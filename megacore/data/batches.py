@@ -1,0 +1,155 @@
+"""Batches of one data-parallel rank: a function of one global count of samples, whatever the layout."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from megacore.data.samples import Sample, Source
+
+IGNORED = -100
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One microbatch.
+
+    tokens, labels (IGNORED where there is none), positions: int64 [micro, length]. documents: int32 [micro, length],
+    the row's documents counted from 0, where attention stays within documents; else None.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    documents: npt.NDArray[np.int32] | None
+
+
+def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
+    """Samples of [length + 1] tokens -> a batch of [samples, length].
+
+    With separate documents positions restart at each, and a document's last token has no label.
+    """
+    tokens = np.stack([sample.tokens for sample in samples])
+    inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+    positions = np.tile(np.arange(inputs.shape[1]), (len(samples), 1))
+    if not separate_documents:
+        return Batch(inputs, labels, positions, None)
+    documents = np.stack([sample.documents for sample in samples])
+    last = documents[:, 1:] != documents[:, :-1]
+    labels[last] = IGNORED
+    starts = np.zeros_like(positions)
+    starts[:, 1:] = np.where(last[:, :-1], positions[:, 1:], 0)
+    return Batch(inputs, labels, positions - np.maximum.accumulate(starts, axis=1), documents[:, :-1].copy())
+
+
+class Batches:
+    """What one of `data_size` data-parallel ranks computes of each global batch.
+
+    A global batch is `global_batch` successive samples of the source. Its microbatch m on rank d is the `micro_batch`
+    samples from (m data_size + d) micro_batch on: under any data_size and micro_batch a step is of the same samples.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        global_batch: int,
+        micro_batch: int,
+        data_rank: int,
+        data_size: int,
+        separate_documents: bool = False,
+    ) -> None:
+        together = micro_batch * data_size
+        if global_batch % together or global_batch < 1:
+            below = global_batch // together * together
+            raise ValueError(
+                f"cannot cut a global batch of {global_batch} into microbatches of {micro_batch} on {data_size} "
+                f"data-parallel ranks: choose {f'{below} or ' if below else ''}{below + together}"
+            )
+        if not 0 <= data_rank < data_size:
+            raise ValueError(f"data rank {data_rank} is not among the {data_size} data-parallel ranks")
+        self._source = source
+        self._global, self._micro = global_batch, micro_batch
+        self._rank, self._size = data_rank, data_size
+        self._separate = separate_documents
+
+    def microbatches(self, step: int) -> list[Batch]:
+        """This rank's microbatches of step `step`: of the samples [step global_batch, (step + 1) global_batch)."""
+        return self.microbatches_from(step * self._global)
+
+    def microbatches_from(self, position: int) -> list[Batch]:
+        """This rank's microbatches of the global batch that begins at sample `position`."""
+        first = range(position + self._rank * self._micro, position + self._global, self._size * self._micro)
+        return [
+            collate([self._source.sample(i) for i in range(begin, begin + self._micro)], self._separate)
+            for begin in first
+        ]
+
+    def steps(self, first: int = 0) -> Iterator[list[Batch]]:
+        """The microbatches of step `first` and all after it, without end."""
+        while True:
+            yield self.microbatches(first)
+            first += 1
+
+
+@dataclass(frozen=True)
+class _Raised:
+    error: BaseException
+
+
+class Prefetch(Generic[Item]):
+    """The items of an iterator, prepared by a thread that keeps at most `depth` ahead; what it raises, `next` raises.
+
+    Close it, or leave its `with` block, to end the thread.
+    """
+
+    def __init__(self, items: Iterator[Item], depth: int = 2) -> None:
+        self._ready: queue.Queue[Item | _Raised] = queue.Queue(depth)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._fill, args=(items,), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def _fill(self, items: Iterator[Item]) -> None:
+        while not self._closed.is_set():
+            try:
+                self._ready.put(next(items))
+            except BaseException as error:  # StopIteration too: the end is raised in its turn, like a failure
+                self._ready.put(_Raised(error))
+                return
+
+    def __iter__(self) -> Prefetch[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        if self._closed.is_set():
+            raise StopIteration
+        item = self._ready.get()
+        if isinstance(item, _Raised):
+            self._closed.set()
+            raise item.error
+        return item
+
+    def close(self) -> None:
+        self._closed.set()
+        while self._thread.is_alive():
+            with contextlib.suppress(queue.Empty):
+                self._ready.get(timeout=0.01)
+
+    def __enter__(self) -> Prefetch[Item]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def prefetch(items: Iterator[Item], depth: int = 2) -> Prefetch[Item]:
+    """Starts to prepare the items of an iterator in a thread, `depth` ahead."""
+    return Prefetch(items, depth)

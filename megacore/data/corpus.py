@@ -1,0 +1,46 @@
+"""What is known of a tokenized corpus: the `corpus.json` beside its token files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+CORPUS = "corpus.json"
+
+
+def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
+    """Nats per token, from how often each token occurs, [vocabulary]."""
+    shares = counts[counts > 0] / counts.sum()
+    return float(-(shares * np.log(shares)).sum())
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """name: of the pair NAME.bin, NAME.idx. documents and tokens: in it, tokens with their end-of-document ids.
+
+    text_bytes: of the documents in UTF-8. vocabulary: 1 + the largest id. end_of_document: the id after each, if one
+    was appended. unigram_entropy: of the tokens, nats each, the loss of a model that knows their frequencies alone.
+    empty and skipped: documents without text, and those that could not be read; neither is in the pair.
+    """
+
+    name: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    bytes_per_token: float
+    vocabulary: int
+    end_of_document: int | None
+    unigram_entropy: float
+    empty: int
+    skipped: int
+
+    def write(self, folder: Path) -> None:
+        (folder / CORPUS).write_text(json.dumps(asdict(self), indent=2) + "\n", "utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Corpus:
+        return cls(**json.loads((folder / CORPUS).read_text("utf-8")))

@@ -1,0 +1,120 @@
+"""Documents to tokens, by several processes, in the order of the documents."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from multiprocessing import get_context, parent_process
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from megacore.data import text, tokenizer
+from megacore.data.indexed import Integers, token_dtype
+from megacore.data.text import Fault, Piece
+
+Item = TypeVar("Item")
+
+AT_ONCE = 2**20  # bytes of text that a worker is sent, and that it encodes, at once
+
+
+@dataclass(frozen=True)
+class Task:
+    """Pieces to encode by the tokenizer in a folder, each document followed by the token `end` if it is given."""
+
+    pieces: list[Piece]
+    folder: Path
+    text_key: str
+    end: int | None
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """tokens [of all documents], lengths int64 [documents]; empty: documents without text; size: of the pieces."""
+
+    tokens: Integers
+    lengths: npt.NDArray[np.int64]
+    text_bytes: int
+    empty: int
+    faults: list[Fault]
+    size: int
+
+
+_load = lru_cache(maxsize=1)(tokenizer.load)  # once in each process
+
+
+def encode(task: Task) -> Encoded:
+    """Encodes one task in this process."""
+    loaded = _load(task.folder)
+    dtype = token_dtype(loaded.vocabulary)
+    end = [] if task.end is None else [task.end]
+    faults: list[Fault] = []
+    encoded: list[Integers] = []
+    text_bytes = empty = 0
+    documents = (document for piece in task.pieces for document in text.documents(piece, task.text_key))
+    for group in grouped(documents, lambda document: len(document) if isinstance(document, str) else 0):
+        faults += [document for document in group if isinstance(document, Fault)]
+        texts = [document for document in group if isinstance(document, str) and document]
+        empty += group.count("")
+        text_bytes += sum(len(document.encode()) for document in texts)
+        encoded += [np.array(ids + end, dtype) for ids in loaded.encode(texts)]
+    return Encoded(
+        np.concatenate([np.empty(0, dtype), *encoded]),
+        np.array([document.size for document in encoded], np.int64),
+        text_bytes,
+        empty,
+        faults,
+        sum(piece.size for piece in task.pieces),
+    )
+
+
+def grouped(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Successive items together, until their sizes reach AT_ONCE."""
+    group: list[Item] = []
+    total = 0
+    for item in items:
+        group.append(item)
+        total += size(item)
+        if total >= AT_ONCE:
+            yield group
+            group, total = [], 0
+    if group:
+        yield group
+
+
+def encode_all(tasks: Iterator[Task], workers: int) -> Generator[Encoded, None, None]:
+    """The results of the tasks in their order; at most two per worker are under way."""
+    if workers == 1:
+        yield from map(encode, tasks)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker) as pool:
+        running = deque(pool.submit(encode, task) for task in islice(tasks, 2 * workers))
+        try:
+            while running:
+                yield running.popleft().result()
+                running.extend(pool.submit(encode, task) for task in islice(tasks, 1))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    # One thread per process; and on Ctrl-C the parent ends its workers, which need not each say so.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    # An executor's worker would wait for ever for a parent that was killed.
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,185 @@
+"""Megatron's indexed dataset: tokens in `PREFIX.bin`, and in `PREFIX.idx` where each sequence and document lies.
+
+The index, little-endian and without gaps:
+
+    magic 9 bytes | version u64 | token dtype code u8 | sequences u64 | documents + 1 u64
+    lengths int32 [sequences] | pointers int64 [sequences], bytes into .bin | bounds int64 [documents + 1]
+
+Document d holds the sequences [bounds[d], bounds[d + 1]).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from array import array
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.integer[Any]]
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+# Codes 6 and 7 are float64 and float32, which hold no tokens.
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+
+
+def token_dtype(vocabulary: int) -> np.dtype[Any]:
+    """The dtype Megatron stores tokens of this vocabulary in."""
+    return np.dtype("<u2" if vocabulary < 65500 else "<i4")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Moves a finished file to its place on the same disk: after a crash all of it is there, or none of it."""
+    _sync(temporary)
+    os.replace(temporary, final)
+    _sync(final.parent)
+
+
+def _pair(prefix: str | Path) -> tuple[Path, Path]:
+    path = Path(prefix)
+    return path.with_name(path.name + ".bin"), path.with_name(path.name + ".idx")
+
+
+class IndexedWriter:
+    """Streams documents to `PREFIX.bin` and `PREFIX.idx`; both appear when the context ends without an exception.
+
+    An existing pair is replaced. An index never stands beside another pair's data, whenever the process dies.
+    """
+
+    def __init__(self, prefix: str | Path, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+        self.dtype = token_dtype(vocabulary)
+        self._bin, self._idx = _pair(prefix)
+        self._temporary = self._bin.with_name(f".{self._bin.name}.{os.getpid()}.partial")
+        self._lengths = array("i")
+        self._bounds = array("q", [0])
+
+    def __enter__(self) -> IndexedWriter:
+        self._file = open(self._temporary, "wb")
+        return self
+
+    def write(self, *sequences: npt.ArrayLike) -> None:
+        """Appends one document of the given sequences, each of shape [tokens]; ValueError on a token that is none."""
+        for sequence in map(np.asarray, sequences):
+            if sequence.size and (sequence.min() < 0 or sequence.max() >= self.vocabulary):
+                raise ValueError(
+                    f"document {len(self._bounds) - 1} has tokens from {sequence.min()} to {sequence.max()}, "
+                    f"outside the vocabulary of {self.vocabulary}: write it with its own tokenizer's vocabulary"
+                )
+            self._file.write(sequence.astype(self.dtype, copy=False).tobytes())
+            self._lengths.append(sequence.size)
+        self._bounds.append(len(self._lengths))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        index = self._temporary.with_name(self._temporary.name + ".idx")
+        try:
+            self._file.close()
+            if kind is None:
+                self._write_index(index)
+                self._idx.unlink(missing_ok=True)
+                publish(self._temporary, self._bin)
+                publish(index, self._idx)
+        finally:
+            self._temporary.unlink(missing_ok=True)
+            index.unlink(missing_ok=True)
+
+    def _write_index(self, path: Path) -> None:
+        lengths = np.array(self._lengths, dtype="<i4")
+        ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
+        pointers = np.concatenate([np.zeros(1, "<i8"), ends[:-1]])[: lengths.size]
+        code = next(code for code, name in DTYPES.items() if name == self.dtype.name)
+        with open(path, "wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._bounds)))
+            for part in (lengths, pointers, np.array(self._bounds, dtype="<i8")):
+                file.write(part.tobytes())
+
+
+class IndexedDataset:
+    """A memory-mapped pair `PREFIX.bin`, `PREFIX.idx`, checked when it is opened.
+
+    lengths int32 [sequences], pointers int64 [sequences] and bounds int64 [documents + 1] are views of the file.
+    FileNotFoundError if either file is missing, ValueError if they are not a whole index and the data it points to.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        data, index = _pair(prefix)
+        for file in (index, data):
+            if not file.is_file():
+                raise FileNotFoundError(f"{file} is missing: a dataset is the pair {index.name} and {data.name}")
+        size = index.stat().st_size
+        with open(index, "rb") as stream:
+            head = stream.read(HEADER.size)
+        if not head.startswith(MAGIC[: len(head)]):
+            raise ValueError(f"{index} starts with {head[:9]!r}, not {MAGIC!r}: it is no index of tokens")
+        if len(head) < HEADER.size:
+            raise ValueError(f"{index} has {size} bytes, fewer than its header's {HEADER.size}: it is truncated")
+        _, version, code, sequences, bounds = HEADER.unpack(head)
+        if version != VERSION:
+            raise ValueError(f"{index} has version {version}, and only version {VERSION} is known")
+        if code not in DTYPES:
+            raise ValueError(f"{index} has token dtype code {code}: the codes of tokens are {DTYPES}")
+        if size != (needed := HEADER.size + 12 * sequences + 8 * bounds):
+            raise ValueError(
+                f"{index} has {size} bytes, and {sequences} sequences and {bounds} document bounds take {needed}: "
+                "it is truncated, or carries what is not read here, such as multimodal sequence modes"
+            )
+        self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
+        self.sequences, self.documents = sequences, bounds - 1
+        raw = np.memmap(index, mode="r", dtype=np.uint8)
+        self.lengths = np.frombuffer(raw, "<i4", sequences, HEADER.size)
+        self.pointers = np.frombuffer(raw, "<i8", sequences, HEADER.size + 4 * sequences)
+        self.bounds = np.frombuffer(raw, "<i8", bounds, HEADER.size + 12 * sequences)
+        self._bytes = np.memmap(data, mode="r", dtype=np.uint8) if data.stat().st_size else np.empty(0, np.uint8)
+        self._check(index, data)
+
+    def _check(self, index: Path, data: Path) -> None:
+        bounds, room = self.bounds, self._bytes.size - self.dtype.itemsize * self.lengths.astype(np.int64)
+        if not bounds.size or bounds[0] != 0 or bounds[-1] != self.sequences or (bounds[1:] < bounds[:-1]).any():
+            raise ValueError(
+                f"{index}: the bounds of its documents do not climb from 0 to its {self.sequences} sequences"
+            )
+        outside = np.flatnonzero((self.lengths < 0) | (self.pointers < 0) | (self.pointers > room))
+        if outside.size:
+            bad = int(outside[0])
+            raise ValueError(
+                f"{index} puts sequence {bad} ({self.lengths[bad]} tokens of {self.dtype.itemsize} bytes) at byte "
+                f"{self.pointers[bad]} of {data.name}, which has {self._bytes.size}: the data is truncated or another's"
+            )
+
+    def sequence(self, sequence: int) -> Integers:
+        """One sequence, [lengths[sequence]] in the file's dtype: a view of the file."""
+        return np.frombuffer(self._bytes, self.dtype, int(self.lengths[sequence]), int(self.pointers[sequence]))
+
+    def document(self, document: int, start: int = 0, stop: int | None = None) -> Integers:
+        """Tokens [start, stop) of one document, counted over all of its sequences; a view where one holds them."""
+        parts = []
+        for sequence in range(int(self.bounds[document]), int(self.bounds[document + 1])):
+            length = int(self.lengths[sequence])
+            end = length if stop is None else min(stop, length)
+            if start < end:
+                parts.append(self.sequence(sequence)[start:end])
+            start, stop = max(start - length, 0), None if stop is None else max(stop - length, 0)
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
+
+    def document_lengths(self) -> Integers:
+        """Tokens of each document, [documents]."""
+        if self.documents == self.sequences and (self.bounds == np.arange(self.documents + 1)).all():
+            return self.lengths
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths, dtype=np.int64)])
+        return ends[self.bounds[1:]] - ends[self.bounds[:-1]]

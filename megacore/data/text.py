@@ -1,0 +1,169 @@
+"""Documents in files: a whole text file, a line of .jsonl or a row of .parquet, found and read in pieces."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from types import ModuleType
+
+WHOLE = (".txt", ".md", ".py")
+SUFFIXES = (*WHOLE, ".jsonl", ".parquet")
+LINES = 4 * 2**20  # bytes of a piece of a .jsonl file
+
+
+class InputError(ValueError):
+    """The user's input is at fault; the message says what, where, and the way out."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is read at once: a text file, the lines of a .jsonl file that begin in bytes [start, stop), or, for a
+    .parquet file, row group `start`. `size` is its length in bytes."""
+
+    path: Path
+    start: int
+    stop: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A document that could not be read; in a .jsonl file it begins at byte `line_at`."""
+
+    path: Path
+    reason: str
+    line_at: int | None = None
+
+    def __str__(self) -> str:
+        if self.line_at is None:
+            return f"{self.path}: {self.reason}"
+        with open(self.path, "rb") as file:
+            line = 1 + sum(
+                file.read(min(2**20, self.line_at - at)).count(b"\n") for at in range(0, self.line_at, 2**20)
+            )
+        return f"{self.path}, line {line}: {self.reason}"
+
+
+def find_files(inputs: Sequence[Path], exclude: Sequence[str] = ()) -> list[Path]:
+    """The files among the inputs, and in the folders among them, in the order of the inputs, each once.
+
+    A folder is walked in sorted order, without hidden entries and those whose name matches a pattern of `exclude`.
+    InputError names an input that does not exist, is of another type, or holds no such file.
+    """
+    found: dict[Path, Path] = {}
+    types = " ".join(SUFFIXES)
+    for given in inputs:
+        if not given.exists():
+            raise InputError(f"{given} does not exist")
+        if given.is_file() and given.suffix not in SUFFIXES:
+            raise InputError(f"{given} is not of a known type: {types}")
+        files = list(_walk(given, exclude)) if given.is_dir() else [given]
+        if not files:
+            raise InputError(f"{given} has no file of a known type ({types}) that is not hidden or excluded")
+        for file in files:
+            found.setdefault(file.resolve(), file)
+    return list(found.values())
+
+
+def _walk(folder: Path, exclude: Sequence[str]) -> Iterator[Path]:
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.name.startswith(".") or any(fnmatch(entry.name, pattern) for pattern in exclude):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(Path(entry.path), exclude)
+        elif entry.is_file() and Path(entry.name).suffix in SUFFIXES:
+            yield Path(entry.path)
+
+
+def cut(path: Path) -> list[Piece]:
+    """A file's pieces, in order: they hold each of its documents once."""
+    size = path.stat().st_size
+    if path.suffix in WHOLE:
+        return [Piece(path, 0, size, size)]
+    if path.suffix == ".jsonl":
+        return [Piece(path, at, min(at + LINES, size), min(LINES, size - at)) for at in range(0, size, LINES)]
+    parquet = _parquet()
+    try:
+        metadata = parquet.read_metadata(path)
+    except ValueError as error:
+        raise InputError(f"{path} is no parquet file: {error}") from error
+    groups = range(metadata.num_row_groups)
+    return [Piece(path, group, group + 1, metadata.row_group(group).total_byte_size) for group in groups]
+
+
+def documents(piece: Piece, text_key: str) -> Iterator[str | Fault]:
+    """The documents of a piece: their text, or why there is none. InputError if a table has no column `text_key`."""
+    if piece.path.suffix in WHOLE:
+        yield _decoded(piece.path, piece.path.read_bytes(), None)
+    elif piece.path.suffix == ".jsonl":
+        for at, line in _lines(piece):
+            if line.strip():
+                yield _line_text(piece.path, at, line, text_key)
+    else:
+        yield from _rows(piece, text_key)
+
+
+def _decoded(path: Path, data: bytes, line_at: int | None) -> str | Fault:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        return Fault(path, f"not UTF-8: byte {data[error.start]:#04x} at {error.start}", line_at)
+
+
+def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
+    with open(piece.path, "rb") as file:
+        at = max(piece.start - 1, 0)
+        file.seek(at)
+        if piece.start:
+            at += len(file.readline())  # the rest of a line that begins in the piece before
+        while at < piece.stop and (line := file.readline()):
+            yield at, line
+            at += len(line)
+
+
+def _line_text(path: Path, at: int, line: bytes, text_key: str) -> str | Fault:
+    decoded = _decoded(path, line, at)
+    if isinstance(decoded, Fault):
+        return decoded
+    try:
+        row = json.loads(decoded)
+    except ValueError as error:
+        return Fault(path, f"not JSON: {error}", at)
+    if not isinstance(row, dict):
+        return Fault(path, f"a JSON {type(row).__name__}, not an object", at)
+    if text_key not in row:
+        return Fault(path, f"no key {text_key!r} among {', '.join(map(repr, row))}: name the one with --text-key", at)
+    return _text(path, row[text_key], f"{text_key!r}", at)
+
+
+def _text(path: Path, value: object, what: str, line_at: int | None) -> str | Fault:
+    if not isinstance(value, str):
+        return Fault(path, f"{what} is {type(value).__name__}, not text", line_at)
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        return Fault(path, f"{what} has the lone surrogate {value[error.start]!r} at {error.start}", line_at)
+    return value
+
+
+def _rows(piece: Piece, text_key: str) -> Iterator[str | Fault]:
+    with _parquet().ParquetFile(piece.path) as file:
+        if text_key not in file.schema_arrow.names:
+            names = ", ".join(map(repr, file.schema_arrow.names))
+            raise InputError(f"{piece.path}: no column {text_key!r} among {names}: name the one with --text-key")
+        batches = file.iter_batches(row_groups=[piece.start], columns=[text_key])
+        values = (value for batch in batches for value in batch.column(0).to_pylist())
+        for row, value in enumerate(values):
+            yield _text(piece.path, value, f"{text_key!r} in row {row} of row group {piece.start}", None)
+
+
+def _parquet() -> ModuleType:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise InputError("reading .parquet files takes pyarrow: pip install 'megacore[parquet]'") from error
+    return pyarrow.parquet

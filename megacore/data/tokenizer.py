@@ -1,0 +1,148 @@
+"""Tokenizers in Hugging Face folders: fetched, trained, and loaded without transformers where `tokenizers` will do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megacore.data.text import InputError
+
+END = "<|endoftext|>"
+LONGEST = 2**20  # characters encoded at once: an encoding takes a hundred times the memory of its text
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """vocabulary: 1 + the largest id. end: the id that ends a document, if there is one.
+
+    `encode` adds no special tokens, and text that spells one is text.
+    """
+
+    vocabulary: int
+    end: int | None
+    encode_batch: Callable[[list[str]], list[list[int]]]
+
+    def encode(self, texts: list[str]) -> list[list[int]]:
+        """The ids of each text. One longer than LONGEST is encoded in parts that end with lines where they can."""
+        parts = [_parts(text) for text in texts]
+        ids = iter(self.encode_batch([part for text in parts for part in text]))
+        return [[token for _ in text for token in next(ids)] if len(text) > 1 else next(ids) for text in parts]
+
+
+def _parts(text: str) -> list[str]:
+    if len(text) <= LONGEST:
+        return [text]
+    parts, at = [], 0
+    while at < len(text):
+        line = text.rfind("\n", at, at + LONGEST) + 1
+        stop = line if line and at + LONGEST < len(text) else at + LONGEST
+        parts.append(text[at:stop])
+        at = stop
+    return parts
+
+
+def load(folder: Path) -> Tokenizer:
+    """The tokenizer of a folder."""
+    if not (folder / "tokenizer.json").is_file():
+        return _load_slow(folder)
+    import tokenizers
+
+    try:
+        fast = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the library raises nothing narrower
+        raise InputError(f"tokenizer.json is not one that the tokenizers library reads: {error}") from error
+    fast.no_truncation()
+    fast.no_padding()
+    fast.encode_special_tokens = True
+
+    def encode_batch(texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in fast.encode_batch_fast(texts, add_special_tokens=False)]
+
+    end = _end_token(folder)
+    return Tokenizer(
+        1 + max(fast.get_vocab(with_added_tokens=True).values()),
+        None if end is None else fast.token_to_id(end),
+        encode_batch,
+    )
+
+
+def _end_token(folder: Path) -> str | None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / name).is_file():
+            token: Any = json.loads((folder / name).read_text("utf-8")).get("eos_token")
+            if token is not None:
+                return str(token["content"] if isinstance(token, dict) else token)
+    return None
+
+
+def _load_slow(folder: Path) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    slow = AutoTokenizer.from_pretrained(folder)
+
+    def encode_batch(texts: list[str]) -> list[list[int]]:
+        encoded: list[list[int]] = slow(
+            texts, add_special_tokens=False, split_special_tokens=True, truncation=False, verbose=False
+        )["input_ids"]
+        return encoded
+
+    return Tokenizer(1 + max(slow.get_vocab().values()), slow.eos_token_id, encode_batch)
+
+
+def fetch(source: str, folder: Path) -> None:
+    """Copies the tokenizer of a Hugging Face folder, or of a name on its hub, to `folder`. InputError if none."""
+    if (Path(source) / "tokenizer.json").is_file():
+        for name in FILES:
+            if (Path(source) / name).is_file():
+                shutil.copyfile(Path(source) / name, folder / name)
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise InputError(f"no tokenizer in {source}: {error}") from error
+
+
+def train(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
+    """Trains a byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) and saves it as a Hugging Face tokenizer.
+
+    The same texts give the same bytes. The vocabulary is smaller than asked for where the texts have too few pairs.
+    """
+    from tokenizers import Tokenizer as Fast
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    if vocabulary <= len(alphabet):
+        raise InputError(
+            f"a vocabulary of {vocabulary} is too small: byte-level BPE has {len(alphabet)} bytes and {END}, "
+            f"choose {len(alphabet) + 1} or more"
+        )
+    fast = Fast(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    fast.train_from_iterator(texts, trainer)
+    fast.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")

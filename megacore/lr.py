@@ -1,0 +1,47 @@
+"""Learning-rate schedules with warm-up: a pure function of the step."""
+
+import math
+
+from megacore.config import ScheduleConfig
+
+
+def learning_rate(step: int, schedule: ScheduleConfig, base: float, total_steps: int) -> float:
+    """The learning rate of optimizer step `step`, which is 1 for the first, as in metrics.jsonl.
+
+    Warm-up rises in a straight line and arrives at `base` on step `warmup_steps`. The decay leaves from `base` on its
+    first step, so that no step is wasted at the floor before its time, and is at `min_ratio * base` after its last:
+
+        cosine    half a cosine (Loshchilov and Hutter 2017, arXiv 1608.03983), from the end of the warm-up
+        linear    a straight line, from the end of the warm-up
+        wsd       `base` throughout, then a straight line that ends with the run: warm-up, stable, decay
+                  (Hu et al. 2024, arXiv 2404.06395)
+        constant  `base` throughout
+
+    Args:
+        step: Number of the step, from 1.
+        schedule: Its name and lengths; see `decay_steps` for the length that null stands for.
+        base: The peak.
+        total_steps: Length of the run.
+    """
+    done = step - 1
+    if done < schedule.warmup_steps:
+        return base * step / schedule.warmup_steps
+    length = decay_steps(schedule, total_steps)
+    start = total_steps - length if schedule.name == "wsd" else schedule.warmup_steps
+    progress = min(max((done - start) / length, 0.0), 1.0) if length else 0.0
+    return base * (schedule.min_ratio + (1 - schedule.min_ratio) * _height(schedule.name, progress))
+
+
+def decay_steps(schedule: ScheduleConfig, total_steps: int) -> int:
+    """Steps of the decay. Null stands for a tenth of the run in wsd, and for all after the warm-up elsewhere."""
+    if schedule.name == "constant":
+        return 0
+    if schedule.decay_steps is not None:
+        return schedule.decay_steps
+    rest = total_steps - schedule.warmup_steps
+    return min(math.ceil(total_steps / 10), rest) if schedule.name == "wsd" else rest
+
+
+def _height(name: str, progress: float) -> float:
+    """Where the decay stands between 1 and 0, `progress` of the way."""
+    return (1 + math.cos(math.pi * progress)) / 2 if name == "cosine" else 1 - progress

@@ -1,0 +1,307 @@
+"""Everything that is wrong with a config before anything starts, each with the way out.
+
+`problems` is pure: it asks whether the values fit each other, the model and the ranks. `surroundings` looks at the
+machine: files, folders and installed packages. Nothing here imports torch.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Protocol
+
+from megacore.config import Config
+from megacore.lr import decay_steps
+from parallel.layout import MeshShape, split_problems
+
+RUN_FILES = ("config.yaml", "metrics.jsonl")
+"""What a run leaves in its folder; a folder that has one of them is not written to again."""
+
+
+class ModelSizes(Protocol):
+    """What of a model its config can be checked against."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Size of each axis: layer, heads, kv, head, embed, mlp, vocab, ..."""
+        ...
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence that the positions allow; None where there is no limit."""
+        ...
+
+
+def problems(config: Config, world_size: int, model: ModelSizes, *, gpus: int = 0, local_ranks: int = 1) -> list[str]:
+    """Every violation: numbers out of range, then broken rules. A rule is left out where a value it needs is bad.
+
+    Args:
+        config: As loaded.
+        world_size: Ranks in all.
+        model: Axis sizes and limits.
+        gpus: GPUs of this node.
+        local_ranks: Ranks on this node.
+    """
+    out_of_range = {key: message for key, bound in RANGES.items() for message in _range_problem(config, key, bound)}
+    facts = Facts(config, world_size, model, gpus, local_ranks)
+    askable = [rule for keys, rule in RULES if out_of_range.keys().isdisjoint(keys)]
+    return [*out_of_range.values(), *(message for rule in askable for message in rule(facts))]
+
+
+# -- the range of each number
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A range in words, and the test for it."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+AT_LEAST_0 = Bound("at least 0", lambda value: value >= 0)
+AT_LEAST_1 = Bound("at least 1", lambda value: value >= 1)
+ABOVE_0 = Bound("above 0", lambda value: value > 0)
+BELOW_1 = Bound("at least 0 and below 1", lambda value: 0 <= value < 1)
+UP_TO_1 = Bound("between 0 and 1", lambda value: 0 <= value <= 1)
+
+RANGES: Mapping[str, Bound] = {
+    "mesh.pp": AT_LEAST_1,
+    "mesh.dp": AT_LEAST_1,
+    "mesh.cp": AT_LEAST_1,
+    "mesh.ep": AT_LEAST_1,
+    "mesh.tp": AT_LEAST_1,
+    "pipeline.chunks": AT_LEAST_1,
+    "pipeline.layers_per_stage": AT_LEAST_1,
+    "data.validation_fraction": BELOW_1,
+    "data.sequence_length": AT_LEAST_1,
+    "data.seed": AT_LEAST_0,
+    "batch.global_size": AT_LEAST_1,
+    "batch.micro_size": AT_LEAST_1,
+    "optimizer.lr": ABOVE_0,
+    "optimizer.betas": BELOW_1,
+    "optimizer.eps": ABOVE_0,
+    "optimizer.weight_decay": AT_LEAST_0,
+    "optimizer.clip": ABOVE_0,
+    "schedule.warmup_steps": AT_LEAST_0,
+    "schedule.decay_steps": AT_LEAST_1,
+    "schedule.min_ratio": UP_TO_1,
+    "train.steps": AT_LEAST_1,
+    "train.seed": AT_LEAST_0,
+    "train.threads": AT_LEAST_1,
+    "evaluate.every": AT_LEAST_0,
+    "evaluate.batches": AT_LEAST_1,
+    "log.every": AT_LEAST_1,
+    "log.peak_tflops": ABOVE_0,
+}
+
+
+def _range_problem(config: Config, key: str, bound: Bound) -> Iterator[str]:
+    """Of a number, or of each number of a list; null is no number."""
+    value = reduce(getattr, key.split("."), config)
+    numbers = value if isinstance(value, tuple) else () if value is None else (value,)
+    if not all(map(bound.holds, numbers)):
+        each = "each number " if isinstance(value, tuple) else ""
+        shown = list(value) if isinstance(value, tuple) else value
+        yield f"{key} ({shown}): {each}must be {bound.words}"
+
+
+# -- rules between values
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rules look at."""
+
+    config: Config
+    world_size: int
+    model: ModelSizes
+    gpus: int
+    local_ranks: int
+
+
+def _world(facts: Facts) -> Iterator[str]:
+    mesh, world = facts.config.mesh, facts.world_size
+    ranks = mesh.model_ranks
+    product = f"pp x cp x ep x tp = {mesh.pp} x {mesh.cp} x {mesh.ep} x {mesh.tp} = {ranks}"
+    if world % ranks:
+        yield f"cannot divide {world} ranks by {product}: start {_multiples(world, ranks)} processes, or change mesh"
+    elif mesh.dp is not None and mesh.dp * ranks != world:
+        yield (
+            f"mesh.dp ({mesh.dp}) times {product} makes {mesh.dp * ranks} ranks, and there are {world}: "
+            f"start {mesh.dp * ranks} processes, or set mesh.dp={world // ranks} or null"
+        )
+
+
+def _parts(facts: Facts) -> Iterator[str]:
+    mesh = facts.config.mesh
+    if mesh.cp > 1:
+        yield f"mesh.cp ({mesh.cp}): context parallelism is not there yet; set mesh.cp=1"
+    if mesh.ep > 1 and "experts" not in facts.model.sizes:
+        yield f"mesh.ep ({mesh.ep}): the model has no experts to spread; set mesh.ep=1"
+    yield from split_problems(facts.model.sizes, MeshShape(pp=mesh.pp, cp=mesh.cp, ep=mesh.ep, tp=mesh.tp))
+
+
+def _stages(facts: Facts) -> Iterator[str]:
+    pp, pipeline, layers = facts.config.mesh.pp, facts.config.pipeline, facts.model.sizes["layer"]
+    stages = pp * pipeline.chunks
+    product = f"mesh.pp x pipeline.chunks = {pp} x {pipeline.chunks} = {stages}"
+    counts = pipeline.layers_per_stage
+    if stages > layers:
+        yield f"cannot give each of {product} virtual stages one of the {layers} layers: choose at most {layers}"
+    if counts is not None and len(counts) != stages:
+        yield f"pipeline.layers_per_stage has {len(counts)} numbers: give {product}, one for each virtual stage"
+    if counts is not None and sum(counts) != layers:
+        yield f"pipeline.layers_per_stage {list(counts)} adds up to {sum(counts)}: the model has {layers} layers"
+
+
+def _chunks(facts: Facts) -> Iterator[str]:
+    pipeline = facts.config.pipeline
+    if pipeline.schedule == "1f1b" and pipeline.chunks > 1:
+        yield (
+            f"pipeline.schedule 1f1b runs one chunk per stage, not pipeline.chunks={pipeline.chunks}: "
+            "set pipeline.schedule=interleaved (or gpipe), or pipeline.chunks=1"
+        )
+
+
+def _positions(facts: Facts) -> Iterator[str]:
+    length, limit = facts.config.data.sequence_length, facts.model.max_positions
+    if limit is not None and length > limit:
+        yield (
+            f"data.sequence_length ({length}) is above the model's {limit} positions: choose at most {limit}, or raise "
+            "the model's own limit (model.n_positions, model.max_position_embeddings, or its rope scaling)"
+        )
+
+
+def _tokens(facts: Facts) -> Iterator[str]:
+    mesh, length, micro = facts.config.mesh, facts.config.data.sequence_length, facts.config.batch.micro_size
+    ranks = mesh.tp * mesh.cp
+    if micro * length % ranks:
+        # The smallest step of the length that keeps the tokens divisible.
+        step = next(n for n in range(1, ranks + 1) if micro * n % ranks == 0)
+        yield (
+            f"cannot split the tokens of a microbatch, batch.micro_size x data.sequence_length = {micro} x {length}, "
+            f"over tp x cp = {mesh.tp} x {mesh.cp}: choose data.sequence_length={_multiples(length, step)}"
+        )
+
+
+def _corpora(facts: Facts) -> Iterator[str]:
+    data = facts.config.data
+    if not data.train:
+        yield "data.train names no corpus: give the path prefix of a token file, or a list of {path, weight}"
+    for key, corpora in (("data.train", data.train), ("data.validation", data.validation)):
+        for index, corpus in enumerate(corpora):
+            if corpus.weight <= 0:
+                yield f"{key}[{index}].weight ({corpus.weight}) of {corpus.path}: must be above 0, or leave it out"
+
+
+def _batches(facts: Facts) -> Iterator[str]:
+    mesh, batch = facts.config.mesh, facts.config.batch
+    dp = facts.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
+    unit = batch.micro_size * dp * mesh.ep
+    # Where dp comes to 0, the world is too small for the mesh, and that is said already.
+    if unit and batch.global_size % unit:
+        yield (
+            f"cannot divide batch.global_size ({batch.global_size}) by batch.micro_size x dp x ep = "
+            f"{batch.micro_size} x {dp} x {mesh.ep} = {unit}: choose {_multiples(batch.global_size, unit)}"
+        )
+
+
+def _lengths(facts: Facts) -> Iterator[str]:
+    schedule, steps = facts.config.schedule, facts.config.train.steps
+    warmup = schedule.warmup_steps
+    if warmup >= steps:
+        yield f"schedule.warmup_steps ({warmup}) must be below train.steps ({steps}): choose at most {steps - 1}"
+    elif schedule.name == "wsd" and warmup + decay_steps(schedule, steps) > steps:
+        yield (
+            f"schedule.decay_steps ({schedule.decay_steps}) and warmup_steps ({warmup}) are more than train.steps "
+            f"({steps}): choose a decay of at most {steps - warmup}"
+        )
+    if schedule.name == "constant" and schedule.decay_steps is not None:
+        yield "schedule.decay_steps is for cosine, linear and wsd: leave it null for constant"
+
+
+def _device(facts: Facts) -> Iterator[str]:
+    train = facts.config.train
+    if train.device == "cuda" and not facts.gpus:
+        yield "train.device is cuda, and there is no GPU: set train.device=cpu (or auto)"
+    elif train.device_type(facts.gpus) == "cuda" and facts.local_ranks > facts.gpus:
+        yield (
+            f"{facts.local_ranks} processes on this node need a GPU each, and there are {facts.gpus}: "
+            f"start {facts.gpus} (NPROC_PER_NODE={facts.gpus}), or set train.device=cpu"
+        )
+    if train.precision == "fp64" and train.device_type(facts.gpus) == "cuda":
+        yield "train.precision fp64 is for the CPU: set train.device=cpu, or train.precision=fp32 or bf16"
+
+
+def _held_out(facts: Facts) -> Iterator[str]:
+    data, every = facts.config.data, facts.config.evaluate.every
+    if every and not data.validation and not data.validation_fraction:
+        yield (
+            f"evaluate.every ({every}) has nothing to evaluate: name data.validation, set data.validation_fraction "
+            "above 0, or evaluate.every=0"
+        )
+
+
+Rule = Callable[[Facts], Iterator[str]]
+
+MODEL_RANKS = ("mesh.pp", "mesh.cp", "mesh.ep", "mesh.tp")
+
+RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
+    ((*MODEL_RANKS, "mesh.dp"), _world),
+    (MODEL_RANKS, _parts),
+    (("mesh.pp", "pipeline.chunks", "pipeline.layers_per_stage"), _stages),
+    (("pipeline.chunks",), _chunks),
+    (("data.sequence_length",), _positions),
+    (("data.sequence_length", "batch.micro_size", "mesh.tp", "mesh.cp"), _tokens),
+    ((), _corpora),
+    ((*MODEL_RANKS, "mesh.dp", "batch.global_size", "batch.micro_size"), _batches),
+    (("schedule.warmup_steps", "schedule.decay_steps", "train.steps"), _lengths),
+    ((), _device),
+    (("evaluate.every", "data.validation_fraction"), _held_out),
+)
+"""What each rule needs in range, and the rule."""
+
+
+def _multiples(value: int, step: int) -> str:
+    """The multiples of `step` on both sides of a value that is none."""
+    below = value // step * step
+    return f"{below} or {below + step}" if below else str(step)
+
+
+# -- the machine
+
+
+def surroundings(config: Config) -> list[str]:
+    """Missing token files, an output folder that cannot be used, and packages that a setting needs."""
+    return [*_missing_files(config), *_unusable_out(Path(config.out)), *_missing_packages(config)]
+
+
+def _missing_files(config: Config) -> Iterator[str]:
+    for key, corpora in (("data.train", config.data.train), ("data.validation", config.data.validation)):
+        for corpus in corpora:
+            missing = [f"{corpus.path}{end}" for end in (".bin", ".idx") if not Path(f"{corpus.path}{end}").is_file()]
+            if missing and corpus.path.endswith((".bin", ".idx")):
+                yield f"{key}: {corpus.path} is a file: name the prefix, {corpus.path[:-4]}"
+            elif missing:
+                yield f"{key}: there is no {' and no '.join(missing)}: make them with `megacore tokenize`"
+
+
+def _unusable_out(out: Path) -> Iterator[str]:
+    there = [name for name in RUN_FILES if (out / name).exists()]
+    parent = next(folder for folder in (out, *out.parents) if folder.exists())
+    if there:
+        yield f"out ({out}) already holds a run ({', '.join(there)}): choose another out=, or move it away"
+    elif not parent.is_dir():
+        yield f"out ({out}) cannot be made, {parent} is not a folder: choose another out="
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        yield f"out ({out}) cannot be written to: make {parent} writable, or choose another out="
+
+
+def _missing_packages(config: Config) -> Iterator[str]:
+    wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb is not None}
+    for name, is_wanted in wanted.items():
+        if is_wanted and importlib.util.find_spec(name) is None:
+            yield f"log.{name} needs the package {name}: pip install 'megacore[{name}]', or leave log.{name} out"

@@ -1,0 +1,72 @@
+"""One training step: loss and gradients of a global batch, summed, clipped and applied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacore.optimizer import Optimizer
+from models.decoder import Microbatch
+from parallel.collectives import all_reduce_
+from parallel.loss import IGNORE
+from parallel.mesh import Mesh
+from parallel.pipeline.run import Pipeline
+from parallel.sync import Gradients
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Scalars on the device, the same on every rank; reading them waits for the step.
+
+    Args:
+        loss: Mean loss of the counted tokens of the global batch.
+        grad_norm: Norm of the whole model's gradient before clipping.
+        tokens: Number of counted tokens.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    tokens: Tensor
+
+
+@dataclass
+class TrainStep:
+    """microbatches of this data-parallel rank, learning rate -> :class:`Stats`; the weights are updated."""
+
+    mesh: Mesh
+    pipeline: Pipeline
+    gradients: Gradients
+    optimizer: Optimizer
+
+    def __call__(self, microbatches: Sequence[Microbatch], lr: float) -> Stats:
+        stats = self.backward(microbatches)
+        self.optimizer.step(lr, stats.grad_norm)
+        return stats
+
+    def backward(self, microbatches: Sequence[Microbatch]) -> Stats:
+        """The first half: loss, and gradients that are summed over their replicas."""
+        tokens = counted_tokens(microbatches, self.mesh)
+        self.gradients.begin(len(microbatches))
+        loss = self.pipeline.train(microbatches, 1 / tokens)
+        self.gradients.finish()
+        return Stats(total_loss(loss, self.mesh), self.gradients.norm(), tokens)
+
+
+def evaluate(mesh: Mesh, pipeline: Pipeline, microbatches: Sequence[Microbatch]) -> Tensor:
+    """The mean loss of the counted tokens of a global batch, a scalar that is the same on every rank."""
+    return total_loss(pipeline.evaluate(microbatches, 1 / counted_tokens(microbatches, mesh)), mesh)
+
+
+def counted_tokens(microbatches: Sequence[Microbatch], mesh: Mesh) -> Tensor:
+    """The number of labels of the global batch that count, at least 1: the one divisor of the loss."""
+    wide = torch.float64 if mesh.device.type == "cpu" else torch.float32
+    own = torch.stack([(m.labels != IGNORE).sum() for m in microbatches]).sum().to(wide)
+    return all_reduce_(own, mesh.batch).clamp_(min=1)
+
+
+def total_loss(own: Tensor, mesh: Mesh) -> Tensor:
+    """The sum of what each rank has counted of the loss."""
+    return all_reduce_(own.clone(), mesh.world)

@@ -1,0 +1,50 @@
+"""Causal self-attention over this rank's heads."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models import rope
+from models.blocks import column, row
+from parallel.parameters import Parameters
+
+
+class Attention(nn.Module):
+    """x: [tokens/tp, embed] -> [tokens/tp, embed]; queries of ``heads/tp`` heads, keys and values of ``kv/tp`` (at least 1).
+
+    Scores and their softmax are taken in fp32 by torch's kernels (fp64 for fp64). Ranks that share a kv head each compute
+    it; its gradient is the sum over them (law 4 of ``docs/meshes.md``).
+
+    Args:
+        parameters: What this rank holds.
+        name: Prefix of ``.qkv`` and ``.out``.
+        dropout: Probability of dropping an attention weight in training.
+    """
+
+    def __init__(self, parameters: Parameters, name: str, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.qkv, self.out = column(parameters, f"{name}.qkv"), row(parameters, f"{name}.out")
+        sizes = parameters.shards[f"{name}.qkv.weight"].sizes
+        self.heads, self.head = sizes["heads"], sizes["head"]
+        self.kv = sizes.get("kv", self.heads)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, sequences: int, rotation: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        """``rotation``: cos, sin: [tokens, head/2]. ``mask``: [sequences, 1, s, s], True where a token may look; None is causal."""
+        qkv = self.qkv(x)
+        if rotation:
+            q, k, v = rope.split_and_apply(qkv, *rotation, self.heads, self.kv)
+        else:
+            q, k, v = qkv.unflatten(-1, (-1, self.head)).split([self.heads, self.kv, self.kv], 1)
+        q, k, v = (a.unflatten(0, (sequences, -1)).transpose(1, 2) for a in (q, k, v))
+        mixed = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=mask is None,
+            enable_gqa=self.kv < self.heads,
+        )
+        return self.out(mixed.transpose(1, 2).flatten(2).flatten(0, 1))

@@ -1,0 +1,103 @@
+"""What transformer layers are made of: residual blocks, feed-forward networks, and how their linears are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.parameters import Parameters
+
+
+def column(parameters: Parameters, name: str) -> ColumnParallelLinear:
+    """The column-parallel linear of ``name.weight`` and, where it is declared, ``name.bias``."""
+    return ColumnParallelLinear.of(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"), parameters.mesh)
+
+
+def row(parameters: Parameters, name: str) -> RowParallelLinear:
+    """The row-parallel linear of ``name.weight`` and, where it is declared, ``name.bias``."""
+    return RowParallelLinear.of(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"), parameters.mesh)
+
+
+class Block(nn.Module):
+    """A pre-norm residual block. x: [tokens/tp, embed] -> same."""
+
+    def __init__(
+        self, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, sequences: int, rotation: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
+        x = x + self.dropout(self.attn(self.attn_norm(x), sequences, rotation, mask))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gate, up = gate_up.chunk(2, -1)
+        gradient = torch.empty_like(gate_up)
+        d_gate, d_up = gradient.chunk(2, -1)
+        torch.mul(dy, F.silu(gate), out=d_up)
+        d_gate.copy_(torch.ops.aten.silu_backward(dy * up, gate))
+        return gradient
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up (Shazeer 2020, arXiv 2002.05202). gate_up: [..., 2 mlp] -> [..., mlp].
+
+    Only the input is kept for the backward; the activation is computed again.
+    """
+    y: Tensor = _SwiGLU.apply(gate_up)
+    return y
+
+
+class SwiGLU(nn.Module):
+    """Gated feed-forward network. x: [tokens/tp, embed] -> same."""
+
+    def __init__(self, parameters: Parameters, name: str) -> None:
+        super().__init__()
+        self.up, self.down = column(parameters, f"{name}.up"), row(parameters, f"{name}.down")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(swiglu(self.up(x)))  # type: ignore[no-any-return]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+class Mlp(nn.Module):
+    """Feed-forward network of two linears. x: [tokens/tp, embed] -> same."""
+
+    def __init__(self, parameters: Parameters, name: str, activation: str) -> None:
+        super().__init__()
+        self.up, self.down = column(parameters, f"{name}.up"), row(parameters, f"{name}.down")
+        self.activation = _ACTIVATIONS[activation]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))  # type: ignore[no-any-return]

@@ -1,0 +1,176 @@
+"""What every family's configuration has: Hugging Face's field names, read and written with total accounting. No torch.
+
+Each field of a ``config.json`` is carried, or is on the family's list of fields that do not change the maths, or must have
+the one value that is supported; anything else is an error that names it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
+from typing import Any, ClassVar, Self
+
+from parallel.schema import Param, Schema
+
+# Fields of any Hugging Face config that do not change what a forward in training computes.
+_HARMLESS = frozenset(
+    "_attn_implementation_autoset _name_or_path architectures attn_implementation auto_map bos_token_id chunk_size_feed_forward "
+    "dtype eos_token_id id2label label2id model_type output_attentions output_hidden_states pad_token_id problem_type "
+    "pruned_heads return_dict task_specific_params tokenizer_class torch_dtype torchscript transformers_version "
+    "transformers.js_config use_bfloat16 use_cache".split()
+)
+# Every config has these; other values would change the maths.
+_FIXED = {"is_encoder_decoder": False, "add_cross_attention": False, "quantization_config": None}
+
+
+class ModelConfigError(ValueError):
+    """A model configuration that cannot be built; ``problems`` names all reasons."""
+
+    def __init__(self, family: str, problems: Sequence[str]) -> None:
+        super().__init__(f"{family}: " + "; ".join(problems))
+        self.problems = list(problems)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(ABC):
+    """The part of a ``config.json`` that changes the maths."""
+
+    family: ClassVar[str]
+    architecture: ClassVar[str]
+    harmless: ClassVar[frozenset[str]] = frozenset()
+    fixed: ClassVar[Mapping[str, Any]] = {}
+
+    vocab_size: int
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+
+    @property
+    @abstractmethod
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes of the axes of the weights' sentences."""
+
+    @abstractmethod
+    def params(self) -> tuple[Param, ...]:
+        """The weights table."""
+
+    @property
+    @abstractmethod
+    def max_positions(self) -> int | None:
+        """The longest sequence that the positions allow; None if there is no limit."""
+
+    @abstractmethod
+    def problems(self) -> list[str]:
+        """What is wrong with the values; empty if nothing is."""
+
+    @property
+    def schema(self) -> Schema:
+        return Schema(self.params(), self.sizes)
+
+    @classmethod
+    def from_hugging_face(cls, config: Mapping[str, Any]) -> Self:
+        """Read a ``config.json``.
+
+        Raises:
+            ModelConfigError: unknown, missing or unsupported fields, all of them.
+        """
+        problems = cls._unsupported(config)
+        values, wrong = cls._read(config)
+        problems += wrong
+        known = {field.name for field in fields(cls)}
+        readable = known | cls._consumed()
+        for name in sorted(set(config) - readable - _HARMLESS - cls.harmless - set(cls.fixed) - set(_FIXED)):
+            problems.append(f"unknown field {name!r}{_nearest(name, readable)}")
+        missing = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+        problems += [f"field {name!r} is missing" for name in missing if name not in values]
+        for field in fields(cls):
+            value = values.get(field.name)
+            expected = _TYPES.get(str(field.type))
+            if (
+                expected
+                and field.name in values
+                and (not isinstance(value, expected) or _bool_for_number(value, expected))
+            ):
+                problems.append(f"{field.name} is {value!r}, which is not of type {field.type}")
+        if problems:
+            raise ModelConfigError(cls.family, problems)
+        made = cls(**values)
+        if made.problems():
+            raise ModelConfigError(cls.family, made.problems())
+        return made
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """The ``config.json`` that means the same."""
+        head = {"architectures": [self.architecture], "model_type": self.family}
+        return head | self._write() | dict(self.fixed)
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """(values of the dataclass fields, problems)."""
+        return {f.name: config[f.name] for f in fields(cls) if f.name in config}, []
+
+    def _write(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def _consumed(cls) -> set[str]:
+        """Fields that ``_read`` reads beside those of the dataclass."""
+        return set()
+
+    @classmethod
+    def _unsupported(cls, config: Mapping[str, Any]) -> list[str]:
+        return [
+            f"{name}={config[name]!r} would change the maths and is not supported: only {value!r} is"
+            for name, value in {**_FIXED, **cls.fixed}.items()
+            if name in config and config[name] != value
+        ]
+
+
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "str": (str,),
+    "int | None": (int, type(None)),
+}
+
+
+def _bool_for_number(value: object, expected: tuple[type, ...]) -> bool:
+    return isinstance(value, bool) and bool not in expected
+
+
+def _nearest(name: str, names: set[str]) -> str:
+    found = get_close_matches(name, sorted(names), n=1)
+    return f": did you mean {found[0]!r}?" if found else ", which may change the maths"
+
+
+def positive(config: ModelConfig, *names: str) -> list[str]:
+    """A problem for each named field that is below 1."""
+    return [f"{name} is {getattr(config, name)}: it must be at least 1" for name in names if getattr(config, name) < 1]
+
+
+def probabilities(config: ModelConfig, *names: str) -> list[str]:
+    """A problem for each named field outside of [0, 1)."""
+    return [
+        f"{name} is {getattr(config, name)}: it must lie in [0, 1)"
+        for name in names
+        if not 0 <= getattr(config, name) < 1
+    ]
+
+
+def matmul_parameters(schema: Schema) -> int:
+    """Parameters that multiply activations: all matrices but tables that are only looked up at the first stage."""
+    return sum(schema.numel(p) for p in schema.params if p.decays and ("layer" in p.named_axes or "last" in p.at))
+
+
+def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
+    """Floating point operations of forward and backward for one token of a causal sequence.
+
+    6 for each parameter of a matrix product, and 6 * layers * heads * head * (sequence + 1) for the attention scores
+    and their use: a token attends to (sequence + 1) / 2 on average, 2 products of 2 operations, times 3 for the backward.
+    (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, with the causal half left out.)
+    """
+    sizes = config.sizes
+    attention = 6 * sizes["layer"] * sizes["heads"] * sizes["head"] * (sequence_length + 1)
+    return 6 * matmul_parameters(config.schema) + attention

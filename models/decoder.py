@@ -1,0 +1,183 @@
+"""A decoder-only transformer, one pipeline chunk at a time: the shape that all families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.rope import Rotary
+from parallel.embedding import VocabParallelEmbedding
+from parallel.linear import column_linear
+from parallel.loss import cross_entropy
+from parallel.mesh import Group
+from parallel.parameters import Parameters
+from parallel.random import key
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Some sequences, flattened: t = sequences * sequence length.
+
+    Args:
+        tokens: [t].
+        labels: [t], the next tokens; ``loss.IGNORE`` where there is nothing to predict.
+        positions: [t], each token's position in its sequence.
+        sequences: How many sequences there are.
+        activation: Shape of what travels between stages: (t/tp, embed).
+        documents: [t], the number of each token's document if attention must not cross documents.
+        seed: Of the dropout masks.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    positions: Tensor
+    sequences: int
+    activation: tuple[int, ...]
+    documents: Tensor | None = None
+    seed: int = 0
+
+    @property
+    def sequence_length(self) -> int:
+        return len(self.tokens) // self.sequences
+
+    def mask(self) -> Tensor | None:
+        """[sequences, 1, s, s]: True where a token may look, if documents are kept apart; None for all that is before."""
+        if self.documents is None:
+            return None
+        documents = self.documents.view(self.sequences, 1, -1)
+        return (documents[..., None] == documents[..., None, :]).tril()
+
+
+@dataclass(frozen=True)
+class Losses:
+    """How the loss is computed beyond plain cross entropy."""
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+class TokenEmbedding(nn.Module):
+    """microbatch -> [tokens/tp, embed]."""
+
+    def __init__(self, parameters: Parameters, name: str, vocab: int) -> None:
+        super().__init__()
+        self.tokens = VocabParallelEmbedding.of(parameters[name], vocab, parameters.mesh)
+
+    def forward(self, microbatch: Microbatch) -> Tensor:
+        return self.tokens(microbatch.tokens)  # type: ignore[no-any-return]
+
+
+class PositionEmbedding(nn.Module):
+    """microbatch -> [tokens/tp, embed]: tokens and learned positions, each rank looking up its own tokens' positions."""
+
+    def __init__(self, parameters: Parameters, tokens: str, positions: str, vocab: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens = VocabParallelEmbedding.of(parameters[tokens], vocab, parameters.mesh)
+        self.positions = parameters[positions]
+        self.dropout = nn.Dropout(dropout)
+        self.group = parameters.mesh.tp
+
+    def forward(self, microbatch: Microbatch) -> Tensor:
+        own = microbatch.positions.chunk(self.group.size)[self.group.index]
+        return self.dropout(self.tokens(microbatch.tokens) + F.embedding(own, self.positions))  # type: ignore[no-any-return]
+
+
+class Head(nn.Module):
+    """The final norm, the projection to the vocabulary and the loss.
+
+    Args:
+        norm: Of the last activations.
+        weight: [padded vocab/tp, embed].
+        vocab: Size of the vocabulary without padding.
+        group: The tensor parallel group.
+    """
+
+    def __init__(self, norm: nn.Module, weight: nn.Parameter, vocab: int, group: Group) -> None:
+        super().__init__()
+        self.norm, self.weight, self.vocab, self.group = norm, weight, vocab, group
+        self.losses = Losses()
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: [tokens/tp, embed] -> [tokens, padded vocab/tp]."""
+        return column_linear(self.norm(x), self.weight, None, self.group)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """x: [tokens/tp, embed], labels: [tokens] -> the sum of the losses of this rank's tokens, a scalar."""
+        loss = cross_entropy(
+            self.logits(x), labels, self.group, self.vocab, self.losses.label_smoothing, self.losses.z_loss
+        )
+        return loss.sum()
+
+
+class Decoder(nn.Module):
+    """One pipeline chunk: some blocks, with the embedding before the first and the head after the last.
+
+    (activations [tokens/tp, embed] or None, microbatch) -> activations, or the summed loss from the last chunk.
+    """
+
+    def __init__(
+        self,
+        embedding: nn.Module | None,
+        blocks: dict[int, nn.Module],
+        head: Head | None,
+        dtype: torch.dtype,
+        seed: tuple[int, ...],
+        rotary: Rotary | None = None,
+    ) -> None:
+        super().__init__()
+        self.embedding, self.head, self.dtype = embedding, head, dtype
+        self.layers = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
+        self._rotary, self._seed = rotary, seed
+
+    @classmethod
+    def chunk(
+        cls,
+        parameters: Parameters,
+        chunk: int,
+        *,
+        embedding: Callable[[], nn.Module],
+        block: Callable[[int], nn.Module],
+        head: Callable[[], Head],
+        rotary: Rotary | None = None,
+    ) -> Self:
+        """A chunk of this rank: only what its layout puts there is built."""
+        layout, place = parameters.layout, parameters.mesh.place
+        virtual = chunk * layout.mesh.pp + place.pp
+        return cls(
+            embedding() if virtual == 0 else None,
+            {layer: block(layer) for layer in layout.chunk_layers(place.pp, chunk)},
+            head() if virtual == len(layout.layers) - 1 else None,
+            next(iter(parameters.values())).dtype,
+            # Ranks that share tokens must not share masks, as each masks other tokens or other heads.
+            (virtual, place.dp, place.ep, place.cp, place.tp),
+            rotary,
+        )
+
+    def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
+        if self.training:
+            # Dropout depends on what is computed, not on what was computed before: a run repeats bitwise.
+            torch.manual_seed(key(microbatch.seed, *self._seed) >> 1)
+        x = self.hidden(x, microbatch)
+        return x if self.head is None else self.head(x, microbatch.labels)
+
+    def hidden(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
+        """The activations after the blocks: [tokens/tp, embed]."""
+        if self.embedding is not None:
+            x = self.embedding(microbatch)
+        rotation, mask = self._rotation(microbatch), microbatch.mask()
+        for block in self.layers.values():
+            x = block(x, microbatch.sequences, rotation, mask)
+        assert x is not None  # the first chunk embeds, the others are given activations
+        return x
+
+    def _rotation(self, microbatch: Microbatch) -> tuple[Tensor, Tensor] | None:
+        """cos, sin: [t, head/2] at the microbatch's positions, for families that rotate."""
+        if self._rotary is None:
+            return None
+        cos, sin = self._rotary(microbatch.sequence_length, self.dtype, microbatch.positions.device)
+        return cos[microbatch.positions], sin[microbatch.positions]

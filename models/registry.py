@@ -1,0 +1,106 @@
+"""The families and their presets: literal tables. No torch until a family builds."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from models.config import ModelConfig, ModelConfigError
+
+if TYPE_CHECKING:
+    from models.decoder import Decoder
+    from parallel.parameters import Parameters
+
+FAMILIES: Mapping[str, str] = {"gpt2": "models.gpt2", "llama": "models.llama"}
+"""{Hugging Face's ``model_type``: module}."""
+
+
+class Family(Protocol):
+    """What a family's module provides."""
+
+    CONFIG: type[ModelConfig]
+    PRESETS: Mapping[str, Mapping[str, Any]]
+
+    def build(self, config: ModelConfig, parameters: Parameters, chunk: int) -> Decoder: ...
+
+
+def family(name: str) -> Family:
+    """The module of a family.
+
+    Raises:
+        ModelConfigError: there is none of this name.
+    """
+    if name not in FAMILIES:
+        raise ModelConfigError(
+            "model", [f"unknown family {name!r}{_nearest(name, FAMILIES)}; there are {_list(FAMILIES)}"]
+        )
+    return cast(Family, importlib.import_module(FAMILIES[name]))
+
+
+def presets() -> Mapping[str, tuple[str, Mapping[str, Any]]]:
+    """{preset: (family, fields)} of all families."""
+    return {preset: (name, values) for name in FAMILIES for preset, values in family(name).PRESETS.items()}
+
+
+def configure(section: Mapping[str, Any]) -> ModelConfig:
+    """The model that a recipe's ``model`` section describes.
+
+    Args:
+        section: ``preset`` (a name) or ``config`` (a folder with a ``config.json``, or the file) and ``family``, each
+            optional, and fields of the family's config, which win over those.
+
+    Raises:
+        ModelConfigError: all problems.
+    """
+    fields = {key: value for key, value in section.items() if key not in ("family", "preset", "config")}
+    name, base = section.get("family"), dict[str, Any]()
+    if section.get("preset") is not None:
+        known = presets()
+        if section["preset"] not in known:
+            near = _nearest(str(section["preset"]), known)
+            raise ModelConfigError("model", [f"unknown preset {section['preset']!r}{near}; there are {_list(known)}"])
+        of_preset, values = known[section["preset"]]
+        name, base = _agree(name, of_preset, "preset"), dict(values)
+    if section.get("config") is not None:
+        base = base | _read_json(Path(section["config"]))
+        name = _agree(name, base.get("model_type"), "config")
+    if name is None:
+        raise ModelConfigError(
+            "model", [f"give one of family ({_list(FAMILIES)}), preset ({_list(presets())}) or config"]
+        )
+    return family(name).CONFIG.from_hugging_face(base | fields)
+
+
+def build(config: ModelConfig, parameters: Parameters, chunk: int) -> Decoder:
+    """The modules of one pipeline chunk of this rank."""
+    return family(config.family).build(config, parameters, chunk)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ModelConfigError("model", [f"cannot read {file}: {error}"]) from error
+    if not isinstance(content, dict):
+        raise ModelConfigError("model", [f"{file} does not hold a JSON object"])
+    return content
+
+
+def _agree(given: str | None, found: str | None, where: str) -> str | None:
+    if given is not None and found is not None and given != found:
+        raise ModelConfigError("model", [f"family is {given!r}, but the {where} is of family {found!r}"])
+    return given if found is None else found
+
+
+def _nearest(name: str, names: Mapping[str, object]) -> str:
+    found = get_close_matches(name, list(names), n=1)
+    return f": did you mean {found[0]!r}?" if found else ""
+
+
+def _list(names: Mapping[str, object]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,190 @@
+"""Collectives in adjoint pairs.
+
+The backward of every collective is its true adjoint: ``<A x, y> == <x, A' y>``, summed over the ranks, where a value that
+is replicated counts once.
+
+    forward            x           -> y                             backward
+    all_gather         split       -> copies for different uses     reduce_scatter
+    reduce_scatter     partial     -> split                         all_gather
+    replicate          replicated  -> copies for different uses     all-reduce
+    reduce             partial     -> replicated                    identity
+    gather             split       -> replicated                    own slice
+    split              replicated  -> split                         gather
+
+The first two are what sequence parallelism is made of; the others serve layers whose surroundings are replicated.
+``start_*`` are asynchronous and return a :class:`Pending`. Over a group of one everything is the identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from parallel.mesh import Group
+
+# torch 2.13 renamed these two.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Pending:
+    """The result of a collective that may still be under way."""
+
+    works: list[dist.Work]
+    finish: Callable[[], Tensor]
+
+    def wait(self) -> Tensor:
+        for work in self.works:
+            work.wait()
+        return self.finish()
+
+
+def start_all_gather(x: Tensor, group: Group) -> Pending:
+    """x: [t/n, ...] of each rank -> [t, ...], concatenated in the order of ranks."""
+    if group.size == 1:
+        return Pending([], lambda: x)
+    x = x.contiguous()
+    out = x.new_empty(group.size * x.shape[0], *x.shape[1:])
+    if not group.pairwise:
+        return Pending(_works(_all_gather_single(out, x, group=group.process_group, async_op=True)), lambda: out)
+    parts = out.chunk(group.size)
+    works = _exchange(group, send=lambda _: x, receive=lambda peer: parts[peer])
+    parts[group.index].copy_(x)
+    return Pending(works, lambda: out)
+
+
+def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
+    """x: [t, ...] partial sums -> [t/n, ...], this rank's part of the sum (bf16 is summed in fp32 where we sum).
+
+    Raises:
+        ValueError: t does not divide over the group.
+    """
+    if group.size == 1:
+        return Pending([], lambda: x)
+    if x.shape[0] % group.size:
+        raise ValueError(
+            f"cannot scatter {x.shape[0]} tokens over {group.size} ranks: choose a multiple of {group.size}"
+        )
+    x = x.contiguous()
+    shape = (x.shape[0] // group.size, *x.shape[1:])
+    if not group.pairwise:
+        out = x.new_empty(shape)
+        return Pending(_works(_reduce_scatter_single(out, x, group=group.process_group, async_op=True)), lambda: out)
+    parts = x.chunk(group.size)
+    received = x.new_empty(group.size, *shape)
+    works = _exchange(group, send=lambda peer: parts[peer], receive=lambda peer: received[peer])
+    received[group.index].copy_(parts[group.index])
+    return Pending(works, lambda: received.sum(0) if group.size > 2 else received[0].add_(received[1]))
+
+
+def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
+    """x: [...] partial -> [...], the sum (or ``op``) over the group, in place."""
+    if group.size == 1:
+        return Pending([], lambda: x)
+    return Pending(_works(dist.all_reduce(x, op, group=group.process_group, async_op=True)), lambda: x)
+
+
+def all_reduce_(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    """In-place sum (or ``op``) over the group, outside of autograd."""
+    return start_all_reduce(x, group, op).wait()
+
+
+def _works(work: dist.Work | None) -> list[dist.Work]:
+    return [] if work is None else [work]
+
+
+def _exchange(group: Group, send: Callable[[int], Tensor], receive: Callable[[int], Tensor]) -> list[dist.Work]:
+    works: list[dist.Work] = []
+    for distance in range(1, group.size):
+        to, source = (group.index + distance) % group.size, (group.index - distance) % group.size
+        works += _works(dist.isend(send(to), group.ranks[to], group=group.process_group))
+        works += _works(dist.irecv(receive(source), group.ranks[source], group=group.process_group))
+    return works
+
+
+def _own(x: Tensor, group: Group, dim: int) -> Tensor:
+    size = x.shape[dim] // group.size
+    return x.narrow(dim, group.index * size, size)
+
+
+def _concatenate(x: Tensor, group: Group, dim: int) -> Tensor:
+    if group.size == 1:
+        return x
+    return start_all_gather(x.movedim(dim, 0), group).wait().movedim(0, dim)
+
+
+class _Pair(torch.autograd.Function):
+    """A collective and its adjoint; both are functions of (tensor, group, dim)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, there: _Move, back: _Move) -> Tensor:
+        ctx.back, ctx.group, ctx.dim = back, group, dim
+        return there(x, group, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(dy, ctx.group, ctx.dim), None, None, None, None
+
+
+_Move = Callable[[Tensor, Group, int], Tensor]
+
+
+def _gather_tokens(x: Tensor, group: Group, dim: int) -> Tensor:
+    return start_all_gather(x, group).wait()
+
+
+def _scatter_tokens(x: Tensor, group: Group, dim: int) -> Tensor:
+    return start_reduce_scatter(x, group).wait()
+
+
+def _sum(x: Tensor, group: Group, dim: int) -> Tensor:
+    return all_reduce_(x.clone(), group)
+
+
+def _same(x: Tensor, group: Group, dim: int) -> Tensor:
+    return x.view_as(x)
+
+
+def _apply(x: Tensor, group: Group, dim: int, there: _Move, back: _Move) -> Tensor:
+    if group.size == 1:
+        return x
+    result: Tensor = _Pair.apply(x, group, dim, there, back)
+    return result
+
+
+def all_gather(x: Tensor, group: Group) -> Tensor:
+    """x: [t/n, ...] -> [t, ...]; backward: reduce-scatter."""
+    return _apply(x, group, 0, _gather_tokens, _scatter_tokens)
+
+
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """x: [t, ...] partial -> [t/n, ...]; backward: all-gather."""
+    return _apply(x, group, 0, _scatter_tokens, _gather_tokens)
+
+
+def replicate(x: Tensor, group: Group) -> Tensor:
+    """x: [...] replicated -> the same, about to be used for different parts; backward: all-reduce."""
+    return _apply(x, group, 0, _same, _sum)
+
+
+def reduce(x: Tensor, group: Group) -> Tensor:
+    """x: [...] partial -> [...] replicated; backward: identity."""
+    return _apply(x, group, 0, _sum, _same)
+
+
+def gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
+    """x: [..., f/n] -> [..., f] replicated; backward: own slice."""
+    return _apply(x, group, dim, _concatenate, _own)
+
+
+def split(x: Tensor, group: Group, dim: int = -1) -> Tensor:
+    """x: [..., f] replicated -> [..., f/n]; backward: gather."""
+    return _apply(x, group, dim, _own, _concatenate)

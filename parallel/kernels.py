@@ -1,0 +1,82 @@
+"""Kernels chosen once: NVIDIA apex's fused ones where they are really there and the device is a GPU, torch's otherwise.
+
+The project ``apex`` on PyPI is a different one (a toolkit for the Pyramid web framework). What counts is the compiled
+module that a kernel lives in, so that is what is probed; an impostor is recognised and named.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_COMPILED = {"FusedLayerNorm": "fused_layer_norm_cuda", "FusedRMSNorm": "fused_layer_norm_cuda", "FusedAdam": "amp_C"}
+
+
+class ApexImpostor(UserWarning):
+    """A package named ``apex`` is installed that is not NVIDIA's."""
+
+
+@cache
+def apex_has(kernel: str) -> bool:
+    """Whether NVIDIA's apex is installed with the compiled module that ``kernel`` needs."""
+    if importlib.util.find_spec("apex") is None:
+        return False
+    if importlib.util.find_spec(_COMPILED[kernel]) is not None:
+        return True
+    package = importlib.import_module("apex")
+    if not hasattr(package, "optimizers") and importlib.util.find_spec("apex.optimizers") is None:
+        warnings.warn(
+            f"the package 'apex' at {package.__file__} is not NVIDIA apex (the one on PyPI is a Pyramid toolkit): "
+            "uninstall it and build https://github.com/NVIDIA/apex from source, or ignore this: torch's kernels are used",
+            ApexImpostor,
+            stacklevel=2,
+        )
+    return False
+
+
+def _use_apex(kernel: str, device: torch.device) -> bool:
+    return device.type == "cuda" and apex_has(kernel)
+
+
+def rms_norm(device: torch.device) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """(x: [..., n], weight: [n], eps) -> [..., n]; the mean square is taken in fp32 (fp64 for fp64)."""
+    if _use_apex("FusedRMSNorm", device):
+        apply = importlib.import_module("apex.normalization.fused_layer_norm").fused_rms_norm_affine
+        return lambda x, weight, eps: apply(x, weight, weight.shape, eps)
+    return lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps)
+
+
+def layer_norm(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
+    """(x: [..., n], weight: [n], bias: [n], eps) -> [..., n]; statistics in fp32 (fp64 for fp64)."""
+    if _use_apex("FusedLayerNorm", device):
+        apply = importlib.import_module("apex.normalization.fused_layer_norm").fused_layer_norm_affine
+        return lambda x, weight, bias, eps: apply(x, weight, bias, weight.shape, eps)
+    return lambda x, weight, bias, eps: F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def adamw(
+    groups: Iterable[dict[str, Any]], device: torch.device, lr: float, betas: tuple[float, float], eps: float
+) -> torch.optim.Optimizer:
+    """AdamW over parameter groups, in one fused kernel for each dtype."""
+    if _use_apex("FusedAdam", device):
+        fused_adam = importlib.import_module("apex.optimizers").FusedAdam
+        optimizer: torch.optim.Optimizer = fused_adam(list(groups), lr=lr, betas=betas, eps=eps, adam_w_mode=True)
+        return optimizer
+    return torch.optim.AdamW(list(groups), lr=lr, betas=betas, eps=eps, fused=True)
+
+
+def step_if(optimizer: torch.optim.Optimizer, go: Tensor) -> None:
+    """Take the optimizer's step where ``go`` (a bool scalar on its device) is true; torch's kernel asks no host."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        optimizer.found_inf = (~go).to(torch.float32)  # type: ignore[attr-defined]
+        optimizer.step()
+    elif bool(go):
+        optimizer.step()

@@ -1,0 +1,286 @@
+"""Which elements of which logical tensor live on which rank: integer arithmetic, no process group, no GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+
+from parallel.pattern import Piece, Sizes
+from parallel.schema import SPLIT, Param, Schema
+
+Box = Mapping[str, tuple[int, int]]
+"""[start, stop) of each axis."""
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Coordinates of one rank in the mesh."""
+
+    pp: int = 0
+    dp: int = 0
+    ep: int = 0
+    cp: int = 0
+    tp: int = 0
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the mesh: pipeline, data, expert, context and tensor parallel.
+
+    Ranks are numbered with ``tp`` innermost (one node's NVLink), then cp, ep, dp, and ``pp`` outermost.
+    """
+
+    pp: int = 1
+    dp: int = 1
+    ep: int = 1
+    cp: int = 1
+    tp: int = 1
+
+    DIMS = ("pp", "dp", "ep", "cp", "tp")
+
+    def __post_init__(self) -> None:
+        for dim in self.DIMS:
+            if self[dim] < 1:
+                raise ValueError(f"{dim}={self[dim]} must be at least 1")
+
+    def __getitem__(self, dim: str) -> int:
+        return int(getattr(self, dim))
+
+    @property
+    def world(self) -> int:
+        return math.prod(self[dim] for dim in self.DIMS)
+
+    @property
+    def data(self) -> int:
+        """Number of ranks that read different sequences: dp x ep."""
+        return self.dp * self.ep
+
+    def place(self, rank: int) -> Place:
+        coordinates = {}
+        for dim in reversed(self.DIMS):
+            rank, coordinates[dim] = divmod(rank, self[dim])
+        return Place(**coordinates)
+
+    def rank(self, place: Place) -> int:
+        rank = 0
+        for dim in self.DIMS:
+            rank = rank * self[dim] + getattr(place, dim)
+        return rank
+
+    def ranks(self, **fixed: Sequence[int]) -> tuple[int, ...]:
+        """Ranks whose coordinate along each named dimension is among the given ones; other dimensions are free."""
+        free = (fixed.get(dim, range(self[dim])) for dim in self.DIMS)
+        return tuple(self.rank(Place(*coordinates)) for coordinates in itertools.product(*free))
+
+    def along(self, rank: int, *dims: str) -> tuple[int, ...]:
+        """The group of ``rank`` along some dimensions: ranks that differ from it in nothing else."""
+        place = self.place(rank)
+        return self.ranks(**{dim: (getattr(place, dim),) for dim in self.DIMS if dim not in dims})
+
+
+def split_axis(axis: str, size: int, parts: int, part: int) -> tuple[int, int]:
+    """[start, stop) of ``axis`` in one of ``parts``.
+
+    Splits are even, but ``vocab`` is padded up to a multiple (the box may run past ``size``), and ``kv`` heads are shared
+    by neighbouring parts where there are fewer heads than parts.
+
+    Raises:
+        ValueError: the axis cannot be split so.
+    """
+    if size % parts == 0 or axis == "vocab":
+        step = -(-size // parts)
+        return part * step, (part + 1) * step
+    if axis == "kv" and parts % size == 0:
+        head = part * size // parts
+        return head, head + 1
+    raise ValueError(f"cannot split {axis} ({size}) over {SPLIT[axis]}={parts}: {_choices(axis, size)}")
+
+
+def _choices(axis: str, size: int) -> str:
+    divisors = [str(n) for n in range(1, size + 1) if size % n == 0]
+    shown = divisors if len(divisors) <= 12 else [*divisors[:8], "...", divisors[-1]]
+    multiples = f" or a multiple of {size}" if axis == "kv" else ""
+    return f"choose {SPLIT[axis]} from {', '.join(shown)}{multiples}"
+
+
+def split_problems(sizes: Sizes, mesh: MeshShape) -> list[str]:
+    """Every axis that the mesh cannot split, each with the sizes that would do."""
+    problems = []
+    for axis, size in sizes.items():
+        dim = SPLIT.get(axis)
+        if dim is not None and axis != "layer":
+            try:
+                split_axis(axis, size, mesh[dim], 0)
+            except ValueError as error:
+                problems.append(str(error))
+    return problems
+
+
+def balanced_layers(layers: int, stages: int, embedding: float = 0.0, head: float = 0.0) -> tuple[int, ...]:
+    """Layers of each virtual stage so that the slowest stage is as fast as possible, with at least one layer each.
+
+    Args:
+        layers: Layers of the model.
+        stages: Virtual stages (pipeline stages x chunks).
+        embedding: Work of the embedding, which the first stage has on top, in layers.
+        head: Work of the head, which the last stage has on top, in layers.
+    """
+    if stages > layers:
+        raise ValueError(f"cannot spread {layers} layers over {stages} virtual stages: choose pp x chunks <= {layers}")
+    extra = [0.0] * stages
+    extra[0] += embedding
+    extra[-1] += head
+    counts = [1] * stages
+    for _ in range(layers - stages):
+        # Ties go to the stage in the middle of the pipeline: the ends also hold the tables.
+        lightest = min(range(stages), key=lambda s: (counts[s] + extra[s], s in (0, stages - 1), s))
+        counts[lightest] += 1
+    return tuple(counts)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one rank holds of one parameter of one layer.
+
+    Args:
+        name: The tensor's name, with its layer filled in: the same on every rank.
+        param: Its declaration.
+        box: [start, stop) of each of its axes; that of ``vocab`` may run past the vocabulary (padding).
+    """
+
+    name: str
+    param: Param
+    box: Box
+
+    @property
+    def sizes(self) -> Sizes:
+        return {axis: stop - start for axis, (start, stop) in self.box.items()}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.param.sentence.shape(self.sizes)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return self.param.sentence.pieces(self.sizes)
+
+    def piece(self, label: str) -> Piece:
+        return next(piece for piece in self.pieces if piece.label == label)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A schema on a mesh.
+
+    Args:
+        schema: The parameters.
+        mesh: Sizes of the mesh.
+        layers: Layers of each virtual stage; virtual stage ``chunk * pp + stage`` is the chunk ``chunk`` of a stage.
+    """
+
+    schema: Schema
+    mesh: MeshShape
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        problems = split_problems(self.schema.sizes, self.mesh)
+        total = self.schema.sizes.get("layer", 0)
+        if sum(self.layers) != total:
+            problems.append(
+                f"layers per stage {self.layers} sum to {sum(self.layers)}, but the model has {total} layers"
+            )
+        if len(self.layers) % self.mesh.pp:
+            problems.append(f"{len(self.layers)} virtual stages do not divide over pp={self.mesh.pp}")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    @property
+    def chunks(self) -> int:
+        return len(self.layers) // self.mesh.pp
+
+    @cached_property
+    def stage_of_layer(self) -> tuple[int, ...]:
+        return tuple(v % self.mesh.pp for v, count in enumerate(self.layers) for _ in range(count))
+
+    def chunk_layers(self, stage: int, chunk: int) -> range:
+        """The layers of one virtual stage."""
+        virtual = chunk * self.mesh.pp + stage
+        start = sum(self.layers[:virtual])
+        return range(start, start + self.layers[virtual])
+
+    def stages(self, param: Param, index: Mapping[str, int]) -> tuple[int, ...]:
+        """Pipeline stages that hold a parameter of the layer in ``index``."""
+        if "layer" in param.named_axes:
+            return (self.stage_of_layer[index["layer"]],)
+        ends = {"first": 0, "last": self.mesh.pp - 1}
+        return tuple(sorted({ends[end] for end in param.at.split()}))
+
+    def box(self, axis: str, place: Place) -> tuple[int, int]:
+        """[start, stop) of an axis at a place, for an axis that the mesh may split."""
+        size = self.schema.sizes[axis]
+        dim = SPLIT.get(axis)
+        if dim is None or dim == "pp":
+            return 0, size
+        return split_axis(axis, size, self.mesh[dim], getattr(place, dim))
+
+    def shards(self, place: Place) -> Iterator[Shard]:
+        """Everything that is held at a place, in the order of declaration, layer by layer."""
+        for param in self.schema.params:
+            ranges = (range(*self.box(axis, place)) for axis in param.named_axes)
+            for values in itertools.product(*ranges):
+                index = dict(zip(param.named_axes, values, strict=True))
+                if place.pp in self.stages(param, index):
+                    box = {axis: self.box(axis, place) for axis in sorted(param.sentence.axes)}
+                    box |= {axis: (i, i + 1) for axis, i in index.items()}
+                    yield Shard(param.name.format(**index), param, MappingProxyType(box))
+
+    def replicas(self, shard: Shard, label: str) -> tuple[int, ...]:
+        """Ranks that hold the same box of a piece as ``shard``.
+
+        One answer to four questions: who sums its gradient, how it counts in the norm (once: 1/len each), who writes
+        it, who shares its optimizer state.
+        """
+        axes = {*shard.param.sentence.piece_axes(label), *shard.param.named_axes}
+        index = {axis: shard.box[axis][0] for axis in shard.param.named_axes}
+        fixed: dict[str, Sequence[int]] = {"pp": self.stages(shard.param, index)}
+        for dim in ("ep", "tp"):
+            mine = [axis for axis in axes if SPLIT.get(axis) == dim]
+            if mine:
+                fixed[dim] = [
+                    at
+                    for at in range(self.mesh[dim])
+                    if all(
+                        split_axis(a, self.schema.sizes[a], self.mesh[dim], at) == self._held(shard, a) for a in mine
+                    )
+                ]
+        return self.mesh.ranks(**fixed)
+
+    def replica_sets(self) -> set[tuple[int, ...]]:
+        """Every set of ranks that hold the same box of some piece, over the whole mesh."""
+        sets = set()
+        for stage, ep, tp in itertools.product(range(self.mesh.pp), range(self.mesh.ep), range(self.mesh.tp)):
+            seen = set()  # all layers of a stage are alike
+            for shard in self.shards(Place(pp=stage, ep=ep, tp=tp)):
+                if shard.param.name not in seen:
+                    seen.add(shard.param.name)
+                    sets |= {self.replicas(shard, label) for label in shard.param.sentence.labels}
+        return sets
+
+    def _held(self, shard: Shard, axis: str) -> tuple[int, int]:
+        if axis not in shard.param.named_axes:
+            return shard.box[axis]
+        # An axis in the name is held as a range of names: compare the whole range.
+        size, parts = self.schema.sizes[axis], self.mesh[SPLIT[axis]]
+        return next(
+            box
+            for part in range(parts)
+            if (box := split_axis(axis, size, parts, part))[0] <= shard.box[axis][0] < box[1]
+        )

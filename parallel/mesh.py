@@ -1,0 +1,148 @@
+"""The live mesh: this process's place in a :class:`~parallel.layout.MeshShape`, its device and its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from parallel.layout import MeshShape, Place
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate.
+
+    Args:
+        ranks: Global ranks in ascending order.
+        index: Position of this process among them.
+        process_group: torch's group; None for a group of one, whose collectives are the identity.
+        pairwise: Whether messages between pairs are faster than the backend's own gather and scatter (gloo).
+    """
+
+    ranks: tuple[int, ...]
+    index: int
+    process_group: dist.ProcessGroup | None
+    pairwise: bool = False
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+ALONE = Group((0,), 0, None)
+
+
+@dataclass
+class Mesh:
+    """Where this process stands and whom it talks to. Passed explicitly; made once by :meth:`create`."""
+
+    shape: MeshShape
+    rank: int
+    device: torch.device
+    timeout: timedelta = timedelta(minutes=10)
+    _made: set[tuple[int, ...]] = field(default_factory=set)
+    _groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
+    _channels: dict[tuple[str, int], Group] = field(default_factory=dict)
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> Mesh:
+        """A mesh of one process; needs no process group."""
+        return cls(MeshShape(), 0, torch.device(device))
+
+    @classmethod
+    def create(cls, shape: MeshShape, device: torch.device | str = "cpu") -> Mesh:
+        """The mesh over all processes of ``torch.distributed``, which must be initialised unless the world is one.
+
+        Raises:
+            ValueError: the number of processes is not the mesh's.
+        """
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if shape.world != world:
+            sizes = " x ".join(f"{dim}={shape[dim]}" for dim in shape.DIMS)
+            raise ValueError(f"the mesh {sizes} needs {shape.world} processes, but {world} run")
+        mesh = cls(shape, dist.get_rank() if dist.is_initialized() else 0, torch.device(device))
+        for dims in (("tp",), ("dp", "ep", "cp"), shape.DIMS):
+            mesh.make_groups(shape.along(rank, *dims) for rank in range(world))
+        mesh._make_channels()
+        return mesh
+
+    @property
+    def place(self) -> Place:
+        return self.shape.place(self.rank)
+
+    @property
+    def tp(self) -> Group:
+        return self.along("tp")
+
+    @property
+    def batch(self) -> Group:
+        """The ranks among which the tokens of a step are divided: dp x ep x cp."""
+        return self.along("dp", "ep", "cp")
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the ``shape.data`` parts of each batch of sequences this rank reads."""
+        return self.place.dp * self.shape.ep + self.place.ep
+
+    @property
+    def world(self) -> Group:
+        return self.along(*self.shape.DIMS)
+
+    def along(self, *dims: str) -> Group:
+        """The group of this rank along some dimensions."""
+        return self.group(self.shape.along(self.rank, *dims))
+
+    def group(self, ranks: tuple[int, ...]) -> Group:
+        """The group of some ranks, which :meth:`make_groups` has made before (groups of one always exist)."""
+        if ranks == (self.rank,):
+            return Group(ranks, 0, None)
+        return self._groups[ranks]
+
+    def make_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
+        """Make the groups of several rank sets at once; every rank of the world calls this with the same sets.
+
+        torch names a group by how many the process has made (with ``use_local_synchronization`` too), so all ranks must
+        take part in making all groups, in one order.
+        """
+        for ranks in sorted(set(rank_sets)):
+            if len(ranks) > 1 and ranks not in self._made:
+                self._made.add(ranks)
+                group = self._new_group(ranks)
+                if self.rank in ranks:
+                    self._groups[ranks] = group
+
+    def channel(self, direction: str, source: int) -> Group:
+        """The one-way channel that leaves pipeline stage ``source``: to the next stage (forward) or the one before.
+
+        Each has its own communicator, so that it is a queue which no other message can block.
+        """
+        return self._channels[direction, source]
+
+    def peer(self, stage: int) -> int:
+        """The global rank of this place on another pipeline stage."""
+        place = self.place
+        return self.shape.rank(Place(stage % self.shape.pp, place.dp, place.ep, place.cp, place.tp))
+
+    def _new_group(self, ranks: tuple[int, ...]) -> Group:
+        group = dist.new_group(list(ranks), timeout=self.timeout)
+        if self.rank not in ranks:
+            return ALONE
+        return Group(ranks, ranks.index(self.rank), group, pairwise=dist.get_backend(group) == "gloo")
+
+    def _make_channels(self) -> None:
+        if self.shape.pp == 1:
+            return
+        for first in self.shape.ranks(pp=(0,)):
+            pipeline = self.shape.along(first, "pp")
+            for source, rank in enumerate(pipeline):
+                for direction, step in ((FORWARD, 1), (BACKWARD, -1)):
+                    target = pipeline[(source + step) % self.shape.pp]
+                    group = self._new_group((min(rank, target), max(rank, target)))
+                    if self.rank in (rank, target):
+                        self._channels[direction, source] = group

@@ -1,0 +1,344 @@
+"""Pipeline schedules as data, and a simulator that proves them. Integers only: no torch, no process group.
+
+A schedule says, for each stage (a pipeline rank), which actions it runs in which order. With ``chunks`` model chunks
+per stage, chunk c on stage s is virtual stage v = c * stages + s: data visits v = 0, 1, ..., chunks * stages - 1 on its
+way forward and returns the same way. Within a chunk every schedule here runs microbatches in ascending order, forward
+and backward, so gradients are summed in the same order whichever schedule is chosen.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B"]
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One step of one stage: run the forward ("F") or the backward ("B") of a chunk on a microbatch."""
+
+    kind: Kind
+    chunk: int
+    microbatch: int
+
+    def __repr__(self) -> str:
+        return f"{self.kind}({self.chunk},{self.microbatch})"
+
+
+def F(chunk: int, microbatch: int) -> Action:
+    """The forward of a chunk on a microbatch."""
+    return Action("F", chunk, microbatch)
+
+
+def B(chunk: int, microbatch: int) -> Action:
+    """The backward of a chunk on a microbatch."""
+    return Action("B", chunk, microbatch)
+
+
+Schedule = tuple[tuple[Action, ...], ...]  # the actions of each stage, in order
+
+
+class ScheduleError(ValueError):
+    """A schedule that no pipeline can run: an action is missing, repeated, or never becomes ready."""
+
+
+class Deadlock(ScheduleError):
+    """Every unfinished stage waits for an action that another one has not run."""
+
+
+# -- the schedules
+
+
+def gpipe(stages: int, chunks: int, microbatches: int) -> Schedule:
+    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965), chunk after chunk.
+
+    Keeps the activations of every microbatch. Bubble (stages - 1) / (chunks * microbatches) from ``stages``
+    microbatches on.
+    """
+    _check_sizes(stages, chunks, microbatches)
+    forwards = [F(chunk, m) for chunk in range(chunks) for m in range(microbatches)]
+    backwards = [B(chunk, m) for chunk in reversed(range(chunks)) for m in range(microbatches)]
+    return tuple(tuple(forwards + backwards) for _ in range(stages))
+
+
+def one_f_one_b(stages: int, chunks: int, microbatches: int) -> Schedule:
+    """One forward, one backward in turn (PipeDream-flush, Narayanan et al. 2021, arXiv 2006.09503). One chunk a stage.
+
+    Stage s first runs the stages - 1 - s forwards that the stages behind it need before the first gradient can come
+    back, so it never keeps more than stages - s activations. Bubble (stages - 1) / microbatches, as GPipe's.
+    """
+    _check_one_chunk(chunks)
+    return interleaved(stages, chunks, microbatches)
+
+
+def interleaved(stages: int, chunks: int, microbatches: int) -> Schedule:
+    """Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473) for any number of microbatches.
+
+    The stages take the microbatches in groups; a group goes through all chunks before the next one starts. A group
+    smaller than ``stages`` would leave stages waiting for the group to come round (and can even deadlock a 1F1B order),
+    so the microbatches are spread over microbatches // stages groups that differ by at most one: exactly ``stages``
+    each when that divides, and never fewer unless there are fewer in all. The bubble is then (stages - 1) / (chunks *
+    microbatches) from ``stages`` microbatches on, divisible or not.
+    """
+    _check_sizes(stages, chunks, microbatches)
+    groups = _groups(stages, microbatches)
+    forwards = [F(chunk, m) for group in groups for chunk in range(chunks) for m in group]
+    backwards = [B(chunk, m) for group in groups for chunk in reversed(range(chunks)) for m in group]
+    return tuple(_alternate(forwards, backwards, warmup) for warmup in _warmups(stages, chunks, microbatches))
+
+
+def forward_only(stages: int, chunks: int, microbatches: int) -> Schedule:
+    """The forwards of ``interleaved`` alone, for evaluation: nothing is kept for a backward."""
+    _check_sizes(stages, chunks, microbatches)
+    groups = _groups(stages, microbatches)
+    forwards = tuple(F(chunk, m) for group in groups for chunk in range(chunks) for m in group)
+    return (forwards,) * stages
+
+
+SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+}
+
+
+def in_flight_bound(name: str, stages: int, chunks: int, microbatches: int) -> tuple[int, ...]:
+    """Per stage, the most activations (of one chunk and one microbatch each) that schedule ``name`` keeps at once.
+
+    The numbers are reached, not only respected: memory can be planned with them.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"unknown schedule {name!r}: choose from {', '.join(SCHEDULES)}")
+    _check_sizes(stages, chunks, microbatches)
+    total = chunks * microbatches
+    if name == "gpipe":
+        return (total,) * stages
+    if name == "1f1b":
+        _check_one_chunk(chunks)
+    return tuple(min(warmup + 1, total) for warmup in _warmups(stages, chunks, microbatches))
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Action, ...]:
+    """``warmup`` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    warmup = min(warmup, len(forwards))
+    row = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        row += [forward, backward]
+    return tuple(row + backwards[len(forwards) - warmup :])
+
+
+def _groups(stages: int, microbatches: int) -> list[range]:
+    """Consecutive microbatches in as many groups of at least ``stages`` as there can be, as even as can be."""
+    count = max(1, microbatches // stages)
+    bounds = [-(-microbatches * group // count) for group in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(bounds)]
+
+
+def _warmups(stages: int, chunks: int, microbatches: int) -> list[int]:
+    """Per stage, the forwards before the first backward in 1F1B.
+
+    With one chunk: one for each stage behind it. With several, the last stage needs a whole group through all chunks
+    but the last, and a stage before it two more for each hop to the end: its activation travels there and the gradient
+    back, and meanwhile later chunks wait for its forwards.
+    """
+    if chunks == 1:
+        return [stages - 1 - stage for stage in range(stages)]
+    largest = max(len(group) for group in _groups(stages, microbatches))
+    return [(chunks - 1) * largest + 2 * (stages - 1 - stage) for stage in range(stages)]
+
+
+def _check_sizes(stages: int, chunks: int, microbatches: int) -> None:
+    for name, size in (("stages", stages), ("chunks", chunks), ("microbatches", microbatches)):
+        if size < 1:
+            raise ValueError(f"a schedule cannot have {name}={size}: stages, chunks and microbatches start at 1")
+
+
+def _check_one_chunk(chunks: int) -> None:
+    if chunks != 1:
+        raise ValueError(f"1f1b runs one chunk per stage, not chunks={chunks}: choose interleaved, or chunks=1")
+
+
+# -- the simulator
+
+
+class Span(NamedTuple):
+    """When an action ran: [start, end), in the time units of ``simulate``."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What running a schedule gave.
+
+    ``spans``: per stage, its actions in order with their times. ``total``: when the last one ended.
+    ``peak_in_flight``: per stage, the most forwards at once whose backward was still to come.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    total: float
+    peak_in_flight: tuple[int, ...]
+
+    @property
+    def bubble(self) -> float:
+        """Idle time over busy time, all stages together: 0 would be a pipeline that never waits."""
+        busy = sum(span.end - span.start for row in self.spans for span in row)
+        return (self.total * len(self.spans) - busy) / busy
+
+
+def dependencies(action: Action, stage: int, stages: int, chunks: int) -> tuple[tuple[int, Action], ...]:
+    """The (stage, action) pairs that must have ended before ``stage`` can run ``action``."""
+    chunk, m = action.chunk, action.microbatch
+    virtual, last = chunk * stages + stage, chunks * stages - 1
+    if action.kind == "F":
+        return (((virtual - 1) % stages, F((virtual - 1) // stages, m)),) if virtual > 0 else ()
+    own = (stage, F(chunk, m))
+    return (own, ((virtual + 1) % stages, B((virtual + 1) // stages, m))) if virtual < last else (own,)
+
+
+def simulate(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, hop: float = 0.0) -> Timeline:
+    """Run a schedule on paper, each stage strictly in its order and with unlimited buffers.
+
+    ``forward`` and ``backward`` are the times of one chunk on one microbatch, ``hop`` that of a message between two
+    stages. Raises ``ScheduleError`` if an action is missing or repeated (the sizes are the largest chunk and microbatch
+    that occur) and ``Deadlock``, with what every stage waits for, if the schedule cannot end.
+    """
+    stages, chunks = len(schedule), _check_complete(schedule)
+    duration = {"F": forward, "B": backward}
+    end: dict[tuple[int, Action], float] = {}
+    spans: list[list[Span]] = [[] for _ in schedule]
+    blocked: dict[tuple[int, Action], list[int]] = {}  # the stages that wait for this action
+    ready = deque(range(stages))
+    while ready:
+        stage = ready.popleft()
+        row, done = schedule[stage], spans[stage]
+        while len(done) < len(row):
+            action = row[len(done)]
+            needed = dependencies(action, stage, stages, chunks)
+            missing = next((need for need in needed if need not in end), None)
+            if missing is not None:
+                blocked.setdefault(missing, []).append(stage)
+                break
+            arrivals = (end[need] + (hop if need[0] != stage else 0.0) for need in needed)
+            start = max(arrivals, default=0.0)
+            if done:
+                start = max(start, done[-1].end)
+            done.append(Span(action, start, start + duration[action.kind]))
+            end[stage, action] = done[-1].end
+            ready.extend(blocked.pop((stage, action), ()))
+    if blocked:
+        waits = sorted((stage, need) for need, waiting in blocked.items() for stage in waiting)
+        lines = [
+            f"stage {s} cannot run {schedule[s][len(spans[s])]!r} before stage {t} has run {a!r}" for s, (t, a) in waits
+        ]
+        raise Deadlock("the schedule deadlocks: " + "; ".join(lines))
+    return Timeline(
+        spans=tuple(tuple(row) for row in spans),
+        total=max(row[-1].end for row in spans),
+        peak_in_flight=tuple(_peak_in_flight(row) for row in schedule),
+    )
+
+
+def _check_complete(schedule: Schedule) -> int:
+    """The number of chunks of a schedule in which every stage runs every forward once and all backwards or none."""
+    actions = [action for row in schedule for action in row]
+    if not actions:
+        raise ScheduleError("the schedule is empty: it needs at least one stage with one action")
+    chunks = 1 + max(action.chunk for action in actions)
+    microbatches = 1 + max(action.microbatch for action in actions)
+    trains = any(action.kind == "B" for action in actions)
+    pairs = [(chunk, m) for chunk in range(chunks) for m in range(microbatches)]
+    expected = {F(*pair) for pair in pairs} | ({B(*pair) for pair in pairs} if trains else set())
+    for stage, row in enumerate(schedule):
+        found = set(row)
+        for problem, culprits in (("lacks", expected - found), ("must not run", found - expected)):
+            if culprits:
+                raise ScheduleError(
+                    f"stage {stage} {problem} {sorted(map(repr, culprits))} "
+                    f"in a schedule of {chunks} chunks and {microbatches} microbatches"
+                )
+        if len(row) != len(found):
+            repeated = sorted({repr(action) for action in row if row.count(action) > 1})
+            raise ScheduleError(f"stage {stage} runs {repeated} more than once: every action runs exactly once")
+    return chunks
+
+
+def _peak_in_flight(row: tuple[Action, ...]) -> int:
+    if all(action.kind == "F" for action in row):
+        return 0
+    peak = current = 0
+    for action in row:
+        current += 1 if action.kind == "F" else -1
+        peak = max(peak, current)
+    return peak
+
+
+# -- the communication plan
+
+
+class Message(NamedTuple):
+    """An activation (forward) or input gradient (backward) of a microbatch, for this chunk of the receiving stage."""
+
+    chunk: int
+    microbatch: int
+
+
+def messages(schedule: Schedule) -> tuple[dict[Direction, tuple[Message, ...]], ...]:
+    """Per stage, what it sends on its two channels, in the order in which it sends.
+
+    The forward channel leads from stage s to (s + 1) % stages and carries the outputs of forwards, the backward channel
+    to (s - 1) % stages and carries input gradients. Each is a FIFO of its own: with two stages both channels of a stage
+    lead to the same peer and are still two. A single stage sends nothing; its chunks hand over locally.
+    """
+    stages = len(schedule)
+    last = max(action.chunk for row in schedule for action in row) * stages + stages - 1
+    plans: list[dict[Direction, tuple[Message, ...]]] = []
+    for stage, row in enumerate(schedule):
+        sent: dict[Direction, list[Message]] = {"forward": [], "backward": []}
+        for action in row if stages > 1 else ():
+            virtual = action.chunk * stages + stage
+            if action.kind == "F" and virtual < last:
+                sent["forward"].append(Message((virtual + 1) // stages, action.microbatch))
+            elif action.kind == "B" and virtual > 0:
+                sent["backward"].append(Message((virtual - 1) // stages, action.microbatch))
+        plans.append({direction: tuple(order) for direction, order in sent.items()})
+    return tuple(plans)
+
+
+def arrivals(schedule: Schedule, stage: int) -> dict[Direction, tuple[Message, ...]]:
+    """What ``stage`` must receive from its two neighbours, in the order in which they send it."""
+    plans, stages = messages(schedule), len(schedule)
+    return {
+        "forward": plans[(stage - 1) % stages]["forward"],
+        "backward": plans[(stage + 1) % stages]["backward"],
+    }
+
+
+# -- the drawing
+
+
+def draw(schedule: Schedule) -> str:
+    """A text Gantt chart, one row per stage; a forward is one cell wide, a backward two, and dots are idle.
+
+    ``F3`` is the forward of microbatch 3; with several chunks ``F3b`` is that of chunk 1 (a, b, c, ...).
+    """
+    several = any(action.chunk for row in schedule for action in row)
+    timeline = simulate(schedule, forward=1.0, backward=2.0)
+    width = 1 + max(len(_label(span.action, several)) for row in timeline.spans for span in row)
+    lines = []
+    for stage, row in enumerate(timeline.spans):
+        cells = ["." + " " * (width - 1)] * round(timeline.total)
+        for action, start, end in row:
+            cells[round(start)] = _label(action, several).ljust(width)
+            cells[round(start) + 1 : round(end)] = ["-" * (width - 1) + " "] * (round(end - start) - 1)
+        lines.append(f"stage {stage} | " + "".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _label(action: Action, several_chunks: bool) -> str:
+    return f"{action.kind}{action.microbatch}" + (chr(ord("a") + action.chunk) if several_chunks else "")

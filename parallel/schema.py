@@ -1,0 +1,121 @@
+"""The declaration of a model's weights: every parameter once, as a sentence of named axes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from parallel.pattern import Pattern, Sizes
+
+SPLIT: Mapping[str, str] = {
+    "layer": "pp",
+    "experts": "ep",
+    "heads": "tp",
+    "kv": "tp",
+    "mlp": "tp",
+    "vocab": "tp",
+    "columns": "tp",
+    "rows": "tp",
+}
+"""Which mesh dimension splits an axis: the only such table. ``columns`` and ``rows`` serve linears that stand alone."""
+
+_NAMED = re.compile(r"\{(\w+)\}")
+_WORDS = re.compile(r"\{(\w+(?:,\w+)+)\}")
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter of a model, for all layers at once.
+
+    Args:
+        name: Our name, the same on every rank; ``{axis}`` is an axis that lives in the name.
+        pattern: How it is stored, a sentence (see :mod:`parallel.pattern`).
+        hf: The name that Hugging Face gives it; ``{q,k,v}`` spells one tensor for each piece in order.
+        hf_pattern: How Hugging Face stores it, where that differs from ``pattern``.
+        at: The ends of the pipeline that hold it: ``first``, ``last`` or ``first last`` (tied). Parameters with
+            ``{layer}`` in their name live where their layer lives instead.
+        mean: Mean of the initial values.
+        std: Standard deviation of the initial (normal) values.
+    """
+
+    name: str
+    pattern: str
+    hf: str = ""
+    hf_pattern: str = ""
+    at: str = "first"
+    mean: float = 0.0
+    std: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not set(self.at.split()) <= {"first", "last"} or not self.at:
+            raise ValueError(f"{self.name}: at={self.at!r} is not one of 'first', 'last', 'first last'")
+
+    @cached_property
+    def sentence(self) -> Pattern:
+        return Pattern.parse(self.pattern)
+
+    @cached_property
+    def named_axes(self) -> tuple[str, ...]:
+        """Axes that live in the name."""
+        return tuple(_NAMED.findall(self.name))
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: to matrices, not to norms and biases."""
+        return len(self.sentence.dims) > 1
+
+    @cached_property
+    def hf_tensors(self) -> Mapping[str, tuple[str, Pattern]]:
+        """{label: (name template, sentence)} of the Hugging Face tensors that hold the pieces.
+
+        Pieces that Hugging Face stores fused share one entry's name and sentence.
+        """
+        named = frozenset(_NAMED.findall(self.hf))
+        stored = Pattern.parse(self.hf_pattern) if self.hf_pattern else self.sentence
+        words = _WORDS.search(self.hf)
+        if not words:
+            return dict.fromkeys(stored.labels, (self.hf, stored.without(named)))
+        names = words.group(1).split(",")
+        if len(names) != len(stored.labels):
+            raise ValueError(f"{self.name}: {words.group()} names {len(names)} tensors for {len(stored.labels)} pieces")
+        return {
+            label: (self.hf.replace(words.group(), word), stored.select(label).without(named))
+            for label, word in zip(stored.labels, names, strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The parameters of a model and the sizes of its axes; everything about its weights derives from these."""
+
+    params: tuple[Param, ...]
+    sizes: Sizes
+
+    def __post_init__(self) -> None:
+        names = [param.name for param in self.params]
+        for param in self.params:
+            if names.count(param.name) > 1:
+                raise ValueError(f"{param.name} is declared twice")
+            for axis in (*param.sentence.axes, *param.named_axes):
+                if axis not in self.sizes:
+                    raise ValueError(f"{param.name}: axis {axis!r} has no size; sizes are {dict(self.sizes)}")
+
+    def __getitem__(self, name: str) -> Param:
+        return self.by_name[name]
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Param]:
+        return {param.name: param for param in self.params}
+
+    def numel(self, param: Param) -> int:
+        """Elements of a parameter over all layers (and every other axis in its name), unsharded, unpadded."""
+        named = math.prod(self.sizes[axis] for axis in param.named_axes)
+        return named * math.prod(param.sentence.shape(self.sizes))
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters of the whole model; tied ones count once."""
+        return sum(map(self.numel, self.params))

@@ -1,0 +1,235 @@
+"""Summing gradients: ranks that hold the same box of a piece sum its gradient, and nothing else is ever needed.
+
+Gradients are accumulated in flat buckets (fp32 by default), one bucket for pieces with the same replicas, and a bucket is
+all-reduced beside the rest of the backward as soon as its last gradient of the step is there. Every reduction is a sum:
+the loss has been divided by the global number of counted tokens before. A gradient that nobody shares and that needs no
+wider type stays where autograd puts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from parallel.collectives import Pending, all_reduce_, start_all_reduce
+from parallel.mesh import Group, Mesh
+from parallel.parameters import Parameters, view
+from parallel.pattern import Piece
+
+
+@dataclass(eq=False)
+class Span:
+    """The unit of ownership: the part of a parameter that has one set of replicas, the whole of it if it can be.
+
+    Args:
+        name: The parameter's name.
+        labels: Its pieces in this span.
+        parameter: The live tensor.
+        piece: The view of the span, None for the whole parameter.
+        replicas: Ranks that hold the same elements.
+    """
+
+    name: str
+    labels: tuple[str, ...]
+    parameter: nn.Parameter
+    piece: Piece | None
+    replicas: tuple[int, ...]
+    bucket: Bucket | None = None
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        return self.piece.numel if self.piece else self.parameter.numel()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.piece.shape if self.piece else tuple(self.parameter.shape)
+
+    @property
+    def data(self) -> Tensor:
+        """The span's part of the parameter, sharing its memory."""
+        return view(self.parameter, self.piece) if self.piece else self.parameter.detach()
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient: a view of its bucket, or autograd's own; zeros where nothing flowed."""
+        if self.bucket:
+            return self.bucket.flat[self.offset : self.offset + self.numel].view(self.shape)
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        return self.of(self.parameter.grad)
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The span's part of a tensor that is stored like the parameter."""
+        return view(tensor.contiguous(), self.piece) if self.piece else tensor.detach()
+
+
+@dataclass(eq=False)
+class Bucket:
+    """A flat buffer of gradients that are summed over the same group in one message."""
+
+    group: Group
+    flat: Tensor
+    spans: list[Span]
+    waiting: int = 0
+    pending: Pending | None = None
+
+
+@dataclass
+class _Arrivals:
+    """How many gradients of one parameter have come in this step, and how many will."""
+
+    spans: list[Span]
+    uses: int
+    seen: int = 0
+    expected: int = 0
+
+
+@dataclass
+class Gradients:
+    """Accumulates and sums the gradients of a rank's parameters.
+
+    Args:
+        parameters: What the rank holds.
+        chunks: The modules of the rank's pipeline chunks: a parameter that several of them use gets a gradient from each.
+        dtype: In which gradients are accumulated and summed.
+        bucket_bytes: Largest size of a bucket of more than one parameter.
+    """
+
+    parameters: Parameters
+    chunks: Iterable[nn.Module]
+    dtype: torch.dtype = torch.float32
+    bucket_bytes: int = 32 << 20
+    spans: list[Span] = field(init=False)
+    buckets: list[Bucket] = field(init=False)
+
+    def __post_init__(self) -> None:
+        uses: dict[nn.Parameter, int] = {}
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                uses[parameter] = uses.get(parameter, 0) + 1
+        self.spans = [
+            span for name, p in self.parameters.items() if p.requires_grad for span in spans(self.parameters, name)
+        ]
+        self._mesh: Mesh = self.parameters.mesh
+        self._mesh.make_groups(self.parameters.layout.replica_sets())
+        self.buckets = self._make_buckets()
+        self._launched = 0
+        self._arrivals: dict[nn.Parameter, _Arrivals] = {}
+        for span in self.spans:
+            if span.bucket:
+                self._arrivals.setdefault(span.parameter, _Arrivals([], uses[span.parameter])).spans.append(span)
+        for parameter in self._arrivals:
+            parameter.register_post_accumulate_grad_hook(self._accumulate)
+
+    def begin(self, microbatches: int) -> None:
+        """Start a step of so many microbatches; the gradients of the last step are forgotten."""
+        for span in self.spans:
+            span.parameter.grad = None
+        for arrivals in self._arrivals.values():
+            arrivals.seen, arrivals.expected = 0, arrivals.uses * microbatches
+        for bucket in self.buckets:
+            bucket.waiting, bucket.pending = len(bucket.spans), None
+        self._launched = 0
+
+    def finish(self) -> None:
+        """Wait until every gradient is summed; those that never came are zero."""
+        for arrivals in self._arrivals.values():
+            if not arrivals.seen:
+                for span in arrivals.spans:
+                    span.gradient.zero_()
+        for bucket in self.buckets:
+            bucket.waiting = 0
+        self._launch()
+        for bucket in self.buckets:
+            if bucket.pending:
+                bucket.pending.wait()
+
+    def norm(self) -> Tensor:
+        """The norm of the whole model's gradient, a scalar that is the same on every rank; fp32 at least.
+
+        Each element counts once: 1/replicas on each rank that holds it.
+        """
+        wide = torch.promote_types(self.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=self._mesh.device)
+        for bucket in self.buckets:
+            total += torch.linalg.vector_norm(bucket.flat, dtype=wide).square() / bucket.group.size
+        for span in self.spans:
+            if not span.bucket:
+                total += torch.linalg.vector_norm(span.gradient, dtype=wide).square()
+        return all_reduce_(total, self._mesh.world).sqrt()
+
+    def _make_buckets(self) -> list[Bucket]:
+        """Buckets in the order in which the backward completes them; one of ends of the pipeline comes last."""
+        # A parameter whose spans differ goes into buckets as a whole: its gradient leaves autograd's hands at once.
+        taken = {s.name for s in self.spans if len(s.replicas) > 1 or s.parameter.dtype != self.dtype}
+        order = sorted((s for s in self.spans if s.name in taken), key=self._depth, reverse=True)
+        filling: dict[tuple[int, ...], list[Span]] = {}
+        full: list[list[Span]] = []
+        for span in order:
+            spans = filling.setdefault(span.replicas, [])
+            if spans and sum(s.numel for s in [*spans, span]) * self.dtype.itemsize > self.bucket_bytes:
+                full.append(filling.pop(span.replicas))
+                spans = filling.setdefault(span.replicas, [])
+            spans.append(span)
+        position = {id(span): i for i, span in enumerate(order)}
+        full = sorted(
+            [*full, *filling.values()],
+            key=lambda spans: (self._crosses_stages(spans[0]), max(position[id(span)] for span in spans)),
+        )
+        return [self._make_bucket(spans) for spans in full]
+
+    def _make_bucket(self, spans: list[Span]) -> Bucket:
+        flat = torch.zeros(sum(s.numel for s in spans), dtype=self.dtype, device=self._mesh.device)
+        bucket = Bucket(self._mesh.group(spans[0].replicas), flat, spans)
+        offset = 0
+        for span in spans:
+            span.bucket, span.offset = bucket, offset
+            offset += span.numel
+        return bucket
+
+    def _crosses_stages(self, span: Span) -> bool:
+        return len({self._mesh.shape.place(rank).pp for rank in span.replicas}) > 1
+
+    def _depth(self, span: Span) -> float:
+        """How deep in the model a parameter is used for the first time."""
+        shard = self.parameters.shards[span.name]
+        if "layer" in shard.box:
+            return shard.box["layer"][0]
+        return float("inf") if shard.param.at == "last" else -1
+
+    def _accumulate(self, parameter: nn.Parameter | Tensor) -> None:
+        arrivals = self._arrivals[parameter]  # type: ignore[index]
+        gradient = parameter.grad
+        assert gradient is not None  # a post-accumulate hook runs with a gradient
+        for span in arrivals.spans:
+            if arrivals.seen:
+                span.gradient.add_(span.of(gradient))
+            else:
+                span.gradient.copy_(span.of(gradient))
+        parameter.grad = None
+        arrivals.seen += 1
+        if arrivals.seen == arrivals.expected:
+            for span in arrivals.spans:
+                assert span.bucket is not None
+                span.bucket.waiting -= 1
+            self._launch()
+
+    def _launch(self) -> None:
+        """Start the sums of buckets that are complete, in order: all ranks of a group must agree on it."""
+        while self._launched < len(self.buckets) and not self.buckets[self._launched].waiting:
+            bucket = self.buckets[self._launched]
+            bucket.pending = start_all_reduce(bucket.flat, bucket.group)
+            self._launched += 1
+
+
+def spans(parameters: Parameters, name: str) -> list[Span]:
+    """The spans of one parameter: one, or one for each piece where their replicas differ (kv heads shared by ranks)."""
+    shard = parameters.shards[name]
+    replicas = {piece.label: parameters.layout.replicas(shard, piece.label) for piece in shard.pieces}
+    if len(set(replicas.values())) == 1:
+        return [Span(name, tuple(replicas), parameters[name], None, next(iter(replicas.values())))]
+    return [Span(name, (p.label,), parameters[name], p, replicas[p.label]) for p in shard.pieces]

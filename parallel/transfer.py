@@ -1,0 +1,159 @@
+"""Moving weights: copying between two views of the same piece, box by box. The only program that does it.
+
+A *format* is a list of :class:`Stored` tensors: ours on some mesh (:func:`native`), or Hugging Face's
+(:func:`hugging_face`). :func:`plan` intersects their boxes; nobody writes an inverse.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from parallel.layout import Box, Layout
+from parallel.pattern import Pattern, Piece, Sizes
+from parallel.schema import Schema
+
+
+class TransferError(ValueError):
+    """Elements without a source, or sources without a target; the message names all of them."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor as some format stores it.
+
+    Args:
+        where: The rank or the file that holds it.
+        name: Its name there.
+        param: Name of the declared parameter that it holds, or holds a piece of.
+        labels: The pieces of the parameter that it holds.
+        pattern: The sentence of its storage.
+        box: [start, stop) of each axis, those in its name included.
+    """
+
+    where: Hashable
+    name: str
+    param: str
+    labels: tuple[str, ...]
+    pattern: Pattern
+    box: Box
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        return {axis: stop - start for axis, (start, stop) in self.box.items()}
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.pattern.shape(self.sizes)
+
+    @cached_property
+    def pieces(self) -> Mapping[str, Piece]:
+        return dict(zip(self.labels, self.pattern.pieces(self.sizes), strict=True))
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copy ``source_view`` of one stored tensor to ``target_view`` of another: same shape, one dimension per axis."""
+
+    source: Stored
+    source_view: Piece
+    target: Stored
+    target_view: Piece
+
+
+def native(layout: Layout, ranks: Iterable[int]) -> Iterator[Stored]:
+    """What each of the ranks holds, in our own format; ``where`` is the rank."""
+    for rank in ranks:
+        for shard in layout.shards(layout.mesh.place(rank)):
+            param = shard.param
+            yield Stored(rank, shard.name, param.name, param.sentence.labels, param.sentence, shard.box)
+
+
+def hugging_face(schema: Schema, where: Hashable = "hf") -> Iterator[Stored]:
+    """The tensors of a Hugging Face checkpoint of the model, whole."""
+    for param in schema.params:
+        tensors: dict[tuple[str, Pattern], list[str]] = {}
+        for label, tensor in param.hf_tensors.items():
+            tensors.setdefault(tensor, []).append(label)
+        for (template, pattern), labels in tensors.items():
+            named = [axis for axis in param.named_axes if f"{{{axis}}}" in template]
+            for values in itertools.product(*(range(schema.sizes[axis]) for axis in named)):
+                index = dict(zip(named, values, strict=True))
+                box = {axis: (0, schema.sizes[axis]) for axis in sorted(pattern.axes)}
+                box |= {axis: (i, i + 1) for axis, i in index.items()}
+                yield Stored(where, template.format(**index), param.name, tuple(labels), pattern, box)
+
+
+def plan(schema: Schema, sources: Iterable[Stored], targets: Iterable[Stored]) -> Iterator[tuple[Stored, list[Copy]]]:
+    """The copies that fill each target; elements beyond the vocabulary have none, they are padding.
+
+    Raises:
+        TransferError: a target element that no source holds (raised when its target is reached).
+    """
+    index: dict[Hashable, dict[tuple[tuple[int, int], ...], tuple[Stored, Piece]]] = {}
+    for source in sources:
+        for label, piece in source.pieces.items():
+            axes = tuple(sorted({*piece.axes, *_named(schema, source)}))
+            # Replicas hold equal boxes: one of them will do.
+            index.setdefault(_key(source, label), {})[tuple(source.box[a] for a in axes)] = (source, piece)
+    for target in targets:
+        copies, wanted = [], 0
+        for label, piece in target.pieces.items():
+            clipped = {a: (start, min(stop, schema.sizes[a])) for a, (start, stop) in target.box.items()}
+            wanted += piece.box({a: (0, max(0, clipped[a][1] - clipped[a][0])) for a in piece.axes}).numel
+            for source, held in index.get(_key(target, label), {}).values():
+                both = sorted(set(source.box) & set(target.box))
+                hit = {a: (max(source.box[a][0], clipped[a][0]), min(source.box[a][1], clipped[a][1])) for a in both}
+                if all(start < stop for start, stop in hit.values()):
+                    order = tuple(sorted(set(held.axes) & set(piece.axes)))
+                    copies.append(
+                        Copy(source, _inside(held, hit, source, order), target, _inside(piece, hit, target, order))
+                    )
+        found = sum(copy.target_view.numel for copy in copies)
+        if found != wanted:
+            held_by = sorted(
+                {str(s.where) for found in index.values() for s, _ in found.values() if s.param == target.param}
+            )
+            raise TransferError(
+                f"{target.name}: {found} of {wanted} elements have a source (tensors of {target.param} are held by "
+                f"{', '.join(held_by) or 'nobody'})"
+            )
+        yield target, copies
+
+
+def _named(schema: Schema, stored: Stored) -> tuple[str, ...]:
+    return tuple(axis for axis in schema[stored.param].named_axes if axis in stored.box)
+
+
+def _key(stored: Stored, label: str) -> Hashable:
+    layer = stored.box.get("layer")
+    return stored.param, label, layer
+
+
+def _inside(piece: Piece, hit: Box, stored: Stored, order: tuple[str, ...]) -> Piece:
+    local = {a: (hit[a][0] - stored.box[a][0], hit[a][1] - stored.box[a][0]) for a in piece.axes}
+    view = piece.box(local)
+    # An axis that lives in the other side's name has one index here: fix it, rather than keep a dimension of size one.
+    keep = [view.axes.index(axis) for axis in order]
+    return Piece(
+        view.label,
+        order,
+        tuple(view.shape[i] for i in keep),
+        tuple(view.strides[i] for i in keep),
+        view.offset,
+    )
+
+
+def execute(copy: Copy, source: np.ndarray, target: np.ndarray) -> None:
+    """Carry out one copy between contiguous arrays that hold its two tensors, converting the dtype if they differ."""
+    _strided(target, copy.target_view)[...] = _strided(source, copy.source_view)
+
+
+def _strided(array: np.ndarray, piece: Piece) -> np.ndarray:
+    flat = array.reshape(-1)[piece.offset :] if piece.numel else array.reshape(-1)
+    strides = [stride * array.itemsize for stride in piece.strides]
+    return np.lib.stride_tricks.as_strided(flat, piece.shape, strides)

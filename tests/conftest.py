@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from pool import Pool
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """The session's ranks: ``pool.run(world, function, *arguments)``."""
+    made = Pool()
+    yield made
+    made.close()

@@ -1,0 +1,144 @@
+"""Batches: the same samples in every layout, labels shifted by one, documents kept apart; the prefetch thread."""
+
+import itertools
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megacore.data.batches import IGNORED, Batches, collate, prefetch
+from megacore.data.samples import Sample
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """Sample i holds the tokens 10 i, 10 i + 1, ..."""
+
+    length: int = 3
+
+    def sample(self, index: int) -> Sample:
+        return Sample(np.arange(self.length + 1) + 10 * index, np.zeros(self.length + 1, np.int32))
+
+
+def indices(batch) -> list[int]:
+    return (batch.tokens[:, 0] // 10).tolist()
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 5))
+def test_a_microbatch_is_where_the_formula_says(micro, size, per_rank, step):
+    whole = micro * size * per_rank
+    for rank in range(size):
+        batches = Batches(Numbered(), whole, micro, rank, size).microbatches(step)
+        assert len(batches) == per_rank
+        for m, batch in enumerate(batches):
+            first = step * whole + (m * size + rank) * micro
+            assert indices(batch) == list(range(first, first + micro))
+
+
+@given(
+    whole=st.sampled_from([24, 48]),
+    phases=st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.integers(1, 3)), max_size=4),
+)
+def test_resuming_in_another_layout_neither_repeats_nor_skips(whole, phases):
+    seen, step = [], 0
+    for micro, size, steps in phases:
+        for _ in range(steps):
+            ranks = [Batches(Numbered(), whole, micro, rank, size).microbatches(step) for rank in range(size)]
+            # One microbatch of all ranks after the other, as every layout with one rank would read them.
+            seen += [i for together in zip(*ranks, strict=True) for batch in together for i in indices(batch)]
+            step += 1
+    assert seen == list(range(step * whole))
+
+
+def test_another_global_batch_goes_on_at_the_same_sample():
+    assert indices(Batches(Numbered(), 4, 2, 0, 1).microbatches_from(10)[1]) == [12, 13]
+
+
+def test_labels_are_the_next_tokens():
+    batch = collate([Numbered().sample(0), Numbered().sample(1)])
+    assert batch.tokens.tolist() == [[0, 1, 2], [10, 11, 12]]
+    assert batch.labels.tolist() == [[1, 2, 3], [11, 12, 13]]
+    assert batch.positions.tolist() == [[0, 1, 2]] * 2
+    assert batch.documents is None
+    for array in (batch.tokens, batch.labels, batch.positions):
+        assert array.dtype == np.int64 and array.flags.c_contiguous and array.flags.writeable
+
+
+@given(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=5), min_size=1, max_size=3), st.integers(2, 12))
+def test_separate_documents(rows, length):
+    samples = []
+    for runs in rows:
+        documents = np.repeat(np.arange(len(runs) + 1), [*runs, length + 1])[: length + 1].astype(np.int32)
+        samples.append(Sample(np.arange(length + 1), documents))
+    batch = collate(samples, separate_documents=True)
+    for row, sample in enumerate(samples):
+        inputs, after = sample.documents[:-1], sample.documents[1:]
+        assert batch.documents is not None and np.array_equal(batch.documents[row], inputs)
+        position = 0
+        for t in range(length):
+            position = position + 1 if t and inputs[t] == inputs[t - 1] else 0
+            assert batch.positions[row, t] == position
+            assert batch.labels[row, t] == (sample.tokens[t + 1] if inputs[t] == after[t] else IGNORED)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((10, 2, 0, 2), "global batch of 10 into microbatches of 2 on 2 data-parallel ranks: choose 8 or 12"),
+        ((3, 2, 0, 2), "choose 4"),
+        ((0, 2, 0, 2), "choose 4"),
+        ((8, 2, 2, 2), "data rank 2 is not among the 2"),
+    ],
+)
+def test_bad_layouts_are_named(arguments, message):
+    with pytest.raises(ValueError, match=f"{message}$|{message}"):
+        Batches(Numbered(), *arguments)
+
+
+def test_steps_are_prefetched_in_order():
+    with prefetch(Batches(Numbered(), 2, 1, 0, 1).steps(first=3)) as steps:
+        assert [indices(batch) for batch in itertools.chain(next(steps), next(steps))] == [[6], [7], [8], [9]]
+
+
+def test_prefetch_ends_with_its_items_and_stays_at_its_end():
+    ahead = prefetch(iter(range(5)))
+    assert list(ahead) == [0, 1, 2, 3, 4] and list(ahead) == []
+
+
+def test_prefetch_raises_what_the_items_raise_after_the_items_before_it():
+    def items():
+        yield 1
+        raise OSError("disk gone")
+
+    ahead = prefetch(items())
+    assert next(ahead) == 1
+    with pytest.raises(OSError, match="disk gone"):
+        next(ahead)
+    with pytest.raises(StopIteration):
+        next(ahead)
+
+
+def test_prefetch_is_bounded_and_closes():
+    made = []
+
+    def items():
+        for i in itertools.count():
+            made.append(i)
+            yield i
+
+    before = threading.active_count()
+    with prefetch(items(), depth=2) as ahead:
+        assert next(ahead) == 0
+        deadline = time.monotonic() + 5
+        while len(made) < 4 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert made == [0, 1, 2, 3]  # one taken, two ready, one in the thread's hand
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
+    with pytest.raises(StopIteration):
+        next(ahead)

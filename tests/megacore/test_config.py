@@ -1,0 +1,349 @@
+"""A recipe and its overrides: what loads, and that each thing that is wrong is named with the way out."""
+
+from collections.abc import Mapping
+from dataclasses import FrozenInstanceError, dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from megacore import config as config_module
+from megacore.config import Config, ConfigError, Corpus, load, processes
+from megacore.problems import problems, surroundings
+
+RECIPE = """
+model: {family: llama, preset: llama-3.2-1b}
+mesh: {pp: 2, tp: 2}
+data: {train: corpus/text, sequence_length: 512}
+batch: {global_size: 8, micro_size: 1}
+optimizer: {lr: 3e-4}
+train: {steps: 100, precision: bf16, device: cpu}
+"""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the rules ask of a model; the numbers are LLaMA 3.2 1B's."""
+
+    sizes: Mapping[str, int] = field(
+        default_factory=lambda: {
+            "layer": 16, "heads": 32, "kv": 8, "head": 64, "embed": 2048, "mlp": 8192, "vocab": 128256
+        }
+    )  # fmt: skip
+    max_positions: int | None = 1024
+
+
+LLAMA = Sizes()
+
+
+@dataclass(frozen=True)
+class Bad:
+    """Overrides of RECIPE (or another recipe) that make exactly one problem, and what its message must say."""
+
+    overrides: tuple[str, ...]
+    words: tuple[str, ...]
+    recipe: str
+    ranks: int
+    gpus: int
+    sizes: Sizes
+
+
+def bad(overrides: str, *words: str, recipe: str = RECIPE, ranks: int = 8, gpus: int = 0, sizes: Sizes = LLAMA) -> Bad:
+    return Bad(tuple(overrides.split()), words, recipe, ranks, gpus, sizes)
+
+
+def corpora(blend: str) -> str:
+    """RECIPE with another data.train."""
+    return RECIPE.replace("corpus/text", blend)
+
+
+TWO = corpora("[corpus/text, {path: corpus/text, weight: 2}]")
+
+BAD = [
+    # the recipe itself
+    bad("", "cannot divide 8 ranks", recipe=RECIPE.replace("pp: 2", "pp: 3"), ranks=8),
+    bad("", "recipe.yaml:2:1", recipe="model: [1, 2\n"),
+    bad("", "recipe.yaml", "duplicate key tp", recipe="mesh: {tp: 1, tp: 2}"),
+    bad("", "mapping of sections", "mesh", recipe="- mesh"),
+    bad("", "mesh: expected a mapping", recipe="mesh:\n"),
+    # overrides
+    bad("mesh.tp", "override 'mesh.tp'", "section.key=value"),
+    bad("=4", "override '=4'", "section.key=value"),
+    bad("out={", "override 'out={'"),
+    bad("data.train=[a] data.train[3].weight=2", "override 'data.train[3].weight=2'", "out of range"),
+    bad("out=${no.where}", "out: ", "no.where"),
+    bad("out=???", "out: ", "issing"),
+    # unknown keys, with the nearest spelling
+    bad("optimzer.lr=1", "optimzer: unknown key", "did you mean optimizer?"),
+    bad("optimizer.beta=[0.9,0.95]", "optimizer.beta: unknown key", "did you mean optimizer.betas?"),
+    bad("lr=1", "lr: unknown key", "did you mean optimizer.lr?"),
+    bad("train.warmup_steps=3", "train.warmup_steps", "schedule.warmup_steps?"),
+    bad("mesh.vocabulary=1", "mesh.vocabulary: unknown key", "mesh has pp, dp, cp, ep, tp"),
+    bad("", "data.train[0].wieght", "did you mean data.train[0].weight?", recipe=corpora("[{path: a, wieght: 1}]")),
+    bad("", "data.train[0].path", "missing", recipe=corpora("[{weight: 1}]")),
+    # types
+    bad("train.steps=1.5", "train.steps: expected a whole number, got 1.5"),
+    bad("train.steps='100'", "train.steps: expected a whole number, got '100'"),
+    bad("optimizer.lr=fast", "optimizer.lr: expected a number, got 'fast'"),
+    bad("optimizer.lr=.nan", "optimizer.lr: expected a finite number"),
+    bad("train.compile=1", "train.compile: expected true or false, got 1"),
+    bad("optimizer.betas=[0.9]", "optimizer.betas[1]", "missing"),
+    bad("optimizer.betas=[0.9,0.95,0.99]", "optimizer.betas", "at most 2"),
+    bad("log.wandb=true", "log.wandb: expected text, got True"),
+    bad("data.train=3", "data.train: expected a list, got 3"),
+    bad("pipeline.layers_per_stage=[8,half]", "pipeline.layers_per_stage[1]: expected a whole number, got 'half'"),
+    bad("model=llama", "model: expected a mapping, got 'llama'"),
+    bad("pipeline.schedule=1F1B", "pipeline.schedule: got '1F1B'", "'gpipe', '1f1b' or 'interleaved'"),
+    bad("schedule.name=cosin", "schedule.name: got 'cosin'", "'cosine', 'linear', 'wsd' or 'constant'"),
+    bad("train.precision=fp16", "train.precision: got 'fp16'", "'bf16', 'fp32' or 'fp64'"),
+    bad("train.device=gpu", "train.device: got 'gpu'", "'auto', 'cpu' or 'cuda'"),
+    bad("optimizer.non_finite=ignore", "optimizer.non_finite: got 'ignore'", "'stop' or 'skip'"),
+    # the range of each number
+    bad("mesh.pp=0", "mesh.pp (0): must be at least 1"),
+    bad("mesh.cp=0", "mesh.cp (0): must be at least 1"),
+    bad("mesh.ep=0", "mesh.ep (0): must be at least 1"),
+    bad("mesh.tp=0", "mesh.tp (0): must be at least 1"),
+    bad("mesh.dp=-1", "mesh.dp (-1): must be at least 1"),
+    bad("pipeline.chunks=0", "pipeline.chunks (0): must be at least 1"),
+    bad("pipeline.layers_per_stage=[16,0]", "pipeline.layers_per_stage ([16, 0]): each number must be at least 1"),
+    bad("data.validation_fraction=1.0", "data.validation_fraction (1.0): must be at least 0 and below 1"),
+    bad("data.sequence_length=0", "data.sequence_length (0): must be at least 1"),
+    bad("batch.global_size=0", "batch.global_size (0): must be at least 1"),
+    bad("batch.micro_size=0", "batch.micro_size (0): must be at least 1"),
+    bad("optimizer.lr=0", "optimizer.lr (0.0): must be above 0"),
+    bad("optimizer.betas=[0.9,1.0]", "optimizer.betas ([0.9, 1.0]): each number must be at least 0 and below 1"),
+    bad("optimizer.eps=0", "optimizer.eps (0.0): must be above 0"),
+    bad("optimizer.weight_decay=-0.1", "optimizer.weight_decay (-0.1): must be at least 0"),
+    bad("optimizer.clip=0", "optimizer.clip (0.0): must be above 0"),
+    bad("schedule.min_ratio=1.5", "schedule.min_ratio (1.5): must be between 0 and 1"),
+    bad("schedule.warmup_steps=-1", "schedule.warmup_steps (-1): must be at least 0"),
+    bad("schedule.decay_steps=0", "schedule.decay_steps (0): must be at least 1"),
+    bad("train.steps=0", "train.steps (0): must be at least 1"),
+    bad("train.threads=0", "train.threads (0): must be at least 1"),
+    bad("data.seed=-1", "data.seed (-1): must be at least 0"),
+    bad("train.seed=-1", "train.seed (-1): must be at least 0"),
+    bad("evaluate.batches=0", "evaluate.batches (0): must be at least 1"),
+    bad("evaluate.every=-5", "evaluate.every (-5): must be at least 0"),
+    bad("log.every=0", "log.every (0): must be at least 1"),
+    bad("log.peak_tflops=0", "log.peak_tflops (0.0): must be above 0"),
+    # ranks and the mesh
+    bad("", "cannot divide 6 ranks", "2 x 1 x 1 x 2 = 4", "start 4 or 8 processes", ranks=6),
+    bad("", "cannot divide 2 ranks", "start 4 processes", ranks=2),
+    bad("mesh.dp=4", "mesh.dp (4)", "16 ranks", "there are 8", "start 16 processes", "mesh.dp=2"),
+    bad("mesh.cp=2", "mesh.cp (2)", "mesh.cp=1"),
+    bad("mesh.ep=2", "mesh.ep (2)", "no experts", "mesh.ep=1"),
+    # the model over the mesh
+    bad(
+        "mesh.pp=1 mesh.tp=2",
+        "cannot split heads (9) over tp=2: choose tp from 1, 3, 9",
+        sizes=Sizes({"layer": 16, "heads": 9, "kv": 1, "mlp": 8192, "vocab": 101}),
+    ),
+    bad(
+        "mesh.pp=1 mesh.tp=4",
+        "cannot split kv (6) over tp=4: choose tp from 1, 2, 3, 6 or a multiple of 6",
+        sizes=Sizes({"layer": 16, "heads": 12, "kv": 6, "mlp": 8192, "vocab": 101}),
+    ),
+    bad(
+        "mesh.pp=1 mesh.tp=4",
+        "cannot split mlp (1366) over tp=4",
+        sizes=Sizes({"layer": 16, "heads": 8, "kv": 8, "mlp": 1366, "vocab": 101}),
+    ),
+    bad("pipeline.schedule=gpipe pipeline.chunks=9", "2 x 9 = 18 virtual stages", "16 layers", "at most 16"),
+    bad("pipeline.layers_per_stage=[4,4,8]", "pipeline.layers_per_stage has 3 numbers", "2 x 1 = 2"),
+    bad("pipeline.layers_per_stage=[8,9]", "[8, 9]", "adds up to 17", "16 layers"),
+    bad("pipeline.chunks=2", "1f1b", "pipeline.chunks=2", "pipeline.schedule=interleaved"),
+    # sequences and batches
+    bad("data.sequence_length=2048", "data.sequence_length (2048)", "1024 positions", "at most 1024", "n_positions"),
+    bad("data.sequence_length=511", "1 x 511", "2 x 1", "data.sequence_length=510 or 512"),
+    bad("batch.micro_size=2 batch.global_size=12 data.sequence_length=3 mesh.pp=1 mesh.tp=4", "2 x 3", "=2 or 4"),
+    bad("batch.global_size=7", "batch.global_size (7)", "1 x 2 x 1 = 2", "choose 6 or 8"),
+    bad("batch.micro_size=8", "batch.global_size (8)", "8 x 2 x 1 = 16", "choose 16"),
+    bad("mesh.ep=2 batch.global_size=7", "1 x 1 x 2 = 2", "choose 6 or 8", sizes=Sizes({**LLAMA.sizes, "experts": 4})),
+    # data
+    bad("data.train=[]", "data.train names no corpus", "path prefix"),
+    bad("data.train[1].weight=0", "data.train[1].weight (0.0) of corpus/text", "above 0", recipe=TWO),
+    bad("data.train=corpus/txet", "no corpus/txet.bin and no corpus/txet.idx", "megacore tokenize"),
+    bad("data.train=corpus/half", "no corpus/half.idx", "megacore tokenize"),
+    bad("data.train=corpus/text.bin", "name the prefix, corpus/text"),
+    bad("data.validation=corpus/held", "data.validation", "no corpus/held.bin"),
+    bad("evaluate.every=10 data.validation_fraction=0", "evaluate.every (10)", "data.validation_fraction"),
+    # the length of the run
+    bad("schedule.warmup_steps=100", "schedule.warmup_steps (100)", "train.steps (100)", "at most 99"),
+    bad("schedule.name=wsd schedule.warmup_steps=50 schedule.decay_steps=51", "(51)", "(50)", "at most 50"),
+    bad("schedule.name=constant schedule.decay_steps=5", "schedule.decay_steps", "constant"),
+    # the machine
+    bad("train.device=cuda", "train.device is cuda", "no GPU", "train.device=cpu"),
+    bad("train.device=auto", "8 processes on this node", "there are 4", "NPROC_PER_NODE=4", gpus=4),
+    bad("train.device=auto train.precision=fp64", "fp64", "train.device=cpu", gpus=8),
+    bad("out=done", "out (done) already holds a run (metrics.jsonl)", "another out"),
+    bad("out=corpus/text.bin/run", "corpus/text.bin is not a folder", "another out"),
+    bad("log.wandb=megacore", "log.wandb", "pip install 'megacore[wandb]'"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with one corpus, half of another, and a run."""
+    for name in ("corpus/text.bin", "corpus/text.idx", "corpus/half.bin", "done/metrics.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "megacore.problems.importlib.util.find_spec", lambda name: None if name == "wandb" else object()
+    )
+    return tmp_path
+
+
+def write(folder: Path, text: str) -> Path:
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(text)
+    return recipe
+
+
+def found(folder: Path, case: Bad) -> list[str]:
+    """Every problem of a case, as a launch sees them."""
+    try:
+        config = load(write(folder, case.recipe), case.overrides)
+    except ConfigError as error:
+        return list(error.problems)
+    return problems(config, case.ranks, case.sizes, gpus=case.gpus, local_ranks=case.ranks) + surroundings(config)
+
+
+@pytest.mark.parametrize("case", BAD, ids=[" ".join(case.overrides) or case.words[0] for case in BAD])
+def test_bad_configs_are_named(folder: Path, case: Bad) -> None:
+    messages = found(folder, case)
+    assert len(messages) == 1, messages
+    assert [word for word in case.words if word not in messages[0]] == [], messages[0]
+
+
+def test_there_are_at_least_forty_bad_cases() -> None:
+    assert len(BAD) >= 40
+
+
+GOOD = [
+    bad(""),
+    bad("", ranks=4),
+    bad("mesh.dp=2 pipeline.schedule=interleaved pipeline.chunks=4"),
+    bad("pipeline.schedule=gpipe pipeline.chunks=8"),
+    bad("pipeline.layers_per_stage=[7,9]"),
+    bad("mesh.pp=1 mesh.tp=8", sizes=Sizes({"layer": 16, "heads": 8, "kv": 2, "mlp": 64, "vocab": 101})),
+    bad("data.sequence_length=4096", sizes=Sizes(max_positions=None)),
+    bad("data.train[1].weight=3", recipe=TWO),
+    bad("train.device=auto", gpus=8),
+    bad("evaluate.every=10 data.validation=corpus/text data.validation_fraction=0"),
+    bad("mesh.ep=2", sizes=Sizes({**LLAMA.sizes, "experts": 4})),
+    bad("optimizer.clip=null evaluate.every=10 schedule.name=wsd schedule.warmup_steps=90"),
+    bad("optimizer.lr=1 log.tensorboard=true train.precision=fp64 train.threads=1"),
+    bad("batch.global_size=12 batch.micro_size=3 data.sequence_length=6 out=fresh/one"),
+]
+
+
+@pytest.mark.parametrize("case", GOOD, ids=[" ".join(case.overrides) or f"{case.ranks} ranks" for case in GOOD])
+def test_good_configs_pass_and_load_back_equal(folder: Path, case: Bad) -> None:
+    assert found(folder, case) == []
+    config = load(write(folder, case.recipe), case.overrides)
+    assert load(write(folder, config.to_yaml())) == config
+
+
+def test_all_spelling_and_type_problems_come_together(folder: Path) -> None:
+    case = bad("optimzer.lr=1 train.steps=many nonsense schedule.name=flat data.trian=x")
+    messages = "\n".join(found(folder, case))
+    for words in ("optimizer?", "train.steps", "'nonsense'", "schedule.name", "data.train?"):
+        assert words in messages
+    assert len(found(folder, case)) == 5
+
+
+def test_all_value_problems_come_together(folder: Path) -> None:
+    case = bad(
+        "mesh.tp=3 batch.global_size=7 optimizer.lr=-1 data.sequence_length=2000 data.train=gone train.device=cuda"
+    )
+    messages = found(folder, case)
+    assert len(messages) == 9, messages
+    for words in (
+        "cannot divide 8 ranks",
+        "heads (32) over tp=3",
+        "kv (8) over tp=3",
+        "mlp (8192) over tp=3",
+        "optimizer.lr",
+        "1024 positions",
+        "data.sequence_length=1998 or 2001",
+        "gone.bin",
+        "train.device",
+    ):
+        assert any(words in message for message in messages), words
+
+
+def test_the_error_numbers_its_problems() -> None:
+    error = ConfigError(["one thing", "another"])
+    assert str(error) == "2 problems in the config:\n  1. one thing\n  2. another"
+    assert error.problems == ("one thing", "another")
+
+
+def test_recipe_then_overrides_then_defaults(folder: Path) -> None:
+    config = load(
+        write(folder, RECIPE),
+        ["optimizer.lr=1e-3", "mesh.tp=4", "model.n_layer=3", "mesh.tp=1", "data.seed=${mesh.pp}"],
+    )
+    assert config.optimizer.lr == 1e-3
+    assert (config.mesh.pp, config.mesh.dp, config.mesh.tp) == (2, None, 1)
+    assert config.model == {"family": "llama", "preset": "llama-3.2-1b", "n_layer": 3}
+    assert config.data.train == (Corpus("corpus/text", 1.0),)
+    assert config.data.seed == 2
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.out == "runs/recipe"
+
+
+def test_an_empty_recipe_is_all_defaults(folder: Path) -> None:
+    assert replace(load(write(folder, "")), out=Config().out) == Config()
+
+
+def test_a_missing_recipe_is_named(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no recipe nowhere\.yaml"):
+        load("nowhere.yaml")
+
+
+def test_a_config_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Config().train.steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("text", ["1e3", "true", "null", "010", "a: b", "2020-01-01", "naïve", "- x", "#"])
+def test_texts_that_look_like_something_else_load_back(folder: Path, text: str) -> None:
+    config = replace(Config(), out=text, model={"name": text, "list": [1, 2.5e-7, None, {"deep": text}]})
+    assert load(write(folder, config.to_yaml())) == config
+
+
+def test_the_mesh_takes_what_the_world_leaves() -> None:
+    mesh = config_module.MeshConfig(pp=2, tp=2)
+    assert mesh.shape(8).dp == 2
+    assert mesh.shape(8).world == 8
+    assert replace(mesh, dp=3).shape(12).dp == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nodes", "gpus", "expected"),
+    [
+        ("train.device=cpu", 1, 8, 4),  # pp x tp
+        ("train.device=auto", 1, 0, 4),
+        ("train.device=auto", 1, 8, 8),  # dp takes the rest
+        ("train.device=auto mesh.dp=1", 1, 8, 4),
+        ("train.device=cpu mesh.dp=3", 2, 0, 6),
+        ("train.device=cpu mesh.pp=1 mesh.tp=1", 2, 0, 1),
+    ],
+)
+def test_processes_to_start(folder: Path, overrides: str, nodes: int, gpus: int, expected: int) -> None:
+    assert processes(load(write(folder, RECIPE), overrides.split()), nodes, gpus) == expected
+
+
+def test_the_launch_helper_prints_a_number_or_the_problems(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(write(folder, RECIPE))
+    monkeypatch.setattr("sys.argv", ["config", "processes", "--nodes", "1", recipe, "mesh.dp=2"])
+    config_module.main()
+    assert capsys.readouterr().out == "8\n"
+
+    monkeypatch.setattr("sys.argv", ["config", "processes", recipe, "mesh.tpp=2"])
+    with pytest.raises(SystemExit) as exit:
+        config_module.main()
+    assert exit.value.code == 2
+    assert "did you mean mesh.tp?" in capsys.readouterr().err

@@ -1,0 +1,184 @@
+"""The indexed dataset: its bytes, both ways, against a layout spelled by hand and against Megatron's own code."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megacore.data.indexed import IndexedDataset, IndexedWriter
+
+CORPUS = [[[1, 2, 3], [4]], [[]], [], [[5, 6]], [[7], [], [8, 9, 10]]]
+
+
+def write(prefix: Path, documents, vocabulary: int = 100) -> None:
+    with IndexedWriter(prefix, vocabulary) as writer:
+        for document in documents:
+            writer.write(*document)
+
+
+def by_hand(
+    prefix: Path, *, magic=b"MMIDIDX\x00\x00", version=1, code=8, lengths, pointers, bounds, data: bytes
+) -> None:
+    index = struct.pack("<9sQBQQ", magic, version, code, len(lengths), len(bounds))
+    index += struct.pack(f"<{len(lengths)}i", *lengths)
+    index += struct.pack(f"<{len(pointers)}q{len(bounds)}q", *pointers, *bounds)
+    Path(f"{prefix}.idx").write_bytes(index)
+    Path(f"{prefix}.bin").write_bytes(data)
+
+
+def test_writes_the_bytes_of_the_format(tmp_path):
+    write(tmp_path / "ours", [[[1, 2, 3], [4]], [[5]]], vocabulary=65499)
+    by_hand(
+        tmp_path / "hand",
+        lengths=[3, 1, 1],
+        pointers=[0, 6, 8],
+        bounds=[0, 2, 3],
+        data=struct.pack("<5H", *range(1, 6)),
+    )
+    for suffix in ("idx", "bin"):
+        assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"hand.{suffix}").read_bytes()
+
+
+@pytest.mark.parametrize(("vocabulary", "code", "form"), [(65499, 8, "<2H"), (65500, 4, "<2i")])
+def test_token_dtype_follows_the_vocabulary(tmp_path, vocabulary, code, form):
+    write(tmp_path / "a", [[[7, vocabulary - 1]]], vocabulary)
+    assert (tmp_path / "a.idx").read_bytes()[17] == code
+    assert (tmp_path / "a.bin").read_bytes() == struct.pack(form, 7, vocabulary - 1)
+
+
+@pytest.mark.parametrize(("code", "form"), [(1, "B"), (2, "b"), (3, "h"), (4, "i"), (5, "q"), (8, "H")])
+def test_reads_every_token_dtype_in_any_order_of_sequences(tmp_path, code, form):
+    size = struct.calcsize(form)
+    data = b"\xff" + struct.pack(f"<5{form}", 1, 2, 3, 4, 5)  # unaligned, out of order, overlapping
+    pointers = [1 + 3 * size, 1, 1 + size]
+    by_hand(tmp_path / "a", code=code, lengths=[2, 2, 1], pointers=pointers, bounds=[0, 2, 3], data=data)
+    dataset = IndexedDataset(tmp_path / "a")
+    assert dataset.document(0).tolist() == [4, 5, 1, 2]
+    assert dataset.document(1).tolist() == [2]
+
+
+def test_documents_of_several_and_of_no_sequences(tmp_path):
+    write(tmp_path / "a", CORPUS)
+    dataset = IndexedDataset(tmp_path / "a")
+    assert (dataset.sequences, dataset.documents) == (7, 5)
+    assert [dataset.document(i).tolist() for i in range(5)] == [[1, 2, 3, 4], [], [], [5, 6], [7, 8, 9, 10]]
+    assert dataset.document_lengths().tolist() == [4, 0, 0, 2, 4]
+    assert dataset.sequence(6).tolist() == [8, 9, 10]
+
+
+def test_an_empty_dataset(tmp_path):
+    write(tmp_path / "a", [])
+    dataset = IndexedDataset(tmp_path / "a")
+    assert (dataset.sequences, dataset.documents, dataset.document_lengths().tolist()) == (0, 0, [])
+
+
+documents = st.lists(st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=4), max_size=8)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(documents, st.data())
+def test_any_documents_come_back(tmp_path, documents, data):
+    write(tmp_path / "a", documents)
+    dataset = IndexedDataset(tmp_path / "a")
+    flat = [[token for sequence in document for token in sequence] for document in documents]
+    assert [dataset.document(i).tolist() for i in range(dataset.documents)] == flat
+    assert dataset.document_lengths().tolist() == [len(document) for document in flat]
+    for i, document in enumerate(flat):
+        start = data.draw(st.integers(0, len(document)))
+        stop = data.draw(st.integers(start, len(document) + 2))
+        assert dataset.document(i, start, stop).tolist() == document[start:stop]
+
+
+BAD = {
+    "truncated header": (lambda raw: raw[:20], "has 20 bytes, fewer than its header's 34"),
+    "empty": (lambda raw: b"", "has 0 bytes, fewer"),
+    "magic": (lambda raw: b"TNTIDX\x00\x00\x00" + raw[9:], "starts with b'TNTIDX"),
+    "version": (lambda raw: raw[:9] + struct.pack("<Q", 2) + raw[17:], "has version 2, and only version 1"),
+    "float tokens": (lambda raw: raw[:17] + b"\x06" + raw[18:], "token dtype code 6"),
+    "truncated": (lambda raw: raw[:-1], "sequences and 6 document bounds take 166"),
+    "modes": (lambda raw: raw + bytes(7), "multimodal"),
+    "bounds fall": (lambda raw: raw[:-16] + struct.pack("<2q", 9, 7), "do not climb from 0 to its 7"),
+    "bounds end early": (lambda raw: raw[:-8] + struct.pack("<q", 6), "do not climb from 0 to its 7"),
+    "pointer": (
+        lambda raw: raw[:62] + struct.pack("<q", 2**62) + raw[70:],
+        "sequence 0 .3 tokens of 2 bytes. at byte 4611",
+    ),
+    "negative pointer": (lambda raw: raw[:62] + struct.pack("<q", -2) + raw[70:], "at byte -2 of a.bin, which has 20"),
+    "negative length": (lambda raw: raw[:34] + struct.pack("<i", -1) + raw[38:], "sequence 0 .-1 tokens"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_index_is_named(tmp_path, case):
+    break_it, message = BAD[case]
+    write(tmp_path / "a", CORPUS)
+    index = tmp_path / "a.idx"
+    index.write_bytes(break_it(index.read_bytes()))
+    with pytest.raises(ValueError, match=message):
+        IndexedDataset(tmp_path / "a")
+
+
+def test_truncated_data_is_named(tmp_path):
+    write(tmp_path / "a", CORPUS)
+    (tmp_path / "a.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"sequence 6 .3 tokens of 2 bytes. at byte 14 of a.bin, which has 19"):
+        IndexedDataset(tmp_path / "a")
+
+
+@pytest.mark.parametrize("suffix", ["bin", "idx"])
+def test_half_a_pair_is_named(tmp_path, suffix):
+    write(tmp_path / "a", CORPUS)
+    (tmp_path / f"a.{suffix}").unlink()
+    with pytest.raises(FileNotFoundError, match=f"a.{suffix} is missing: a dataset is the pair a.idx and a.bin"):
+        IndexedDataset(tmp_path / "a")
+
+
+@pytest.mark.parametrize("token", [-1, 100])
+def test_a_token_outside_the_vocabulary_is_named_and_nothing_is_published(tmp_path, token):
+    with pytest.raises(ValueError, match=f"document 1 has tokens from .*{token}.* vocabulary of 100"):
+        write(tmp_path / "a", [[[1]], [[2, token]]])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failure_leaves_the_pair_that_was_there(tmp_path):
+    write(tmp_path / "a", CORPUS)
+    with pytest.raises(KeyboardInterrupt), IndexedWriter(tmp_path / "a", 100) as writer:
+        writer.write([9])
+        raise KeyboardInterrupt
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+    assert IndexedDataset(tmp_path / "a").document(3).tolist() == [5, 6]
+
+
+def test_a_pair_is_replaced_whole(tmp_path):
+    write(tmp_path / "a", CORPUS)
+    write(tmp_path / "a", [[[11]]])
+    assert [IndexedDataset(tmp_path / "a").document(0).tolist()] == [[11]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+@pytest.mark.parametrize("vocabulary", [1000, 100_000])
+def test_megatron_reads_ours_and_we_read_megatrons(tmp_path, vocabulary):
+    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset")
+    import torch
+
+    rng = np.random.default_rng(0)
+    corpus = [[rng.integers(0, vocabulary, rng.integers(1, 9)) for _ in range(rng.integers(1, 4))] for _ in range(20)]
+
+    write(tmp_path / "ours", corpus, vocabulary)
+    megatron = theirs.IndexedDataset(str(tmp_path / "ours"))
+    flat = [sequence for document in corpus for sequence in document]
+    assert len(megatron) == len(flat)
+    assert all(np.array_equal(megatron[i], sequence) for i, sequence in enumerate(flat))
+    assert megatron.document_indices.tolist() == np.cumsum([0, *map(len, corpus)]).tolist()
+
+    builder = theirs.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=theirs.DType.optimal_dtype(vocabulary))
+    for document in corpus:
+        builder.add_document(torch.from_numpy(np.concatenate(document)), [len(sequence) for sequence in document])
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    for suffix in ("idx", "bin"):
+        assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"theirs.{suffix}").read_bytes()
+    ours = IndexedDataset(tmp_path / "theirs")
+    assert all(np.array_equal(ours.document(i), np.concatenate(document)) for i, document in enumerate(corpus))

@@ -1,0 +1,413 @@
+"""Rotary embeddings against transformers, for every type and both spellings of a config."""
+
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from models import rope as rope_module
+from models.rope import Rotary, apply, inverse_frequencies, split_and_apply, tables
+from models.rope_config import (
+    ROPE_TYPES,
+    DefaultRope,
+    DynamicRope,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    ProportionalRope,
+    Rope,
+    YarnRope,
+    from_hugging_face,
+    to_hugging_face,
+)
+
+FLOAT64_AND_32 = [torch.float64, torch.float32]
+QKV_SHAPES = [((), 5, 4, 2, 8), ((3,), 7, 2, 2, 6), ((2, 2), 4, 3, 1, 2)]  # leading, t, heads, kv, head_dim
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def draw(rope_type: str, seed: int) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Random (rope_parameters without type and theta, config around them, head_dim)."""
+    r = random.Random(f"{rope_type} {seed}")
+    head_dim = r.choice([4, 6, 16, 64, 80, 128])
+    length = r.choice([32, 48, 2048])
+    original = r.choice([16, 24, 31, 2000])
+    some = lambda **fields: {name: value for name, value in fields.items() if r.random() < 0.6}  # noqa: E731
+    factors = lambda: [r.uniform(1, 30) for _ in range(head_dim // 2)]  # noqa: E731
+    factor = r.choice([1, 2, 8.0, 2.3, r.uniform(1, 40)])
+    parameters: dict[str, dict[str, Any]] = {
+        "default": {},
+        "linear": {"factor": factor},
+        "dynamic": {"factor": factor},
+        "yarn": {"factor": factor}
+        | some(original_max_position_embeddings=original, attention_factor=r.uniform(0.5, 2), truncate=r.random() < 0.5)
+        | some(beta_fast=r.uniform(4, 64), beta_slow=r.uniform(0.2, 4))
+        | some(mscale=r.uniform(0.5, 2), mscale_all_dim=r.uniform(0.5, 2)),
+        "longrope": {"short_factor": factors(), "long_factor": factors()}
+        | some(factor=factor, attention_factor=r.uniform(0.5, 2), original_max_position_embeddings=original),
+        "llama3": {"factor": factor, "low_freq_factor": r.uniform(0.5, 2), "high_freq_factor": r.uniform(2.1, 8)}
+        | {"original_max_position_embeddings": original},
+        "proportional": some(factor=factor, partial_rotary_factor=r.uniform(0.1, 1)),
+    }
+    theta = r.choice([100.0, 10000, 10000.0, 500000.0, r.uniform(100, 1e6)])
+    return parameters[rope_type], {"max_position_embeddings": length, "rope_theta": theta}, head_dim
+
+
+def new(rope_type: str, parameters: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+    inside = {"rope_type": rope_type, "rope_theta": config["rope_theta"]} | parameters
+    return {"max_position_embeddings": config["max_position_embeddings"], "rope_parameters": inside}
+
+
+def old(rope_type: str, parameters: dict[str, Any], config: dict[str, Any], key: str = "type") -> dict[str, Any]:
+    return config | {"rope_scaling": {key: rope_type} | parameters}
+
+
+def transformers_tables(config: dict[str, Any], head_dim: int, positions: torch.Tensor, dtype: torch.dtype):
+    theirs = LlamaConfig(hidden_size=32, num_attention_heads=2, head_dim=head_dim, **config)
+    cos, sin = LlamaRotaryEmbedding(theirs)(torch.empty(0, dtype=dtype), positions[None])
+    return cos[0, :, : head_dim // 2], sin[0, :, : head_dim // 2]
+
+
+# -- frequencies and tables
+
+
+def test_every_type_of_transformers_is_known() -> None:
+    assert set(ROPE_TYPES) == {"default", *ROPE_INIT_FUNCTIONS}
+    assert all(kind.rope_type == name for name, kind in ROPE_TYPES.items())
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+def test_tables_are_bitwise_those_of_transformers(rope_type: str, seed: int) -> None:
+    parameters, config, head_dim = draw(rope_type, seed)
+    rope = from_hugging_face(new(rope_type, parameters, config))
+    for spelling in (new, old):
+        for length in (16, 40, 100):  # up to, between and beyond the original and the trained length
+            for dtype in (torch.float64, torch.float32, torch.bfloat16):
+                positions = torch.arange(length)
+                theirs = transformers_tables(spelling(rope_type, parameters, config), head_dim, positions, dtype)
+                ours = tables(rope, head_dim, positions, sequence_length=length, dtype=dtype)
+                for our, their in zip(ours, theirs, strict=True):
+                    assert our.shape == (length, head_dim // 2)
+                    assert our.dtype == dtype
+                    assert torch.equal(our, their)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize(
+    ("beta_fast", "beta_slow"), [(32, 1), (3, 0.01), (1, 1), (500, 400), (500, 330), (0.01, 0.001)]
+)
+def test_the_ramp_of_yarn_at_its_ends(beta_fast: float, beta_slow: float, truncate: bool) -> None:
+    """Within the frequencies, reaching beyond the last one, of length 0, and wholly outside."""
+    parameters = {"factor": 4.0, "original_max_position_embeddings": 2048, "truncate": truncate}
+    parameters |= {"beta_fast": beta_fast, "beta_slow": beta_slow}
+    config = new("yarn", parameters, {"max_position_embeddings": 8192, "rope_theta": 100.0})
+    rope, positions = from_hugging_face(config), torch.arange(16)
+    theirs = transformers_tables(config, 64, positions, torch.float32)
+    ours = tables(rope, 64, positions, sequence_length=16, dtype=torch.float32)
+    for our, their in zip(ours, theirs, strict=True):
+        assert torch.equal(our, their)
+
+
+def test_the_seeds_tell_types_and_lengths_apart() -> None:
+    """The comparison above would be idle if every case gave the plain frequencies."""
+    plain = inverse_frequencies(DefaultRope(), 64, 100)[0]
+    ones, twos = (1.0,) * 32, (2.0,) * 32
+    ropes: list[Rope] = [
+        LinearRope(factor=2),
+        DynamicRope(factor=2, max_position_embeddings=32),
+        YarnRope(factor=2, original_max_position_embeddings=32),
+        LongRope(factor=2, original_max_position_embeddings=32, short_factor=ones, long_factor=twos),
+        Llama3Rope(factor=2, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=32),
+        ProportionalRope(partial_rotary_factor=0.5),
+    ]
+    for rope in ropes:
+        assert not torch.equal(inverse_frequencies(rope, 64, 100)[0], plain), rope
+        by_length = not torch.equal(inverse_frequencies(rope, 64, 100)[0], inverse_frequencies(rope, 64, 20)[0])
+        assert by_length == isinstance(rope, DynamicRope | LongRope), rope
+
+
+def test_the_length_is_that_of_the_sequence_and_not_of_the_positions() -> None:
+    """A rank that holds a part of a sequence asks for its own positions and gets the rows of the whole."""
+    for rope in (DynamicRope(factor=4, max_position_embeddings=8), DefaultRope()):
+        whole = tables(rope, 16, torch.arange(32), sequence_length=32, dtype=torch.float64)
+        part = tables(rope, 16, torch.tensor([3, 4, 30]), sequence_length=32, dtype=torch.float64)
+        for a, b in zip(whole, part, strict=True):
+            assert torch.equal(a[[3, 4, 30]], b)
+
+
+def test_rotary_keeps_its_tables_for_each_length() -> None:
+    rotary = Rotary(DynamicRope(factor=4, max_position_embeddings=8), 16)
+    cpu = torch.device("cpu")
+    for length, dtype in [(32, torch.float64), (16, torch.float64), (32, torch.float32)]:
+        expected = tables(rotary.rope, 16, torch.arange(length), sequence_length=length, dtype=dtype)
+        for our, their in zip(rotary(length, dtype, cpu), expected, strict=True):
+            assert our.dtype == dtype
+            assert torch.equal(our, their)
+    assert rotary(32, torch.float64, cpu)[0] is rotary(32, torch.float64, cpu)[0]
+
+
+# -- applying them
+
+
+def textbook(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """transformers' own, for x: [..., t, heads, head_dim]."""
+    wide = [torch.cat((table, table), -1) for table in (cos, sin)]
+    return apply_rotary_pos_emb(x, x, *wide, unsqueeze_dim=1)[0]
+
+
+def some_tables(t: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    return tables(DefaultRope(rope_theta=50.0), head_dim, torch.arange(t), sequence_length=t, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOAT64_AND_32)
+@pytest.mark.parametrize(("leading", "t", "heads", "kv", "head_dim"), QKV_SHAPES)
+def test_split_and_apply_and_its_gradient(
+    leading: tuple[int, ...], t: int, heads: int, kv: int, head_dim: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(*leading, t, (heads + 2 * kv) * head_dim, dtype=dtype, requires_grad=True)
+    cos, sin = some_tables(t, head_dim, dtype)
+    q, k, v = qkv.unflatten(-1, (-1, head_dim)).split([heads, kv, kv], dim=-2)
+    expected = textbook(q, cos, sin), textbook(k, cos, sin), v
+    grads = [torch.randn_like(out) for out in expected]
+    (expected_grad,) = torch.autograd.grad(expected, qkv, grads)
+    for name, ours in {
+        "split_and_apply": split_and_apply(qkv, cos, sin, heads, kv),
+        "apply": (apply(q, cos, sin), apply(k, cos, sin), v),  # q and k are strided views
+    }.items():
+        for our, their in zip(ours, expected, strict=True):
+            torch.testing.assert_close(our, their, msg=f"the outputs of {name} differ")
+        (grad,) = torch.autograd.grad(ours, qkv, grads)
+        torch.testing.assert_close(grad, expected_grad, msg=f"the gradients of {name} differ")
+
+
+def test_gradients_of_strided_and_partial_outputs() -> None:
+    """Gradients may arrive transposed, expanded, or not at all."""
+    cos, sin = some_tables(4, 6, torch.float64)
+    x = torch.randn(2, 4, 3, 6, dtype=torch.float64, requires_grad=True)
+    qkv = torch.randn(2, 4, 5 * 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: apply(x, cos, sin).transpose(-2, -3).sum((0, 1)), x)
+    assert torch.autograd.gradcheck(lambda x: split_and_apply(x, cos, sin, 3, 1), qkv)
+    assert torch.autograd.gradcheck(lambda x: split_and_apply(x, cos, sin, 3, 1)[1], qkv)
+
+
+def test_input_is_neither_changed_nor_kept() -> None:
+    cos, sin = some_tables(4, 8, torch.float64)
+    calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: apply(x.unflatten(-1, (4, 8)), cos, sin),
+        lambda x: split_and_apply(x, cos, sin, 2, 1)[0],
+    ]
+    for call in calls:
+        x = torch.randn(4, 32, dtype=torch.float64, requires_grad=True)
+        before = x.detach().clone()
+        saved: set[int] = set()
+
+        def pack(tensor: torch.Tensor, saved: set[int] = saved) -> torch.Tensor:
+            saved.add(tensor.data_ptr())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = call(x)
+        assert torch.equal(x, before)
+        assert saved == {cos.data_ptr(), sin.data_ptr()}
+        assert out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+def test_bfloat16_is_as_close_as_transformers() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 64, 4, 32)
+    exact = textbook(x.double(), *some_tables(64, 32, torch.float64))
+    low = x.bfloat16(), *some_tables(64, 32, torch.bfloat16)
+    ours, theirs = apply(*low), textbook(*low)
+    assert ours.dtype == torch.bfloat16
+    assert (ours.double() - exact).abs().mean() <= 1.02 * (theirs.double() - exact).abs().mean()
+
+
+def test_rotation_depends_on_distance_only() -> None:
+    """What rotary embeddings are for: <q at i, k at j> is a function of i - j."""
+    q, k = torch.randn(2, 1, 1, 16, dtype=torch.float64)
+    cos, sin = some_tables(12, 16, torch.float64)
+    at = [[apply(x, cos[i : i + 1], sin[i : i + 1]).flatten() for i in range(12)] for x in (q, k)]
+    for i, j in [(3, 1), (7, 2), (4, 4)]:
+        torch.testing.assert_close(at[0][i] @ at[1][j], at[0][i + 4] @ at[1][j + 4], rtol=1e-5, atol=1e-5)
+
+
+def test_compiles_without_a_graph_break() -> None:
+    cos, sin = some_tables(4, 8, torch.float64)
+    qkv = torch.randn(2, 4, 32, dtype=torch.float64, requires_grad=True)
+    compiled = torch.compile(split_and_apply, fullgraph=True, backend="aot_eager")
+    expected, ours = split_and_apply(qkv, cos, sin, 2, 1), compiled(qkv, cos, sin, 2, 1)
+    grads = [torch.randn_like(out) for out in expected]
+    for our, their in zip(ours, expected, strict=True):
+        torch.testing.assert_close(our, their)
+    torch.testing.assert_close(torch.autograd.grad(ours, qkv, grads), torch.autograd.grad(expected, qkv, grads))
+    q = torch.randn(4, 2, 8, dtype=torch.float64)
+    torch.testing.assert_close(
+        torch.compile(apply, fullgraph=True, backend="aot_eager")(q, cos, sin), apply(q, cos, sin)
+    )
+
+
+# -- the config, in both spellings
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("rope_type", ROPE_TYPES)
+def test_both_spellings_read_and_write(rope_type: str, seed: int) -> None:
+    parameters, config, head_dim = draw(rope_type, seed)
+    rope = from_hugging_face(new(rope_type, parameters, config))
+    assert type(rope) is ROPE_TYPES[rope_type]
+    assert rope.problems(head_dim) == []
+    assert from_hugging_face(old(rope_type, parameters, config)) == rope
+    assert from_hugging_face(old(rope_type, parameters, config, key="rope_type")) == rope
+    length = {"max_position_embeddings": config["max_position_embeddings"]}
+    assert from_hugging_face(length | to_hugging_face(rope)) == rope
+    assert from_hugging_face(length | to_hugging_face(rope, "rope_scaling")) == rope
+    written = to_hugging_face(rope)["rope_parameters"]
+    assert None not in written.values()
+    for name, value in parameters.items():
+        assert written[name] == value  # nothing given is lost
+    read_back = LlamaConfig(hidden_size=32, num_attention_heads=2, head_dim=head_dim, **length, rope_parameters=written)
+    assert from_hugging_face(read_back.to_dict()) == rope
+
+
+def test_published_configs() -> None:
+    llama_2 = {"max_position_embeddings": 4096, "rope_scaling": None}
+    assert from_hugging_face(llama_2) == DefaultRope(rope_theta=10000.0)
+    assert from_hugging_face(llama_2 | {"rope_theta": 500000.0}) == DefaultRope(rope_theta=500000.0)
+    scaling = {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+    llama_31 = {"max_position_embeddings": 131072, "rope_scaling": scaling, "rope_theta": 500000.0}
+    expected = Llama3Rope(
+        rope_theta=500000.0,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    assert from_hugging_face(llama_31) == expected
+    assert to_hugging_face(expected, "rope_scaling") == {"rope_theta": 500000.0, "rope_scaling": scaling}
+
+
+def test_what_may_be_left_out() -> None:
+    base = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
+    yarn = from_hugging_face(base | {"rope_scaling": {"type": "yarn", "factor": None}})
+    assert yarn == YarnRope(factor=4.0, original_max_position_embeddings=16)
+    nulls = {"rope_type": "yarn", "type": "yarn", "factor": 2.0, "mscale": None, "partial_rotary_factor": 1.0}
+    same = from_hugging_face({"max_position_embeddings": 64, "rope_parameters": nulls})
+    assert same == YarnRope(factor=2.0, original_max_position_embeddings=64)
+    linear = {"rope_type": "linear", "factor": 2.0}
+    assert from_hugging_face({"rope_parameters": linear, "rope_scaling": linear}) == LinearRope(factor=2.0)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "lama3"}}, "unknown rope_type 'lama3': did you mean 'llama3'?"),
+        ({"rope_scaling": {"type": "axial"}}, "unknown rope_type 'axial'"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "unknown rope_type ['yarn']"),
+        ({"rope_parameters": YARN | {"betafast": 32}}, "no field 'betafast': did you mean 'beta_fast'?"),
+        ({"rope_parameters": {"factor": 2.0}}, "rope_type 'default' has no field 'factor'"),
+        ({"rope_parameters": YARN | {"low_freq_factor": 1.0}}, "rope_type 'yarn' has no field 'low_freq_factor'"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_type 'linear' needs the field 'factor'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn' needs the field 'factor'"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "needs the field 'low_freq_factor'"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "needs the field 'high_freq_factor'"),
+        ({"rope_scaling": {"type": "dynamic"}, "max_position_embeddings": None}, "'max_position_embeddings', which is"),
+        ({"rope_parameters": {"full_attention": {}}}, "has no field 'full_attention'"),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "no field 'partial_rotary_factor'",
+        ),
+        ({"partial_rotary_factor": 0.5}, "no field 'partial_rotary_factor'"),
+        ({"rope_parameters": YARN, "rope_scaling": LLAMA3}, "disagree: remove one"),
+        ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}}, "rope_theta is given twice, as 500000.0 and 1"),
+        ({"rope_scaling": {"rope_type": "yarn", "type": "linear"}}, "rope_type is given twice"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn': it must be a mapping"),
+    ],
+)
+def test_what_cannot_be_read_is_named(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        from_hugging_face({"max_position_embeddings": 64} | config)
+    assert message in str(error.value)
+
+
+def test_all_problems_of_reading_come_together() -> None:
+    broken = {"rope_type": "llama3", "factors": 8.0, "lowfreq_factor": 1.0}
+    with pytest.raises(
+        ValueError, match=r"'factors'.*'lowfreq_factor'.*'factor'.*'low_freq_factor'.*'high_freq_factor'"
+    ):
+        from_hugging_face({"max_position_embeddings": 64, "rope_parameters": broken})
+
+
+@pytest.mark.parametrize(
+    ("rope", "head_dim", "message"),
+    [
+        (DefaultRope(), 7, "head_dim 7 is odd"),
+        (DefaultRope(rope_theta=0), 8, "rope_theta is 0: it must be a number above 1"),
+        (DefaultRope(rope_theta=float("nan")), 8, "rope_theta is nan"),
+        (LinearRope(factor=-2), 8, "factor is -2: it must be a number above 0"),
+        (LinearRope(factor=True), 8, "factor is True"),
+        (LinearRope(factor="2"), 8, "factor is '2'"),  # type: ignore[arg-type]
+        (DynamicRope(factor=2, max_position_embeddings=64), 2, "head_dim 2 is too small for rope_type 'dynamic'"),
+        (YarnRope(factor=2, original_max_position_embeddings=0), 8, "original_max_position_embeddings is 0"),
+        (YarnRope(factor=2, original_max_position_embeddings=8, beta_fast=1, beta_slow=2), 8, "beta_fast (1) must not"),
+        (YarnRope(factor=2, original_max_position_embeddings=8, mscale=-1), 8, "mscale is -1"),
+        (YarnRope(factor=2, original_max_position_embeddings=8, truncate=1), 8, "truncate is 1"),  # type: ignore[arg-type]
+        (
+            LongRope(short_factor=(1,) * 4, long_factor=(1,) * 3, factor=2, original_max_position_embeddings=8),
+            8,
+            "long_factor has 3 numbers: head_dim 8 needs 4",
+        ),
+        (
+            LongRope(short_factor=(1, 0), long_factor=(1, 1), factor=2, original_max_position_embeddings=8),
+            4,
+            "short_factor is (1, 0): it must be a list of numbers above 0",
+        ),
+        (
+            Llama3Rope(factor=8, low_freq_factor=4, high_freq_factor=4, original_max_position_embeddings=8),
+            8,
+            "high_freq_factor (4) must be above low_freq_factor (4)",
+        ),
+        (
+            ProportionalRope(partial_rotary_factor=1.5),
+            8,
+            "partial_rotary_factor is 1.5: it must be a number above 0 and",
+        ),
+    ],
+)
+def test_values_that_make_no_sense_are_named(rope: Rope, head_dim: int, message: str) -> None:
+    assert any(message in problem for problem in rope.problems(head_dim))
+    with pytest.raises(ValueError) as error:
+        inverse_frequencies(rope, head_dim, 16)
+    assert message in str(error.value)
+
+
+def test_a_type_without_frequencies_is_an_error() -> None:
+    with pytest.raises(TypeError, match="no frequencies are known for Rope"):
+        rope_module.inverse_frequencies(Rope(rope_theta=100.0), 8, 16)
+
+
+def test_the_config_reads_without_torch() -> None:
+    code = "import sys, models.rope_config, parallel.pipeline.schedules; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

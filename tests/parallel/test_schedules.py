@@ -1,0 +1,274 @@
+"""Schedules are proved here for every size a pipeline is likely to have, and the simulator against broken ones."""
+
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+
+from parallel.pipeline.schedules import (
+    SCHEDULES,
+    Action,
+    B,
+    Deadlock,
+    F,
+    Message,
+    Schedule,
+    ScheduleError,
+    arrivals,
+    draw,
+    forward_only,
+    gpipe,
+    in_flight_bound,
+    interleaved,
+    messages,
+    one_f_one_b,
+    simulate,
+)
+
+STAGES, CHUNKS, MICROBATCHES = range(1, 9), range(1, 5), range(1, 25)
+
+
+def sizes(name: str, stages: int) -> Iterator[tuple[int, int]]:
+    for chunks in CHUNKS if name != "1f1b" else (1,):
+        for microbatches in MICROBATCHES:
+            yield chunks, microbatches
+
+
+def parse(text: str) -> tuple[Action, ...]:
+    """``"F0a B2b"`` -> (F(0,0), B(1,2)): the letters of ``draw``."""
+    return tuple(Action(w[0], ord(w[2:] or "a") - ord("a"), int(w[1])) for w in text.split())  # type: ignore[arg-type]
+
+
+# -- exhaustive
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("stages", STAGES)
+def test_every_size_ends_runs_everything_once_and_keeps_its_bounds(name: str, stages: int) -> None:
+    for chunks, microbatches in sizes(name, stages):
+        case = f"{name}({stages}, {chunks}, {microbatches})"
+        schedule = SCHEDULES[name](stages, chunks, microbatches)
+        timeline = simulate(schedule)
+        everything = [(kind, c, m) for kind in "BF" for c in range(chunks) for m in range(microbatches)]
+        for row in schedule:
+            assert sorted((a.kind, a.chunk, a.microbatch) for a in row) == everything, case
+        assert timeline.peak_in_flight == in_flight_bound(name, stages, chunks, microbatches), case
+        # (p-1)/(v m) from p microbatches on; below, every chunk waits for the microbatches to come round
+        idle = stages - 1 + (chunks - 1) * max(0, stages - microbatches)
+        assert timeline.bubble == pytest.approx(idle / (chunks * microbatches)), case
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_microbatches_ascend_within_a_chunk_so_that_gradients_add_up_in_one_order(name: str) -> None:
+    for stages in STAGES:
+        for chunks, microbatches in sizes(name, stages):
+            for row in SCHEDULES[name](stages, chunks, microbatches):
+                for kind in "FB":
+                    for chunk in range(chunks):
+                        order = [a.microbatch for a in row if (a.kind, a.chunk) == (kind, chunk)]
+                        assert order == list(range(microbatches))
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "forward_only"])
+@pytest.mark.parametrize("stages", STAGES)
+def test_fifo_channels_deliver_in_the_order_of_use(name: str, stages: int) -> None:
+    """Run every schedule with nothing but FIFOs between stages: what is needed next is always the head of its queue."""
+    build = forward_only if name == "forward_only" else SCHEDULES[name]
+    for chunks, microbatches in sizes(name, stages):
+        schedule = build(stages, chunks, microbatches)
+        last = chunks * stages - 1
+        queues = {(d, s): deque(order) for s in range(stages) for d, order in arrivals(schedule, s).items()}
+        for stage, row in enumerate(schedule):
+            for action in row if stages > 1 else ():
+                virtual = action.chunk * stages + stage
+                if action.kind == "F" and virtual > 0:
+                    assert queues["forward", stage].popleft() == (action.chunk, action.microbatch)
+                if action.kind == "B" and virtual < last:
+                    assert queues["backward", stage].popleft() == (action.chunk, action.microbatch)
+        assert not any(queues.values())
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_action_starts_before_what_it_needs(name: str, stages: int) -> None:
+    for chunks, microbatches in [(1, 1), (1, 5), (2, 3), (3, 7)]:
+        if name == "1f1b" and chunks > 1:
+            continue
+        timeline = simulate(SCHEDULES[name](stages, chunks, microbatches), forward=1.0, backward=3.0, hop=0.25)
+        ends = {
+            (a.kind, a.chunk * stages + stage, a.microbatch): end
+            for stage, row in enumerate(timeline.spans)
+            for a, _, end in row
+        }
+        hop = 0.25 if stages > 1 else 0.0
+        for stage, row in enumerate(timeline.spans):
+            clock = 0.0
+            for a, start, end in row:
+                v, m = a.chunk * stages + stage, a.microbatch
+                assert start >= clock
+                if a.kind == "F" and v > 0:
+                    assert start >= ends["F", v - 1, m] + hop
+                if a.kind == "B":
+                    assert start >= ends["F", v, m]
+                    if v < chunks * stages - 1:
+                        assert start >= ends["B", v + 1, m] + hop
+                assert end - start == (1.0 if a.kind == "F" else 3.0)
+                clock = end
+        assert timeline.total == max(ends.values())
+
+
+def test_forward_only_keeps_nothing_and_waits_only_for_the_first_data() -> None:
+    for stages in STAGES:
+        for chunks in CHUNKS:
+            for microbatches in MICROBATCHES:
+                timeline = simulate(forward_only(stages, chunks, microbatches))
+                assert timeline.peak_in_flight == (0,) * stages
+                if microbatches >= stages:
+                    assert timeline.total == chunks * microbatches + stages - 1
+
+
+# -- by hand
+
+
+def test_one_f_one_b_by_hand() -> None:
+    assert one_f_one_b(2, 1, 3) == (parse("F0 F1 B0 F2 B1 B2"), parse("F0 B0 F1 B1 F2 B2"))
+    assert one_f_one_b(3, 1, 2) == (parse("F0 F1 B0 B1"), parse("F0 F1 B0 B1"), parse("F0 B0 F1 B1"))
+    assert one_f_one_b(1, 1, 2) == (parse("F0 B0 F1 B1"),)
+
+
+def test_gpipe_by_hand() -> None:
+    assert gpipe(2, 1, 2) == (parse("F0 F1 B0 B1"),) * 2
+    assert gpipe(2, 2, 2) == (parse("F0a F1a F0b F1b B0b B1b B0a B1a"),) * 2
+
+
+def test_interleaved_by_hand() -> None:
+    assert interleaved(2, 2, 4) == (
+        parse("F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a"),
+        parse("F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a"),
+    )
+    # three microbatches on two stages: one group of three, not two and a straggler
+    assert interleaved(2, 2, 3) == (
+        parse("F0a F1a F2a F0b F1b F2b B0b B1b B2b B0a B1a B2a"),
+        parse("F0a F1a F2a F0b B0b F1b B1b F2b B2b B0a B1a B2a"),
+    )
+    assert interleaved(1, 2, 2) == (parse("F0a F0b B0b F1a B0a F1b B1b B1a"),)
+
+
+@pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(2, 3, 8), (4, 2, 8), (4, 4, 12), (8, 2, 24)])
+def test_interleaved_is_that_of_the_paper_where_stages_divide_microbatches(
+    stages: int, chunks: int, microbatches: int
+) -> None:
+    """The k-th forward and backward of the paper's Figure 4, by counting rather than by groups."""
+    total, turn = chunks * microbatches, stages * chunks
+    for stage, row in enumerate(interleaved(stages, chunks, microbatches)):
+        expected = []
+        warmup = min(total, 2 * (stages - stage - 1) + (chunks - 1) * stages)
+        for k in range(total + warmup):
+            if k < total:
+                expected.append(F(k % turn // stages, k // turn * stages + k % stages))
+            if (j := k - warmup) >= 0:
+                expected.append(B(chunks - 1 - j % turn // stages, j // turn * stages + j % stages))
+        assert row == tuple(expected)
+
+
+def test_interleaved_with_one_chunk_is_one_f_one_b() -> None:
+    for stages in STAGES:
+        for microbatches in MICROBATCHES:
+            warmups = [min(stages - 1 - stage, microbatches) for stage in range(stages)]
+            for row, warmup in zip(interleaved(stages, 1, microbatches), warmups, strict=True):
+                steady = microbatches - warmup
+                assert [a.kind for a in row] == ["F"] * warmup + ["F", "B"] * steady + ["B"] * warmup
+            assert interleaved(stages, 1, microbatches) == one_f_one_b(stages, 1, microbatches)
+
+
+def test_messages_by_hand() -> None:
+    """Two stages, two chunks: the output of chunk 0 comes back to stage 0 as the input of its chunk 1."""
+    schedule = interleaved(2, 2, 2)
+    first = (Message(0, 0), Message(0, 1))
+    second = (Message(1, 0), Message(1, 1))
+    from_0 = {"forward": first + second, "backward": first}
+    from_1 = {"forward": second, "backward": second + first}
+    assert messages(schedule) == (from_0, from_1)
+    assert arrivals(schedule, 0) == from_1
+    assert arrivals(schedule, 1) == from_0
+
+
+def test_messages_go_round_the_ring_and_a_single_stage_sends_none() -> None:
+    one = (Message(0, 0),)
+    assert [arrivals(one_f_one_b(3, 1, 1), stage) for stage in range(3)] == [
+        {"forward": (), "backward": one},
+        {"forward": one, "backward": one},
+        {"forward": one, "backward": ()},
+    ]
+    assert arrivals(interleaved(3, 2, 1), 0) == {
+        "forward": (Message(1, 0),),
+        "backward": (Message(1, 0), Message(0, 0)),
+    }
+    assert arrivals(interleaved(3, 2, 1), 2) == {
+        "forward": (Message(0, 0), Message(1, 0)),
+        "backward": (Message(0, 0),),  # of chunk 1 on stage 0, for chunk 0 here
+    }
+    assert messages(interleaved(1, 3, 2)) == ({"forward": (), "backward": ()},)
+
+
+def test_draw() -> None:
+    assert draw(one_f_one_b(2, 1, 2)).splitlines() == [
+        "stage 0 | F0 F1 .  .  B0 -- .  B1 --",
+        "stage 1 | .  F0 B0 -- F1 B1 -- .  .",
+    ]
+    assert draw(interleaved(1, 2, 1)) == "stage 0 | F0a F0b B0b --- B0a ---"
+
+
+# -- broken schedules
+
+
+def test_a_deadlock_names_what_every_stage_waits_for() -> None:
+    early: Schedule = (parse("F0 B0 F1 B1"), parse("F0 F1 B0 B1"))
+    with pytest.raises(Deadlock) as error:
+        simulate(early)
+    assert "stage 0 cannot run B(0,0) before stage 1 has run B(0,0)" in str(error.value)
+    assert "stage 1 cannot run F(0,1) before stage 0 has run F(0,1)" in str(error.value)
+
+
+def test_groups_smaller_than_the_pipeline_deadlock() -> None:
+    """Why ``interleaved`` evens its groups out: the paper's order with a last group of one never ends."""
+    stages, chunks, groups = 4, 4, [range(4), range(4, 5)]
+    forwards = [F(c, m) for group in groups for c in range(chunks) for m in group]
+    backwards = [B(c, m) for group in groups for c in reversed(range(chunks)) for m in group]
+    rows = []
+    for stage in range(stages):
+        warmup = 2 * (stages - 1 - stage) + (chunks - 1) * stages
+        row = forwards[:warmup]
+        for pair in zip(forwards[warmup:], backwards, strict=False):
+            row += pair
+        rows.append(tuple(row + backwards[len(forwards) - warmup :]))
+    with pytest.raises(Deadlock):
+        simulate(tuple(rows))
+
+
+def test_missing_repeated_and_foreign_actions_are_named() -> None:
+    good = one_f_one_b(2, 1, 3)
+    with pytest.raises(ScheduleError, match=r"stage 1 lacks \['B\(0,2\)'\]"):
+        simulate((good[0], good[1][:-1]))
+    with pytest.raises(ScheduleError, match=r"stage 0 runs \['F\(0,0\)'\] more than once"):
+        simulate((good[0] + (F(0, 0),), good[1]))
+    with pytest.raises(ScheduleError, match=r"stage 0 must not run \['F\(0,-1\)'\]"):
+        simulate((good[0] + (F(0, -1),), good[1]))
+    with pytest.raises(ScheduleError, match="empty"):
+        simulate(())
+
+
+@pytest.mark.parametrize("name", [*SCHEDULES, "forward_only"])
+def test_sizes_must_be_positive(name: str) -> None:
+    build = forward_only if name == "forward_only" else SCHEDULES[name]
+    for wrong, arguments in [("stages=0", (0, 1, 1)), ("microbatches=-2", (1, 1, -2))]:
+        with pytest.raises(ValueError, match=wrong):
+            build(*arguments)
+
+
+def test_errors_name_the_way_out() -> None:
+    for call in (lambda: one_f_one_b(2, 3, 4), lambda: in_flight_bound("1f1b", 2, 3, 4)):
+        with pytest.raises(ValueError, match="chunks=3: choose interleaved, or chunks=1"):
+            call()
+    with pytest.raises(ValueError, match="'zb': choose from gpipe, 1f1b, interleaved"):
+        in_flight_bound("zb", 2, 1, 4)

@@ -1,0 +1,199 @@
+"""The oracle: what a layout computes, as numbers that can be compared with those of one process.
+
+``measure`` runs in each rank. It trains a tiny model for a few steps in float64 through the real step and returns
+everything that a rank knows; ``expected`` cuts the one-process numbers for any rank by a transfer plan, so every replica
+is compared, and padding must be zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megacore.optimizer import Optimizer
+from megacore.step import TrainStep, evaluate
+from models.assemble import Model, layout_of
+from models.config import ModelConfig
+from models.decoder import Microbatch
+from models.registry import configure
+from parallel.layout import Layout, MeshShape
+from parallel.loss import IGNORE
+from parallel.mesh import Mesh
+from parallel.pipeline.run import Pipeline
+from parallel.sync import Gradients
+from parallel.transfer import execute, native, plan
+
+STEPS = 3
+LENGTH = 12
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A model and a batch; hashed by identity.
+
+    Args:
+        name: Of the case.
+        model: A recipe's model section.
+        sequences: In the global batch.
+        ignored: Fraction of the labels that do not count.
+        documents: Whether attention is kept within documents.
+    """
+
+    name: str
+    model: Mapping[str, Any]
+    sequences: int = 4
+    ignored: float = 0.0
+    documents: bool = False
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    @property
+    def config(self) -> ModelConfig:
+        return configure(self.model)
+
+    def with_layers(self, layers: int) -> Case:
+        """The same case with another number of layers."""
+        field = "n_layer" if self.model["family"] == "gpt2" else "num_hidden_layers"
+        return replace(self, model={**self.model, field: layers})
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a case is spread.
+
+    Args:
+        mesh: The mesh.
+        chunks: Pipeline chunks of each stage.
+        schedule: Of the pipeline.
+        layers: Of each virtual stage; None for a balanced split.
+        micro: Sequences of a microbatch.
+    """
+
+    mesh: MeshShape = field(default_factory=MeshShape)
+    chunks: int = 1
+    schedule: str = "1f1b"
+    layers: tuple[int, ...] | None = None
+    micro: int = 1
+
+    def __str__(self) -> str:
+        m = self.mesh
+        sizes = "-".join(f"{dim}{m[dim]}" for dim in ("tp", "pp", "dp", "ep") if m[dim] > 1) or "one"
+        chunks = f"-v{self.chunks}" if self.chunks > 1 else ""
+        return (
+            sizes
+            + chunks
+            + (f"-{self.schedule}" if self.schedule == "gpipe" else "")
+            + ("-uneven" if self.layers else "")
+        )
+
+
+@dataclass
+class Measured:
+    """Per step: loss and norm. Of the first step: the initial weights and the gradients. After the last: the weights."""
+
+    losses: list[float]
+    norms: list[float]
+    evaluated: float
+    initial: dict[str, np.ndarray]
+    gradients: dict[str, np.ndarray]
+    final: dict[str, np.ndarray]
+
+
+def lively(layout: Layout) -> Layout:
+    """The same layout with every parameter drawn at random: a bias of zeros would hide mistakes."""
+    params = tuple(replace(param, std=param.std * 5 or 0.2) for param in layout.schema.params)
+    return replace(layout, schema=replace(layout.schema, params=params))
+
+
+def tokens(case: Case, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(tokens, labels, document numbers) of a global batch: [sequences, LENGTH] each."""
+    rng = np.random.default_rng(step)
+    drawn = rng.integers(0, case.config.sizes["vocab"], (case.sequences, LENGTH + 1))
+    labels = drawn[:, 1:].copy()
+    labels[rng.random(labels.shape) < case.ignored] = IGNORE
+    if case.ignored:
+        labels[0] = IGNORE  # whole microbatches may have nothing to predict
+    documents = np.cumsum(rng.random(labels.shape) < 0.2, axis=1)
+    return drawn[:, :-1], labels, documents
+
+
+def microbatches(case: Case, run: Run, step: int, mesh: Mesh) -> list[Microbatch]:
+    inputs, labels, documents = (torch.from_numpy(a) for a in tokens(case, step))
+    stride, made = run.mesh.data * run.micro, []
+    positions = torch.arange(LENGTH).repeat(run.micro)
+    for start in range(mesh.data_rank * run.micro, case.sequences, stride):
+        rows = slice(start, start + run.micro)
+        made.append(
+            Microbatch(
+                inputs[rows].flatten(),
+                labels[rows].flatten(),
+                positions,
+                run.micro,
+                (run.micro * LENGTH // run.mesh.tp, case.config.sizes["embed"]),
+                documents[rows].flatten() if case.documents else None,
+                seed=step,
+            )
+        )
+    return made
+
+
+def measure(case: Case, run: Run) -> Measured:
+    """Train the case on this rank of ``run``."""
+    mesh = Mesh.create(run.mesh)
+    layout = lively(layout_of(case.config, run.mesh, run.chunks, run.layers))
+    model = Model.create(case.config, layout, mesh, torch.float64)
+    model.parameters.initialise(seed=1)
+    for chunk in model.chunks:
+        if chunk.head is not None:
+            chunk.head.losses = replace(chunk.head.losses, label_smoothing=case.label_smoothing, z_loss=case.z_loss)
+    # Small buckets, so that there are several.
+    gradients = Gradients(model.parameters, list(model.chunks), torch.float64, bucket_bytes=20_000)
+    optimizer = Optimizer(gradients, lr=1e-2, clip=0.5)
+    pipeline = Pipeline(mesh, list(model.chunks), torch.float64, run.schedule)
+    step = TrainStep(mesh, pipeline, gradients, optimizer)
+    initial = snapshot(model)
+    evaluated = evaluate(mesh, pipeline, microbatches(case, run, 0, mesh)).item()
+    losses, norms, first = [], [], dict[str, np.ndarray]()
+    for i in range(STEPS):
+        stats = step.backward(microbatches(case, run, i, mesh))
+        first = first or gradient_arrays(gradients, model)
+        optimizer.step(1e-2, stats.grad_norm)
+        losses.append(stats.loss.item())
+        norms.append(stats.grad_norm.item())
+    return Measured(losses, norms, evaluated, initial, first, snapshot(model))
+
+
+def snapshot(model: Model) -> dict[str, np.ndarray]:
+    return {name: p.detach().numpy().copy() for name, p in model.parameters.items()}
+
+
+def gradient_arrays(gradients: Gradients, model: Model) -> dict[str, np.ndarray]:
+    whole = {name: torch.zeros_like(p) for name, p in model.parameters.items()}
+    for span in gradients.spans:
+        span.of(whole[span.name]).copy_(span.gradient)
+    return {name: tensor.numpy() for name, tensor in whole.items()}
+
+
+def expected(case: Case, run: Run, rank: int, one: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """What a rank must hold if one process holds ``one``."""
+    config = case.config
+    source = native(layout_of(config, MeshShape()), [0])
+    target = native(layout_of(config, run.mesh, run.chunks, run.layers), [rank])
+    arrays = {}
+    for stored, copies in plan(config.schema, source, target):
+        arrays[stored.name] = np.zeros(stored.shape)
+        for copy in copies:
+            execute(copy, one[copy.source.name], arrays[stored.name])
+    return arrays
+
+
+def relative(got: np.ndarray, want: np.ndarray) -> float:
+    """|got - want| / |want|."""
+    if got.shape != want.shape:
+        raise AssertionError(f"shape {got.shape} instead of {want.shape}")
+    norm = float(np.linalg.norm(want))
+    return float(np.linalg.norm(got - want)) / norm if norm else float(np.abs(got).max(initial=0.0))

@@ -1,0 +1,108 @@
+"""Any layout, the same numbers: loss, gradients, norm and updated weights against one process, in float64."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from oracle import Case, Measured, Run, expected, measure, relative
+from pool import LARGEST, Pool
+
+from parallel.layout import MeshShape
+
+TOLERANCE = 1e-9
+
+LLAMA = {
+    "family": "llama",
+    "vocab_size": 101,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "max_position_embeddings": 16,
+}
+GPT2 = {"family": "gpt2", "vocab_size": 101, "n_positions": 16, "n_embd": 24, "n_layer": 3, "n_head": 4}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+CASES = [
+    Case("llama", LLAMA, ignored=0.3),
+    Case(
+        "llama-tied-biases",
+        LLAMA | BIASES | {"tie_word_embeddings": True},
+        ignored=0.3,
+        label_smoothing=0.1,
+        z_loss=1e-2,
+    ),
+    Case("gpt2", GPT2 | NO_DROPOUT),
+    Case("gpt2-untied-documents", GPT2 | NO_DROPOUT | {"tie_word_embeddings": False}, documents=True),
+]
+MESHES = [
+    MeshShape(tp=tp, pp=pp, dp=dp)
+    for tp in (1, 2, 4)
+    for pp in (1, 2, 4)
+    for dp in (1, 2)
+    if 1 < tp * pp * dp <= LARGEST
+]
+RUNS = [
+    *(Run(mesh, chunks, "interleaved" if chunks > 1 else "1f1b") for mesh in MESHES for chunks in (1, 2)),
+    Run(MeshShape(), chunks=2, schedule="interleaved"),
+    Run(MeshShape(), micro=4),
+    Run(MeshShape(tp=2, pp=2), schedule="gpipe", micro=2),
+    Run(MeshShape(pp=2, dp=2), chunks=2, schedule="gpipe"),
+    Run(MeshShape(tp=2, pp=2), layers=(3, 1)),
+    Run(MeshShape(pp=2, dp=2), chunks=2, schedule="interleaved", layers=(1, 3, 1, 2)),
+    Run(MeshShape(pp=4, tp=2), layers=(1, 1, 2, 1)),
+    Run(MeshShape(dp=2, ep=2, tp=2)),
+]
+# A case of each family everywhere; the other cases on layouts of each kind.
+EVERYWHERE = ("llama", "gpt2")
+ELSEWHERE = ("tp2-pp2-dp2", "tp4-pp2-v2", "tp4", "tp2-pp4", "pp4-dp2-v2", "tp4-dp2")
+QUICK = ("tp2-pp2-dp2", "tp4-pp2-v2")
+
+
+@cache
+def _deep(case: Case, layers: int) -> Case:
+    return case.with_layers(layers)
+
+
+@cache
+def _one(pool: Pool, case: Case) -> Measured:
+    return pool.run(1, measure, case, Run())[0]
+
+
+PAIRS = [
+    pytest.param(case, run, id=f"{case.name}-{run}", marks=[pytest.mark.quick] * (str(run) in QUICK))
+    for case in CASES
+    for run in RUNS
+    if case.name in EVERYWHERE or str(run) in ELSEWHERE
+]
+
+
+@pytest.mark.parametrize(("case", "run"), PAIRS)
+def test_layout_computes_what_one_process_computes(pool: Pool, case: Case, run: Run) -> None:
+    case = _deep(case, sum(run.layers) if run.layers else max(3, run.mesh.pp * run.chunks + 1))
+    one = _one(pool, case)
+    for rank, got in enumerate(pool.run(run.mesh.world, measure, case, run)):
+        np.testing.assert_allclose(got.losses, one.losses, rtol=TOLERANCE)
+        np.testing.assert_allclose(got.norms, one.norms, rtol=TOLERANCE)
+        np.testing.assert_allclose(got.evaluated, one.losses[0], rtol=TOLERANCE)
+        initial = expected(case, run, rank, one.initial)
+        assert got.initial.keys() == initial.keys()
+        for name, want in initial.items():
+            assert np.array_equal(got.initial[name], want), f"rank {rank}: {name} does not start bitwise the same"
+        for what, mine, ones in (("gradient", got.gradients, one.gradients), ("weight", got.final, one.final)):
+            for name, want in expected(case, run, rank, ones).items():
+                error = relative(mine[name], want)
+                assert error <= TOLERANCE, f"rank {rank}: {what} of {name} is off by {error:.1e}"
+
+
+def test_three_steps_learn_something(pool: Pool) -> None:
+    """Else equal weights would prove nothing."""
+    for case in CASES:
+        one = _one(pool, case)
+        assert all(relative(one.final[name], one.initial[name]) > 1e-3 for name in one.initial)
+        assert all(np.linalg.norm(gradient) > 0 for gradient in one.gradients.values())

@@ -1,0 +1,108 @@
+"""One pool of processes for all distributed tests of a pytest session: importing torch is paid for once.
+
+A forkserver imports torch, its children are the ranks. Each job runs a module-level function in as many ranks as it asks
+for, in a process group of its own, and gives back what each rank returned.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+LARGEST = 8
+TIMEOUT_S = 60
+
+
+class RankError(AssertionError):
+    """A rank raised; the message holds its traceback."""
+
+
+class Pool:
+    def __init__(self) -> None:
+        self._workers: list[tuple[multiprocessing.Process, Connection]] = []
+        self._jobs = 0
+        self._folder = tempfile.TemporaryDirectory()
+
+    def run(self, world: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+        """``function(*arguments)`` on ranks 0..world-1 of a gloo group -> what each returned."""
+        if world > LARGEST:
+            raise ValueError(f"the pool has {LARGEST} processes, {world} are asked for")
+        while len(self._workers) < world:
+            self._workers.append(_start())
+        self._jobs += 1
+        store = str(Path(self._folder.name) / f"store{self._jobs}")
+        for rank in range(world):
+            self._workers[rank][1].send((rank, world, store, function, arguments))
+        return self._collect(world)
+
+    def _collect(self, world: int) -> list[Any]:
+        results: dict[int, Any] = {}
+        waiting = {self._workers[rank][1]: rank for rank in range(world)}
+        while waiting:
+            ready = wait(list(waiting), timeout=TIMEOUT_S)
+            if not ready:
+                self.close()
+                raise RankError(f"ranks {sorted(waiting.values())} of {world} did not answer in {TIMEOUT_S} s")
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    ok, result = connection.recv()
+                except EOFError:
+                    self.close()
+                    raise RankError(f"rank {rank} of {world} died") from None
+                if not ok:
+                    # The others may wait for this one for ever: start afresh.
+                    self.close()
+                    raise RankError(f"rank {rank} of {world}:\n{result}")
+                results[rank] = result
+        return [results[rank] for rank in range(world)]
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def _start() -> tuple[multiprocessing.Process, Connection]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "models.decoder", "megacore.step"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, world, store, function, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world),
+                rank=rank,
+                world_size=world,
+                timeout=timedelta(seconds=TIMEOUT_S),
+            )
+            result = function(*arguments)
+            dist.barrier()
+            dist.destroy_process_group()
+            connection.send((True, result))
+        except Exception:
+            connection.send((False, traceback.format_exc()))
+            return

@@ -1,0 +1,260 @@
+"""`megacore tokenize`: from files to tokens that read back as the text, or an error that names the place."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megacore.data import encode, text, tokenizer
+from megacore.data.corpus import Corpus
+from megacore.data.indexed import IndexedDataset
+from tools.tokenize import main
+
+TEXTS = ["def f(x):\n    return x + 1\n", "Zwölf Boxkämpfer 拳击手 🥊\r\n", "a <|endoftext|> b", "x" * 40]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """The folder of a corpus of TEXTS as .jsonl, with the tokenizer trained on it."""
+    source = tmp_path_factory.mktemp("source") / "texts.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    out = source.parent / "out"
+    assert main([str(source), "--out", str(out), "--train-vocab", "280", "--workers", "1"]) == 0
+    return out
+
+
+def read(folder: Path, name: str = "corpus") -> list[str]:
+    """The text of each document, decoded by transformers from the files alone."""
+    from transformers import AutoTokenizer
+
+    hugging_face = AutoTokenizer.from_pretrained(folder)
+    dataset = IndexedDataset(folder / name)
+    end = Corpus.read(folder).end_of_document
+    documents = [dataset.document(i).tolist() for i in range(dataset.documents)]
+    assert end is None or all(document.pop() == end for document in documents)
+    return [str(hugging_face.decode(document)) for document in documents]
+
+
+def tokenize(source: Path, trained: Path, *more: str) -> tuple[int, Path]:
+    out = source.parent / "out"
+    return main([str(source), "--out", str(out), "--tokenizer", str(trained), "--workers", "1", *more]), out
+
+
+def test_a_trained_tokenizer_reads_back_the_text(trained):
+    assert read(trained) == TEXTS
+    corpus = Corpus.read(trained)
+    tokens = np.concatenate([IndexedDataset(trained / "corpus").document(i) for i in range(len(TEXTS))])
+    shares = np.bincount(tokens) / tokens.size
+    assert corpus.tokens == tokens.size and corpus.documents == len(TEXTS)
+    assert corpus.unigram_entropy == pytest.approx(-sum(p * np.log(p) for p in shares if p))
+    assert corpus.text_bytes == sum(len(text.encode()) for text in TEXTS)
+    assert corpus.bytes_per_token == corpus.text_bytes / corpus.tokens
+    assert corpus.vocabulary == 280 and corpus.end_of_document == 0
+    assert (tokens == 0).sum() == len(TEXTS)  # and the text that spells the end is text
+
+
+def test_the_tokens_are_those_of_transformers(trained, tmp_path):
+    from transformers import AutoTokenizer
+
+    source = tmp_path / "a.txt"
+    source.write_text("def g(y):\n\n    return  y\n")
+    _, out = tokenize(source, trained)
+    expected = AutoTokenizer.from_pretrained(trained)(source.read_text(), add_special_tokens=False)["input_ids"]
+    assert IndexedDataset(out / "corpus").document(0).tolist() == [*expected, 0]
+
+
+def test_a_tokenizer_without_tokenizer_json_is_read_by_transformers(trained, tmp_path):
+    fast, slow = tokenizer.load(trained), tokenizer._load_slow(trained)
+    assert (slow.vocabulary, slow.end) == (fast.vocabulary, fast.end)
+    assert slow.encode(TEXTS) == fast.encode(TEXTS)
+
+
+def test_an_uncommon_tokenizer_folder_is_fetched_through_transformers(trained, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    status = main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--tokenizer", str(tmp_path)])
+    assert status == 1 and f"no tokenizer in {tmp_path}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_kind_of_file_in_sorted_order_without_hidden_and_excluded(trained, tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    source = tmp_path / "in"
+    for folder in ("b", "b/deep", ".hidden", "node_modules"):
+        (source / folder).mkdir(parents=True)
+    (source / "z.md").write_bytes("\ufeffz".encode())
+    (source / "a.txt").write_text("a\r\n", newline="")
+    (source / "b" / "m.py").write_text("m = 1")
+    (source / "b" / "deep" / "n.jsonl").write_text('{"text": "n0"}\n\n{"text": ""}\n{"text": "n1", "id": 3}')
+    table = pyarrow.table({"id": range(5), "text": [f"p{i}" for i in range(5)]})
+    parquet.write_table(table, source / "p.parquet", row_group_size=2)
+    for ignored in (".hidden/x.txt", "node_modules/x.txt", "b/x.csv", "skip_me.txt"):
+        (source / ignored).write_text("ignored")
+    (source / "empty.txt").touch()
+    (source / "link.txt").symlink_to(source / "a.txt")
+    status, out = tokenize(source, trained, "--exclude", "node_modules", "--exclude", "skip_*")
+    assert status == 0
+    assert read(out) == ["a\r\n", "n0", "n1", "m = 1", "p0", "p1", "p2", "p3", "p4", "z"]
+    assert Corpus.read(out).empty == 2
+
+
+def test_the_bytes_do_not_depend_on_the_workers(tmp_path, monkeypatch):
+    source = tmp_path / "in"
+    source.mkdir()
+    for i in range(30):
+        (source / f"{i}.txt").write_text(f"file {i} " * 10_000)
+    (source / "lines.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(300)))
+    for workers in ("1", "2"):
+        out = str(tmp_path / workers)
+        assert main([str(source), "--out", out, "--train-vocab", "300", "--workers", workers]) == 0
+    files = sorted(path.name for path in (tmp_path / "1").iterdir())
+    assert files == ["corpus.bin", "corpus.idx", "corpus.json", "tokenizer.json", "tokenizer_config.json"]
+    for file in files:
+        assert (tmp_path / "1" / file).read_bytes() == (tmp_path / "2" / file).read_bytes()
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 16, 1000])
+def test_lines_belong_to_one_piece_however_they_are_cut(tmp_path, monkeypatch, size):
+    rows = [json.dumps({"text": "x" * (i % 5) + str(i)}) for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n\n\n")
+    monkeypatch.setattr(text, "LINES", size)
+    pieces = text.cut(tmp_path / "a.jsonl")
+    assert sum(piece.size for piece in pieces) == (tmp_path / "a.jsonl").stat().st_size
+    found = [document for piece in pieces for document in text.documents(piece, "text")]
+    assert found == [json.loads(row)["text"] for row in rows]
+
+
+def test_groups_hold_every_document_once(tmp_path, trained, monkeypatch):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(50)))
+    monkeypatch.setattr(encode, "AT_ONCE", 10)
+    monkeypatch.setattr(text, "LINES", 100)
+    status, out = tokenize(tmp_path / "a.jsonl", trained)
+    assert status == 0 and read(out) == [f"line {i}" for i in range(50)]
+
+
+def test_a_long_document_is_encoded_in_parts(tmp_path, trained, monkeypatch):
+    monkeypatch.setattr(tokenizer, "LONGEST", 10)
+    long = "short\nand a line longer than ten\n\n" + "x" * 25
+    assert "".join(tokenizer._parts(long)) == long
+    assert tokenizer._parts(long)[0] == "short\n" and max(map(len, tokenizer._parts(long))) == 10
+    source = tmp_path / "a.txt"
+    source.write_text(long)
+    _, out = tokenize(source, trained)
+    assert read(out) == [long]
+
+
+BAD = {
+    "encoding.txt": (b"good\xe9bad", "encoding.txt: not UTF-8: byte 0xe9 at 4"),
+    "json.jsonl": (b'{"text": "a"}\n\n{"text": \n', "json.jsonl, line 3: not JSON"),
+    "line_encoding.jsonl": (b'{"text": "a"}\n{"text": "\xff"}\n', "line_encoding.jsonl, line 2: not UTF-8"),
+    "key.jsonl": (
+        b'{"text": "a"}\n{"body": 1, "id": 2}',
+        "line 2: no key 'text' among 'body', 'id': name the one with",
+    ),
+    "array.jsonl": (b'["a"]', "line 1: a JSON list, not an object"),
+    "number.jsonl": (b'{"text": 3}', "line 1: 'text' is int, not text"),
+    "surrogate.jsonl": (b'{"text": "ab\\ud800"}', r"line 1: 'text' has the lone surrogate '\ud800' at 2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_document_that_cannot_be_read_stops_or_is_skipped(tmp_path, trained, capsys, name):
+    content, message = BAD[name]
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / name).write_bytes(content)
+    (source / "zz.txt").write_text("fine")
+    status, out = tokenize(source, trained)
+    assert status == 1 and message in capsys.readouterr().err
+    assert not out.exists()
+    status, out = tokenize(source, trained, "--on-error", "skip")
+    assert status == 0 and message in capsys.readouterr().out
+    assert read(out)[-1] == "fine" and Corpus.read(out).skipped == 1
+
+
+def test_bad_tables_are_named(tmp_path, trained, capsys, monkeypatch):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"body": ["a", None]}), table)
+    assert tokenize(table, trained)[0] == 1
+    assert "no column 'text' among 'body': name the one with --text-key" in capsys.readouterr().err
+    assert tokenize(table, trained, "--text-key", "body")[0] == 1
+    assert "'body' in row 1 of row group 0 is NoneType, not text" in capsys.readouterr().err
+    table.write_bytes(b"PAR1 no parquet")
+    assert tokenize(table, trained)[0] == 1
+    assert "is no parquet file" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    assert tokenize(table, trained)[0] == 1
+    assert "pip install 'megacore[parquet]'" in capsys.readouterr().err
+
+
+def test_bad_inputs_are_named(tmp_path, trained, capsys):
+    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty.txt").touch()
+    for source, message in {
+        "none": "none does not exist",
+        "a.csv": "a.csv is not of a known type: .txt .md .py .jsonl .parquet",
+        "folder": "folder has no file of a known type",
+        "empty.txt": "no text in the input: 1 documents are empty and 0 unreadable",
+    }.items():
+        status, out = tokenize(tmp_path / source, trained)
+        assert status == 1 and message in capsys.readouterr().err and not out.exists()
+
+
+def test_a_vocabulary_too_small_is_named(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("text")
+    assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--train-vocab", "256"]) == 1
+    assert "choose 257 or more" in capsys.readouterr().err
+
+
+def test_without_an_end_of_document(tmp_path, trained, capsys):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "tokenizer.json").write_bytes((trained / "tokenizer.json").read_bytes())
+    (tmp_path / "a.txt").write_text("text")
+    assert tokenize(tmp_path / "a.txt", bare)[0] == 1
+    assert "has no end-of-document token" in capsys.readouterr().err
+    status, out = tokenize(tmp_path / "a.txt", trained, "--no-append-eod")
+    assert status == 0 and read(out) == ["text"] and Corpus.read(out).end_of_document is None
+    (bare / "tokenizer.json").write_text("{}")
+    assert tokenize(tmp_path / "a.txt", bare, "--overwrite")[0] == 1
+    assert "tokenizer.json is not one that" in capsys.readouterr().err
+
+
+def test_an_existing_output_is_kept_unless_told(tmp_path, trained, capsys):
+    source = tmp_path / "a.txt"
+    source.write_text("first")
+    _, out = tokenize(source, trained)
+    (out / "merges.txt").write_text("of an older tokenizer")
+    source.write_text("second")
+    assert tokenize(source, trained)[0] == 1
+    assert "corpus.idx, corpus.bin, corpus.json, tokenizer.json" in capsys.readouterr().err
+    assert read(out) == ["first"]
+    source.write_bytes(b"\xff")
+    assert tokenize(source, trained, "--overwrite")[0] == 1
+    assert read(out) == ["first"]
+    source.write_text("second")
+    assert tokenize(source, trained, "--overwrite")[0] == 0
+    assert read(out) == ["second"] and not (out / "merges.txt").exists()
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
+
+
+def test_a_termination_leaves_nothing(tmp_path, trained, monkeypatch, capsys):
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("tools.tokenize.load", lambda stage: os.kill(os.getpid(), signal.SIGTERM))
+    (tmp_path / "a.txt").write_text("text")
+    status, out = tokenize(tmp_path / "a.txt", trained)
+    assert status == 130 and "interrupted" in capsys.readouterr().err and not out.exists()
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+def test_the_data_side_imports_no_torch():
+    modules = ["indexed", "samples", "blend", "batches", "text", "tokenizer", "corpus", "encode"]
+    code = f"import sys, tools.tokenize, {', '.join('megacore.data.' + module for module in modules)}\n"
+    code += "assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
