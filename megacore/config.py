@@ -115,6 +115,14 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, config=TYPED)
+class LossConfig:
+    """Beyond cross entropy: probability spread over the vocabulary, and weight of the squared log-partition."""
+
+    label_smoothing: Float = 0.0
+    z_loss: Float = 0.0
+
+
+@dataclass(frozen=True, config=TYPED)
 class ScheduleConfig:
     """How the learning rate moves, in optimizer steps: see `megacore.lr`."""
 
@@ -169,6 +177,7 @@ class Config:
     pipeline: PipelineConfig = PipelineConfig()
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
+    loss: LossConfig = LossConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()
@@ -186,6 +195,7 @@ SECTIONS = {
     "pipeline": PipelineConfig,
     "data": DataConfig,
     "batch": BatchConfig,
+    "loss": LossConfig,
     "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
     "train": TrainConfig,

@@ -80,6 +80,8 @@ RANGES: Mapping[str, Bound] = {
     "data.seed": AT_LEAST_0,
     "batch.global_size": AT_LEAST_1,
     "batch.micro_size": AT_LEAST_1,
+    "loss.label_smoothing": BELOW_1,
+    "loss.z_loss": AT_LEAST_0,
     "optimizer.lr": ABOVE_0,
     "optimizer.betas": BELOW_1,
     "optimizer.eps": ABOVE_0,

@@ -25,11 +25,13 @@ class Stats:
         loss: Mean loss of the counted tokens of the global batch.
         grad_norm: Norm of the whole model's gradient before clipping.
         tokens: Number of counted tokens.
+        own_loss: This rank's part of the loss, the one that is not the same everywhere.
     """
 
     loss: Tensor
     grad_norm: Tensor
     tokens: Tensor
+    own_loss: Tensor
 
 
 @dataclass
@@ -52,12 +54,13 @@ class TrainStep:
         self.gradients.begin(len(microbatches))
         loss = self.pipeline.train(microbatches, 1 / tokens)
         self.gradients.finish()
-        return Stats(total_loss(loss, self.mesh), self.gradients.norm(), tokens)
+        return Stats(total_loss(loss, self.mesh), self.gradients.norm(), tokens, loss)
 
 
-def evaluate(mesh: Mesh, pipeline: Pipeline, microbatches: Sequence[Microbatch]) -> Tensor:
-    """The mean loss of the counted tokens of a global batch, a scalar that is the same on every rank."""
-    return total_loss(pipeline.evaluate(microbatches, 1 / counted_tokens(microbatches, mesh)), mesh)
+def evaluate(mesh: Mesh, pipeline: Pipeline, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:
+    """(mean loss of the counted tokens, their number) of a global batch, scalars that are the same on every rank."""
+    tokens = counted_tokens(microbatches, mesh)
+    return total_loss(pipeline.evaluate(microbatches, 1 / tokens), mesh), tokens
 
 
 def counted_tokens(microbatches: Sequence[Microbatch], mesh: Mesh) -> Tensor:

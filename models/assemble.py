@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from models.config import ModelConfig
+from models.decoder import Decoder, Losses
 from models.registry import build
 from parallel.layout import Layout, MeshShape, balanced_layers
 from parallel.mesh import Mesh
@@ -44,11 +44,27 @@ class Model:
 
     config: ModelConfig
     parameters: Parameters
-    chunks: nn.ModuleList
+    chunks: tuple[Decoder, ...]
 
     @classmethod
-    def create(cls, config: ModelConfig, layout: Layout, mesh: Mesh, dtype: torch.dtype) -> Model:
+    def create(
+        cls, config: ModelConfig, layout: Layout, mesh: Mesh, dtype: torch.dtype, losses: Losses | None = None
+    ) -> Model:
         """Uninitialised: ``model.parameters.initialise(seed)``, or fill it by a transfer."""
         parameters = Parameters(layout, mesh, dtype)
-        chunks = nn.ModuleList(build(config, parameters, chunk) for chunk in range(layout.chunks))
+        chunks = tuple(build(config, parameters, chunk) for chunk in range(layout.chunks))
+        for chunk in chunks:
+            if losses and chunk.head is not None:
+                chunk.head.losses = losses
         return cls(config, parameters, chunks)
+
+    def train(self, mode: bool = True) -> None:
+        """Switch dropout on or off."""
+        for chunk in self.chunks:
+            chunk.train(mode)
+
+    def compile(self) -> None:
+        """Compile every block with torch.compile; layers of one shape share the code."""
+        for chunk in self.chunks:
+            for block in chunk.layers.values():
+                block.compile()

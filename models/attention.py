@@ -11,10 +11,11 @@ from parallel.parameters import Parameters
 
 
 class Attention(nn.Module):
-    """x: [tokens/tp, embed] -> [tokens/tp, embed]; queries of ``heads/tp`` heads, keys and values of ``kv/tp`` (at least 1).
+    """x: [tokens/tp, embed] -> [tokens/tp, embed].
 
-    Scores and their softmax are taken in fp32 by torch's kernels (fp64 for fp64). Ranks that share a kv head each compute
-    it; its gradient is the sum over them (law 4 of ``docs/meshes.md``).
+    This rank computes ``heads/tp`` heads of queries and ``kv/tp`` (at least 1) of keys and values.
+    Scores and their softmax are taken in fp32 by torch's kernels (fp64 for fp64). Ranks that share a kv head each
+    compute it; its gradient is the sum over them (law 4 of ``docs/meshes.md``).
 
     Args:
         parameters: What this rank holds.
@@ -31,7 +32,14 @@ class Attention(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor, sequences: int, rotation: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-        """``rotation``: cos, sin: [tokens, head/2]. ``mask``: [sequences, 1, s, s], True where a token may look; None is causal."""
+        """x: [tokens/tp, embed] -> same.
+
+        Args:
+            x: Activations.
+            sequences: How many sequences the tokens are of.
+            rotation: cos, sin: [tokens, head/2], for families that rotate.
+            mask: [sequences, 1, s, s], True where a token may look; None is causal.
+        """
         qkv = self.qkv(x)
         if rotation:
             q, k, v = rope.split_and_apply(qkv, *rotation, self.heads, self.kv)

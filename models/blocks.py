@@ -75,7 +75,7 @@ class SwiGLU(nn.Module):
         self.up, self.down = column(parameters, f"{name}.up"), row(parameters, f"{name}.down")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.up(x)))  # type: ignore[no-any-return]
+        return self.down(swiglu(self.up(x)))
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -100,4 +100,4 @@ class Mlp(nn.Module):
         self.activation = _ACTIVATIONS[activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x)))  # type: ignore[no-any-return]
+        return self.down(self.activation(self.up(x)))

@@ -1,7 +1,7 @@
 """What every family's configuration has: Hugging Face's field names, read and written with total accounting. No torch.
 
-Each field of a ``config.json`` is carried, or is on the family's list of fields that do not change the maths, or must have
-the one value that is supported; anything else is an error that names it.
+Each field of a ``config.json`` is carried, or is on the family's list of fields that do not change the maths, or must
+have the one value that is supported; anything else is an error that names it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,34 @@ from parallel.schema import Param, Schema
 
 # Fields of any Hugging Face config that do not change what a forward in training computes.
 _HARMLESS = frozenset(
-    "_attn_implementation_autoset _name_or_path architectures attn_implementation auto_map bos_token_id chunk_size_feed_forward "
-    "dtype eos_token_id id2label label2id model_type output_attentions output_hidden_states pad_token_id problem_type "
-    "pruned_heads return_dict task_specific_params tokenizer_class torch_dtype torchscript transformers_version "
-    "transformers.js_config use_bfloat16 use_cache".split()
+    {
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "architectures",
+        "attn_implementation",
+        "auto_map",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "label2id",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "pruned_heads",
+        "return_dict",
+        "task_specific_params",
+        "tokenizer_class",
+        "torch_dtype",
+        "torchscript",
+        "transformers.js_config",
+        "transformers_version",
+        "use_bfloat16",
+        "use_cache",
+    }
 )
 # Every config has these; other values would change the maths.
 _FIXED = {"is_encoder_decoder": False, "add_cross_attention": False, "quantization_config": None}
@@ -168,8 +192,8 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Floating point operations of forward and backward for one token of a causal sequence.
 
     6 for each parameter of a matrix product, and 6 * layers * heads * head * (sequence + 1) for the attention scores
-    and their use: a token attends to (sequence + 1) / 2 on average, 2 products of 2 operations, times 3 for the backward.
-    (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, with the causal half left out.)
+    and their use: a token attends to (sequence + 1) / 2 on average, 2 products of 2 operations, times 3 for the
+    backward. (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, with the causal half left out.)
     """
     sizes = config.sizes
     attention = 6 * sizes["layer"] * sizes["heads"] * sizes["head"] * (sequence_length + 1)

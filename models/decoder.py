@@ -46,7 +46,7 @@ class Microbatch:
         return len(self.tokens) // self.sequences
 
     def mask(self) -> Tensor | None:
-        """[sequences, 1, s, s]: True where a token may look, if documents are kept apart; None for all that is before."""
+        """[sequences, 1, s, s], True where a token may look, if documents are kept apart; None for plain causal."""
         if self.documents is None:
             return None
         documents = self.documents.view(self.sequences, 1, -1)
@@ -69,11 +69,11 @@ class TokenEmbedding(nn.Module):
         self.tokens = VocabParallelEmbedding.of(parameters[name], vocab, parameters.mesh)
 
     def forward(self, microbatch: Microbatch) -> Tensor:
-        return self.tokens(microbatch.tokens)  # type: ignore[no-any-return]
+        return self.tokens(microbatch.tokens)
 
 
 class PositionEmbedding(nn.Module):
-    """microbatch -> [tokens/tp, embed]: tokens and learned positions, each rank looking up its own tokens' positions."""
+    """microbatch -> [tokens/tp, embed]: tokens plus learned positions, each rank's own."""
 
     def __init__(self, parameters: Parameters, tokens: str, positions: str, vocab: int, dropout: float) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class PositionEmbedding(nn.Module):
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         own = microbatch.positions.chunk(self.group.size)[self.group.index]
-        return self.dropout(self.tokens(microbatch.tokens) + F.embedding(own, self.positions))  # type: ignore[no-any-return]
+        return self.dropout(self.tokens(microbatch.tokens) + F.embedding(own, self.positions))
 
 
 class Head(nn.Module):

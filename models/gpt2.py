@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from models.config import ModelConfig, positive, probabilities
 from parallel.schema import Param
@@ -24,14 +24,22 @@ ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu", "silu")
 class Gpt2Config(ModelConfig):
     """Fields carry their Hugging Face names."""
 
-    family = "gpt2"
-    architecture = "GPT2LMHeadModel"
+    family: ClassVar[str] = "gpt2"
+    architecture: ClassVar[str] = "GPT2LMHeadModel"
     # How the scores are rounded, and heads for other tasks; neither changes the function that is computed.
-    harmless = frozenset(
-        "reorder_and_upcast_attn summary_type summary_use_proj summary_activation summary_proj_to_labels "
-        "summary_first_dropout gradient_checkpointing n_ctx".split()
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {
+            "gradient_checkpointing",
+            "n_ctx",
+            "reorder_and_upcast_attn",
+            "summary_activation",
+            "summary_first_dropout",
+            "summary_proj_to_labels",
+            "summary_type",
+            "summary_use_proj",
+        }
     )
-    fixed = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+    fixed: ClassVar[Mapping[str, Any]] = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
 
     n_positions: int = 1024
     n_embd: int

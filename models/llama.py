@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from models import rope_config
 from models.config import ModelConfig, positive, probabilities
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 class LlamaConfig(ModelConfig):
     """Fields carry their Hugging Face names."""
 
-    family = "llama"
-    architecture = "LlamaForCausalLM"
-    harmless = frozenset({"pretraining_tp"})
-    fixed = {"hidden_act": "silu"}
+    family: ClassVar[str] = "llama"
+    architecture: ClassVar[str] = "LlamaForCausalLM"
+    harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
+    fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
 
     hidden_size: int
     intermediate_size: int
@@ -41,7 +41,7 @@ class LlamaConfig(ModelConfig):
     attention_bias: bool = False
     attention_dropout: float = 0.0
     mlp_bias: bool = False
-    rope_parameters: Rope = DefaultRope()
+    rope_parameters: Rope = field(default_factory=DefaultRope)
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -107,7 +107,8 @@ class LlamaConfig(ModelConfig):
             heads, kv = self.num_attention_heads, self.num_key_value_heads
             near = max(n for n in range(1, kv + 1) if heads % n == 0)
             found.append(
-                f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv}): choose {near}, or {heads}"
+                f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv}): "
+                f"choose {near}, or {heads}"
             )
         return found + self.rope_parameters.problems(self.head_dim)
 

@@ -1,7 +1,7 @@
 """Collectives in adjoint pairs.
 
-The backward of every collective is its true adjoint: ``<A x, y> == <x, A' y>``, summed over the ranks, where a value that
-is replicated counts once.
+The backward of every collective is its true adjoint: ``<A x, y> == <x, A' y>``, summed over the ranks, where a value
+that is replicated counts once.
 
     forward            x           -> y                             backward
     all_gather         split       -> copies for different uses     reduce_scatter

@@ -35,7 +35,7 @@ def apex_has(kernel: str) -> bool:
     if not hasattr(package, "optimizers") and importlib.util.find_spec("apex.optimizers") is None:
         warnings.warn(
             f"the package 'apex' at {package.__file__} is not NVIDIA apex (the one on PyPI is a Pyramid toolkit): "
-            "uninstall it and build https://github.com/NVIDIA/apex from source, or ignore this: torch's kernels are used",
+            "uninstall it and build https://github.com/NVIDIA/apex from source, or ignore this: torch's kernels serve",
             ApexImpostor,
             stacklevel=2,
         )

@@ -85,8 +85,8 @@ class MeshShape:
 def split_axis(axis: str, size: int, parts: int, part: int) -> tuple[int, int]:
     """[start, stop) of ``axis`` in one of ``parts``.
 
-    Splits are even, but ``vocab`` is padded up to a multiple (the box may run past ``size``), and ``kv`` heads are shared
-    by neighbouring parts where there are fewer heads than parts.
+    Splits are even, but ``vocab`` is padded up to a multiple (the box may run past ``size``), and ``kv`` heads are
+    shared by neighbouring parts where there are fewer heads than parts.
 
     Raises:
         ValueError: the axis cannot be split so.

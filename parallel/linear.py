@@ -1,10 +1,10 @@
-"""Linear layers split over tensor parallel ranks (Shoeybi et al. 2019, arXiv 1909.08053), with tokens split between them
-(sequence parallelism, Korthikanti et al. 2022, arXiv 2205.05198).
+"""Linear layers split over tensor parallel ranks (Shoeybi et al. 2019, arXiv 1909.08053), with tokens split between
+them (sequence parallelism, Korthikanti et al. 2022, arXiv 2205.05198).
 
-Between layers each rank of a tensor parallel group holds a part of the tokens. A column-parallel linear gathers the tokens
-and computes some of the features; a row-parallel one sums the partial results and scatters the tokens again. The
-gathered input is not kept for the backward but gathered once more, while the GEMM of the input gradient runs; the scatter
-of the input gradient runs beside the GEMM of the weight gradient.
+Between layers each rank of a tensor parallel group holds a part of the tokens. A column-parallel linear gathers the
+tokens and computes some of the features; a row-parallel one sums the partial results and scatters the tokens again. The
+gathered input is not kept for the backward but gathered once more, while the GEMM of the input gradient runs; the
+scatter of the input gradient runs beside the GEMM of the weight gradient.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from parallel.collectives import (
-    all_reduce_,
     gather,
     reduce,
-    reduce_scatter,
     split,
     start_all_gather,
     start_all_reduce,
@@ -83,8 +81,8 @@ class ColumnParallelLinear(nn.Module):
         bias: Whether to add a learned bias, split like the output.
         input: ``"sequence"``: tokens (dimension 0) are split over tp, and gathered here. ``"replicated"``: every rank
             holds the same x: [tokens, in] (Megatron's layer without sequence parallelism).
-        output: ``"split"``: y: [tokens, out/tp]. ``"gathered"``: y: [tokens, out], the same on every rank, to be used by
-            a computation that every rank repeats.
+        output: ``"split"``: y: [tokens, out/tp]. ``"gathered"``: y: [tokens, out], the same on every rank, to be used
+            by a computation that every rank repeats.
         dtype: Of the parameters.
 
     Raises:

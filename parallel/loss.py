@@ -95,8 +95,8 @@ def cross_entropy(
 ) -> Tensor:
     """logits: [t, padded vocab/tp], labels: [t] -> the loss of this rank's tokens: [t/tp], in fp32 at least.
 
-    ``log sum exp`` and all sums are taken in fp32 (fp64 for fp64) over a few rows at a time; a wide copy of all logits is
-    never made, and the backward writes the gradient into the memory of the logits. Padded columns count as -inf.
+    ``log sum exp`` and all sums are taken in fp32 (fp64 for fp64) over a few rows at a time; a wide copy of all logits
+    is never made, and the backward writes the gradient into the memory of the logits. Padded columns count as -inf.
 
     Args:
         logits: This rank's columns.

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from parallel.layout import MeshShape, Place
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD: Literal["forward"] = "forward"
+BACKWARD: Literal["backward"] = "backward"
 
 
 @dataclass(frozen=True)

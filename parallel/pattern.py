@@ -4,7 +4,8 @@
 
 A name is an axis, juxtaposition is a row-major product (parentheses group), ``+`` is a fused group (concatenation) and
 ``q:`` labels a piece of it. Every labelled piece is a strided view of the stored tensor with one dimension per axis;
-a shard is the same sentence with smaller sizes. Nothing here touches memory: a :class:`Piece` is four tuples of integers.
+a shard is the same sentence with smaller sizes. Nothing here touches memory: a :class:`Piece` is four tuples of
+integers.
 """
 
 from __future__ import annotations
@@ -95,14 +96,13 @@ class Pattern:
             PatternError: unbalanced parentheses, an unlabelled or twice used label in a fused group, an axis that one
                 piece would need twice, or a character outside of the grammar.
         """
-        pattern = _Parser(text).pattern()
-        for piece in pattern._leaves():
-            axes = [axis for strides in piece for axis, _ in strides[1]]
-            for axis in axes:
-                if axes.count(axis) > 1:
-                    second = [match.start() for match in re.finditer(rf"\b{axis}\b(?!:)", text)][1]
-                    raise PatternError(text, second, f"axis {axis!r} stands twice in one piece")
-        return pattern
+        for leaf in _Parser(text, columns=True).pattern()._leaves():
+            seen = set[str]()
+            for axis, column in (found.split("@") for _, factors in leaf for found, _ in factors):
+                if axis in seen:
+                    raise PatternError(text, int(column), f"axis {axis!r} stands twice in one piece")
+                seen.add(axis)
+        return _Parser(text).pattern()
 
     @cached_property
     def axes(self) -> frozenset[str]:
@@ -223,8 +223,10 @@ def _spell(node: Node) -> str:
 
 
 class _Parser:
-    def __init__(self, text: str) -> None:
-        self.text = text
+    """Recursive descent; with ``columns`` axes are spelled ``axis@column``."""
+
+    def __init__(self, text: str, columns: bool = False) -> None:
+        self.text, self.columns = text, columns
         self.tokens = [(m.lastgroup, m.group(), m.start()) for m in _TOKEN.finditer(text) if m.lastgroup != "space"]
         for kind, token, column in self.tokens:
             if kind == "bad":
@@ -246,9 +248,11 @@ class _Parser:
         return Pattern(tuple(dims))
 
     def node(self) -> Node:
-        _, token, _ = self.peek()
+        _, token, column = self.peek()
         self.at += 1
-        return self.group() if token == "(" else token
+        if token == "(":
+            return self.group()
+        return f"{token}@{column}" if self.columns else token
 
     def group(self) -> Group:
         opened = self.tokens[self.at - 1][2]

@@ -102,6 +102,7 @@ class Schema:
             for axis in (*param.sentence.axes, *param.named_axes):
                 if axis not in self.sizes:
                     raise ValueError(f"{param.name}: axis {axis!r} has no size; sizes are {dict(self.sizes)}")
+            _check_splits(param)
 
     def __getitem__(self, name: str) -> Param:
         return self.by_name[name]
@@ -119,3 +120,14 @@ class Schema:
     def parameters(self) -> int:
         """Number of parameters of the whole model; tied ones count once."""
         return sum(map(self.numel, self.params))
+
+
+def _check_splits(param: Param) -> None:
+    """A mesh dimension that split two axes of a piece would give each rank a block of the diagonal, and nobody the rest."""
+    for label in param.sentence.labels:
+        taken: dict[str, str] = {}
+        for axis in (*param.named_axes, *param.sentence.piece_axes(label)):
+            other = taken.setdefault(SPLIT.get(axis, axis), axis)
+            if other != axis:
+                piece = f"piece {label!r}" if label else "one piece"
+                raise ValueError(f"{param.name}: {SPLIT[axis]} would split both {other!r} and {axis!r} of {piece}")

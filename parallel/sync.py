@@ -1,9 +1,9 @@
 """Summing gradients: ranks that hold the same box of a piece sum its gradient, and nothing else is ever needed.
 
-Gradients are accumulated in flat buckets (fp32 by default), one bucket for pieces with the same replicas, and a bucket is
-all-reduced beside the rest of the backward as soon as its last gradient of the step is there. Every reduction is a sum:
-the loss has been divided by the global number of counted tokens before. A gradient that nobody shares and that needs no
-wider type stays where autograd puts it.
+Gradients are accumulated in flat buckets (fp32 by default), one bucket for pieces with the same replicas, and a bucket
+is all-reduced beside the rest of the backward as soon as its last gradient of the step is there. Every reduction is a
+sum: the loss has been divided by the global number of counted tokens before. A gradient that nobody shares and that
+needs no wider type stays where autograd puts it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Gradients:
 
     Args:
         parameters: What the rank holds.
-        chunks: The modules of the rank's pipeline chunks: a parameter that several of them use gets a gradient from each.
+        chunks: The modules of the rank's pipeline chunks; a parameter that several use gets a gradient from each.
         dtype: In which gradients are accumulated and summed.
         bucket_bytes: Largest size of a bucket of more than one parameter.
     """

@@ -1,12 +1,13 @@
 """One pool of processes for all distributed tests of a pytest session: importing torch is paid for once.
 
-A forkserver imports torch, its children are the ranks. Each job runs a module-level function in as many ranks as it asks
-for, in a process group of its own, and gives back what each rank returned.
+A forkserver imports torch, its children are the ranks. Each job runs a module-level function in as many ranks as it
+asks for, in a process group of its own, and gives back what each rank returned.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.context
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -25,7 +26,7 @@ class RankError(AssertionError):
 
 class Pool:
     def __init__(self) -> None:
-        self._workers: list[tuple[multiprocessing.Process, Connection]] = []
+        self._workers: list[tuple[multiprocessing.context.ForkServerProcess, Connection]] = []
         self._jobs = 0
         self._folder = tempfile.TemporaryDirectory()
 
@@ -50,6 +51,7 @@ class Pool:
                 self.close()
                 raise RankError(f"ranks {sorted(waiting.values())} of {world} did not answer in {TIMEOUT_S} s")
             for connection in ready:
+                assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
                 try:
                     ok, result = connection.recv()
@@ -71,7 +73,7 @@ class Pool:
         self._workers = []
 
 
-def _start() -> tuple[multiprocessing.Process, Connection]:
+def _start() -> tuple[multiprocessing.context.ForkServerProcess, Connection]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed", "models.decoder", "megacore.step"])
     ours, theirs = context.Pipe()

@@ -13,7 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel.mesh import BACKWARD, FORWARD, Group, Mesh
-from parallel.pipeline.schedules import SCHEDULES, Action, Message, arrivals, forward_only
+from parallel.pipeline.schedules import SCHEDULES, Action, Direction, Message, arrivals, forward_only
+
+STEPS: tuple[tuple[Direction, int], ...] = ((FORWARD, 1), (BACKWARD, -1))
+"""Where each channel leads, in stages."""
 
 
 class Microbatch(Protocol):
@@ -139,7 +142,7 @@ class _Run:
         self.outboxes: dict[str, Outbox] = {}
         if self.stages > 1:
             expected = arrivals(schedule, self.stage)
-            for direction, step in ((FORWARD, 1), (BACKWARD, -1)):
+            for direction, step in STEPS:
                 source = (self.stage - step) % self.stages
                 self.inboxes[direction] = Inbox(
                     mesh.channel(direction, source), mesh.peer(source), deque(expected[direction]), self._buffer

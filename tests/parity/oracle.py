@@ -1,8 +1,8 @@
 """The oracle: what a layout computes, as numbers that can be compared with those of one process.
 
 ``measure`` runs in each rank. It trains a tiny model for a few steps in float64 through the real step and returns
-everything that a rank knows; ``expected`` cuts the one-process numbers for any rank by a transfer plan, so every replica
-is compared, and padding must be zero.
+everything that a rank knows; ``expected`` cuts the one-process numbers for any rank by a transfer plan, so every
+replica is compared, and padding must be zero.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ class Run:
 
 @dataclass
 class Measured:
-    """Per step: loss and norm. Of the first step: the initial weights and the gradients. After the last: the weights."""
+    """Per step: loss and norm. Of the first step: the initial weights and the gradients. After the last: the
+    weights."""
 
     losses: list[float]
     norms: list[float]
@@ -151,12 +152,12 @@ def measure(case: Case, run: Run) -> Measured:
         if chunk.head is not None:
             chunk.head.losses = replace(chunk.head.losses, label_smoothing=case.label_smoothing, z_loss=case.z_loss)
     # Small buckets, so that there are several.
-    gradients = Gradients(model.parameters, list(model.chunks), torch.float64, bucket_bytes=20_000)
+    gradients = Gradients(model.parameters, model.chunks, torch.float64, bucket_bytes=20_000)
     optimizer = Optimizer(gradients, lr=1e-2, clip=0.5)
-    pipeline = Pipeline(mesh, list(model.chunks), torch.float64, run.schedule)
+    pipeline = Pipeline(mesh, model.chunks, torch.float64, run.schedule)
     step = TrainStep(mesh, pipeline, gradients, optimizer)
     initial = snapshot(model)
-    evaluated = evaluate(mesh, pipeline, microbatches(case, run, 0, mesh)).item()
+    evaluated = evaluate(mesh, pipeline, microbatches(case, run, 0, mesh))[0].item()
     losses, norms, first = [], [], dict[str, np.ndarray]()
     for i in range(STEPS):
         stats = step.backward(microbatches(case, run, i, mesh))

@@ -1,0 +1,142 @@
+"""Where the numbers of a run go: metrics.jsonl always, a progress bar, TensorBoard and W&B if asked for, a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
+
+from tqdm import tqdm
+
+from megacore.config import Config
+
+METRICS, PICTURE = "metrics.jsonl", "loss.png"
+
+Record = Mapping[str, float | int | None]
+
+
+class Sink(Protocol):
+    def write(self, step: int, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """One line of JSON for each record, flushed at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, record: Record) -> None:
+        self._file.write(json.dumps({"step": step, **record}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, step: int, record: Record) -> None:
+        for key, value in record.items():
+            if value is not None:
+                self._writer.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    def __init__(self, project: str, config: Config) -> None:
+        import wandb
+        import yaml
+
+        self._run = wandb.init(project=project, dir=config.out, config=yaml.safe_load(config.to_yaml()))
+
+    def write(self, step: int, record: Record) -> None:
+        self._run.log({key: value for key, value in record.items() if value is not None}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class ProgressBar:
+    """One line that is redrawn; what must stay is printed above it."""
+
+    def __init__(self, total: int) -> None:
+        self._bar = tqdm(total=total, unit="step", dynamic_ncols=True, mininterval=0.5)
+
+    def write(self, step: int, record: Record) -> None:
+        self._bar.update(step - self._bar.n)
+        if "validation_loss" in record:
+            self._bar.write(f"step {step}: validation loss {record['validation_loss']:.4f}")
+        else:
+            shown = {"loss": f"{record['loss']:.4f}", "tokens/s": f"{record['tokens_per_second']:,.0f}"}
+            self._bar.set_postfix(shown, refresh=False)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class Log:
+    """All sinks of a run; only rank 0 has one. A context manager."""
+
+    def __init__(self, config: Config) -> None:
+        out = Path(config.out)
+        self._sinks: list[Sink] = [JsonLines(out / METRICS), ProgressBar(config.train.steps)]
+        if config.log.tensorboard:
+            self._sinks.append(TensorBoard(out / "tensorboard"))
+        if config.log.wandb is not None:
+            self._sinks.append(WeightsAndBiases(config.log.wandb, config))
+
+    def write(self, step: int, record: Record) -> None:
+        for sink in self._sinks:
+            sink.write(step, record)
+
+    def __enter__(self) -> Log:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with ExitStack() as stack:
+            for sink in self._sinks:
+                stack.callback(sink.close)
+
+
+def read(path: Path) -> list[dict[str, float]]:
+    """The records of a metrics.jsonl."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def draw(records: Sequence[Mapping[str, float]], picture: Path, reference: float | None = None) -> None:
+    """The loss curve of a run.
+
+    Args:
+        records: Of its metrics.jsonl.
+        picture: The PNG to write.
+        reference: The unigram entropy of the corpus, a level to compare with.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    train = [(r["step"], r["loss"]) for r in records if "loss" in r]
+    held_out = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    if train:
+        axes.plot(*zip(*train, strict=True), label="training", linewidth=1)
+    if held_out:
+        axes.plot(*zip(*held_out, strict=True), label="validation", marker="o")
+    if reference is not None:
+        axes.axhline(reference, color="gray", linestyle="--", label="unigram entropy")
+    axes.set(xlabel="step", ylabel="loss in nats per token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(picture, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,243 @@
+"""The training loop: batches in, steps, evaluation at intervals, metrics out."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megacore.config import Config
+from megacore.data.batches import Batch, Batches, prefetch
+from megacore.hardware import peak_memory_gib
+from megacore.lr import learning_rate
+from megacore.metrics import Log, Record
+from megacore.step import Stats, TrainStep, evaluate
+from models.assemble import Model
+from models.config import flops_per_token
+from models.decoder import Microbatch
+from parallel.collectives import all_reduce_
+from parallel.mesh import Mesh
+from parallel.random import key
+
+
+class NonFinite(RuntimeError):
+    """The loss or the gradient norm is not a number any more."""
+
+
+@dataclass
+class Interrupt:
+    """SIGINT and SIGTERM ask for an end after the current step; a second one ends at once."""
+
+    asked: bool = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        def ask(number: int, frame: FrameType | None) -> None:
+            if self.asked:
+                raise KeyboardInterrupt
+            self.asked = True
+
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+@dataclass
+class Trouble:
+    """Non-finite steps, counted on the device so that nobody waits for it.
+
+    Args:
+        first: The first step whose gradient norm was not finite, 0 if there is none.
+        here: The first step at which this rank's own part of the loss was not finite, 0 if there is none.
+        skipped: How many steps were left out.
+    """
+
+    first: Tensor
+    here: Tensor
+    skipped: Tensor
+
+    @classmethod
+    def none(cls, device: torch.device) -> Trouble:
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+        return cls(zero.clone(), zero.clone(), zero.clone())
+
+    def note(self, step: int, stats: Stats) -> None:
+        bad = ~(torch.isfinite(stats.grad_norm) & torch.isfinite(stats.loss))
+        self.skipped += bad
+        self.first = torch.where(bad & (self.first == 0), step, self.first)
+        self.here = torch.where(~torch.isfinite(stats.own_loss) & (self.here == 0), step, self.here)
+
+
+@dataclass
+class Trainer:
+    """A run on this rank.
+
+    Args:
+        config: Of the run.
+        mesh: The live mesh.
+        model: This rank's part of the model.
+        step: The training step over it.
+        batches: This rank's training batches.
+        held_out: Its validation batches, if there are any.
+        peak_tflops: What the device can reach, for the utilisation; None if unknown.
+        control: A group of all ranks that carries host tensors; None for one process.
+        log: Where the metrics go, on rank 0.
+    """
+
+    config: Config
+    mesh: Mesh
+    model: Model
+    step: TrainStep
+    batches: Batches
+    held_out: Batches | None
+    peak_tflops: float | None
+    control: dist.ProcessGroup | None
+    log: Log | None
+    interrupt: Interrupt = field(default_factory=Interrupt)
+
+    def run(self) -> int:
+        """Train; returns the last step that was done.
+
+        Raises:
+            NonFinite: with ``optimizer.non_finite=stop``, once a step has a loss or gradient that is not finite. The
+                weights are those before that step.
+        """
+        config, total = self.config, self.config.train.steps
+        meter = _Meter(self)
+        trouble = Trouble.none(self.mesh.device)
+        step = 0
+        with self.interrupt.listening(), prefetch(self.batches.steps()) as ahead:
+            for step, batch in enumerate(ahead, start=1):
+                lr = learning_rate(step, config.schedule, config.optimizer.lr, total)
+                stats = self.step(self._microbatches(batch, step), lr)
+                trouble.note(step, stats)
+                stopping = step == total or self._anyone(self.interrupt.asked)
+                if step % config.log.every == 0 or stopping:
+                    self._check(trouble)
+                    self._write(step, meter.record(step, lr, stats, trouble))
+                if self._evaluates(step, stopping):
+                    with meter.paused():
+                        self._write(step, {"validation_loss": self.validation_loss()})
+                if stopping:
+                    break
+        return step
+
+    def validation_loss(self) -> float:
+        """Mean over the first ``evaluate.batches`` global batches of the held-out data; the same on every rank."""
+        assert self.held_out is not None
+        self.model.train(False)
+        losses, counts = [], []
+        for i in range(self.config.evaluate.batches):
+            loss, tokens = evaluate(self.mesh, self.step.pipeline, self._microbatches(self.held_out.microbatches(i), 0))
+            losses.append(loss * tokens)
+            counts.append(tokens)
+        self.model.train()
+        return (torch.stack(losses).sum() / torch.stack(counts).sum()).item()
+
+    def _evaluates(self, step: int, stopping: bool) -> bool:
+        every = self.config.evaluate.every
+        return self.held_out is not None and bool(every) and (step % every == 0 or stopping)
+
+    def _microbatches(self, batches: Sequence[Batch], step: int) -> list[Microbatch]:
+        shape, embed = self.mesh.shape, self.model.config.sizes["embed"]
+        made = []
+        for number, batch in enumerate(batches):
+            tokens, labels, positions = map(self._upload, (batch.tokens, batch.labels, batch.positions))
+            documents = None if batch.documents is None else self._upload(batch.documents)
+            activation = (len(tokens) // (shape.tp * shape.cp), embed)
+            seed = key(self.config.train.seed, step, number)
+            made.append(Microbatch(tokens, labels, positions, len(batch.tokens), activation, documents, seed))
+        return made
+
+    def _upload(self, array: object) -> Tensor:
+        tensor = torch.as_tensor(array).flatten()
+        if self.mesh.device.type == "cuda":
+            tensor = tensor.pin_memory()  # a copy from pageable memory would wait for the device
+        return tensor.to(self.mesh.device, non_blocking=True)
+
+    def _anyone(self, here: bool) -> bool:
+        """Whether any rank says so: all must leave the loop at the same step."""
+        said = torch.tensor(int(here))
+        if self.control is not None:
+            dist.all_reduce(said, dist.ReduceOp.MAX, group=self.control)
+        return bool(said)
+
+    def _check(self, trouble: Trouble) -> None:
+        step = int(trouble.first)
+        if not step or self.config.optimizer.non_finite == "skip":
+            return
+        ranks = torch.zeros(self.mesh.shape.world, dtype=torch.int64, device=self.mesh.device)
+        ranks[self.mesh.rank] = trouble.here == step
+        found = all_reduce_(ranks, self.mesh.world).nonzero().flatten().tolist()
+        size = self.config.batch.global_size
+        where = (
+            "the loss is not finite on " + ", ".join(f"rank {rank} ({self.mesh.shape.place(rank)})" for rank in found)
+            if found
+            else "the loss is finite on every rank, the gradient is not"
+        )
+        raise NonFinite(
+            f"step {step}, samples {(step - 1) * size} to {step * size - 1} of the training data: {where}. The weights "
+            "are those before this step. Lower optimizer.lr, look at these samples, or go on without such steps by "
+            "optimizer.non_finite=skip"
+        )
+
+    def _write(self, step: int, record: Record) -> None:
+        if self.log is not None:
+            self.log.write(step, record)
+
+
+class _Meter:
+    """Throughput between two records, evaluation left out."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        config = trainer.config
+        self._tokens_per_step = config.batch.global_size * config.data.sequence_length
+        self._flops = flops_per_token(trainer.model.config, config.data.sequence_length)
+        self._since, self._last_step = time.perf_counter(), 0
+
+    def record(self, step: int, lr: float, stats: Stats, trouble: Trouble) -> Record:
+        # Reading the loss waits for the step: only then is the clock right.
+        loss, norm = stats.loss.item(), stats.grad_norm.item()
+        now = time.perf_counter()
+        steps, seconds = step - self._last_step, now - self._since
+        self._since, self._last_step = now, step
+        speed = steps * self._tokens_per_step / seconds
+        tflops = speed * self._flops / self._trainer.mesh.shape.world / 1e12
+        peak = self._trainer.peak_tflops
+        return {
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": lr,
+            "tokens": step * self._tokens_per_step,
+            "seconds_per_step": seconds / steps,
+            "tokens_per_second": speed,
+            "tflops_per_device": tflops,
+            "mfu": tflops / peak if peak else None,
+            "peak_memory_gib": self._peak_memory(),
+            "skipped_steps": int(trouble.skipped),
+        }
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done inside is not counted."""
+        before = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - before
+
+    def _peak_memory(self) -> float:
+        """Of the rank that has held most."""
+        peak = torch.tensor(peak_memory_gib(self._trainer.mesh.device))
+        if self._trainer.control is not None:
+            dist.all_reduce(peak, dist.ReduceOp.MAX, group=self._trainer.control)
+        return float(peak)

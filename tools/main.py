@@ -1,0 +1,32 @@
+"""The ``megacore`` command: one line for each program, imported when it is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "tokenize": ("tools.tokenize", "turn text into token files"),
+}
+"""{command: (module with ``main(argv) -> exit status``, what it does)}."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="megacore",
+        description="Tools around training; training itself starts with launch/pretrain.sh.",
+        epilog="\n".join(f"  {name:<10} {what}" for name, (_, what) in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="megacore COMMAND --help tells which")
+    command = parser.parse_args(arguments[:1]).command
+    status: int = importlib.import_module(COMMANDS[command][0]).main(arguments[1:])
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
