@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import time
@@ -9,11 +10,12 @@ from collections.abc import Mapping
 
 import torch
 
-# Dense bf16 and fp32 (without TF32) TFLOP/s from the vendors' data sheets; the first name that occurs in the device's
-# own counts, so longer names stand before shorter ones.
+# Dense bf16 and fp32 (without TF32) TFLOP/s from the vendors' data sheets; the first name whose words occur in the
+# device's own counts, so longer names stand before shorter ones.
 PEAK_TFLOPS: Mapping[str, tuple[float, float]] = {
     "GB200": (2500.0, 80.0),
     "B200": (2250.0, 75.0),
+    "GH200": (989.4, 66.9),
     "H200": (989.4, 66.9),
     "H100 PCIe": (756.0, 51.2),
     "H100 NVL": (835.5, 60.0),
@@ -38,7 +40,9 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type == "cpu":
         return _gemm_tflops(dtype)
     name = torch.cuda.get_device_name(device)
-    bf16, fp32 = next((peak for key, peak in PEAK_TFLOPS.items() if key in name), (None, None))
+    bf16, fp32 = next(
+        (peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), (None, None)
+    )
     return bf16 if dtype == torch.bfloat16 else fp32
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,13 +25,14 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One line of JSON for each record, flushed at once."""
+    """One line of JSON for each record, flushed at once. JSON has no NaN: a number that is not finite is null."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, record: Record) -> None:
-        self._file.write(json.dumps({"step": step, **record}) + "\n")
+        plain = {key: value if value is not None and math.isfinite(value) else None for key, value in record.items()}
+        self._file.write(json.dumps({"step": step, **plain}, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -108,12 +110,18 @@ class Log:
                 stack.callback(sink.close)
 
 
-def read(path: Path) -> list[dict[str, float]]:
+def read(path: Path) -> list[dict[str, float | None]]:
     """The records of a metrics.jsonl."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def draw(records: Sequence[Mapping[str, float]], picture: Path, reference: float | None = None) -> None:
+def curve(records: Sequence[Record], key: str) -> list[tuple[float, float]]:
+    """(step, value) of every record that has the value."""
+    points = ((record["step"], record.get(key)) for record in records)
+    return [(step, value) for step, value in points if step is not None and value is not None]
+
+
+def draw(records: Sequence[Record], picture: Path, reference: float | None = None) -> None:
     """The loss curve of a run.
 
     Args:
@@ -126,8 +134,7 @@ def draw(records: Sequence[Mapping[str, float]], picture: Path, reference: float
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    train = [(r["step"], r["loss"]) for r in records if "loss" in r]
-    held_out = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
+    train, held_out = curve(records, "loss"), curve(records, "validation_loss")
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     if train:
         axes.plot(*zip(*train, strict=True), label="training", linewidth=1)

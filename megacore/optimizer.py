@@ -58,10 +58,13 @@ class Optimizer:
         self.adamw = kernels.adamw([g for g in groups if g["params"]], device, lr, betas, eps)
 
     @torch.no_grad()
-    def step(self, lr: float, norm: Tensor) -> None:
+    def step(self, lr: float, norm: Tensor, go: Tensor | None = None) -> None:
         """Update the parameters from the summed gradients.
 
-        Where ``norm``, the global norm of the gradient, is not finite, nothing changes (decided on the device).
+        Args:
+            lr: Learning rate.
+            norm: The global norm of the gradient.
+            go: A bool scalar on the device; where it is false nothing changes. By default, whether ``norm`` is finite.
         """
         for target in self.targets:
             target.tensor.grad = target.span.gradient
@@ -70,7 +73,7 @@ class Optimizer:
             torch.nn.utils.clip_grads_with_norm_(tensors, self.clip, norm)
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        kernels.step_if(self.adamw, torch.isfinite(norm))
+        kernels.step_if(self.adamw, torch.isfinite(norm) if go is None else go)
         masters = [target for target in self.targets if target.master]
         if masters:
             torch._foreach_copy_([t.span.data for t in masters], [t.tensor for t in masters])

@@ -133,18 +133,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.set_device(device)
     if world > 1:
         dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None)
+    status = 0
     try:
         run(config, model, corpora, device)
-    except NonFinite as error:
+    except NonFinite as error:  # raised on all ranks; after any other error there is nobody to wait for
+        status = 1
         if rank == 0:
             print(error, file=sys.stderr)
-        return 1
-    finally:
-        if world > 1:
-            # A gloo process that leaves while others still talk to it may abort them.
-            dist.barrier()
-            dist.destroy_process_group()
-    return 0
+    if world > 1:
+        # A gloo process that leaves while others still talk to it may abort them.
+        dist.barrier()
+        dist.destroy_process_group()
+    return status
 
 
 def _control(mesh: Mesh) -> dist.ProcessGroup | None:
@@ -172,8 +172,8 @@ def _report(config: Config, last: int) -> str:
     known = facts(config.data.train[0]) if len(config.data.train) == 1 else None
     entropy = known.unigram_entropy if known else None
     metrics.draw(records, out / metrics.PICTURE, entropy)
-    losses = [r["loss"] for r in records if "loss" in r]
-    held_out = [r["validation_loss"] for r in records if "validation_loss" in r]
+    losses = [loss for _, loss in metrics.curve(records, "loss")]
+    held_out = [loss for _, loss in metrics.curve(records, "validation_loss")]
     lines = ["", f"Done after step {last} of {config.train.steps}." if last < config.train.steps else "Done."]
     if losses:
         recent = losses[-10:]

@@ -33,19 +33,28 @@ class Stats:
     tokens: Tensor
     own_loss: Tensor
 
+    @property
+    def finite(self) -> Tensor:
+        """Whether the loss and the gradient norm are finite, a bool scalar."""
+        return torch.isfinite(self.loss) & torch.isfinite(self.grad_norm)
+
 
 @dataclass
 class TrainStep:
-    """microbatches of this data-parallel rank, learning rate -> :class:`Stats`; the weights are updated."""
+    """microbatches of this data-parallel rank, learning rate -> :class:`Stats`; the weights are updated.
+
+    They stay as they are where the loss or the gradient norm is not finite, or ``halted`` (a bool scalar) is true: both
+    are decided on the device.
+    """
 
     mesh: Mesh
     pipeline: Pipeline
     gradients: Gradients
     optimizer: Optimizer
 
-    def __call__(self, microbatches: Sequence[Microbatch], lr: float) -> Stats:
+    def __call__(self, microbatches: Sequence[Microbatch], lr: float, halted: Tensor | None = None) -> Stats:
         stats = self.backward(microbatches)
-        self.optimizer.step(lr, stats.grad_norm)
+        self.optimizer.step(lr, stats.grad_norm, stats.finite if halted is None else stats.finite & ~halted)
         return stats
 
     def backward(self, microbatches: Sequence[Microbatch]) -> Stats:
@@ -65,8 +74,7 @@ def evaluate(mesh: Mesh, pipeline: Pipeline, microbatches: Sequence[Microbatch])
 
 def counted_tokens(microbatches: Sequence[Microbatch], mesh: Mesh) -> Tensor:
     """The number of labels of the global batch that count, at least 1: the one divisor of the loss."""
-    wide = torch.float64 if mesh.device.type == "cpu" else torch.float32
-    own = torch.stack([(m.labels != IGNORE).sum() for m in microbatches]).sum().to(wide)
+    own = torch.stack([(m.labels != IGNORE).sum() for m in microbatches]).sum().to(torch.float64)
     return all_reduce_(own, mesh.batch).clamp_(min=1)
 
 

@@ -33,15 +33,23 @@ class NonFinite(RuntimeError):
 
 @dataclass
 class Interrupt:
-    """SIGINT and SIGTERM ask for an end after the current step; a second one ends at once."""
+    """SIGINT and SIGTERM ask for an end after the current step; another one, ``patience_s`` later, ends at once.
+
+    One Ctrl-C arrives twice: from the terminal, and from torchrun, which passes it on.
+    """
 
     asked: bool = False
+    patience_s: float = 2.0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
+        first: list[float] = []
+
         def ask(number: int, frame: FrameType | None) -> None:
-            if self.asked:
+            now = time.monotonic()
+            if first and now - first[0] > self.patience_s:
                 raise KeyboardInterrupt
+            first.append(now)
             self.asked = True
 
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -60,20 +68,23 @@ class Trouble:
         first: The first step whose gradient norm was not finite, 0 if there is none.
         here: The first step at which this rank's own part of the loss was not finite, 0 if there is none.
         skipped: How many steps were left out.
+        halted: Whether the weights must not change any more: with ``stop``, from the first such step on.
     """
 
     first: Tensor
     here: Tensor
     skipped: Tensor
+    halted: Tensor
 
     @classmethod
     def none(cls, device: torch.device) -> Trouble:
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        return cls(zero.clone(), zero.clone(), zero.clone())
+        first, here, skipped = torch.zeros(3, dtype=torch.int64, device=device).unbind()
+        return cls(first, here, skipped, torch.zeros((), dtype=torch.bool, device=device))
 
-    def note(self, step: int, stats: Stats) -> None:
-        bad = ~(torch.isfinite(stats.grad_norm) & torch.isfinite(stats.loss))
+    def note(self, step: int, stats: Stats, stop: bool) -> None:
+        bad = ~stats.finite
         self.skipped += bad
+        self.halted |= bad & stop
         self.first = torch.where(bad & (self.first == 0), step, self.first)
         self.here = torch.where(~torch.isfinite(stats.own_loss) & (self.here == 0), step, self.here)
 
@@ -119,8 +130,8 @@ class Trainer:
         with self.interrupt.listening(), prefetch(self.batches.steps()) as ahead:
             for step, batch in enumerate(ahead, start=1):
                 lr = learning_rate(step, config.schedule, config.optimizer.lr, total)
-                stats = self.step(self._microbatches(batch, step), lr)
-                trouble.note(step, stats)
+                stats = self.step(self._microbatches(batch, step), lr, trouble.halted)
+                trouble.note(step, stats, config.optimizer.non_finite == "stop")
                 stopping = step == total or self._anyone(self.interrupt.asked)
                 if step % config.log.every == 0 or stopping:
                     self._check(trouble)
@@ -231,6 +242,8 @@ class _Meter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """What is done inside is not counted."""
+        if self._trainer.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self._trainer.mesh.device)  # the steps before it are
         before = time.perf_counter()
         yield
         self._since += time.perf_counter() - before

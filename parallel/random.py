@@ -30,16 +30,17 @@ def initial_values(layout: Layout, shard: Shard, label: str, seed: int) -> np.nd
     box = [shard.box[axis] for axis in piece.axes]
     sizes = [layout.schema.sizes[axis] for axis in piece.axes]
     if not param.std:
-        values[tuple(slice(0, min(stop, size) - start) for (start, stop), size in zip(box, sizes, strict=True))] = (
-            param.mean
-        )
+        real = (slice(0, max(0, min(stop, size) - start)) for (start, stop), size in zip(box, sizes, strict=True))
+        values[tuple(real)] = param.mean
         return values
     # Blocks cut the axes that a mesh may split (experts, then heads, mlp, vocab), so that a rank can skip the others'.
     split = [i for i, axis in enumerate(piece.axes) if axis in SPLIT]
     row = int(np.prod([size for i, size in enumerate(sizes) if i not in split[-1:]], dtype=np.int64))
     steps = [max(1, _BLOCK // row) if i == split[-1] else 1 for i in split]
+    # A rank that holds nothing but padding draws nothing.
     starts = [
-        range(box[i][0] // step * step, min(box[i][1], sizes[i]), step) for i, step in zip(split, steps, strict=True)
+        range(box[i][0] // step * step, min(box[i][1], sizes[i]), step) if box[i][0] < sizes[i] else range(0)
+        for i, step in zip(split, steps, strict=True)
     ]
     for block in itertools.product(*starts):
         low, high = [0] * len(sizes), list(sizes)

@@ -22,7 +22,8 @@ SPLIT: Mapping[str, str] = {
 }
 """Which mesh dimension splits an axis: the only such table. ``columns`` and ``rows`` serve linears that stand alone."""
 
-_NAMED = re.compile(r"\{(\w+)\}")
+NAMED = re.compile(r"\{(\w+)\}")
+"""An axis that lives in a name."""
 _WORDS = re.compile(r"\{(\w+(?:,\w+)+)\}")
 
 
@@ -60,7 +61,7 @@ class Param:
     @cached_property
     def named_axes(self) -> tuple[str, ...]:
         """Axes that live in the name."""
-        return tuple(_NAMED.findall(self.name))
+        return tuple(NAMED.findall(self.name))
 
     @property
     def decays(self) -> bool:
@@ -73,7 +74,7 @@ class Param:
 
         Pieces that Hugging Face stores fused share one entry's name and sentence.
         """
-        named = frozenset(_NAMED.findall(self.hf))
+        named = frozenset(NAMED.findall(self.hf))
         stored = Pattern.parse(self.hf_pattern) if self.hf_pattern else self.sentence
         words = _WORDS.search(self.hf)
         if not words:

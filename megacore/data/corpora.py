@@ -37,7 +37,7 @@ class Corpora:
             fraction = 0.0 if data.validation else data.validation_fraction
             split = split_documents(dataset.documents, fraction, data.seed)
             for part, documents, made in (("train", split.train, train), ("validation", split.validation, held_out)):
-                if documents.size:
+                if documents.size or part == "train":
                     name = f"the {part} part of {corpus.path}"
                     made.append(Samples(dataset, data.sequence_length, data.seed, documents, name))
         validation = [
@@ -60,8 +60,9 @@ def _blend(samples: list[Samples], corpora: tuple[Corpus, ...]) -> Source:
 
 def facts(corpus: Corpus) -> Facts | None:
     """What `megacore tokenize` has written about a corpus; None for token files of other origin."""
-    folder = Path(corpus.path).parent
-    return Facts.read(folder) if (folder / CORPUS).is_file() else None
+    prefix = Path(corpus.path)
+    known = Facts.read(prefix.parent) if (prefix.parent / CORPUS).is_file() else None
+    return known if known and known.name == prefix.name else None
 
 
 def vocabulary_problems(config: Config, vocab_size: int) -> Iterator[str]:

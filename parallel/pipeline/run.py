@@ -130,11 +130,12 @@ class _Run:
         microbatches: Sequence[Microbatch],
         scale: Tensor,
     ) -> None:
-        self.pipeline, self.microbatches, self.scale = pipeline, microbatches, scale
+        self.pipeline, self.microbatches = pipeline, microbatches
         mesh = pipeline.mesh
         self.stages, self.stage = mesh.shape.pp, mesh.place.pp
         self.actions = schedule[self.stage]
         self.loss = torch.zeros((), dtype=torch.promote_types(pipeline.dtype, torch.float32), device=mesh.device)
+        self.scale = scale.to(self.loss.dtype)
         # (input, edge of the output) of each forward whose backward is still to come; the output itself is let go.
         self.alive: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
         self.local: dict[tuple[str, int, int], Tensor] = {}

@@ -1,0 +1,38 @@
+"""Every recipe that comes along fits its model and the machines that it is meant for."""
+
+from pathlib import Path
+
+import pytest
+
+from megacore.config import load
+from megacore.problems import problems
+from models.assemble import layout_of
+from models.registry import configure
+
+RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
+# recipe: processes, GPUs of a node, bytes of weights, gradients, masters and moments on the fullest rank as its comment
+# says (18 a parameter); None where it says nothing.
+MACHINES = {
+    "quickstart": (4, 0, None),
+    "llama-3.2-1b": (8, 8, 22.2e9),
+    "llama-3.1-8b": (8, 8, 36.1e9),
+    "llama-3.1-70b": (256, 8, 40.9e9),
+}
+
+
+def test_every_recipe_is_listed() -> None:
+    assert {path.stem for path in RECIPES.glob("*.yaml")} == set(MACHINES)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", MACHINES)
+def test_recipe_fits(name: str) -> None:
+    processes, gpus, state = MACHINES[name]
+    config = load(RECIPES / f"{name}.yaml")
+    model = configure(config.model)
+    assert problems(config, processes, model, gpus=gpus, local_ranks=gpus or processes) == []
+    layout = layout_of(model, config.mesh.shape(processes), config.pipeline.chunks, config.pipeline.layers_per_stage)
+    if state is not None:
+        stages = (layout.mesh.place(rank) for rank in layout.mesh.ranks(dp=(0,), tp=(0,)))
+        fullest = max(sum(shard.numel for shard in layout.shards(place)) for place in stages)
+        assert 18 * fullest == pytest.approx(state, rel=5e-3)
