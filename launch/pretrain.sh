@@ -36,5 +36,12 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}"
 export MALLOC_MMAP_THRESHOLD_="${MALLOC_MMAP_THRESHOLD_:-1073741824}"
 export MALLOC_TRIM_THRESHOLD_="${MALLOC_TRIM_THRESHOLD_:-1073741824}"
 
-exec "$python" -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$processes" "${where[@]}" \
+# Tensor, data and pipeline parallel messages each have a CUDA stream. With fewer hardware queues than streams a message
+# that waits could hold up the kernels that it waits for.
+export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-32}"
+
+# What is wrong with the run is said here, once and plainly, before any process is started.
+"$python" -m megacore.pretrain --check $((nodes * processes)) "$processes" "$@"
+
+exec "$python" -m megacore.elastic --nnodes="$nodes" --nproc-per-node="$processes" "${where[@]}" \
     -m megacore.pretrain "$@"

@@ -40,9 +40,7 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
     if device.type == "cpu":
         return _gemm_tflops(dtype)
     name = torch.cuda.get_device_name(device)
-    bf16, fp32 = next(
-        (peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), (None, None)
-    )
+    bf16, fp32 = next((peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), (None, None))
     return bf16 if dtype == torch.bfloat16 else fp32
 
 

@@ -144,6 +144,7 @@ def draw(records: Sequence[Record], picture: Path, reference: float | None = Non
         axes.axhline(reference, color="gray", linestyle="--", label="unigram entropy")
     axes.set(xlabel="step", ylabel="loss in nats per token")
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
     figure.savefig(picture, dpi=120)
     pyplot.close(figure)

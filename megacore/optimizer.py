@@ -77,6 +77,8 @@ class Optimizer:
         masters = [target for target in self.targets if target.master]
         if masters:
             torch._foreach_copy_([t.span.data for t in masters], [t.tensor for t in masters])
+        for tensor in tensors:
+            tensor.grad = None  # else this step's gradients would live through the next backward
 
 
 def _target(span: Span, master_weights: bool) -> Target:

@@ -1,6 +1,7 @@
 """Pretrain what a recipe describes: ``python -m torch.distributed.run ... -m megacore.pretrain RECIPE [overrides]``.
 
-Everything that can be wrong with a run is found before a process group starts, and said once, by rank 0.
+Everything that can be wrong with a run is found before a process group starts, and said once, by rank 0. With
+``--check PROCESSES PROCESSES_HERE`` before the recipe it is only looked for, without starting anything.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from megacore import metrics
 from megacore.config import Config, ConfigError, load
+from megacore.data.batches import TokenError
 from megacore.data.corpora import Corpora, facts, vocabulary_problems
 from megacore.hardware import peak_tflops
 from megacore.optimizer import Optimizer
@@ -41,15 +43,16 @@ def check(
         ConfigError: all that is wrong.
     """
     config = load(recipe, overrides)
+    model, found = None, list[str]()
     try:
         model = configure(config.model)
     except ModelConfigError as error:
-        raise ConfigError([f"model: {problem}" for problem in error.problems]) from error
+        found += [f"model: {problem}" for problem in error.problems]
     gpus = torch.cuda.device_count()
-    found = [*problems(config, world_size, model, gpus=gpus, local_ranks=local_ranks), *surroundings(config)]
-    if not found:
+    found += [*problems(config, world_size, model, gpus=gpus, local_ranks=local_ranks), *surroundings(config)]
+    if model is not None:
         found += vocabulary_problems(config, model.vocab_size)
-    if found:
+    if found or model is None:
         raise ConfigError(found)
     try:
         return config, model, Corpora.open(config)
@@ -81,14 +84,15 @@ def trainer_of(
         master_weights=section.master_weights,
     )
     pipeline = Pipeline(mesh, model.chunks, dtype, config.pipeline.schedule)
-    held_out = corpora.validation
+    held_out, rank, ranks = corpora.validation, mesh.data_rank, mesh.shape.data
+    vocabulary = model_config.vocab_size
     return Trainer(
         config,
         mesh,
         model,
         TrainStep(mesh, pipeline, gradients, optimizer),
-        corpora.batches(corpora.train, config, mesh.data_rank, mesh.shape.data),
-        corpora.batches(held_out, config, mesh.data_rank, mesh.shape.data) if held_out else None,
+        corpora.batches(corpora.train, config, rank, ranks, vocabulary),
+        corpora.batches(held_out, config, rank, ranks, vocabulary) if held_out else None,
         config.log.peak_tflops or peak_tflops(mesh.device, dtype),
         _control(mesh),
         log,
@@ -113,18 +117,24 @@ def run(config: Config, model: ModelConfig, corpora: Corpora, device: torch.devi
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments:
-        print("usage: megacore.pretrain RECIPE [section.key=value ...]", file=sys.stderr)
+    only_check = arguments[:1] == ["--check"] and len(arguments) > 3
+    if not arguments or (arguments[0].startswith("-") and not only_check):
+        usage = "megacore.pretrain [--check PROCESSES PROCESSES_HERE] RECIPE [section.key=value ...]"
+        print(f"usage: {usage}", file=sys.stderr)
         return 2
     # torchrun says in the environment who this process is: the one place where it is read.
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if only_check:
+        world, local_ranks, arguments = int(arguments[1]), int(arguments[2]), arguments[3:]
     try:
         config, model, corpora = check(arguments[0], arguments[1:], world, local_ranks)
     except ConfigError as error:
-        if rank == 0:
+        if local_rank == 0:  # of each node: a file may be missing on one
             print(error, file=sys.stderr)
         return 2
+    if only_check:
+        return 0
     kind = config.train.device_type(torch.cuda.device_count())
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     if config.train.threads is not None:
@@ -132,14 +142,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if kind == "cuda":
         torch.cuda.set_device(device)
     if world > 1:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=device if kind == "cuda" else None)
+        # Without device_id, so that a group's communicator is made by its members when they first use it, rather than
+        # split off the world's by everyone.
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    status = 0
     status = 0
     try:
         run(config, model, corpora, device)
-    except NonFinite as error:  # raised on all ranks; after any other error there is nobody to wait for
+    except NonFinite as error:  # on every rank
         status = 1
         if rank == 0:
             print(error, file=sys.stderr)
+    except TokenError as error:  # on this rank alone: the others wait for it, until torchrun ends them
+        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
     if world > 1:
         # A gloo process that leaves while others still talk to it may abort them.
         dist.barrier()

@@ -34,19 +34,22 @@ class ModelSizes(Protocol):
         ...
 
 
-def problems(config: Config, world_size: int, model: ModelSizes, *, gpus: int = 0, local_ranks: int = 1) -> list[str]:
+def problems(
+    config: Config, world_size: int, model: ModelSizes | None, *, gpus: int = 0, local_ranks: int = 1
+) -> list[str]:
     """Every violation: numbers out of range, then broken rules. A rule is left out where a value it needs is bad.
 
     Args:
         config: As loaded.
         world_size: Ranks in all.
-        model: Axis sizes and limits.
+        model: Axis sizes and limits; None if they are not known, which leaves out the rules that need them.
         gpus: GPUs of this node.
         local_ranks: Ranks on this node.
     """
     out_of_range = {key: message for key, bound in RANGES.items() for message in _range_problem(config, key, bound)}
     facts = Facts(config, world_size, model, gpus, local_ranks)
-    askable = [rule for keys, rule in RULES if out_of_range.keys().isdisjoint(keys)]
+    unknown = {*out_of_range, *([MODEL] if model is None else [])}
+    askable = [rule for keys, rule in RULES if unknown.isdisjoint(keys)]
     return [*out_of_range.values(), *(message for rule in askable for message in rule(facts))]
 
 
@@ -63,6 +66,7 @@ class Bound:
 
 AT_LEAST_0 = Bound("at least 0", lambda value: value >= 0)
 AT_LEAST_1 = Bound("at least 1", lambda value: value >= 1)
+SEED = Bound("at least 0 and below 2^63", lambda value: 0 <= value < 2**63)
 ABOVE_0 = Bound("above 0", lambda value: value > 0)
 BELOW_1 = Bound("at least 0 and below 1", lambda value: 0 <= value < 1)
 UP_TO_1 = Bound("between 0 and 1", lambda value: 0 <= value <= 1)
@@ -77,7 +81,7 @@ RANGES: Mapping[str, Bound] = {
     "pipeline.layers_per_stage": AT_LEAST_1,
     "data.validation_fraction": BELOW_1,
     "data.sequence_length": AT_LEAST_1,
-    "data.seed": AT_LEAST_0,
+    "data.seed": SEED,
     "batch.global_size": AT_LEAST_1,
     "batch.micro_size": AT_LEAST_1,
     "loss.label_smoothing": BELOW_1,
@@ -119,9 +123,14 @@ class Facts:
 
     config: Config
     world_size: int
-    model: ModelSizes
+    model: ModelSizes | None
     gpus: int
     local_ranks: int
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        assert self.model is not None  # a rule that asks says that it needs MODEL
+        return self.model.sizes
 
 
 def _world(facts: Facts) -> Iterator[str]:
@@ -141,13 +150,13 @@ def _parts(facts: Facts) -> Iterator[str]:
     mesh = facts.config.mesh
     if mesh.cp > 1:
         yield f"mesh.cp ({mesh.cp}): context parallelism is not there yet; set mesh.cp=1"
-    if mesh.ep > 1 and "experts" not in facts.model.sizes:
+    if mesh.ep > 1 and "experts" not in facts.sizes:
         yield f"mesh.ep ({mesh.ep}): the model has no experts to spread; set mesh.ep=1"
-    yield from split_problems(facts.model.sizes, MeshShape(pp=mesh.pp, cp=mesh.cp, ep=mesh.ep, tp=mesh.tp))
+    yield from split_problems(facts.sizes, MeshShape(pp=mesh.pp, cp=mesh.cp, ep=mesh.ep, tp=mesh.tp))
 
 
 def _stages(facts: Facts) -> Iterator[str]:
-    pp, pipeline, layers = facts.config.mesh.pp, facts.config.pipeline, facts.model.sizes["layer"]
+    pp, pipeline, layers = facts.config.mesh.pp, facts.config.pipeline, facts.sizes["layer"]
     stages = pp * pipeline.chunks
     product = f"mesh.pp x pipeline.chunks = {pp} x {pipeline.chunks} = {stages}"
     counts = pipeline.layers_per_stage
@@ -169,6 +178,7 @@ def _chunks(facts: Facts) -> Iterator[str]:
 
 
 def _positions(facts: Facts) -> Iterator[str]:
+    assert facts.model is not None
     length, limit = facts.config.data.sequence_length, facts.model.max_positions
     if limit is not None and length > limit:
         yield (
@@ -249,14 +259,15 @@ def _held_out(facts: Facts) -> Iterator[str]:
 
 Rule = Callable[[Facts], Iterator[str]]
 
+MODEL = "model"
 MODEL_RANKS = ("mesh.pp", "mesh.cp", "mesh.ep", "mesh.tp")
 
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((*MODEL_RANKS, "mesh.dp"), _world),
-    (MODEL_RANKS, _parts),
-    (("mesh.pp", "pipeline.chunks", "pipeline.layers_per_stage"), _stages),
+    ((MODEL, *MODEL_RANKS), _parts),
+    ((MODEL, "mesh.pp", "pipeline.chunks", "pipeline.layers_per_stage"), _stages),
     (("pipeline.chunks",), _chunks),
-    (("data.sequence_length",), _positions),
+    ((MODEL, "data.sequence_length"), _positions),
     (("data.sequence_length", "batch.micro_size", "mesh.tp", "mesh.cp"), _tokens),
     ((), _corpora),
     ((*MODEL_RANKS, "mesh.dp", "batch.global_size", "batch.micro_size"), _batches),

@@ -136,7 +136,7 @@ class Trainer:
                 if step % config.log.every == 0 or stopping:
                     self._check(trouble)
                     self._write(step, meter.record(step, lr, stats, trouble))
-                if self._evaluates(step, stopping):
+                if self._evaluates(step):
                     with meter.paused():
                         self._write(step, {"validation_loss": self.validation_loss()})
                 if stopping:
@@ -155,9 +155,10 @@ class Trainer:
         self.model.train()
         return (torch.stack(losses).sum() / torch.stack(counts).sum()).item()
 
-    def _evaluates(self, step: int, stopping: bool) -> bool:
+    def _evaluates(self, step: int) -> bool:
+        """At intervals and at the end, not when interrupted: whoever interrupts does not wait for long."""
         every = self.config.evaluate.every
-        return self.held_out is not None and bool(every) and (step % every == 0 or stopping)
+        return self.held_out is not None and bool(every) and (step % every == 0 or step == self.config.train.steps)
 
     def _microbatches(self, batches: Sequence[Batch], step: int) -> list[Microbatch]:
         shape, embed = self.mesh.shape, self.model.config.sizes["embed"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from models import rope
@@ -29,7 +30,7 @@ class Attention(nn.Module):
         sizes = parameters.shards[f"{name}.qkv.weight"].sizes
         self.heads, self.head = sizes["heads"], sizes["head"]
         self.kv = sizes.get("kv", self.heads)
-        self.dropout = dropout
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, sequences: int, rotation: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
         """x: [tokens/tp, embed] -> same.
@@ -45,14 +46,15 @@ class Attention(nn.Module):
             q, k, v = rope.split_and_apply(qkv, *rotation, self.heads, self.kv)
         else:
             q, k, v = qkv.unflatten(-1, (-1, self.head)).split([self.heads, self.kv, self.kv], 1)
-        q, k, v = (a.unflatten(0, (sequences, -1)).transpose(1, 2) for a in (q, k, v))
+        q, k, v = (rearrange(a, "(b s) heads head -> b heads s head", b=sequences) for a in (q, k, v))
         mixed = F.scaled_dot_product_attention(
             q,
             k,
             v,
             attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=self.dropout.p if self.training else 0.0,
             is_causal=mask is None,
             enable_gqa=self.kv < self.heads,
         )
-        return self.out(mixed.transpose(1, 2).flatten(2).flatten(0, 1))
+        y: Tensor = self.out(rearrange(mixed, "b heads s head -> (b s) (heads head)"))
+        return y

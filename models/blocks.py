@@ -54,7 +54,7 @@ class _SwiGLU(torch.autograd.Function):
         gradient = torch.empty_like(gate_up)
         d_gate, d_up = gradient.chunk(2, -1)
         torch.mul(dy, F.silu(gate), out=d_up)
-        d_gate.copy_(torch.ops.aten.silu_backward(dy * up, gate))
+        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d_gate)
         return gradient
 
 

@@ -14,39 +14,81 @@ from typing import Any, ClassVar, Self
 
 from parallel.schema import Param, Schema
 
-# Fields of any Hugging Face config that do not change what a forward in training computes.
+# Fields of any Hugging Face config that do not change what a forward in training computes: bookkeeping, generation.
 _HARMLESS = frozenset(
     {
         "_attn_implementation_autoset",
+        "_commit_hash",
         "_name_or_path",
+        "_num_labels",
         "architectures",
         "attn_implementation",
         "auto_map",
+        "bad_words_ids",
+        "begin_suppress_tokens",
         "bos_token_id",
         "chunk_size_feed_forward",
+        "cross_attention_hidden_size",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
         "dtype",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
         "eos_token_id",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
         "id2label",
+        "is_decoder",
         "label2id",
+        "length_penalty",
+        "max_length",
+        "min_length",
         "model_type",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
         "output_attentions",
         "output_hidden_states",
+        "output_scores",
         "pad_token_id",
+        "prefix",
         "problem_type",
         "pruned_heads",
+        "remove_invalid_values",
+        "repetition_penalty",
         "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
         "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
         "tokenizer_class",
+        "top_k",
+        "top_p",
         "torch_dtype",
         "torchscript",
         "transformers.js_config",
         "transformers_version",
+        "typical_p",
+        "unsloth_fixed",
+        "unsloth_version",
         "use_bfloat16",
         "use_cache",
     }
 )
 # Every config has these; other values would change the maths.
-_FIXED = {"is_encoder_decoder": False, "add_cross_attention": False, "quantization_config": None}
+_FIXED = {
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "quantization_config": None,
+    "rope_interleaved": False,
+}
 
 
 class ModelConfigError(ValueError):
@@ -104,7 +146,8 @@ class ModelConfig(ABC):
         problems += wrong
         known = {field.name for field in fields(cls)}
         readable = known | cls._consumed()
-        for name in sorted(set(config) - readable - _HARMLESS - cls.harmless - set(cls.fixed) - set(_FIXED)):
+        given = {name for name, value in config.items() if value is not None}
+        for name in sorted(given - readable - _HARMLESS - cls.harmless - set(cls.fixed) - set(_FIXED)):
             problems.append(f"unknown field {name!r}{_nearest(name, readable)}")
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
         problems += [f"field {name!r} is missing" for name in missing if name not in values]
@@ -123,6 +166,11 @@ class ModelConfig(ABC):
         if made.problems():
             raise ModelConfigError(cls.family, made.problems())
         return made
+
+    @classmethod
+    def override(cls, base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+        """A ``config.json`` with some fields replaced."""
+        return {**base, **fields}
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The ``config.json`` that means the same."""

@@ -133,6 +133,7 @@ class Decoder(nn.Module):
         self.embedding, self.head, self.dtype = embedding, head, dtype
         self.layers = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self._rotary, self._seed = rotary, seed
+        self._drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.modules())
 
     @classmethod
     def chunk(
@@ -159,7 +160,7 @@ class Decoder(nn.Module):
         )
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
-        if self.training:
+        if self.training and self._drops:
             # Dropout depends on what is computed, not on what was computed before: a run repeats bitwise.
             torch.manual_seed(key(microbatch.seed, *self._seed) >> 1)
         x = self.hidden(x, microbatch)

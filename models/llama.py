@@ -113,6 +113,17 @@ class LlamaConfig(ModelConfig):
         return found + self.rope_parameters.problems(self.head_dim)
 
     @classmethod
+    def override(cls, base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+        """As the base class; a new ``rope_theta`` or ``rope_scaling`` replaces that part of either spelling."""
+        base, fields = dict(base), dict(fields)
+        if "rope_scaling" in fields or "rope_parameters" in fields:
+            for name in rope_config.HUGGING_FACE_KEYS:
+                base.pop(name, None)
+        elif "rope_theta" in fields and isinstance(base.get("rope_parameters"), Mapping):
+            base["rope_parameters"] = {**base["rope_parameters"], "rope_theta": fields.pop("rope_theta")}
+        return {**base, **fields}
+
+    @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         values, problems = super()._read(config)
         if isinstance(values.get("num_attention_heads"), int) and values["num_attention_heads"] > 0:

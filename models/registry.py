@@ -56,7 +56,13 @@ def configure(section: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ModelConfigError: all problems.
     """
-    fields = {key: value for key, value in section.items() if key not in ("family", "preset", "config")}
+    own = ("family", "preset", "config")
+    wrong = [
+        f"{key} is {section[key]!r}: it must be text" for key in own if not isinstance(section.get(key), str | None)
+    ]
+    if wrong:
+        raise ModelConfigError("model", wrong)
+    fields = {key: value for key, value in section.items() if key not in own}
     name, base = section.get("family"), dict[str, Any]()
     if section.get("preset") is not None:
         known = presets()
@@ -72,7 +78,8 @@ def configure(section: Mapping[str, Any]) -> ModelConfig:
         raise ModelConfigError(
             "model", [f"give one of family ({_list(FAMILIES)}), preset ({_list(presets())}) or config"]
         )
-    return family(name).CONFIG.from_hugging_face(base | fields)
+    kind = family(name).CONFIG
+    return kind.from_hugging_face(kind.override(base, fields))
 
 
 def build(config: ModelConfig, parameters: Parameters, chunk: int) -> Decoder:

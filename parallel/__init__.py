@@ -24,7 +24,7 @@ _PUBLIC: Mapping[str, str] = {
     "cross_entropy": "parallel.loss",
 }
 
-__all__ = list(_PUBLIC)  # noqa: PLE0605
+__all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> object:

@@ -110,7 +110,12 @@ def _exchange(group: Group, send: Callable[[int], Tensor], receive: Callable[[in
 
 
 def _own(x: Tensor, group: Group, dim: int) -> Tensor:
-    size = x.shape[dim] // group.size
+    size, rest = divmod(x.shape[dim], group.size)
+    if rest:
+        raise ValueError(
+            f"cannot split dimension {dim} of size {x.shape[dim]} over {group.size} ranks: "
+            f"choose a multiple of {group.size}"
+        )
     return x.narrow(dim, group.index * size, size)
 
 

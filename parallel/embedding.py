@@ -15,7 +15,7 @@ from parallel.mesh import Mesh
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Embedding whose rows are split over tp. tokens: [tokens] -> [tokens/tp, embed].
+    """Embedding whose rows are split over tp. tokens: [tokens, ...] -> [tokens/tp, ..., embed].
 
     Any vocabulary size will do: it is padded to a multiple of tp by rows of zeros, which no token names, so they get no
     gradient; they have no place in a checkpoint.
@@ -30,7 +30,9 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, vocab: int, embed: int, *, mesh: Mesh, dtype: torch.dtype | None = None) -> None:
         start, stop = split_axis("vocab", vocab, mesh.shape.tp, mesh.place.tp)
         weight = torch.zeros(stop - start, embed, dtype=dtype, device=mesh.device)
-        nn.init.normal_(weight[: max(0, vocab - start)], std=1 / math.sqrt(embed))
+        # Drawn in full and then cut: ranks that are seeded alike hold parts of one table, never the same part twice.
+        whole = torch.empty(vocab, embed, dtype=dtype, device=mesh.device).normal_(std=1 / math.sqrt(embed))
+        weight[: max(0, vocab - start)] = whole[start:stop]
         self._assemble(nn.Parameter(weight), vocab, mesh)
 
     @classmethod
@@ -50,7 +52,7 @@ class VocabParallelEmbedding(nn.Module):
             return F.embedding(tokens, self.weight)
         mine = (tokens >= self.start) & (tokens < self.stop)
         rows = F.embedding((tokens - self.start) * mine, self.weight)
-        return reduce_scatter(rows * mine[:, None], self.group)
+        return reduce_scatter(rows * mine[..., None], self.group)
 
     def extra_repr(self) -> str:
         return f"{self.vocab} -> {self.weight.shape[1]}, rows [{self.start}, {self.stop})"

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel import cpu
+
 _COMPILED = {"FusedLayerNorm": "fused_layer_norm_cuda", "FusedRMSNorm": "fused_layer_norm_cuda", "FusedAdam": "amp_C"}
 
 
@@ -51,7 +53,16 @@ def rms_norm(device: torch.device) -> Callable[[Tensor, Tensor, float], Tensor]:
     if _use_apex("FusedRMSNorm", device):
         apply = importlib.import_module("apex.normalization.fused_layer_norm").fused_rms_norm_affine
         return lambda x, weight, eps: apply(x, weight, weight.shape, eps)
-    return lambda x, weight, eps: F.rms_norm(x, weight.shape, weight, eps)
+    return _cpu_rms_norm if device.type == "cpu" else _torch_rms_norm
+
+
+def _torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _cpu_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    # The compiler fuses torch's formula with its neighbours.
+    return _torch_rms_norm(x, weight, eps) if torch.compiler.is_compiling() else cpu.rms_norm(x, weight, eps)
 
 
 def layer_norm(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:

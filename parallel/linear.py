@@ -60,6 +60,15 @@ def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     return dy.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
+def _drawn(out_features: int, in_features: int, mesh: Mesh, dtype: torch.dtype | None) -> Tensor:
+    """The initial weight of a whole layer, [out, in], from torch's generator.
+
+    It is drawn in full and then cut: ranks that are seeded alike hold parts of one weight, never the same part twice.
+    """
+    bound = 1 / math.sqrt(in_features)
+    return torch.empty(out_features, in_features, dtype=dtype, device=mesh.device).uniform_(-bound, bound)
+
+
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool = True) -> Tensor:
     """x: [t/tp, in], or [t, in] on every rank without ``sequence`` -> y: [t, out/tp]."""
     if group.size == 1:
@@ -103,8 +112,7 @@ class ColumnParallelLinear(nn.Module):
         tp = mesh.shape.tp
         if out_features % tp:
             raise ValueError(f"cannot split out_features ({out_features}) over tp={tp}: choose a multiple of {tp}")
-        weight = torch.empty(out_features // tp, in_features, dtype=dtype, device=mesh.device)
-        nn.init.uniform_(weight, -1 / math.sqrt(in_features), 1 / math.sqrt(in_features))
+        weight = _drawn(out_features, in_features, mesh, dtype).chunk(tp)[mesh.tp.index].clone()
         zeros = torch.zeros(out_features // tp, dtype=dtype, device=mesh.device) if bias else None
         self._assemble(nn.Parameter(weight), nn.Parameter(zeros) if zeros is not None else None, mesh)
         self.input, self.output = input, output
@@ -189,8 +197,7 @@ class RowParallelLinear(nn.Module):
         tp = mesh.shape.tp
         if in_features % tp:
             raise ValueError(f"cannot split in_features ({in_features}) over tp={tp}: choose a multiple of {tp}")
-        weight = torch.empty(out_features, in_features // tp, dtype=dtype, device=mesh.device)
-        nn.init.uniform_(weight, -1 / math.sqrt(in_features), 1 / math.sqrt(in_features))
+        weight = _drawn(out_features, in_features, mesh, dtype).chunk(tp, 1)[mesh.tp.index].contiguous()
         zeros = torch.zeros(out_features, dtype=dtype, device=mesh.device) if bias else None
         self._assemble(nn.Parameter(weight), nn.Parameter(zeros) if zeros is not None else None, mesh)
         self.input, self.output = input, output

@@ -17,7 +17,7 @@ IGNORE = -100
 """The label of a token that is not counted."""
 
 # Elements of the logits that are held in fp32 at a time: what stays in cache on a CPU, what fills a GPU.
-_CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
+_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -32,25 +32,30 @@ class _CrossEntropy(torch.autograd.Function):
         local = (labels - start) * mine
         wide = _wide(logits.dtype)
 
-        if valid:
-            top = logits[:, :valid].amax(1).to(wide)
-        else:
-            top = torch.full(labels.shape, -torch.inf, dtype=wide, device=logits.device)
-        all_reduce_(top, group, dist.ReduceOp.MAX)
-        # Three sums in one message: exp(logits - max), the label's logit, and, for smoothing, all logits.
+        # Each rank sums exp(logits - its own maximum), so that one pass over its logits is enough.
+        top = torch.full(labels.shape, -torch.inf, dtype=wide, device=logits.device)
+        # Three sums in one message: exp, the label's logit, and, for smoothing, all logits; each less the maximum.
         sums = top.new_zeros(3 if label_smoothing else 2, len(labels))
-        for rows in _chunks(logits):
+        for rows in _chunks(logits) if valid else ():
             z = logits[rows, :valid].to(wide, copy=True)
+            top[rows] = z.amax(1)
+            z.sub_(top[rows, None])
             if label_smoothing:
                 sums[2, rows] = z.sum(1)
-            sums[0, rows] = z.sub_(top[rows, None]).exp_().sum(1)
+            sums[0, rows] = z.exp_().sum(1)
+        highest = all_reduce_(top.clone(), group, dist.ReduceOp.MAX)
         if valid:
-            sums[1] = logits.gather(1, local[:, None])[:, 0] * mine
+            below = top - highest
+            sums[0] *= below.exp()
+            sums[1] = (logits.gather(1, local[:, None])[:, 0] - highest) * mine
+            if label_smoothing:
+                sums[2] += valid * below
         all_reduce_(sums, group)
-        log_sum = sums[0].log_().add_(top)
+        log_sum = sums[0].log_()
         loss = log_sum - (1 - label_smoothing) * sums[1]
         if label_smoothing:
             loss -= label_smoothing / vocab * sums[2]
+        log_sum = log_sum + highest
         if z_loss:
             loss += z_loss * log_sum.square()
         ctx.save_for_backward(logits, log_sum, counted, mine, local)
@@ -105,6 +110,14 @@ def cross_entropy(
         vocab: Number of tokens of the vocabulary, without padding.
         label_smoothing: Probability that is spread evenly over the vocabulary.
         z_loss: Weight of the squared log-partition (Chowdhery et al. 2022, arXiv 2204.02311).
+
+    Raises:
+        ValueError: t does not divide over the group.
     """
+    if len(labels) % group.size:
+        raise ValueError(
+            f"cannot split the losses of {len(labels)} tokens over {group.size} ranks: "
+            f"choose a multiple of {group.size}"
+        )
     loss: Tensor = _CrossEntropy.apply(logits, labels, group, vocab, label_smoothing, z_loss)
     return loss

@@ -48,9 +48,9 @@ class Mesh:
     rank: int
     device: torch.device
     timeout: timedelta = timedelta(minutes=10)
-    _made: set[tuple[int, ...]] = field(default_factory=set)
-    _groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
-    _channels: dict[tuple[str, int], Group] = field(default_factory=dict)
+    _made: set[tuple[int, ...]] = field(default_factory=set, init=False)
+    _groups: dict[tuple[int, ...], Group] = field(default_factory=dict, init=False)
+    _channels: dict[tuple[str, int], Group] = field(default_factory=dict, init=False)
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> Mesh:
@@ -115,7 +115,8 @@ class Mesh:
         for ranks in sorted(set(rank_sets)):
             if len(ranks) > 1 and ranks not in self._made:
                 self._made.add(ranks)
-                group = self._new_group(ranks)
+                world = dist.group.WORLD if len(ranks) == self.shape.world else None
+                group = self._of(ranks, world) if world else self._new_group(ranks)
                 if self.rank in ranks:
                     self._groups[ranks] = group
 
@@ -132,7 +133,9 @@ class Mesh:
         return self.shape.rank(Place(stage % self.shape.pp, place.dp, place.ep, place.cp, place.tp))
 
     def _new_group(self, ranks: tuple[int, ...]) -> Group:
-        group = dist.new_group(list(ranks), timeout=self.timeout)
+        return self._of(ranks, dist.new_group(list(ranks), timeout=self.timeout))
+
+    def _of(self, ranks: tuple[int, ...], group: dist.ProcessGroup) -> Group:
         if self.rank not in ranks:
             return ALONE
         return Group(ranks, ranks.index(self.rank), group, pairwise=dist.get_backend(group) == "gloo")

@@ -124,7 +124,7 @@ class Schema:
 
 
 def _check_splits(param: Param) -> None:
-    """A mesh dimension that split two axes of a piece would give each rank a block of the diagonal, and nobody the rest."""
+    """Refuse two axes of a piece on one mesh dimension: ranks would hold blocks of a diagonal, and nobody the rest."""
     for label in param.sentence.labels:
         taken: dict[str, str] = {}
         for axis in (*param.named_axes, *param.sentence.piece_axes(label)):

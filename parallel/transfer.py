@@ -15,7 +15,7 @@ import numpy as np
 
 from parallel.layout import Box, Layout
 from parallel.pattern import Pattern, Piece, Sizes
-from parallel.schema import Schema
+from parallel.schema import NAMED, Schema
 
 
 class TransferError(ValueError):
@@ -80,7 +80,7 @@ def hugging_face(schema: Schema, where: Hashable = "hf") -> Iterator[Stored]:
         for label, tensor in param.hf_tensors.items():
             tensors.setdefault(tensor, []).append(label)
         for (template, pattern), labels in tensors.items():
-            named = [axis for axis in param.named_axes if f"{{{axis}}}" in template]
+            named = NAMED.findall(template)
             for values in itertools.product(*(range(schema.sizes[axis]) for axis in named)):
                 index = dict(zip(named, values, strict=True))
                 box = {axis: (0, schema.sizes[axis]) for axis in sorted(pattern.axes)}
@@ -97,16 +97,16 @@ def plan(schema: Schema, sources: Iterable[Stored], targets: Iterable[Stored]) -
     index: dict[Hashable, dict[tuple[tuple[int, int], ...], tuple[Stored, Piece]]] = {}
     for source in sources:
         for label, piece in source.pieces.items():
-            axes = tuple(sorted({*piece.axes, *_named(schema, source)}))
             # Replicas hold equal boxes: one of them will do.
-            index.setdefault(_key(source, label), {})[tuple(source.box[a] for a in axes)] = (source, piece)
+            box = tuple(source.box[axis] for axis in sorted(_axes(source, piece)))
+            index.setdefault(_key(source, label), {})[box] = (source, piece)
     for target in targets:
         copies, wanted = [], 0
         for label, piece in target.pieces.items():
             clipped = {a: (start, min(stop, schema.sizes[a])) for a, (start, stop) in target.box.items()}
             wanted += piece.box({a: (0, max(0, clipped[a][1] - clipped[a][0])) for a in piece.axes}).numel
             for source, held in index.get(_key(target, label), {}).values():
-                both = sorted(set(source.box) & set(target.box))
+                both = _axes(source, held) & _axes(target, piece)
                 hit = {a: (max(source.box[a][0], clipped[a][0]), min(source.box[a][1], clipped[a][1])) for a in both}
                 if all(start < stop for start, stop in hit.values()):
                     order = tuple(sorted(set(held.axes) & set(piece.axes)))
@@ -125,8 +125,9 @@ def plan(schema: Schema, sources: Iterable[Stored], targets: Iterable[Stored]) -
         yield target, copies
 
 
-def _named(schema: Schema, stored: Stored) -> tuple[str, ...]:
-    return tuple(axis for axis in schema[stored.param].named_axes if axis in stored.box)
+def _axes(stored: Stored, piece: Piece) -> frozenset[str]:
+    """The axes of a piece and those in the tensor's name; not those of the pieces that are fused to it."""
+    return frozenset(piece.axes) | (stored.box.keys() - stored.pattern.axes)
 
 
 def _key(stored: Stored, label: str) -> Hashable:

@@ -51,11 +51,16 @@ def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
     return Batch(inputs, labels, positions - np.maximum.accumulate(starts, axis=1), documents[:, :-1].copy())
 
 
+class TokenError(ValueError):
+    """A token id that the model does not have."""
+
+
 class Batches:
     """What one of `data_size` data-parallel ranks computes of each global batch.
 
     A global batch is `global_batch` successive samples of the source. Its microbatch m on rank d is the `micro_batch`
     samples from (m data_size + d) micro_batch on: under any data_size and micro_batch a step is of the same samples.
+    Ids outside of the vocabulary, if one is given, raise a TokenError when they are met.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class Batches:
         data_rank: int,
         data_size: int,
         separate_documents: bool = False,
+        vocabulary: int | None = None,
     ) -> None:
         together = micro_batch * data_size
         if global_batch % together or global_batch < 1:
@@ -79,7 +85,7 @@ class Batches:
         self._source = source
         self._global, self._micro = global_batch, micro_batch
         self._rank, self._size = data_rank, data_size
-        self._separate = separate_documents
+        self._separate, self._vocabulary = separate_documents, vocabulary
 
     def microbatches(self, step: int) -> list[Batch]:
         """This rank's microbatches of step `step`: of the samples [step global_batch, (step + 1) global_batch)."""
@@ -89,9 +95,19 @@ class Batches:
         """This rank's microbatches of the global batch that begins at sample `position`."""
         first = range(position + self._rank * self._micro, position + self._global, self._size * self._micro)
         return [
-            collate([self._source.sample(i) for i in range(begin, begin + self._micro)], self._separate)
-            for begin in first
+            collate([self._sample(i) for i in range(begin, begin + self._micro)], self._separate) for begin in first
         ]
+
+    def _sample(self, index: int) -> Sample:
+        sample = self._source.sample(index)
+        # An id that the model does not have would look up another rank's row, or none, and train in silence.
+        if self._vocabulary is not None and not 0 <= sample.tokens.min() <= sample.tokens.max() < self._vocabulary:
+            wrong = sample.tokens[(sample.tokens < 0) | (sample.tokens >= self._vocabulary)][0]
+            raise TokenError(
+                f"sample {index} has the token id {wrong}, and the model's vocabulary ends at {self._vocabulary - 1}: "
+                "the corpus was tokenized for another model, or its token file is damaged"
+            )
+        return sample
 
     def steps(self, first: int = 0) -> Iterator[list[Batch]]:
         """The microbatches of step `first` and all after it, without end."""

@@ -48,10 +48,12 @@ class Corpora:
             _blend(validation, data.validation) if validation else _blend(held_out, data.train) if held_out else None,
         )
 
-    def batches(self, source: Source, config: Config, data_rank: int, data_size: int) -> Batches:
-        """The batches of one data-parallel rank."""
+    def batches(
+        self, source: Source, config: Config, data_rank: int, data_size: int, vocabulary: int | None = None
+    ) -> Batches:
+        """The batches of one data-parallel rank; ids beyond the vocabulary raise a TokenError when they are met."""
         batch, separate = config.batch, config.data.within_documents
-        return Batches(source, batch.global_size, batch.micro_size, data_rank, data_size, separate)
+        return Batches(source, batch.global_size, batch.micro_size, data_rank, data_size, separate, vocabulary)
 
 
 def _blend(samples: list[Samples], corpora: tuple[Corpus, ...]) -> Source:

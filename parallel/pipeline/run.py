@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel.mesh import BACKWARD, FORWARD, Group, Mesh
-from parallel.pipeline.schedules import SCHEDULES, Action, Direction, Message, arrivals, forward_only
+from parallel.pipeline.schedules import SCHEDULES, Action, Direction, Kind, Message, arrivals, forward_only
 
-STEPS: tuple[tuple[Direction, int], ...] = ((FORWARD, 1), (BACKWARD, -1))
+STEP: Mapping[Direction, int] = {FORWARD: 1, BACKWARD: -1}
 """Where each channel leads, in stages."""
+KINDS: Mapping[Direction, Kind] = {FORWARD: "F", BACKWARD: "B"}
+OPPOSITE: Mapping[Direction, Direction] = {FORWARD: BACKWARD, BACKWARD: FORWARD}
 
 
 class Microbatch(Protocol):
@@ -30,15 +33,27 @@ class Microbatch(Protocol):
 
 @dataclass
 class Inbox:
-    """Receives the messages of one channel in the order in which they are sent, some ahead of their use."""
+    """Receives the messages of one channel in the order in which they are sent, some ahead of their use.
+
+    Args:
+        channel: Where they come from.
+        source: Global rank of the sender.
+        sent_at: After which of its actions the sender sends each message, in the order of sending.
+        allocate: Makes the buffer of a message.
+        ahead: How many receives are posted.
+    """
 
     channel: Group
     source: int
-    expected: deque[Message]
+    sent_at: Mapping[Message, int]
     allocate: Callable[[Message], Tensor]
     ahead: int = 2
+    expected: deque[Message] = field(init=False)
     posted: deque[tuple[Message, dist.Work | None, Tensor]] = field(default_factory=deque)
-    arrived: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    arrived: dict[Message, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.expected = deque(self.sent_at)
 
     def post(self) -> None:
         while self.expected and len(self.posted) < self.ahead:
@@ -47,39 +62,45 @@ class Inbox:
             work = dist.irecv(buffer, self.source, group=self.channel.process_group)
             self.posted.append((message, work, buffer))
 
-    def take(self, chunk: int, microbatch: int) -> Tensor:
-        """Wait for the message to this chunk about this microbatch."""
-        while (chunk, microbatch) not in self.arrived:
-            message, work, buffer = self.posted.popleft()
+    def take(self, message: Message) -> Tensor:
+        """Wait for a message."""
+        while message not in self.arrived:
+            first, work, buffer = self.posted.popleft()
             if work:
                 work.wait()
-            self.arrived[message.chunk, message.microbatch] = buffer
+            self.arrived[first] = buffer
             self.post()
-        return self.arrived.pop((chunk, microbatch))
+        return self.arrived.pop(message)
 
 
 @dataclass
 class Outbox:
-    """Sends on one channel without waiting, and keeps a tensor only until it is known to have left."""
+    """Sends on one channel without waiting, and keeps a tensor only until it is known to have arrived.
+
+    Args:
+        channel: Where the messages go.
+        target: Global rank of the receiver.
+        taken_at: At which of its actions the receiver takes each message.
+    """
 
     channel: Group
     target: int
-    leaving: dict[tuple[int, int], tuple[dist.Work | None, Tensor]] = field(default_factory=dict)
+    taken_at: Mapping[Message, int]
+    leaving: dict[Message, tuple[dist.Work | None, Tensor]] = field(default_factory=dict)
 
-    def send(self, chunk: int, microbatch: int, tensor: Tensor) -> None:
-        self.leaving = {k: v for k, v in self.leaving.items() if v[0] and not v[0].is_completed()}
-        work = dist.isend(tensor.contiguous(), self.target, group=self.channel.process_group)
-        self.leaving[chunk, microbatch] = work, tensor
+    def send(self, message: Message, tensor: Tensor) -> None:
+        tensor = tensor.contiguous()
+        self.leaving[message] = dist.isend(tensor, self.target, group=self.channel.process_group), tensor
 
-    def replied(self, chunk: int, microbatch: int) -> None:
-        """The other side has answered this message, so it has arrived (gloo would not tell otherwise)."""
-        work, _ = self.leaving.pop((chunk, microbatch), (None, None))
-        if work:
-            work.wait()
+    def reached(self, position: float) -> None:
+        """The receiver is known to have done its actions up to this one, so what they take has arrived.
 
-    def drain(self) -> None:
-        for key in list(self.leaving):
-            self.replied(*key)
+        A gloo send would not tell, and waiting for one that has arrived costs nothing.
+        """
+        for message in [message for message in self.leaving if self.taken_at[message] <= position]:
+            work, _ = self.leaving.pop(message)
+            if work:
+                work.wait()
 
 
 @dataclass
@@ -138,17 +159,28 @@ class _Run:
         self.scale = scale.to(self.loss.dtype)
         # (input, edge of the output) of each forward whose backward is still to come; the output itself is let go.
         self.alive: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
-        self.local: dict[tuple[str, int, int], Tensor] = {}
-        self.inboxes: dict[str, Inbox] = {}
-        self.outboxes: dict[str, Outbox] = {}
+        self.local: dict[tuple[Direction, Message], Tensor] = {}
+        self.inboxes: dict[Direction, Inbox] = {}
+        self.outboxes: dict[Direction, Outbox] = {}
         if self.stages > 1:
             expected = arrivals(schedule, self.stage)
-            for direction, step in STEPS:
-                source = (self.stage - step) % self.stages
+            for direction, step in STEP.items():
+                source, target = (self.stage - step) % self.stages, (self.stage + step) % self.stages
+                kind = KINDS[direction]
+                at = {action: position for position, action in enumerate(schedule[source])}
+                sent_at = {
+                    message: at[Action(kind, self._neighbour(message.chunk, -step), message.microbatch)]
+                    for message in expected[direction]
+                }
+                taken_at = {
+                    Message(action.chunk, action.microbatch): position
+                    for position, action in enumerate(schedule[target])
+                    if action.kind == kind
+                }
                 self.inboxes[direction] = Inbox(
-                    mesh.channel(direction, source), mesh.peer(source), deque(expected[direction]), self._buffer
+                    mesh.channel(direction, source), mesh.peer(source), sent_at, self._buffer
                 )
-                self.outboxes[direction] = Outbox(mesh.channel(direction, self.stage), mesh.peer(self.stage + step))
+                self.outboxes[direction] = Outbox(mesh.channel(direction, self.stage), mesh.peer(target), taken_at)
 
     def run(self) -> Tensor:
         for inbox in self.inboxes.values():
@@ -157,7 +189,7 @@ class _Run:
         for action in self.actions:
             step[action.kind](action.chunk, action.microbatch)
         for outbox in self.outboxes.values():
-            outbox.drain()
+            outbox.reached(math.inf)
         return self.loss
 
     def _forward(self, chunk: int, m: int) -> None:
@@ -179,8 +211,6 @@ class _Run:
             gradient = torch.ones((), dtype=self.loss.dtype, device=self.loss.device)
         else:
             gradient = self._take(BACKWARD, chunk, m)
-            if self.outboxes:
-                self.outboxes[FORWARD].replied(chunk, m)
         torch.autograd.backward([edge], [gradient])
         if x is not None:
             assert x.grad is not None  # each chunk's output depends on its input
@@ -193,16 +223,26 @@ class _Run:
     def _virtual(self, chunk: int) -> int:
         return chunk * self.stages + self.stage
 
-    def _send(self, direction: str, chunk: int, m: int, tensor: Tensor) -> None:
-        if self.outboxes:
-            self.outboxes[direction].send(chunk, m, tensor)
-        else:
-            self.local[direction, chunk + (1 if direction == FORWARD else -1), m] = tensor
+    def _neighbour(self, chunk: int, step: int) -> int:
+        """The chunk that the next virtual stage (or the one before, with step -1) is on its own stage."""
+        return (self._virtual(chunk) + step) // self.stages
 
-    def _take(self, direction: str, chunk: int, m: int) -> Tensor:
-        if self.inboxes:
-            return self.inboxes[direction].take(chunk, m)
-        return self.local.pop((direction, chunk, m))
+    def _send(self, direction: Direction, chunk: int, m: int, tensor: Tensor) -> None:
+        message = Message(self._neighbour(chunk, STEP[direction]), m)
+        if self.outboxes:
+            self.outboxes[direction].send(message, tensor)
+        else:
+            self.local[direction, message] = tensor
+
+    def _take(self, direction: Direction, chunk: int, m: int) -> Tensor:
+        message = Message(chunk, m)
+        if not self.inboxes:
+            return self.local.pop((direction, message))
+        inbox = self.inboxes[direction]
+        tensor = inbox.take(message)
+        # Its sender is the receiver of what leaves in the other direction.
+        self.outboxes[OPPOSITE[direction]].reached(inbox.sent_at[message])
+        return tensor
 
     def _buffer(self, message: Message) -> Tensor:
         shape = self.microbatches[message.microbatch].activation

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.data.batches import IGNORED, Batches, collate, prefetch
+from megacore.data.batches import IGNORED, Batches, TokenError, collate, prefetch
 from megacore.data.samples import Sample
 
 
@@ -142,3 +142,18 @@ def test_prefetch_is_bounded_and_closes():
     assert threading.active_count() == before
     with pytest.raises(StopIteration):
         next(ahead)
+
+
+@pytest.mark.quick
+def test_ids_that_the_model_does_not_have_are_named() -> None:
+    batches = Batches(Numbered(), 2, 1, 0, 1, vocabulary=34)  # sample 3 holds 30 to 33, sample 4 begins with 40
+    assert indices(batches.microbatches(1)[1]) == [3]
+    with pytest.raises(TokenError, match=r"sample 4 has the token id 40, and the model's vocabulary ends at 33"):
+        batches.microbatches(2)
+    with pytest.raises(TokenError, match="sample 0 has the token id -1"):
+        Batches(Negative(), 1, 1, 0, 1, vocabulary=34).microbatches(0)
+
+
+class Negative(Numbered):
+    def sample(self, index: int) -> Sample:
+        return Sample(np.array([3, -1, 2, 1]), np.zeros(4, np.int32))

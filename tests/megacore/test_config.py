@@ -120,6 +120,7 @@ BAD = [
     bad("train.steps=0", "train.steps (0): must be at least 1"),
     bad("train.threads=0", "train.threads (0): must be at least 1"),
     bad("data.seed=-1", "data.seed (-1): must be at least 0"),
+    bad("data.seed=9223372036854775808", "data.seed (9223372036854775808): must be at least 0 and below 2^63"),
     bad("train.seed=-1", "train.seed (-1): must be at least 0"),
     bad("evaluate.batches=0", "evaluate.batches (0): must be at least 1"),
     bad("evaluate.every=-5", "evaluate.every (-5): must be at least 0"),

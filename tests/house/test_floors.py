@@ -1,0 +1,116 @@
+"""The house stands: imports go down, and what only counts and reads configs needs no torch."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {"tools": 5, "megacore": 4, "models": 3, "parallel": 2}
+LOWER = {
+    **dict.fromkeys(("parallel.mesh", "parallel.collectives", "parallel.random"), 1),
+    **dict.fromkeys(("parallel.pattern", "parallel.schema", "parallel.layout", "parallel.transfer"), 0),
+    "parallel.pipeline.schedules": 0,
+}
+# Floor 0 computes with these; anything else is another floor's.
+INTEGERS = {"numpy"} | sys.stdlib_module_names
+# No torch until they build: floor 0, and every family's config and weights table.
+WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
+    "parallel",
+    "parallel.random",
+    "models",
+    "models.config",
+    "models.rope_config",
+    "models.registry",
+]
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module(path): path for path in FILES}
+
+
+def floor(name: str) -> int:
+    return LOWER.get(name, PACKAGES[name.partition(".")[0]])
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import, those inside functions and for type checkers included."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"{path}:{node.lineno}: a relative import"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield node.lineno, inner if inner in MODULES else node.module
+
+
+def ours(name: str) -> bool:
+    return name.partition(".")[0] in PACKAGES
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("path", FILES, ids=[module(path) for path in FILES])
+def test_imports_go_down(path: Path) -> None:
+    """Never to a higher floor; within one floor there are no circles (below)."""
+    for line, name in imports(path):
+        if ours(name):
+            assert name in MODULES, f"{path}:{line}: there is no module {name}"
+            here, there = floor(module(path)), floor(name)
+            assert there <= here, f"{path}:{line}: floor {here} imports {name} of floor {there}"
+        assert name.partition(".")[0] not in ("tests", "benchmarks"), f"{path}:{line}: imports {name}"
+
+
+def test_no_circles() -> None:
+    graph = {name: {other for _, other in imports(path) if ours(other)} for name, path in MODULES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"imports in a circle: {' -> '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("name", [name for name in LOWER if LOWER[name] == 0])
+def test_floor_0_is_integers(name: str) -> None:
+    for line, imported in imports(MODULES[name]):
+        assert ours(imported) or imported.partition(".")[0] in INTEGERS, f"{name}:{line}: imports {imported}"
+
+
+def test_every_listed_module_exists() -> None:
+    assert {*LOWER, *WITHOUT_TORCH} <= set(MODULES)
+
+
+@pytest.mark.quick
+def test_configs_and_weights_tables_import_without_torch() -> None:
+    """In a fresh process: floor 0 and every preset's weights table, layout and plan, with torch nowhere."""
+    script = f"""
+import importlib, sys
+for name in {WITHOUT_TORCH!r}:
+    importlib.import_module(name)
+    assert "torch" not in sys.modules, name
+from models.registry import configure, presets
+from parallel.layout import Layout, MeshShape, balanced_layers
+from parallel.transfer import hugging_face, native, plan
+for preset in presets():
+    schema = configure({{"preset": preset}}).schema
+    assert schema.parameters
+    mesh = MeshShape(tp=2, pp=2)
+    layout = Layout(schema, mesh, balanced_layers(schema.sizes["layer"], 2)) if preset.endswith("-tiny") else None
+    if layout:
+        list(plan(schema, hugging_face(schema), native(layout, range(4))))
+assert not {{"torch", "transformers"}} & set(sys.modules), "torch"
+print("without torch")
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stdout == "without torch\n", done.stderr

@@ -1,0 +1,119 @@
+"""A run of the whole engine on tiny models: token files and a recipe on disk, then what each rank of a run gives."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from megacore import metrics, pretrain
+from megacore.data.indexed import IndexedWriter
+from megacore.trainer import Trainer
+from parallel.mesh import Mesh
+
+VOCAB = 61
+LENGTH = 8
+LLAMA = {
+    "family": "llama",
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "initializer_range": 0.2,
+}
+GPT2 = {
+    "family": "gpt2",
+    "vocab_size": VOCAB,
+    "n_positions": LENGTH,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 4,
+    "initializer_range": 0.2,
+}
+RECIPE: dict[str, Any] = {
+    "model": LLAMA,
+    "data": {"validation_fraction": 0.2, "sequence_length": LENGTH},
+    "batch": {"global_size": 8, "micro_size": 1},
+    "optimizer": {"lr": 1e-2},
+    "schedule": {"name": "cosine", "warmup_steps": 2},
+    "train": {"steps": 5, "precision": "fp64", "device": "cpu"},
+    "evaluate": {"every": 2, "batches": 2},
+    "log": {"peak_tflops": 1.0},
+}
+
+
+def write_corpus(prefix: Path, documents: int = 60, vocabulary: int = VOCAB) -> str:
+    """Documents in which a token often follows the one before it, so that there is something to learn."""
+    rng = np.random.default_rng(7)
+    with IndexedWriter(prefix, vocabulary) as writer:
+        for _ in range(documents):
+            jumps = rng.integers(0, vocabulary, 24) * (rng.random(24) < 0.3) + 1
+            writer.write(np.cumsum(jumps) % vocabulary)
+    return str(prefix)
+
+
+def write_recipe(folder: Path, recipe: dict[str, Any] = RECIPE) -> str:
+    """RECIPE, or another one, over a corpus in the same folder."""
+    corpus = folder / "corpus"
+    if not corpus.with_suffix(".bin").exists():
+        write_corpus(corpus)
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe | {"data": {"train": str(corpus)} | recipe["data"]}))
+    return str(path)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a rank knows after a run.
+
+    Args:
+        last: The last step that was done.
+        records: Of its metrics.jsonl; on rank 0.
+        weights: At the end, of this rank.
+    """
+
+    last: int
+    records: list[dict[str, float | None]]
+    weights: dict[str, np.ndarray]
+
+    def values(self, key: str) -> list[float]:
+        return [value for _, value in metrics.curve(self.records, key)]
+
+
+def trainer(recipe: str, overrides: Sequence[str], log: bool = False) -> Trainer:
+    """The trainer of this rank, as ``pretrain.run`` makes it."""
+    world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    config, model, corpora = pretrain.check(recipe, overrides, world, world)
+    if world > 1:
+        torch.distributed.barrier()  # in a real run every rank checks before the process group starts
+    mesh = Mesh.create(config.mesh.shape(world))
+    if mesh.rank != 0 or not log:
+        return pretrain.trainer_of(config, model, corpora, mesh, None)
+    Path(config.out).mkdir(parents=True)
+    with contextlib.redirect_stderr(io.StringIO()):  # the progress bar
+        return pretrain.trainer_of(config, model, corpora, mesh, metrics.Log(config))
+
+
+def weights(made: Trainer) -> dict[str, np.ndarray]:
+    return {name: p.detach().double().numpy().copy() for name, p in made.model.parameters.items()}
+
+
+def result(made: Trainer, last: int) -> Result:
+    path = Path(made.config.out) / metrics.METRICS
+    return Result(last, metrics.read(path) if made.log else [], weights(made))
+
+
+def train(recipe: str, overrides: Sequence[str] = ()) -> Result:
+    """A run on this rank."""
+    made = trainer(recipe, overrides, log=True)
+    return result(made, made.run())

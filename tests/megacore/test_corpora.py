@@ -1,0 +1,125 @@
+"""From the data section to samples: the split, blends, what is known of a corpus and what does not fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine import VOCAB, write_corpus
+
+from megacore.config import Config, DataConfig
+from megacore.config import Corpus as Named
+from megacore.data.blend import Blend
+from megacore.data.corpora import Corpora, facts, vocabulary_problems
+from megacore.data.corpus import CORPUS
+from megacore.data.corpus import Corpus as Facts
+from megacore.data.indexed import IndexedWriter
+from megacore.data.samples import Source
+
+FACTS = Facts("corpus", 60, 1440, 5000, 3.5, VOCAB, None, 4.0, 0, 0)
+
+
+def write(prefix: Path, *lengths: int, start: int = 0) -> str:
+    """Documents of the given lengths, their tokens counted on from ``start``."""
+    with IndexedWriter(prefix, 60000) as writer:
+        for length in lengths:
+            writer.write(np.arange(start, start + length))
+            start += length
+    return str(prefix)
+
+
+def config(*train: str | Named, validation: tuple[str, ...] = (), fraction: float = 0.0, length: int = 8) -> Config:
+    corpora = tuple(each if isinstance(each, Named) else Named(each) for each in train)
+    held_out = tuple(map(Named, validation))
+    return Config(data=DataConfig(corpora, held_out, fraction, length))
+
+
+def tokens(source: Source, count: int) -> set[int]:
+    return {int(token) for i in range(count) for token in source.sample(i).tokens[:-1]}
+
+
+def test_a_held_out_fraction_shares_no_token_with_training(tmp_path: Path) -> None:
+    corpora = Corpora.open(config(write(tmp_path / "a", *[10] * 50), fraction=0.3))
+    assert corpora.validation is not None
+    train, held_out = tokens(corpora.train, 30), tokens(corpora.validation, 10)
+    assert len(train) > 200 and len(held_out) > 60
+    assert not train & held_out
+
+
+def test_all_of_a_corpus_is_for_training_where_nothing_is_held_out(tmp_path: Path) -> None:
+    corpora = Corpora.open(config(write(tmp_path / "a", *[10] * 50)))
+    assert corpora.validation is None
+    assert len(tokens(corpora.train, 62)) == 62 * 8
+
+
+def test_validation_corpora_take_the_place_of_the_fraction(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", *[10] * 50), write(tmp_path / "b", *[10] * 50, start=1000)
+    corpora = Corpora.open(config(a, validation=(b,), fraction=0.3))
+    assert corpora.validation is not None
+    assert len(tokens(corpora.train, 62)) == 62 * 8
+    assert min(tokens(corpora.validation, 62)) >= 1000
+
+
+def test_several_corpora_are_blended_by_weight_on_both_sides(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", *[10] * 50), write(tmp_path / "b", *[10] * 50, start=1000)
+    corpora = Corpora.open(config(Named(a, 3.0), Named(b, 1.0), fraction=0.3))
+    for source in (corpora.train, corpora.validation):
+        assert isinstance(source, Blend)
+        of_b = [source.sample(i).tokens[0] >= 1000 for i in range(40)]
+        assert sum(of_b) == 10
+
+
+def test_batches_are_of_this_rank_and_section(tmp_path: Path) -> None:
+    plain = config(write(tmp_path / "a", *[10] * 50))
+    corpora = Corpora.open(plain)
+    whole = corpora.batches(corpora.train, plain, 0, 1).microbatches(0)
+    assert len(whole) == 8 and whole[0].documents is None
+    for rank in range(2):
+        half = corpora.batches(corpora.train, plain, rank, 2).microbatches(0)
+        assert [b.tokens.tolist() for b in half] == [b.tokens.tolist() for b in whole[rank::2]]
+    apart = Config(data=DataConfig(plain.data.train, (), 0.0, 8, within_documents=True))
+    assert corpora.batches(corpora.train, apart, 0, 1).microbatches(0)[0].documents is not None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fraction", "words"),
+    [
+        ((8,), 0.0, ("the train part of", "8 tokens in 1 document", "takes 9")),
+        ((), 0.0, ("the train part of", "0 tokens in 0 document")),
+        ((50, 3), 0.3, ("part of", "3 tokens in 1 document")),
+        ((50,), 0.3, ("hold out", "1 document")),
+    ],
+    ids=["short", "empty", "short-validation", "one-document"],
+)
+def test_what_is_too_short_is_named(
+    tmp_path: Path, lengths: tuple[int, ...], fraction: float, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValueError) as error:
+        Corpora.open(config(write(tmp_path / "short", *lengths), fraction=fraction))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+# -- what is known of a corpus
+
+
+def test_facts_are_those_of_this_pair(tmp_path: Path) -> None:
+    """Another pair in the same folder may be of another tokenizer."""
+    assert facts(Named(str(tmp_path / "corpus"))) is None
+    FACTS.write(tmp_path)
+    assert facts(Named(str(tmp_path / "corpus"))) == FACTS
+    assert facts(Named(str(tmp_path / "other"))) is None
+    assert json.loads((tmp_path / CORPUS).read_text()) == asdict(FACTS)
+
+
+def test_a_vocabulary_that_is_too_small_is_named_with_the_way_out(tmp_path: Path) -> None:
+    prefix = write_corpus(tmp_path / "corpus")
+    FACTS.write(tmp_path)
+    both = config(prefix, validation=(prefix,))
+    assert list(vocabulary_problems(both, VOCAB)) == []
+    found = list(vocabulary_problems(both, VOCAB - 1))
+    assert [problem.partition(":")[0] for problem in found] == ["data.train", "data.validation"]
+    for problem in found:
+        assert "go up to 60" in problem and "has 60" in problem and "model.vocab_size to 61 or more" in problem

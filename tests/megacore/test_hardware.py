@@ -1,0 +1,62 @@
+"""What the device could do: the table of GPUs, the measurement of a CPU, memory."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from megacore.hardware import PEAK_TFLOPS, peak_memory_gib, peak_tflops
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("AMD Instinct MI300X", "MI300X"),
+    ],
+)
+def test_a_gpu_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, name: str, key: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert (peak_tflops(CUDA, torch.bfloat16), peak_tflops(CUDA, torch.float32)) == PEAK_TFLOPS[key]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA H20", "NVIDIA A10", "Tesla T4", "NVIDIA B2000"])
+def test_a_gpu_that_the_table_lacks_is_not_taken_for_another(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert peak_tflops(CUDA, torch.bfloat16) is None
+
+
+def test_the_table_is_plausible() -> None:
+    assert all(bf16 > fp32 > 10 for bf16, fp32 in PEAK_TFLOPS.values())
+
+
+def test_a_cpu_is_measured() -> None:
+    start = time.perf_counter()
+    peak = peak_tflops(torch.device("cpu"), torch.float32)
+    assert time.perf_counter() - start < 5
+    assert peak is not None and 1e-3 < peak < 100
+
+
+def test_peak_memory_counts_what_is_let_go_too() -> None:
+    before = peak_memory_gib(torch.device("cpu"))
+    assert 0.05 < before < 64
+    size = round((before + 0.25) * 2**30)
+    held = np.ones(size, np.uint8)
+    del held
+    assert peak_memory_gib(torch.device("cpu")) > before + 0.2

@@ -1,0 +1,178 @@
+"""Where the numbers of a run go: each record in every sink, a picture that is one."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import engine
+import pytest
+from engine import LENGTH, train, trainer, write_recipe
+from PIL import Image
+
+from megacore import metrics
+from megacore.config import Config, LogConfig, TrainConfig
+from megacore.metrics import Log
+from models.config import flops_per_token
+from models.registry import configure
+
+KEYS = {
+    "step", "loss", "grad_norm", "lr", "tokens", "seconds_per_step", "tokens_per_second", "tflops_per_device", "mfu",
+    "peak_memory_gib", "skipped_steps",
+}  # fmt: skip
+TRAINED = {
+    "loss": 2.5, "grad_norm": 1.0, "lr": 1e-3, "tokens": 64, "seconds_per_step": 0.1, "tokens_per_second": 640.0,
+    "tflops_per_device": 0.1, "mfu": None, "peak_memory_gib": 0.5, "skipped_steps": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+# -- the records of a run
+
+
+def test_every_record_has_the_promised_numbers(recipe: str, tmp_path: Path) -> None:
+    overrides = [f"out={tmp_path / 'run'}", "train.steps=7", "log.every=3", "evaluate.every=2", "log.peak_tflops=0.5"]
+    records = train(recipe, overrides).records
+    training = [record for record in records if "loss" in record]
+    validation = [record for record in records if "validation_loss" in record]
+    assert len(training) + len(validation) == len(records)
+    assert [record["step"] for record in training] == [3, 6, 7]
+    assert [record["step"] for record in validation] == [2, 4, 6, 7]
+    assert all(record.keys() == {"step", "validation_loss"} for record in validation)
+    flops = flops_per_token(configure(engine.LLAMA), LENGTH)
+    for record in training:
+        assert record.keys() == KEYS
+        values = {key: value for key, value in record.items() if value is not None}
+        assert values.keys() == KEYS
+        assert 0 < values["loss"] < 10 and values["grad_norm"] > 0 and values["lr"] > 0
+        assert values["tokens"] == values["step"] * 8 * LENGTH
+        assert values["tokens_per_second"] == pytest.approx(8 * LENGTH / values["seconds_per_step"])
+        assert values["tflops_per_device"] == pytest.approx(values["tokens_per_second"] * flops / 1e12)
+        assert values["mfu"] == pytest.approx(values["tflops_per_device"] / 0.5)
+        assert 0.05 < values["peak_memory_gib"] < 64
+        assert values["skipped_steps"] == 0
+
+
+def test_utilisation_is_unknown_where_the_peak_is(recipe: str, tmp_path: Path) -> None:
+    made = trainer(recipe, [f"out={tmp_path / 'run'}", "train.steps=3"], log=True)
+    made.peak_tflops = None
+    records = engine.result(made, made.run()).records
+    assert records[0]["mfu"] is None and records[0]["tflops_per_device"] is not None
+
+
+def test_time_of_evaluation_is_not_counted(recipe: str, tmp_path: Path) -> None:
+    """Slow evaluations, at steps with a record and at steps without one."""
+    made = trainer(recipe, [f"out={tmp_path / 'run'}", "train.steps=4", "log.every=2", "evaluate.every=1"], log=True)
+    started = time.perf_counter()
+
+    def slow() -> float:
+        time.sleep(0.5)
+        return 0.0
+
+    made.validation_loss = slow  # type: ignore[method-assign]
+    result = engine.result(made, made.run())
+    elapsed = time.perf_counter() - started
+    counted = sum(2 * seconds for seconds in result.values("seconds_per_step"))
+    assert 0 < counted < elapsed - 4 * 0.5
+
+
+def test_without_evaluation_there_is_no_validation_loss(recipe: str, tmp_path: Path) -> None:
+    for name, override in (("none", "evaluate.every=0"), ("nothing", "data.validation_fraction=0.0")):
+        off = [override] if name == "none" else [override, "evaluate.every=0"]
+        assert not train(recipe, [f"out={tmp_path / name}", *off]).values("validation_loss")
+
+
+# -- the sinks
+
+
+def test_lines_are_json_and_there_at_once(tmp_path: Path) -> None:
+    sink = metrics.JsonLines(tmp_path / "metrics.jsonl")
+    sink.write(1, TRAINED)
+    assert metrics.read(tmp_path / "metrics.jsonl") == [{"step": 1, **TRAINED}]
+    sink.write(2, TRAINED | {"loss": float("nan"), "grad_norm": float("inf")})
+    sink.close()
+    second = (tmp_path / "metrics.jsonl").read_text().splitlines()[1]
+
+    def no_constants(name: str) -> float:
+        raise AssertionError(f"{name} is not JSON")
+
+    assert json.loads(second, parse_constant=no_constants) == {"step": 2, **TRAINED, "loss": None, "grad_norm": None}
+
+
+def test_a_record_goes_to_every_sink(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
+
+    config = Config(out=str(tmp_path), train=TrainConfig(steps=4), log=LogConfig(tensorboard=True))
+    with Log(config) as log:
+        log.write(2, TRAINED)
+        log.write(2, {"validation_loss": 2.25})
+        log.write(4, TRAINED | {"loss": 1.5})
+    assert [record["step"] for record in metrics.read(tmp_path / "metrics.jsonl")] == [2, 2, 4]
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(2, 2.5), (4, 1.5)]
+    assert [(e.step, e.value) for e in events.Scalars("validation_loss")] == [(2, 2.25)]
+    assert "mfu" not in events.Tags()["scalars"]
+    shown = capsys.readouterr()
+    assert "step 2: validation loss 2.2500" in shown.out + shown.err
+    assert "4/4" in shown.err and "loss=1.5" in shown.err
+
+
+def test_without_tensorboard_there_is_none(tmp_path: Path) -> None:
+    with Log(Config(out=str(tmp_path))) as log:
+        log.write(1, TRAINED)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_all_sinks_are_closed_though_one_fails(tmp_path: Path) -> None:
+    log = Log(Config(out=str(tmp_path)))
+    first, second = log._sinks
+    closed = []
+
+    def fail() -> None:
+        closed.append(second)
+        raise OSError("the disk is full")
+
+    second.close = fail  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="full"), log:
+        pass
+    assert closed == [second]
+    assert isinstance(first, metrics.JsonLines) and first._file.closed
+
+
+# -- the picture
+
+
+def test_the_curves_leave_out_what_is_not_there() -> None:
+    records: list[metrics.Record] = [
+        {"step": 1, "loss": 3.0},
+        {"step": 2, "loss": None},
+        {"step": 2, "validation_loss": 2.5},
+    ]
+    assert metrics.curve(records, "loss") == [(1, 3.0)]
+    assert metrics.curve(records, "validation_loss") == [(2, 2.5)]
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [{"step": 1, **TRAINED}, {"step": 1, "validation_loss": 2.0}, {"step": 2, **TRAINED, "loss": None}],
+        [{"step": 1, **TRAINED}],
+        [],
+    ],
+    ids=["both", "training", "nothing"],
+)
+@pytest.mark.filterwarnings("error:No artists:UserWarning")
+def test_the_picture_is_a_png(tmp_path: Path, records: list[dict[str, float | None]]) -> None:
+    metrics.draw(records, tmp_path / "loss.png", reference=2.2 if records else None)
+    with Image.open(tmp_path / "loss.png") as picture:
+        picture.load()
+        assert picture.format == "PNG" and picture.width > 600
+        colors = picture.convert("RGB").getcolors(1 << 20)
+        assert colors is not None and len(colors) > 10

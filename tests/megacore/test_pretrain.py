@@ -1,0 +1,284 @@
+"""The program: problems are found before anything starts, and a run ends with what it promised, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from engine import GPT2, RECIPE, VOCAB, write_corpus, write_recipe
+from PIL import Image
+from pool import Pool
+
+from megacore import metrics, pretrain
+from megacore.config import ConfigError, load
+from megacore.data.corpus import Corpus as Facts
+from megacore.trainer import Trainer
+from models.registry import configure
+
+ROOT = Path(__file__).parents[2]
+FACTS = Facts("corpus", 60, 1440, 5000, 3.5, VOCAB, None, 4.0625, 0, 0)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    return write_recipe(tmp_path)
+
+
+def problems(recipe: str, *overrides: str, world: int = 1) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as error:
+        pretrain.check(recipe, overrides, world, world)
+    return error.value.problems
+
+
+# -- before anything starts
+
+
+def test_a_good_recipe_is_read(recipe: str) -> None:
+    config, model, corpora = pretrain.check(recipe, ["mesh.tp=2"], 2, 2)
+    assert config.mesh.tp == 2 and model == configure(config.model)
+    assert corpora.validation is not None and len(corpora.train.sample(0).tokens) == 9
+
+
+def test_missing_corpora_and_broken_rules_are_said_together(recipe: str) -> None:
+    found = problems(recipe, "data.train=nowhere/corpus", "batch.global_size=7", "mesh.tp=2", "train.steps=0", world=4)
+    assert len(found) == 3
+    assert any("train.steps (0)" in problem for problem in found)
+    assert any("batch.global_size (7)" in problem and "choose 6 or 8" in problem for problem in found)
+    assert any("nowhere/corpus.bin" in problem and "megacore tokenize" in problem for problem in found)
+
+
+def test_the_model_s_problems_are_named_as_such(recipe: str) -> None:
+    found = problems(recipe, "model.num_atention_heads=4", "model.hidden_act=relu")
+    assert len(found) == 2 and all(problem.startswith("model: ") for problem in found)
+    assert any("num_attention_heads" in problem for problem in found)
+
+
+def test_a_vocabulary_below_the_corpus_s_is_found(recipe: str, tmp_path: Path) -> None:
+    FACTS.write(tmp_path)
+    pretrain.check(recipe, [], 1, 1)
+    (problem,) = problems(recipe, f"model.vocab_size={VOCAB - 1}")
+    assert "set model.vocab_size to 61 or more" in problem
+
+
+def test_a_corpus_that_is_too_short_is_found(recipe: str, tmp_path: Path) -> None:
+    write_corpus(tmp_path / "short", documents=2)
+    (problem,) = problems(
+        recipe, f"data.train={tmp_path / 'short'}", "data.sequence_length=64", "model.max_position_embeddings=64"
+    )
+    assert problem.startswith("data: ") and "one sample of length 64 takes 65" in problem
+
+
+def test_a_damaged_corpus_is_found(recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "corpus.idx").write_bytes(b"not an index")
+    (problem,) = problems(recipe)
+    assert problem.startswith("data: ") and "it is no index" in problem
+
+
+def test_problems_end_the_program_with_status_2_and_nothing_is_written(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    arguments = [recipe, f"out={out}", "train.steps=0", "data.train=nowhere"]
+    assert pretrain.main(arguments) == 2
+    shown = capsys.readouterr()
+    assert "2 problems in the config" in shown.err and not shown.out
+    assert not out.exists()
+    # The other ranks of a node leave it to its first one to say so.
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert pretrain.main(arguments) == 2
+    assert "2 problems in the config" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert pretrain.main(arguments) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_wrong_model_does_not_hide_what_else_is_wrong(recipe: str) -> None:
+    found = problems(recipe, "model.num_key_value_heads=3", "optimizer.lr=0", "data.train=nowhere", "mesh.pp=2")
+    assert len(found) == 4
+    for word in ("model: num_attention_heads", "optimizer.lr", "nowhere.bin", "cannot divide 1 ranks"):
+        assert any(word in problem for problem in found), word
+
+
+def test_only_a_check(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain.main(["--check", "1", "1", recipe]) == 0
+    assert pretrain.main(["--check", "3", "3", recipe, "mesh.pp=2"]) == 2
+    assert "cannot divide 3 ranks" in capsys.readouterr().err
+    assert pretrain.main(["--check", "1", "1"]) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert pretrain.main([]) == 2
+    assert "usage" in capsys.readouterr().err
+
+
+# -- a run
+
+
+def test_a_run_leaves_what_it_says(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FACTS.write(tmp_path)
+    out = tmp_path / "new" / "run"
+    assert pretrain.main([recipe, f"out={out}", "train.precision=fp32"]) == 0
+    shown = capsys.readouterr().out
+    config = load(recipe, [f"out={out}", "train.precision=fp32"])
+    assert load(out / "config.yaml") == config
+    records = metrics.read(out / "metrics.jsonl")
+    losses = [loss for _, loss in metrics.curve(records, "loss")]
+    held_out = [loss for _, loss in metrics.curve(records, "validation_loss")]
+    assert len(losses) == 5 and len(held_out) == 3
+    with Image.open(out / "loss.png") as picture:
+        assert picture.format == "PNG"
+    assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "loss.png", "metrics.jsonl"]
+    parameters = configure(config.model).schema.parameters
+    assert f"llama of {parameters:,} parameters" in shown and "1 x cpu as pp=1 x dp=1" in shown
+    assert "\nDone.\n" in shown
+    assert f"training loss    {sum(losses) / 5:.4f} nats per token" in shown
+    assert f"validation loss  {held_out[-1]:.4f}" in shown
+    assert "unigram entropy  4.0625" in shown
+    assert all(str(out / name) in shown for name in ("config.yaml", "loss.png", "metrics.jsonl"))
+    # A second run does not write over it.
+    assert pretrain.main([recipe, f"out={out}"]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+
+
+def test_a_run_without_facts_and_evaluation_reports_what_there_is(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain.main([recipe, f"out={tmp_path / 'run'}", "evaluate.every=0", "log.every=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "(the last 3 records)" in shown
+    assert "validation" not in shown and "unigram" not in shown
+
+
+def run_here(recipe: str, overrides: list[str]) -> None:
+    world = torch.distributed.get_world_size()
+    config, model, corpora = pretrain.check(recipe, overrides, world, world)
+    pretrain.run(config, model, corpora, torch.device("cpu"))
+
+
+def test_one_rank_of_several_writes(pool: Pool, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, RECIPE | {"model": GPT2})
+    overrides = [f"out={tmp_path / 'run'}", "mesh.pp=2", "mesh.tp=2", "train.precision=bf16"]
+    pool.run(4, run_here, recipe, overrides)
+    out = tmp_path / "run"
+    assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "loss.png", "metrics.jsonl"]
+    assert [r["step"] for r in metrics.read(out / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4, 5, 5]
+
+
+def test_the_recipe_s_loss_and_optimizer_arrive(recipe: str) -> None:
+    overrides = ["loss.label_smoothing=0.1", "loss.z_loss=0.01", "optimizer.betas=[0.8,0.9]", "optimizer.eps=1e-5"]
+    overrides += ["optimizer.clip=null", "pipeline.schedule=gpipe", "pipeline.chunks=2", "log.peak_tflops=3.5"]
+    config, model, corpora = pretrain.check(recipe, overrides, 1, 1)
+    made = pretrain.trainer_of(config, model, corpora, pretrain.Mesh.single(), None)
+    head = made.model.chunks[-1].head
+    assert head is not None and (head.losses.label_smoothing, head.losses.z_loss) == (0.1, 0.01)
+    assert made.step.pipeline.schedule == "gpipe" and len(made.model.chunks) == 2
+    adamw, clip = made.step.optimizer.adamw, made.step.optimizer.clip
+    assert {(group["betas"], group["eps"]) for group in adamw.param_groups} == {((0.8, 0.9), 1e-5)}
+    assert clip is None and made.peak_tflops == 3.5
+
+
+# -- how a run ends
+
+
+def test_a_non_finite_loss_ends_with_status_1_and_the_reason(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = pretrain.trainer_of
+
+    def poisoned(*arguments: object) -> Trainer:
+        made = plain(*arguments)  # type: ignore[arg-type]
+        next(iter(made.model.parameters.values())).data.view(-1)[:16] = float("nan")
+        return made
+
+    monkeypatch.setattr(pretrain, "trainer_of", poisoned)
+    assert pretrain.main([recipe, f"out={tmp_path / 'run'}"]) == 1
+    shown = capsys.readouterr()
+    assert "step 1, samples 0 to 7 of the training data: the loss is not finite on rank 0" in shown.err
+    assert "Done" not in shown.out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_run_after_its_step(recipe: str, tmp_path: Path, number: signal.Signals) -> None:
+    out = tmp_path / "run"
+    command = [
+        sys.executable,
+        "-m",
+        "megacore.pretrain",
+        recipe,
+        f"out={out}",
+        "train.steps=100000",
+        "evaluate.every=90000",
+    ]
+    process = start(command)
+    try:
+        await_records(process, out, 3)
+        process.send_signal(number)
+        shown, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    records = metrics.read(out / "metrics.jsonl")
+    assert process.returncode == 0, errors
+    last = records[-1]["step"]
+    assert f"Done after step {last} of 100000." in shown
+    assert "loss" in records[-1], "it does not wait for an evaluation"
+    assert (out / "loss.png").is_file()
+
+
+@pytest.mark.slow
+def test_a_signal_to_torchrun_ends_all_ranks_after_the_same_step(recipe: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.pretrain"]
+    process = start([sys.executable, *torchrun, recipe, f"out={out}", "train.steps=100000", "mesh.tp=2"])
+    try:
+        await_records(process, out, 3)
+        process.send_signal(signal.SIGTERM)
+        shown, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    records = metrics.read(out / "metrics.jsonl")
+    assert f"Done after step {records[-1]['step']} of 100000." in shown, errors
+    assert (out / "loss.png").is_file()
+
+
+@pytest.mark.slow
+def test_an_error_on_one_rank_ends_all_of_them_and_is_seen(recipe: str, tmp_path: Path) -> None:
+    """Nobody waits for a rank that is gone: W&B is asked for by rank 0 alone, and its import fails there."""
+    stand_in = tmp_path / "path" / "wandb"
+    stand_in.mkdir(parents=True)
+    (stand_in / "__init__.py").write_text("def init(**_):\n    raise RuntimeError('no such project')\n")
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.pretrain"]
+    command = [sys.executable, *torchrun, recipe, f"out={tmp_path / 'run'}", "mesh.tp=2", "log.wandb=project"]
+    process = start(command, PYTHONPATH=str(stand_in.parent))
+    try:
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode != 0
+    assert "no such project" in errors
+
+
+def start(command: list[str], **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def await_records(process: subprocess.Popen[str], out: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    path = out / "metrics.jsonl"
+    while not path.exists() or path.read_text().count("\n") < count:
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)

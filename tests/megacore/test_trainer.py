@@ -1,0 +1,409 @@
+"""The training engine from token files to metrics: the same numbers in every layout, and what ends a run early."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import engine
+import numpy as np
+import pytest
+import torch
+from engine import GPT2, LLAMA, RECIPE, Result, train, trainer, weights, write_recipe
+from pool import Pool
+
+from megacore.step import TrainStep
+from megacore.trainer import NonFinite
+from models.decoder import Microbatch
+
+TOLERANCE = 1e-9
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture(scope="module")
+def one(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    return train(recipe, [f"out={tmp_path_factory.mktemp('one') / 'run'}"])
+
+
+# -- any layout, the same numbers
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        pytest.param(1, ["batch.micro_size=4"], id="one-larger-microbatches"),
+        pytest.param(2, [], id="dp2"),
+        pytest.param(4, ["mesh.tp=2", "batch.micro_size=2"], id="tp2-dp2"),
+        pytest.param(4, ["mesh.tp=2", "mesh.pp=2"], id="tp2-pp2"),
+        pytest.param(2, ["mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved"], id="pp2-interleaved"),
+    ],
+)
+def test_every_layout_logs_what_one_process_logs(
+    pool: Pool, recipe: str, one: Result, tmp_path: Path, world: int, overrides: list[str]
+) -> None:
+    ranks = pool.run(world, train, recipe, [f"out={tmp_path / 'run'}", *overrides])
+    assert [rank.last for rank in ranks] == [5] * world
+    for key in ("loss", "grad_norm", "validation_loss", "lr", "tokens"):
+        assert len(one.values(key)) >= 3
+        np.testing.assert_allclose(ranks[0].values(key), one.values(key), rtol=TOLERANCE, err_msg=key)
+
+
+def test_it_learns(one: Result) -> None:
+    """Else equal losses would prove little."""
+    assert one.values("loss")[-1] < one.values("loss")[0] - 0.1
+    assert one.values("validation_loss")[-1] < one.values("validation_loss")[0]
+
+
+def test_the_loss_is_of_other_data_in_every_step_and_validation_of_none_of_it(recipe: str) -> None:
+    made = trainer(recipe, [])
+    seen = {bytes(b.tokens) for step in range(5) for b in made.batches.microbatches(step)}
+    assert len(seen) == 5 * 8
+    assert made.held_out is not None
+    held_out = {bytes(b.tokens) for b in made.held_out.microbatches(0)}
+    assert held_out and not held_out & seen
+
+
+def test_documents_are_kept_apart_when_asked(recipe: str) -> None:
+    made = trainer(recipe, ["data.within_documents=true"])
+    apart = made._microbatches(made.batches.microbatches(0), 1)
+    assert all(batch.documents is not None for batch in apart)
+    made = trainer(recipe, [])
+    joined = made._microbatches(made.batches.microbatches(0), 1)
+    assert all(batch.documents is None for batch in joined)
+    assert all(a.tokens.equal(b.tokens) for a, b in zip(apart, joined, strict=True))
+
+
+# -- non-finite numbers
+
+
+def poison(made: engine.Trainer, steps: set[int]) -> None:
+    """A loss of NaN (and so its gradients) on this rank in some steps, by the scale that its losses are given."""
+    train_pipeline, count = made.step.pipeline.train, 0
+
+    def poisoned(microbatches: list[Microbatch], scale: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return train_pipeline(microbatches, scale * torch.nan if count in steps else scale)
+
+    made.step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
+
+
+def stop_at(recipe: str, overrides: list[str], rank: int, steps: set[int], before: int) -> tuple[str, bool, bool]:
+    """(the error; whether the weights are those after ``before`` steps; whether they moved at all)."""
+    made = trainer(recipe, overrides)
+    start = weights(made)
+    if made.mesh.rank == rank:
+        poison(made, steps)
+    history = [start]
+    plain = made.step.optimizer.step
+
+    def recorded(lr: float, norm: torch.Tensor, go: torch.Tensor | None = None) -> None:
+        plain(lr, norm, go)
+        history.append(weights(made))
+
+    made.step.optimizer.step = recorded  # type: ignore[method-assign]
+    with pytest.raises(NonFinite) as error:
+        made.run()
+    assert len(history) > before + 1
+    end = weights(made)
+    same = all(np.array_equal(end[name], history[before][name]) for name in end)
+    return str(error.value), same, any(not np.array_equal(end[name], start[name]) for name in end)
+
+
+@pytest.mark.parametrize("every", [1, 4], ids=["at-once", "at-the-next-record"])
+def test_a_loss_that_is_no_number_stops_and_the_weights_are_those_before(recipe: str, every: int) -> None:
+    """Later steps are finite again: with a record only every 4 steps they must not move the weights either."""
+    message, untouched, moved = stop_at(recipe, [f"log.every={every}"], 0, {3}, before=2)
+    assert message.startswith("step 3, samples 16 to 23 of the training data: the loss is not finite on rank 0 (")
+    assert "optimizer.non_finite=skip" in message
+    assert untouched and moved
+
+
+def test_all_ranks_stop_together_and_name_the_one(pool: Pool, recipe: str) -> None:
+    overrides = ["mesh.tp=2", "mesh.pp=2", "log.every=2"]
+    # Rank 3 is on the last stage, where losses are.
+    for message, untouched, moved in pool.run(4, stop_at, recipe, overrides, 3, {3}, 2):
+        assert message.startswith("step 3, samples 16 to 23 of the training data: the loss is not finite on rank 3 (")
+        assert "pp=1" in message and "tp=1" in message
+        assert untouched and moved
+
+
+def test_a_gradient_alone_is_told_from_a_loss(recipe: str) -> None:
+    made = trainer(recipe, [])
+    name, parameter = next(iter(made.model.parameters.items()))
+    parameter.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(NonFinite, match=r"step 1, .*the loss is finite on every rank, the gradient is not"):
+        made.run()
+    assert torch.isfinite(parameter).all(), name
+
+
+def test_a_loss_alone_does_not_update_either(recipe: str) -> None:
+    """A loss can be infinite where its gradient is finite."""
+    made = trainer(recipe, ["train.steps=3"])
+    start = weights(made)
+    plain = made.step.backward
+
+    def infinite(microbatches: list[Microbatch]) -> object:
+        stats = plain(microbatches)
+        stats.loss.fill_(torch.inf)
+        stats.own_loss.fill_(torch.inf)
+        return stats
+
+    made.step.backward = infinite  # type: ignore[assignment, method-assign]
+    with pytest.raises(NonFinite, match=r"step 1, .*rank 0"):
+        made.run()
+    assert all(np.array_equal(value, start[name]) for name, value in weights(made).items())
+
+
+def skip(recipe: str, overrides: list[str], steps: set[int]) -> Result:
+    made = trainer(recipe, overrides, log=True)
+    if made.mesh.rank == 0:
+        poison(made, steps)
+    return engine.result(made, made.run())
+
+
+def test_skipping_goes_on_and_counts(pool: Pool, recipe: str, tmp_path: Path) -> None:
+    overrides = [f"out={tmp_path / 'run'}", "optimizer.non_finite=skip"]
+    for result in pool.run(2, skip, recipe, overrides, {2, 3}):
+        assert result.last == 5
+        assert all(np.isfinite(value).all() for value in result.weights.values())
+        if result.records:
+            records = [record for record in result.records if "loss" in record]
+            assert [record["skipped_steps"] for record in records] == [0, 1, 2, 2, 2]
+            # JSON has no NaN.
+            assert [record["loss"] is None for record in records] == [False, True, True, False, False]
+            assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_skipped_step_changes_nothing(recipe: str) -> None:
+    """Neither weights nor moments: going on with the data of the steps that were not skipped gives the same."""
+
+    def batches(made: engine.Trainer, step: int) -> list[Microbatch]:
+        return made._microbatches(made.batches.microbatches(step), 1)
+
+    with_gap, without = trainer(recipe, []), trainer(recipe, [])
+    poison(with_gap, {2})
+    for step in range(4):
+        with_gap.step(batches(with_gap, step), 1e-2)
+        if step != 1:
+            without.step(batches(without, step), 1e-2)
+    assert all(np.array_equal(value, weights(without)[name]) for name, value in weights(with_gap).items())
+
+
+# -- ending early
+
+
+def interrupted(recipe: str, overrides: list[str], rank: int, step: int) -> tuple[Result, bool]:
+    """A run in which one rank is asked to end during a step; and whether it was asked itself."""
+    made = trainer(recipe, overrides, log=True)
+    plain, count = TrainStep.backward, 0
+
+    def asked(microbatches: list[Microbatch]) -> object:
+        nonlocal count
+        count += 1
+        made.interrupt.asked |= count == step and made.mesh.rank == rank
+        return plain(made.step, microbatches)
+
+    made.step.backward = asked  # type: ignore[assignment, method-assign]
+    return engine.result(made, made.run()), made.interrupt.asked
+
+
+def test_one_rank_that_is_asked_to_end_ends_all_after_that_step(
+    pool: Pool, recipe: str, one: Result, tmp_path: Path
+) -> None:
+    overrides = [f"out={tmp_path / 'run'}", "mesh.tp=2", "mesh.pp=2", "log.every=100", "evaluate.every=100"]
+    results = pool.run(4, interrupted, recipe, overrides, 2, 3)
+    assert [asked for _, asked in results] == [False, False, True, False]
+    assert [result.last for result, _ in results] == [3] * 4
+    # The last step is logged although its turn had not come; nobody waits for an evaluation.
+    (last,) = results[0][0].records
+    assert last["step"] == 3
+    assert last["loss"] == pytest.approx(one.values("loss")[2], rel=TOLERANCE)
+
+
+# -- dropout
+
+
+@pytest.fixture(scope="module")
+def dropout(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_recipe(tmp_path_factory.mktemp("dropout"), RECIPE | {"model": GPT2})
+
+
+def losses_of_one_batch(recipe: str, overrides: list[str], seeds: list[int]) -> list[float]:
+    """Of the same batch and weights under several steps' masks."""
+    made = trainer(recipe, overrides)
+    batch = made.batches.microbatches(0)
+    return [made.step.backward(made._microbatches(batch, seed)).loss.item() for seed in seeds]
+
+
+@pytest.mark.parametrize(("world", "overrides"), [(1, []), (4, ["mesh.tp=2", "mesh.pp=2"])], ids=["one", "tp2-pp2"])
+def test_dropout_repeats_bitwise_on_one_layout(
+    pool: Pool, dropout: str, tmp_path: Path, world: int, overrides: list[str]
+) -> None:
+    runs = [pool.run(world, train, dropout, [f"out={tmp_path / name}", *overrides]) for name in "ab"]
+    assert runs[0][0].values("loss") == runs[1][0].values("loss")
+    for first, second in zip(*runs, strict=True):
+        assert all(np.array_equal(value, second.weights[name]) for name, value in first.weights.items())
+
+
+def test_masks_differ_between_steps_microbatches_and_ranks(pool: Pool, dropout: str) -> None:
+    first, second, again = losses_of_one_batch(dropout, [], [1, 2, 1])
+    assert first == again != second
+    made = trainer(dropout, ["batch.global_size=2"])
+    one, other = made._microbatches([made.batches.microbatches(0)[0]] * 2, 1)
+    assert one.seed != other.seed
+    # Ranks that compute other heads and tokens draw other masks, so another layout gives other numbers.
+    tp = pool.run(2, losses_of_one_batch, dropout, ["mesh.tp=2"], [1])
+    assert tp[0] == tp[1] and abs(tp[0][0] - first) > 1e-6
+
+
+def test_evaluation_drops_nothing_and_training_goes_on_dropping(dropout: str) -> None:
+    made = trainer(dropout, [])
+    assert made.validation_loss() == made.validation_loss()
+    plain = trainer(dropout, ["model.resid_pdrop=0.0", "model.embd_pdrop=0.0", "model.attn_pdrop=0.0"])
+    assert made.validation_loss() == plain.validation_loss()
+    batch = made.batches.microbatches(0)
+    dropped = made.step.backward(made._microbatches(batch, 1)).loss.item()
+    assert dropped != plain.step.backward(plain._microbatches(batch, 1)).loss.item()
+
+
+# -- the optimizer as the recipe describes it
+
+
+def test_norms_and_biases_do_not_decay(recipe: str) -> None:
+    overrides = ["model.attention_bias=true", "model.mlp_bias=true", "optimizer.weight_decay=0.25"]
+    made = trainer(recipe, overrides)
+    decays = {
+        id(tensor): group["weight_decay"]
+        for group in made.step.optimizer.adamw.param_groups
+        for tensor in group["params"]
+    }
+    found = {t.span.name: decays.pop(id(t.tensor)) for t in made.step.optimizer.targets}
+    assert not decays
+    assert len(found) == len(made.model.parameters)
+    for name, decay in found.items():
+        assert decay == (0.0 if "norm" in name or name.endswith("bias") else 0.25), name
+    assert set(found.values()) == {0.0, 0.25}
+
+
+def test_decay_shrinks_what_has_no_gradient(recipe: str) -> None:
+    made = trainer(recipe, ["optimizer.weight_decay=0.5"])
+    start = weights(made)
+    for span in made.step.gradients.spans:
+        span.gradient.zero_()
+    made.step.optimizer.step(0.1, torch.tensor(0.0, dtype=torch.float64))
+    for name, value in weights(made).items():
+        np.testing.assert_allclose(value, start[name] * (1.0 if "norm" in name else 1 - 0.1 * 0.5), rtol=1e-12)
+
+
+def test_clipping_bounds_the_norm_that_the_optimizer_sees(recipe: str) -> None:
+    def gradient_norms(clip: str) -> tuple[float, float]:
+        """(as logged, as AdamW gets it)."""
+        made = trainer(recipe, [f"optimizer.clip={clip}"])
+        adamw, seen = made.step.optimizer.adamw, list[torch.Tensor]()
+
+        def spy(*_: object) -> None:
+            gradients = [p.grad for group in adamw.param_groups for p in group["params"]]
+            seen.append(torch.stack([gradient.norm() for gradient in gradients]).norm())
+
+        adamw.register_step_pre_hook(spy)
+        stats = made.step(made._microbatches(made.batches.microbatches(0), 1), 1e-2)
+        return stats.grad_norm.item(), seen[0].item()
+
+    logged, seen = gradient_norms("null")
+    assert seen == pytest.approx(logged, rel=TOLERANCE)
+    assert gradient_norms(str(logged * 2)) == pytest.approx((logged, logged), rel=TOLERANCE)
+    assert gradient_norms(str(logged / 10)) == pytest.approx((logged, logged / 10), rel=1e-5)  # torch adds 1e-6
+
+
+def test_the_schedule_arrives_in_the_optimizer(recipe: str) -> None:
+    made = trainer(recipe, [])
+    plain, seen = made.step.optimizer.step, list[float]()
+
+    def recorded(lr: float, norm: torch.Tensor, go: torch.Tensor | None = None) -> None:
+        plain(lr, norm, go)
+        seen.append(made.step.optimizer.adamw.param_groups[0]["lr"])
+        assert len({group["lr"] for group in made.step.optimizer.adamw.param_groups}) == 1
+
+    made.step.optimizer.step = recorded  # type: ignore[method-assign]
+    made.run()
+    # Two steps of warm-up, then half a cosine from 1e-2 towards a tenth of it over three.
+    np.testing.assert_allclose(seen, [0.005, 0.01, 0.01, 0.00775, 0.00325], rtol=1e-12)
+
+
+# -- precision
+
+
+def test_bf16_trains_like_fp32(recipe: str, tmp_path: Path) -> None:
+    common = ["train.steps=20", "evaluate.every=0", "model.hidden_size=32", "optimizer.lr=3e-3"]
+    common += ["model.initializer_range=0.05"]
+
+    def losses(name: str, *overrides: str) -> np.ndarray:
+        return np.array(train(recipe, [f"out={tmp_path / name}", *common, *overrides]).values("loss"))
+
+    wide = losses("fp32", "train.precision=fp32")
+    master = losses("master", "train.precision=bf16")
+    pure = losses("pure", "train.precision=bf16", "optimizer.master_weights=false")
+    assert wide[0] - wide[-1] > 0.3
+    # Seen: 0.05 % and 0.5 %.
+    np.testing.assert_allclose(master, wide, rtol=0.003)
+    np.testing.assert_allclose(pure, wide, rtol=0.02)
+    assert np.abs(pure - wide).mean() > np.abs(master - wide).mean() > 0
+
+
+def test_masters_are_fp32_and_the_weights_their_rounding(recipe: str) -> None:
+    made = trainer(recipe, ["train.precision=bf16", "train.steps=3"])
+    assert {span.gradient.dtype for span in made.step.gradients.spans} == {torch.float32}
+    made.run()
+    for target in made.step.optimizer.targets:
+        assert target.tensor.dtype == torch.float32 and target.span.data.dtype == torch.bfloat16
+        assert torch.equal(target.tensor.to(torch.bfloat16), target.span.data)
+    assert any(not torch.equal(t.tensor, t.span.data.float()) for t in made.step.optimizer.targets)
+    pure = trainer(recipe, ["train.precision=bf16", "optimizer.master_weights=false"])
+    assert {target.tensor.dtype for target in pure.step.optimizer.targets} == {torch.bfloat16}
+
+
+# -- compiled blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "overrides"), [(1, []), (2, ["mesh.tp=2"])], ids=["one", "tp2"])
+def test_compiled_blocks_give_the_same_numbers(pool: Pool, tmp_path: Path, world: int, overrides: list[str]) -> None:
+    path = write_recipe(tmp_path, RECIPE | {"model": LLAMA | {"num_hidden_layers": 2}})
+    runs = [
+        pool.run(
+            world,
+            train,
+            path,
+            [f"out={tmp_path / f'run-{compiled}'}", f"train.compile={compiled}", "train.steps=3", *overrides],
+        )[0]
+        for compiled in ("false", "true")
+    ]
+    for key in ("loss", "grad_norm", "validation_loss"):
+        np.testing.assert_allclose(runs[1].values(key), runs[0].values(key), rtol=TOLERANCE, err_msg=key)
+
+
+def test_compile_reaches_every_block(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quick look; the numbers are the slow one's."""
+    compiled: list[torch.nn.Module] = []
+
+    def note(module: torch.nn.Module) -> None:
+        compiled.append(module)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", note)
+    made = trainer(recipe, ["train.compile=true"])
+    assert compiled == [block for chunk in made.model.chunks for block in chunk.layers.values()]
+    assert len(compiled) == 4
+
+
+def test_a_microbatch_is_the_samples_as_one_row(recipe: str) -> None:
+    made = trainer(recipe, [])
+    sample = made.batches._source.sample(0)
+    batch = made._microbatches(made.batches.microbatches(0), 1)[0]
+    assert batch.tokens.tolist() == sample.tokens[:-1].tolist()
+    assert batch.labels.tolist() == sample.tokens[1:].tolist()
+    assert batch.positions.tolist() == list(range(8))
+    assert batch.activation == (8, 16)

@@ -1,0 +1,100 @@
+"""From a configuration to the parts of one rank: how layers are spread, what each chunk has, what compile reaches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from models.assemble import Model, default_layers, layout_of
+from models.decoder import Losses
+from models.registry import configure
+from parallel.layout import MeshShape, balanced_layers
+from parallel.mesh import Mesh
+
+TINY = {"preset": "llama-tiny"}
+EIGHT_B = {"preset": "llama-3.1-8b"}
+
+
+def test_the_head_and_the_embedding_count_as_layers() -> None:
+    """A head of 128256 x 4096 weighs 2.4 layers of 218 M parameters; the embedding a quarter of it."""
+    assert default_layers(configure(EIGHT_B), 1) == (32,)
+    assert default_layers(configure(EIGHT_B), 4) == (8, 9, 9, 6)
+    assert default_layers(configure(EIGHT_B), 2) == (17, 15)
+    assert balanced_layers(32, 4) == (8, 8, 8, 8)
+
+
+def test_a_small_vocabulary_changes_nothing() -> None:
+    assert default_layers(configure(EIGHT_B | {"vocab_size": 100}), 4) == (8, 8, 8, 8)
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_every_stage_has_a_layer_whatever_the_head_weighs(stages: int) -> None:
+    counts = default_layers(configure(TINY | {"vocab_size": 1_000_000}), stages)
+    assert len(counts) == stages and sum(counts) == 4 and min(counts) >= 1
+    # The head is on the last stage, which has no more than it must.
+    assert counts[-1] == 1 or stages == 1
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="cannot spread 4 layers over 5 virtual stages"):
+        default_layers(configure(TINY), 5)
+
+
+def test_the_layout_takes_given_layers_or_balances_them_over_virtual_stages() -> None:
+    config = configure(EIGHT_B)
+    mesh = MeshShape(pp=2, tp=2)
+    assert layout_of(config, mesh).layers == default_layers(config, 2)
+    interleaved = layout_of(config, mesh, chunks=2)
+    assert interleaved.layers == default_layers(config, 4) and interleaved.chunks == 2
+    given = layout_of(config, mesh, 2, (5, 9, 9, 9))
+    assert given.layers == (5, 9, 9, 9)
+    assert list(given.chunk_layers(stage=1, chunk=0)) == list(range(5, 14))
+    with pytest.raises(ValueError, match="sum to 31"):
+        layout_of(config, mesh, 1, (16, 15))
+
+
+def tiny(chunks: int = 1, losses: Losses | None = None, **fields: float) -> Model:
+    config = configure(TINY | {"num_hidden_layers": 3} | fields)
+    return Model.create(config, layout_of(config, MeshShape(), chunks), Mesh.single(), torch.float32, losses)
+
+
+def test_each_chunk_has_its_part() -> None:
+    first, middle, last = tiny(chunks=3).chunks
+    assert [chunk.embedding is not None for chunk in (first, middle, last)] == [True, False, False]
+    assert [chunk.head is not None for chunk in (first, middle, last)] == [False, False, True]
+    assert [list(chunk.layers) for chunk in (first, middle, last)] == [["0"], ["1"], ["2"]]
+
+
+def test_the_parameters_are_the_schema_s() -> None:
+    model = tiny()
+    assert sum(p.numel() for p in model.parameters.values()) == model.config.schema.parameters
+    (chunk,) = model.chunks
+    assert {id(p) for p in chunk.parameters()} == {id(p) for p in model.parameters.values()}
+
+
+def test_losses_arrive_at_the_head() -> None:
+    losses = Losses(label_smoothing=0.1, z_loss=1e-4)
+    head = tiny(chunks=2, losses=losses).chunks[-1].head
+    assert head is not None and head.losses == losses
+    plain = tiny().chunks[0].head
+    assert plain is not None and plain.losses == Losses()
+
+
+def test_training_mode_is_that_of_every_chunk() -> None:
+    model = tiny(chunks=2)
+    for mode in (False, True):
+        model.train(mode)
+        assert all(module.training is mode for chunk in model.chunks for module in chunk.modules())
+
+
+def test_compile_is_for_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[nn.Module] = []
+
+    def note(module: nn.Module) -> None:
+        compiled.append(module)
+
+    monkeypatch.setattr(nn.Module, "compile", note)
+    model = tiny(chunks=3)
+    model.compile()
+    assert compiled == [block for chunk in model.chunks for block in chunk.layers.values()] and len(compiled) == 3

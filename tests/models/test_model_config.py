@@ -1,0 +1,310 @@
+"""Model configurations: Hugging Face's fields in both directions, presets, and what is counted from the schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import GPT2Config, LlamaConfig
+
+from models.assemble import Model, layout_of
+from models.config import ModelConfig, ModelConfigError, flops_per_token, matmul_parameters
+from models.decoder import Microbatch
+from models.registry import FAMILIES, configure, family, presets
+from parallel.layout import MeshShape
+from parallel.mesh import Mesh
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 64,
+}
+GPT2 = {"model_type": "gpt2", "vocab_size": 32, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 4}
+SMALL = {"llama": LLAMA, "gpt2": GPT2}
+
+
+def read(config: Mapping[str, Any]) -> ModelConfig:
+    return family(config["model_type"]).CONFIG.from_hugging_face(config)
+
+
+# -- both directions
+
+THEIRS: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama defaults": (LlamaConfig, {}),
+    "llama 3.1": (
+        LlamaConfig,
+        {
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+            "attention_dropout": 0.1,
+            "initializer_range": 0.01,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+    ),
+    "llama head_dim": (LlamaConfig, {"hidden_size": 96, "num_attention_heads": 4, "head_dim": 64}),
+    "gpt2 defaults": (GPT2Config, {}),
+    "gpt2 other": (
+        GPT2Config,
+        {
+            "n_inner": 100,
+            "activation_function": "relu",
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.2,
+            "attn_pdrop": 0.3,
+            "layer_norm_epsilon": 1e-6,
+            "tie_word_embeddings": False,
+            "initializer_range": 0.1,
+        },
+    ),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", THEIRS)
+def test_their_config_comes_and_goes(case: str) -> None:
+    """What we write, transformers reads as the same config; and what we read of that is what we had."""
+    kind, values = THEIRS[case]
+    theirs = kind(**values)
+    ours = read(theirs.to_dict())
+    written = ours.to_hugging_face()
+    json.dumps(written)
+    again = kind(**written)
+    fields = theirs.to_dict() | {"architectures": [ours.architecture]}
+    assert again.to_dict() == fields
+    assert read(again.to_dict()) == read(written) == ours
+
+
+def test_old_spelling_of_rope() -> None:
+    """What transformers 4 wrote: the published config.json of LLaMA 3.2."""
+    old = LLAMA | {
+        "architectures": ["LlamaForCausalLM"],
+        "rope_theta": 500000.0,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "hidden_act": "silu",
+        "pretraining_tp": 1,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0.dev0",
+        "use_cache": True,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008],
+    }
+    ours = read(old)
+    assert ours.to_hugging_face()["rope_parameters"] == {**old["rope_scaling"], "rope_theta": 500000.0}  # type: ignore[dict-item]
+
+
+def test_derived_fields() -> None:
+    fields = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "head_dim")}
+    assert read(fields).sizes["kv"] == 4 and read(fields).sizes["head"] == 4
+    assert read(fields | {"num_key_value_heads": None, "head_dim": None}) == read(fields)
+    assert read(GPT2).sizes["mlp"] == 64
+    assert read(GPT2 | {"n_inner": 10}).sizes["mlp"] == 10
+    assert read(GPT2).max_positions == read(LLAMA).max_positions == 64
+
+
+# -- what is refused
+
+REFUSED = [
+    ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' would change the maths and is not supported: only 'silu' is"),
+    ("llama", {"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} would change the maths"),
+    ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder=True would change the maths"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True would change the maths"),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False would change the maths"),
+    ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True would change the maths"),
+    ("gpt2", {"activation_function": "tanh"}, "activation_function 'tanh' is not one of gelu_new"),
+    ("llama", {"sliding_window": 4096}, "unknown field 'sliding_window', which may change the maths"),
+    ("llama", {"hidden_sizes": 4096}, "unknown field 'hidden_sizes': did you mean 'hidden_size'?"),
+    ("llama", {"embedding_multiplier": 12.0}, "unknown field 'embedding_multiplier'"),
+    ("gpt2", {"n_layers": 3}, "unknown field 'n_layers': did you mean 'n_layer'?"),
+    ("gpt2", {"rope_theta": 1e4}, "unknown field 'rope_theta'"),
+    ("llama", {"rope_scaling": {"rope_type": "yarm", "factor": 2}}, "unknown rope_type 'yarm': did you mean 'yarn'?"),
+    ("llama", {"partial_rotary_factor": 0.5}, "rope_type 'default' has no field 'partial_rotary_factor'"),
+    ("llama", {"vocab_size": 0}, "vocab_size is 0: it must be at least 1"),
+    ("llama", {"vocab_size": 32.5}, "vocab_size is 32.5, which is not of type int"),
+    ("llama", {"mlp_bias": 1}, "mlp_bias is 1, which is not of type bool"),
+    ("llama", {"num_hidden_layers": True}, "num_hidden_layers is True, which is not of type int"),
+    ("llama", {"attention_dropout": 1.0}, "attention_dropout is 1.0: it must lie in [0, 1)"),
+    ("llama", {"num_key_value_heads": 3}, "num_attention_heads (4) is not a multiple of num_key_value_heads (3)"),
+    ("llama", {"head_dim": None, "hidden_size": 18}, "hidden_size (18) is not a multiple of num_attention_heads (4)"),
+    ("llama", {"head_dim": 5}, "head_dim 5 is odd"),
+    ("gpt2", {"n_head": 3}, "n_embd (16) is not a multiple of n_head (3)"),
+    ("gpt2", {"n_inner": 0}, "n_inner is 0: it must be at least 1"),
+    ("gpt2", {"resid_pdrop": -0.1}, "resid_pdrop is -0.1: it must lie in [0, 1)"),
+    ("gpt2", {"n_embd": "16"}, "n_embd is '16', which is not of type int"),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("name", "fields", "message"), REFUSED, ids=[message[:50] for _, _, message in REFUSED])
+def test_refused(name: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError) as caught:
+        read(SMALL[name] | fields)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"{name}: ")
+
+
+def test_all_reasons_at_once() -> None:
+    config = {k: v for k, v in LLAMA.items() if k != "vocab_size"}
+    with pytest.raises(ModelConfigError) as caught:
+        read(config | {"hidden_act": "relu", "sliding_window": 1, "mlp_bias": "no"})
+    assert len(caught.value.problems) == 4
+    for name in ("hidden_act", "sliding_window", "mlp_bias", "'vocab_size' is missing"):
+        assert name in str(caught.value)
+
+
+def test_fields_that_do_not_change_the_maths_are_read_over() -> None:
+    harmless = {"use_cache": False, "torch_dtype": "bfloat16", "bos_token_id": 3, "_name_or_path": "x"}
+    assert read(LLAMA | harmless | {"pretraining_tp": 2, "quantization_config": None}) == read(LLAMA)
+    assert read(GPT2 | harmless | {"summary_type": "mean", "reorder_and_upcast_attn": True}) == read(GPT2)
+
+
+# -- a recipe's model section
+
+
+def test_sections(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    folder = configure({"config": str(tmp_path)})
+    assert folder == configure({"config": str(tmp_path / "config.json"), "family": "llama"}) == read(LLAMA)
+    assert configure({"config": str(tmp_path), "num_hidden_layers": 7}).sizes["layer"] == 7
+    assert configure({"preset": "gpt2-xl", "n_layer": 3}).sizes["layer"] == 3
+    plain = {k: v for k, v in GPT2.items() if k != "model_type"}
+    assert configure({"family": "gpt2"} | plain) == read(GPT2)
+
+
+SECTIONS = [
+    ({"family": "llamma"}, "unknown family 'llamma': did you mean 'llama'?"),
+    ({"preset": "gpt2-x1"}, "unknown preset 'gpt2-x1': did you mean 'gpt2-xl'?"),
+    ({"family": ["llama"]}, "family is ['llama']: it must be text"),
+    ({"preset": 3}, "preset is 3: it must be text"),
+    ({"config": 3}, "config is 3: it must be text"),
+    ({}, "give one of family (gpt2, llama), preset"),
+    ({"family": "gpt2", "preset": "llama-tiny"}, "family is 'gpt2', but the preset is of family 'llama'"),
+    ({"config": "nowhere/config.json"}, "cannot read nowhere/config.json"),
+]
+
+
+@pytest.mark.parametrize(("section", "message"), SECTIONS)
+def test_sections_that_are_refused(section: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelConfigError) as caught:
+        configure(section)
+    assert message in str(caught.value)
+
+
+def test_a_config_json_must_be_an_object(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelConfigError, match="does not hold a JSON object"):
+        configure({"config": str(tmp_path)})
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelConfigError, match="cannot read"):
+        configure({"config": str(tmp_path)})
+
+
+# -- what is counted
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+}
+
+
+@pytest.mark.quick
+def test_presets_have_the_published_numbers_of_parameters() -> None:
+    counted = {name: configure({"preset": name}).schema.parameters for name in presets() if not name.endswith("-tiny")}
+    assert counted == PUBLISHED
+
+
+def test_every_family_has_a_tiny_preset() -> None:
+    for name in FAMILIES:
+        assert configure({"preset": f"{name}-tiny"}).schema.parameters < 1_000_000
+
+
+def test_presets_read_back() -> None:
+    for name in presets():
+        config = configure({"preset": name})
+        assert read(config.to_hugging_face()) == config
+
+
+def by_hand(name: str, c: Mapping[str, Any], sequence: int) -> int:
+    """FLOPs of a token, forward and backward, from the fields of a config: written down layer by layer."""
+    if name == "gpt2":
+        e, layers, vocab = c["n_embd"], c["n_layer"], c["vocab_size"]
+        linears = layers * (3 * e * e + e * e + 8 * e * e) + vocab * e
+        width = e
+    else:
+        e, layers, vocab = c["hidden_size"], c["num_hidden_layers"], c["vocab_size"]
+        width, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
+        linears = layers * (e * (width + 2 * kv) + width * e + 3 * e * c["intermediate_size"]) + vocab * e
+    attended = (sequence + 1) / 2
+    attention = layers * 2 * width * attended  # scores and mixing: a multiplication and an addition each
+    return round(3 * 2 * (linears + attention))
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_flops_per_token_against_a_formula_by_hand(preset: str) -> None:
+    config = configure({"preset": preset})
+    for sequence in (1, 1024, 8192):
+        assert flops_per_token(config, sequence) == by_hand(config.family, config.to_hugging_face(), sequence)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
+    """The linears to the last operation; attention as torch counts it, which is all of the square."""
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if name == "gpt2" else {}
+    config = read(SMALL[name] | dropout | {"tie_word_embeddings": tied})
+    model = Model.create(config, layout_of(config, MeshShape()), Mesh.single(), torch.float32)
+    model.parameters.initialise(0)
+    length = 24
+    zeros, positions = torch.zeros(length, dtype=torch.long), torch.arange(length)
+    batch = Microbatch(zeros, zeros, positions, 1, (length, config.sizes["embed"]))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model.chunks[0](None, batch).backward()
+    counted = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    attention = counted.pop("aten.bmm")
+    linears = 6 * matmul_parameters(config.schema) * length
+    # A norm may sum its weight's gradient by a product with one row.
+    norms = (2 * config.sizes["layer"] + 1) * 2 * config.sizes["embed"] * length
+    assert sum(counted.values()) - linears in (0, norms)
+    sizes = config.sizes
+    square = 12 * sizes["layer"] * sizes["heads"] * sizes["head"] * length * length
+    assert attention == square
+    causal = square * (length + 1) // (2 * length)
+    assert flops_per_token(config, length) * length == linears + causal

@@ -1,0 +1,160 @@
+"""Which kernels are chosen: torch's without apex or without a GPU, apex's where it is NVIDIA's."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from parallel import kernels
+from parallel.kernels import ApexImpostor, adamw, apex_has, layer_norm, rms_norm, step_if
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+KERNELS = ("FusedLayerNorm", "FusedRMSNorm", "FusedAdam")
+NVIDIA = {
+    "apex/__init__.py": "",
+    "apex/normalization/__init__.py": "",
+    "apex/normalization/fused_layer_norm.py": """
+def fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_efficient=False):
+    return "apex rms", tuple(normalized_shape), eps
+
+def fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False):
+    return "apex layer", tuple(normalized_shape), eps
+""",
+    "apex/optimizers/__init__.py": """
+class FusedAdam:
+    def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=False):
+        self.param_groups, self.arguments, self.steps = params, (lr, betas, eps, adam_w_mode), 0
+
+    def step(self):
+        self.steps += 1
+""",
+}
+IMPOSTOR = {"apex/__init__.py": "", "apex/auth.py": "", "apex/models.py": ""}
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No apex that an earlier test or the machine has brought."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("apex", "amp_C", "fused_layer_norm_cuda"):
+            monkeypatch.delitem(sys.modules, name)
+    apex_has.cache_clear()
+    yield
+    apex_has.cache_clear()
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("apex", "amp_C", "fused_layer_norm_cuda"):
+            del sys.modules[name]
+
+
+def install(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    importlib.invalidate_caches()
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if nothing of apex were installed, whatever the machine has."""
+    find = importlib.util.find_spec
+    hidden = ("apex", "amp_C", "fused_layer_norm_cuda")
+    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None if name in hidden else find(name))
+
+
+@pytest.mark.quick
+def test_without_apex_torch_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse(monkeypatch)
+    assert not any(map(apex_has, KERNELS))
+    x, weight, bias = torch.randn(3, 8), torch.randn(8), torch.randn(8)
+    assert torch.equal(rms_norm(CUDA)(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
+    assert torch.equal(layer_norm(CUDA)(x, weight, bias, 1e-5), F.layer_norm(x, (8,), weight, bias, 1e-5))
+    optimizer = adamw([{"params": [weight]}], CPU, 1e-3, (0.9, 0.95), 1e-8)
+    assert isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]
+
+
+@pytest.mark.quick
+def test_an_impostor_is_recognised_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, IMPOSTOR)
+    with pytest.warns(ApexImpostor, match=rf"'apex' at {tmp_path}.* is not NVIDIA apex .*Pyramid"):
+        assert not apex_has("FusedAdam")
+    with pytest.warns(ApexImpostor):
+        norm = rms_norm(CUDA)
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    assert torch.equal(norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
+
+
+def test_it_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, IMPOSTOR)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert [apex_has("FusedAdam") for _ in range(3)] == [False] * 3
+    assert len(said) == 1
+
+
+def test_apex_without_its_compiled_modules_is_not_an_impostor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python-only build: torch's kernels, and no warning."""
+    install(tmp_path, monkeypatch, NVIDIA)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not any(map(apex_has, KERNELS))
+
+
+def test_each_kernel_needs_its_own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, NVIDIA | {"amp_C.py": ""})
+    assert [apex_has(kernel) for kernel in KERNELS] == [False, False, True]
+
+
+@pytest.mark.quick
+def test_nvidia_apex_is_chosen_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, NVIDIA | {"amp_C.py": "", "fused_layer_norm_cuda.py": ""})
+    assert all(map(apex_has, KERNELS))
+    x, weight, bias = torch.randn(3, 8), torch.randn(8), torch.randn(8)
+    chosen: object = rms_norm(CUDA)(x, weight, 1e-5)
+    assert chosen == ("apex rms", (8,), 1e-5)
+    chosen = layer_norm(CUDA)(x, weight, bias, 1e-6)
+    assert chosen == ("apex layer", (8,), 1e-6)
+    optimizer = adamw([{"params": [weight]}], CUDA, 1e-3, (0.9, 0.95), 1e-8)
+    assert type(optimizer).__name__ == "FusedAdam"
+    assert optimizer.arguments == (1e-3, (0.9, 0.95), 1e-8, True)  # type: ignore[attr-defined]
+    step_if(optimizer, torch.tensor(False))
+    assert optimizer.steps == 0  # type: ignore[attr-defined]
+    step_if(optimizer, torch.tensor(True))
+    assert optimizer.steps == 1  # type: ignore[attr-defined]
+
+
+def test_apex_is_not_for_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, NVIDIA | {"amp_C.py": "", "fused_layer_norm_cuda.py": ""})
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    torch.testing.assert_close(rms_norm(CPU)(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
+    assert isinstance(adamw([{"params": [weight]}], CPU, 1e-3, (0.9, 0.95), 1e-8), torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("go", [True, False])
+def test_step_if_skips_without_asking_the_host(go: bool) -> None:
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer = adamw([{"params": [p], "weight_decay": 0.0}], CPU, 0.1, (0.9, 0.95), 1e-8)
+    p.grad = torch.ones(4)
+    step_if(optimizer, torch.tensor(go))
+    assert torch.allclose(p, torch.full((4,), 0.9)) if go else torch.equal(p, torch.ones(4))
+
+
+def test_norms_take_their_statistics_in_fp32() -> None:
+    """Of bf16 inputs: as if all were computed in fp32 and rounded at the end."""
+    torch.manual_seed(0)
+    x = (torch.randn(64, 512) * 10 + 30).bfloat16()
+    weight, bias = torch.rand(512).bfloat16(), torch.randn(512).bfloat16()
+    wide = x.float()
+    rms = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.float()
+    got = rms_norm(CPU)(x, weight, 1e-6).float()
+    assert ((got - rms).abs() <= rms.abs() * 2**-8 + 1e-6).all()
+    centred = wide - wide.mean(-1, keepdim=True)
+    layer = centred * (centred.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.float() + bias.float()
+    got = layer_norm(CPU)(x, weight, bias, 1e-6).float()
+    assert ((got - layer).abs() <= layer.abs() * 2**-8 + 1e-5).all()

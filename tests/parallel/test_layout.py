@@ -1,0 +1,310 @@
+"""Who holds what: boxes, replicas, stages, balanced splits; against brute force over all ranks."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from types import FrameType
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sentences import coverage, layouts, meshes, owners, region
+
+from models.assemble import layout_of
+from models.registry import configure
+from parallel.layout import Layout, MeshShape, Place, balanced_layers, split_axis, split_problems
+from parallel.schema import SPLIT, Param, Schema
+from parallel.transfer import Copy, hugging_face, native, plan
+
+QKV = Param("layers.{layer}.qkv", "(q: heads head + k: kv head + v: kv head) embed")
+SIZES = {"layer": 4, "vocab": 101, "embed": 8, "heads": 8, "kv": 2, "head": 2, "mlp": 12, "experts": 4}
+
+
+def layout(*params: Param, mesh: MeshShape, layers: tuple[int, ...] | None = None, **sizes: int) -> Layout:
+    sizes = SIZES | sizes
+    return Layout(Schema(params, sizes), mesh, layers or balanced_layers(sizes["layer"], mesh.pp))
+
+
+# -- the mesh
+
+
+@pytest.mark.quick
+def test_tp_is_innermost_then_cp_ep_dp_and_pp_outermost() -> None:
+    mesh = MeshShape(pp=2, dp=3, ep=2, cp=2, tp=4)
+    assert mesh.world == 96 and mesh.data == 6
+    assert mesh.along(0, "tp") == (0, 1, 2, 3)
+    assert mesh.along(0, "cp") == (0, 4)
+    assert mesh.along(0, "ep") == (0, 8)
+    assert mesh.along(0, "dp") == (0, 16, 32)
+    assert mesh.along(0, "pp") == (0, 48)
+    assert mesh.along(95, "pp") == (47, 95)
+    assert mesh.place(48 + 32 + 8 + 4 + 3) == Place(pp=1, dp=2, ep=1, cp=1, tp=3)
+
+
+@given(meshes(48))
+def test_ranks_and_places_are_one_to_one(mesh: MeshShape) -> None:
+    places = [mesh.place(rank) for rank in range(mesh.world)]
+    assert [mesh.rank(place) for place in places] == list(range(mesh.world))
+    assert places == [Place(*c) for c in itertools.product(*(range(mesh[dim]) for dim in mesh.DIMS))]
+
+
+@given(meshes(48), st.sets(st.sampled_from(MeshShape.DIMS)))
+def test_groups_along_dimensions_partition_the_world(mesh: MeshShape, dims: set[str]) -> None:
+    groups = {mesh.along(rank, *dims) for rank in range(mesh.world)}
+    assert sorted(itertools.chain(*groups)) == list(range(mesh.world))
+    assert all(rank in mesh.along(rank, *dims) for rank in range(mesh.world))
+    for group in groups:
+        assert list(group) == sorted(group)
+        places = [mesh.place(rank) for rank in group]
+        assert all(len({getattr(p, dim) for p in places}) == (mesh[dim] if dim in dims else 1) for dim in mesh.DIMS)
+
+
+def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="tp=0 must be at least 1"):
+        MeshShape(tp=0)
+
+
+# -- splits
+
+
+def test_splits_are_even_and_vocab_is_padded_and_kv_is_shared() -> None:
+    assert [split_axis("heads", 8, 4, part) for part in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert [split_axis("vocab", 101, 4, part) for part in range(4)] == [(0, 26), (26, 52), (52, 78), (78, 104)]
+    assert [split_axis("vocab", 5, 4, part) for part in range(4)] == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    assert [split_axis("kv", 2, 4, part) for part in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
+    assert [split_axis("kv", 1, 3, part) for part in range(3)] == [(0, 1)] * 3
+
+
+PROBLEMS = [
+    ("heads", 9, "tp", 2, "cannot split heads (9) over tp=2: choose tp from 1, 3, 9"),
+    ("kv", 6, "tp", 4, "cannot split kv (6) over tp=4: choose tp from 1, 2, 3, 6 or a multiple of 6"),
+    ("kv", 2, "tp", 3, "cannot split kv (2) over tp=3: choose tp from 1, 2 or a multiple of 2"),
+    ("mlp", 10, "tp", 4, "cannot split mlp (10) over tp=4: choose tp from 1, 2, 5, 10"),
+    ("experts", 8, "ep", 3, "cannot split experts (8) over ep=3: choose ep from 1, 2, 4, 8"),
+    (
+        "mlp",
+        5040,
+        "tp",
+        11,
+        "cannot split mlp (5040) over tp=11: choose tp from 1, 2, 3, 4, 5, 6, 7, 8, ..., 5040",
+    ),
+]
+
+
+@pytest.mark.parametrize(("axis", "size", "dim", "parts", "message"), PROBLEMS)
+def test_split_problems_name_the_way_out(axis: str, size: int, dim: str, parts: int, message: str) -> None:
+    assert split_problems({"embed": 7, "vocab": 13, "layer": 5, axis: size}, MeshShape(**{dim: parts})) == [message]
+
+
+def test_all_problems_at_once() -> None:
+    mesh = MeshShape(tp=3, ep=3, pp=2)
+    with pytest.raises(ValueError) as caught:
+        layout(QKV, mesh=mesh, layers=(1, 1, 1))
+    for part in ("heads (8)", "kv (2)", "experts (4)", "sum to 3, but the model has 4", "do not divide over pp=2"):
+        assert part in str(caught.value)
+
+
+@given(st.sampled_from(sorted(set(SPLIT) - {"layer"})), st.integers(1, 30), st.integers(1, 12))
+def test_choices_are_choices(axis: str, size: int, parts: int) -> None:
+    """Whatever can be split covers the axis; whatever cannot, can with what the message proposes."""
+    try:
+        boxes = [split_axis(axis, size, parts, part) for part in range(parts)]
+    except ValueError as error:
+        proposed = str(error).rpartition("choose ")[2].partition("from ")[2].partition(" or ")[0]
+        for choice in (int(word) for word in proposed.split(", ") if word != "..."):
+            assert split_axis(axis, size, choice, 0)[0] == 0
+        return
+    assert len({stop - start for start, stop in boxes}) == 1
+    assert {i for start, stop in boxes for i in range(start, stop)} >= set(range(size))
+    assert boxes == sorted(boxes)
+    if axis != "vocab":
+        assert boxes[-1][1] == size
+
+
+# -- shards
+
+
+def test_local_shapes() -> None:
+    one = layout(QKV, Param("embed", "vocab embed"), mesh=MeshShape(tp=4, pp=2))
+    shards = {shard.name: shard for shard in one.shards(Place(pp=0, tp=1))}
+    assert list(shards) == ["layers.0.qkv", "layers.1.qkv", "embed"]
+    assert shards["layers.0.qkv"].shape == ((2 + 1 + 1) * 2, 8)
+    assert shards["layers.1.qkv"].box == {
+        "layer": (1, 2), "heads": (2, 4), "kv": (0, 1), "head": (0, 2), "embed": (0, 8)
+    }  # fmt: skip
+    assert shards["embed"].shape == (26, 8)
+    assert shards["embed"].numel == 26 * 8
+    assert [shard.name for shard in one.shards(Place(pp=1))] == ["layers.2.qkv", "layers.3.qkv"]
+
+
+@pytest.mark.quick
+def test_shared_kv_heads_are_replicas_and_query_heads_are_not() -> None:
+    one = layout(QKV, mesh=MeshShape(tp=4, dp=2))
+    shard = next(one.shards(Place(tp=1)))
+    assert one.replicas(shard, "q") == (1, 5)
+    assert one.replicas(shard, "k") == one.replicas(shard, "v") == (0, 1, 4, 5)
+
+
+def test_tied_parameters_live_at_both_ends() -> None:
+    table = Param("embed", "vocab embed", at="first last")
+    one = layout(table, Param("norm", "embed", at="last"), mesh=MeshShape(pp=3, tp=2, dp=2))
+    assert [{shard.name for shard in one.shards(Place(pp=stage))} for stage in range(3)] == [
+        {"embed"},
+        set(),
+        {"embed", "norm"},
+    ]
+    (shard,) = one.shards(Place(pp=0, tp=1))
+    assert one.replicas(shard, "") == (1, 3, 9, 11)
+    # On one stage both ends are the same place, and the parameter is there once.
+    alone = layout(table, mesh=MeshShape(tp=2))
+    (shard,) = alone.shards(Place(tp=1))
+    assert alone.replicas(shard, "") == (1,)
+
+
+def test_experts_are_replicated_over_dp_only_and_dense_weights_over_ep_too() -> None:
+    stacked = Param("layers.{layer}.up", "experts mlp embed")
+    listed = Param("layers.{layer}.expert.{experts}.up", "mlp embed")
+    dense = Param("layers.{layer}.down", "embed mlp")
+    one = layout(stacked, listed, dense, mesh=MeshShape(dp=2, ep=2, tp=2), layer=1)
+    shards = {shard.name: shard for shard in one.shards(Place(ep=1, tp=1))}
+    assert list(shards) == ["layers.0.up", "layers.0.expert.2.up", "layers.0.expert.3.up", "layers.0.down"]
+    assert shards["layers.0.up"].box["experts"] == (2, 4)
+    assert one.replicas(shards["layers.0.up"], "") == (3, 7)
+    assert one.replicas(shards["layers.0.expert.3.up"], "") == (3, 7)
+    assert one.replicas(shards["layers.0.down"], "") == (1, 3, 5, 7)
+
+
+def test_uneven_and_interleaved_stages() -> None:
+    one = layout(Param("layers.{layer}.norm", "embed"), mesh=MeshShape(pp=2), layers=(1, 3, 2, 1), layer=7)
+    assert one.chunks == 2
+    assert one.stage_of_layer == (0, 1, 1, 1, 0, 0, 1)
+    assert [list(one.chunk_layers(stage, chunk)) for chunk in range(2) for stage in range(2)] == [
+        [0],
+        [1, 2, 3],
+        [4, 5],
+        [6],
+    ]
+    assert [shard.name for shard in one.shards(Place(pp=0))] == [f"layers.{i}.norm" for i in (0, 4, 5)]
+
+
+@settings(max_examples=40)
+@given(layouts())
+def test_every_element_is_owned_by_exactly_its_replicas(one: Layout) -> None:
+    """Brute force: ask all ranks what they hold, element by element."""
+    held = owners(one)
+    sets = set()
+    for rank in range(one.mesh.world):
+        for shard in one.shards(one.mesh.place(rank)):
+            for piece in shard.pieces:
+                mine = held[shard.name, piece.label][(slice(None), *region(shard, piece))].reshape(one.mesh.world, -1)
+                replicas = one.replicas(shard, piece.label)
+                sets.add(replicas)
+                assert np.array_equal(np.flatnonzero(mine[:, 0]), replicas)
+                assert (mine == mine[:, :1]).all(), f"{shard.name} {piece.label}: boxes overlap in part"
+    assert one.replica_sets() == sets
+    for array in held.values():
+        assert array.any(0).all(), "an element that nobody holds"
+    names = {
+        param.name.format(**dict(zip(param.named_axes, values, strict=True)))
+        for param in one.schema.params
+        for values in itertools.product(*(range(one.schema.sizes[axis]) for axis in param.named_axes))
+    }
+    assert {name for name, _ in held} == names
+
+
+@settings(max_examples=40)
+@given(layouts(), st.data())
+def test_pieces_of_a_shard_cover_what_is_stored_once(one: Layout, data: st.DataObject) -> None:
+    place = one.mesh.place(data.draw(st.integers(0, one.mesh.world - 1)))
+    for shard in one.shards(place):
+        count = coverage(shard.param.sentence, dict(shard.sizes))
+        assert count.size == shard.numel == sum(piece.numel for piece in shard.pieces)
+        assert (count == 1).all()
+
+
+@settings(max_examples=20)
+@given(layouts())
+def test_replicas_counted_once_make_the_model(one: Layout) -> None:
+    """The sum over ranks of elements / replicas is the parameter count: how the norm counts them."""
+    total = 0.0
+    for rank in range(one.mesh.world):
+        for shard in one.shards(one.mesh.place(rank)):
+            for piece in shard.pieces:
+                real = piece.numel
+                if "vocab" in piece.axes:
+                    start, stop = shard.box["vocab"]
+                    kept = max(0, min(stop, one.schema.sizes["vocab"]) - start)
+                    real = real // (stop - start) * kept
+                total += real / len(one.replicas(shard, piece.label))
+    assert total == pytest.approx(one.schema.parameters)
+
+
+# -- balanced splits
+
+
+@pytest.mark.parametrize("embedding", [0.0, 0.3, 2.5])
+@pytest.mark.parametrize("head", [0.0, 1.0, 3.7])
+def test_balanced_layers_are_as_good_as_any(embedding: float, head: float) -> None:
+    for layers, stages in ((n, s) for n in range(1, 9) for s in range(1, min(n, 4) + 1)):
+        counts = balanced_layers(layers, stages, embedding, head)
+        assert len(counts) == stages and sum(counts) == layers and min(counts) >= 1
+
+        def slowest(counts: tuple[int, ...]) -> float:
+            work = [float(n) for n in counts]
+            work[0] += embedding
+            work[-1] += head
+            return max(work)
+
+        every = (c for c in itertools.product(range(1, layers + 1), repeat=stages) if sum(c) == layers)
+        assert slowest(counts) == min(map(slowest, every))
+
+
+def test_balanced_layers_count_embedding_and_head() -> None:
+    assert balanced_layers(8, 4) == (2, 2, 2, 2)
+    assert balanced_layers(10, 4) == (2, 3, 3, 2)
+    assert balanced_layers(8, 4, head=2) == (2, 3, 2, 1)
+    with pytest.raises(ValueError, match="cannot spread 3 layers over 4 virtual stages: choose pp x chunks <= 3"):
+        balanced_layers(3, 4)
+
+
+# -- size
+
+
+def _python_calls(function: object) -> int:
+    calls = Counter[str]()
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        calls[event] += 1
+
+    sys.setprofile(count)
+    try:
+        function()  # type: ignore[operator]
+    finally:
+        sys.setprofile(None)
+    return calls["call"]
+
+
+@pytest.mark.quick
+def test_70b_on_1024_ranks_is_little_work() -> None:
+    """Counted in calls of Python functions, for time depends on the machine: 2 million are about a second."""
+    config = configure({"preset": "llama-3.1-70b"})
+    mesh = MeshShape(tp=8, pp=4, dp=32)
+    made: list[Layout] = []
+    assert _python_calls(lambda: made.append(layout_of(config, mesh, chunks=4))) < 5_000
+    one = made[0]
+    sets: list[set[tuple[int, ...]]] = []
+    assert _python_calls(lambda: sets.append(one.replica_sets())) < 300_000
+    assert {len(ranks) for ranks in sets[0]} == {32, 8 * 32}
+    stage = mesh.ranks(pp=(1,), dp=(0,))
+    copies: list[Copy] = []
+
+    def read_a_stage() -> None:
+        targets = native(one, stage)
+        copies.extend(c for _, found in plan(config.schema, hugging_face(config.schema), targets) for c in found)
+
+    assert _python_calls(read_a_stage) < 1_000_000
+    held = sum(s.numel for rank in stage for s in one.shards(mesh.place(rank)))
+    assert sum(copy.target_view.numel for copy in copies) == held

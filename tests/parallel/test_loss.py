@@ -1,0 +1,170 @@
+"""Vocab-parallel cross entropy against torch's, on split, padded and narrow vocabularies."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import Pool
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel.layout import MeshShape, split_axis
+from parallel.loss import IGNORE, cross_entropy
+from parallel.mesh import ALONE, Mesh
+
+TPS = (1, 2, 4)
+TOKENS = 12
+# 5 over 4 ranks: the third has one valid column, the fourth none at all.
+CASES = list(product((5, 11, 16), ("none", "some", "all"), (0.0, 0.1), (0.0, 0.03)))
+
+
+def drawn(vocab: int, ignored: str) -> tuple[Tensor, Tensor, Tensor]:
+    """logits: [t, vocab], labels: [t], dy: [t]."""
+    generator = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(TOKENS, vocab, generator=generator, dtype=torch.float64) * 3
+    labels = torch.randint(vocab, (TOKENS,), generator=generator)
+    dy = torch.randn(TOKENS, generator=generator, dtype=torch.float64)
+    if ignored == "some":
+        labels[[0, 5, 11]] = IGNORE
+    if ignored == "all":
+        labels[:] = IGNORE
+    return logits, labels, dy
+
+
+def own_columns(logits: Tensor, mesh: Mesh) -> Tensor:
+    """This rank's columns; what stands in the padding must not matter."""
+    start, stop = split_axis("vocab", logits.shape[1], mesh.shape.tp, mesh.place.tp)
+    padded = F.pad(logits, (0, mesh.shape.tp * (stop - start) - logits.shape[1]), value=50.0)
+    return padded[:, start:stop].clone()
+
+
+def losses() -> dict[Any, tuple[Tensor, Tensor]]:
+    mesh = Mesh.create(MeshShape(tp=torch.distributed.get_world_size()))
+    found = {}
+    for case in CASES:
+        vocab, ignored, smoothing, z_loss = case
+        logits, labels, dy = drawn(vocab, ignored)
+        mine = own_columns(logits, mesh).requires_grad_()
+        # The backward writes into the memory of the logits, so they are not a leaf.
+        loss = cross_entropy(mine * 1, labels, mesh.tp, vocab, smoothing, z_loss)
+        loss.backward(dy.chunk(mesh.shape.tp)[mesh.place.tp])
+        assert mine.grad is not None
+        found[case] = loss.detach(), mine.grad
+    return found
+
+
+def formula(logits: Tensor, labels: Tensor, smoothing: float, z_loss: float) -> Tensor:
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none", label_smoothing=smoothing)
+    return loss + z_loss * logits.logsumexp(1).square() * (labels != IGNORE)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("tp", TPS)
+def test_cross_entropy(pool: Pool, tp: int) -> None:
+    """Loss and gradient; padding has no probability and no gradient."""
+    results = pool.run(tp, losses)
+    for case in CASES:
+        vocab, ignored, smoothing, z_loss = case
+        logits, labels, dy = drawn(vocab, ignored)
+        logits.requires_grad_()
+        want = formula(logits, labels, smoothing, z_loss)
+        want.backward(dy)
+        assert logits.grad is not None
+        loss = torch.cat([result[case][0] for result in results])
+        gradient = torch.cat([result[case][1] for result in results], 1)
+        torch.testing.assert_close(loss, want.detach(), rtol=1e-12, atol=1e-12, msg=str(case))
+        torch.testing.assert_close(gradient[:, :vocab], logits.grad, rtol=1e-12, atol=1e-12)
+        assert not gradient[:, vocab:].any()
+        assert ignored != "all" or (not loss.any() and not gradient.any())
+
+
+def test_tokens_that_do_not_divide_are_an_error(pool: Pool) -> None:
+    assert pool.run(2, indivisible) == ["cannot split the losses of 7 tokens over 2 ranks: choose a multiple of 2"] * 2
+
+
+def indivisible() -> str:
+    try:
+        cross_entropy(torch.zeros(7, 4), torch.zeros(7, dtype=torch.long), Mesh.create(MeshShape(tp=2)).tp, 8)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("extreme", [1e4, -1e4])
+def test_large_logits_do_not_overflow(extreme: float) -> None:
+    logits, labels, _ = drawn(11, "none")
+    logits = (logits + extreme).float()
+    got = cross_entropy(logits.clone(), labels, ALONE, 11)
+    torch.testing.assert_close(got, F.cross_entropy(logits.double(), labels, reduction="none").float())
+
+
+def test_more_rows_than_a_chunk_holds() -> None:
+    """Chunks of a few rows: 21 rows of 100000 columns are five."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(21, 100_000, generator=generator)
+    labels = torch.randint(100_000, (21,), generator=generator)
+    one, two = (logits.clone().requires_grad_() for _ in range(2))
+    got = cross_entropy(one * 1, labels, ALONE, 100_000, label_smoothing=0.1)
+    want = F.cross_entropy(two, labels, reduction="none", label_smoothing=0.1)
+    (got.sum() + want.sum()).backward()
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_bf16_logits_are_as_good_as_their_fp32_copy(smoothing: float) -> None:
+    """The loss is that of the fp32 copy; the gradient is rounded to bf16 once (relative error 2 ** -9, and a half for
+    the rounding of fp32 arithmetic before it)."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(64, 1000, generator=generator) * 4).bfloat16()
+    labels = torch.randint(1000, (64,), generator=generator)
+    mine, wide = logits.clone().requires_grad_(), logits.float().requires_grad_()
+    got = cross_entropy(mine * 1, labels, ALONE, 1000, smoothing)
+    want = F.cross_entropy(wide, labels, reduction="none", label_smoothing=smoothing)
+    got.sum().backward()
+    want.sum().backward()
+    assert got.dtype == torch.float32
+    assert mine.grad is not None and wide.grad is not None
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
+    # 1e-7: where probability and label cancel, fp32's own rounding shows.
+    assert ((mine.grad.float() - wide.grad).abs() <= wide.grad.abs() * 2**-8 + 1e-7).all()
+
+
+class _Largest(TorchDispatchMode):
+    """The largest fp32 result of any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        result = function(*arguments, **(named or {}))
+        if isinstance(result, Tensor) and result.dtype == torch.float32:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+@pytest.mark.quick
+def test_no_fp32_copy_of_all_logits_is_made() -> None:
+    tokens, vocab = 128, 16_384
+    logits = torch.randn(tokens, vocab).bfloat16().requires_grad_()
+    with _Largest() as largest:
+        loss = cross_entropy(logits * 1, torch.zeros(tokens, dtype=torch.long), ALONE, vocab, 0.1, 1e-3)
+        loss.sum().backward()
+    assert tokens < largest.numel <= tokens * vocab // 4
+    with _Largest() as largest:
+        F.cross_entropy(logits.float(), torch.zeros(tokens, dtype=torch.long))
+    assert largest.numel == tokens * vocab
+
+
+def test_the_gradient_takes_the_memory_of_the_logits() -> None:
+    logits = torch.randn(4, 8, requires_grad=True)
+    activations = logits * 1
+    came: list[int] = []
+    activations.register_hook(lambda gradient: came.append(gradient.data_ptr()))
+    cross_entropy(activations, torch.zeros(4, dtype=torch.long), ALONE, 8).sum().backward()
+    assert came == [activations.data_ptr()]

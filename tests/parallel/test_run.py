@@ -1,0 +1,247 @@
+"""The pipeline executor with tiny modules: what it computes, what it keeps, and what it sends in which order."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from pool import Pool
+from torch import Tensor, nn
+
+from parallel.layout import MeshShape
+from parallel.mesh import BACKWARD, FORWARD, Mesh
+from parallel.pipeline import run
+from parallel.pipeline.run import Pipeline
+from parallel.pipeline.schedules import SCHEDULES, Direction, Message, arrivals, in_flight_bound
+
+WIDTH = 4
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A microbatch; their sizes differ."""
+
+    number: int
+
+    @property
+    def activation(self) -> tuple[int, ...]:
+        return (2 + self.number % 3, WIDTH)
+
+    @property
+    def data(self) -> Tensor:
+        return torch.randn(self.activation, generator=torch.Generator().manual_seed(self.number), dtype=torch.float64)
+
+
+class Activations:
+    """Stands for what a forward keeps for its backward: it goes when its node of the graph goes."""
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: Activations) -> Tensor:
+        ctx.kept = kept
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+class Chunk(nn.Module):
+    """x -> tanh(weight * x) of the first or a middle virtual stage; the last one sums it to a loss."""
+
+    def __init__(self, virtual: int, virtuals: int) -> None:
+        super().__init__()
+        self.virtual, self.last = virtual, virtual == virtuals - 1
+        generator = torch.Generator().manual_seed(100 + virtual)
+        self.weight = nn.Parameter(torch.rand(WIDTH, generator=generator, dtype=torch.float64) + 0.5)
+        self.kept: weakref.WeakSet[Activations] = weakref.WeakSet()
+        self.outputs: list[weakref.ref[Tensor]] = []
+        self.observe: Callable[[], None] = lambda: None
+
+    @property
+    def outputs_alive(self) -> int:
+        return sum(output() is not None for output in self.outputs)
+
+    def forward(self, x: Tensor | None, microbatch: Tokens) -> Tensor:
+        if x is None:
+            x = microbatch.data
+        assert x.shape == microbatch.activation
+        kept = Activations()
+        self.kept.add(kept)
+        y = torch.tanh(_Kept.apply(x * self.weight, kept))
+        y = (y * (microbatch.number + 1)).sum() if self.last else y
+        self.outputs.append(weakref.ref(y))
+        self.observe()
+        return y
+
+
+def alone(virtuals: int, microbatches: int, scale: float) -> tuple[float, list[Tensor]]:
+    """(loss, gradients of the weights) without a pipeline."""
+    chunks = [Chunk(v, virtuals) for v in range(virtuals)]
+    total = torch.zeros((), dtype=torch.float64)
+    for m in range(microbatches):
+        x: Tensor | None = None
+        for chunk in chunks:
+            x = chunk(x, Tokens(m))
+        assert x is not None
+        total = total + x * scale
+    total.backward()
+    return total.item(), [chunk.weight.grad for chunk in chunks if chunk.weight.grad is not None]
+
+
+@dataclass
+class Seen:
+    """Of one step on one rank."""
+
+    loss: float
+    evaluated: float
+    gradients: list[Tensor]
+    most_kept: int
+    most_outputs: int
+    left: int
+    sent: dict[str, list[Message]]
+
+
+def train(chunks: int, counts: Sequence[int], schedule: str) -> list[Seen]:
+    stages = torch.distributed.get_world_size()
+    mesh = Mesh.create(MeshShape(pp=stages))
+    return [step(mesh, chunks, microbatches, schedule) for microbatches in counts]
+
+
+def step(mesh: Mesh, chunks: int, microbatches: int, schedule: str) -> Seen:
+    stages = mesh.shape.pp
+    modules = [Chunk(chunk * stages + mesh.place.pp, chunks * stages) for chunk in range(chunks)]
+    most_kept, most_outputs = 0, 0
+
+    def observe() -> None:
+        nonlocal most_kept, most_outputs
+        most_kept = max(most_kept, sum(len(module.kept) for module in modules))
+        most_outputs = max(most_outputs, sum(module.outputs_alive for module in modules))
+
+    for module in modules:
+        module.observe = observe
+    pipeline = Pipeline(mesh, modules, torch.float64, schedule)
+    batch, scale = [Tokens(m) for m in range(microbatches)], torch.tensor(0.5, dtype=torch.float64)
+    gc.disable()  # what is freed must go by itself
+    try:
+        with recorded(stages) as sent:
+            loss = pipeline.train(batch, scale)
+        left = sum(len(module.kept) + module.outputs_alive for module in modules)
+    finally:
+        gc.enable()
+    gradients = [module.weight.grad.clone() for module in modules if module.weight.grad is not None]
+    evaluated = pipeline.evaluate(batch, scale)
+    for module, gradient in zip(modules, gradients, strict=True):
+        assert module.weight.grad is not None
+        assert torch.equal(module.weight.grad, gradient), "an evaluation left gradients"
+    return Seen(loss.item(), evaluated.item(), gradients, most_kept, most_outputs, left, sent)
+
+
+@contextmanager
+def recorded(stages: int) -> Iterator[dict[str, list[Message]]]:
+    """{direction: messages in the order in which this rank sends them}."""
+    sent: dict[str, list[Message]] = {FORWARD: [], BACKWARD: []}
+    send = run._Run._send
+
+    def record(self: run._Run, direction: Direction, chunk: int, m: int, tensor: Tensor) -> None:
+        step = 1 if direction == FORWARD else -1
+        sent[direction].append(Message((chunk * stages + self.stage + step) // stages, m))
+        send(self, direction, chunk, m, tensor)
+
+    run._Run._send = record  # type: ignore[method-assign]
+    try:
+        yield sent
+    finally:
+        run._Run._send = send  # type: ignore[method-assign]
+
+
+COUNTS = (1, 2, 3, 5, 7)
+RUNS = [
+    pytest.param(stages, chunks, name, id=f"{name}-{stages}x{chunks}", marks=[pytest.mark.quick] * (chunks == 2))
+    for stages in (2, 3)
+    for name in SCHEDULES
+    for chunks in (1, 2, 3)
+    if not (name == "1f1b" and chunks > 1) and not (name == "interleaved" and chunks == 1)
+]
+
+
+@pytest.mark.parametrize(("stages", "chunks", "schedule"), RUNS)
+def test_any_number_of_microbatches(pool: Pool, stages: int, chunks: int, schedule: str) -> None:
+    """It ends, computes what one process computes, keeps what the schedule needs and sends in the order expected."""
+    results = pool.run(stages, train, chunks, COUNTS, schedule)
+    for i, microbatches in enumerate(COUNTS):
+        seen = [result[i] for result in results]
+        loss, gradients = alone(chunks * stages, microbatches, 0.5)
+        assert sum(s.loss for s in seen) == pytest.approx(loss, rel=1e-12)
+        assert sum(s.evaluated for s in seen) == pytest.approx(loss, rel=1e-12)
+        assert all(s.loss == 0 for s in seen[:-1])
+        for virtual, want in enumerate(gradients):
+            chunk, stage = divmod(virtual, stages)
+            torch.testing.assert_close(seen[stage].gradients[chunk], want, rtol=1e-12, atol=0)
+        plan = SCHEDULES[schedule](stages, chunks, microbatches)
+        bounds = in_flight_bound(schedule, stages, chunks, microbatches)
+        for stage, found in enumerate(seen):
+            assert found.most_kept == bounds[stage], "activations in flight"
+            assert found.most_outputs == 1, "an output outlives its sending"
+            assert found.left == 0
+            assert tuple(found.sent[FORWARD]) == arrivals(plan, (stage + 1) % stages)["forward"]
+            assert tuple(found.sent[BACKWARD]) == arrivals(plan, (stage - 1) % stages)["backward"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_one_stage_needs_no_process_group(chunks: int) -> None:
+    for microbatches in (1, 3):
+        seen = step(Mesh.single(), chunks, microbatches, "interleaved")
+        loss, gradients = alone(chunks, microbatches, 0.5)
+        assert seen.loss == pytest.approx(loss, rel=1e-12)
+        assert seen.left == 0
+        for got, want in zip(seen.gradients, gradients, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+
+
+def test_gradients_accumulate_over_steps() -> None:
+    module = Chunk(0, 1)
+    pipeline = Pipeline(Mesh.single(), [module], torch.float64)
+    one = torch.tensor(1.0, dtype=torch.float64)
+    pipeline.train([Tokens(0)], one)
+    assert module.weight.grad is not None
+    first = module.weight.grad.clone()
+    pipeline.train([Tokens(0)], 2 * one)
+    torch.testing.assert_close(module.weight.grad, 3 * first)
+
+
+def test_evaluation_keeps_nothing() -> None:
+    module, most = Chunk(0, 1), [0]
+    module.observe = lambda: most.append(len(module.kept))
+    Pipeline(Mesh.single(), [module], torch.float64).evaluate([Tokens(m) for m in range(4)], torch.tensor(1.0))
+    assert max(most) == 1 and not module.kept
+
+
+def out_of_order() -> list[float]:
+    """Three messages are sent, and used in another order; the sender lets go of what is known to have arrived."""
+    mesh = Mesh.create(MeshShape(pp=2))
+    at = {Message(0, 0): 1, Message(0, 1): 2, Message(1, 0): 0}
+    channel = mesh.channel(FORWARD, 0)
+    if mesh.rank == 0:
+        outbox = run.Outbox(channel, 1, at)
+        for number, message in enumerate(at):
+            outbox.send(message, torch.full((3,), float(number)))
+        outbox.reached(1)
+        assert list(outbox.leaving) == [Message(0, 1)]
+        outbox.reached(2)
+        return [float(len(outbox.leaving))]
+    inbox = run.Inbox(channel, 0, at, lambda message: torch.empty(3))
+    inbox.post()
+    return [inbox.take(message)[0].item() for message in sorted(at, key=at.__getitem__)]
+
+
+def test_messages_may_be_used_in_another_order_than_sent(pool: Pool) -> None:
+    assert pool.run(2, out_of_order) == [[0.0], [2.0, 0.0, 1.0]]

@@ -1,0 +1,92 @@
+"""Declarations of parameters and of whole models."""
+
+from __future__ import annotations
+
+import pytest
+
+from parallel.schema import SPLIT, Param, Schema
+
+SIZES = {"layer": 3, "vocab": 101, "embed": 8, "heads": 4, "kv": 2, "head": 2, "mlp": 12, "experts": 5}
+QKV = "(q: heads head + k: kv head + v: kv head)"
+
+
+def test_hugging_face_names_one_tensor_for_each_piece() -> None:
+    param = Param("layers.{layer}.qkv.weight", f"{QKV} embed", "model.layers.{layer}.attn.{q,k,v}_proj.weight")
+    tensors = param.hf_tensors
+    assert list(tensors) == ["q", "k", "v"]
+    assert tensors["k"][0] == "model.layers.{layer}.attn.k_proj.weight"
+    assert str(tensors["k"][1]) == "(kv head) embed"
+    assert param.named_axes == ("layer",)
+
+
+def test_pieces_that_stay_fused_share_name_and_sentence() -> None:
+    param = Param("layers.{layer}.qkv.weight", f"{QKV} embed", "h.{layer}.c_attn.weight", f"embed {QKV}")
+    assert set(param.hf_tensors) == {"q", "k", "v"}
+    assert len(set(param.hf_tensors.values())) == 1
+    assert str(param.hf_tensors["q"][1]) == f"embed {QKV}"
+
+
+def test_an_axis_in_the_name_leaves_the_tensor() -> None:
+    param = Param("up", "experts (gate: mlp + up: mlp) embed", "experts.{experts}.{w1,w3}.weight")
+    assert {name: str(pattern) for name, pattern in param.hf_tensors.values()} == {
+        "experts.{experts}.w1.weight": "(mlp) embed",
+        "experts.{experts}.w3.weight": "(mlp) embed",
+    }
+
+
+def test_words_must_name_every_piece() -> None:
+    param = Param("qkv", f"{QKV} embed", "attn.{q,k}_proj.weight")
+    with pytest.raises(ValueError, match="names 2 tensors for 3 pieces"):
+        _ = param.hf_tensors
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    assert Param("a", "embed (heads head)").decays
+    assert not Param("a", QKV).decays
+    assert not Param("a", "embed").decays
+
+
+@pytest.mark.parametrize("at", ["middle", "first middle", ""])
+def test_ends_have_two_names(at: str) -> None:
+    with pytest.raises(ValueError, match="is not one of 'first', 'last', 'first last'"):
+        Param("a", "embed", at=at)
+
+
+@pytest.mark.quick
+def test_parameters_are_counted() -> None:
+    schema = Schema(
+        (
+            Param("embed.weight", "vocab embed", at="first last"),
+            Param("layers.{layer}.qkv.weight", f"{QKV} embed"),
+            Param("layers.{layer}.expert.{experts}.up", "mlp embed"),
+        ),
+        SIZES,
+    )
+    assert [schema.numel(param) for param in schema.params] == [101 * 8, 3 * (8 + 4 + 4) * 8, 3 * 5 * 12 * 8]
+    assert schema.parameters == 101 * 8 + 3 * 16 * 8 + 3 * 5 * 12 * 8
+    assert schema["embed.weight"] is schema.params[0]
+
+
+def test_names_are_declared_once() -> None:
+    with pytest.raises(ValueError, match="a is declared twice"):
+        Schema((Param("a", "embed"), Param("a", "vocab")), SIZES)
+
+
+def test_every_axis_needs_a_size() -> None:
+    with pytest.raises(ValueError, match="a: axis 'position' has no size"):
+        Schema((Param("a", "position embed"),), SIZES)
+    with pytest.raises(ValueError, match=r"a.\{block\}: axis 'block' has no size"):
+        Schema((Param("a.{block}", "embed"),), SIZES)
+
+
+def test_a_mesh_dimension_splits_one_axis_of_a_piece() -> None:
+    """Else each rank would hold a block of the diagonal, and nobody the rest."""
+    with pytest.raises(ValueError, match="a: tp would split both 'vocab' and 'heads' of one piece"):
+        Schema((Param("a", "vocab (heads head)"),), SIZES)
+    with pytest.raises(ValueError, match="tp would split both 'heads' and 'mlp' of piece 'k'"):
+        Schema((Param("a", "(q: embed + k: heads) mlp"),), SIZES)
+    Schema((Param("a", "(q: heads + k: kv) embed"), Param("b", "experts mlp embed")), SIZES)
+
+
+def test_the_only_table_of_splits() -> None:
+    assert set(SPLIT.values()) == {"pp", "ep", "tp"}
