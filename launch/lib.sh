@@ -39,7 +39,7 @@ install() {
     [[ "$kind" == dev ]] && wanted="$root[dev]"
     make_venv || return
     say "Installing into $venv (once; a few minutes)"
-    "$python" -m pip install -c "$root/constraints.txt" -e "$wanted" >&2 || return
+    "$python" -m pip install -q -c "$root/constraints.txt" -e "$wanted" >&2 || return
     fingerprint >"$venv/.megacore-$kind"
 }
 

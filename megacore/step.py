@@ -11,7 +11,7 @@ from torch import Tensor
 from megacore.optimizer import Optimizer
 from models.decoder import Microbatch
 from parallel.collectives import all_reduce_
-from parallel.loss import IGNORE
+from parallel.labels import IGNORE
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.sync import Gradients

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from models import rope
 from models.blocks import column, row
+from parallel import kernels
 from parallel.parameters import Parameters
 
 
@@ -47,14 +48,12 @@ class Attention(nn.Module):
         else:
             q, k, v = qkv.unflatten(-1, (-1, self.head)).split([self.heads, self.kv, self.kv], 1)
         q, k, v = (rearrange(a, "(b s) heads head -> b heads s head", b=sequences) for a in (q, k, v))
-        mixed = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            dropout_p=self.dropout.p if self.training else 0.0,
-            is_causal=mask is None,
-            enable_gqa=self.kv < self.heads,
-        )
+        dropout = self.dropout.p if self.training else 0.0
+        if mask is None and not dropout:
+            mixed = kernels.causal_attention(q, k, v)
+        else:
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=self.kv < self.heads
+            )
         y: Tensor = self.out(rearrange(mixed, "b heads s head -> (b s) (heads head)"))
         return y

@@ -25,7 +25,7 @@ class Microbatch:
 
     Args:
         tokens: [t].
-        labels: [t], the next tokens; ``loss.IGNORE`` where there is nothing to predict.
+        labels: [t], the next tokens; ``labels.IGNORE`` where there is nothing to predict.
         positions: [t], each token's position in its sequence.
         sequences: How many sequences there are.
         activation: Shape of what travels between stages: (t/tp, embed).

@@ -127,7 +127,7 @@ def build(config: Gpt2Config, parameters: Parameters, chunk: int) -> Decoder:
     p, mesh = parameters, parameters.mesh
 
     def norm(name: str) -> LayerNorm:
-        return LayerNorm(p[f"{name}.weight"], p[f"{name}.bias"], config.layer_norm_epsilon, mesh)
+        return LayerNorm.of(p[f"{name}.weight"], p[f"{name}.bias"], config.layer_norm_epsilon, mesh)
 
     def block(layer: int) -> Block:
         name = f"layers.{layer}"

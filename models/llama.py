@@ -164,7 +164,7 @@ def build(config: LlamaConfig, parameters: Parameters, chunk: int) -> Decoder:
     p, mesh = parameters, parameters.mesh
 
     def norm(name: str) -> RMSNorm:
-        return RMSNorm(p[f"{name}.weight"], config.rms_norm_eps, mesh)
+        return RMSNorm.of(p[f"{name}.weight"], config.rms_norm_eps, mesh)
 
     def block(layer: int) -> Block:
         name = f"layers.{layer}"

@@ -73,6 +73,17 @@ def layer_norm(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, float]
     return lambda x, weight, bias, eps: F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
+# From this many queries on, torch's kernel for CPUs takes larger blocks in its backward, and is the faster one.
+_LONG = 768
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """q: [b, heads, s, head], k, v: [b, kv, s, head] -> [b, heads, s, head]; softmax in fp32 (fp64 for fp64)."""
+    if q.device.type == "cpu" and q.dtype.itemsize < 4 and q.shape[2] < _LONG:
+        return cpu.causal_attention(q, k, v)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
+
+
 def adamw(
     groups: Iterable[dict[str, Any]], device: torch.device, lr: float, betas: tuple[float, float], eps: float
 ) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ scatter of the input gradient runs beside the GEMM of the weight gradient.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +77,29 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, 
     return y
 
 
-class ColumnParallelLinear(nn.Module):
+class _ParallelLinear(nn.Module):
+    """What both linears are: a weight, perhaps a bias, a group, and how tokens and features come in and go out."""
+
+    BETWEEN_BLOCKS: ClassVar[tuple[str, str]]
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, mesh: Mesh, input: str, output: str) -> None:
+        super().__init__()
+        self.weight, self.bias, self.group = weight, bias, mesh.tp
+        self.input, self.output = input, output
+
+    @classmethod
+    def of(cls, weight: nn.Parameter, bias: nn.Parameter | None, mesh: Mesh) -> Self:
+        """The layer of parameters that a layout has cut, with tokens split over tp between layers."""
+        layer = cls.__new__(cls)
+        _ParallelLinear.__init__(layer, weight, bias, mesh, *cls.BETWEEN_BLOCKS)
+        return layer
+
+    def extra_repr(self) -> str:
+        out_features, in_features = self.weight.shape
+        return f"{in_features} -> {out_features} on each of tp={self.group.size}, {self.input} -> {self.output}"
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """Linear whose output features are split over tp.
 
     x: [tokens/tp, in] -> y: [tokens, out/tp]. By itself it reads like ``nn.Linear``:
@@ -98,6 +120,8 @@ class ColumnParallelLinear(nn.Module):
         ValueError: ``out_features`` does not divide over tp.
     """
 
+    BETWEEN_BLOCKS: ClassVar[tuple[str, str]] = ("sequence", "split")
+
     def __init__(
         self,
         in_features: int,
@@ -114,27 +138,12 @@ class ColumnParallelLinear(nn.Module):
             raise ValueError(f"cannot split out_features ({out_features}) over tp={tp}: choose a multiple of {tp}")
         weight = _drawn(out_features, in_features, mesh, dtype).chunk(tp)[mesh.tp.index].clone()
         zeros = torch.zeros(out_features // tp, dtype=dtype, device=mesh.device) if bias else None
-        self._assemble(nn.Parameter(weight), nn.Parameter(zeros) if zeros is not None else None, mesh)
-        self.input, self.output = input, output
-
-    @classmethod
-    def of(cls, weight: nn.Parameter, bias: nn.Parameter | None, mesh: Mesh) -> Self:
-        """The layer of parameters that a layout has cut: weight [out/tp, in], bias [out/tp]."""
-        layer = cls.__new__(cls)
-        layer._assemble(weight, bias, mesh)
-        layer.input, layer.output = "sequence", "split"
-        return layer
-
-    def _assemble(self, weight: nn.Parameter, bias: nn.Parameter | None, mesh: Mesh) -> None:
-        nn.Module.__init__(self)
-        self.weight, self.bias, self.group = weight, bias, mesh.tp
+        bias_parameter = nn.Parameter(zeros) if zeros is not None else None
+        super().__init__(nn.Parameter(weight), bias_parameter, mesh, input, output)
 
     def forward(self, x: Tensor) -> Tensor:
         y = column_linear(x, self.weight, self.bias, self.group, self.input == "sequence")
         return y if self.output == "split" else gather(y, self.group)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[1]} -> {self.weight.shape[0]} x tp={self.group.size}, {self.input} -> {self.output}"
 
 
 class _Row(torch.autograd.Function):
@@ -163,7 +172,7 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, seq
     return y if bias is None else y + bias
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """Linear whose input features are split over tp.
 
     x: [tokens, in/tp] -> y: [tokens/tp, out].
@@ -183,6 +192,8 @@ class RowParallelLinear(nn.Module):
         ValueError: ``in_features`` does not divide over tp.
     """
 
+    BETWEEN_BLOCKS: ClassVar[tuple[str, str]] = ("split", "sequence")
+
     def __init__(
         self,
         in_features: int,
@@ -199,25 +210,10 @@ class RowParallelLinear(nn.Module):
             raise ValueError(f"cannot split in_features ({in_features}) over tp={tp}: choose a multiple of {tp}")
         weight = _drawn(out_features, in_features, mesh, dtype).chunk(tp, 1)[mesh.tp.index].contiguous()
         zeros = torch.zeros(out_features, dtype=dtype, device=mesh.device) if bias else None
-        self._assemble(nn.Parameter(weight), nn.Parameter(zeros) if zeros is not None else None, mesh)
-        self.input, self.output = input, output
-
-    @classmethod
-    def of(cls, weight: nn.Parameter, bias: nn.Parameter | None, mesh: Mesh) -> Self:
-        """The layer of parameters that a layout has cut: weight [out, in/tp], bias [out]."""
-        layer = cls.__new__(cls)
-        layer._assemble(weight, bias, mesh)
-        layer.input, layer.output = "split", "sequence"
-        return layer
-
-    def _assemble(self, weight: nn.Parameter, bias: nn.Parameter | None, mesh: Mesh) -> None:
-        nn.Module.__init__(self)
-        self.weight, self.bias, self.group = weight, bias, mesh.tp
+        bias_parameter = nn.Parameter(zeros) if zeros is not None else None
+        super().__init__(nn.Parameter(weight), bias_parameter, mesh, input, output)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.input == "replicated":
             x = split(x, self.group)
         return row_linear(x, self.weight, self.bias, self.group, self.output == "sequence")
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[1]} x tp={self.group.size} -> {self.weight.shape[0]}, {self.input} -> {self.output}"

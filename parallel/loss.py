@@ -11,10 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from parallel.collectives import all_reduce_, start_all_gather
+from parallel.labels import IGNORE
 from parallel.mesh import Group
-
-IGNORE = -100
-"""The label of a token that is not counted."""
 
 # Elements of the logits that are held in fp32 at a time: what stays in cache on a CPU, what fills a GPU.
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}

@@ -17,10 +17,8 @@ SPLIT: Mapping[str, str] = {
     "kv": "tp",
     "mlp": "tp",
     "vocab": "tp",
-    "columns": "tp",
-    "rows": "tp",
 }
-"""Which mesh dimension splits an axis: the only such table. ``columns`` and ``rows`` serve linears that stand alone."""
+"""Which mesh dimension splits an axis: the only such table."""
 
 NAMED = re.compile(r"\{(\w+)\}")
 """An axis that lives in a name."""

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.data.samples import Sample, Source
-
-IGNORED = -100
+from parallel.labels import IGNORE
 
 Item = TypeVar("Item")
 
@@ -23,7 +22,7 @@ Item = TypeVar("Item")
 class Batch:
     """One microbatch.
 
-    tokens, labels (IGNORED where there is none), positions: int64 [micro, length]. documents: int32 [micro, length],
+    tokens, labels (IGNORE where there is none), positions: int64 [micro, length]. documents: int32 [micro, length],
     the row's documents counted from 0, where attention stays within documents; else None.
     """
 
@@ -45,7 +44,7 @@ def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
         return Batch(inputs, labels, positions, None)
     documents = np.stack([sample.documents for sample in samples])
     last = documents[:, 1:] != documents[:, :-1]
-    labels[last] = IGNORED
+    labels[last] = IGNORE
     starts = np.zeros_like(positions)
     starts[:, 1:] = np.where(last[:, :-1], positions[:, 1:], 0)
     return Batch(inputs, labels, positions - np.maximum.accumulate(starts, axis=1), documents[:, :-1].copy())

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megacore.data.batches import IGNORED, Batches, TokenError, collate, prefetch
+from megacore.data.batches import Batches, TokenError, collate, prefetch
 from megacore.data.samples import Sample
+from parallel.labels import IGNORE
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def test_separate_documents(rows, length):
         for t in range(length):
             position = position + 1 if t and inputs[t] == inputs[t - 1] else 0
             assert batch.positions[row, t] == position
-            assert batch.labels[row, t] == (sample.tokens[t + 1] if inputs[t] == after[t] else IGNORED)
+            assert batch.labels[row, t] == (sample.tokens[t + 1] if inputs[t] == after[t] else IGNORE)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from megacore.step import TrainStep, evaluate
 from models.assemble import Model, layout_of
 from models.decoder import Losses, Microbatch
 from models.registry import configure
-from parallel.loss import IGNORE
+from parallel.labels import IGNORE
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.sync import Gradients

@@ -20,8 +20,8 @@ from models.decoder import Microbatch
 from models.gpt2 import ACTIVATIONS
 from models.registry import FAMILIES
 from models.rope_config import ROPE_TYPES
+from parallel.labels import IGNORE
 from parallel.layout import MeshShape
-from parallel.loss import IGNORE
 from parallel.mesh import Mesh
 from parallel.transfer import Stored, execute, hugging_face, native, plan
 

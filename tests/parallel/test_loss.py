@@ -12,8 +12,9 @@ from pool import Pool
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel.labels import IGNORE
 from parallel.layout import MeshShape, split_axis
-from parallel.loss import IGNORE, cross_entropy
+from parallel.loss import cross_entropy
 from parallel.mesh import ALONE, Mesh
 
 TPS = (1, 2, 4)

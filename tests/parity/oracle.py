@@ -20,8 +20,8 @@ from models.assemble import Model, layout_of
 from models.config import ModelConfig
 from models.decoder import Microbatch
 from models.registry import configure
+from parallel.labels import IGNORE
 from parallel.layout import Layout, MeshShape
-from parallel.loss import IGNORE
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.sync import Gradients
