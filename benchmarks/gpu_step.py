@@ -4,9 +4,9 @@
     python benchmarks/gpu_step.py --shapes tiny --device cpu --warm-up 1 --steps 1     # that it runs at all
 
 bf16 parameters, gradients and AdamW state (fused) for everyone, clipping at 1.0, sequences of 4096 tokens, cross
-entropy over the whole vocabulary. Each run is a process of its own, so that memory and compiled code are its own; modes take
-turns. Steps are timed together between two synchronisations, never one by one: nothing waits inside of a step. The 8B
-shape keeps 8 of its 32 layers unless ``--all-layers`` is given: weights, gradients and state of all take 64 GB, and
+entropy over the whole vocabulary. Each run is a process of its own, so that memory and compiled code are its own; modes
+take turns. Steps are timed together between two synchronisations, never one by one: nothing waits inside of a step. The
+8B shape keeps 8 of its 32 layers unless ``--all-layers`` is given: weights, gradients and state of all take 64 GB, and
 activations without recomputation more than one GPU has.
 """
 

@@ -63,6 +63,10 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
     Only the input is kept for the backward; the activation is computed again.
     """
+    if torch.compiler.is_compiling():
+        # The compiler fuses the formula, keeps its input alone, and cannot trace writing into halves of a tensor.
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
     y: Tensor = _SwiGLU.apply(gate_up)
     return y
 

@@ -59,13 +59,16 @@ def test_attention_in_float64(heads: int, kv: int, length: int, head: int) -> No
 
 
 @pytest.mark.parametrize(("heads", "kv", "length", "head"), ATTENTION)
-def test_attention_in_bf16_is_as_good_as_torchs(heads: int, kv: int, length: int, head: int) -> None:
-    inputs = attention_inputs(heads, kv, length, head)
+@pytest.mark.parametrize("size", [1, 8])
+def test_attention_in_bf16(heads: int, kv: int, length: int, head: int, size: int) -> None:
+    """Close to torch's error, also with scores so large that the exponential of one that is masked overflows."""
+    q, k, v = attention_inputs(heads, kv, length, head)
+    inputs = [q * size, k, v]
     exact = results(torch_attention, inputs, torch.float64)
     own = distances(results(cpu.causal_attention, inputs, torch.bfloat16), exact)
     torchs = distances(results(torch_attention, inputs, torch.bfloat16), exact)
-    # Two roundings of a product (of probabilities and of their gradient) stand where torch has one of each.
-    assert all(a < 2 * b for a, b in zip(own, torchs, strict=True)), (own, torchs)
+    # Torch rounds neither the probabilities nor their gradient before it multiplies the two.
+    assert all(a < 2.5 * b for a, b in zip(own, torchs, strict=True)), (own, torchs)
 
 
 def test_attention_is_chosen_by_dtype_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
