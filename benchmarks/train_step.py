@@ -74,7 +74,7 @@ PEERS = (
     Mode("megatron-core tp+sp", TP, "mcore", "mcore.py", "sp", f"sequence parallel; {OWN_LOSS}"),
     Mode("DTensor tp", TP, "hf", "hf_llama.py", "tp", f"transformers' LLaMA; logits are gathered; {UPCAST}"),
     Mode("megatron-core pp", PP, "mcore", "mcore.py", "pp", OWN_LOSS),
-    Mode("DDP", DP, "hf", "hf_llama.py", "ddp", f"transformers' LLaMA; sums twice, once per microbatch; {UPCAST}"),
+    Mode("DDP", DP, "hf", "hf_llama.py", "ddp", f"transformers' LLaMA; {UPCAST}"),
     Mode("FSDP2", DP, "hf", "hf_llama.py", "fsdp2", f"transformers' LLaMA, sharded; {UPCAST}"),
     Mode(
         "megatron-core dp",
