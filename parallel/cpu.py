@@ -6,6 +6,7 @@ Each is what the formula says, with sums in fp32 at least (fp64 for fp64), and c
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+# Elements of the rows of a block.
+_CACHED = 1 << 18
 # Queries of a block.
 _BLOCK = 128
 # Elements of bf16 in a row of a matrix unit's tile.
@@ -22,23 +25,36 @@ _WIDTH = 32
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.flatten(0, -2).to(_wide(x.dtype), copy=True)
-        scale = torch.linalg.vector_norm(wide, dim=1).square_().div_(wide.shape[1]).add_(eps).rsqrt_()
+        rows, wide = x.flatten(0, -2), weight.to(_wide(x.dtype))
+        y, scale = rows.new_empty(rows.shape), wide.new_empty(len(rows))
+        for own in _in_cache(rows):
+            z = rows[own].to(wide.dtype, copy=True)
+            scale[own] = torch.linalg.vector_norm(z, dim=1).square_().div_(len(wide)).add_(eps).rsqrt_()
+            y[own] = z.mul_(scale[own, None]).mul_(wide)
         ctx.save_for_backward(x, weight, scale)
-        return wide.mul_(scale[:, None]).mul_(weight.to(wide.dtype)).to(x.dtype).view_as(x)
+        return y.view(x.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        rows, rows_dy = (a.flatten(0, -2).to(scale.dtype) for a in (x, dy))
-        wide = weight.to(scale.dtype)
-        product = rows * rows_dy
-        dw = scale @ product
-        # With n = x scale: dx = scale (w dy - n mean(n w dy)).
-        along = (product @ wide).mul_(scale.pow(3)).div_(-len(wide))
-        dx = torch.mul(rows_dy, wide, out=product).mul_(scale[:, None]).addcmul_(rows, along[:, None])
-        return dx.to(x.dtype).view_as(x), dw.to(weight.dtype), None
+        rows, rows_dy, wide = x.flatten(0, -2), dy.flatten(0, -2), weight.to(scale.dtype)
+        dx, dw = rows.new_empty(rows.shape), torch.zeros_like(wide)
+        for own in _in_cache(rows):
+            z, dz, r = rows[own].to(wide.dtype), rows_dy[own].to(wide.dtype), scale[own]
+            product = z * dz
+            dw += r @ product
+            # With n = z r: dx = r (w dy - n mean(n w dy)).
+            along = (product @ wide).mul_(r.pow(3)).div_(-len(wide))
+            dx[own] = torch.mul(dz, wide, out=product).mul_(r[:, None]).addcmul_(z, along[:, None])
+        return dx.view(x.shape), dw.to(weight.dtype), None
+
+
+def _in_cache(rows: Tensor) -> Iterator[slice]:
+    """Slices of the rows, such that a few fp32 copies of one fit in a core's cache."""
+    step = max(1, _CACHED // rows.shape[1])
+    for start in range(0, len(rows), step):
+        yield slice(start, start + step)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -79,7 +79,7 @@ def test_attention_is_chosen_by_dtype_and_length(monkeypatch: pytest.MonkeyPatch
         assert kernels.causal_attention(x, x, x) != "own"
 
 
-@pytest.mark.parametrize("shape", [(64, 48), (3, 7, 20), (1, 3)])
+@pytest.mark.parametrize("shape", [(64, 48), (3, 7, 20), (1, 3), (700, 600)])
 def test_rms_norm_in_float64(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(shape, dtype=torch.float64) * 3, torch.rand(shape[-1], dtype=torch.float64)]
