@@ -30,10 +30,11 @@ import torch
 from megacore.hardware import peak_memory_gib, peak_tflops
 from megacore.optimizer import Optimizer
 from megacore.step import TrainStep
-from models.assemble import Model, layout_of
+from models.assemble import Model
 from models.config import ModelConfig, flops_per_token
 from models.decoder import Microbatch
 from models.registry import configure
+from models.stages import layout_of
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.sync import Gradients

@@ -22,14 +22,16 @@ import torch.distributed as dist
 from benchmarks import workload
 from megacore.optimizer import Optimizer
 from megacore.step import TrainStep
-from models.assemble import Model, layout_of
+from models.assemble import Model
 from models.decoder import Microbatch
+from models.stages import layout_of
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
-from parallel.sync import Gradients
+from parallel.zero import Shard, sharing
 
-MODES = {"eager": {}, "compile": {}, "tp": {"tp": 2}, "pp": {"pp": 2}, "dp": {"dp": 2}}
+SHARDS: dict[str, Shard] = {"dp": "none", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters"}
+MODES = {"eager": {}, "compile": {}, "tp": {"tp": 2}, "pp": {"pp": 2}, **{mode: {"dp": 2} for mode in SHARDS}}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -59,7 +61,8 @@ def train_step(mode: str, dtype: torch.dtype, masters: bool) -> tuple[TrainStep,
     if mode == "compile":
         model.compile()
     chunks = list(model.chunks)
-    gradients = Gradients(model.parameters, chunks, torch.float32 if masters else dtype)
+    wide = torch.float32 if masters else dtype
+    gradients = sharing(model.parameters, chunks, wide, SHARDS.get(mode, "none"))
     optimizer = Optimizer(gradients, lr=3e-4, master_weights=masters)
     return TrainStep(mesh, Pipeline(mesh, chunks, dtype), gradients, optimizer), microbatches(mesh)
 

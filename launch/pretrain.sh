@@ -1,5 +1,11 @@
 #!/usr/bin/env bash
-# Pretrains what a recipe describes:  launch/pretrain.sh RECIPE [section.key=value ...]
+# Pretrains what a recipe describes:
+#   launch/pretrain.sh RECIPE [section.key=value ...] [--init FOLDER] [--resume auto|CHECKPOINT]
+# --init starts from the weights of a Hugging Face folder or a checkpoint, --resume goes on with a run: they stand for
+# checkpoint.init=FOLDER and checkpoint.resume=...
+#
+# SIGTERM and Ctrl-C end the run after its step, with a checkpoint; SIGUSR1 only saves one. SHUTDOWN_TIMEOUT: seconds that
+# SIGTERM leaves for that (600).
 #
 # On one machine nothing else is needed. On several, run it once on each with
 #   NNODES=4 NODE_RANK=0..3 MASTER_ADDR=<host of node 0> [MASTER_PORT=29500]
@@ -8,7 +14,23 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-[[ $# -ge 1 && "$1" != -* ]] || die "usage: launch/pretrain.sh RECIPE [section.key=value ...]"
+arguments=() starts=()
+while [[ $# -gt 0 ]]; do
+    case "$1" in
+        --init | --resume)
+            [[ $# -ge 2 ]] || die "$1 needs a folder"
+            starts+=("checkpoint.${1#--}=$2")
+            shift
+            ;;
+        --init=* | --resume=*) starts+=("checkpoint.${1#--}") ;;
+        *) arguments+=("$1") ;;
+    esac
+    shift
+done
+set -- ${arguments[@]+"${arguments[@]}"} ${starts[@]+"${starts[@]}"}
+
+[[ ${#arguments[@]} -ge 1 && "$1" != -* ]] ||
+    die "usage: launch/pretrain.sh RECIPE [section.key=value ...] [--init FOLDER] [--resume auto|CHECKPOINT]"
 [[ -f "$1" ]] || die "no recipe $1; those that come along are in $root/launch/recipes"
 
 prepare run
@@ -44,4 +66,4 @@ export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-32}"
 "$python" -m megacore.pretrain --check $((nodes * processes)) "$processes" "$@"
 
 exec "$python" -m megacore.elastic --nnodes="$nodes" --nproc-per-node="$processes" "${where[@]}" \
-    -m megacore.pretrain "$@"
+    --shutdown-timeout="${SHUTDOWN_TIMEOUT:-600}" -m megacore.pretrain "$@"

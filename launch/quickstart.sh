@@ -14,5 +14,5 @@ if [[ ! -f "$run/data/stdlib.idx" ]]; then
     "$python" -m tools.tokenize "$library" --out "$run/data" --name stdlib --train-vocab 4096 \
         --exclude site-packages --exclude test --exclude tests --on-error skip
 fi
-rm -f "$run/config.yaml" "$run/metrics.jsonl" "$run/loss.png"
+rm -rf "$run/config.yaml" "$run/metrics.jsonl" "$run/loss.png" "$run/checkpoints"
 exec launch/pretrain.sh launch/recipes/quickstart.yaml "$@"

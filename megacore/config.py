@@ -83,6 +83,10 @@ class DataConfig:
     """`validation_fraction` of the training data is held out where `validation` names no corpora.
 
     `sequence_length` is in tokens. `within_documents` keeps attention from crossing document boundaries.
+
+    `shard` is what data parallel ranks (and all others that hold the same) share out instead of holding it each: the
+    state of the `optimizer`, the `gradients` too, the `parameters` too (ZeRO 1, 2, 3). They do so in groups of
+    dp / `replicas` (HSDP).
     """
 
     train: Corpora = ()
@@ -91,6 +95,8 @@ class DataConfig:
     sequence_length: Int = 512
     seed: Int = 0
     within_documents: Bool = False
+    shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
+    replicas: Int = 1
 
 
 @dataclass(frozen=True, config=TYPED)
@@ -103,7 +109,10 @@ class BatchConfig:
 
 @dataclass(frozen=True, config=TYPED)
 class OptimizerConfig:
-    """AdamW. `clip` bounds the global gradient norm (null does not); `non_finite` is what a NaN or infinity does."""
+    """AdamW. `clip` bounds the global gradient norm (null does not); `non_finite` is what a NaN or infinity does.
+
+    `moments`: `fp32` are as wide as what is updated, `bf16` rounded after each step.
+    """
 
     lr: Float = 3e-4
     betas: tuple[Float, Float] = (0.9, 0.95)
@@ -111,6 +120,7 @@ class OptimizerConfig:
     weight_decay: Float = 0.1
     clip: Float | None = 1.0
     master_weights: Bool = True
+    moments: Literal["fp32", "bf16"] = "fp32"
     non_finite: Literal["stop", "skip"] = "stop"
 
 
@@ -120,6 +130,29 @@ class LossConfig:
 
     label_smoothing: Float = 0.0
     z_loss: Float = 0.0
+
+
+@dataclass(frozen=True, config=TYPED)
+class LossScaleConfig:
+    """Of fp16. A gradient that overflows halves the scale; `growth_interval` steps without one double it."""
+
+    initial: Float = 2.0**16
+    growth_interval: Int = 2000
+    minimum: Float = 1.0
+
+
+@dataclass(frozen=True, config=TYPED)
+class MemoryConfig:
+    """What is kept for the backward, and where.
+
+    `recompute`: of a block, `none` is computed again, `selective` the outputs of its norms and activation functions, or
+    `full` all of it. `offload_activations` keeps what the backward needs of the blocks in host memory. `loss_chunk` is
+    the number of tokens whose logits are there at a time (null: those of a microbatch).
+    """
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    offload_activations: Bool = False
+    loss_chunk: Int | None = None
 
 
 @dataclass(frozen=True, config=TYPED)
@@ -134,11 +167,14 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, config=TYPED)
 class TrainConfig:
-    """`threads`: torch threads of each process; null leaves them to the environment (OMP_NUM_THREADS)."""
+    """`precision` of the weights and activations; `fp8` is bf16 with the products of linears in fp8.
+
+    `threads`: torch threads of each process; null leaves them to the environment (OMP_NUM_THREADS).
+    """
 
     steps: Int = 100
     seed: Int = 0
-    precision: Literal["bf16", "fp32", "fp64"] = "bf16"
+    precision: Literal["bf16", "fp16", "fp8", "fp32", "fp64"] = "bf16"
     compile: Bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Int | None = None
@@ -159,6 +195,28 @@ class EvaluateConfig:
 
 
 @dataclass(frozen=True, config=TYPED)
+class CheckpointConfig:
+    """Saves after each `every` steps (0: at no interval) and at the end, also where a signal ends the run.
+
+    The `keep` newest stay (null: all), and those of every `keep_every` steps (0: no others). `background` writes while
+    training goes on. `init` is a Hugging Face folder or a checkpoint to take the weights of; `resume` is a checkpoint
+    whose run goes on, or `auto`: the newest in the run's own folder, if there is one.
+    """
+
+    every: Int = 1000
+    at_end: Bool = True
+    keep: Int | None = 3
+    keep_every: Int = 0
+    background: Bool = True
+    init: str | None = None
+    resume: str | None = None
+
+    @property
+    def on(self) -> bool:
+        return self.at_end or self.every > 0
+
+
+@dataclass(frozen=True, config=TYPED)
 class LogConfig:
     """`wandb` is a project's name; `peak_tflops` of one device, where its own table or measurement is not wanted."""
 
@@ -168,20 +226,35 @@ class LogConfig:
     peak_tflops: Float | None = None
 
 
+def _as_section(value: object) -> object:
+    """A recipe's `model=null` leaves the model to the checkpoint that the run starts from."""
+    return {} if value is None else value
+
+
+Model = Annotated[dict[str, Any], BeforeValidator(_as_section)]
+
+
 @dataclass(frozen=True, config=TYPED)
 class Config:
-    """A run, as its recipe and overrides describe it. `model` is resolved by `models.registry`."""
+    """A run, as its recipe and overrides describe it.
 
-    model: dict[str, Any] = field(default_factory=dict)
+    `model` is resolved by `models.registry`; where it names none, it is that of the checkpoint that the run starts
+    from.
+    """
+
+    model: Model = field(default_factory=dict)
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     data: DataConfig = DataConfig()
     batch: BatchConfig = BatchConfig()
     loss: LossConfig = LossConfig()
+    loss_scale: LossScaleConfig = LossScaleConfig()
+    memory: MemoryConfig = MemoryConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     out: str = "runs/pretrain"
 
@@ -196,10 +269,13 @@ SECTIONS = {
     "data": DataConfig,
     "batch": BatchConfig,
     "loss": LossConfig,
+    "loss_scale": LossScaleConfig,
+    "memory": MemoryConfig,
     "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
     "train": TrainConfig,
     "evaluate": EvaluateConfig,
+    "checkpoint": CheckpointConfig,
     "log": LogConfig,
 }
 

@@ -6,29 +6,10 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Mapping
 
 import torch
 
-# Dense bf16 and fp32 (without TF32) TFLOP/s from the vendors' data sheets; the first name whose words occur in the
-# device's own counts, so longer names stand before shorter ones.
-PEAK_TFLOPS: Mapping[str, tuple[float, float]] = {
-    "GB200": (2500.0, 80.0),
-    "B200": (2250.0, 75.0),
-    "GH200": (989.4, 66.9),
-    "H200": (989.4, 66.9),
-    "H100 PCIe": (756.0, 51.2),
-    "H100 NVL": (835.5, 60.0),
-    "H100": (989.4, 66.9),
-    "A100": (312.0, 19.5),
-    "A10G": (70.0, 35.0),
-    "L40S": (362.05, 91.6),
-    "L4": (121.0, 30.3),
-    "RTX 4090": (165.2, 82.6),
-    "RTX 3090": (71.0, 35.6),
-    "MI300X": (1307.4, 163.4),
-    "MI250X": (191.5, 47.9),
-}
+from megacore.plan.devices import PEAK_TFLOPS
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
@@ -41,7 +22,7 @@ def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
         return _gemm_tflops(dtype)
     name = torch.cuda.get_device_name(device)
     bf16, fp32 = next((peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), (None, None))
-    return bf16 if dtype == torch.bfloat16 else fp32
+    return bf16 if dtype.itemsize == 2 else fp32
 
 
 def _gemm_tflops(dtype: torch.dtype, size: int = 1024, seconds: float = 0.5) -> float:

@@ -40,10 +40,10 @@ class JsonLines:
 
 
 class TensorBoard:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, after: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None)
 
     def write(self, step: int, record: Record) -> None:
         for key, value in record.items():
@@ -71,8 +71,8 @@ class WeightsAndBiases:
 class ProgressBar:
     """One line that is redrawn; what must stay is printed above it."""
 
-    def __init__(self, total: int) -> None:
-        self._bar = tqdm(total=total, unit="step", dynamic_ncols=True, mininterval=0.5)
+    def __init__(self, total: int, first: int = 0) -> None:
+        self._bar = tqdm(initial=first, total=total, unit="step", dynamic_ncols=True, mininterval=0.5)
 
     def write(self, step: int, record: Record) -> None:
         self._bar.update(step - self._bar.n)
@@ -87,13 +87,19 @@ class ProgressBar:
 
 
 class Log:
-    """All sinks of a run; only rank 0 has one. A context manager."""
+    """All sinks of a run; only rank 0 has one. A context manager.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        config: Of the run.
+        after: The step after which it goes on; what was logged of later ones is dropped.
+    """
+
+    def __init__(self, config: Config, after: int = 0) -> None:
         out = Path(config.out)
-        self._sinks: list[Sink] = [JsonLines(out / METRICS), ProgressBar(config.train.steps)]
+        drop_after(out / METRICS, after)
+        self._sinks: list[Sink] = [JsonLines(out / METRICS), ProgressBar(config.train.steps, after)]
         if config.log.tensorboard:
-            self._sinks.append(TensorBoard(out / "tensorboard"))
+            self._sinks.append(TensorBoard(out / "tensorboard", after))
         if config.log.wandb is not None:
             self._sinks.append(WeightsAndBiases(config.log.wandb, config))
 
@@ -113,6 +119,17 @@ class Log:
 def read(path: Path) -> list[dict[str, float | None]]:
     """The records of a metrics.jsonl."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def drop_after(path: Path, step: int) -> None:
+    """Drop the records of later steps from a metrics.jsonl, and a line that was not written to its end."""
+    if not path.exists():
+        return
+    lines = [line for line in path.read_text("utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    kept = [line for line in lines if json.loads(line)["step"] <= step]
+    new = path.with_name(f".{path.name}.new")
+    new.write_text("".join(kept), "utf-8")
+    new.replace(path)
 
 
 def curve(records: Sequence[Record], key: str) -> list[tuple[float, float]]:

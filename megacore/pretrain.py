@@ -9,71 +9,106 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from megacore import metrics
+from megacore import checkpoints, metrics
 from megacore.config import Config, ConfigError, load
+from megacore.control import Control
 from megacore.data.batches import TokenError
 from megacore.data.corpora import Corpora, facts, vocabulary_problems
 from megacore.hardware import peak_tflops
 from megacore.optimizer import Optimizer
 from megacore.problems import problems, surroundings
+from megacore.resume import Start, companions, find, model_of, raw_of, remarks
+from megacore.resume import load as load_into
+from megacore.save import Kept, SaveError, Saver, State
+from megacore.scaler import UNSCALED, Scaling
 from megacore.step import TrainStep
+from megacore.store.strict_json import StoreError
 from megacore.trainer import NonFinite, Trainer
-from models.assemble import Model, layout_of
+from models.assemble import Model
 from models.config import ModelConfig, ModelConfigError, flops_per_token
 from models.decoder import Losses
-from models.registry import configure
+from models.stages import layout_of
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
-from parallel.sync import Gradients
+from parallel.recompute import Activations
+from parallel.zero import sharing
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
 
-def check(
-    recipe: str, overrides: Sequence[str], world_size: int, local_ranks: int
-) -> tuple[Config, ModelConfig, Corpora]:
+@dataclass(frozen=True)
+class Setup:
+    """A run that has been checked: its config, its model, its data, and where it starts."""
+
+    config: Config
+    model: ModelConfig
+    corpora: Corpora
+    start: Start
+
+
+def check(recipe: str, overrides: Sequence[str], world_size: int, local_ranks: int) -> Setup:
     """Read and check a run.
 
     Raises:
         ConfigError: all that is wrong.
     """
     config = load(recipe, overrides)
-    model, found = None, list[str]()
+    start, model, found = None, None, list[str]()
     try:
-        model = configure(config.model)
+        start = find(config)
+    except StoreError as error:
+        found += [f"checkpoint: {error}"]
+    try:
+        # Where the source is broken, so may be the model that is to come from it.
+        model = model_of(config, start.source if start else None) if start or config.model else None
     except ModelConfigError as error:
         found += [f"model: {problem}" for problem in error.problems]
     gpus = torch.cuda.device_count()
     found += [*problems(config, world_size, model, gpus=gpus, local_ranks=local_ranks), *surroundings(config)]
     if model is not None:
         found += vocabulary_problems(config, model.vocab_size)
-    if found or model is None:
+    if found or model is None or start is None:
         raise ConfigError(found)
     try:
-        return config, model, Corpora.open(config)
+        return Setup(config, model, Corpora.open(config), start)
     except ValueError as error:
         raise ConfigError([f"data: {error}"]) from error
 
 
-def trainer_of(
-    config: Config, model_config: ModelConfig, corpora: Corpora, mesh: Mesh, log: metrics.Log | None
-) -> Trainer:
-    """The live parts of a run on this rank, its model initialised."""
+def trainer_of(setup: Setup, mesh: Mesh, log: metrics.Log | None) -> Trainer:
+    """The live parts of a run on this rank, its model initialised or loaded."""
+    config, corpora, start = setup.config, setup.corpora, setup.start
     dtype = DTYPES[config.train.precision]
-    layout = layout_of(model_config, mesh.shape, config.pipeline.chunks, config.pipeline.layers_per_stage)
-    losses = Losses(config.loss.label_smoothing, config.loss.z_loss)
-    model = Model.create(model_config, layout, mesh, dtype, losses)
-    model.parameters.initialise(config.train.seed)
+    layout = layout_of(setup.model, mesh.shape, config.pipeline.chunks, config.pipeline.layers_per_stage)
+    losses = Losses(config.loss.label_smoothing, config.loss.z_loss, config.memory.loss_chunk)
+    activations = Activations(config.memory.recompute, config.memory.offload_activations)
+    hollow = config.data.shard == "parameters"
+    model = Model.create(setup.model, layout, mesh, dtype, losses, activations, hollow)
+    if config.train.precision == "fp8":
+        model.use_fp8()
     if config.train.compile:
         model.compile()
     section = config.optimizer
     wide = section.master_weights and dtype.itemsize < 4
-    gradients = Gradients(model.parameters, model.chunks, torch.float32 if wide else dtype)
+    gradients = sharing(
+        model.parameters,
+        model.chunks,
+        torch.float32 if wide else dtype,
+        config.data.shard,
+        config.data.replicas,
+    )
     optimizer = Optimizer(
         gradients,
         lr=section.lr,
@@ -82,36 +117,79 @@ def trainer_of(
         weight_decay=section.weight_decay,
         clip=section.clip,
         master_weights=section.master_weights,
+        moments=torch.bfloat16 if section.moments == "bf16" else None,
+    )
+    control = Control.create(mesh)
+    _agree(control, start)
+    if start.source is not None:
+        load_into(start, model.parameters, optimizer)
+    else:
+        for name in model.parameters:
+            optimizer.load_weight(name, model.parameters.drawn(name, config.train.seed))
+    saver = Saver(
+        checkpoints.folder_of(config.out),
+        State(model.parameters, optimizer),
+        raw_of(setup.model, start.source),
+        companions(start, config),
+        control,
+        Kept(config.checkpoint.keep, config.checkpoint.keep_every),
     )
     pipeline = Pipeline(mesh, model.chunks, dtype, config.pipeline.schedule)
+    step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config))
+    step.scaler.load(start.progress.scaler)
     held_out, rank, ranks = corpora.validation, mesh.data_rank, mesh.shape.data
-    vocabulary = model_config.vocab_size
+    vocabulary = setup.model.vocab_size
     return Trainer(
         config,
         mesh,
         model,
-        TrainStep(mesh, pipeline, gradients, optimizer),
+        step,
         corpora.batches(corpora.train, config, rank, ranks, vocabulary),
         corpora.batches(held_out, config, rank, ranks, vocabulary) if held_out else None,
         config.log.peak_tflops or peak_tflops(mesh.device, dtype),
-        _control(mesh),
+        control,
+        saver,
+        start.progress,
         log,
     )
 
 
-def run(config: Config, model: ModelConfig, corpora: Corpora, device: torch.device) -> None:
-    """One run on the processes that there are."""
+def _scaling(config: Config) -> Scaling:
+    """fp32 has the range of bf16; only fp16's gradients need another."""
+    section = config.loss_scale
+    fp16 = config.train.precision == "fp16"
+    return Scaling(section.initial, section.growth_interval, section.minimum) if fp16 else UNSCALED
+
+
+def _agree(control: Control, start: Start) -> None:
+    """Each rank has looked for itself; a folder that only some of them see would break the run much later."""
+    step = start.progress.step
+    least, most = -int(control.largest(-step)[0]), int(control.largest(step)[0])
+    if least != most:
+        problem = f"ranks have found checkpoints to resume from of steps {least} to {most}"
+        raise ConfigError([f"checkpoint.resume: {problem}: out must lie on a file system that all nodes share"])
+
+
+def run(setup: Setup, device: torch.device) -> None:
+    """One run on the processes that there are.
+
+    Raises:
+        ConfigError: the ranks have found different checkpoints to start from.
+    """
+    config, start = setup.config, setup.start
     world = dist.get_world_size() if dist.is_initialized() else 1
     mesh = Mesh.create(config.mesh.shape(world), device)
     if mesh.rank != 0:
-        trainer_of(config, model, corpora, mesh, None).run()
+        trainer_of(setup, mesh, None).run()
         return
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
+    checkpoints.clean(checkpoints.folder_of(out))
     (out / "config.yaml").write_text(config.to_yaml(), "utf-8")
-    print(_headline(config, model, mesh), flush=True)
-    with metrics.Log(config) as log:
-        last = trainer_of(config, model, corpora, mesh, log).run()
+    said = remarks(start, config, setup.model, mesh.shape)
+    print("\n".join([_headline(config, setup.model, mesh), *said]), flush=True)
+    with metrics.Log(config, start.progress.step) as log:
+        last = trainer_of(setup, mesh, log).run()
     print(_report(config, last))
 
 
@@ -128,17 +206,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if only_check:
         world, local_ranks, arguments = int(arguments[1]), int(arguments[2]), arguments[3:]
     try:
-        config, model, corpora = check(arguments[0], arguments[1:], world, local_ranks)
+        setup = check(arguments[0], arguments[1:], world, local_ranks)
     except ConfigError as error:
         if local_rank == 0:  # of each node: a file may be missing on one
             print(error, file=sys.stderr)
         return 2
     if only_check:
         return 0
-    kind = config.train.device_type(torch.cuda.device_count())
+    train = setup.config.train
+    kind = train.device_type(torch.cuda.device_count())
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-    if config.train.threads is not None:
-        torch.set_num_threads(config.train.threads)
+    if train.threads is not None:
+        torch.set_num_threads(train.threads)
     if kind == "cuda":
         torch.cuda.set_device(device)
     if world > 1:
@@ -146,10 +225,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # split off the world's by everyone.
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     status = 0
-    status = 0
     try:
-        run(config, model, corpora, device)
-    except NonFinite as error:  # on every rank
+        run(setup, device)
+    except ConfigError as error:  # on every rank
+        status = 2
+        if rank == 0:
+            print(error, file=sys.stderr)
+    except (NonFinite, SaveError) as error:  # on every rank
         status = 1
         if rank == 0:
             print(error, file=sys.stderr)
@@ -161,15 +243,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         dist.barrier()
         dist.destroy_process_group()
     return status
-
-
-def _control(mesh: Mesh) -> dist.ProcessGroup | None:
-    """All ranks, for host tensors: asking each other something must not wait for a device."""
-    if mesh.shape.world == 1:
-        return None
-    if mesh.device.type == "cpu":
-        return mesh.world.process_group
-    return dist.new_group(backend="gloo")
 
 
 def _headline(config: Config, model: ModelConfig, mesh: Mesh) -> str:
@@ -200,8 +273,11 @@ def _report(config: Config, last: int) -> str:
         lines.append(f"  validation loss  {held_out[-1]:.4f}")
     if entropy is not None:
         lines.append(f"  unigram entropy  {entropy:.4f} (what knowing the tokens' frequencies alone would give)")
-    names = {"metrics": metrics.METRICS, "loss curve": metrics.PICTURE, "resolved config": "config.yaml"}
-    lines += [f"  {what:<16} {out / name}" for what, name in names.items()]
+    paths = {"metrics": out / metrics.METRICS, "loss curve": out / metrics.PICTURE}
+    paths["resolved config"] = out / "config.yaml"
+    if found := checkpoints.complete(checkpoints.folder_of(out)):
+        paths["checkpoint"] = found[max(found)]
+    lines += [f"  {what:<16} {path}" for what, path in paths.items()]
     return "\n".join(lines)
 
 

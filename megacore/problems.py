@@ -5,6 +5,7 @@ machine: files, folders and installed packages. Nothing here imports torch.
 """
 
 import importlib.util
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,12 +13,14 @@ from functools import reduce
 from pathlib import Path
 from typing import Protocol
 
+from megacore import checkpoints
+from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.lr import decay_steps
 from parallel.layout import MeshShape, split_problems
 
-RUN_FILES = ("config.yaml", "metrics.jsonl")
-"""What a run leaves in its folder; a folder that has one of them is not written to again."""
+RUN_FILES = ("config.yaml", "metrics.jsonl", checkpoints.FOLDER)
+"""What a run leaves in its folder; a folder that has one of them is not written to again, unless the run goes on."""
 
 
 class ModelSizes(Protocol):
@@ -70,6 +73,7 @@ SEED = Bound("at least 0 and below 2^63", lambda value: 0 <= value < 2**63)
 ABOVE_0 = Bound("above 0", lambda value: value > 0)
 BELOW_1 = Bound("at least 0 and below 1", lambda value: 0 <= value < 1)
 UP_TO_1 = Bound("between 0 and 1", lambda value: 0 <= value <= 1)
+POWER_OF_2 = Bound("a power of two up to 2^24", lambda value: 0 < value <= 2**24 and math.frexp(value)[0] == 0.5)
 
 RANGES: Mapping[str, Bound] = {
     "mesh.pp": AT_LEAST_1,
@@ -82,10 +86,15 @@ RANGES: Mapping[str, Bound] = {
     "data.validation_fraction": BELOW_1,
     "data.sequence_length": AT_LEAST_1,
     "data.seed": SEED,
+    "data.replicas": AT_LEAST_1,
     "batch.global_size": AT_LEAST_1,
     "batch.micro_size": AT_LEAST_1,
     "loss.label_smoothing": BELOW_1,
     "loss.z_loss": AT_LEAST_0,
+    "loss_scale.initial": POWER_OF_2,
+    "loss_scale.growth_interval": AT_LEAST_1,
+    "loss_scale.minimum": POWER_OF_2,
+    "memory.loss_chunk": AT_LEAST_1,
     "optimizer.lr": ABOVE_0,
     "optimizer.betas": BELOW_1,
     "optimizer.eps": ABOVE_0,
@@ -99,6 +108,9 @@ RANGES: Mapping[str, Bound] = {
     "train.threads": AT_LEAST_1,
     "evaluate.every": AT_LEAST_0,
     "evaluate.batches": AT_LEAST_1,
+    "checkpoint.every": AT_LEAST_0,
+    "checkpoint.keep": AT_LEAST_1,
+    "checkpoint.keep_every": AT_LEAST_0,
     "log.every": AT_LEAST_1,
     "log.peak_tflops": ABOVE_0,
 }
@@ -177,6 +189,16 @@ def _chunks(facts: Facts) -> Iterator[str]:
         )
 
 
+def _loss_chunk(facts: Facts) -> Iterator[str]:
+    chunk, schedule = facts.config.memory.loss_chunk, facts.config.pipeline.schedule
+    if chunk is not None and schedule == "gpipe":
+        yield (
+            f"memory.loss_chunk ({chunk}) keeps a gradient of the whole head from a microbatch's forward to its "
+            "backward, and pipeline.schedule gpipe runs all forwards first: set pipeline.schedule=1f1b or interleaved, "
+            "or memory.loss_chunk=null"
+        )
+
+
 def _positions(facts: Facts) -> Iterator[str]:
     assert facts.model is not None
     length, limit = facts.config.data.sequence_length, facts.model.max_positions
@@ -221,6 +243,19 @@ def _batches(facts: Facts) -> Iterator[str]:
         )
 
 
+def _shards(facts: Facts) -> Iterator[str]:
+    mesh, shard, replicas = facts.config.mesh, facts.config.data.shard, facts.config.data.replicas
+    dp = facts.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
+    if replicas > 1 and shard == "none":
+        yield (
+            f"data.replicas ({replicas}) groups share nothing out where data.shard is none: set data.shard=optimizer, "
+            "gradients or parameters, or data.replicas=1"
+        )
+    elif dp and dp % replicas:
+        choices = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
+        yield f"cannot divide dp={dp} data parallel ranks into data.replicas={replicas} groups: choose from {choices}"
+
+
 def _lengths(facts: Facts) -> Iterator[str]:
     schedule, steps = facts.config.schedule, facts.config.train.steps
     warmup = schedule.warmup_steps
@@ -248,12 +283,52 @@ def _device(facts: Facts) -> Iterator[str]:
         yield "train.precision fp64 is for the CPU: set train.device=cpu, or train.precision=fp32 or bf16"
 
 
+def _fp16(facts: Facts) -> Iterator[str]:
+    scale = facts.config.loss_scale
+    if facts.config.train.precision != "fp16":
+        return
+    if not facts.config.optimizer.master_weights:
+        yield (
+            "train.precision fp16 has too little range for updates without optimizer.master_weights: set it to true, "
+            "or train.precision=bf16"
+        )
+    if not scale.minimum <= scale.initial:
+        yield f"loss_scale.initial ({scale.initial:g}) is below loss_scale.minimum ({scale.minimum:g}): raise it"
+
+
+def _moments(facts: Facts) -> Iterator[str]:
+    optimizer = facts.config.optimizer
+    if optimizer.moments == "bf16" and max(optimizer.betas) >= 1 - 2**-8:
+        yield (
+            f"optimizer.betas {list(optimizer.betas)} move moments by less than bf16 can hold, so that they would "
+            "stand still: choose betas below 0.996, or optimizer.moments=fp32"
+        )
+
+
+def _fp8(facts: Facts) -> Iterator[str]:
+    layers = facts.sizes["layer"]
+    if facts.config.train.precision == "fp8" and layers < 3:
+        yield (
+            f"train.precision fp8 leaves the first and the last layer in bf16, and the model has {layers}: "
+            "set train.precision=bf16"
+        )
+
+
 def _held_out(facts: Facts) -> Iterator[str]:
     data, every = facts.config.data, facts.config.evaluate.every
     if every and not data.validation and not data.validation_fraction:
         yield (
             f"evaluate.every ({every}) has nothing to evaluate: name data.validation, set data.validation_fraction "
             "above 0, or evaluate.every=0"
+        )
+
+
+def _one_start(facts: Facts) -> Iterator[str]:
+    section = facts.config.checkpoint
+    if section.init is not None and section.resume not in (None, AUTO):
+        yield (
+            f"checkpoint.init ({section.init}) and checkpoint.resume ({section.resume}) both say where to start: "
+            "leave out one of them"
         )
 
 
@@ -267,13 +342,19 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((MODEL, *MODEL_RANKS), _parts),
     ((MODEL, "mesh.pp", "pipeline.chunks", "pipeline.layers_per_stage"), _stages),
     (("pipeline.chunks",), _chunks),
+    (("memory.loss_chunk",), _loss_chunk),
     ((MODEL, "data.sequence_length"), _positions),
     (("data.sequence_length", "batch.micro_size", "mesh.tp", "mesh.cp"), _tokens),
     ((), _corpora),
     ((*MODEL_RANKS, "mesh.dp", "batch.global_size", "batch.micro_size"), _batches),
+    ((*MODEL_RANKS, "mesh.dp", "data.replicas"), _shards),
     (("schedule.warmup_steps", "schedule.decay_steps", "train.steps"), _lengths),
     ((), _device),
+    (("loss_scale.initial", "loss_scale.minimum"), _fp16),
+    (("optimizer.betas",), _moments),
+    ((MODEL,), _fp8),
     (("evaluate.every", "data.validation_fraction"), _held_out),
+    ((), _one_start),
 )
 """What each rule needs in range, and the rule."""
 
@@ -289,7 +370,7 @@ def _multiples(value: int, step: int) -> str:
 
 def surroundings(config: Config) -> list[str]:
     """Missing token files, an output folder that cannot be used, and packages that a setting needs."""
-    return [*_missing_files(config), *_unusable_out(Path(config.out)), *_missing_packages(config)]
+    return [*_missing_files(config), *_unusable_out(config), *_missing_packages(config)]
 
 
 def _missing_files(config: Config) -> Iterator[str]:
@@ -302,15 +383,36 @@ def _missing_files(config: Config) -> Iterator[str]:
                 yield f"{key}: there is no {' and no '.join(missing)}: make them with `megacore tokenize`"
 
 
-def _unusable_out(out: Path) -> Iterator[str]:
+def _unusable_out(config: Config) -> Iterator[str]:
+    out, resume = Path(config.out), config.checkpoint.resume
     there = [name for name in RUN_FILES if (out / name).exists()]
     parent = next(folder for folder in (out, *out.parents) if folder.exists())
-    if there:
-        yield f"out ({out}) already holds a run ({', '.join(there)}): choose another out=, or move it away"
+    if there and resume is None:
+        yield (
+            f"out ({out}) already holds a run ({', '.join(there)}): choose another out=, move it away, or go on with "
+            f"it by checkpoint.resume={AUTO}"
+        )
+    elif there and resume != AUTO:
+        yield from _not_its_own(out, Path(str(resume)))
     elif not parent.is_dir():
         yield f"out ({out}) cannot be made, {parent} is not a folder: choose another out="
     elif not os.access(parent, os.W_OK | os.X_OK):
         yield f"out ({out}) cannot be written to: make {parent} writable, or choose another out="
+
+
+def _not_its_own(out: Path, resume: Path) -> Iterator[str]:
+    """A run goes on in its own folder from its newest checkpoint; from an older one it is another run."""
+    folder = checkpoints.folder_of(out)
+    found = checkpoints.complete(folder)
+    here = [step for step, path in found.items() if path.resolve() == resume.resolve()]
+    newer = [path.name for step, path in found.items() if here and step > here[0]]
+    if not here:
+        yield f"out ({out}) already holds a run, and {resume} is not a checkpoint of it: choose another out="
+    elif newer:
+        yield (
+            f"checkpoint.resume ({resume}) is older than {', '.join(newer)} in the same folder: choose another out=, "
+            "or move those away"
+        )
 
 
 def _missing_packages(config: Config) -> Iterator[str]:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from megacore.optimizer import Optimizer
+from megacore.scaler import UNSCALED, Scaler, Scaling
 from models.decoder import Microbatch
 from parallel.collectives import all_reduce_
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
-from parallel.sync import Gradients
+from parallel.sync import Sharing
 
 
 @dataclass(frozen=True)
@@ -26,12 +27,16 @@ class Stats:
         grad_norm: Norm of the whole model's gradient before clipping.
         tokens: Number of counted tokens.
         own_loss: This rank's part of the loss, the one that is not the same everywhere.
+        scale: What the loss was multiplied by for the backward.
+        overflow: Whether the gradient alone is not finite, and a smaller scale may mend that in later steps.
     """
 
     loss: Tensor
     grad_norm: Tensor
     tokens: Tensor
     own_loss: Tensor
+    scale: Tensor
+    overflow: Tensor
 
     @property
     def finite(self) -> Tensor:
@@ -44,26 +49,34 @@ class TrainStep:
     """microbatches of this data-parallel rank, learning rate -> :class:`Stats`; the weights are updated.
 
     They stay as they are where the loss or the gradient norm is not finite, or ``halted`` (a bool scalar) is true: both
-    are decided on the device.
+    are decided on the device. ``scaling`` is that of the loss.
     """
 
     mesh: Mesh
     pipeline: Pipeline
-    gradients: Gradients
+    gradients: Sharing
     optimizer: Optimizer
+    scaling: Scaling = UNSCALED
+    scaler: Scaler = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scaler = Scaler(self.scaling, self.mesh.device)
 
     def __call__(self, microbatches: Sequence[Microbatch], lr: float, halted: Tensor | None = None) -> Stats:
         stats = self.backward(microbatches)
-        self.optimizer.step(lr, stats.grad_norm, stats.finite if halted is None else stats.finite & ~halted)
+        go = stats.finite if halted is None else stats.finite & ~halted
+        self.optimizer.step(lr, stats.grad_norm, go, stats.scale if self.scaling.moves else None)
+        self.scaler.update(stats.loss, stats.grad_norm)
         return stats
 
     def backward(self, microbatches: Sequence[Microbatch]) -> Stats:
-        """The first half: loss, and gradients that are summed over their replicas."""
-        tokens = counted_tokens(microbatches, self.mesh)
+        """The first half: loss, and gradients that are summed over their replicas; these are scaled."""
+        scale, tokens = self.scaler.scale, counted_tokens(microbatches, self.mesh)
         self.gradients.begin(len(microbatches))
-        loss = self.pipeline.train(microbatches, 1 / tokens)
+        own = self.pipeline.train(microbatches, scale / tokens) / scale
         self.gradients.finish()
-        return Stats(total_loss(loss, self.mesh), self.gradients.norm(), tokens, loss)
+        loss, norm = total_loss(own, self.mesh), self.gradients.norm() / scale
+        return Stats(loss, norm, tokens, own, scale, self.scaler.overflow(loss, norm))
 
 
 def evaluate(mesh: Mesh, pipeline: Pipeline, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:

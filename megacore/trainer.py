@@ -1,4 +1,4 @@
-"""The training loop: batches in, steps, evaluation at intervals, metrics out."""
+"""The training loop: batches in, steps, evaluation and checkpoints at intervals, metrics out."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megacore import progress
 from megacore.config import Config
+from megacore.control import Control
 from megacore.data.batches import Batch, Batches, prefetch
 from megacore.hardware import peak_memory_gib
 from megacore.lr import learning_rate
 from megacore.metrics import Log, Record
+from megacore.progress import Progress
+from megacore.save import Saver
 from megacore.step import Stats, TrainStep, evaluate
 from models.assemble import Model
 from models.config import flops_per_token
@@ -35,10 +38,12 @@ class NonFinite(RuntimeError):
 class Interrupt:
     """SIGINT and SIGTERM ask for an end after the current step; another one, ``patience_s`` later, ends at once.
 
-    One Ctrl-C arrives twice: from the terminal, and from torchrun, which passes it on.
+    One Ctrl-C arrives twice: from the terminal, and from torchrun, which passes it on. SIGUSR1 asks for a checkpoint
+    after the current step.
     """
 
     asked: bool = False
+    save: bool = False
     patience_s: float = 2.0
 
     @contextmanager
@@ -52,10 +57,17 @@ class Interrupt:
             first.append(now)
             self.asked = True
 
-        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        def ask_to_save(number: int, frame: FrameType | None) -> None:
+            self.save = True
+
+        handlers = {signal.SIGINT: ask, signal.SIGTERM: ask, signal.SIGUSR1: ask_to_save}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        # The launcher has blocked it, so that none was lost until now.
+        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
         try:
             yield
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -65,7 +77,8 @@ class Trouble:
     """Non-finite steps, counted on the device so that nobody waits for it.
 
     Args:
-        first: The first step whose gradient norm was not finite, 0 if there is none.
+        first: The first step whose loss or gradient norm was not finite, 0 if there is none; those that overflowed for
+            their loss scale do not count.
         here: The first step at which this rank's own part of the loss was not finite, 0 if there is none.
         skipped: How many steps were left out.
         halted: Whether the weights must not change any more: with ``stop``, from the first such step on.
@@ -77,13 +90,14 @@ class Trouble:
     halted: Tensor
 
     @classmethod
-    def none(cls, device: torch.device) -> Trouble:
-        first, here, skipped = torch.zeros(3, dtype=torch.int64, device=device).unbind()
+    def none(cls, device: torch.device, skipped_before: int = 0) -> Trouble:
+        first, here, skipped = torch.tensor([0, 0, skipped_before], device=device).unbind()
         return cls(first, here, skipped, torch.zeros((), dtype=torch.bool, device=device))
 
     def note(self, step: int, stats: Stats, stop: bool) -> None:
         bad = ~stats.finite
         self.skipped += bad
+        bad &= ~stats.overflow
         self.halted |= bad & stop
         self.first = torch.where(bad & (self.first == 0), step, self.first)
         self.here = torch.where(~torch.isfinite(stats.own_loss) & (self.here == 0), step, self.here)
@@ -101,7 +115,9 @@ class Trainer:
         batches: This rank's training batches.
         held_out: Its validation batches, if there are any.
         peak_tflops: What the device can reach, for the utilisation; None if unknown.
-        control: A group of all ranks that carries host tensors; None for one process.
+        control: How the ranks talk.
+        saver: Writes checkpoints.
+        start: How far the run is already.
         log: Where the metrics go, on rank 0.
     """
 
@@ -112,7 +128,9 @@ class Trainer:
     batches: Batches
     held_out: Batches | None
     peak_tflops: float | None
-    control: dist.ProcessGroup | None
+    control: Control
+    saver: Saver
+    start: Progress
     log: Log | None
     interrupt: Interrupt = field(default_factory=Interrupt)
 
@@ -122,25 +140,42 @@ class Trainer:
         Raises:
             NonFinite: with ``optimizer.non_finite=stop``, once a step has a loss or gradient that is not finite. The
                 weights are those before that step.
+            SaveError: a checkpoint could not be written.
         """
+        with self.interrupt.listening():
+            try:
+                return self._steps()
+            except NonFinite:  # on every rank
+                self.saver.finish()
+                raise
+
+    def _steps(self) -> int:
         config, total = self.config, self.config.train.steps
         meter = _Meter(self)
-        trouble = Trouble.none(self.mesh.device)
-        step = 0
-        with self.interrupt.listening(), prefetch(self.batches.steps()) as ahead:
-            for step, batch in enumerate(ahead, start=1):
+        trouble = Trouble.none(self.mesh.device, self.start.skipped)
+        step = first = self.start.step
+        if first >= total:
+            return first
+        with prefetch(self.batches.steps(self.start.samples)) as ahead:
+            for step, batch in enumerate(ahead, start=first + 1):
                 lr = learning_rate(step, config.schedule, config.optimizer.lr, total)
                 stats = self.step(self._microbatches(batch, step), lr, trouble.halted)
                 trouble.note(step, stats, config.optimizer.non_finite == "stop")
-                stopping = step == total or self._anyone(self.interrupt.asked)
-                if step % config.log.every == 0 or stopping:
+                stop, save = self._listen()
+                stopping = step == total or stop
+                saving = self._saves(step, stop, save)
+                if step % config.log.every == 0 or stopping or saving:
                     self._check(trouble)
+                if step % config.log.every == 0 or stopping:
                     self._write(step, meter.record(step, lr, stats, trouble))
+                if saving:
+                    self._save(step, lr)
                 if self._evaluates(step):
                     with meter.paused():
                         self._write(step, {"validation_loss": self.validation_loss()})
                 if stopping:
                     break
+        self.saver.finish()
         return step
 
     def validation_loss(self) -> float:
@@ -160,6 +195,28 @@ class Trainer:
         every = self.config.evaluate.every
         return self.held_out is not None and bool(every) and (step % every == 0 or step == self.config.train.steps)
 
+    def _saves(self, step: int, stop: bool, asked: bool) -> bool:
+        """At intervals, at the end, before a signal ends the run, and when asked to."""
+        section = self.config.checkpoint
+        end = step == self.config.train.steps and section.at_end
+        return asked or end or (stop and section.on) or (section.every > 0 and step % section.every == 0)
+
+    def _save(self, step: int, lr: float) -> None:
+        done = self.start.at(step, self.config, self.step.optimizer.updates, self.step.scaler.state())
+        self.saver.save(step, progress.document(done, lr, self.config, self.mesh.shape))
+        if not self.config.checkpoint.background:
+            self.saver.finish()
+
+    def _listen(self) -> tuple[bool, bool]:
+        """(whether any rank is asked to end, whether any is asked to save): all must do so after the same step.
+
+        With it goes what the ranks must know of a save in the background.
+        """
+        save, self.interrupt.save = self.interrupt.save, False
+        stop, save, *news = map(bool, self.control.largest(self.interrupt.asked, save, *self.saver.news()))
+        self.saver.advance(*news)
+        return stop, save
+
     def _microbatches(self, batches: Sequence[Batch], step: int) -> list[Microbatch]:
         shape, embed = self.mesh.shape, self.model.config.sizes["embed"]
         made = []
@@ -177,13 +234,6 @@ class Trainer:
             tensor = tensor.pin_memory()  # a copy from pageable memory would wait for the device
         return tensor.to(self.mesh.device, non_blocking=True)
 
-    def _anyone(self, here: bool) -> bool:
-        """Whether any rank says so: all must leave the loop at the same step."""
-        said = torch.tensor(int(here))
-        if self.control is not None:
-            dist.all_reduce(said, dist.ReduceOp.MAX, group=self.control)
-        return bool(said)
-
     def _check(self, trouble: Trouble) -> None:
         step = int(trouble.first)
         if not step or self.config.optimizer.non_finite == "skip":
@@ -191,17 +241,21 @@ class Trainer:
         ranks = torch.zeros(self.mesh.shape.world, dtype=torch.int64, device=self.mesh.device)
         ranks[self.mesh.rank] = trouble.here == step
         found = all_reduce_(ranks, self.mesh.world).nonzero().flatten().tolist()
-        size = self.config.batch.global_size
+        first, end = (self.start.at(number, self.config).samples for number in (step - 1, step))
         where = (
             "the loss is not finite on " + ", ".join(f"rank {rank} ({self.mesh.shape.place(rank)})" for rank in found)
             if found
-            else "the loss is finite on every rank, the gradient is not"
+            else "the loss is finite on every rank, the gradient is not" + self._at_the_smallest_scale()
         )
         raise NonFinite(
-            f"step {step}, samples {(step - 1) * size} to {step * size - 1} of the training data: {where}. The weights "
+            f"step {step}, samples {first} to {end - 1} of the training data: {where}. The weights "
             "are those before this step. Lower optimizer.lr, look at these samples, or go on without such steps by "
             "optimizer.non_finite=skip"
         )
+
+    def _at_the_smallest_scale(self) -> str:
+        scaling = self.step.scaling
+        return f" even at loss_scale.minimum ({scaling.minimum:g})" if scaling.moves else ""
 
     def _write(self, step: int, record: Record) -> None:
         if self.log is not None:
@@ -216,7 +270,7 @@ class _Meter:
         config = trainer.config
         self._tokens_per_step = config.batch.global_size * config.data.sequence_length
         self._flops = flops_per_token(trainer.model.config, config.data.sequence_length)
-        self._since, self._last_step = time.perf_counter(), 0
+        self._since, self._last_step = time.perf_counter(), trainer.start.step
 
     def record(self, step: int, lr: float, stats: Stats, trouble: Trouble) -> Record:
         # Reading the loss waits for the step: only then is the clock right.
@@ -231,13 +285,14 @@ class _Meter:
             "loss": loss,
             "grad_norm": norm,
             "lr": lr,
-            "tokens": step * self._tokens_per_step,
+            "tokens": self._trainer.start.at(step, self._trainer.config).tokens,
             "seconds_per_step": seconds / steps,
             "tokens_per_second": speed,
             "tflops_per_device": tflops,
             "mfu": tflops / peak if peak else None,
             "peak_memory_gib": self._peak_memory(),
             "skipped_steps": int(trouble.skipped),
+            **({"loss_scale": stats.scale.item()} if self._trainer.step.scaling.moves else {}),
         }
 
     @contextmanager
@@ -251,7 +306,4 @@ class _Meter:
 
     def _peak_memory(self) -> float:
         """Of the rank that has held most."""
-        peak = torch.tensor(peak_memory_gib(self._trainer.mesh.device))
-        if self._trainer.control is not None:
-            dist.all_reduce(peak, dist.ReduceOp.MAX, group=self._trainer.control)
-        return float(peak)
+        return self._trainer.control.largest(peak_memory_gib(self._trainer.mesh.device))[0]

@@ -5,31 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from models.blocks import CHEAP
 from models.config import ModelConfig
-from models.decoder import Decoder, Losses
+from models.decoder import Decoder, Losses, Microbatch
 from models.registry import build
-from parallel.layout import Layout, MeshShape, balanced_layers
+from parallel import fp8
+from parallel.collectives import gather
+from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
-
-
-def default_layers(config: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
-    """A balanced split of the layers that counts the head and, at a quarter of it, the embedding.
-
-    The head's GEMM is counted as layers by its parameters. Looking tokens up is cheap, but the table's gradient and
-    optimizer traffic are not: a quarter is what they came to on the model of ``benchmarks/train_step.py``.
-    """
-    schema = config.schema
-    layers = schema.sizes["layer"]
-    in_layers = sum(schema.numel(p) for p in schema.params if "layer" in p.named_axes) / layers
-    head = schema.sizes["vocab"] * schema.sizes["embed"] / in_layers
-    return balanced_layers(layers, virtual_stages, embedding=head / 4, head=head)
-
-
-def layout_of(config: ModelConfig, mesh: MeshShape, chunks: int = 1, layers: tuple[int, ...] | None = None) -> Layout:
-    """The layout of a model on a mesh, its layers split as given or in a balanced way."""
-    return Layout(config.schema, mesh, layers or default_layers(config, mesh.pp * chunks))
+from parallel.pipeline.run import forward
+from parallel.recompute import Activations, runner
 
 
 @dataclass(frozen=True)
@@ -48,12 +36,23 @@ class Model:
 
     @classmethod
     def create(
-        cls, config: ModelConfig, layout: Layout, mesh: Mesh, dtype: torch.dtype, losses: Losses | None = None
+        cls,
+        config: ModelConfig,
+        layout: Layout,
+        mesh: Mesh,
+        dtype: torch.dtype,
+        losses: Losses | None = None,
+        activations: Activations | None = None,
+        hollow: bool = False,
     ) -> Model:
-        """Uninitialised: ``model.parameters.initialise(seed)``, or fill it by a transfer."""
-        parameters = Parameters(layout, mesh, dtype)
+        """Uninitialised: ``model.parameters.initialise(seed)``, or fill it by a transfer.
+
+        ``hollow`` leaves the memory to a sharing of ``parameters``, so that the rank never holds all of them.
+        """
+        parameters = Parameters(layout, mesh, dtype, hollow)
         chunks = tuple(build(config, parameters, chunk) for chunk in range(layout.chunks))
         for chunk in chunks:
+            chunk.run = runner(activations or Activations(), chunk.layers.values(), CHEAP, mesh.device)
             if losses and chunk.head is not None:
                 chunk.head.losses = losses
         return cls(config, parameters, chunks)
@@ -63,8 +62,25 @@ class Model:
         for chunk in self.chunks:
             chunk.train(mode)
 
+    @torch.no_grad()
+    def logits(self, microbatch: Microbatch) -> Tensor | None:
+        """[tokens, vocab] on all ranks of the last stage, None on the others."""
+        parameters = self.parameters
+        mesh, dtype = parameters.mesh, next(iter(parameters.values())).dtype
+        own = forward(mesh, [chunk.logits for chunk in self.chunks], microbatch, dtype)
+        return None if own is None else gather(own, mesh.tp)[:, : self.config.vocab_size]
+
+    def use_fp8(self) -> None:
+        """Multiply in fp8 in all layers but the first and the last, whose errors count most."""
+        ends = {"0", str(self.config.sizes["layer"] - 1)}
+        for chunk in self.chunks:
+            for layer, block in chunk.layers.items():
+                if layer not in ends:
+                    fp8.use(block.modules(), self.parameters.mesh.device)
+
     def compile(self) -> None:
         """Compile every block with torch.compile; layers of one shape share the code."""
         for chunk in self.chunks:
             for block in chunk.layers.values():
-                block.compile()
+                # Not the call: hooks that gather its parameters run outside of it.
+                block.forward = torch.compile(block.forward)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.norm import LayerNorm, RMSNorm
 from parallel.parameters import Parameters
 
 
@@ -71,15 +72,31 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return y
 
 
+class Activation(nn.Module):
+    """A function of its input alone, element by element or of pairs of them: cheap to compute again."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+CHEAP = (RMSNorm, LayerNorm, Activation)
+"""Modules whose outputs take less to compute again than to keep."""
+
+
 class SwiGLU(nn.Module):
     """Gated feed-forward network. x: [tokens/tp, embed] -> same."""
 
     def __init__(self, parameters: Parameters, name: str) -> None:
         super().__init__()
         self.up, self.down = column(parameters, f"{name}.up"), row(parameters, f"{name}.down")
+        self.activation = Activation(swiglu)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(swiglu(self.up(x)))
+        return self.down(self.activation(self.up(x)))
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -101,7 +118,7 @@ class Mlp(nn.Module):
     def __init__(self, parameters: Parameters, name: str, activation: str) -> None:
         super().__init__()
         self.up, self.down = column(parameters, f"{name}.up"), row(parameters, f"{name}.down")
-        self.activation = _ACTIVATIONS[activation]
+        self.activation = Activation(_ACTIVATIONS[activation])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))

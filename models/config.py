@@ -19,6 +19,7 @@ _HARMLESS = frozenset(
     {
         "_attn_implementation_autoset",
         "_commit_hash",
+        "_model_name_or_path",
         "_name_or_path",
         "_num_labels",
         "architectures",
@@ -76,6 +77,7 @@ _HARMLESS = frozenset(
         "transformers.js_config",
         "transformers_version",
         "typical_p",
+        "unk_token_id",
         "unsloth_fixed",
         "unsloth_version",
         "use_bfloat16",
@@ -107,6 +109,11 @@ class ModelConfig(ABC):
     architecture: ClassVar[str]
     harmless: ClassVar[frozenset[str]] = frozenset()
     fixed: ClassVar[Mapping[str, Any]] = {}
+    # Hugging Face's tensors: what their names start with (and a dot), unless the base model was saved by itself; the
+    # embedding and the head, which are one tensor where they are tied; what older versions left that is no weight.
+    base_model_prefix: ClassVar[str]
+    tied: ClassVar[tuple[str, str]]
+    ignored: ClassVar[tuple[str, ...]] = ()
 
     vocab_size: int
     initializer_range: float = 0.02

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from models.rope import Rotary
 from parallel.embedding import VocabParallelEmbedding
+from parallel.head_loss import head_loss
 from parallel.linear import column_linear
-from parallel.loss import cross_entropy
+from parallel.loss import Objective
 from parallel.mesh import Group
 from parallel.parameters import Parameters
 from parallel.random import key
+from parallel.recompute import PLAIN, Runner
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,11 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Losses:
-    """How the loss is computed beyond plain cross entropy."""
+    """How the loss is computed beyond plain cross entropy; ``chunk`` tokens at a time, or all at once."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    chunk: int | None = None
 
 
 class TokenEmbedding(nn.Module):
@@ -102,16 +105,15 @@ class Head(nn.Module):
         self.norm, self.weight, self.vocab, self.group = norm, weight, vocab, group
         self.losses = Losses()
 
-    def logits(self, x: Tensor) -> Tensor:
-        """x: [tokens/tp, embed] -> [tokens, padded vocab/tp]."""
-        return column_linear(self.norm(x), self.weight, None, self.group)
+    def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
+        """x: [tokens/tp, embed], labels: [tokens] -> the sum of the losses of this rank's tokens, a scalar.
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        """x: [tokens/tp, embed], labels: [tokens] -> the sum of the losses of this rank's tokens, a scalar."""
-        loss = cross_entropy(
-            self.logits(x), labels, self.group, self.vocab, self.losses.label_smoothing, self.losses.z_loss
-        )
-        return loss.sum()
+        Without labels -> the logits, [tokens, padded vocab/tp].
+        """
+        if labels is None:
+            return column_linear(self.norm(x), self.weight, None, self.group)
+        objective = Objective(self.group, self.vocab, self.losses.label_smoothing, self.losses.z_loss)
+        return head_loss(self.norm(x), self.weight, labels, objective, self.losses.chunk)
 
 
 class Decoder(nn.Module):
@@ -130,8 +132,11 @@ class Decoder(nn.Module):
         rotary: Rotary | None = None,
     ) -> None:
         super().__init__()
-        self.embedding, self.head, self.dtype = embedding, head, dtype
+        # In the order in which they run: the parameters of one are gathered while the one before it computes.
+        self.embedding = embedding
         self.layers = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
+        self.head, self.dtype = head, dtype
+        self.run: Runner = PLAIN
         self._rotary, self._seed = rotary, seed
         self._drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.modules())
 
@@ -166,15 +171,18 @@ class Decoder(nn.Module):
         x = self.hidden(x, microbatch)
         return x if self.head is None else self.head(x, microbatch.labels)
 
+    def logits(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
+        """As :meth:`forward`, but the last chunk gives [tokens, padded vocab/tp]."""
+        x = self.hidden(x, microbatch)
+        return x if self.head is None else self.head(x, None)
+
     def hidden(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
         """The activations after the blocks: [tokens/tp, embed]."""
         if self.embedding is not None:
             x = self.embedding(microbatch)
-        rotation, mask = self._rotation(microbatch), microbatch.mask()
-        for block in self.layers.values():
-            x = block(x, microbatch.sequences, rotation, mask)
         assert x is not None  # the first chunk embeds, the others are given activations
-        return x
+        rotation, mask = self._rotation(microbatch), microbatch.mask()
+        return self.run(self.layers.values(), x, microbatch.sequences, rotation, mask)
 
     def _rotation(self, microbatch: Microbatch) -> tuple[Tensor, Tensor] | None:
         """cos, sin: [t, head/2] at the microbatch's positions, for families that rotate."""

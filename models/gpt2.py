@@ -40,6 +40,10 @@ class Gpt2Config(ModelConfig):
         }
     )
     fixed: ClassVar[Mapping[str, Any]] = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False}
+    base_model_prefix: ClassVar[str] = "transformer"
+    tied: ClassVar[tuple[str, str]] = ("transformer.wte.weight", "lm_head.weight")
+    # The causal mask and its fill value.
+    ignored: ClassVar[tuple[str, ...]] = ("transformer.h.{layer}.attn.bias", "transformer.h.{layer}.attn.masked_bias")
 
     n_positions: int = 1024
     n_embd: int

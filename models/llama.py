@@ -29,6 +29,13 @@ class LlamaConfig(ModelConfig):
     architecture: ClassVar[str] = "LlamaForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
+    base_model_prefix: ClassVar[str] = "model"
+    tied: ClassVar[tuple[str, str]] = ("model.embed_tokens.weight", "lm_head.weight")
+    # Rotary frequencies, which are computed.
+    ignored: ClassVar[tuple[str, ...]] = (
+        "model.layers.{layer}.self_attn.rotary_emb.inv_freq",
+        "model.rotary_emb.inv_freq",
+    )
 
     hidden_size: int
     intermediate_size: int
@@ -105,7 +112,8 @@ class LlamaConfig(ModelConfig):
         found += probabilities(self, "attention_dropout")
         if not found and self.num_attention_heads % self.num_key_value_heads:
             heads, kv = self.num_attention_heads, self.num_key_value_heads
-            near = max(n for n in range(1, kv + 1) if heads % n == 0)
+            # Bounded, for the numbers may come from a hostile file.
+            near = next(n for n in range(min(kv, heads, 1024), 0, -1) if heads % n == 0)
             found.append(
                 f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv}): "
                 f"choose {near}, or {heads}"

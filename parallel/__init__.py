@@ -22,6 +22,7 @@ _PUBLIC: Mapping[str, str] = {
     "Schema": "parallel.schema",
     "VocabParallelEmbedding": "parallel.embedding",
     "cross_entropy": "parallel.loss",
+    "sharing": "parallel.zero",
 }
 
 __all__ = list(_PUBLIC)

@@ -60,6 +60,17 @@ def start_all_gather(x: Tensor, group: Group) -> Pending:
     return Pending(works, lambda: out)
 
 
+def start_all_gather_(x: Tensor, group: Group) -> Pending:
+    """x: [t, ...], contiguous, of which this rank's part counts -> the parts of all ranks, in place."""
+    if group.size == 1:
+        return Pending([], lambda: x)
+    slices = x.chunk(group.size)
+    own = slices[group.index]
+    if not group.pairwise:
+        return Pending(_works(_all_gather_single(x, own, group=group.process_group, async_op=True)), lambda: x)
+    return Pending(_exchange(group, send=lambda _: own, receive=lambda peer: slices[peer]), lambda: x)
+
+
 def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     """x: [t, ...] partial sums -> [t/n, ...], this rank's part of the sum (bf16 is summed in fp32 where we sum).
 
@@ -77,11 +88,22 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     if not group.pairwise:
         out = x.new_empty(shape)
         return Pending(_works(_reduce_scatter_single(out, x, group=group.process_group, async_op=True)), lambda: out)
-    parts = x.chunk(group.size)
-    received = x.new_empty(group.size, *shape)
-    works = _exchange(group, send=lambda peer: parts[peer], receive=lambda peer: received[peer])
-    received[group.index].copy_(parts[group.index])
+    works, received = _swap(x, group)
     return Pending(works, lambda: received.sum(0) if group.size > 2 else received[0].add_(received[1]))
+
+
+def start_reduce_scatter_(x: Tensor, group: Group) -> Pending:
+    """x: [t, ...] partial sums, contiguous -> [t/n, ...], this rank's part of x, which holds the sum; the rest does not
+    count any more."""
+    own = x.chunk(group.size)[group.index]
+    if group.size == 1:
+        return Pending([], lambda: own)
+    if not group.pairwise:
+        return Pending(_works(_reduce_scatter_single(own, x, group=group.process_group, async_op=True)), lambda: own)
+    works, received = _swap(x, group)
+    if group.size == 2:
+        return Pending(works, lambda: torch.add(received[0], received[1], out=own))
+    return Pending(works, lambda: torch.sum(received, 0, out=own))
 
 
 def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
@@ -96,6 +118,13 @@ def all_reduce_(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.Redu
     return start_all_reduce(x, group, op).wait()
 
 
+def broadcast_(x: Tensor, group: Group, source: int) -> Tensor:
+    """x: [...] of the rank that is at ``source`` in the group -> the same on all of them, in place."""
+    if group.size > 1:
+        dist.broadcast(x, group.ranks[source], group=group.process_group)
+    return x
+
+
 def _works(work: dist.Work | None) -> list[dist.Work]:
     return [] if work is None else [work]
 
@@ -107,6 +136,15 @@ def _exchange(group: Group, send: Callable[[int], Tensor], receive: Callable[[in
         works += _works(dist.isend(send(to), group.ranks[to], group=group.process_group))
         works += _works(dist.irecv(receive(source), group.ranks[source], group=group.process_group))
     return works
+
+
+def _swap(x: Tensor, group: Group) -> tuple[list[dist.Work], Tensor]:
+    """Everyone's part of x to its owner -> and from each rank what it has of this rank's part: [n, t/n, ...]."""
+    parts = x.chunk(group.size)
+    received = x.new_empty(group.size, *parts[0].shape)
+    works = _exchange(group, send=lambda peer: parts[peer], receive=lambda peer: received[peer])
+    received[group.index].copy_(parts[group.index])
+    return works, received
 
 
 def _own(x: Tensor, group: Group, dim: int) -> Tensor:

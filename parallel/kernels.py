@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel import cpu
+from parallel.adamw import NarrowAdamW
 
 _COMPILED = {"FusedLayerNorm": "fused_layer_norm_cuda", "FusedRMSNorm": "fused_layer_norm_cuda", "FusedAdam": "amp_C"}
 
@@ -85,14 +86,53 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def adamw(
-    groups: Iterable[dict[str, Any]], device: torch.device, lr: float, betas: tuple[float, float], eps: float
+    groups: Iterable[dict[str, Any]],
+    device: torch.device,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    moments: torch.dtype | None = None,
 ) -> torch.optim.Optimizer:
-    """AdamW over parameter groups, in one fused kernel for each dtype."""
-    if _use_apex("FusedAdam", device):
+    """AdamW over parameter groups, in one fused kernel for each dtype.
+
+    Its moments are there from the start, as ``state[parameter]["exp_avg"]`` and ``["exp_avg_sq"]``. They have the dtype
+    of the parameters, or that of ``moments``, for which no library has a kernel.
+    """
+    groups = list(groups)
+    if moments is not None and any(p.dtype != moments for group in groups for p in group["params"]):
+        optimizer: torch.optim.Optimizer = NarrowAdamW(groups, lr=lr, betas=betas, eps=eps)
+    elif _use_apex("FusedAdam", device):
         fused_adam = importlib.import_module("apex.optimizers").FusedAdam
-        optimizer: torch.optim.Optimizer = fused_adam(list(groups), lr=lr, betas=betas, eps=eps, adam_w_mode=True)
-        return optimizer
-    return torch.optim.AdamW(list(groups), lr=lr, betas=betas, eps=eps, fused=True)
+        optimizer = fused_adam(groups, lr=lr, betas=betas, eps=eps, adam_w_mode=True)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+    ours = isinstance(optimizer, torch.optim.AdamW)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            dtype = moments or parameter.dtype if ours else torch.float32  # apex's kernel takes no others
+            state = {moment: torch.zeros_like(parameter, dtype=dtype) for moment in ("exp_avg", "exp_avg_sq")}
+            if ours:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            optimizer.state[parameter] = state
+    set_updates(optimizer, 0)
+    return optimizer
+
+
+def updates(optimizer: torch.optim.Optimizer) -> int:
+    """The steps that :func:`adamw`'s optimizer has taken, without those left out; reading it waits for the device."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        return int(next(iter(optimizer.state.values()))["step"])
+    return int(optimizer.param_groups[0]["step"])
+
+
+def set_updates(optimizer: torch.optim.Optimizer, count: int) -> None:
+    """Say how many steps were taken: what the correction of the moments' bias goes by."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        for state in optimizer.state.values():
+            state["step"].fill_(count)
+    else:
+        for group in optimizer.param_groups:
+            group["step"] = count
 
 
 def step_if(optimizer: torch.optim.Optimizer, go: Tensor) -> None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from types import MappingProxyType
 
 from parallel.pattern import Piece, Sizes
-from parallel.schema import SPLIT, Param, Schema
+from parallel.schema import PADDED, SPLIT, Param, Schema
 
 Box = Mapping[str, tuple[int, int]]
 """[start, stop) of each axis."""
@@ -85,13 +85,13 @@ class MeshShape:
 def split_axis(axis: str, size: int, parts: int, part: int) -> tuple[int, int]:
     """[start, stop) of ``axis`` in one of ``parts``.
 
-    Splits are even, but ``vocab`` is padded up to a multiple (the box may run past ``size``), and ``kv`` heads are
-    shared by neighbouring parts where there are fewer heads than parts.
+    Splits are even, but those of :data:`~parallel.schema.PADDED` axes are padded up to a multiple (the box may run past
+    ``size``), and ``kv`` heads are shared by neighbouring parts where there are fewer heads than parts.
 
     Raises:
         ValueError: the axis cannot be split so.
     """
-    if size % parts == 0 or axis == "vocab":
+    if size % parts == 0 or axis in PADDED:
         step = -(-size // parts)
         return part * step, (part + 1) * step
     if axis == "kv" and parts % size == 0:
@@ -101,7 +101,8 @@ def split_axis(axis: str, size: int, parts: int, part: int) -> tuple[int, int]:
 
 
 def _choices(axis: str, size: int) -> str:
-    divisors = [str(n) for n in range(1, size + 1) if size % n == 0]
+    # A size may come from a damaged file: look no further than what a mesh may have.
+    divisors = [str(n) for n in range(1, min(size - 1, 4096) + 1) if size % n == 0] + [str(size)]
     shown = divisors if len(divisors) <= 12 else [*divisors[:8], "...", divisors[-1]]
     multiples = f" or a multiple of {size}" if axis == "kv" else ""
     return f"choose {SPLIT[axis]} from {', '.join(shown)}{multiples}"
@@ -149,7 +150,7 @@ class Shard:
     Args:
         name: The tensor's name, with its layer filled in: the same on every rank.
         param: Its declaration.
-        box: [start, stop) of each of its axes; that of ``vocab`` may run past the vocabulary (padding).
+        box: [start, stop) of each of its axes; that of a padded axis may run past its size.
     """
 
     name: str

@@ -10,6 +10,7 @@ scatter of the input gradient runs beside the GEMM of the weight gradient.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -77,10 +78,15 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, 
     return y
 
 
+Compute = Callable[[Tensor, Tensor, Tensor | None, Group, bool], Tensor]
+"""(x, weight, bias, group, sequence) -> y, as :func:`column_linear` or :func:`row_linear`."""
+
+
 class _ParallelLinear(nn.Module):
     """What both linears are: a weight, perhaps a bias, a group, and how tokens and features come in and go out."""
 
     BETWEEN_BLOCKS: ClassVar[tuple[str, str]]
+    compute: Compute
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, mesh: Mesh, input: str, output: str) -> None:
         super().__init__()
@@ -121,6 +127,7 @@ class ColumnParallelLinear(_ParallelLinear):
     """
 
     BETWEEN_BLOCKS: ClassVar[tuple[str, str]] = ("sequence", "split")
+    compute: Compute = staticmethod(column_linear)
 
     def __init__(
         self,
@@ -142,7 +149,7 @@ class ColumnParallelLinear(_ParallelLinear):
         super().__init__(nn.Parameter(weight), bias_parameter, mesh, input, output)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = column_linear(x, self.weight, self.bias, self.group, self.input == "sequence")
+        y = self.compute(x, self.weight, self.bias, self.group, self.input == "sequence")
         return y if self.output == "split" else gather(y, self.group)
 
 
@@ -193,6 +200,7 @@ class RowParallelLinear(_ParallelLinear):
     """
 
     BETWEEN_BLOCKS: ClassVar[tuple[str, str]] = ("split", "sequence")
+    compute: Compute = staticmethod(row_linear)
 
     def __init__(
         self,
@@ -216,4 +224,4 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.input == "replicated":
             x = split(x, self.group)
-        return row_linear(x, self.weight, self.bias, self.group, self.output == "sequence")
+        return self.compute(x, self.weight, self.bias, self.group, self.output == "sequence")

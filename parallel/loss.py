@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,69 +19,112 @@ from parallel.mesh import Group
 _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, group: Group, vocab: int, label_smoothing: float, z_loss: float
-    ) -> Tensor:
-        start = group.index * logits.shape[1]
-        valid = max(0, min(logits.shape[1], vocab - start))
-        counted = labels != IGNORE
-        mine = (labels >= start) & (labels < start + valid)
-        local = (labels - start) * mine
-        wide = _wide(logits.dtype)
+@dataclass(frozen=True)
+class Objective:
+    """Cross entropy and what may be added to it, of logits whose columns are split: [t, padded vocab/tp].
 
+    Args:
+        group: The tensor parallel group.
+        vocab: Number of tokens of the vocabulary, without padding.
+        label_smoothing: Probability that is spread evenly over the vocabulary.
+        z_loss: Weight of the squared log-partition (Chowdhery et al. 2022, arXiv 2204.02311).
+    """
+
+    group: Group
+    vocab: int
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """As :func:`cross_entropy`."""
+        loss: Tensor = _CrossEntropy.apply(logits, labels, self)
+        return loss
+
+    def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """-> the losses: [t], zero where the label is ignored, and ``log sum exp``: [t]; the same on every rank."""
+        valid, mine, local = self._columns(logits, labels)
         # Each rank sums exp(logits - its own maximum), so that one pass over its logits is enough.
-        top = torch.full(labels.shape, -torch.inf, dtype=wide, device=logits.device)
+        top = torch.full(labels.shape, -torch.inf, dtype=_wide(logits.dtype), device=logits.device)
         # Three sums in one message: exp, the label's logit, and, for smoothing, all logits; each less the maximum.
-        sums = top.new_zeros(3 if label_smoothing else 2, len(labels))
+        sums = top.new_zeros(3 if self.label_smoothing else 2, len(labels))
         for rows in _chunks(logits) if valid else ():
-            z = logits[rows, :valid].to(wide, copy=True)
+            z = logits[rows, :valid].to(top.dtype, copy=True)
             top[rows] = z.amax(1)
             z.sub_(top[rows, None])
-            if label_smoothing:
+            if self.label_smoothing:
                 sums[2, rows] = z.sum(1)
             sums[0, rows] = z.exp_().sum(1)
-        highest = all_reduce_(top.clone(), group, dist.ReduceOp.MAX)
+        highest = all_reduce_(top.clone(), self.group, dist.ReduceOp.MAX)
         if valid:
             below = top - highest
             sums[0] *= below.exp()
             sums[1] = (logits.gather(1, local[:, None])[:, 0] - highest) * mine
-            if label_smoothing:
+            if self.label_smoothing:
                 sums[2] += valid * below
-        all_reduce_(sums, group)
+        all_reduce_(sums, self.group)
         log_sum = sums[0].log_()
-        loss = log_sum - (1 - label_smoothing) * sums[1]
-        if label_smoothing:
-            loss -= label_smoothing / vocab * sums[2]
+        loss = log_sum - (1 - self.label_smoothing) * sums[1]
+        if self.label_smoothing:
+            loss -= self.label_smoothing / self.vocab * sums[2]
         log_sum = log_sum + highest
-        if z_loss:
-            loss += z_loss * log_sum.square()
-        ctx.save_for_backward(logits, log_sum, counted, mine, local)
-        ctx.group, ctx.valid, ctx.vocab, ctx.label_smoothing, ctx.z_loss = group, valid, vocab, label_smoothing, z_loss
-        share = len(labels) // group.size
-        own = slice(group.index * share, (group.index + 1) * share)
-        return torch.where(counted[own], loss[own], 0.0)
+        if self.z_loss:
+            loss += self.z_loss * log_sum.square()
+        return torch.where(labels != IGNORE, loss, 0.0), log_sum
+
+    def gradient_(self, logits: Tensor, labels: Tensor, log_sum: Tensor, dy: Tensor) -> Tensor:
+        """The gradient of the logits, of losses whose gradient is dy: [t]; it is written into the logits' memory."""
+        valid, mine, local = self._columns(logits, labels)
+        dy = dy * (labels != IGNORE)
+        scale = dy * (1 + 2 * self.z_loss * log_sum) if self.z_loss else dy
+        on_label = dy * mine * (1 - self.label_smoothing)
+        for rows in _chunks(logits):
+            z = logits[rows, :valid]
+            p = z.to(log_sum.dtype, copy=True).sub_(log_sum[rows, None]).exp_().mul_(scale[rows, None])
+            if valid:
+                p.scatter_add_(1, local[rows, None], -on_label[rows, None])
+            if self.label_smoothing:
+                p.sub_(dy[rows, None] * (self.label_smoothing / self.vocab))
+            z.copy_(p)
+        logits[:, valid:] = 0
+        return logits
+
+    def own(self, losses: Tensor) -> Tensor:
+        """[t] -> [t/tp], the losses of this rank's tokens.
+
+        Raises:
+            ValueError: t does not divide over the group.
+        """
+        share, rest = divmod(len(losses), self.group.size)
+        if rest:
+            raise ValueError(
+                f"cannot split the losses of {len(losses)} tokens over {self.group.size} ranks: "
+                f"choose a multiple of {self.group.size}"
+            )
+        return losses[self.group.index * share : (self.group.index + 1) * share]
+
+    def _columns(self, logits: Tensor, labels: Tensor) -> tuple[int, Tensor, Tensor]:
+        """How many columns are no padding; which labels are among them: [t], and where: [t], 0 for the others."""
+        start = self.group.index * logits.shape[1]
+        valid = max(0, min(logits.shape[1], self.vocab - start))
+        mine = (labels >= start) & (labels < start + valid)
+        return valid, mine, (labels - start) * mine
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, objective: Objective) -> Tensor:
+        losses, log_sum = objective.losses(logits, labels)
+        ctx.save_for_backward(logits, labels, log_sum)
+        ctx.objective = objective
+        return objective.own(losses)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        logits, log_sum, counted, mine, local = ctx.saved_tensors
-        dy = start_all_gather(dy, ctx.group).wait() * counted
-        scale = dy * (1 + 2 * ctx.z_loss * log_sum) if ctx.z_loss else dy
-        on_label = dy * mine * (1 - ctx.label_smoothing)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        logits, labels, log_sum = ctx.saved_tensors
+        dy = start_all_gather(dy, ctx.objective.group).wait()
         # The logits have no reader after this: their memory takes the gradient, so that no second copy of them exists.
-        gradient = logits.detach()
-        for rows in _chunks(gradient):
-            z = gradient[rows, : ctx.valid]
-            p = z.to(log_sum.dtype, copy=True).sub_(log_sum[rows, None]).exp_().mul_(scale[rows, None])
-            if ctx.valid:
-                p.scatter_add_(1, local[rows, None], -on_label[rows, None])
-            if ctx.label_smoothing:
-                p.sub_(dy[rows, None] * (ctx.label_smoothing / ctx.vocab))
-            z.copy_(p)
-        gradient[:, ctx.valid :] = 0
-        return gradient, None, None, None, None, None
+        return ctx.objective.gradient_(logits.detach(), labels, log_sum, dy), None, None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -106,16 +150,10 @@ def cross_entropy(
         labels: Of all tokens; :data:`IGNORE` for those that do not count (their loss is zero).
         group: The tensor parallel group.
         vocab: Number of tokens of the vocabulary, without padding.
-        label_smoothing: Probability that is spread evenly over the vocabulary.
-        z_loss: Weight of the squared log-partition (Chowdhery et al. 2022, arXiv 2204.02311).
+        label_smoothing: As :class:`Objective`'s.
+        z_loss: As :class:`Objective`'s.
 
     Raises:
         ValueError: t does not divide over the group.
     """
-    if len(labels) % group.size:
-        raise ValueError(
-            f"cannot split the losses of {len(labels)} tokens over {group.size} ranks: "
-            f"choose a multiple of {group.size}"
-        )
-    loss: Tensor = _CrossEntropy.apply(logits, labels, group, vocab, label_smoothing, z_loss)
-    return loss
+    return Objective(group, vocab, label_smoothing, z_loss)(logits, labels)

@@ -25,20 +25,33 @@ class Parameters(Mapping[str, nn.Parameter]):
         layout: Who holds what.
         mesh: The live mesh.
         dtype: Of the parameters.
+        hollow: Without memory, for a sharing that gives it to them; otherwise they are zeros.
     """
 
-    def __init__(self, layout: Layout, mesh: Mesh, dtype: torch.dtype) -> None:
+    def __init__(self, layout: Layout, mesh: Mesh, dtype: torch.dtype, hollow: bool = False) -> None:
         self.layout, self.mesh = layout, mesh
         self.shards: dict[str, Shard] = {shard.name: shard for shard in layout.shards(mesh.place)}
         self._tensors = {
-            name: nn.Parameter(torch.zeros(shard.shape, dtype=dtype, device=mesh.device))
+            name: nn.Parameter((torch.empty if hollow else torch.zeros)(shard.shape, dtype=dtype, device=mesh.device))
             for name, shard in self.shards.items()
         }
+        self.dtype = dtype
+        if hollow:
+            for parameter in self._tensors.values():
+                parameter.untyped_storage().resize_(0)
 
     def initialise(self, seed: int) -> None:
         """Draw the initial values: bitwise the same model on every mesh."""
-        for name, label, tensor in self.pieces():
-            tensor.copy_(torch.from_numpy(initial_values(self.layout, self.shards[name], label, seed)))
+        for name, parameter in self._tensors.items():
+            parameter.detach().copy_(self.drawn(name, seed))
+
+    def drawn(self, name: str, seed: int) -> Tensor:
+        """The initial values of a parameter, a host tensor of its shape and dtype."""
+        shard = self.shards[name]
+        values = torch.empty(shard.shape, dtype=self.dtype)
+        for piece in shard.pieces:
+            view(values, piece).copy_(torch.from_numpy(initial_values(self.layout, shard, piece.label, seed)))
+        return values
 
     def pieces(self) -> Iterator[tuple[str, str, Tensor]]:
         """(name, label, view) of every piece that is held here."""

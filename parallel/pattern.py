@@ -115,10 +115,14 @@ class Pattern:
 
     def piece_axes(self, label: str) -> tuple[str, ...]:
         """The axes of one piece, in the order of the sentence."""
-        for leaf in self._leaves():
-            if _label(leaf) == label:
-                return tuple(axis for _, factors in leaf for axis, _ in factors)
-        raise KeyError(f"no piece {label!r} in {self}: there are {', '.join(map(repr, self.labels))}")
+        try:
+            return self._piece_axes[label]
+        except KeyError:
+            raise KeyError(f"no piece {label!r} in {self}: there are {', '.join(map(repr, self.labels))}") from None
+
+    @cached_property
+    def _piece_axes(self) -> Mapping[str, tuple[str, ...]]:
+        return {_label(leaf): tuple(axis for _, factors in leaf for axis, _ in factors) for leaf in self._leaves()}
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Dimensions of the stored tensor."""

@@ -20,6 +20,10 @@ SPLIT: Mapping[str, str] = {
 }
 """Which mesh dimension splits an axis: the only such table."""
 
+PADDED = ("vocab", "mlp")
+"""Axes that are filled up with zeros to a multiple of the ranks. No token names a row of zeros; a hidden feature of
+zeros stays zero, and so does its gradient, for the activation functions have f(0) = 0."""
+
 NAMED = re.compile(r"\{(\w+)\}")
 """An axis that lives in a name."""
 _WORDS = re.compile(r"\{(\w+(?:,\w+)+)\}")
@@ -49,7 +53,7 @@ class Param:
     std: float = 0.0
 
     def __post_init__(self) -> None:
-        if not set(self.at.split()) <= {"first", "last"} or not self.at:
+        if not set(self.at.split()) <= {"first", "last"} or not self.at.split():
             raise ValueError(f"{self.name}: at={self.at!r} is not one of 'first', 'last', 'first last'")
 
     @cached_property
@@ -109,6 +113,12 @@ class Schema:
     @cached_property
     def by_name(self) -> Mapping[str, Param]:
         return {param.name: param for param in self.params}
+
+    @cached_property
+    def pieces(self) -> Mapping[tuple[str, str], frozenset[str]]:
+        """{(parameter, label): its axes}: what two declarations of a model must agree on, however they are stored."""
+        found = ((param, label) for param in self.params for label in param.sentence.labels)
+        return {(param.name, label): frozenset(param.sentence.piece_axes(label)) for param, label in found}
 
     def numel(self, param: Param) -> int:
         """Elements of a parameter over all layers (and every other axis in its name), unsharded, unpadded."""

@@ -8,8 +8,10 @@ needs no wider type stays where autograd puts it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,86 @@ from parallel.collectives import Pending, all_reduce_, start_all_reduce
 from parallel.mesh import Group, Mesh
 from parallel.parameters import Parameters, view
 from parallel.pattern import Piece
+
+
+class Part(Protocol):
+    """Elements that this rank updates: they have one gradient, and one optimizer state."""
+
+    @property
+    def data(self) -> Tensor:
+        """Their values, in the memory of the parameters."""
+        ...
+
+    @property
+    def gradient(self) -> Tensor:
+        """Their gradient, in the shape of the values, once it is summed."""
+        ...
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies to them."""
+        ...
+
+
+class Sharing(Protocol):
+    """How ranks that hold the same elements share out their gradients and their optimizer state."""
+
+    @property
+    def parameters(self) -> Parameters:
+        """What the rank holds."""
+        ...
+
+    @property
+    def spans(self) -> Sequence[Span]:
+        """Of all parameters that are trained."""
+        ...
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        """What this rank updates."""
+        ...
+
+    def begin(self, microbatches: int) -> None:
+        """Start a step of so many microbatches; the gradients of the last step are forgotten."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until every part's gradient is summed; where none came it is zero."""
+        ...
+
+    def norm(self) -> Tensor:
+        """The norm of the whole model's gradient, a scalar that is the same on every rank; fp32 at least."""
+        ...
+
+    def updated(self) -> None:
+        """The values of the parts have changed: tell those who use them."""
+        ...
+
+    def parts_of(self, name: str) -> Sequence[Part]:
+        """This rank's parts in the buckets that hold a parameter; all have state of the same dtypes."""
+        ...
+
+    def read(self, name: str, of: Callable[[Part], Tensor], host: Tensor | None) -> None:
+        """Put together what parts have for a parameter, in its shape; all ranks do so for all names in one order.
+
+        Args:
+            name: Of the parameter.
+            of: What a part has, in the shape of its values.
+            host: Where it goes; None where it is not wanted.
+        """
+        ...
+
+    def write(self, name: str, of: Callable[[Part], Tensor], host: Tensor) -> None:
+        """The other way round: fill what this rank's parts have from a tensor of the parameter's shape."""
+        ...
+
+    def read_weight(self, name: str, host: Tensor | None) -> None:
+        """As :meth:`read`, the parameter itself."""
+        ...
+
+    def fill(self, name: str, host: Tensor) -> None:
+        """Fill a parameter from a tensor of its shape, of any float dtype."""
+        ...
 
 
 @dataclass(eq=False)
@@ -30,6 +112,7 @@ class Span:
         parameter: The live tensor.
         piece: The view of the span, None for the whole parameter.
         replicas: Ranks that hold the same elements.
+        decays: Whether weight decay applies.
     """
 
     name: str
@@ -37,6 +120,7 @@ class Span:
     parameter: nn.Parameter
     piece: Piece | None
     replicas: tuple[int, ...]
+    decays: bool
     bucket: Bucket | None = None
     offset: int = 0
 
@@ -90,7 +174,7 @@ class _Arrivals:
 
 @dataclass
 class Gradients:
-    """Accumulates and sums the gradients of a rank's parameters.
+    """Accumulates and sums the gradients of a rank's parameters; every replica holds and updates all of them.
 
     Args:
         parameters: What the rank holds.
@@ -111,9 +195,7 @@ class Gradients:
         for chunk in self.chunks:
             for parameter in chunk.parameters():
                 uses[parameter] = uses.get(parameter, 0) + 1
-        self.spans = [
-            span for name, p in self.parameters.items() if p.requires_grad for span in spans(self.parameters, name)
-        ]
+        self.spans = trained_spans(self.parameters)
         self._mesh: Mesh = self.parameters.mesh
         self._mesh.make_groups(self.parameters.layout.replica_sets())
         self.buckets = self._make_buckets()
@@ -123,7 +205,7 @@ class Gradients:
             if span.bucket:
                 self._arrivals.setdefault(span.parameter, _Arrivals([], uses[span.parameter])).spans.append(span)
         for parameter in self._arrivals:
-            parameter.register_post_accumulate_grad_hook(self._accumulate)
+            on_gradient(parameter, self._accumulate)
 
     def begin(self, microbatches: int) -> None:
         """Start a step of so many microbatches; the gradients of the last step are forgotten."""
@@ -162,11 +244,46 @@ class Gradients:
                 total += torch.linalg.vector_norm(span.gradient, dtype=wide).square()
         return all_reduce_(total, self._mesh.world).sqrt()
 
+    # -- what is updated, as every :class:`Sharing` has it
+
+    @property
+    def parts(self) -> Sequence[Span]:
+        return self.spans
+
+    def updated(self) -> None:
+        """Every rank has updated its own copy."""
+
+    def parts_of(self, name: str) -> Sequence[Span]:
+        return [span for span in self.spans if span.name == name]
+
+    def read(self, name: str, of: Callable[[Part], Tensor], host: Tensor | None) -> None:
+        if host is None:
+            return
+        spans = self.parts_of(name)
+        if spans[0].piece is None:
+            host.copy_(of(spans[0]), non_blocking=True)
+            return
+        whole = torch.empty_like(spans[0].parameter, dtype=host.dtype)
+        for span in spans:
+            span.of(whole).copy_(of(span))
+        host.copy_(whole, non_blocking=True)
+
+    def write(self, name: str, of: Callable[[Part], Tensor], host: Tensor) -> None:
+        for span in self.parts_of(name):
+            of(span).copy_(span.of(host))
+
+    def read_weight(self, name: str, host: Tensor | None) -> None:
+        if host is not None:
+            host.copy_(self.parameters[name].detach(), non_blocking=True)
+
+    def fill(self, name: str, host: Tensor) -> None:
+        self.parameters[name].detach().copy_(host)
+
     def _make_buckets(self) -> list[Bucket]:
         """Buckets in the order in which the backward completes them; one of ends of the pipeline comes last."""
         # A parameter whose spans differ goes into buckets as a whole: its gradient leaves autograd's hands at once.
         taken = {s.name for s in self.spans if len(s.replicas) > 1 or s.parameter.dtype != self.dtype}
-        order = sorted((s for s in self.spans if s.name in taken), key=self._depth, reverse=True)
+        order = deepest_first(self.parameters, (s for s in self.spans if s.name in taken))
         filling: dict[tuple[int, ...], list[Span]] = {}
         full: list[list[Span]] = []
         for span in order:
@@ -194,14 +311,7 @@ class Gradients:
     def _crosses_stages(self, span: Span) -> bool:
         return len({self._mesh.shape.place(rank).pp for rank in span.replicas}) > 1
 
-    def _depth(self, span: Span) -> float:
-        """How deep in the model a parameter is used for the first time."""
-        shard = self.parameters.shards[span.name]
-        if "layer" in shard.box:
-            return shard.box["layer"][0]
-        return float("inf") if shard.param.at == "last" else -1
-
-    def _accumulate(self, parameter: nn.Parameter | Tensor) -> None:
+    def _accumulate(self, parameter: Tensor) -> None:
         arrivals = self._arrivals[parameter]  # type: ignore[index]
         gradient = parameter.grad
         assert gradient is not None  # a post-accumulate hook runs with a gradient
@@ -226,10 +336,45 @@ class Gradients:
             self._launched += 1
 
 
+def on_gradient(parameter: nn.Parameter, receive: Callable[[Tensor], None]) -> None:
+    """Have a method called whenever autograd has put a gradient on a parameter, for as long as its object lives.
+
+    Python's garbage collector cannot see torch's hooks: one that held the object would keep it, the model and the
+    process groups for good.
+    """
+    weak = weakref.WeakMethod(receive)
+
+    def received(parameter: Tensor) -> None:
+        method = weak()
+        if method is not None:
+            method(parameter)
+
+    parameter.register_post_accumulate_grad_hook(received)
+
+
+def trained_spans(parameters: Parameters) -> list[Span]:
+    """The spans of all parameters that are trained, in the order of the parameters."""
+    return [span for name, p in parameters.items() if p.requires_grad for span in spans(parameters, name)]
+
+
 def spans(parameters: Parameters, name: str) -> list[Span]:
     """The spans of one parameter: one, or one for each piece where their replicas differ (kv heads shared by ranks)."""
     shard = parameters.shards[name]
+    parameter, decays = parameters[name], shard.param.decays
     replicas = {piece.label: parameters.layout.replicas(shard, piece.label) for piece in shard.pieces}
     if len(set(replicas.values())) == 1:
-        return [Span(name, tuple(replicas), parameters[name], None, next(iter(replicas.values())))]
-    return [Span(name, (p.label,), parameters[name], p, replicas[p.label]) for p in shard.pieces]
+        return [Span(name, tuple(replicas), parameter, None, next(iter(replicas.values())), decays)]
+    return [Span(name, (p.label,), parameter, p, replicas[p.label], decays) for p in shard.pieces]
+
+
+def deepest_first(parameters: Parameters, spans: Iterable[Span]) -> list[Span]:
+    """In the order in which the backward completes their gradients."""
+
+    def depth(span: Span) -> float:
+        """How deep in the model the parameter is used for the first time."""
+        shard = parameters.shards[span.name]
+        if "layer" in shard.box:
+            return shard.box["layer"][0]
+        return float("inf") if shard.param.at == "last" else -1
+
+    return sorted(spans, key=depth, reverse=True)

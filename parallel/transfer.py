@@ -1,14 +1,15 @@
 """Moving weights: copying between two views of the same piece, box by box. The only program that does it.
 
 A *format* is a list of :class:`Stored` tensors: ours on some mesh (:func:`native`), or Hugging Face's
-(:func:`hugging_face`). :func:`plan` intersects their boxes; nobody writes an inverse.
+(:func:`hugging_face`). :func:`plan` intersects their boxes; nobody writes an inverse. :func:`blocks` cuts what fills a
+target into parts of bounded size, so that a transfer needs the same memory for any model.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -57,12 +58,44 @@ class Stored:
 
 @dataclass(frozen=True)
 class Copy:
-    """Copy ``source_view`` of one stored tensor to ``target_view`` of another: same shape, one dimension per axis."""
+    """Copy ``source_view`` of one stored tensor to ``target_view`` of another: same shape, one dimension per axis.
+
+    ``label`` and ``box`` say which elements they are: of which piece of the parameter, and [start, stop) of each of its
+    axes, those in names included.
+    """
 
     source: Stored
     source_view: Piece
     target: Stored
     target_view: Piece
+    label: str
+    box: Box
+
+    def along(self, axis: str, start: int, stop: int) -> Copy:
+        """The part from ``start`` to ``stop`` of one axis of the views, counted from their origin."""
+        origin = self.box[axis][0]
+        return replace(
+            self,
+            source_view=_cut(self.source_view, axis, start, stop),
+            target_view=_cut(self.target_view, axis, start, stop),
+            box={**self.box, axis: (origin + start, origin + stop)},
+        )
+
+
+@dataclass(frozen=True)
+class Block:
+    """``numel`` contiguous elements of a target from ``start`` on, and what fills them; the rest of them is padding.
+
+    The offsets of the copies' target views count from ``start``.
+    """
+
+    start: int
+    numel: int
+    copies: tuple[Copy, ...]
+
+    @property
+    def is_full(self) -> bool:
+        return sum(copy.target_view.numel for copy in self.copies) == self.numel
 
 
 def native(layout: Layout, ranks: Iterable[int]) -> Iterator[Stored]:
@@ -88,8 +121,14 @@ def hugging_face(schema: Schema, where: Hashable = "hf") -> Iterator[Stored]:
                 yield Stored(where, template.format(**index), param.name, tuple(labels), pattern, box)
 
 
+def whole_name(schema: Schema, stored: Stored) -> str:
+    """Our name of the tensor that a stored one is a part of, its layer filled in."""
+    param = schema[stored.param]
+    return param.name.format(**{axis: stored.box[axis][0] for axis in param.named_axes})
+
+
 def plan(schema: Schema, sources: Iterable[Stored], targets: Iterable[Stored]) -> Iterator[tuple[Stored, list[Copy]]]:
-    """The copies that fill each target; elements beyond the vocabulary have none, they are padding.
+    """The copies that fill each target; elements beyond an axis' size have none, they are padding.
 
     Raises:
         TransferError: a target element that no source holds (raised when its target is reached).
@@ -110,9 +149,8 @@ def plan(schema: Schema, sources: Iterable[Stored], targets: Iterable[Stored]) -
                 hit = {a: (max(source.box[a][0], clipped[a][0]), min(source.box[a][1], clipped[a][1])) for a in both}
                 if all(start < stop for start, stop in hit.values()):
                     order = tuple(sorted(set(held.axes) & set(piece.axes)))
-                    copies.append(
-                        Copy(source, _inside(held, hit, source, order), target, _inside(piece, hit, target, order))
-                    )
+                    views = _inside(held, hit, source, order), _inside(piece, hit, target, order)
+                    copies.append(Copy(source, views[0], target, views[1], label, hit))
         found = sum(copy.target_view.numel for copy in copies)
         if found != wanted:
             held_by = sorted(
@@ -149,12 +187,75 @@ def _inside(piece: Piece, hit: Box, stored: Stored, order: tuple[str, ...]) -> P
     )
 
 
+def blocks(copies: Sequence[Copy], limit: int) -> Iterator[Block]:
+    """The parts of one target, in ascending order, of at most ``limit`` elements each where its sentence allows that.
+
+    Padding that no copy touches is in no block.
+    """
+    for together in _interleaved(copies):
+        yield from _divide(together, limit)
+
+
+def _interleaved(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
+    """Copies whose elements lie between each other's in the target, such as the columns of one matrix."""
+    together, end = list[Copy](), 0
+    for copy in sorted(copies, key=lambda copy: copy.target_view.offset):
+        if together and copy.target_view.offset >= end:
+            yield together
+            together = []
+        together.append(copy)
+        end = max(end, _end(copy.target_view))
+    if together:
+        yield together
+
+
+def _divide(copies: list[Copy], limit: int) -> Iterator[Block]:
+    start, end = min(c.target_view.offset for c in copies), max(_end(c.target_view) for c in copies)
+    axis = _outermost(copies) if end - start > limit else None
+    if axis is None:
+        yield Block(start, end - start, tuple(_from(copy, start) for copy in copies))
+        return
+    view = copies[0].target_view
+    at = view.axes.index(axis)
+    length, step = view.shape[at], max(1, limit // view.strides[at])
+    for first in range(0, length, step):
+        # One index alone may still be too large: its parts are divided along the next axis.
+        yield from blocks([copy.along(axis, first, min(first + step, length)) for copy in copies], limit)
+
+
+def _outermost(copies: list[Copy]) -> str | None:
+    """The axis with the largest stride of all copies, if they have the same extent along it."""
+
+    def largest(view: Piece) -> tuple[int, int, str]:
+        return max(((n, size, a) for a, n, size in zip(view.axes, view.strides, view.shape, strict=True) if size > 1))
+
+    if any(copy.target_view.numel == 1 for copy in copies):
+        return None
+    found = {(*largest(c.target_view), c.target_view.offset // largest(c.target_view)[0]) for c in copies}
+    return found.pop()[2] if len(found) == 1 else None
+
+
+def _end(view: Piece) -> int:
+    """One past the last element."""
+    return view.offset + 1 + sum((size - 1) * n for size, n in zip(view.shape, view.strides, strict=True))
+
+
+def _cut(view: Piece, axis: str, start: int, stop: int) -> Piece:
+    bounds = {a: (0, size) for a, size in zip(view.axes, view.shape, strict=True)}
+    return view.box({**bounds, axis: (start, stop)})
+
+
+def _from(copy: Copy, start: int) -> Copy:
+    return replace(copy, target_view=replace(copy.target_view, offset=copy.target_view.offset - start))
+
+
 def execute(copy: Copy, source: np.ndarray, target: np.ndarray) -> None:
     """Carry out one copy between contiguous arrays that hold its two tensors, converting the dtype if they differ."""
-    _strided(target, copy.target_view)[...] = _strided(source, copy.source_view)
+    strided(target, copy.target_view)[...] = strided(source, copy.source_view)
 
 
-def _strided(array: np.ndarray, piece: Piece) -> np.ndarray:
+def strided(array: np.ndarray, piece: Piece) -> np.ndarray:
+    """A piece of a contiguous array, one dimension per axis, sharing its memory."""
     flat = array.reshape(-1)[piece.offset :] if piece.numel else array.reshape(-1)
     strides = [stride * array.itemsize for stride in piece.strides]
     return np.lib.stride_tricks.as_strided(flat, piece.shape, strides)

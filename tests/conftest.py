@@ -22,3 +22,11 @@ def pool() -> Iterator[Pool]:
     made = Pool()
     yield made
     made.close()
+
+
+@pytest.fixture(scope="module")
+def not_durable() -> Iterator[None]:
+    """Files reach the disk when it suits the system: for tests that write many and cut no power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield

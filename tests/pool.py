@@ -6,6 +6,7 @@ asks for, in a process group of its own, and gives back what each rank returned.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.context
 import tempfile
@@ -88,6 +89,7 @@ def _serve(connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.freeze()
     while True:
         try:
             rank, world, store, function, arguments = connection.recv()
@@ -103,6 +105,8 @@ def _serve(connection: Connection) -> None:
             )
             result = function(*arguments)
             dist.barrier()
+            # Modules and hooks refer to each other: left to themselves, groups would live on, and their threads spin.
+            gc.collect()
             dist.destroy_process_group()
             connection.send((True, result))
         except Exception:

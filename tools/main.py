@@ -9,6 +9,11 @@ from collections.abc import Mapping, Sequence
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "tokenize": ("tools.tokenize", "turn text into token files"),
+    "convert": ("tools.convert", "convert between Hugging Face folders and checkpoints"),
+    "reshard": ("tools.reshard", "change the layout of a checkpoint, optimizer state and all"),
+    "inspect": ("tools.inspect", "show what a folder holds, compare two, find damage"),
+    "verify": ("tools.verify", "compare a checkpoint with a Hugging Face folder: every bit, and the logits"),
+    "plan": ("tools.plan", "memory, network traffic and time of a recipe, and what fits a cluster"),
 }
 """{command: (module with ``main(argv) -> exit status``, what it does)}."""
 

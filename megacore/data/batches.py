@@ -108,11 +108,11 @@ class Batches:
             )
         return sample
 
-    def steps(self, first: int = 0) -> Iterator[list[Batch]]:
-        """The microbatches of step `first` and all after it, without end."""
+    def steps(self, position: int = 0) -> Iterator[list[Batch]]:
+        """The microbatches of the global batch that begins at sample `position`, and of all after it, without end."""
         while True:
-            yield self.microbatches(first)
-            first += 1
+            yield self.microbatches_from(position)
+            position += self._global
 
 
 @dataclass(frozen=True)

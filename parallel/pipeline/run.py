@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ class Microbatch(Protocol):
     def activation(self) -> tuple[int, ...]:
         """Shape of the activations between stages: (tokens/tp, embed)."""
         ...
+
+
+M = TypeVar("M", bound=Microbatch)
 
 
 @dataclass
@@ -139,6 +142,32 @@ class Pipeline:
         """Forward only; arguments and result as :meth:`train`'s."""
         schedule = forward_only(self.mesh.shape.pp, len(self.chunks), len(microbatches))
         return _Run(self, schedule, microbatches, scale).run()
+
+
+def forward(
+    mesh: Mesh, chunks: Sequence[Callable[[Tensor | None, M], Tensor]], microbatch: M, dtype: torch.dtype
+) -> Tensor | None:
+    """One microbatch through all virtual stages in turn -> what the last one gives; None on other stages.
+
+    Args:
+        mesh: The live mesh.
+        chunks: This rank's, ``chunk(activations or None, microbatch) -> activations``, or of the last one anything.
+        microbatch: The same on all stages.
+        dtype: Of the activations between stages.
+    """
+    stages, stage = mesh.shape.pp, mesh.place.pp
+    last = stages * len(chunks) - 1
+    y = None
+    for virtual in range(stage, last + 1, stages):
+        x = y
+        if virtual > 0 and stages > 1:
+            x = torch.empty(microbatch.activation, dtype=dtype, device=mesh.device)
+            before = (stage - 1) % stages
+            dist.recv(x, mesh.peer(before), group=mesh.channel(FORWARD, before).process_group)
+        y = chunks[virtual // stages](x, microbatch)
+        if virtual < last and stages > 1:
+            dist.send(y.contiguous(), mesh.peer(stage + 1), group=mesh.channel(FORWARD, stage).process_group)
+    return y if stage == stages - 1 else None
 
 
 class _Run:

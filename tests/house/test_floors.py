@@ -15,20 +15,11 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {"tools": 5, "megacore": 4, "models": 3, "parallel": 2}
 LOWER = {
     **dict.fromkeys(("parallel.mesh", "parallel.collectives", "parallel.random"), 1),
-    **{f"parallel.{name}": 0 for name in ("labels", "layout", "pattern", "schema", "transfer")},
+    **{f"parallel.{name}": 0 for name in ("fingerprint", "labels", "layout", "pattern", "schema", "transfer")},
     "parallel.pipeline.schedules": 0,
 }
 # Floor 0 computes with these; anything else is another floor's.
 INTEGERS = {"numpy"} | sys.stdlib_module_names
-# No torch until they build: floor 0, and every family's config and weights table.
-WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
-    "parallel",
-    "parallel.random",
-    "models",
-    "models.config",
-    "models.rope_config",
-    "models.registry",
-]
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
@@ -38,6 +29,18 @@ def module(path: Path) -> str:
 
 
 MODULES = {module(path): path for path in FILES}
+# No torch until they build or compute: floor 0, every family's config and weights table, and what moves bytes.
+WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
+    "parallel",
+    "parallel.random",
+    "models",
+    "models.config",
+    "models.rope_config",
+    "models.registry",
+    "models.stages",
+    *(name for name in MODULES if name.startswith(("megacore.plan.", "megacore.store."))),
+    *(f"tools.{name}" for name in ("convert", "reshard", "inspect", "main", "plan")),
+]
 
 
 def floor(name: str) -> int:

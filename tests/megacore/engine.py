@@ -48,6 +48,7 @@ RECIPE: dict[str, Any] = {
     "schedule": {"name": "cosine", "warmup_steps": 2},
     "train": {"steps": 5, "precision": "fp64", "device": "cpu"},
     "evaluate": {"every": 2, "batches": 2},
+    "checkpoint": {"at_end": False},
     "log": {"peak_tflops": 1.0},
 }
 
@@ -93,19 +94,22 @@ class Result:
 def trainer(recipe: str, overrides: Sequence[str], log: bool = False) -> Trainer:
     """The trainer of this rank, as ``pretrain.run`` makes it."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    config, model, corpora = pretrain.check(recipe, overrides, world, world)
+    setup = pretrain.check(recipe, overrides, world, world)
     if world > 1:
         torch.distributed.barrier()  # in a real run every rank checks before the process group starts
-    mesh = Mesh.create(config.mesh.shape(world))
+    mesh = Mesh.create(setup.config.mesh.shape(world))
     if mesh.rank != 0 or not log:
-        return pretrain.trainer_of(config, model, corpora, mesh, None)
-    Path(config.out).mkdir(parents=True)
+        return pretrain.trainer_of(setup, mesh, None)
+    Path(setup.config.out).mkdir(parents=True, exist_ok=True)
     with contextlib.redirect_stderr(io.StringIO()):  # the progress bar
-        return pretrain.trainer_of(config, model, corpora, mesh, metrics.Log(config))
+        return pretrain.trainer_of(setup, mesh, metrics.Log(setup.config, setup.start.progress.step))
 
 
 def weights(made: Trainer) -> dict[str, np.ndarray]:
-    return {name: p.detach().double().numpy().copy() for name, p in made.model.parameters.items()}
+    found = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in made.model.parameters.items()}
+    for name, weight in found.items():
+        made.step.optimizer.read_weight(name, weight)
+    return {name: weight.double().numpy() for name, weight in found.items()}
 
 
 def result(made: Trainer, last: int) -> Result:

@@ -101,7 +101,7 @@ def test_bad_layouts_are_named(arguments, message):
 
 
 def test_steps_are_prefetched_in_order():
-    with prefetch(Batches(Numbered(), 2, 1, 0, 1).steps(first=3)) as steps:
+    with prefetch(Batches(Numbered(), 2, 1, 0, 1).steps(6)) as steps:
         assert [indices(batch) for batch in itertools.chain(next(steps), next(steps))] == [[6], [7], [8], [9]]
 
 

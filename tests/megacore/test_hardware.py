@@ -34,6 +34,7 @@ CUDA = torch.device("cuda", 0)
 def test_a_gpu_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch, name: str, key: str) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert (peak_tflops(CUDA, torch.bfloat16), peak_tflops(CUDA, torch.float32)) == PEAK_TFLOPS[key]
+    assert peak_tflops(CUDA, torch.float16) == peak_tflops(CUDA, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA H20", "NVIDIA A10", "Tesla T4", "NVIDIA B2000"])

@@ -40,9 +40,11 @@ def problems(recipe: str, *overrides: str, world: int = 1) -> tuple[str, ...]:
 
 
 def test_a_good_recipe_is_read(recipe: str) -> None:
-    config, model, corpora = pretrain.check(recipe, ["mesh.tp=2"], 2, 2)
-    assert config.mesh.tp == 2 and model == configure(config.model)
+    setup = pretrain.check(recipe, ["mesh.tp=2"], 2, 2)
+    config, corpora = setup.config, setup.corpora
+    assert config.mesh.tp == 2 and setup.model == configure(config.model)
     assert corpora.validation is not None and len(corpora.train.sample(0).tokens) == 9
+    assert setup.start.source is None
 
 
 def test_missing_corpora_and_broken_rules_are_said_together(recipe: str) -> None:
@@ -159,8 +161,7 @@ def test_a_run_without_facts_and_evaluation_reports_what_there_is(
 
 def run_here(recipe: str, overrides: list[str]) -> None:
     world = torch.distributed.get_world_size()
-    config, model, corpora = pretrain.check(recipe, overrides, world, world)
-    pretrain.run(config, model, corpora, torch.device("cpu"))
+    pretrain.run(pretrain.check(recipe, overrides, world, world), torch.device("cpu"))
 
 
 def test_one_rank_of_several_writes(pool: Pool, tmp_path: Path) -> None:
@@ -175,8 +176,7 @@ def test_one_rank_of_several_writes(pool: Pool, tmp_path: Path) -> None:
 def test_the_recipe_s_loss_and_optimizer_arrive(recipe: str) -> None:
     overrides = ["loss.label_smoothing=0.1", "loss.z_loss=0.01", "optimizer.betas=[0.8,0.9]", "optimizer.eps=1e-5"]
     overrides += ["optimizer.clip=null", "pipeline.schedule=gpipe", "pipeline.chunks=2", "log.peak_tflops=3.5"]
-    config, model, corpora = pretrain.check(recipe, overrides, 1, 1)
-    made = pretrain.trainer_of(config, model, corpora, pretrain.Mesh.single(), None)
+    made = pretrain.trainer_of(pretrain.check(recipe, overrides, 1, 1), pretrain.Mesh.single(), None)
     head = made.model.chunks[-1].head
     assert head is not None and (head.losses.label_smoothing, head.losses.z_loss) == (0.1, 0.01)
     assert made.step.pipeline.schedule == "gpipe" and len(made.model.chunks) == 2

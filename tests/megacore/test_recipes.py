@@ -6,8 +6,8 @@ import pytest
 
 from megacore.config import load
 from megacore.problems import problems
-from models.assemble import layout_of
 from models.registry import configure
+from models.stages import layout_of
 
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
 # recipe: processes, GPUs of a node, bytes of weights, gradients, masters and moments on the fullest rank as its comment

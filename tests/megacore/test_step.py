@@ -14,9 +14,10 @@ from engine import GPT2, LENGTH, LLAMA, VOCAB
 
 from megacore.optimizer import Optimizer
 from megacore.step import TrainStep, evaluate
-from models.assemble import Model, layout_of
+from models.assemble import Model
 from models.decoder import Losses, Microbatch
 from models.registry import configure
+from models.stages import layout_of
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
@@ -73,7 +74,7 @@ def test_loss_and_gradients_are_those_of_torch(section: dict[str, Any], losses: 
     whole = microbatch(tokens, labels)
     (chunk,) = model.chunks
     assert chunk.head is not None
-    logits = chunk.head.logits(chunk.hidden(None, whole))
+    logits = chunk.head(chunk.hidden(None, whole), None)
     counted = labels.flatten() != IGNORE
     want = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, label_smoothing=losses.label_smoothing)
     want = want + losses.z_loss * logits.logsumexp(1)[counted].square().mean()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import MethodType
 
 import engine
 import numpy as np
@@ -13,7 +14,9 @@ from pool import Pool
 
 from megacore.step import TrainStep
 from megacore.trainer import NonFinite
+from models import assemble
 from models.decoder import Microbatch
+from parallel.recompute import PLAIN, Activations, Runner
 
 TOLERANCE = 1e-9
 
@@ -100,11 +103,11 @@ def stop_at(recipe: str, overrides: list[str], rank: int, steps: set[int], befor
     history = [start]
     plain = made.step.optimizer.step
 
-    def recorded(lr: float, norm: torch.Tensor, go: torch.Tensor | None = None) -> None:
-        plain(lr, norm, go)
+    def recorded(lr: float, *others: torch.Tensor) -> None:
+        plain(lr, *others)
         history.append(weights(made))
 
-    made.step.optimizer.step = recorded  # type: ignore[method-assign]
+    made.step.optimizer.step = recorded  # type: ignore[assignment, method-assign]
     with pytest.raises(NonFinite) as error:
         made.run()
     assert len(history) > before + 1
@@ -281,7 +284,8 @@ def test_norms_and_biases_do_not_decay(recipe: str) -> None:
         for group in made.step.optimizer.adamw.param_groups
         for tensor in group["params"]
     }
-    found = {t.span.name: decays.pop(id(t.tensor)) for t in made.step.optimizer.targets}
+    names = {id(span): span.name for span in made.step.gradients.spans}
+    found = {names[id(t.part)]: decays.pop(id(t.tensor)) for t in made.step.optimizer.targets}
     assert not decays
     assert len(found) == len(made.model.parameters)
     for name, decay in found.items():
@@ -323,12 +327,12 @@ def test_the_schedule_arrives_in_the_optimizer(recipe: str) -> None:
     made = trainer(recipe, [])
     plain, seen = made.step.optimizer.step, list[float]()
 
-    def recorded(lr: float, norm: torch.Tensor, go: torch.Tensor | None = None) -> None:
-        plain(lr, norm, go)
+    def recorded(lr: float, *others: torch.Tensor) -> None:
+        plain(lr, *others)
         seen.append(made.step.optimizer.adamw.param_groups[0]["lr"])
         assert len({group["lr"] for group in made.step.optimizer.adamw.param_groups}) == 1
 
-    made.step.optimizer.step = recorded  # type: ignore[method-assign]
+    made.step.optimizer.step = recorded  # type: ignore[assignment, method-assign]
     made.run()
     # Two steps of warm-up, then half a cosine from 1e-2 towards a tenth of it over three.
     np.testing.assert_allclose(seen, [0.005, 0.01, 0.01, 0.00775, 0.00325], rtol=1e-12)
@@ -359,11 +363,41 @@ def test_masters_are_fp32_and_the_weights_their_rounding(recipe: str) -> None:
     assert {span.gradient.dtype for span in made.step.gradients.spans} == {torch.float32}
     made.run()
     for target in made.step.optimizer.targets:
-        assert target.tensor.dtype == torch.float32 and target.span.data.dtype == torch.bfloat16
-        assert torch.equal(target.tensor.to(torch.bfloat16), target.span.data)
-    assert any(not torch.equal(t.tensor, t.span.data.float()) for t in made.step.optimizer.targets)
+        assert target.tensor.dtype == torch.float32 and target.part.data.dtype == torch.bfloat16
+        assert torch.equal(target.tensor.to(torch.bfloat16), target.part.data)
+    assert any(not torch.equal(t.tensor, t.part.data.float()) for t in made.step.optimizer.targets)
     pure = trainer(recipe, ["train.precision=bf16", "optimizer.master_weights=false"])
     assert {target.tensor.dtype for target in pure.step.optimizer.targets} == {torch.bfloat16}
+
+
+# -- memory
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_run_that_keeps_less_gives_the_same_numbers(pool: Pool, tmp_path: Path, recompute: str) -> None:
+    path = write_recipe(tmp_path)
+    less = [f"memory.recompute={recompute}", "memory.offload_activations=true", "memory.loss_chunk=3"]
+    plain, lean = (
+        pool.run(2, train, path, [f"out={tmp_path / name}", "mesh.tp=2", *overrides])[0]
+        for name, overrides in (("plain", []), ("lean", less))
+    )
+    for key in ("loss", "grad_norm", "validation_loss"):
+        np.testing.assert_allclose(lean.values(key), plain.values(key), rtol=TOLERANCE, err_msg=key)
+
+
+def test_the_recipe_s_memory_arrives(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers cannot tell."""
+    arrived: list[Activations] = []
+
+    def note(activations: Activations, *others: object) -> Runner:
+        arrived.append(activations)
+        return PLAIN
+
+    monkeypatch.setattr(assemble, "runner", note)
+    overrides = ["memory.recompute=selective", "memory.offload_activations=true", "memory.loss_chunk=3"]
+    head = trainer(recipe, overrides).model.chunks[-1].head
+    assert head is not None and head.losses.chunk == 3
+    assert arrived == [Activations("selective", offload=True)]
 
 
 # -- compiled blocks
@@ -390,10 +424,12 @@ def test_compile_reaches_every_block(recipe: str, monkeypatch: pytest.MonkeyPatc
     """The quick look; the numbers are the slow one's."""
     compiled: list[torch.nn.Module] = []
 
-    def note(module: torch.nn.Module) -> None:
-        compiled.append(module)
+    def note(forward: MethodType) -> MethodType:
+        assert isinstance(forward.__self__, torch.nn.Module)
+        compiled.append(forward.__self__)
+        return forward
 
-    monkeypatch.setattr(torch.nn.Module, "compile", note)
+    monkeypatch.setattr(torch, "compile", note)
     made = trainer(recipe, ["train.compile=true"])
     assert compiled == [block for chunk in made.model.chunks for block in chunk.layers.values()]
     assert len(compiled) == 4

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import MethodType
+
 import pytest
 import torch
 from torch import nn
 
-from models.assemble import Model, default_layers, layout_of
+from models.assemble import Model
 from models.decoder import Losses
 from models.registry import configure
+from models.stages import default_layers, layout_of
 from parallel.layout import MeshShape, balanced_layers
 from parallel.mesh import Mesh
 
@@ -91,10 +94,12 @@ def test_training_mode_is_that_of_every_chunk() -> None:
 def test_compile_is_for_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[nn.Module] = []
 
-    def note(module: nn.Module) -> None:
-        compiled.append(module)
+    def note(forward: MethodType) -> MethodType:
+        assert isinstance(forward.__self__, nn.Module)
+        compiled.append(forward.__self__)
+        return forward
 
-    monkeypatch.setattr(nn.Module, "compile", note)
+    monkeypatch.setattr(torch, "compile", note)
     model = tiny(chunks=3)
     model.compile()
     assert compiled == [block for chunk in model.chunks for block in chunk.layers.values()] and len(compiled) == 3

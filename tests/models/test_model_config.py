@@ -13,10 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, LlamaConfig
 
-from models.assemble import Model, layout_of
+from models.assemble import Model
 from models.config import ModelConfig, ModelConfigError, flops_per_token, matmul_parameters
 from models.decoder import Microbatch
 from models.registry import FAMILIES, configure, family, presets
+from models.stages import layout_of
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 

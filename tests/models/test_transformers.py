@@ -15,11 +15,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from models import registry
-from models.assemble import Model, layout_of
+from models.assemble import Model
 from models.decoder import Microbatch
 from models.gpt2 import ACTIVATIONS
 from models.registry import FAMILIES
 from models.rope_config import ROPE_TYPES
+from models.stages import layout_of
 from parallel.labels import IGNORE
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
@@ -161,7 +162,7 @@ def test_logits_and_gradients(family: str, seed: int, monkeypatch: pytest.Monkey
     batch = Microbatch(tokens.flatten(), labels.flatten(), positions, SEQUENCES, (SEQUENCES * LENGTH, embed))
     assert decoder.head is not None
     with torch.no_grad():
-        close(decoder.head.logits(decoder.hidden(None, batch)), want.detach(), "logits")
+        close(decoder.head(decoder.hidden(None, batch), None), want.detach(), "logits")
     loss = decoder(None, batch)
     loss.backward()
     close(loss.detach(), want_loss.detach(), "loss")

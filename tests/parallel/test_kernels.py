@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel import kernels
-from parallel.kernels import ApexImpostor, adamw, apex_has, layer_norm, rms_norm, step_if
+from parallel.kernels import ApexImpostor, adamw, apex_has, layer_norm, rms_norm, set_updates, step_if, updates
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KERNELS = ("FusedLayerNorm", "FusedRMSNorm", "FusedAdam")
@@ -30,10 +30,11 @@ def fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, mem
     "apex/optimizers/__init__.py": """
 class FusedAdam:
     def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=False):
-        self.param_groups, self.arguments, self.steps = params, (lr, betas, eps, adam_w_mode), 0
+        self.param_groups, self.state, self.arguments = params, {}, (lr, betas, eps, adam_w_mode)
 
     def step(self):
-        self.steps += 1
+        for group in self.param_groups:
+            group["step"] += 1
 """,
 }
 IMPOSTOR = {"apex/__init__.py": "", "apex/auth.py": "", "apex/models.py": ""}
@@ -124,9 +125,15 @@ def test_nvidia_apex_is_chosen_for_a_gpu(tmp_path: Path, monkeypatch: pytest.Mon
     assert type(optimizer).__name__ == "FusedAdam"
     assert optimizer.arguments == (1e-3, (0.9, 0.95), 1e-8, True)  # type: ignore[attr-defined]
     step_if(optimizer, torch.tensor(False))
-    assert optimizer.steps == 0  # type: ignore[attr-defined]
+    assert updates(optimizer) == 0
     step_if(optimizer, torch.tensor(True))
-    assert optimizer.steps == 1  # type: ignore[attr-defined]
+    assert updates(optimizer) == 1
+    set_updates(optimizer, 7)
+    step_if(optimizer, torch.tensor(True))
+    assert updates(optimizer) == 8
+    assert {moment: tensor.dtype for moment, tensor in optimizer.state[weight].items()} == dict.fromkeys(
+        ("exp_avg", "exp_avg_sq"), torch.float32
+    )
 
 
 def test_apex_is_not_for_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +150,22 @@ def test_step_if_skips_without_asking_the_host(go: bool) -> None:
     p.grad = torch.ones(4)
     step_if(optimizer, torch.tensor(go))
     assert torch.allclose(p, torch.full((4,), 0.9)) if go else torch.equal(p, torch.ones(4))
+    assert updates(optimizer) == go  # a step that is left out does not count in the correction of the bias
+
+
+def test_a_count_of_updates_is_where_the_kernel_looks() -> None:
+    """The first update is corrected as the first, whatever was there: from zero moments it moves by the whole rate."""
+    moved = []
+    for before in (0, 1000):
+        p = torch.nn.Parameter(torch.ones(4))
+        optimizer = adamw([{"params": [p], "weight_decay": 0.0}], CPU, 0.1, (0.9, 0.95), 1e-8)
+        set_updates(optimizer, before)
+        p.grad = torch.ones(4)
+        optimizer.step()
+        assert updates(optimizer) == before + 1
+        moved.append(1 - p[0].item())
+    assert moved[0] == pytest.approx(0.1, rel=1e-5)
+    assert moved[1] == pytest.approx(0.1 * 0.1 / 0.05**0.5, rel=1e-5)
 
 
 def test_norms_take_their_statistics_in_fp32() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentences import meshes, params, region, sizes_for, splits, strided
 
-from models.assemble import default_layers
 from models.registry import FAMILIES, configure
+from models.stages import default_layers
 from parallel.layout import Layout, MeshShape, balanced_layers
 from parallel.schema import Param, Schema
 from parallel.transfer import Stored, TransferError, execute, hugging_face, native, plan

@@ -16,16 +16,19 @@ import torch
 
 from megacore.optimizer import Optimizer
 from megacore.step import TrainStep, evaluate
-from models.assemble import Model, layout_of
+from models.assemble import Model
 from models.config import ModelConfig
-from models.decoder import Microbatch
+from models.decoder import Losses, Microbatch
 from models.registry import configure
+from models.stages import layout_of
 from parallel.labels import IGNORE
 from parallel.layout import Layout, MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
-from parallel.sync import Gradients
+from parallel.recompute import Activations
+from parallel.sync import Sharing
 from parallel.transfer import execute, native, plan
+from parallel.zero import Shard, sharing
 
 STEPS = 3
 LENGTH = 12
@@ -71,6 +74,10 @@ class Run:
         schedule: Of the pipeline.
         layers: Of each virtual stage; None for a balanced split.
         micro: Sequences of a microbatch.
+        activations: What is kept of the blocks.
+        loss_chunk: Tokens whose logits are there at a time.
+        shard: What replicas share out.
+        replicas: Groups of data parallel ranks that do not share with each other.
     """
 
     mesh: MeshShape = field(default_factory=MeshShape)
@@ -78,6 +85,10 @@ class Run:
     schedule: str = "1f1b"
     layers: tuple[int, ...] | None = None
     micro: int = 1
+    activations: Activations = field(default_factory=Activations)
+    loss_chunk: int | None = None
+    shard: Shard = "none"
+    replicas: int = 1
 
     def __str__(self) -> str:
         m = self.mesh
@@ -88,6 +99,11 @@ class Run:
             + chunks
             + (f"-{self.schedule}" if self.schedule == "gpipe" else "")
             + ("-uneven" if self.layers else "")
+            + (f"-{self.activations.recompute}" if self.activations.recompute != "none" else "")
+            + ("-offload" if self.activations.offload else "")
+            + (f"-loss{self.loss_chunk}" if self.loss_chunk else "")
+            + (f"-{self.shard}" if self.shard != "none" else "")
+            + (f"-x{self.replicas}" if self.replicas > 1 else "")
         )
 
 
@@ -146,36 +162,39 @@ def measure(case: Case, run: Run) -> Measured:
     """Train the case on this rank of ``run``."""
     mesh = Mesh.create(run.mesh)
     layout = lively(layout_of(case.config, run.mesh, run.chunks, run.layers))
-    model = Model.create(case.config, layout, mesh, torch.float64)
+    objective = Losses(case.label_smoothing, case.z_loss, run.loss_chunk)
+    model = Model.create(case.config, layout, mesh, torch.float64, objective, run.activations)
     model.parameters.initialise(seed=1)
-    for chunk in model.chunks:
-        if chunk.head is not None:
-            chunk.head.losses = replace(chunk.head.losses, label_smoothing=case.label_smoothing, z_loss=case.z_loss)
     # Small buckets, so that there are several.
-    gradients = Gradients(model.parameters, model.chunks, torch.float64, bucket_bytes=20_000)
+    gradients = sharing(model.parameters, model.chunks, torch.float64, run.shard, run.replicas, bucket_bytes=20_000)
     optimizer = Optimizer(gradients, lr=1e-2, clip=0.5)
     pipeline = Pipeline(mesh, model.chunks, torch.float64, run.schedule)
     step = TrainStep(mesh, pipeline, gradients, optimizer)
-    initial = snapshot(model)
+    initial = snapshot(gradients)
     evaluated = evaluate(mesh, pipeline, microbatches(case, run, 0, mesh))[0].item()
     losses, norms, first = [], [], dict[str, np.ndarray]()
     for i in range(STEPS):
         stats = step.backward(microbatches(case, run, i, mesh))
-        first = first or gradient_arrays(gradients, model)
+        first = first or gradient_arrays(gradients)
         optimizer.step(1e-2, stats.grad_norm)
         losses.append(stats.loss.item())
         norms.append(stats.grad_norm.item())
-    return Measured(losses, norms, evaluated, initial, first, snapshot(model))
+    return Measured(losses, norms, evaluated, initial, first, snapshot(gradients))
 
 
-def snapshot(model: Model) -> dict[str, np.ndarray]:
-    return {name: p.detach().numpy().copy() for name, p in model.parameters.items()}
+@torch.no_grad()
+def snapshot(gradients: Sharing) -> dict[str, np.ndarray]:
+    whole = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in gradients.parameters.items()}
+    for name, tensor in whole.items():
+        gradients.read_weight(name, tensor)
+    return {name: tensor.numpy() for name, tensor in whole.items()}
 
 
-def gradient_arrays(gradients: Gradients, model: Model) -> dict[str, np.ndarray]:
-    whole = {name: torch.zeros_like(p) for name, p in model.parameters.items()}
-    for span in gradients.spans:
-        span.of(whole[span.name]).copy_(span.gradient)
+@torch.no_grad()
+def gradient_arrays(gradients: Sharing) -> dict[str, np.ndarray]:
+    whole = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in gradients.parameters.items()}
+    for name, tensor in whole.items():
+        gradients.read(name, lambda part: part.gradient, tensor)
     return {name: tensor.numpy() for name, tensor in whole.items()}
 
 

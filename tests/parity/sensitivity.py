@@ -52,7 +52,16 @@ def layout(*ids: str) -> tuple[str, ...]:
     return tuple(f"{test}[{each}]" for each in ids)
 
 
+LADDER = "tests/parity/test_ladder.py::"
+
+
+def ladder(*ids: str) -> tuple[str, ...]:
+    """Cases of the ladder's parity suite."""
+    return tuple(f"{LADDER}test_each_rung_computes_what_one_process_computes[{each}]" for each in ids)
+
+
 TRAINER, STEP = "tests/megacore/test_trainer.py::", "tests/megacore/test_step.py::"
+SAVE, RESUME = "tests/megacore/test_save.py::", "tests/megacore/test_resume.py::"
 
 FAULTS = (
     # -- sums over replicas
@@ -114,6 +123,91 @@ FAULTS = (
         "            pass\n",
         STEP + "test_a_step_starts_from_no_gradient_and_evaluation_leaves_none",
     ),
+    # -- the data parallel ladder
+    fault(
+        "a rank updates another one's slice",
+        "parallel/zero.py",
+        "        self.own = self.values.chunk(self.group.size)[self.group.index]",
+        "        self.own = self.values.chunk(self.group.size)[self.group.index - 1]",
+        *ladder("llama-dp2-optimizer"),
+    ),
+    fault(
+        "a slice of the sum is taken from the wrong place",
+        "parallel/collectives.py",
+        "    own = x.chunk(group.size)[group.index]\n    if group.size == 1:",
+        "    own = x.chunk(group.size)[group.index - 1]\n    if group.size == 1:",
+        *ladder("llama-dp2-optimizer"),
+    ),
+    fault(
+        "units do not wait for their parameters",
+        "parallel/zero.py",
+        "        for bucket in unit.buckets:\n            bucket.wait()\n",
+        "",
+        *ladder("llama-dp2-parameters"),
+    ),
+    fault(
+        "after the update nobody gathers",
+        "parallel/zero.py",
+        "                bucket.wait()\n                bucket.refresh()\n",
+        "                bucket.wait()\n",
+        *ladder("llama-dp2-optimizer"),
+    ),
+    fault(
+        "parameters that are gathered again are the old ones",
+        "parallel/zero.py",
+        "            self.values.chunk(self.group.size)[self.group.index].copy_(self.own)\n",
+        "            pass\n",
+        *ladder("llama-dp2-parameters"),
+    ),
+    fault(
+        "parameters stay after their use",
+        "parallel/zero.py",
+        "                if bucket not in needed:\n                    bucket.let_go()\n",
+        "                pass\n",
+        LADDER + "test_parameters_are_there_only_while_they_are_used",
+    ),
+    fault(
+        "the second microbatch's slice replaces the first's",
+        "parallel/zero.py",
+        "self.gradient.add_(found) if self.summed else self.gradient.copy_(found)",
+        "self.gradient.copy_(found)",
+        *ladder("llama-dp2-gradients"),
+    ),
+    fault(
+        "groups of replicas and the ends of the pipeline do not sum their slices",
+        "parallel/zero.py",
+        "start_all_reduce(bucket.gradient, bucket.across) for bucket in self.buckets",
+        "start_all_reduce(bucket.gradient, bucket.group) for bucket in self.buckets[:0]",
+        *ladder("llama-dp4-x2-optimizer"),
+    ),
+    fault(
+        "the same slices count each in the norm",
+        "parallel/zero.py",
+        ".square() / bucket.across.size",
+        ".square()",
+        *ladder("gpt2-pp2-dp2-optimizer"),
+    ),
+    fault(
+        "stages share with each other",
+        "parallel/zero.py",
+        "parts.setdefault((place.pp, place.dp * replicas // shape.dp), [])",
+        "parts.setdefault((0, place.dp * replicas // shape.dp), [])",
+        LADDER + "test_stages_and_replicas_divide_a_set",
+    ),
+    fault(
+        "a gradient that has not come is what lay there",
+        "parallel/zero.py",
+        "            if held not in self.arrived:\n                held.of(full).zero_()\n",
+        "",
+        "tests/parallel/test_zero.py",
+    ),
+    fault(
+        "a tensor is read from this rank's slice alone",
+        "parallel/zero.py",
+        "                if start < stop:\n                    broadcast_(",
+        "                if start > stop:\n                    broadcast_(",
+        LADDER + "test_weights_come_back_as_they_were_filled_in[parameters]",
+    ),
     # -- the norm and the optimizer
     fault(
         "replicas count each in the norm",
@@ -132,8 +226,8 @@ FAULTS = (
     fault(
         "clipping is applied twice",
         "megacore/optimizer.py",
-        "            torch.nn.utils.clip_grads_with_norm_(tensors, self.clip, norm)\n",
-        "            torch.nn.utils.clip_grads_with_norm_(tensors, self.clip, norm)\n" * 2,
+        "self._factor(norm, scale))\n",
+        "self._factor(norm, scale).square())\n",
         TRAINER + "test_clipping_bounds_the_norm_that_the_optimizer_sees",
     ),
     fault(
@@ -197,7 +291,7 @@ FAULTS = (
     fault(
         "padded vocabulary has probability",
         "parallel/loss.py",
-        "valid = max(0, min(logits.shape[1], vocab - start))",
+        "valid = max(0, min(logits.shape[1], self.vocab - start))",
         "valid = logits.shape[1]",
         *layout("llama-tp2"),
     ),
@@ -219,15 +313,15 @@ FAULTS = (
     fault(
         "labels are smoothed over the padded vocabulary",
         "parallel/loss.py",
-        "loss -= label_smoothing / vocab * sums[2]",
-        "loss -= label_smoothing / (logits.shape[1] * group.size) * sums[2]",
+        "loss -= self.label_smoothing / self.vocab * sums[2]",
+        "loss -= self.label_smoothing / (logits.shape[1] * self.group.size) * sums[2]",
         *layout("llama-tied-biases-tp4"),
     ),
     fault(
         "the gradient is smoothed over the padded vocabulary",
         "parallel/loss.py",
-        "(ctx.label_smoothing / ctx.vocab)",
-        "(ctx.label_smoothing / (logits.shape[1] * ctx.group.size))",
+        "(self.label_smoothing / self.vocab)",
+        "(self.label_smoothing / (logits.shape[1] * self.group.size))",
         *layout("llama-tied-biases-tp4"),
     ),
     fault(
@@ -247,9 +341,45 @@ FAULTS = (
     fault(
         "ignored labels have a loss",
         "parallel/loss.py",
-        "return torch.where(counted[own], loss[own], 0.0)",
-        "return loss[own]",
+        "return torch.where(labels != IGNORE, loss, 0.0), log_sum",
+        "return loss, log_sum",
         STEP + "test_loss_and_gradients_are_those_of_torch",
+    ),
+    fault(
+        "chunks of the loss forget what the ones before gave the weight",
+        "parallel/head_loss.py",
+        "dw.addmm_(dlogits.t(), full[rows])",
+        "torch.mm(dlogits.t(), full[rows], out=dw)",
+        "tests/parity/test_memory.py::test_a_chunked_loss_computes_what_one_process_computes[tied-one-loss5]",
+    ),
+    fault(
+        "each rank has the gradients of its own part of the vocabulary alone",
+        "parallel/head_loss.py",
+        "start_reduce_scatter(dx, objective.group).wait()",
+        "objective.own(dx)",
+        "tests/parity/test_memory.py::test_a_chunked_loss_computes_what_one_process_computes[tied-tp2-selective-loss4]",
+    ),
+    # -- what is kept
+    fault(
+        "a recomputed block draws other masks",
+        "parallel/recompute.py",
+        "preserve_rng_state=drops",
+        "preserve_rng_state=False",
+        "tests/parity/test_memory.py::test_what_is_kept_changes_no_bit[gpt2-dp2-full]",
+    ),
+    fault(
+        "what is kept in host memory is taken for what its storage held before",
+        "parallel/saved.py",
+        "return tensor.untyped_storage()._cdata, tensor._version",
+        "return tensor.untyped_storage()._cdata, 0",
+        "tests/parallel/test_saved.py",
+    ),
+    fault(
+        "a view that comes back begins where its storage begins",
+        "parallel/saved.py",
+        "self.offset, self.size, self.stride",
+        "0, self.size, self.stride",
+        "tests/parity/test_memory.py::test_what_is_kept_changes_no_bit[llama-one-none-offload]",
     ),
     # -- what ranks and stages hold
     fault(
@@ -361,9 +491,37 @@ FAULTS = (
     fault(
         "a rank that is asked to end leaves alone",
         "megacore/trainer.py",
-        "self._anyone(self.interrupt.asked)",
-        "self.interrupt.asked",
+        "self.control.largest(self.interrupt.asked, save, *self.saver.news())",
+        "(self.interrupt.asked, save, *self.saver.news())",
         TRAINER + "test_one_rank_that_is_asked_to_end_ends_all_after_that_step",
+    ),
+    fault(
+        "a run that goes on begins with the first sample",
+        "megacore/trainer.py",
+        "self.batches.steps(self.start.samples)",
+        "self.batches.steps()",
+        RESUME + "test_another_layout_goes_on_with_the_same_numbers[dp2]",
+    ),
+    fault(
+        "a run that goes on corrects its moments' bias as in the first step",
+        "megacore/resume.py",
+        "        optimizer.updates = start.progress.updates\n",
+        "",
+        RESUME + "test_another_layout_goes_on_with_the_same_numbers[tp4]",
+    ),
+    fault(
+        "the moments of kv heads shared by ranks are not saved",
+        "parallel/sync.py",
+        "        for span in spans:\n            span.of(whole)",
+        "        for span in spans[:1]:\n            span.of(whole)",
+        RESUME + "test_another_layout_goes_on_with_the_same_numbers[tp4]",
+    ),
+    fault(
+        "a checkpoint is written from the live weights",
+        "megacore/save.py",
+        "            unsigned = host.view(",
+        "            self.state.read_into(state, stored.name, host)\n            unsigned = host.view(",
+        SAVE + "test_training_goes_on_while_what_was_is_written",
     ),
 )
 

@@ -1,0 +1,348 @@
+"""Converting, resharding and exporting a checkpoint, beside a copy of its bytes and what others need for it.
+
+    python benchmarks/convert.py [--size 2] [--rounds 5] [--folder DIR] [--json results.json]
+    python benchmarks/convert.py --setup                         # makes the environments of the peers, with pip
+
+The checkpoint has the shape of TinyLlama 1.1B in bf16, with the layers that the size asks for, in five files. All runs
+are processes of their own, start-up included, and take turns. Before each, what it reads is read once, so that it is in
+the cache, and memory for what it writes is taken and given back, so that the machine has it ready. A copy (`cp -r`) is
+synced file by file, for what we write is on the disk too; what the others write is not.
+
+Memory is that of all processes of a run together, without the cache of files; it is measured again for a checkpoint of
+twice the size. In the end the exported tensors are compared with the source's, bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from benchmarks import environments
+from benchmarks.processes import Usage, run
+from megacore.store.hugging_face import HuggingFace
+from megacore.store.tensors import TensorWriter
+from models.registry import configure
+from parallel.transfer import Stored, hugging_face
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 2**30
+FILES = 5
+LITGPT = "tiny-llama-1.1b"
+COPY, CONVERT, RESHARD, EXPORT = "copy and sync", "convert to tp=2 x pp=2", "reshard to tp=4 x pp=1", "export"
+TRANSFORMERS = "transformers: load and save"
+
+# The bars.
+SLOWER_THAN_COPY, FASTER_THAN_TRANSFORMERS, PEAK_BYTES, GROWTH = 1.3, 5.0, 300e6, 1.1
+
+LOAD_AND_SAVE = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.bfloat16)
+model.save_pretrained(sys.argv[2], max_shard_size="500MB")
+"""
+CONVERT_TO_LITGPT = """
+import sys
+from pathlib import Path
+from litgpt.scripts.convert_hf_checkpoint import convert_hf_checkpoint
+source, target = map(Path, sys.argv[1:3])
+target.mkdir()
+for path in source.iterdir():  # it writes beside what it reads
+    (target / path.name).symlink_to(path)
+convert_hf_checkpoint(target, model_name=sys.argv[3])
+"""
+
+
+# -- the checkpoint
+
+
+def config(size: int) -> dict[str, Any]:
+    """A config.json whose bf16 weights have at least ``size`` bytes; below 1 GiB it is an eighth as wide, for tests."""
+    narrower = 1 if size >= GIB else 8
+    hidden, mlp, vocab = 2048 // narrower, 5632 // narrower, 32000 // narrower
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": 32 // narrower,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": vocab,
+    }
+    one, two = (sum(map(_bytes, _tensors({**raw, "num_hidden_layers": n}))) for n in (1, 2))
+    return {**raw, "num_hidden_layers": max(2, 1 - (one - size) // (two - one))}
+
+
+def make_checkpoint(folder: Path, size: int) -> None:
+    """Write a Hugging Face folder of random weights."""
+    folder.mkdir(parents=True)
+    raw = config(size)
+    tensors = _tensors(raw)
+    total = sum(map(_bytes, tensors))
+    files: list[list[Stored]] = [[] for _ in range(FILES)]
+    before = 0
+    for stored in tensors:
+        files[before * FILES // total].append(stored)
+        before += _bytes(stored)
+    random = np.random.default_rng(0)
+    names = [f"model-{i + 1:05d}-of-{FILES:05d}.safetensors" for i in range(FILES)]
+    for name, held in zip(names, files, strict=True):
+        declared = [(stored.name, "BF16", stored.shape) for stored in held]
+        with TensorWriter.create(folder / name, declared, {"format": "pt"}) as writer:
+            for stored in held:
+                values = random.standard_normal(stored.shape, dtype=np.float32) * np.float32(0.02)
+                writer.write(stored.name, 0, (values.view(np.uint32) >> 16).astype(np.uint16))
+    where = {stored.name: name for name, held in zip(names, files, strict=True) for stored in held}
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _tensors(raw: Mapping[str, Any]) -> list[Stored]:
+    return list(hugging_face(configure({"family": "llama", **raw}).schema))
+
+
+def _bytes(stored: Stored) -> int:
+    return 2 * int(np.prod(stored.shape))
+
+
+def read_once(folder: Path) -> None:
+    """So that its files are in the cache."""
+    buffer = bytearray(4 << 20)
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with open(path, "rb", buffering=0) as file:
+                while file.readinto(buffer):
+                    pass
+
+
+def touch(size: int) -> None:
+    """Take so much memory and give it back, so that a virtual machine's host has it ready.
+
+    On hosts that take back what is free, the first touch of a page costs more than all else that is measured here, and
+    fell on whoever came first.
+    """
+    with mmap.mmap(-1, size) as memory:
+        for at in range(0, size, mmap.PAGESIZE):
+            memory[at] = 1
+
+
+def differing(source: Path, export: Path) -> list[str]:
+    """Names of the tensors that are not the same in both folders, bit for bit."""
+    folders = [HuggingFace.open(path) for path in (source, export)]
+    found = [{stored.name: stored for stored in folder.stored()} for folder in folders]
+    common = found[0].keys() & found[1].keys()
+    wrong = [name for name in common if not _same(*(f.read(s[name]) for f, s in zip(folders, found, strict=True)))]
+    return sorted(wrong) + sorted(found[0].keys() ^ found[1].keys())
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*"))
+
+
+def _same(ours: tuple[str, np.ndarray], theirs: tuple[str, np.ndarray]) -> bool:
+    return ours[0] == theirs[0] and np.array_equal(ours[1], theirs[1])
+
+
+# -- what is run
+
+
+@dataclass(frozen=True)
+class Program:
+    """One row of the table: what it is, the folders that it reads and makes, and the command that does it."""
+
+    name: str
+    reads: Path
+    makes: Path
+    command: tuple[str, ...]
+
+
+def ours(folder: Path) -> list[Program]:
+    """From the checkpoint ``source`` in the folder; each reads what the one before has made."""
+    source, made, resharded, exported = (folder / name for name in ("source", "tp2-pp2", "tp4-pp1", "exported"))
+    convert, reshard = ((sys.executable, "-m", f"tools.{tool}") for tool in ("convert", "reshard"))
+    return [
+        Program(CONVERT, source, made, (*convert, str(source), str(made), "--tp", "2", "--pp", "2")),
+        Program(RESHARD, made, resharded, (*reshard, str(made), str(resharded), "--tp", "4", "--pp", "1")),
+        Program(EXPORT, resharded, exported, (*convert, str(resharded), str(exported), "--to", "hf")),
+    ]
+
+
+def copy(folder: Path) -> Program:
+    source, target = folder / "source", folder / "copy"
+    script = 'cp -r "$0" "$1" && sync "$1"/* "$1"'
+    return Program(COPY, source, target, ("bash", "-c", script, str(source), str(target)))
+
+
+def peers(folder: Path, pythons: Mapping[str, Path]) -> Iterator[Program]:
+    """Those that are installed; each that is not is named."""
+    print("skipped: Megatron-Bridge: it imports transformer_engine, which is built for CUDA")
+    source, target = folder / "source", folder / "peer"
+    here = str(source), str(target)
+    yield Program(TRANSFORMERS, source, target, (str(pythons["hf"]), "-c", LOAD_AND_SAVE, *here))
+    if "litgpt" in pythons:
+        command = (str(pythons["litgpt"]), "-c", CONVERT_TO_LITGPT, *here, LITGPT)
+        yield Program("litgpt: convert", source, target, command)
+    else:
+        print("skipped: litgpt: no environment (--setup makes it, --python litgpt=PATH names it)")
+
+
+# -- measuring
+
+
+@dataclass
+class Row:
+    """The runs of one program."""
+
+    name: str
+    runs: list[Usage] = field(default_factory=list)
+    failure: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(usage.seconds for usage in self.runs)
+
+    @property
+    def peak(self) -> int:
+        return max(usage.peak for usage in self.runs)
+
+
+def measure(programs: Sequence[Program], rounds: int) -> dict[str, Row]:
+    """Rounds of all programs in turn; what the last round has written stays."""
+    rows = {program.name: Row(program.name) for program in programs}
+    for turn in range(rounds):
+        for program in programs:
+            row = rows[program.name]
+            if row.failure:
+                continue
+            shutil.rmtree(program.makes, ignore_errors=True)
+            os.sync()  # what others have left to write
+            read_once(program.reads)
+            touch(_bytes_in(program.reads) * 3 // 2)
+            load = os.getloadavg()[0]
+            try:
+                usage = run(program.command, ROOT)
+            except RuntimeError as error:
+                row.failure = str(error)
+                print(f"  round {turn + 1}: {program.name} failed: {row.failure}", flush=True)
+                continue
+            row.runs.append(usage)
+            print(
+                f"  round {turn + 1}: {program.name:28s} {usage.seconds:6.2f} s, user {usage.user:5.2f}, "
+                f"system {usage.system:5.2f}, {usage.peak / 1e6:7.1f} MB   (load before: {load:.1f})",
+                flush=True,
+            )
+    return rows
+
+
+def table(rows: Mapping[str, Row], doubled: Mapping[str, Row]) -> str:
+    lines = [
+        "| | s | min .. max | x copy | CPU s | peak MB | peak MB, twice the size |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows.values():
+        if not row.runs:
+            continue
+        seconds = [usage.seconds for usage in row.runs]
+        cpu = statistics.median(usage.user + usage.system for usage in row.runs)
+        ratio = f"{row.seconds / rows[COPY].seconds:.2f}" if rows[COPY].runs else ""
+        twice = f"{doubled[row.name].peak / 1e6:,.0f}" if row.name in doubled and doubled[row.name].runs else ""
+        lines.append(
+            f"| {row.name} | {row.seconds:.2f} | {min(seconds):.2f} .. {max(seconds):.2f} | {ratio} | {cpu:.1f} | "
+            f"{row.peak / 1e6:,.0f} | {twice} |"
+        )
+    return "\n".join(lines)
+
+
+def judged(rows: Mapping[str, Row], doubled: Mapping[str, Row]) -> str:
+    """One line for each bar."""
+    lines = []
+
+    def bar(what: str, met: bool) -> None:
+        lines.append(f"- {'met' if met else 'MISSED'}: {what}")
+
+    for name in (CONVERT, RESHARD, EXPORT):
+        row = rows[name]
+        if not row.runs:
+            bar(f"{name} failed", False)
+            continue
+        if rows[COPY].runs:
+            ratio = row.seconds / rows[COPY].seconds
+            bar(f"{name} takes {ratio:.2f}x the time of the copy (bar: {SLOWER_THAN_COPY}x)", ratio <= SLOWER_THAN_COPY)
+        if TRANSFORMERS in rows and rows[TRANSFORMERS].runs:
+            ratio = rows[TRANSFORMERS].seconds / row.seconds
+            what = f"{name} is {ratio:.1f}x as fast as transformers (bar: {FASTER_THAN_TRANSFORMERS}x)"
+            bar(what, ratio >= FASTER_THAN_TRANSFORMERS)
+        bar(f"{name} peaks at {row.peak / 1e6:.0f} MB (bar: {PEAK_BYTES / 1e6:.0f} MB)", row.peak <= PEAK_BYTES)
+        if name in doubled and doubled[name].runs:
+            growth = doubled[name].peak / row.peak
+            bar(f"{name} peaks at {growth:.2f}x of that for twice the size (bar: {GROWTH}x)", growth <= GROWTH)
+    return "\n".join(lines)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=float, default=2.0, metavar="GIB", help="of the checkpoint (2)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of all programs (5)")
+    parser.add_argument("--folder", type=Path, help="where there is room for eight times the size (/tmp)")
+    parser.add_argument("--no-peers", action="store_true", help="only the copy and this project")
+    parser.add_argument("--no-double", action="store_true", help="leave out the memory for twice the size")
+    parser.add_argument("--python", nargs="+", default=[], metavar="NAME=PATH", help="an environment's interpreter")
+    parser.add_argument("--setup", action="store_true", help="make the environments of the peers and stop")
+    parser.add_argument("--json", type=Path, help="where the results are written")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 if every bar is met and the export is the source bit for bit."""
+    arguments = parse(argv)
+    if arguments.setup:
+        environments.set_up()
+        return 0
+    pythons = environments.find({name: Path(path) for name, _, path in (s.partition("=") for s in arguments.python)})
+    with tempfile.TemporaryDirectory(prefix="convert-", dir=arguments.folder) as scratch:
+        once, twice = Path(scratch, "once"), Path(scratch, "twice")
+        size = int(arguments.size * GIB)
+        make_checkpoint(once / "source", size)
+        weights = _bytes_in(once / "source")
+        print(f"{weights / GIB:.2f} GiB in {FILES} files, {os.cpu_count()} cores", flush=True)
+        turns = [step for program in ours(once) for step in (copy(once), program)]
+        rows = measure([*turns, *([] if arguments.no_peers else peers(once, pythons))], arguments.rounds)
+        wrong = differing(once / "source", once / "exported")
+        shutil.rmtree(once)
+        doubled: dict[str, Row] = {}
+        if not arguments.no_double:
+            make_checkpoint(twice / "source", 2 * size)
+            doubled = measure(ours(twice), rounds=1)
+    bars = judged(rows, doubled)
+    print(f"\n{table(rows, doubled)}\n\n{bars}")
+    print(f"- {'MISSED' if wrong else 'met'}: the export is the source, bit for bit {', '.join(wrong[:5])}")
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        report = {name: [asdict(usage) for usage in row.runs] for name, row in rows.items()}
+        arguments.json.write_text(json.dumps({"bytes": weights, "rows": report}, indent=2) + "\n")
+    return int("MISSED" in bars or bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""What devices can do, from their vendors' data sheets. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Dense bf16 and fp32 (without TF32) TFLOP/s from the vendors' data sheets; the first name whose words occur in the
+# device's own counts, so longer names stand before shorter ones.
+PEAK_TFLOPS: Mapping[str, tuple[float, float]] = {
+    "GB200": (2500.0, 80.0),
+    "B200": (2250.0, 75.0),
+    "GH200": (989.4, 66.9),
+    "H200": (989.4, 66.9),
+    "H100 PCIe": (756.0, 51.2),
+    "H100 NVL": (835.5, 60.0),
+    "H100": (989.4, 66.9),
+    "A100": (312.0, 19.5),
+    "A10G": (70.0, 35.0),
+    "L40S": (362.05, 91.6),
+    "L4": (121.0, 30.3),
+    "RTX 4090": (165.2, 82.6),
+    "RTX 3090": (71.0, 35.6),
+    "MI300X": (1307.4, 163.4),
+    "MI250X": (191.5, 47.9),
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of a cluster.
+
+    Args:
+        peak: Its name in ``PEAK_TFLOPS``.
+        fp8: Dense fp8 TFLOP/s; None where it has none.
+        memory: Bytes.
+        bandwidth: Of its memory, bytes/s.
+        link: To each device of the same node, bytes/s in one direction.
+        network: To other nodes, bytes/s in one direction for each device.
+        host: To host memory, bytes/s in one direction: PCIe 5 or 4 with 16 lanes.
+        per_node: Devices of a node.
+    """
+
+    peak: str
+    fp8: float | None
+    memory: float
+    bandwidth: float
+    link: float
+    network: float
+    host: float
+    per_node: int = 8
+
+    def tflops(self, precision: str) -> float:
+        """Of matrix products; those of fp8 where the device has them."""
+        bf16, fp32 = PEAK_TFLOPS[self.peak]
+        if precision == "fp8" and self.fp8 is not None:
+            return self.fp8
+        return fp32 if precision in ("fp32", "fp64") else bf16
+
+
+DEVICES: Mapping[str, Device] = {
+    # As generally known; H100, H200 and B200 were compared with third-party pages, none with a vendor's sheet yet.
+    # NVIDIA's data sheets state links in both directions together (H100: 900 GB/s) and fp8 with sparsity (H100: 3,958
+    # TFLOP/s): half of both. The network is the usual one of such a node, which is not on the sheet: of H100, H200 and
+    # B200 a 400 Gbit/s adapter each (DGX H100), of A100 200 Gbit/s (DGX A100), of L40S 100 Gbit/s.
+    "h100-80": Device("H100", 1978.9, 80e9, 3.35e12, 450e9, 50e9, 64e9),  # H100 SXM5: 80 GB HBM3
+    "h200": Device("H200", 1978.9, 141e9, 4.8e12, 450e9, 50e9, 64e9),  # H200 SXM: 141 GB HBM3e
+    "b200": Device("B200", 4500.0, 180e9, 8.0e12, 900e9, 50e9, 64e9),  # HGX B200: 180 GB HBM3e usable, NVLink 5
+    "a100-80": Device("A100", None, 80e9, 2.039e12, 300e9, 25e9, 32e9),  # A100 SXM4: 80 GB HBM2e
+    "a100-40": Device("A100", None, 40e9, 1.555e12, 300e9, 25e9, 32e9),  # A100 SXM4: 40 GB HBM2
+    "l40s": Device("L40S", 733.0, 48e9, 0.864e12, 32e9, 12.5e9, 32e9),  # L40S: 48 GB GDDR6, PCIe 4 x16
+    # AMD Instinct MI300X data sheet: 192 GB HBM3; seven links of 64 GB/s to the other seven in one direction.
+    "mi300x": Device("MI300X", 2614.9, 192e9, 5.3e12, 448e9, 50e9, 64e9),
+}

@@ -1,0 +1,125 @@
+"""The search for what fits and is estimated fastest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from megacore.plan.memory import Memory, memory
+from megacore.plan.setting import SHARDS, Recompute, Setting
+from megacore.plan.state import Held, state
+from megacore.plan.step_time import Cluster, Estimate, estimate
+from models.stages import layout_of
+from parallel.layout import Layout, MeshShape, split_problems
+
+MARGIN = 0.1
+"""Of a device's memory, left to its driver, the libraries' workspaces, fragments, and what this arithmetic misses."""
+_MICRO = (1, 2, 4, 8, 16, 32)
+_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+_CHUNKS = (1, 2, 4, 5, 8, 10)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A setting that fits, with its memory and its time."""
+
+    setting: Setting
+    memory: tuple[Memory, ...]
+    time: Estimate
+
+    @property
+    def fullest(self) -> Memory:
+        return max(self.memory, key=lambda each: each.peak)
+
+    @property
+    def overrides(self) -> Mapping[str, object]:
+        """{key of a recipe: value} that make this of the recipe."""
+        s, mesh = self.setting, self.setting.layout.mesh
+        return {
+            "mesh.tp": mesh.tp,
+            "mesh.pp": mesh.pp,
+            "mesh.dp": mesh.dp,
+            "pipeline.schedule": s.schedule,
+            "pipeline.chunks": s.layout.chunks,
+            "batch.micro_size": s.micro_size,
+            "pipeline.layers_per_stage": "null",
+            "data.shard": s.shard,
+            "data.replicas": s.replicas,
+            "memory.recompute": s.recompute,
+        }
+
+
+def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Candidate, ...]:
+    """The settings that fit ``world`` devices, fastest first.
+
+    Args:
+        base: Model, widths, sequence length, offloads; its batch is the global one that all of them keep.
+        world: Devices in all.
+        cluster: What they are.
+        best: How many to give.
+    """
+    room = cluster.device.memory * (1 - MARGIN)
+    found: list[Candidate] = []
+    for layout in _layouts(base, world, cluster):
+        held = Held.of(layout)
+        for setting in _batches(base, layout):
+            for rung in SHARDS if layout.mesh.data > 1 else SHARDS[:1]:
+                fits = _least_recomputed(replace(setting, shard=rung), held, cluster, room)
+                found += fits
+                if fits and rung != "none":  # what splits more only sends more
+                    break
+    found.sort(key=lambda each: each.time.total)
+    again = [
+        replace(each, time=estimate(each.setting, Held.of(each.setting.layout), cluster))
+        for each in _distinct(found, 3 * best)
+    ]
+    return tuple(sorted(again, key=lambda each: each.time.total)[:best])
+
+
+def _distinct(found: list[Candidate], count: int) -> Iterator[Candidate]:
+    """The fastest of each mesh: a list of its variants would say little."""
+    seen = set[tuple[MeshShape, int]]()
+    for each in found:
+        key = (each.setting.layout.mesh, each.setting.layout.chunks)
+        if key not in seen and len(seen) < count:
+            seen.add(key)
+            yield each
+
+
+def _layouts(base: Setting, world: int, cluster: Cluster) -> Iterator[Layout]:
+    layers, sizes = base.layout.schema.sizes["layer"], base.layout.schema.sizes
+    for tp in _divisors(math.gcd(world, cluster.device.per_node)):
+        for pp in _divisors(world // tp):
+            mesh = MeshShape(pp=pp, dp=world // tp // pp, tp=tp)
+            if pp > layers or split_problems(sizes, mesh):
+                continue
+            for chunks in _CHUNKS if pp > 1 else (1,):
+                if pp * chunks <= layers and (chunks == 1 or layers % (pp * chunks) == 0):
+                    yield layout_of(base.model, mesh, chunks)
+
+
+def _batches(base: Setting, layout: Layout) -> Iterator[Setting]:
+    """The global batch in micro-batches of several sizes."""
+    sequences = base.micro_size * base.microbatches * base.layout.mesh.data
+    own, rest = divmod(sequences, layout.mesh.data)
+    schedule = "interleaved" if layout.chunks > 1 else "1f1b"
+    for micro in _MICRO:
+        if not rest and own and own % micro == 0 and micro * base.sequence_length % layout.mesh.tp == 0:
+            yield replace(base, layout=layout, micro_size=micro, microbatches=own // micro, schedule=schedule)
+
+
+def _least_recomputed(setting: Setting, held: Held, cluster: Cluster, room: float) -> list[Candidate]:
+    """The setting with as little recomputation as fits, if any does."""
+    if max(state(own, setting).device(setting).total for own in held.stages) > room:
+        return []
+    for recompute in _RECOMPUTE:
+        tried = replace(setting, recompute=recompute)
+        needed = memory(tried, held)
+        if max(each.peak for each in needed) <= room:
+            return [Candidate(tried, needed, estimate(tried, held, cluster, simulated=False))]
+    return []
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,235 @@
+"""Bytes on every rank at the peak of a step, term by term."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from megacore.plan.activations import Activations
+from megacore.plan.setting import SHARDS, Setting
+from megacore.plan.state import Held, Part, state
+from parallel.pipeline.schedules import SCHEDULES
+
+TERMS = (
+    "parameters",
+    "gradients",
+    "masters",
+    "moments",
+    "activations",
+    "logits",
+    "working",
+    "buffers",
+)
+"""What the peak is the sum of."""
+_MESSAGES = 3
+"""Activations that a stage of a pipeline holds for each neighbour: two receives posted, one on its way out."""
+
+
+_UNDER_WAY = 2
+"""Sums of split gradients that go on beside the backward (`parallel.zero`)."""
+_AHEAD = 256 << 20
+"""Bytes of offloaded activations on their way (`parallel.saved`)."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of the ranks of one stage of the pipeline, which are all alike; in bytes.
+
+    Args:
+        stage: The stage.
+        ranks: How many ranks there are.
+        elements: Parameters on each.
+        terms: {term of ``TERMS``: bytes on the device at the peak}.
+        host: Bytes in host memory (or on disk).
+        per_microbatch: Activations that one microbatch leaves in all chunks of the stage, logits included.
+        in_flight: The most chunks times microbatches at once whose backward is still to come.
+        peak_at: What the stage does when it holds most.
+    """
+
+    stage: int
+    ranks: int
+    elements: int
+    terms: dict[str, int]
+    host: int
+    per_microbatch: int
+    in_flight: int
+    peak_at: str
+
+    @property
+    def peak(self) -> int:
+        return sum(self.terms.values())
+
+    @property
+    def largest(self) -> str:
+        return max(self.terms, key=lambda term: self.terms[term])
+
+
+@cache
+def crowds(schedule: str, stages: int, chunks: int, microbatches: int) -> tuple[frozenset[tuple[int, ...]], ...]:
+    """Per stage: what is in flight when a backward starts, as (its chunk, microbatches in flight of chunk 0, 1, ...).
+
+    Left out are those of which another has at least as much of every chunk.
+    """
+    found = []
+    for row in SCHEDULES[schedule](stages, chunks, microbatches):
+        alive, seen = [0] * chunks, set()
+        for action in row:
+            if action.kind == "F":
+                alive[action.chunk] += 1
+            else:
+                seen.add((action.chunk, *alive))
+                alive[action.chunk] -= 1
+        found.append(frozenset(crowd for crowd in seen if not any(_covers(other, crowd) for other in seen - {crowd})))
+    return tuple(found)
+
+
+def _covers(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return one[0] == other[0] and all(a >= b for a, b in zip(one, other, strict=True))
+
+
+def memory(setting: Setting, held: Held) -> tuple[Memory, ...]:
+    """Of every stage, whose ranks hold what they hold."""
+    act = Activations(setting, held.block)
+    return tuple(_stage(setting, act, stage, own) for stage, own in enumerate(held.stages))
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """A candidate for the peak: bytes of the terms that change within a step."""
+
+    what: str
+    activations: int = 0
+    logits: int = 0
+    working: int = 0
+    gradients: int | None = None
+
+    def total(self, gradients: int) -> int:
+        return self.activations + self.logits + self.working + (gradients if self.gradients is None else self.gradients)
+
+
+def _stage(setting: Setting, act: Activations, stage: int, held: Sequence[Part]) -> Memory:
+    layout = setting.layout
+    whole = state(held, setting)
+    everything = whole.device(setting)
+    host = whole.total - everything.total
+    moments = list(_moments(setting, act, stage, held))
+    worst = max(moments, key=lambda moment: moment.total(everything.gradients))
+    kept = [_kept(act, layers) for layers in layout.layers[stage :: layout.mesh.pp]]
+    flying = crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches)[stage]
+    if setting.offload_activations:
+        host += max(sum(n * k for n, k in zip(alive, kept, strict=True)) for _, *alive in flying)
+    last = stage == layout.mesh.pp - 1
+    terms = {
+        "parameters": everything.parameters,
+        "gradients": everything.gradients if worst.gradients is None else worst.gradients,
+        "masters": everything.masters,
+        "moments": everything.moments,
+        "activations": worst.activations,
+        "logits": worst.logits,
+        "working": worst.working,
+        "buffers": _buffers(setting, act, stage),
+    }
+    assert tuple(terms) == TERMS
+    return Memory(
+        stage,
+        layout.mesh.world // layout.mesh.pp,
+        sum(part.elements for part in held),
+        terms,
+        host,
+        sum(kept) + (act.head + act.logits) * last,
+        max(sum(alive) for _, *alive in flying),
+        worst.what,
+    )
+
+
+def _kept(act: Activations, layers: int) -> int:
+    return layers * act.kept + act.tables
+
+
+def _moments(setting: Setting, act: Activations, stage: int, held: Sequence[Part]) -> list[_Moment]:
+    """The start of every backward at the head, at its first block and at the embedding, for all that is in flight."""
+    layout = setting.layout
+    last = layout.mesh.pp * layout.chunks - 1
+    tables = [part for part in held if "vocab" in part.param.sentence.axes]
+    twice = act.table if layout.mesh.pp == 1 and layout.chunks == 1 and len(tables) == 1 else 0
+    lazy = _lazy(held, setting)
+    sharing = _Sharing.of(setting, act, held)
+    first_gradients = act.table + act.block_elements * setting.widths.gradient if lazy else None
+    kept = [_on_device(setting, act, layers) for layers in layout.layers[stage :: layout.mesh.pp]]
+    found = []
+    for chunk, *alive in crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches)[stage]:
+        virtual = chunk * layout.mesh.pp + stage
+        own, layers = kept[chunk], layout.layers[virtual]
+        # Only the last virtual stage has a head, and it is the last chunk of its stage.
+        heads = (alive[-1] - (virtual == last)) * (stage == layout.mesh.pp - 1)
+        others = sum(n * size for n, size in zip(alive, kept, strict=True)) - own + heads * act.head
+        logits = heads * act.logits
+        if virtual == last:
+            loss = act.loss - (act.table if lazy else 0) + sharing.head
+            gradients = act.table if lazy else None
+            found.append(_Moment("backward of the head", others + own + act.head, logits + act.logits, loss, gradients))
+        tied = twice if virtual == last else 0
+        first = act.backward + tied + sharing.block
+        found.append(_Moment("backward of a chunk's last block", others + own, logits, first, first_gradients))
+        if lazy and layers > 1:
+            left = others + own - (layers - 1) * act.kept
+            found.append(_Moment("backward of a chunk's first block", left, logits, first))
+        if virtual == 0:
+            working = act.embedding - (act.table if lazy else 0) + tied + sharing.embedding
+            found.append(_Moment("backward of the embedding", others, logits, working))
+    found.append(_Moment("optimizer step"))
+    return found
+
+
+def _on_device(setting: Setting, act: Activations, layers: int) -> int:
+    """What a chunk keeps; where it is offloaded, what is on its way."""
+    kept = _kept(act, layers)
+    return min(kept, _AHEAD + act.kept) if setting.offload_activations else kept
+
+
+def _lazy(held: Sequence[Part], setting: Setting) -> bool:
+    """Whether gradients only come to be in the backward: nobody shares them, they need no wider type, and there is one
+    microbatch (the next one finds those of the one before)."""
+    mesh, widths = setting.layout.mesh, setting.widths
+    shared = mesh.dp * mesh.cp > 1 or any(part.model_replicas > 1 for part in held)
+    one = setting.microbatches * setting.layout.chunks == 1
+    return not shared and widths.gradient == widths.parameter and one
+
+
+@dataclass(frozen=True)
+class _Sharing:
+    """What split gradients and parameters need while they are whole (`parallel.zero`): at the head, in a block, at the
+    embedding."""
+
+    head: int = 0
+    block: int = 0
+    embedding: int = 0
+
+    @classmethod
+    def of(cls, setting: Setting, act: Activations, held: Sequence[Part]) -> _Sharing:
+        """A bucket that fills, and those whose sums are under way; of parameters a unit, and the one gathered next."""
+        rung, widths = SHARDS.index(setting.shard), setting.widths
+        if rung < 2:
+            return cls()
+        block, table = act.block_elements, act.table // widths.parameter
+        everything = sum(part.elements for part in held)
+        bucket = block if rung == 3 else min(setting.bucket_bytes // widths.gradient, everything)
+        sums = (1 + _UNDER_WAY) * bucket * widths.gradient
+        if rung == 2:
+            return cls(table * widths.gradient, sums, table * widths.gradient + sums)
+        return cls(
+            table * (widths.parameter + widths.gradient) + block * widths.parameter,
+            2 * block * widths.parameter + sums,
+            table * (widths.parameter + widths.gradient) + block * widths.parameter + sums,
+        )
+
+
+def _buffers(setting: Setting, act: Activations, stage: int) -> int:
+    """The batch, and messages between stages."""
+    size = act.batch
+    pp, chunks = setting.layout.mesh.pp, setting.layout.chunks
+    if pp > 1:
+        alone = chunks == 1 and stage in (0, pp - 1)
+        size += (1 if alone else 2) * _MESSAGES * setting.activation
+    return size

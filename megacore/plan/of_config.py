@@ -1,0 +1,30 @@
+"""From a recipe to what the arithmetic looks at."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megacore.config import Config
+from megacore.plan.setting import Setting, Widths
+from models.config import ModelConfig
+from models.stages import layout_of
+
+
+def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["cpu", "cuda"]) -> Setting:
+    """A recipe on so many ranks; `megacore.problems` has made sure that it fits them."""
+    mesh = config.mesh.shape(world)
+    return Setting(
+        model=model,
+        layout=layout_of(model, mesh, config.pipeline.chunks, config.pipeline.layers_per_stage),
+        widths=Widths.of(config.train.precision, config.optimizer.master_weights, config.optimizer.moments),
+        sequence_length=config.data.sequence_length,
+        micro_size=config.batch.micro_size,
+        microbatches=config.batch.global_size // (config.batch.micro_size * mesh.data),
+        schedule=config.pipeline.schedule,
+        shard=config.data.shard,
+        replicas=config.data.replicas,
+        recompute=config.memory.recompute,
+        loss_chunk=config.memory.loss_chunk,
+        offload_activations=config.memory.offload_activations,
+        device=device,
+    )

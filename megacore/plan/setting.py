@@ -1,0 +1,105 @@
+"""What a run's memory and time depend on: a layout, widths of numbers, a batch, and the rungs. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from models.config import ModelConfig
+from parallel.layout import Layout
+
+Shard = Literal["none", "optimizer", "gradients", "parameters"]
+"""What is split over data parallel ranks, each with what stands before it: ZeRO stages 0 to 3 (Rajbhandari et al. 2020,
+arXiv 1910.02054)."""
+Recompute = Literal["none", "selective", "full"]
+Precision = Literal["bf16", "fp16", "fp8", "fp32", "fp64"]
+
+SHARDS: tuple[Shard, ...] = get_args(Shard)
+PARAMETER: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "fp64": 8}
+"""Bytes of a parameter and of an activation; fp8 is what matrix products read, not what is kept."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes of one element of each part of the training state; ``moments`` is that of both together."""
+
+    parameter: int
+    gradient: int
+    master: int
+    moments: int
+
+    @classmethod
+    def of(cls, precision: Precision, master_weights: bool = True, moments: Literal["fp32", "bf16"] = "fp32") -> Widths:
+        """As the engine holds them.
+
+        Parameters narrower than fp32 have fp32 masters, and gradients are then accumulated in fp32: 2 + 4 + 4 + 8 = 18
+        bytes where the literature counts 2-byte gradients, and 16.
+        """
+        parameter = PARAMETER[precision]
+        mixed = master_weights and parameter < 4
+        wide = 4 if mixed else parameter
+        return cls(parameter, wide, 4 if mixed else 0, 2 * (2 if moments == "bf16" else wide))
+
+
+ADAM_16 = Widths(parameter=2, gradient=2, master=4, moments=8)
+"""Mixed precision Adam as the literature counts it: 16 bytes for each parameter."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A run on paper.
+
+    Args:
+        model: Its configuration.
+        layout: Its parameters on its mesh, dp included.
+        widths: Of the training state.
+        sequence_length: In tokens.
+        micro_size: Sequences of a microbatch.
+        microbatches: Of one step on each data parallel rank.
+        schedule: Of the pipeline.
+        shard: What data parallel ranks split.
+        replicas: Groups of data parallel ranks that each hold everything (HSDP).
+        recompute: What of the activations is computed again in the backward.
+        loss_chunk: Tokens whose logits exist at a time; None for all of a microbatch.
+        offload_optimizer: Whether masters and moments lie in host memory (or on disk).
+        offload_activations: Whether saved activations lie in host memory.
+        device: What kind of device: their kernels keep different things.
+        bucket_bytes: Of a gradient bucket.
+    """
+
+    model: ModelConfig
+    layout: Layout
+    widths: Widths
+    sequence_length: int
+    micro_size: int
+    microbatches: int
+    schedule: str = "1f1b"
+    shard: Shard = "none"
+    replicas: int = 1
+    recompute: Recompute = "none"
+    loss_chunk: int | None = None
+    offload_optimizer: bool = False
+    offload_activations: bool = False
+    device: Literal["cpu", "cuda"] = "cuda"
+    bucket_bytes: int = 32 << 20
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch, on a data parallel rank."""
+        return self.micro_size * self.sequence_length // self.layout.mesh.cp
+
+    @property
+    def global_tokens(self) -> int:
+        """Of a step."""
+        return self.micro_size * self.sequence_length * self.microbatches * self.layout.mesh.data
+
+    @property
+    def activation(self) -> int:
+        """Bytes of what travels between blocks and stages: [tokens/tp, embed]."""
+        return self.local_tokens * self.layout.schema.sizes["embed"] * self.widths.parameter
+
+    @property
+    def local_tokens(self) -> int:
+        """Of a microbatch between blocks: they are split over tp."""
+        return self.tokens // self.layout.mesh.tp

@@ -1,0 +1,150 @@
+"""Bytes of parameters, gradients, masters and moments: sums over the shards that a layout gives a rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from megacore.plan.setting import SHARDS, Setting, Shard, Widths
+from parallel.layout import Layout, Place
+from parallel.layout import Shard as HeldShard
+from parallel.schema import Param, Schema
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank holds of one parameter, all its layers together, as far as the same ranks hold copies of it.
+
+    Args:
+        param: Its declaration.
+        labels: Its pieces in this part.
+        elements: How many there are.
+        model_replicas: Ranks of one data parallel replica that hold the same.
+        dims: Along which dimensions of the mesh these differ.
+    """
+
+    param: Param
+    labels: tuple[str, ...]
+    elements: int
+    model_replicas: int
+    dims: tuple[str, ...]
+
+    def times(self, layers: int) -> Part:
+        """Of so many layers, if it is a layer's."""
+        return replace(self, elements=self.elements * layers) if "layer" in self.param.named_axes else self
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the ranks of a layout hold. Those of one stage differ in which elements, not in how many.
+
+    Args:
+        stages: Of a rank of each stage.
+        block: Of a rank of one block; all blocks are alike.
+    """
+
+    stages: tuple[tuple[Part, ...], ...]
+    block: tuple[HeldShard, ...]
+
+    @classmethod
+    def of(cls, layout: Layout) -> Held:
+        """Everything that counts is in one layer of a first, a middle and a last stage, and dp and cp split nothing."""
+        pp = layout.mesh.pp
+        few = min(pp, 3)
+        one_each = Schema(layout.schema.params, {**layout.schema.sizes, "layer": few})
+        small = Layout(one_each, replace(layout.mesh, pp=few, dp=1, cp=1), (1,) * few)
+        like = [0 if stage == 0 else few - 1 if stage == pp - 1 else 1 for stage in range(pp)]
+        kinds = [_parts(small, Place(pp=stage)) for stage in range(few)]
+        layers = [sum(layout.layers[stage::pp]) for stage in range(pp)]
+        return cls(
+            tuple(tuple(part.times(n) for part in kinds[kind]) for kind, n in zip(like, layers, strict=True)),
+            tuple(shard for shard in small.shards(Place()) if "layer" in shard.param.named_axes),
+        )
+
+
+def _parts(layout: Layout, place: Place) -> tuple[Part, ...]:
+    shards: dict[str, list[HeldShard]] = {}
+    for shard in layout.shards(place):
+        shards.setdefault(shard.param.name, []).append(shard)
+    return tuple(part for alike in shards.values() for part in _by_replicas(layout, alike))
+
+
+def _by_replicas(layout: Layout, alike: list[HeldShard]) -> Iterator[Part]:
+    by_ranks: dict[tuple[int, ...], list[str]] = {}
+    numel = {piece.label: piece.numel for piece in alike[0].pieces}
+    for label in numel:
+        by_ranks.setdefault(layout.replicas(alike[0], label), []).append(label)
+    for ranks, labels in by_ranks.items():
+        places = [layout.mesh.place(rank) for rank in ranks]
+        dims = tuple(dim for dim in layout.mesh.DIMS if len({getattr(at, dim) for at in places}) > 1)
+        elements = sum(numel[label] for label in labels) * len(alike)
+        yield Part(alike[0].param, tuple(labels), elements, len(ranks), dims)
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes of the training state on one rank."""
+
+    parameters: int
+    gradients: int
+    masters: int
+    moments: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.masters + self.moments
+
+    def device(self, setting: Setting) -> State:
+        """Less what is offloaded."""
+        return replace(self, masters=0, moments=0) if setting.offload_optimizer else self
+
+    def __add__(self, other: State) -> State:
+        return State(
+            self.parameters + other.parameters,
+            self.gradients + other.gradients,
+            self.masters + other.masters,
+            self.moments + other.moments,
+        )
+
+
+NOTHING = State(0, 0, 0, 0)
+
+
+def state_of(elements: int, ranks: int, widths: Widths, shard: Shard) -> State:
+    """The state of so many elements of which ``ranks`` ranks hold copies, and split what the rung says.
+
+    Per element, with N ranks and ``ADAM_16``: 16, 4 + 12/N, 2 + 14/N, 16/N bytes (ZeRO 0 to 3).
+    """
+    rung = SHARDS.index(shard)
+    own = -(-elements // ranks)
+    gradients, parameters = (own if rung >= least else elements for least in (2, 3))
+    states = own if rung >= 1 else elements
+    return State(
+        parameters * widths.parameter, gradients * widths.gradient, states * widths.master, states * widths.moments
+    )
+
+
+def sharing(part: Part, setting: Setting) -> int:
+    """Over how many ranks the state of a part is split where it is (`parallel.zero.divide`): all that hold copies, less
+    HSDP's replicas, and less the other end of the pipeline."""
+    mesh = setting.layout.mesh
+    ends = 2 if "pp" in part.dims else 1
+    return part.model_replicas // ends * mesh.dp * mesh.cp // setting.replicas
+
+
+def state(held: Iterable[Part], setting: Setting) -> State:
+    """Of everything a rank holds, wherever it lies.
+
+    Where pieces of one parameter have different owners, each rank that updates a slice of one has a copy of the slice.
+    """
+    held = list(held)
+    pieces = Counter(part.param.name for part in held)
+    total = NOTHING
+    for part in held:
+        ranks = sharing(part, setting)
+        own = state_of(part.elements, ranks, setting.widths, setting.shard)
+        copied = pieces[part.param.name] > 1 and setting.shard in ("optimizer", "gradients")
+        slices = -(-part.elements // ranks) * setting.widths.parameter if copied else 0
+        total += replace(own, parameters=own.parameters + slices)
+    return total

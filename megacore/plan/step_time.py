@@ -1,0 +1,206 @@
+"""How long a step takes, from a device's data sheet and a few stated assumptions: an estimate to rank by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megacore.plan.activations import Activations
+from megacore.plan.devices import Device
+from megacore.plan.setting import SHARDS, Setting
+from megacore.plan.state import Held, Part, state
+from megacore.plan.traffic import SEND, Traffic, traffic
+from models.config import flops_per_token
+from parallel.layout import MeshShape
+from parallel.pipeline.schedules import SCHEDULES, simulate
+
+PRECISE = 4096
+"""Actions of a stage up to which a schedule is simulated rather than its bubble looked up."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Devices in nodes, and what is assumed of them.
+
+    Args:
+        device: Each of them.
+        tflops: That matrix products could reach.
+        efficiency: The share of it that a block reaches while nothing is waited for: products are not ideal, and norms,
+            activation functions and the softmax take time beside them.
+        overlap: The share that is really hidden of messages that could be, as both want the same memory and units.
+        latency: Seconds that a message takes however short it is.
+    """
+
+    device: Device
+    tflops: float
+    efficiency: float = 0.6
+    overlap: float = 0.8
+    latency: float = 20e-6
+
+    def bandwidth(self, mesh: MeshShape, axis: str) -> float:
+        """Of a ring along some dimensions, bytes/s for each rank.
+
+        Between nodes every device of a group that lies in the same node brings its own adapter.
+        """
+        dims = axis.split(" x ")
+        places = [mesh.place(rank) for rank in range(min(self.device.per_node, mesh.world))]
+        here = sum(all(getattr(place, dim) == 0 for dim in mesh.DIMS if dim not in dims) for place in places)
+        total = 1
+        for dim in dims:
+            total *= mesh[dim]
+        return self.device.link if here == total else min(self.device.link, here * self.device.network)
+
+    def shown(self, moving: float, beside: float) -> float:
+        """Seconds of messages that compute of so many seconds does not hide."""
+        return max(moving - beside, (1 - self.overlap) * moving)
+
+    def seconds(self, mesh: MeshShape, messages: Iterable[Traffic]) -> float:
+        return sum(x.count * self.latency + x.sent / self.bandwidth(mesh, x.axis) for x in messages)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Of one step, in seconds, on the slowest stage; they add up to ``total``.
+
+    ``tensor``, ``data`` and ``offload`` are what compute does not hide. ``bubble`` is the time in which a stage waits
+    for others.
+    """
+
+    compute: float
+    recompute: float
+    tensor: float
+    bubble: float
+    data: float
+    offload: float
+    optimizer: float
+    tokens: int
+    model_tflop: float
+
+    @property
+    def total(self) -> float:
+        parts = self.compute, self.recompute, self.tensor, self.bubble, self.data, self.offload, self.optimizer
+        return sum(parts)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.total
+
+    @property
+    def tflops_per_device(self) -> float:
+        """Of the model's own operations, recomputation not counted."""
+        return self.model_tflop / self.total
+
+
+def forward_flops(act: Activations, virtual: int) -> tuple[int, int]:
+    """Of a rank for one microbatch in a virtual stage: (its blocks, the head); a backward has twice as many."""
+    setting, layout, sizes = act.setting, act.setting.layout, act.setting.layout.schema.sizes
+    products = 2 * setting.tokens * sum(x.numel for x in act.linears)
+    mixed = next(x.inputs for x in act.linears if not x.column)
+    attention = 2 * setting.tokens * (setting.sequence_length + 1) * mixed
+    last = virtual == len(layout.layers) - 1
+    return layout.layers[virtual] * (products + attention), last * 2 * setting.tokens * act.columns * sizes["embed"]
+
+
+def bubble(schedule: str, stages: int, chunks: int, microbatches: int) -> float:
+    """Idle time over busy time of a schedule, all stages alike and messages free, by the simulator."""
+    return simulate(SCHEDULES[schedule](stages, chunks, microbatches)).bubble
+
+
+def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = True) -> Estimate:
+    """Time of a step.
+
+    Args:
+        setting: The run.
+        held: What its ranks hold.
+        cluster: Where it runs.
+        simulated: Whether the pipeline is simulated; else its bubble is (p-1)/(v m), which the simulator confirms.
+    """
+    layout, m = setting.layout, setting.microbatches
+    mesh, pp, chunks = layout.mesh, layout.mesh.pp, layout.chunks
+    speed = cluster.tflops * 1e12 * cluster.efficiency
+    act = Activations(setting, held.block)
+    sent = [traffic(setting, held, stage) for stage in range(pp)]
+    rows = [_stage_times(act, cluster, stage, sent[stage], speed) for stage in range(pp)]
+    slowest = max(rows, key=lambda row: row.forward + row.backward)
+    hop = cluster.latency + setting.activation / cluster.bandwidth(mesh, "pp") if pp > 1 else 0.0
+    busy = m * (slowest.forward + slowest.backward)
+    if pp == 1:
+        idle = 0.0
+    elif simulated and 2 * chunks * m <= PRECISE:
+        row = SCHEDULES[setting.schedule](pp, chunks, m)
+        idle = simulate(row, slowest.forward / chunks, slowest.backward / chunks, hop).total - busy
+    else:
+        idle = busy * (pp - 1) / (chunks * m) + 2 * (pp - 1) * hop
+    data = max(_data(setting, cluster, sent[stage], rows[stage]) for stage in range(pp))
+    moved = max(act.kept * sum(layout.layers[stage::pp]) for stage in range(pp))
+    offload = cluster.shown(2 * m * moved / cluster.device.host, busy) if setting.offload_activations else 0.0
+    flops = flops_per_token(setting.model, setting.sequence_length) * setting.global_tokens / mesh.world
+    return Estimate(
+        m * slowest.compute,
+        m * slowest.recompute,
+        m * slowest.tensor,
+        idle,
+        data,
+        offload,
+        max(_optimizer(setting, cluster, own) for own in held.stages),
+        setting.global_tokens,
+        flops / 1e12,
+    )
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Of one microbatch in all chunks of a stage, in seconds."""
+
+    compute: float
+    recompute: float
+    tensor_forward: float
+    tensor_backward: float
+
+    @property
+    def tensor(self) -> float:
+        return self.tensor_forward + self.tensor_backward
+
+    @property
+    def forward(self) -> float:
+        return self.compute / 3 + self.tensor_forward
+
+    @property
+    def backward(self) -> float:
+        return self.compute * 2 / 3 + self.recompute + self.tensor_backward
+
+
+def _stage_times(act: Activations, cluster: Cluster, stage: int, sent: Sequence[Traffic], speed: float) -> _Times:
+    setting, layout, m = act.setting, act.setting.layout, act.setting.microbatches
+    flops = [forward_flops(act, chunk * layout.mesh.pp + stage) for chunk in range(layout.chunks)]
+    blocks, head = (sum(column) for column in zip(*flops, strict=True))
+    again = blocks / speed if setting.recompute == "full" else 0.0
+    compute = 3 * (blocks + head) / speed
+    tensor = [x for x in sent if x.axis == "tp" and "tokens" in x.what]
+    forward = cluster.seconds(layout.mesh, (x for x in tensor if "forward" in x.what)) / m
+    shown = cluster.seconds(layout.mesh, (x for x in tensor if not x.hidden and "forward" not in x.what)) / m
+    # Gathers and scatters of a column-parallel product's backward run beside its two products.
+    hidden = cluster.seconds(layout.mesh, (x for x in tensor if x.hidden)) / m
+    return _Times(compute, again, forward, shown + cluster.shown(hidden, compute * 2 / 3))
+
+
+def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _Times) -> float:
+    """What the sums of gradients and the gathering of parameters add to a step."""
+    mesh, m, rung = setting.layout.mesh, setting.microbatches, SHARDS.index(setting.shard)
+    gathers = [x for x in sent if x.what == "parameters"]
+    sums = [x for x in sent if "gradients" in x.what and "tokens" not in x.what and x.kind != SEND]
+    reduced, gathered = (cluster.seconds(mesh, messages) for messages in (sums, gathers))
+    if rung == 3:
+        return cluster.shown(reduced + gathered, m * (times.forward + times.backward))
+    # A sum starts with the last gradient of the step, so it hides behind one backward; what is split goes with each.
+    beside = times.backward * (m if rung == 2 else 1)
+    return cluster.shown(reduced, beside) + cluster.shown(gathered, times.forward)
+
+
+def _optimizer(setting: Setting, cluster: Cluster, held: Sequence[Part]) -> float:
+    """Reading and writing what AdamW works on; offloaded, the host does it."""
+    own = state(held, setting)
+    moved = own.gradients * 2 + own.masters * 2 + own.moments * 2 + own.parameters
+    if setting.offload_optimizer:
+        return (own.gradients + own.parameters + moved) / cluster.device.host
+    return moved / cluster.device.bandwidth

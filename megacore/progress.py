@@ -1,0 +1,86 @@
+"""How far a run has come: what ``trainer.json`` says beside the tensors of a checkpoint."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from megacore.config import Config, MeshConfig
+from megacore.scaler import is_state
+from megacore.store.strict_json import StoreError
+from parallel.layout import MeshShape
+
+_FIELDS = {"step": "step", "samples": "consumed_samples", "tokens": "tokens", "updates": "optimizer_steps"}
+"""{field of Progress: its name in the file}."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Counts since the run began, whatever it has been resumed with.
+
+    Args:
+        step: Steps.
+        samples: Samples of the training data; the next step begins with the sample of this number.
+        tokens: Tokens of them.
+        updates: Steps that have changed the weights: those with a gradient that was not finite have not.
+        scaler: The state of the loss scale; None where losses are not scaled.
+    """
+
+    step: int = 0
+    samples: int = 0
+    tokens: int = 0
+    updates: int = 0
+    scaler: Mapping[str, Any] | None = None
+
+    @property
+    def skipped(self) -> int:
+        return self.step - self.updates
+
+    def at(self, step: int, config: Config, updates: int = 0, scaler: Mapping[str, Any] | None = None) -> Progress:
+        """At a later step of a run that goes on from here with this config."""
+        samples = (step - self.step) * config.batch.global_size
+        tokens = samples * config.data.sequence_length
+        return Progress(step, self.samples + samples, self.tokens + tokens, updates, scaler)
+
+    @classmethod
+    def read(cls, tree: Mapping[str, Any], where: object) -> Progress:
+        """From a ``trainer.json``.
+
+        Raises:
+            StoreError: a count is missing or none, or the state of the loss scale is none.
+        """
+        wrong = [
+            name
+            for name in _FIELDS.values()
+            if not isinstance(tree.get(name), int) or isinstance(tree[name], bool) or tree[name] < 0
+        ]
+        if wrong or not isinstance(tree.get("recipe"), dict):
+            raise StoreError(f"{where}: has no {' and no '.join([*wrong, *([] if 'recipe' in tree else ['recipe'])])}")
+        scaler = tree.get("scaler")
+        if not is_state(scaler):
+            raise StoreError(f"{where}: scaler is no state of a loss scale: {scaler!r:.80}")
+        return cls(**{field: tree[name] for field, name in _FIELDS.items()}, scaler=scaler)
+
+
+def recipe(config: Config, mesh: MeshShape) -> dict[str, Any]:
+    """The recipe of a run with the sizes of the mesh that it ran on."""
+    return asdict(replace(config, mesh=MeshConfig(**{dim: mesh[dim] for dim in mesh.DIMS})))
+
+
+def document(progress: Progress, lr: float, config: Config, mesh: MeshShape) -> dict[str, Any]:
+    """A ``trainer.json``.
+
+    There is no state of random numbers: samples and masks are functions of the seeds in the recipe, the step and the
+    sample. ``lr`` was the learning rate of the last step; the recipe says how it goes on.
+    """
+    return {
+        **{name: getattr(progress, field) for field, name in _FIELDS.items()},
+        "lr": lr,
+        "scaler": progress.scaler,
+        "recipe": recipe(config, mesh),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }

@@ -1,0 +1,234 @@
+"""What a run starts from: nothing, somebody's weights, or a checkpoint of a run, on whatever layout that was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megacore import checkpoints
+from megacore.checkpoints import AUTO
+from megacore.config import Config
+from megacore.data import tokenizer
+from megacore.optimizer import MASTER, MOMENTS, Optimizer
+from megacore.progress import Progress, recipe
+from megacore.store.checkpoint import TRAINER, Checkpoint
+from megacore.store.convert import Source
+from megacore.store.dtypes import FLOATS
+from megacore.store.folder import Folder, open_folder
+from megacore.store.hugging_face import HuggingFace
+from megacore.store.stream import assemble
+from megacore.store.strict_json import StoreError
+from models.config import ModelConfig, ModelConfigError
+from models.registry import configure, family
+from parallel.fingerprint import spell
+from parallel.layout import MeshShape
+from parallel.parameters import Parameters
+from parallel.transfer import native, plan
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run starts.
+
+    Args:
+        source: Of the weights; None where they are drawn at random.
+        trainer: What the source says of its run, if that goes on; None where a run begins.
+        progress: How far the run is already.
+        said: What the user should know, a line each.
+    """
+
+    source: Folder | None = None
+    trainer: Mapping[str, Any] | None = None
+    progress: Progress = field(default_factory=Progress)
+    said: tuple[str, ...] = ()
+
+
+# -- before anything starts
+
+
+def find(config: Config) -> Start:
+    """Open what the run is to start from.
+
+    Raises:
+        StoreError: it cannot be used.
+    """
+    section = config.checkpoint
+    if section.resume is None:
+        return _from(section.init)
+    if section.resume != AUTO:
+        return _resume(Path(section.resume))
+    folder = checkpoints.folder_of(config.out)
+    found = checkpoints.complete(folder)
+    if found:
+        return _resume(found[max(found)])
+    begins = f"the run starts from {section.init}" if section.init else "the run starts afresh"
+    return _from(section.init, (f"There is no checkpoint in {folder} to resume from: {begins}.",))
+
+
+def _from(init: str | None, said: tuple[str, ...] = ()) -> Start:
+    return Start(open_folder(Path(init)), said=said) if init else Start(said=said)
+
+
+def _resume(path: Path) -> Start:
+    checkpoint = Checkpoint.open(path)
+    missing = [state for state in MOMENTS if state not in checkpoint.index.states]
+    if checkpoint.trainer is None or missing:
+        lacks = ", ".join([*missing, *([TRAINER] if checkpoint.trainer is None else [])])
+        raise StoreError(f"{path} holds weights, but no training run (no {lacks}): start from it by checkpoint.init")
+    progress = Progress.read(checkpoint.trainer, path / TRAINER)
+    said = f"Resuming after step {progress.step:,} ({progress.tokens:,} tokens) from {path}."
+    return Start(checkpoint, checkpoint.trainer, progress, (said,))
+
+
+def model_of(config: Config, source: Folder | None) -> ModelConfig:
+    """The model: the recipe's, or where that names none, the source's with the fields that the recipe changes.
+
+    Raises:
+        ModelConfigError: everything that is wrong with it, and with its fit to the source.
+    """
+    section = config.model
+    if source is None or any(section.get(key) is not None for key in ("family", "preset", "config")):
+        model = configure(section)
+    else:
+        kind = family(source.config.family).CONFIG
+        model = kind.from_hugging_face(kind.override(_raw(source), section))
+    if source is not None and (wrong := list(_misfits(model, source))):
+        raise ModelConfigError(model.family, wrong)
+    return model
+
+
+def raw_of(model: ModelConfig, source: Folder | None) -> Mapping[str, Any]:
+    """The Hugging Face config of a model that started from a source: all of its fields, some of them changed."""
+    ours = model.to_hugging_face()
+    if source is None:
+        return ours
+    theirs = source.config.to_hugging_face()
+    raw = {**_raw(source), **{key: value for key, value in ours.items() if key not in theirs or theirs[key] != value}}
+    return raw if type(model).from_hugging_face(raw) == model else ours
+
+
+def _raw(source: Folder) -> Mapping[str, Any]:
+    return source.index.raw if isinstance(source, Checkpoint) else source.raw
+
+
+def _misfits(model: ModelConfig, source: Folder) -> Iterator[str]:
+    """Differences of the weights, which must be the same."""
+    ours, theirs = model.schema, source.config.schema
+    way_out = f"choose another checkpoint than {source.path}, or leave the recipe's model to it"
+    for axis in sorted({*ours.sizes, *theirs.sizes}):
+        if ours.sizes.get(axis) != theirs.sizes.get(axis):
+            size, found = (sizes.get(axis, "none") for sizes in (ours.sizes, theirs.sizes))
+            yield f"{axis} is {size} in the recipe and {found} in the checkpoint: {way_out}"
+    mine, held = ours.pieces, theirs.pieces
+    for name, label in sorted(mine.keys() | held.keys()):
+        here, there = mine.get((name, label)), held.get((name, label))
+        if here != there:
+            missing = "is not in the recipe's model" if here is None else "is not in the checkpoint"
+            what = missing if None in (here, there) else "has other axes in the checkpoint"
+            yield f"{spell((name, label))} {what}: {way_out}"
+
+
+# -- what is said before it goes on
+
+
+def remarks(start: Start, config: Config, model: ModelConfig, mesh: MeshShape) -> list[str]:
+    """What is not as it was where the weights come from, a line each."""
+    if start.source is None:
+        return list(start.said)
+    lines = list(start.said) if start.said else [f"Starting from the weights of {start.source.path}."]
+    before = asdict(start.source.config)
+    for name, value in asdict(model).items():
+        if value != before.get(name):
+            lines.append(f"  model.{name} is {value}, and was {before.get(name)}")
+    if start.trainer is not None:
+        was, now = _flat(start.trainer["recipe"]), _flat(_plain(recipe(config, mesh)))
+        changed = [key for key in now if key in was and now[key] != was[key]]
+        lines += [f"  {key} is {now[key]}, and was {was[key]}" for key in changed if key.startswith(_TOLD)]
+        if _drops(model) and any(key.startswith(_LAYOUT) for key in changed):
+            lines.append("  the layout or microbatch has changed: dropout draws other masks than it would have drawn")
+    return lines
+
+
+_TOLD = (
+    "data.",
+    "batch.global_size",
+    "loss.",
+    "optimizer.",
+    "schedule.",
+    "train.steps",
+    "train.seed",
+    "train.precision",
+)
+_LAYOUT = ("mesh.", "pipeline.", "batch.")
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = dict[str, Any]()
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _drops(model: ModelConfig) -> bool:
+    return any("drop" in field.name and getattr(model, field.name) for field in fields(model))
+
+
+def companions(start: Start, config: Config) -> Mapping[str, Path]:
+    """{name: file} of what travels with the model: the source's files, or the tokenizer beside the first corpus."""
+    found = start.source.companions() if start.source is not None else {}
+    folder = Path(config.data.train[0].path).parent
+    return found or {name: folder / name for name in tokenizer.FILES if (folder / name).is_file()}
+
+
+# -- into the live shards
+
+
+def load(start: Start, parameters: Parameters, optimizer: Optimizer) -> None:
+    """Fill this rank's parameters, and of a run that goes on the optimizer, one tensor at a time.
+
+    Masters, where the checkpoint has them, are what the weights are rounded from, in whatever precision they are now.
+    """
+    source = start.source
+    assert source is not None
+    masters = isinstance(source, Checkpoint) and MASTER in source.index.states
+    for name, tensor in tensors(source, MASTER if masters else "weights", parameters):
+        optimizer.load_weight(name, tensor)
+    if start.trainer is not None:
+        for state in MOMENTS:
+            for name, tensor in tensors(source, state, parameters):
+                optimizer.load_from(state, name, tensor)
+        optimizer.updates = start.progress.updates
+
+
+def tensors(source: Folder, state: str, parameters: Parameters) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor of the shape that this rank holds) of each parameter, in the source's dtype; padding is zero."""
+    layout, held_by = parameters.layout, _of(source, state)
+    for target, copies in plan(layout.schema, held_by.stored, native(layout, [parameters.mesh.rank])):
+        held = {held_by.dtype(copy.source) for copy in copies}
+        # Pieces of several dtypes: the widest holds all of their numbers (fp16 and bf16 are both within fp32).
+        dtype = held.pop() if len(held) == 1 else "F64" if "F64" in held else "F32"
+        yield target.name, _tensor(dtype, assemble(target, copies, held_by.read, dtype))
+
+
+def _of(source: Folder, state: str) -> Source:
+    if isinstance(source, HuggingFace):
+        return Source.of_hugging_face(source)
+    return Source(list(source.stored()), partial(source.dtype, state), source.read(state))
+
+
+def _tensor(dtype: str, bits: np.ndarray) -> Tensor:
+    return torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(getattr(torch, FLOATS[dtype]))

@@ -1,0 +1,287 @@
+"""Saving a run while it goes on: copy to host memory, write in the background, publish when every rank has written."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore import checkpoints
+from megacore.control import Control
+from megacore.optimizer import Optimizer
+from megacore.store.checkpoint import COMPANIONS, TRAINER
+from megacore.store.dtypes import FLOATS
+from megacore.store.index import INDEX, STATES, FileRecord, Index, file_name, on_disk
+from megacore.store.publish import Publication, copy_file, write_file
+from megacore.store.stream import File, write
+from megacore.store.stream import Tensor as Written
+from megacore.store.strict_json import StoreError
+from parallel.parameters import Parameters
+from parallel.transfer import Stored, native, plan
+
+WEIGHTS = STATES[0]
+_NAMES = {getattr(torch, kind): name for name, kind in FLOATS.items()}
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written; raised on all ranks, and names those that failed."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a run keeps: the newest checkpoints (None: all of them), and those of every so many steps (0: no others)."""
+
+    newest: int | None
+    every: int
+
+
+class State:
+    """The tensors of this rank that a checkpoint holds, by state and name.
+
+    Args:
+        parameters: The weights.
+        optimizer: Their masters and moments.
+    """
+
+    def __init__(self, parameters: Parameters, optimizer: Optimizer) -> None:
+        self.parameters, self._optimizer = parameters, optimizer
+        weights = {name: parameter.dtype for name, parameter in parameters.items()}
+        there = {WEIGHTS: weights, **optimizer.states()}
+        self.dtypes: dict[str, Mapping[str, torch.dtype]] = {state: there[state] for state in STATES if state in there}
+
+    def read_into(self, state: str, name: str, host: Tensor | None) -> None:
+        """Copy a tensor; all ranks do so for all states and names in one order, with None where it is not wanted."""
+        if state == WEIGHTS:
+            self._optimizer.read_weight(name, host)
+        else:
+            self._optimizer.read_into(state, name, host)
+
+
+def share_out(sizes: Mapping[str, int], replicas: int) -> list[list[str]]:
+    """Which files each of the replicas writes: the largest first, each to the one that has least so far."""
+    shares: list[list[str]] = [[] for _ in range(replicas)]
+    load = [0] * replicas
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        least = load.index(min(load))
+        shares[least].append(name)
+        load[least] += sizes[name]
+    return shares
+
+
+class Snapshot:
+    """This rank's share of a checkpoint's files, and host memory for it that is kept from save to save."""
+
+    def __init__(self, state: State) -> None:
+        parameters = state.parameters
+        self.state, self.schema, mesh = state, parameters.layout.schema, parameters.mesh
+        disk = on_disk(parameters.layout)
+        place = replace(mesh.place, dp=0, cp=0)
+        held = list(native(disk, [disk.mesh.rank(place)]))
+        planned = list(plan(self.schema, held, held))
+        files = {
+            name: File(
+                file_name(name, place),
+                tuple(Written(stored, _NAMES[dtypes[stored.name]], copies) for stored, copies in planned),
+                self._reader(name),
+            )
+            for name, dtypes in state.dtypes.items()
+        }
+        replicas = mesh.shape.along(mesh.rank, "dp", "cp")
+        shares = share_out({name: file.size for name, file in files.items()}, len(replicas))
+        self.files = {name: files[name] for name in shares[replicas.index(mesh.rank)]}
+        self._on_device = mesh.device.type == "cuda"
+        self._host = {
+            name: {
+                s.name: torch.empty(s.shape, dtype=state.dtypes[name][s.name], pin_memory=self._on_device) for s in held
+            }
+            for name in self.files
+        }
+        self._taken = torch.cuda.Event() if self._on_device else None
+
+    def take(self) -> None:
+        """Copy what is to be written. On a GPU the host does not wait: later steps come after it in the stream."""
+        for state, dtypes in self.state.dtypes.items():
+            for name in dtypes:
+                self.state.read_into(state, name, self._host[state][name] if state in self._host else None)
+        if self._taken is not None:
+            self._taken.record()
+
+    def write(self, folder: Path) -> list[tuple[str, int, dict[str, dict[str, int]]]]:
+        """Write what was taken -> (path, bytes, fingerprints) of each file."""
+        if self._taken is not None:
+            self._taken.synchronize()
+        found = write(folder, self.files.values(), self.schema)
+        return [(file.path, file.size, found[file.path]) for file in self.files.values()]
+
+    def _reader(self, state: str) -> Callable[[Stored], tuple[str, Any]]:
+        def read(stored: Stored) -> tuple[str, Any]:
+            host = self._host[state][stored.name]
+            unsigned = host.view(getattr(torch, f"uint{8 * host.itemsize}"))
+            return _NAMES[host.dtype], unsigned.numpy()
+
+        return read
+
+
+@dataclass
+class _Work:
+    """Something that a thread does; what it gives and what it raises stay until they are asked for."""
+
+    do: Callable[[], Any]
+    result: Any = None
+    error: Exception | None = None
+    thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run, name="save", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.result = self.do()
+        except Exception as error:
+            self.error = error
+
+
+@dataclass
+class _Saving:
+    """A checkpoint on its way: first every rank writes its files, then rank 0 publishes the folder."""
+
+    step: int
+    trainer: Mapping[str, Any]
+    publication: Publication | None
+    work: _Work | None
+    publishing: bool = False
+
+
+class Saver:
+    """Saves checkpoints of a run; every rank has one, and all call it at the same steps.
+
+    Args:
+        folder: Of the run's checkpoints.
+        state: What this rank holds.
+        raw: Fields of the model's Hugging Face config.
+        companions: {name: file} of what travels with the model.
+        control: How the ranks talk.
+        kept: Which checkpoints stay.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        state: State,
+        raw: Mapping[str, Any],
+        companions: Mapping[str, Path],
+        control: Control,
+        kept: Kept,
+    ) -> None:
+        self.folder = folder
+        self._state, self._raw, self._companions = state, raw, companions
+        self._control, self._kept = control, kept
+        self._snapshot: Snapshot | None = None
+        self._saving: _Saving | None = None
+
+    def save(self, step: int, trainer: Mapping[str, Any]) -> None:
+        """Take the state as it is and begin to write it; waits for an earlier save first.
+
+        Args:
+            step: The last step that was done.
+            trainer: For ``trainer.json``.
+
+        Raises:
+            SaveError: it cannot begin, for want of room say, or the earlier one failed.
+        """
+        self.finish()
+        if self._snapshot is None:
+            self._snapshot = Snapshot(self._state)
+        publication, begun = None, dict[str, str]()
+        if self._control.mesh.rank == 0:
+            try:
+                publication = Publication.begin(checkpoints.path_of(self.folder, step), self._bytes())
+                begun = {"folder": str(publication.folder)}
+            except (StoreError, OSError) as error:
+                begun = {"error": str(error)}
+        begun = self._control.exchange(begun)[0]
+        if "error" in begun:
+            raise SaveError(f"cannot save step {step}: {begun['error']}")
+        snapshot, folder = self._snapshot, Path(begun["folder"])
+        snapshot.take()
+        self._saving = _Saving(step, trainer, publication, _Work(lambda: snapshot.write(folder)))
+
+    def news(self) -> tuple[bool, bool]:
+        """(whether this rank is still at work, whether it has failed): for :meth:`advance`."""
+        if self._saving is None or self._saving.work is None:
+            return False, False
+        busy = self._saving.work.thread.is_alive()
+        return busy, not busy and self._saving.work.error is not None
+
+    def advance(self, busy: bool, failed: bool) -> None:
+        """Go on with a save in the background, as far as it can without waiting.
+
+        Args:
+            busy, failed: Whether any rank's :meth:`news` says so.
+
+        Raises:
+            SaveError: a rank could not write its files.
+        """
+        saving = self._saving
+        if saving is None:
+            return
+        if failed:
+            self._fail(saving)
+        elif not busy and saving.publishing:
+            self._saving = None
+        elif not busy:
+            written = self._control.gather(saving.work.result if saving.work else None)
+            saving.publishing = True
+            saving.work = _Work(lambda: self._publish(saving, written)) if saving.publication else None
+
+    def finish(self) -> None:
+        """Wait until the save in the background is published, if there is one. Raises as :meth:`advance`."""
+        while self._saving is not None:
+            if self._saving.work is not None:
+                self._saving.work.thread.join()
+            busy, failed = self._control.largest(*self.news())
+            self.advance(bool(busy), bool(failed))
+
+    def _fail(self, saving: _Saving) -> None:
+        if saving.work is not None:
+            saving.work.thread.join()
+        error = saving.work.error if saving.work else None
+        errors = self._control.exchange(error and (str(error) or repr(error)))
+        if saving.publication is not None:
+            saving.publication.abandon()
+        self._saving = None
+        said = [f"{self._control.who(rank)}: {reason}" for rank, reason in enumerate(errors) if reason]
+        raise SaveError("\n".join([f"cannot save step {saving.step}:", *said]))
+
+    def _bytes(self) -> int:
+        """Of all tensors of a checkpoint, on all ranks."""
+        disk = on_disk(self._state.parameters.layout)
+        numel = sum(shard.numel for rank in range(disk.mesh.world) for shard in disk.shards(disk.mesh.place(rank)))
+        return sum(numel * next(iter(dtypes.values())).itemsize for dtypes in self._state.dtypes.values())
+
+    def _publish(self, saving: _Saving, written: list[list[tuple[str, int, dict[str, dict[str, int]]]]]) -> None:
+        publication = saving.publication
+        assert publication is not None
+        folder = publication.folder
+        records = {name: FileRecord(size, found) for files in written for name, size, found in files}
+        for name, record in records.items():
+            if not (folder / name).is_file() or (folder / name).stat().st_size != record.size:
+                raise StoreError(
+                    f"{folder / name}: another rank has written it, and it is not seen here: out must lie on a file "
+                    "system that all nodes share"
+                )
+        states = tuple(self._state.dtypes)
+        index = Index(self._raw, on_disk(self._state.parameters.layout), states, saving.step, records)
+        write_file(folder / TRAINER, json.dumps(saving.trainer, indent=1, allow_nan=False).encode() + b"\n")
+        for name, path in self._companions.items():
+            copy_file(path, folder / COMPANIONS / name)
+        write_file(folder / INDEX, index.to_json())
+        publication.finish()
+        checkpoints.prune(self.folder, self._kept.newest, self._kept.every)

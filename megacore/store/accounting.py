@@ -1,0 +1,206 @@
+"""Which tensor of a Hugging Face folder is which weight of the model: each is used once, or explained, or an error."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+import numpy as np
+
+from megacore.store.dtypes import FLOATS
+from megacore.store.tensors import Entry, TensorFile
+from models.config import ModelConfig
+from parallel.schema import NAMED, Schema
+from parallel.transfer import Stored, hugging_face
+
+_LAYER = re.compile(r"(?<=\.)(0|[1-9]\d{0,8})(?=\.)")
+_COMPARED_AT_ONCE = 4 << 20
+_SUGGESTED_FROM = 10_000
+
+
+@dataclass(frozen=True)
+class Held:
+    """A tensor where it lies."""
+
+    file: TensorFile
+    name: str
+
+    @property
+    def entry(self) -> Entry:
+        return self.file.entries[self.name]
+
+    def __str__(self) -> str:
+        return f"{printable(self.name)} ({self.file.path.name})"
+
+
+@dataclass(frozen=True)
+class Account:
+    """What the tensors of a folder are.
+
+    Args:
+        weights: By the names that the family's table gives them.
+        ignored: Names on the family's list of tensors that hold no weights.
+        problems: Everything that is wrong.
+    """
+
+    weights: Mapping[str, Held]
+    ignored: tuple[str, ...] = ()
+    problems: list[str] = field(default_factory=list)
+
+
+def account(config: ModelConfig, files: Mapping[str, TensorFile]) -> Account:
+    """Total accounting of the tensors that lie in ``files`` (by tensor) for a model of this configuration."""
+    too_few = _absurd(config, len(files))
+    if too_few:
+        return Account({}, problems=[too_few])
+    expected = {stored.name: stored for stored in hugging_face(config.schema)}
+    ignorable = ignorable_by(type(config))
+    held, problems = _with_prefix(config, files, lambda name: name in expected or ignorable(name))
+    problems += _tie(config, held)
+    ignored = tuple(held[name].name for name in held if name not in expected and ignorable(name))
+    weights = {name: held[name] for name in expected if name in held}
+    missing = [name for name in expected if name not in held]
+    unexpected = [held[name].name for name in held if name not in expected and not ignorable(name)]
+    problems += _absent(config, missing, unexpected) + _shapes(expected, weights) + _dtypes(weights)
+    return Account(weights, ignored, problems)
+
+
+def ignorable_by(kind: type[ModelConfig]) -> Callable[[str], bool]:
+    """Whether a tensor is on the family's list of those that hold no weights, with its prefix or without."""
+    dotted = f"{kind.base_model_prefix}."
+    templates = [re.escape(template.removeprefix(dotted)) for template in kind.ignored]
+    pattern = "|".join(re.sub(r"\\\{\w+\\\}", r"\\d+", template) for template in templates)
+    match = re.compile(f"(?:{re.escape(dotted)})?(?:{pattern})")
+    return lambda name: bool(templates) and match.fullmatch(name) is not None
+
+
+def summary(names: Iterable[str]) -> list[str]:
+    """All the names, each once, those that differ in the layer drawn together: ``h.{0..3,7}.ln_1.weight``."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for name in names:
+        around = _LAYER.split(name, maxsplit=1)
+        layers = groups.setdefault((around[0], around[-1]) if len(around) > 1 else (name,), [])
+        if len(around) > 1:
+            layers.append(int(around[1]))
+    return [printable(f"{_ranges(sorted(layers))}".join(around)) for around, layers in groups.items()]
+
+
+def printable(name: str) -> str:
+    """A name as it stands, or quoted where it would do something to a terminal."""
+    return name if name.isprintable() and name else repr(name)
+
+
+def _ranges(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return "{" + ",".join(f"{a}..{b}" if a < b else str(a) for a, b in runs) + "}"
+
+
+def _absurd(config: ModelConfig, found: int) -> str | None:
+    """Refuse a config of billions of tensors by arithmetic, before anything counts them one by one."""
+    schema = config.schema
+    wanted = _tensors(schema)
+    if wanted <= 2 * found + 10_000:
+        return None
+    named = {axis for param in schema.params for axis in NAMED.findall(param.hf)}
+    sizes = ", ".join(f"{axis}={schema.sizes[axis]}" for axis in sorted(named))
+    return f"config.json describes {wanted} tensors ({sizes}), but there are {found}"
+
+
+def _tensors(schema: Schema) -> int:
+    templates = (template for param in schema.params for template, _ in {*param.hf_tensors.values()})
+    return sum(math.prod(schema.sizes[axis] for axis in NAMED.findall(template)) for template in templates)
+
+
+def _with_prefix(
+    config: ModelConfig, files: Mapping[str, TensorFile], known: Callable[[str], bool]
+) -> tuple[dict[str, Held], list[str]]:
+    """(the tensors by the names that they have in a whole model, problems)."""
+    prefix = f"{config.base_model_prefix}."
+    having = [name for name in files if name.startswith(prefix) and known(name)]
+    lacking = {name: prefix + name for name in files if not name.startswith(prefix) and known(prefix + name)}
+    held = {lacking.get(name, name): Held(file, name) for name, file in files.items()}
+    if not lacking or not having:
+        return held, []
+    names = f"{', '.join(summary(having))}; {', '.join(summary(lacking))}"
+    return held, [f"some names start with {prefix!r} and some lack it: {names}"]
+
+
+def _tie(config: ModelConfig, held: dict[str, Held]) -> list[str]:
+    """Where embedding and head are one tensor, leave it under the embedding's name."""
+    embedding, head = config.tied
+    if not config.tie_word_embeddings or head not in held:
+        return []
+    spare = held.pop(head)
+    kept = held.setdefault(embedding, spare)
+    if kept is spare or _equal(kept, spare):
+        return []
+    return [
+        f"{kept} and {spare} differ, though tie_word_embeddings says that they are one: if they are two, let "
+        "config.json say tie_word_embeddings=false; else remove one of them"
+    ]
+
+
+def _equal(a: Held, b: Held) -> bool:
+    if (a.entry.dtype, a.entry.shape) != (b.entry.dtype, b.entry.shape):
+        return False
+    left, right = (held.file.array(held.name).reshape(-1) for held in (a, b))
+    step = _COMPARED_AT_ONCE
+    return all(np.array_equal(left[i : i + step], right[i : i + step]) for i in range(0, left.size, step))
+
+
+def _absent(config: ModelConfig, missing: list[str], unexpected: list[str]) -> list[str]:
+    problems = []
+    embedding, head = config.tied
+    if head in missing:
+        missing = [name for name in missing if name != head]
+        problems.append(
+            f"{head} is missing: a base model without its head cannot be trained as a language model. Take the folder "
+            f"of the {config.architecture}; or if {embedding} serves as head, let config.json say "
+            "tie_word_embeddings=true"
+        )
+    strange, lost = summary(unexpected), summary(missing)
+    if lost:
+        problems.append(f"{len(missing)} tensors are missing: {', '.join(lost)}")
+    if strange:
+        problems.append(f"{len(unexpected)} tensors are not of this model: {', '.join(_nearest(strange, lost))}")
+    return problems
+
+
+def _nearest(names: list[str], missing: list[str]) -> list[str]:
+    if len(names) * len(missing) > _SUGGESTED_FROM:
+        return names
+    found = [(name, get_close_matches(name, missing, n=1, cutoff=0.8)) for name in names]
+    return [f"{name} (is it {near[0]}?)" if near else name for name, near in found]
+
+
+def _shapes(expected: Mapping[str, Stored], weights: Mapping[str, Held]) -> list[str]:
+    wrong: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
+    for name, held in weights.items():
+        if held.entry.shape != expected[name].shape:
+            wrong.setdefault((held.entry.shape, expected[name].shape), []).append(held.name)
+    return [
+        f"shape {list(there)} instead of {list(here)}: {', '.join(summary(names))}"
+        for (there, here), names in wrong.items()
+    ]
+
+
+def _dtypes(weights: Mapping[str, Held]) -> list[str]:
+    wrong: dict[str, list[str]] = {}
+    for held in weights.values():
+        if held.entry.dtype not in FLOATS:
+            wrong.setdefault(held.entry.dtype, []).append(held.name)
+    return [
+        f"dtype {dtype} is not one of {', '.join(FLOATS)} (a quantised model? Take the one it was made from): "
+        f"{', '.join(summary(names))}"
+        for dtype, names in wrong.items()
+    ]

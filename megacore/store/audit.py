@@ -1,0 +1,123 @@
+"""What the bytes of a folder say: fingerprints taken anew, and what in a checkpoint is not as it was written.
+
+Every tensor is read through its map, block by block: memory does not grow with the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.convert import Source
+from megacore.store.index import file_name
+from megacore.store.stream import BLOCK_BYTES, Read, of_copy
+from megacore.store.strict_json import StoreError
+from megacore.store.tensors import DTYPES
+from parallel.fingerprint import MODULUS, Logical, add_up, spell
+from parallel.pattern import Piece
+from parallel.schema import Schema
+from parallel.transfer import Stored, blocks, plan, strided, whole_name
+
+Progress = Callable[[int], object]
+"""Is told the bytes of each tensor when it has been read."""
+
+
+def silent(done: int) -> None:
+    """Where nobody watches."""
+
+
+def file_of(checkpoint: Checkpoint, state: str, stored: Stored) -> str:
+    """Where a tensor of a checkpoint lies."""
+    assert isinstance(stored.where, int)
+    return file_name(state, checkpoint.layout.mesh.place(stored.where))
+
+
+def taken(
+    stored: Sequence[Stored], read: Read, schema: Schema, jobs: int, progress: Progress = silent
+) -> Iterator[dict[str, int]]:
+    """{label: fingerprint} of each tensor as its bytes are now, padding left out.
+
+    Args:
+        stored: The tensors.
+        read: Reads one.
+        schema: Says in which order fingerprints take the axes.
+        jobs: Threads.
+        progress: Is told of each tensor.
+    """
+
+    def take(tensor: Stored) -> dict[str, int]:
+        dtype, bits = read(tensor)
+        found = dict.fromkeys(tensor.labels, 0)
+        for _, copies in plan(schema, [tensor], [tensor]):
+            for block in blocks(copies, BLOCK_BYTES // DTYPES[dtype].itemsize):
+                for copy in block.copies:
+                    value = of_copy(copy, copy.source_view, bits, schema)
+                    found[copy.label] = (found[copy.label] + value) % MODULUS
+        progress(bits.nbytes)
+        return found
+
+    with ThreadPoolExecutor(jobs) as pool:
+        yield from pool.map(take, stored)
+
+
+def fingerprints(source: Source, schema: Schema, jobs: int, progress: Progress = silent) -> dict[Logical, int]:
+    """Of the logical pieces, from the bytes of all tensors; arguments as :func:`taken`'s.
+
+    Raises:
+        StoreError: replicas differ.
+    """
+    found = taken(source.stored, source.read, schema, jobs, progress)
+    try:
+        return add_up(schema, zip(source.stored, found, strict=True))
+    except ValueError as error:
+        raise StoreError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A piece of a tensor in a file that is not what it must be, and how that shows."""
+
+    file: str
+    tensor: str
+    label: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {spell((self.tensor, self.label))} {self.reason}"
+
+
+def check(checkpoint: Checkpoint, jobs: int, progress: Progress = silent) -> list[Damage]:
+    """Compare every byte of the tensors with the index, replicas with each other, and padding with zero."""
+    schema, stored = checkpoint.layout.schema, list(checkpoint.stored())
+    damage = list[Damage]()
+    for state in checkpoint.index.states:
+        read = checkpoint.read(state)
+        first: dict[tuple[Logical, tuple[tuple[int, int], ...]], tuple[str, int]] = {}
+        for tensor, found in zip(stored, taken(stored, read, schema, jobs, progress), strict=True):
+            file = file_of(checkpoint, state, tensor)
+            written = checkpoint.index.files[file].fingerprints[tensor.name]
+            for label, value in found.items():
+                if value != written[label]:
+                    reason = f"has the fingerprint {value:016x}, and had {written[label]:016x} when it was written"
+                    damage.append(Damage(file, tensor.name, label, reason))
+                    continue
+                box = tuple(tensor.box[axis] for axis in schema[tensor.param].sentence.piece_axes(label))
+                other, held = first.setdefault(((whole_name(schema, tensor), label), box), (file, value))
+                if held != value:
+                    damage.append(Damage(file, tensor.name, label, f"differs from its replica in {other}"))
+            for label, piece in padding(schema, tensor):
+                if strided(read(tensor)[1], piece).any():
+                    damage.append(Damage(file, tensor.name, label, "has padding that is not zero"))
+    return damage
+
+
+def padding(schema: Schema, stored: Stored) -> Iterator[tuple[str, Piece]]:
+    """(label, view) of what a tensor holds beyond the end of an axis."""
+    for label, piece in stored.pieces.items():
+        for axis, size in zip(piece.axes, piece.shape, strict=True):
+            start, stop = stored.box[axis]
+            if stop > schema.sizes[axis]:
+                whole = {other: (0, extent) for other, extent in zip(piece.axes, piece.shape, strict=True)}
+                yield label, piece.box({**whole, axis: (max(0, schema.sizes[axis] - start), size)})

@@ -1,0 +1,155 @@
+"""Our own checkpoints on disk: ``index.json`` and safetensors files per state and model-parallel coordinate.
+
+``docs/checkpoints.md`` describes the format. Data parallelism does not show: a file is what every replica holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megacore.store.accounting import summary
+from megacore.store.dtypes import FLOATS
+from megacore.store.index import INDEX, Index, file_name, read_index
+from megacore.store.stream import Read
+from megacore.store.strict_json import StoreError, read_json
+from megacore.store.tensors import TensorFile
+from models.config import ModelConfig
+from parallel.fingerprint import Logical, add_up
+from parallel.layout import Layout
+from parallel.transfer import Stored, native
+
+TRAINER, COMPANIONS = "trainer.json", "tokenizer"
+LISTED = 20  # problems of a checkpoint that are spelled out
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint: everything is checked but the bytes of the tensors.
+
+    Args:
+        path: Its folder.
+        index: What it says about itself.
+        trainer: The state of the training run, None for converted weights.
+    """
+
+    path: Path
+    index: Index
+    trainer: Mapping[str, Any] | None
+
+    @classmethod
+    def open(cls, path: Path | str) -> Checkpoint:
+        """Open a folder.
+
+        Raises:
+            StoreError: it is no checkpoint, or is damaged; sizes and headers of all files are compared with the index.
+        """
+        path = Path(path)
+        index = read_index(path / INDEX)
+        trainer = read_json(path / TRAINER) if (path / TRAINER).exists() else None
+        if trainer is not None and not isinstance(trainer, dict):
+            raise StoreError(f"{path / TRAINER} does not hold a JSON object")
+        if trainer is None and index.step is not None:
+            raise StoreError(f"{path / TRAINER} is missing, and {INDEX} says that this is step {index.step} of a run")
+        made = cls(path, index, trainer)
+        problems = [problem for state in index.states for rank in made.ranks for problem in made._problems(state, rank)]
+        if problems:
+            more = [f"and {len(problems) - LISTED} more"] * (len(problems) > LISTED)
+            raise StoreError("\n".join([f"{path} is damaged:", *problems[:LISTED], *more]))
+        return made
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.index.config
+
+    @property
+    def layout(self) -> Layout:
+        """On the model-parallel coordinates: its ranks are the files of a state."""
+        return self.index.layout
+
+    @property
+    def ranks(self) -> range:
+        return range(self.layout.mesh.world)
+
+    def stored(self) -> Iterator[Stored]:
+        """The tensors of each state; ``where`` is the rank of :attr:`layout`."""
+        return native(self.layout, self.ranks)
+
+    def dtype(self, state: str, stored: Stored) -> str:
+        return self._file(state, stored).entries[stored.name].dtype
+
+    def read(self, state: str) -> Read:
+        """What reads the tensors of a state."""
+
+        def read(stored: Stored) -> tuple[str, np.ndarray]:
+            file = self._file(state, stored)
+            return file.entries[stored.name].dtype, file.array(stored.name)
+
+        return read
+
+    def companions(self) -> Mapping[str, Path]:
+        """{name: file} of what travels with the model: tokenizer, generation config, chat templates."""
+        folder = self.path / COMPANIONS
+        return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+    def fingerprints(self, state: str) -> dict[Logical, int]:
+        """Of the logical pieces, as they were when the files were written.
+
+        Raises:
+            StoreError: replicas differ.
+        """
+        files = self.index.files
+        found = ((s, files[self._name(state, s.where)].fingerprints[s.name]) for s in self.stored())
+        try:
+            return add_up(self.layout.schema, found)
+        except ValueError as error:
+            raise StoreError(f"{self.path}, {state}: {error}") from error
+
+    @cached_property
+    def _files(self) -> Mapping[str, TensorFile]:
+        return _Files(self.path)
+
+    def _name(self, state: str, rank: Hashable) -> str:
+        assert isinstance(rank, int)
+        return file_name(state, self.layout.mesh.place(rank))
+
+    def _file(self, state: str, stored: Stored) -> TensorFile:
+        return self._files[self._name(state, stored.where)]
+
+    def _problems(self, state: str, rank: int) -> Iterator[str]:
+        name = self._name(state, rank)
+        record = self.index.files[name]
+        try:
+            file = self._files[name]
+        except StoreError as error:
+            yield str(error)
+            return
+        if file.size != record.size:
+            yield f"{name} has {file.size} bytes, not {record.size}"
+        wanted = {shard.name: shard for shard in self.layout.shards(self.layout.mesh.place(rank))}
+        if missing := wanted.keys() - file.entries.keys():
+            yield f"{name} lacks {', '.join(summary(sorted(missing)))}"
+        if unknown := file.entries.keys() - wanted.keys():
+            yield f"{name} also holds {', '.join(summary(sorted(unknown)))}"
+        for tensor in sorted(wanted.keys() & file.entries.keys()):
+            entry, shard = file.entries[tensor], wanted[tensor]
+            if entry.shape != shard.shape or entry.dtype not in FLOATS:
+                yield f"{name}: {tensor} is {entry.dtype}{list(entry.shape)}, not floats of {list(shard.shape)}"
+            if set(record.fingerprints.get(tensor, ())) != set(shard.param.sentence.labels):
+                yield f"{INDEX} has no fingerprints of {tensor} in {name}"
+
+
+class _Files(dict[str, TensorFile]):
+    """The files of a folder, opened when they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __missing__(self, name: str) -> TensorFile:
+        self[name] = TensorFile.open(self.folder / name)
+        return self[name]

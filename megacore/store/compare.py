@@ -1,0 +1,228 @@
+"""Whether two folders hold the same model: by the fingerprints of its pieces, in any layouts; or bit for bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from megacore.store.audit import Progress, fingerprints, silent
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.convert import Source
+from megacore.store.dtypes import FLOATS, as_dtype
+from megacore.store.folder import Folder
+from megacore.store.hugging_face import HuggingFace
+from megacore.store.stream import BLOCK_BYTES
+from megacore.store.tensors import DTYPES
+from models.config import ModelConfig
+from parallel.fingerprint import Logical
+from parallel.schema import Schema
+from parallel.transfer import Copy, Stored, blocks, plan, strided, whole_name
+
+Both = tuple[Any, Any]
+"""What each of the two says; None where it says nothing."""
+
+
+def states(folder: Folder) -> tuple[str, ...]:
+    """What a folder holds; a Hugging Face folder has weights only."""
+    return folder.index.states if isinstance(folder, Checkpoint) else ("weights",)
+
+
+def source(folder: Folder, state: str) -> Source:
+    """The tensors of one state.
+
+    Raises:
+        StoreError: by its index, replicas in a checkpoint differ.
+    """
+    return Source.of_checkpoint(folder, state) if isinstance(folder, Checkpoint) else Source.of_hugging_face(folder)
+
+
+# -- by fingerprints
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A piece that differs.
+
+    Args:
+        state: Weights, or something of the optimizer's.
+        name: Our name of the tensor, its layer filled in.
+        label: Of the piece.
+        what: ``presence``, ``shape``, ``dtype`` or ``values``, the first that differs.
+        both: The two sides' name, sizes of the axes, dtypes or fingerprints.
+    """
+
+    state: str
+    name: str
+    label: str
+    what: str
+    both: Both
+
+
+@dataclass(frozen=True)
+class Differences:
+    """All that tells two folders apart.
+
+    Args:
+        config: {field: what each has}, of the fields that change the maths.
+        step: Of two checkpoints of training runs, if they differ.
+        states: {state: which of the two has it}, of states that one lacks, though it could have them.
+        pieces: Of the states that both have.
+    """
+
+    config: Mapping[str, Both]
+    step: Both | None
+    states: Mapping[str, int]
+    pieces: tuple[Difference, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.config or self.step or self.states or self.pieces)
+
+
+def compare(folders: tuple[Folder, Folder], jobs: int, progress: Progress = silent) -> Differences:
+    """Compare two folders without holding either.
+
+    The fingerprints of checkpoints are those of their indexes, so their tensors are not read.
+
+    Args:
+        folders: The two.
+        jobs: Threads that read Hugging Face folders.
+        progress: Is told of each tensor that was read.
+
+    Raises:
+        StoreError: replicas in a checkpoint differ.
+    """
+    one, other = folders
+    held = states(one), states(other)
+    alone = {} if any(isinstance(folder, HuggingFace) for folder in folders) else _alone(held)
+    shared = [state for state in held[0] if state in held[1]]
+    pieces = (difference for state in shared for difference in _pieces(folders, state, jobs, progress))
+    config = config_differences(one.config, other.config)
+    return Differences(config, _steps(folders), alone, tuple(pieces))
+
+
+def config_differences(one: ModelConfig, other: ModelConfig) -> dict[str, Both]:
+    """{field: what each has} of all that a config means."""
+    ours, theirs = ({"model_type": config.family} | asdict(config) for config in (one, other))
+    found = {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs}}
+    return {name: both for name, both in found.items() if both[0] != both[1]}
+
+
+def _alone(held: tuple[tuple[str, ...], tuple[str, ...]]) -> dict[str, int]:
+    return {state: which for which in (0, 1) for state in held[which] if state not in held[1 - which]}
+
+
+def _steps(folders: tuple[Folder, Folder]) -> Both | None:
+    one, other = (folder.index.step if isinstance(folder, Checkpoint) else None for folder in folders)
+    return (one, other) if one is not None and other is not None and one != other else None
+
+
+@dataclass(frozen=True)
+class _Piece:
+    sizes: Mapping[str, int]
+    dtype: str
+    fingerprint: str
+
+
+def _pieces(folders: tuple[Folder, Folder], state: str, jobs: int, progress: Progress) -> Iterator[Difference]:
+    one, other = (_held(folder, state, jobs, progress) for folder in folders)
+    for piece in {**one, **other}:
+        here, there = one.get(piece), other.get(piece)
+        if here is None or there is None:
+            yield Difference(state, *piece, "presence", (here and piece[0], there and piece[0]))
+        elif here.sizes != there.sizes:
+            yield Difference(state, *piece, "shape", (here.sizes, there.sizes))
+        elif here.dtype != there.dtype:
+            yield Difference(state, *piece, "dtype", (here.dtype, there.dtype))
+        elif here.fingerprint != there.fingerprint:
+            yield Difference(state, *piece, "values", (here.fingerprint, there.fingerprint))
+
+
+def _held(folder: Folder, state: str, jobs: int, progress: Progress) -> dict[Logical, _Piece]:
+    schema, of = folder.config.schema, source(folder, state)
+    values = of.fingerprints
+    # Those of another release may have taken the axes in another order.
+    if values is None or (isinstance(folder, Checkpoint) and _orders(folder.layout.schema) != _orders(schema)):
+        values = fingerprints(of, schema, jobs, progress)
+    held = {}
+    for stored in of.stored:
+        for label in stored.labels:
+            piece = whole_name(schema, stored), label
+            axes = schema[stored.param].sentence.piece_axes(label)
+            sizes = {axis: schema.sizes[axis] for axis in axes}
+            held[piece] = _Piece(sizes, FLOATS[of.dtype(stored)], f"{values[piece]:016x}")
+    return held
+
+
+def _orders(schema: Schema) -> dict[Logical, tuple[str, ...]]:
+    return {(p.name, label): p.sentence.piece_axes(label) for p in schema.params for label in p.sentence.labels}
+
+
+# -- bit for bit
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A piece of a checkpoint's tensor beside the same elements in another source.
+
+    Args:
+        tensor: The tensor.
+        label: Of the piece.
+        elements: How many there are.
+        differ: How many of them differ.
+        dtypes: The other source's, and the checkpoint's. Where these are not one, elements that differ are those of
+            which neither is the other one rounded.
+    """
+
+    tensor: Stored
+    label: str
+    elements: int
+    differ: int
+    dtypes: tuple[str, str]
+
+
+def compare_bits(
+    checkpoint: Checkpoint, tensors: Iterable[Stored], other: Source, jobs: int, progress: Progress = silent
+) -> Iterator[Compared]:
+    """Compare weights of a checkpoint bit for bit, replicas and all, with the elements that the plan finds elsewhere.
+
+    Args:
+        checkpoint: Whose weights are compared.
+        tensors: Which of them.
+        other: Anything that holds the same model.
+        jobs: Threads.
+        progress: Is told of each tensor.
+
+    Raises:
+        TransferError: it is not the same model.
+    """
+    read = checkpoint.read("weights")
+
+    def of(planned: tuple[Stored, list[Copy]]) -> list[Compared]:
+        tensor, copies = planned
+        dtype, bits = read(tensor)
+        elements, differ, dtypes = Counter[str](), Counter[str](), dict[str, str]()
+        for block in blocks(copies, BLOCK_BYTES // DTYPES[dtype].itemsize):
+            here = bits.reshape(-1)[block.start :]
+            for copy in block.copies:
+                held, there = other.read(copy.source)
+                equal = _equal(strided(here, copy.target_view), dtype, strided(there, copy.source_view), held)
+                elements[copy.label] += equal.size
+                differ[copy.label] += equal.size - int(np.count_nonzero(equal))
+                dtypes[copy.label] = held
+        progress(bits.nbytes)
+        return [Compared(tensor, label, elements[label], differ[label], (dtypes[label], dtype)) for label in dtypes]
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for found in pool.map(of, plan(checkpoint.config.schema, other.stored, tensors)):
+            yield from found
+
+
+def _equal(one: np.ndarray, dtype: str, other: np.ndarray, held: str) -> np.ndarray:
+    if dtype == held:
+        return np.asarray(one == other)
+    return np.asarray((as_dtype(other, held, dtype) == one) | (as_dtype(one, dtype, held) == other))

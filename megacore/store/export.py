@@ -1,0 +1,111 @@
+"""A folder in Hugging Face's format as a target: which files, which tensors in each, and the JSON beside them.
+
+Nothing is read or written here; the files are named and cut as ``save_pretrained`` does it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+from megacore.store.dtypes import FLOATS
+from megacore.store.hugging_face import CONFIG, INDEX, WEIGHTS
+from megacore.store.strict_json import StoreError
+from megacore.store.tensors import DTYPES
+from models.registry import family
+from parallel.schema import Schema
+from parallel.transfer import Stored, hugging_face
+
+Shard = tuple[str, tuple[Stored, ...]]
+"""(file name, its tensors)."""
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base**power
+    for power, prefix in enumerate("KMGT", 1)
+    for unit, base in (("B", 1000), ("IB", 1024))
+}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as ``5GB``, ``1.5 GiB`` or ``1000000``; a GB has 1000^3 bytes, a GiB 1024^3.
+
+    Raises:
+        StoreError: it is not a size.
+    """
+    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
+    if not found or found[2].upper() not in _UNITS:
+        raise StoreError(f"{text!r} is not a size: write 5GB, 500MB, 2GiB or a number of bytes")
+    size = int(Decimal(found[1]) * _UNITS[found[2].upper()])
+    if size < 1:
+        raise StoreError(f"a size of {text!r} holds nothing: write 5GB, 500MB, 2GiB or a number of bytes")
+    return size
+
+
+def export_files(schema: Schema, dtypes: Mapping[str, str], max_shard_bytes: int) -> list[Shard]:
+    """The weight files, in the order of the family's table.
+
+    Args:
+        schema: The model.
+        dtypes: {Hugging Face's tensor name: safetensors dtype}.
+        max_shard_bytes: The most that the tensors of a file take; a larger tensor has a file of its own.
+    """
+    shards: list[list[Stored]] = []
+    room = 0
+    for stored in hugging_face(schema):
+        size = _bytes(stored, dtypes)
+        if not shards or size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(stored)
+        room -= size
+    stem, _, extension = WEIGHTS.partition(".")
+    names = [f"{stem}-{i:05d}-of-{len(shards):05d}.{extension}" for i in range(1, len(shards) + 1)]
+    return list(zip([WEIGHTS] if len(shards) == 1 else names, map(tuple, shards), strict=True))
+
+
+def texts(raw: Mapping[str, Any], shards: Sequence[Shard], dtypes: Mapping[str, str]) -> dict[str, bytes]:
+    """{file name: content} of what goes with the weight files: ``config.json``, and the index if there are several."""
+    made = {CONFIG: config_json(raw)}
+    return made | {INDEX: index_json(shards, dtypes)} if len(shards) > 1 else made
+
+
+def config_json(raw: Mapping[str, Any]) -> bytes:
+    """A ``config.json`` with all fields of ``raw``, and the class to load it with where those do not name one.
+
+    Args:
+        raw: Fields of a config of one of the families.
+    """
+    architecture = family(raw["model_type"]).CONFIG.architecture
+    return _json({**raw, "architectures": raw.get("architectures") or [architecture]})
+
+
+def with_dtype(raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The fields of a ``config.json`` after all weights were converted to a safetensors dtype."""
+    names = [name for name in ("dtype", "torch_dtype") if name in raw] or ["dtype"]
+    return {**raw, **dict.fromkeys(names, FLOATS[dtype])}
+
+
+def index_json(shards: Sequence[Shard], dtypes: Mapping[str, str]) -> bytes:
+    """The index of several files."""
+    tensors = [stored for _, held in shards for stored in held]
+    return _json(
+        {
+            "metadata": {
+                "total_parameters": sum(math.prod(stored.shape) for stored in tensors),
+                "total_size": sum(_bytes(stored, dtypes) for stored in tensors),
+            },
+            "weight_map": dict(sorted((stored.name, name) for name, held in shards for stored in held)),
+        }
+    )
+
+
+def _bytes(stored: Stored, dtypes: Mapping[str, str]) -> int:
+    return math.prod(stored.shape) * DTYPES[dtypes[stored.name]].itemsize
+
+
+def _json(tree: Mapping[str, Any]) -> bytes:
+    return json.dumps(tree, indent=2, allow_nan=False).encode() + b"\n"

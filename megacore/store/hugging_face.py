@@ -1,0 +1,273 @@
+"""A folder in Hugging Face's format as a source: ``config.json`` and safetensors files, one or an index of many.
+
+All that can be known without reading the weights is checked when it is opened. No torch, no transformers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from megacore.store.accounting import Account, Held, account, ignorable_by, printable, summary
+from megacore.store.strict_json import StoreError, read_json
+from megacore.store.tensors import TensorFile
+from models.config import ModelConfig, ModelConfigError
+from models.registry import FAMILIES, family
+from parallel.schema import Schema
+from parallel.transfer import Stored, hugging_face
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER, TEMPLATES = "adapter_config.json", "additional_chat_templates"
+
+COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.tiktoken",
+    "chat_template.jinja",
+    "chat_template.json",
+    f"{TEMPLATES}/*.jinja",
+    "LICENSE*",
+    "NOTICE*",
+    "USE_POLICY*",
+)
+"""Files that travel with the weights: what text needs to become tokens and back, how to generate, and the terms of use,
+which licences want to see passed on. Not the model card: it describes the model that the weights were, with its
+results."""
+
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_TO_SAFETENSORS = (
+    "import sys; from transformers import AutoModelForCausalLM as Model; "
+    'Model.from_pretrained(sys.argv[1], dtype="auto").save_pretrained(sys.argv[2])'
+)
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """An opened folder: every weight of the model is there once, in its shape, and nothing else is.
+
+    Args:
+        path: The folder.
+        raw: Its ``config.json`` as it stands.
+        config: What that means.
+        weights: Where each tensor lies, by the name that the family's table gives it.
+        ignored: Tensors that hold no weights, by the names they have.
+    """
+
+    path: Path
+    raw: Mapping[str, Any]
+    config: ModelConfig
+    weights: Mapping[str, Held]
+    ignored: tuple[str, ...]
+
+    @classmethod
+    def open(cls, path: Path | str) -> HuggingFace:
+        """Open a folder.
+
+        Raises:
+            StoreError: everything that is wrong with it.
+        """
+        path = Path(path)
+        if not path.is_dir():
+            raise StoreError(f"{path} is not a folder: give the one that holds {CONFIG} and the weights")
+        problems: list[str] = []
+        raw, kind, config = _config(path, problems)
+        files = _files(path, problems)
+        found = Account({})
+        if files:
+            if kind:
+                problems += _unnamed(files, kind)
+            if config:
+                tensors = {name: file for file in files.files for name in file.entries}
+                found = account(config, tensors)
+        if os.path.lexists(path / ADAPTER):
+            problems.append(f"{ADAPTER}: an adapter changes what the weights compute: merge it into them and save that")
+        problems += [f"{name} is a link to nothing" for name in _dangling(path)] + found.problems
+        if problems or config is None:
+            raise StoreError("\n- ".join([f"{path} cannot be used:", *problems]))
+        return cls(path, raw, config, found.weights, found.ignored)
+
+    @cached_property
+    def schema(self) -> Schema:
+        return self.config.schema
+
+    def stored(self) -> Iterator[Stored]:
+        """Its weights, under the names of the family's table; ``where`` is the folder."""
+        return hugging_face(self.schema, where=str(self.path))
+
+    def dtype(self, stored: Stored) -> str:
+        """The safetensors dtype of one of :meth:`stored`."""
+        return self.weights[stored.name].entry.dtype
+
+    def read(self, stored: Stored) -> tuple[str, np.ndarray]:
+        """(safetensors dtype, its bits as unsigned integers in the stored shape) of one of :meth:`stored`."""
+        held = self.weights[stored.name]
+        return held.entry.dtype, held.file.array(held.name)
+
+    def companions(self) -> Mapping[str, Path]:
+        """{name within the folder: file} of those that travel along, :data:`COMPANIONS`."""
+        return {str(file.relative_to(self.path)): file for file in _companions(self.path) if file.is_file()}
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The weight files, and which of them the index names for each tensor (None: there is no index)."""
+
+    files: tuple[TensorFile, ...]
+    named: Mapping[str, TensorFile] | None
+
+
+def _config(folder: Path, problems: list[str]) -> tuple[dict[str, Any], type[ModelConfig] | None, ModelConfig | None]:
+    """(``config.json``, its family's kind of config, what it means), each as far as it can be made out."""
+    raw: dict[str, Any] = {}
+    kind = None
+    try:
+        raw = _object(folder / CONFIG)
+        name = raw.get("model_type")
+        if not isinstance(name, str):
+            problems.append(f"{CONFIG} has model_type={name!r}: the families are {', '.join(FAMILIES)}")
+            return raw, None, None
+        kind = family(name).CONFIG
+        return raw, kind, kind.from_hugging_face(raw)
+    except ModelConfigError as error:
+        problems += [f"{CONFIG}: {problem}" for problem in error.problems]
+    except StoreError as error:
+        problems.append(str(error))
+    return raw, kind, None
+
+
+def _object(file: Path) -> dict[str, Any]:
+    if not os.path.isfile(file):  # what is neither a file nor a link to one may block whoever reads it
+        raise StoreError(f"{file} is not there, or is no file")
+    found = read_json(file)
+    if not isinstance(found, dict):
+        raise StoreError(f"{file} does not hold a JSON object")
+    return found
+
+
+def _files(folder: Path, problems: list[str]) -> _Files | None:
+    """The opened weight files; None if some cannot be opened.
+
+    Where there are both a single file and an index, the single file counts, as for transformers.
+    """
+    if os.path.lexists(folder / WEIGHTS):
+        opened = _open([folder / WEIGHTS], problems)
+        return _Files(opened, None) if opened else None
+    if not os.path.lexists(folder / INDEX):
+        problems.append(_no_weights(folder))
+        return None
+    try:
+        named = _weight_map(_object(folder / INDEX))
+    except StoreError as error:
+        problems.append(str(error))
+        return None
+    names = sorted({*named.values()})
+    absent = [name for name in names if not os.path.isfile(folder / name)]  # False for any name
+    if absent:
+        problems.append(f"{INDEX} names files that are not there: {', '.join(absent)}")
+    opened = _open([folder / name for name in names if name not in absent], problems)
+    if len(opened) < len(names):
+        return None
+    by_name = dict(zip(names, opened, strict=True))
+    return _Files(opened, {tensor: by_name[name] for tensor, name in named.items()})
+
+
+def _open(paths: list[Path], problems: list[str]) -> tuple[TensorFile, ...]:
+    opened = []
+    for path in paths:
+        try:
+            opened.append(TensorFile.open(path))
+        except StoreError as error:
+            problems.append(str(error))
+    return tuple(opened)
+
+
+def _weight_map(index: Mapping[str, Any]) -> dict[str, str]:
+    """{tensor: file} of an index."""
+    found = index.get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise StoreError(f"{INDEX} has no weight_map, the object that names the file of each tensor")
+    outside = sorted({printable(str(name)) for name in found.values() if not _is_inside(name)})
+    if outside:
+        raise StoreError(f"{INDEX} names what is no .safetensors file of this folder: {', '.join(outside)}")
+    return found
+
+
+def _is_inside(name: object) -> bool:
+    """Whether a name stays in the folder. Links in the folder may lead out: the hub's cache is made of them."""
+    if not isinstance(name, str) or not name.endswith(".safetensors") or "\\" in name or not name.isprintable():
+        return False
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _unnamed(found: _Files, kind: type[ModelConfig]) -> list[str]:
+    """Where the index and the files disagree."""
+    if found.named is None:
+        return []
+    problems = []
+    holders: dict[str, list[str]] = {}
+    for file in found.files:
+        for name in file.entries:
+            holders.setdefault(name, []).append(file.path.name)
+    ignorable = ignorable_by(kind)
+    absent: dict[str, list[str]] = {}
+    for name, file in found.named.items():
+        if name not in file.entries:
+            absent.setdefault(file.path.name, []).append(name)
+    for path, names in absent.items():
+        where = sorted({other for name in names for other in holders.get(name, ())})
+        elsewhere = f" ({', '.join(where)} does)" if where else ""
+        problems.append(f"{path} does not hold what {INDEX} says{elsewhere}: {', '.join(summary(names))}")
+    twice = [name for name, paths in holders.items() if len(paths) > 1 and not ignorable(name)]
+    if twice:
+        paths = sorted({path for name in twice for path in holders[name]})
+        problems.append(f"tensors lie in several files ({', '.join(paths)}): {', '.join(summary(twice))}")
+    unnamed = [name for name in holders if name not in found.named and not ignorable(name)]
+    if unnamed:
+        paths = sorted({path for name in unnamed for path in holders[name]})
+        problems.append(f"{INDEX} does not name tensors of {', '.join(paths)}: {', '.join(summary(unnamed))}")
+    return problems
+
+
+def _no_weights(folder: Path) -> str:
+    looked_for = f"there is neither {WEIGHTS} nor {INDEX}"
+    pickled, gguf, others = (
+        sorted(printable(file.name) for pattern in patterns for file in folder.glob(pattern))
+        for patterns in (_PICKLED, ("*.gguf",), ("*.safetensors",))
+    )
+    if others:
+        return f"{looked_for}, but {', '.join(others)}: if these are the model's, the index that names them is missing"
+    if pickled:
+        command = shlex.join(["python", "-c", _TO_SAFETENSORS, str(folder), f"{str(folder).rstrip('/')}-safetensors"])
+        return (
+            f"{looked_for}, but {', '.join(pickled)}: a pickle can run code when it is read, so none is read here. "
+            f"If you trust it, make it safetensors, and copy the tokenizer's files: {command}"
+        )
+    if gguf:
+        return f"{looked_for}, but {', '.join(gguf)}: GGUF is not read here; take the model that it was made from"
+    return looked_for
+
+
+def _companions(folder: Path) -> list[Path]:
+    # Not by glob, which passes over links to nothing.
+    inside = itertools.chain(folder.iterdir(), (folder / TEMPLATES).glob("*"))
+    return sorted(file for file in inside if any(file.relative_to(folder).match(pattern) for pattern in COMPANIONS))
+
+
+def _dangling(folder: Path) -> list[str]:
+    return [str(file.relative_to(folder)) for file in _companions(folder) if not file.exists()]

@@ -1,0 +1,207 @@
+"""``index.json``: what a checkpoint says about itself. ``docs/checkpoints.md`` describes it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megacore.store.strict_json import StoreError, read_json, short
+from models.config import ModelConfig, ModelConfigError
+from models.registry import family
+from parallel.fingerprint import spell
+from parallel.layout import Layout, MeshShape, Place
+from parallel.schema import Param, Schema
+
+INDEX = "index.json"
+FORMAT, VERSION = "megacore", 1
+STATES = ("weights", "master", "exp_avg", "exp_avg_sq")
+"""Weights, their fp32 masters, and AdamW's two moments: each stored by the weights' own sentences and names."""
+
+_LONGEST_SENTENCE, _MOST_SUMS = 200, 8
+
+
+def file_name(state: str, place: Place) -> str:
+    return f"{state}/pp{place.pp}-ep{place.ep}-tp{place.tp}.safetensors"
+
+
+def on_disk(layout: Layout) -> Layout:
+    """The layout without what does not show on disk: its ranks are the model-parallel coordinates."""
+    mesh = layout.mesh
+    return Layout(layout.schema, MeshShape(pp=mesh.pp, ep=mesh.ep, tp=mesh.tp), layout.layers)
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Bytes of a file, and {tensor: {label: fingerprint}} of what it holds."""
+
+    size: int
+    fingerprints: Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True)
+class Index:
+    """What ``index.json`` says.
+
+    Args:
+        raw: All fields of the Hugging Face ``config.json`` that the model came from or would have.
+        layout: On the model-parallel coordinates.
+        states: Which of :data:`STATES` are there.
+        step: The training step, None for converted weights.
+        files: By path within the folder.
+    """
+
+    raw: Mapping[str, Any]
+    layout: Layout
+    states: tuple[str, ...]
+    step: int | None
+    files: Mapping[str, FileRecord]
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        return family(self.raw["model_type"]).CONFIG.from_hugging_face(self.raw)
+
+    def to_json(self) -> bytes:
+        schema, mesh = self.layout.schema, self.layout.mesh
+        tree = {
+            "format": FORMAT,
+            "version": VERSION,
+            "step": self.step,
+            "config": dict(self.raw),
+            "parameters": [
+                {"name": p.name, "pattern": p.pattern, "at": p.at, "hf": p.hf, "hf_pattern": p.hf_pattern or p.pattern}
+                for p in schema.params
+            ],
+            "sizes": dict(schema.sizes),
+            "mesh": {"pp": mesh.pp, "ep": mesh.ep, "tp": mesh.tp},
+            "layers_per_stage": list(self.layout.layers),
+            "states": list(self.states),
+            "files": {
+                name: {
+                    "bytes": record.size,
+                    "fingerprints": {
+                        tensor: {label: f"{value:016x}" for label, value in of.items()}
+                        for tensor, of in record.fingerprints.items()
+                    },
+                }
+                for name, record in sorted(self.files.items())
+            },
+        }
+        return json.dumps(tree, indent=1, allow_nan=False).encode() + b"\n"
+
+
+class _Tree:
+    """A JSON object of a file, whose fields are asked for with their types."""
+
+    def __init__(self, path: Path, where: str, tree: object) -> None:
+        self.path, self.where = path, where
+        if not isinstance(tree, dict):
+            raise self.error("is not an object")
+        self.tree = tree
+
+    def error(self, reason: str) -> StoreError:
+        return StoreError(f"{self.path}: {self.where} {reason}: this is not a checkpoint of ours, or it is damaged")
+
+    def get(self, key: str, *kinds: type) -> Any:
+        if key not in self.tree:
+            raise self.error(f"has no {key!r}")
+        value = self.tree[key]
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            wanted = " or ".join(kind.__name__ for kind in kinds)
+            raise self.error(f"has {key}={short(value)}, which is not of type {wanted}")
+        return value
+
+    def child(self, key: str) -> _Tree:
+        return _Tree(self.path, key, self.get(key, dict))
+
+    def numbers(self) -> dict[str, int]:
+        """All fields, which must be positive whole numbers."""
+        if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in self.tree.values()):
+            raise self.error(f"{short(self.tree)} holds something else than positive whole numbers")
+        return dict(self.tree)
+
+
+def read_index(path: Path) -> Index:
+    """Read and check an ``index.json``.
+
+    Raises:
+        StoreError: it is missing, damaged, of a later version, or describes a model that cannot be.
+    """
+    tree = _Tree(path, "the index", read_json(path))
+    if tree.get("format", str) != FORMAT:
+        raise tree.error(f"has format {short(tree.tree['format'])} instead of {FORMAT!r}")
+    if tree.get("version", int) != VERSION:
+        there = tree.tree["version"]
+        raise StoreError(f"{path}: format version {there}, and this release reads {VERSION}: use the one that wrote it")
+    raw, files, step = tree.get("config", dict), tree.child("files"), tree.get("step", int, type(None))
+    tree.child("config").get("model_type", str)
+    if step is not None and step < 0:
+        raise tree.error(f"has step={step}")
+    records = {name: _record(files.child(name)) for name in files.tree}
+    mesh = tree.child("mesh").numbers()
+    states = tuple(tree.get("states", list))
+    layers = tree.get("layers_per_stage", list)
+    if any(state not in STATES for state in states) or "weights" not in states or len(set(states)) != len(states):
+        raise tree.error(f"has states={short(list(states))}, of which only {', '.join(STATES)} are known")
+    if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in layers):
+        raise tree.error(f"has layers_per_stage={short(layers)}")
+    if set(mesh) != {"pp", "ep", "tp"} or len(records) != len(states) * math.prod(mesh.values()):
+        raise tree.error(f"has mesh={short(mesh)} and {len(states)} states, but {len(records)} files")
+    try:
+        schema = Schema(tuple(_param(tree, p) for p in tree.get("parameters", list)), tree.child("sizes").numbers())
+        _check_count(tree, schema, records)
+        layout = Layout(schema, MeshShape(**mesh), tuple(layers))
+        index = Index(raw, layout, states, step, records)
+        _check_model(tree, index)
+    except StoreError:
+        raise
+    except (ModelConfigError, ValueError, KeyError) as error:
+        raise StoreError(f"{path}: {error}") from error
+    wanted = {file_name(state, layout.mesh.place(r)) for state in states for r in range(layout.mesh.world)}
+    if wanted != set(records):
+        raise tree.error(f"names the files {short(sorted(records))} instead of {short(sorted(wanted))}")
+    return index
+
+
+def _record(tree: _Tree) -> FileRecord:
+    found = tree.child("fingerprints")
+    for tensor, of in found.tree.items():
+        values = list(of.values()) if isinstance(of, dict) else [None]
+        if not all(isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) for value in values):
+            raise found.error(f"of {tensor!r} are {short(of)}, not 16 hexadecimal digits for each piece")
+    made = {tensor: {label: int(v, 16) for label, v in of.items()} for tensor, of in found.tree.items()}
+    return FileRecord(tree.get("bytes", int), made)
+
+
+def _param(tree: _Tree, value: object) -> Param:
+    declared = _Tree(tree.path, "a parameter", value)
+    for sentence in (declared.get("pattern", str), declared.get("hf_pattern", str)):
+        # Fused groups multiply, and parentheses nest: a damaged sentence must not take for ever.
+        if len(sentence) > _LONGEST_SENTENCE or sentence.count("+") > _MOST_SUMS:
+            raise declared.error(f"has the sentence {short(sentence)}")
+    return Param(*(declared.get(key, str) for key in ("name", "pattern", "hf", "hf_pattern", "at")))
+
+
+def _check_count(tree: _Tree, schema: Schema, records: Mapping[str, FileRecord]) -> None:
+    """Before anything counts through the layers: a damaged number of them must not take for ever."""
+    tensors = sum(math.prod(schema.sizes[axis] for axis in param.named_axes) for param in schema.params)
+    listed = sum(len(record.fingerprints) for record in records.values())
+    if tensors > listed:
+        raise tree.error(f"describes {tensors} tensors and lists {listed}")
+
+
+def _check_model(tree: _Tree, index: Index) -> None:
+    """The sentences may be those of another release, but they must be about the same pieces."""
+    there, here = index.layout.schema, index.config.schema
+    if sizes := {axis for axis, _ in there.sizes.items() ^ here.sizes.items()}:
+        said, meant = ({axis: of[axis] for axis in sorted(sizes) if axis in of} for of in (there.sizes, here.sizes))
+        raise tree.error(f"has sizes {short(said)}, and its config means {short(meant)}")
+
+    if differ := {piece for piece, _ in there.pieces.items() ^ here.pieces.items()}:
+        names = ", ".join(sorted(map(spell, differ)))
+        raise tree.error(f"declares other pieces than this release does for its config: {names}")

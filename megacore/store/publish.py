@@ -1,0 +1,274 @@
+"""Folders that appear under their name all at once: what a kill leaves is the old state or nothing, never a half.
+
+A folder is written as its hidden sibling ``.NAME.partial``, made durable, and renamed. Who writes it holds the flock on
+the file ``.lock`` inside, which ends with the process however it dies: a partial folder that no one holds is a
+leftover, and the next writer of the same name takes it over.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+
+from megacore.store.strict_json import StoreError
+from megacore.store.tensors import free_bytes, os_errors
+
+LOCK = ".lock"
+PARTIAL = ".{}.partial"
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A folder on its way: files are written into ``folder``, durably, and :meth:`finish` makes it ``target``."""
+
+    target: Path
+    folder: Path
+    _lock: FileIO
+
+    @classmethod
+    def begin(cls, target: str | Path, needed_bytes: int = 0) -> Publication:
+        """Makes and holds the partial folder, empty; a leftover of the same name is removed first.
+
+        StoreError if the target is there already and is no empty folder, if someone else is writing it, or if its disk
+        has no room for `needed_bytes`.
+        """
+        folder = partial(target)
+        target = _resolved(target)
+        with os_errors(target):
+            _refuse_taken(target)
+            _make_folders(target.parent)
+            publication = cls(target, folder, _make_and_hold(folder))
+            try:
+                _refuse_taken(target)  # again: its last writer may just have published it
+                _empty(folder)
+                if needed_bytes > (free := free_bytes(folder)):
+                    raise StoreError(
+                        f"{target}: needs {_gib(needed_bytes)} and {_gib(free)} are free in {target.parent}: "
+                        "make room, or choose another disk"
+                    )
+            except BaseException:
+                publication.abandon()
+                raise
+        return publication
+
+    def finish(self) -> None:
+        """Renames the folder to its target. Its files are durable already (:func:`write_file`); its folders are now."""
+        with os_errors(self.target):
+            for folder, _, _ in os.walk(self.folder, topdown=False):
+                _sync(Path(folder))
+            _refuse_taken(self.target)
+            os.rename(self.folder, self.target)
+            # Last: without its lock, a folder of this name would be another writer's to empty.
+            (self.target / LOCK).unlink()
+            _sync(self.target)
+            _sync(self.target.parent)
+        self._lock.close()
+
+    def abandon(self) -> None:
+        """Removes the folder, unless it is published; what cannot be removed stays behind as a leftover."""
+        if not self._lock.closed:
+            with suppress(OSError):
+                _discard(self.folder, self._lock)
+
+
+@contextmanager
+def publish(target: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
+    """The folder to write into; published at the end, and removed on any exception. Errors as `Publication.begin`."""
+    publication = Publication.begin(target, needed_bytes)
+    try:
+        yield publication.folder
+        publication.finish()
+    except BaseException:
+        publication.abandon()
+        raise
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a new file, which is on the disk afterwards; StoreError if it exists or there is no room."""
+    with os_errors(path, len(data)), open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def copy_file(source: Path, path: Path) -> None:
+    """Copies a file into a folder, which is made; on the disk afterwards. StoreError as :func:`write_file`."""
+    with os_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(source, "rb") as reading, open(path, "xb") as file:
+            shutil.copyfileobj(reading, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def partial(target: str | Path) -> Path:
+    """The hidden sibling that is written before it becomes the target; ranks other than the first one write there."""
+    resolved = _resolved(target)
+    if not resolved.name:
+        raise StoreError(f"{resolved}: has no folder around it: choose one inside it")
+    return resolved.with_name(PARTIAL.format(resolved.name))
+
+
+def leftovers(folder: str | Path) -> list[Path]:
+    """The partial folders within a folder whose writers are gone."""
+    with os_errors(Path(folder)):
+        found = sorted(Path(folder).glob(PARTIAL.format("*")))
+        return [path for path in found if _is_leftover(path)]
+
+
+def remove_leftovers(folder: str | Path) -> list[Path]:
+    """Removes the partial folders within a folder whose writers are gone; those that it removed."""
+    found = leftovers(folder)
+    for path in found:
+        with os_errors(path), suppress(FileNotFoundError):
+            if lock := _hold(path):
+                _discard(path, lock)
+    return [path for path in found if not path.exists()]
+
+
+# -- the target
+
+
+def _resolved(target: str | Path) -> Path:
+    """Without links, for the folder is made beside what they lead to."""
+    with os_errors(Path(target)):
+        try:
+            return Path(target).resolve()
+        except RuntimeError as error:  # Python 3.11 and 3.12
+            raise StoreError(f"{target}: {error}") from error
+
+
+def _refuse_taken(target: Path) -> None:
+    way_out = "choose another name, or remove it"
+    if target.is_dir():
+        if os.path.ismount(target):
+            raise StoreError(f"{target}: is where a disk is mounted, and cannot be renamed to: choose a folder in it")
+        if count := len(os.listdir(target)):
+            raise StoreError(f"{target}: exists and holds {count} files or folders: {way_out}")
+    elif os.path.lexists(target):
+        raise StoreError(f"{target}: exists and is no folder: {way_out}")
+
+
+def _make_folders(folder: Path) -> None:
+    """Makes the missing ones, durably."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network filesystems know no fsync of folders
+            raise
+    finally:
+        os.close(file)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+# -- partial folders and their locks
+
+
+def _make_and_hold(folder: Path) -> FileIO:
+    """The lock of the folder, held, whether it was there or not; StoreError if another writer holds it."""
+    while True:
+        with suppress(FileExistsError):
+            folder.mkdir()
+        # A folder that has just gone was published or abandoned: then it is this one's turn.
+        with suppress(FileNotFoundError):
+            if not _is_ours(folder):
+                raise StoreError(f"{folder}: is in the way and was not made here: remove it")
+            if lock := _hold(folder):
+                return lock
+            raise StoreError(f"{folder}: another process is writing it: wait for it, or choose another name")
+
+
+def _is_ours(folder: Path) -> bool:
+    """A real folder, not a link, that is empty or has the lock: nothing else is ever emptied.
+
+    FileNotFoundError if it is not there.
+    """
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        return False
+    names = os.listdir(folder)
+    return not names or LOCK in names
+
+
+def _hold(folder: Path) -> FileIO | None:
+    """The folder's lock, held; None while someone else holds it, FileNotFoundError if the folder has just gone.
+
+    To hold it is to own the folder: who opened the lock before it was renamed or removed does not.
+    """
+    lock = FileIO(folder / LOCK, "r+", opener=_create)
+    try:
+        if _flock(lock, fcntl.LOCK_EX) and _is_at(lock, folder):
+            return lock
+    except BaseException:
+        lock.close()
+        raise
+    lock.close()
+    return None
+
+
+def _create(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+
+
+def _is_leftover(folder: Path) -> bool:
+    try:
+        if not _is_ours(folder):
+            return False
+        with FileIO(folder / LOCK) as lock:
+            return _flock(lock, fcntl.LOCK_SH)
+    except FileNotFoundError:  # killed before it could make the lock
+        return folder.exists()
+
+
+def _is_at(lock: FileIO, folder: Path) -> bool:
+    return os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK))
+
+
+def _flock(lock: FileIO, kind: int) -> bool:
+    try:
+        fcntl.flock(lock, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise StoreError(
+            f"{lock.name}: its filesystem has no locks ({error.strerror}): mount it with them, or choose another"
+        ) from error
+    return True
+
+
+def _empty(folder: Path) -> None:
+    """Removes all but the lock; links are removed, not followed."""
+    with os.scandir(folder) as entries:
+        doomed = [entry for entry in entries if entry.name != LOCK]
+    for entry in doomed:
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
+        else:
+            os.unlink(entry.path)
+
+
+def _discard(folder: Path, lock: FileIO) -> None:
+    """Removes a folder whose lock was held, if it still is, and lets go of the lock."""
+    with lock:
+        if _is_at(lock, folder):
+            _empty(folder)
+            (folder / LOCK).unlink()
+            folder.rmdir()

@@ -1,0 +1,234 @@
+"""The one executor of transfers to files: block by block, whatever the size of the model.
+
+Workers take runs of blocks of the target files in turn. A block is copied from the mapped sources into a small buffer,
+its fingerprints are taken there, and it is written to its place; nothing larger is ever held.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from megacore.store.direct import ALIGNMENT, aligned_memory
+from megacore.store.dtypes import as_dtype
+from megacore.store.tensors import DTYPES, TensorWriter, file_size
+from parallel.fingerprint import MODULUS, fingerprint
+from parallel.pattern import Piece
+from parallel.schema import Schema
+from parallel.transfer import Block, Copy, Stored, blocks, strided
+
+Read = Callable[[Stored], tuple[str, np.ndarray]]
+"""Of a source tensor: (safetensors dtype, its bits as unsigned integers in the stored shape)."""
+
+Fingerprints = dict[str, dict[str, int]]
+"""{tensor: {label: fingerprint}} of a file."""
+
+METADATA = {"format": "pt"}
+"""What readers of safetensors files expect of PyTorch's."""
+
+BLOCK_BYTES = 2 << 20
+_RUN = 32
+"""Blocks that a worker takes at once."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a target file, and what fills it."""
+
+    stored: Stored
+    dtype: str
+    copies: Sequence[Copy]
+
+
+@dataclass(frozen=True)
+class File:
+    """A target file: its path within the target folder, its tensors, and what reads their sources."""
+
+    path: str
+    tensors: tuple[Tensor, ...]
+    read: Read
+
+    @property
+    def headers(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """(name, dtype, shape) of each tensor."""
+        return [(tensor.stored.name, tensor.dtype, tensor.stored.shape) for tensor in self.tensors]
+
+    @property
+    def size(self) -> int:
+        """Bytes it will have."""
+        return file_size(self.headers, METADATA)
+
+
+def write(
+    folder: Path,
+    files: Iterable[File],
+    schema: Schema,
+    jobs: int = 2,
+    progress: Callable[[int], object] = lambda written: None,
+) -> dict[str, Fingerprints]:
+    """Fill the files and make them durable.
+
+    Args:
+        folder: Where, existing.
+        files: What to write.
+        schema: Of the model; its sentences say in which order fingerprints take the axes.
+        jobs: Threads.
+        progress: Told the bytes of each block when it is written.
+
+    Returns:
+        The fingerprints of what each file holds, padding left out.
+
+    Raises:
+        StoreError: a file cannot be written.
+    """
+    tasks, lock = _tasks(folder, files), threading.Lock()
+    failed = threading.Event()
+    results: dict[str, Fingerprints] = {}
+    unfinished: dict[str, TensorWriter] = {}
+
+    def work() -> None:
+        buffer = aligned_memory(BLOCK_BYTES + ALIGNMENT)
+        while not failed.is_set():
+            with lock:
+                task = next(tasks, None)
+            if task is None:
+                return
+            opened, tensor, run = task
+            unfinished[opened.file.path] = opened.writer
+            try:
+                for block in run:
+                    # Aligned in memory as in the file: the writer needs no copy of it then.
+                    begin = opened.writer.offset(tensor.stored.name, block.start) % ALIGNMENT
+                    bits, found = fill(block, tensor, opened.file.read, schema, buffer[begin:])
+                    opened.writer.write(tensor.stored.name, block.start, bits)
+                    opened.add(tensor.stored.name, found)
+                    progress(bits.nbytes)
+                if opened.end_of_run():
+                    unfinished.pop(opened.file.path).close()
+                    results[opened.file.path] = opened.fingerprints
+            except BaseException:
+                failed.set()
+                raise
+
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            workers = [pool.submit(work) for _ in range(jobs)]
+            try:
+                for worker in workers:
+                    worker.result()
+            except BaseException:  # an interrupt too: nobody shall wait for what is thrown away
+                failed.set()
+                raise
+    except BaseException:
+        for writer in unfinished.values():
+            writer.abandon()
+        raise
+    return results
+
+
+@dataclass
+class _Open:
+    """A file that is being written, and how many of its runs are not done yet."""
+
+    file: File
+    writer: TensorWriter
+    fingerprints: Fingerprints
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    runs: int = 1
+
+    def add(self, name: str, found: Mapping[str, int]) -> None:
+        with self.lock:
+            of = self.fingerprints[name]
+            for label, value in found.items():
+                of[label] = (of[label] + value) % MODULUS
+
+    def begin_run(self) -> None:
+        with self.lock:
+            self.runs += 1
+
+    def end_of_run(self) -> bool:
+        with self.lock:
+            self.runs -= 1
+            return not self.runs
+
+
+_Task = tuple[_Open, Tensor, Sequence[Block]]
+
+
+def _tasks(folder: Path, files: Iterable[File]) -> Iterator[_Task]:
+    """Runs of blocks; a file is opened when its first one is reached, so that few are open at once."""
+    for file in files:
+        empty = {t.stored.name: dict.fromkeys(t.stored.labels, 0) for t in file.tensors}
+        (folder / file.path).parent.mkdir(exist_ok=True)
+        opened = _Open(file, TensorWriter.create(folder / file.path, file.headers, METADATA), empty)
+        for tensor in file.tensors:
+            limit = BLOCK_BYTES // DTYPES[tensor.dtype].itemsize
+            found = blocks(tensor.copies, limit)
+            while run := list(itertools.islice(found, _RUN)):
+                opened.begin_run()
+                yield opened, tensor, run
+        # The file's own count: it is closed by whoever ends last.
+        yield opened, file.tensors[0], ()
+
+
+def fill(
+    block: Block, tensor: Tensor, read: Read, schema: Schema, buffer: np.ndarray
+) -> tuple[np.ndarray, dict[str, int]]:
+    """(the elements of a block, the fingerprints of its pieces); ``buffer`` (bytes) is used if it is large enough."""
+    dtype = DTYPES[tensor.dtype]
+    whole = block.copies[0]
+    if len(block.copies) == 1 and block.is_full and _same_order(whole):
+        held, bits = read(whole.source)
+        if held == tensor.dtype:  # as it lies there, without a copy
+            start = whole.source_view.offset
+            made = bits.reshape(-1)[start : start + block.numel]
+            return made, _fingerprints(block, made, schema)
+    size = block.numel * dtype.itemsize
+    made = buffer[:size].view(dtype) if size <= buffer.nbytes else np.empty(block.numel, dtype)
+    if not block.is_full:
+        made.fill(0)
+    for copy in block.copies:
+        held, bits = read(copy.source)
+        strided(made, copy.target_view)[...] = as_dtype(strided(bits, copy.source_view), held, tensor.dtype)
+    return made, _fingerprints(block, made, schema)
+
+
+def assemble(stored: Stored, copies: Sequence[Copy], read: Read, dtype: str) -> np.ndarray:
+    """One whole target tensor, as unsigned integers in its stored shape; padding is zero."""
+    made = np.zeros(stored.shape, DTYPES[dtype])
+    for copy in copies:
+        held, bits = read(copy.source)
+        strided(made, copy.target_view)[...] = as_dtype(strided(bits, copy.source_view), held, dtype)
+    return made
+
+
+def _same_order(copy: Copy) -> bool:
+    """Whether the elements lie in the source as in the target, without gaps."""
+
+    def steps(view: Piece) -> list[int]:
+        return [n for n, size in zip(view.strides, view.shape, strict=True) if size > 1]
+
+    return steps(copy.source_view) == steps(copy.target_view)
+
+
+def _fingerprints(block: Block, bits: np.ndarray, schema: Schema) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for copy in block.copies:
+        value = of_copy(copy, copy.target_view, bits, schema)
+        found[copy.label] = (found.get(copy.label, 0) + value) % MODULUS
+    return found
+
+
+def of_copy(copy: Copy, view: Piece, bits: np.ndarray, schema: Schema) -> int:
+    """The fingerprint of what a copy moves, read from one of its two views."""
+    array, axes = strided(bits, view), schema[copy.target.param].sentence.piece_axes(copy.label)
+    # Axes that live in a name on one side have one index here.
+    order = [view.axes.index(axis) for axis in axes if axis in view.axes]
+    array = array.transpose(order)[tuple(slice(None) if axis in view.axes else None for axis in axes)]
+    return fingerprint(array, axes, {axis: copy.box[axis][0] for axis in axes})

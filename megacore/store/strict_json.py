@@ -1,0 +1,77 @@
+"""JSON from files that nobody vouches for: no duplicate keys, no NaN, no endless numbers, no endless nesting."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from reprlib import Repr
+from typing import Any
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = 120
+
+
+class StoreError(ValueError):
+    """A file or folder that cannot be read or written as asked."""
+
+
+def short(value: object) -> str:
+    """What to show of a value that may be of any size."""
+    return _SHORT.repr(value)
+
+
+def parse_json(data: bytes, where: object) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        StoreError: it is not JSON, or only Python's relaxed idea of it.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+            raise StoreError(f"{where}: {', '.join(map(repr, twice))} stands twice in one object")
+        return made
+
+    def constant(name: str) -> None:
+        raise StoreError(f"{where}: {name} is not JSON")
+
+    def integer(text: str) -> int:
+        if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
+            raise StoreError(f"{where}: {text[:40]} is an integer of more than 64 bits")
+        return int(text)
+
+    def number(text: str) -> float:
+        if not math.isfinite(float(text)):
+            raise StoreError(f"{where}: {text[:40]} is beyond the range of a float")
+        return float(text)
+
+    try:
+        return json.loads(
+            data.decode(), object_pairs_hook=unique, parse_constant=constant, parse_int=integer, parse_float=number
+        )
+    except StoreError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{where} is not JSON: {error}") from error
+
+
+def read_json(path: Path, limit: int = 256 << 20) -> Any:
+    """The value in a JSON file of at most ``limit`` bytes.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    try:
+        if path.exists() and not path.is_file():  # a pipe would wait for a writer
+            raise StoreError(f"{path} is no file")
+        with path.open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        raise StoreError(f"cannot read {path}: {error.strerror}") from error
+    if len(data) > limit:
+        raise StoreError(f"{path} has more than {limit} bytes: that is no description of a model")
+    return parse_json(data, path)

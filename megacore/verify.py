@@ -1,0 +1,296 @@
+"""A checkpoint beside a Hugging Face folder: every tensor bit for bit, and the logits of both models.
+
+The checkpoint is loaded through the parallel model, on a mesh of one process or in its own layout, and the folder
+through transformers. Both compute in float32 on the CPU, where every stored weight of 32 bits or fewer is exact. In the
+stored dtype they would differ by how their kernels round between operations, and a bound that allows for that would
+hide mistakes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megacore.control import Control
+from megacore.resume import tensors
+from megacore.store.audit import file_of, padding
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.compare import Compared, compare_bits, config_differences
+from megacore.store.convert import Source
+from megacore.store.dtypes import FLOATS
+from megacore.store.hugging_face import HuggingFace
+from megacore.store.strict_json import StoreError
+from models.assemble import Model
+from models.decoder import Microbatch
+from parallel.fingerprint import Logical, spell
+from parallel.labels import IGNORE
+from parallel.layout import Layout, MeshShape
+from parallel.mesh import Mesh
+from parallel.transfer import strided, whole_name
+
+BOUND = 1e-4
+"""The largest difference of two logits that is rounding, relative to the largest logit of the prompt. Float32 rounds to
+6e-8; sums of thousands of terms in another order, over tens of layers, come to some 1e-6 to 1e-5 of it. Weights in
+wrong places change logits by their own size."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A checkpoint and a folder of the same model.
+
+    Raises:
+        StoreError: they cannot be of the same model.
+    """
+
+    checkpoint: Checkpoint
+    folder: HuggingFace
+
+    def __post_init__(self) -> None:
+        one, other = self.checkpoint.config.schema, self.folder.config.schema
+        if dict(one.sizes) != dict(other.sizes) or one.by_name.keys() != other.by_name.keys():
+            found = ", ".join(f"{name} is {a!r} and {b!r}" for name, (a, b) in self.config.items())
+            raise StoreError(f"{self.checkpoint.path} and {self.folder.path} are different models: {found}")
+
+    @property
+    def config(self) -> dict[str, tuple[Any, Any]]:
+        """{field: the checkpoint's and the folder's}, where they mean something else."""
+        return config_differences(self.checkpoint.config, self.folder.config)
+
+    def dtypes(self) -> dict[Logical, tuple[str, str]]:
+        """The folder's dtype and the checkpoint's of each piece."""
+        schema = self.checkpoint.config.schema
+        theirs = {
+            (whole_name(schema, s), label): self.folder.dtype(s) for s in self.folder.stored() for label in s.labels
+        }
+        ours = {
+            (whole_name(schema, s), label): self.checkpoint.dtype("weights", s)
+            for s in self.checkpoint.stored()
+            for label in s.labels
+        }
+        return {piece: (theirs[piece], ours[piece]) for piece in ours}
+
+
+def mesh_shape(checkpoint: Checkpoint, world: int) -> MeshShape:
+    """The mesh for some processes: of one, or the checkpoint's own layout, once or several times.
+
+    Raises:
+        StoreError: it takes another number of processes.
+    """
+    if world == 1:
+        return MeshShape()
+    mesh = checkpoint.layout.mesh
+    if world % mesh.world:
+        sizes = " x ".join(f"{dim}={mesh[dim]}" for dim in ("pp", "ep", "tp"))
+        raise StoreError(
+            f"{checkpoint.path} lies on {sizes}, and {world} processes cannot form that: start {mesh.world} or a "
+            "multiple of it, or one"
+        )
+    return MeshShape(pp=mesh.pp, dp=world // mesh.world, ep=mesh.ep, tp=mesh.tp)
+
+
+# -- what comes out
+
+
+@dataclass
+class Group:
+    """A parameter over all layers, shards and replicas, compared bit for bit.
+
+    Args:
+        name: Of the parameter.
+        pieces: How many were compared; a fused tensor has several.
+        elements, differ: Of them.
+        dtypes: In words.
+    """
+
+    name: str
+    pieces: int = 0
+    elements: int = 0
+    differ: int = 0
+    dtypes: tuple[str, ...] = ()
+
+    def add(self, other: Group) -> None:
+        self.pieces += other.pieces
+        self.elements += other.elements
+        self.differ += other.differ
+        self.dtypes = tuple(sorted({*self.dtypes, *other.dtypes}))
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Those of one prompt, at every position.
+
+    Args:
+        tokens: Its length.
+        largest: The largest magnitude, None if some are not finite.
+        difference: The largest difference, None if it is not finite.
+        agreement: The part of the positions at which both find the same token most likely.
+    """
+
+    tokens: int
+    largest: float | None
+    difference: float | None
+    agreement: float
+
+    @property
+    def bound(self) -> float:
+        return BOUND * (self.largest or 0.0)
+
+    @property
+    def passes(self) -> bool:
+        return self.largest is not None and self.difference is not None and self.difference <= self.bound
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Args:
+        mesh: On which the checkpoint was loaded.
+        config: As :attr:`Pair.config`.
+        groups: Of all tensors.
+        differing: Each piece that differs, with its file, in words.
+        prompts: Of all prompts.
+    """
+
+    mesh: Mapping[str, int]
+    config: Mapping[str, tuple[Any, Any]]
+    groups: Sequence[Group]
+    differing: Sequence[str]
+    prompts: Sequence[Logits]
+
+    @property
+    def passes(self) -> bool:
+        return not self.config and not self.differing and all(prompt.passes for prompt in self.prompts)
+
+
+# -- comparing
+
+
+def verify(pair: Pair, prompts: Sequence[Sequence[int]], mesh: Mesh, jobs: int = 1) -> Report:
+    """Compare both; every rank of the mesh calls this, and all get the same report.
+
+    The ranks share out the tensors, and one of the last stage computes what transformers does.
+
+    Args:
+        pair: The two.
+        prompts: Token ids; the length of each is a multiple of tp.
+        mesh: As :func:`mesh_shape` says.
+        jobs: Threads of each rank.
+
+    Raises:
+        StoreError: transformers cannot load the folder (on one rank).
+    """
+    control = Control.create(mesh)
+    groups = {param.name: Group(param.name) for param in pair.checkpoint.config.schema.params}
+    differing = list[str]()
+    for found, wrong in control.exchange(_tensors(pair, mesh.rank, mesh.shape.world, jobs)):
+        for each in found:
+            groups[each["name"]].add(Group(**each))
+        differing += wrong
+    measured = _logits(pair, prompts, mesh)
+    (result,) = (each for each in control.exchange(measured) if each is not None)
+    sizes = {dim: mesh.shape[dim] for dim in ("pp", "dp", "ep", "tp")}
+    return Report(sizes, pair.config, list(groups.values()), differing, [Logits(**each) for each in result])
+
+
+def _tensors(pair: Pair, part: int, parts: int, jobs: int) -> tuple[list[dict[str, Any]], list[str]]:
+    """(groups, each piece that differs) of one of so many parts of the checkpoint's tensors."""
+    checkpoint, schema = pair.checkpoint, pair.checkpoint.config.schema
+    own, read = list(checkpoint.stored())[part::parts], checkpoint.read("weights")
+    groups, differing = list[Group](), list[str]()
+    for found in compare_bits(checkpoint, own, Source.of_hugging_face(pair.folder), jobs):
+        groups.append(Group(found.tensor.param, 1, found.elements, found.differ, (_dtype(found),)))
+        if found.differ:
+            where = f"{file_of(checkpoint, 'weights', found.tensor)}: {spell((found.tensor.name, found.label))}"
+            differing.append(f"{where}: {found.differ:,} of {found.elements:,} elements differ")
+    for tensor in own:
+        for label, piece in padding(schema, tensor):
+            if strided(read(tensor)[1], piece).any():
+                where = f"{file_of(checkpoint, 'weights', tensor)}: {spell((tensor.name, label))}"
+                differing.append(f"{where}: its padding is not zero")
+    return [asdict(group) for group in groups], differing
+
+
+def _dtype(found: Compared) -> str:
+    there, here = (FLOATS[dtype] for dtype in found.dtypes)
+    return here if here == there else f"{here} (folder: {there}, compared rounded)"
+
+
+def _logits(pair: Pair, prompts: Sequence[Sequence[int]], mesh: Mesh) -> list[dict[str, Any]] | None:
+    """The fields of each prompt's :class:`Logits`, on one rank; None on the others."""
+    ours, place = parallel_model(pair, mesh), mesh.place
+    own = [ours.logits(_microbatch(ids, ours)) for ids in prompts]
+    if place.pp < mesh.shape.pp - 1 or place.tp or place.ep or place.dp:
+        return None
+    theirs, found = transformers_model(pair), []
+    for ids, logits in zip(prompts, own, strict=True):
+        with torch.no_grad():
+            wanted: Tensor = theirs(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        assert logits is not None  # this is the last stage
+        difference, largest = float((logits - wanted).abs().max()), float(wanted.abs().max())
+        same = float((logits.argmax(-1) == wanted.argmax(-1)).double().mean())
+        found.append(asdict(Logits(len(ids), _finite(largest), _finite(difference), same)))
+    return found
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _microbatch(ids: Sequence[int], model: Model) -> Microbatch:
+    tokens = torch.tensor(ids)
+    activation = len(ids) // model.parameters.mesh.shape.tp, model.config.sizes["embed"]
+    return Microbatch(tokens, torch.full_like(tokens, IGNORE), torch.arange(len(ids)), 1, activation)
+
+
+def parallel_model(pair: Pair, mesh: Mesh) -> Model:
+    """This rank's part of the checkpoint's model, in float32."""
+    config, own = pair.checkpoint.config, pair.checkpoint.layout
+    layers = own.layers if mesh.shape.pp == own.mesh.pp else (config.sizes["layer"],)
+    model = Model.create(config, Layout(config.schema, mesh.shape, layers), mesh, torch.float32)
+    model.train(False)
+    dtypes = pair.dtypes()
+    with torch.no_grad():
+        for name, tensor in tensors(pair.checkpoint, "weights", model.parameters):
+            model.parameters[name].copy_(tensor)
+        for name, label, view in model.parameters.pieces():
+            _round(view, *dtypes[name, label])
+    return model
+
+
+def transformers_model(pair: Pair) -> nn.Module:
+    """The folder's model, in float32.
+
+    Raises:
+        StoreError: transformers cannot load it.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    path, schema, dtypes = pair.folder.path, pair.folder.config.schema, pair.dtypes()
+    try:
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise StoreError(f"transformers cannot load {path}: {error}") from error
+    model.eval()
+    with torch.no_grad():
+        for stored in pair.folder.stored():
+            _round(model.get_parameter(stored.name), *dtypes[whole_name(schema, stored), stored.labels[0]])
+    return model
+
+
+def _round(weights: Tensor, *dtypes: str) -> None:
+    """Weights whose two sides have different dtypes are rounded to one, then to the other.
+
+    Whichever side was converted into the other, by rounding or by widening, both are the same numbers afterwards.
+    """
+    if len({*dtypes}) > 1:
+        for dtype in dtypes:
+            weights.copy_(weights.to(getattr(torch, FLOATS[dtype])))

@@ -1,0 +1,24 @@
+"""How the layers of a model are dealt to the stages of a pipeline. No torch."""
+
+from __future__ import annotations
+
+from models.config import ModelConfig
+from parallel.layout import Layout, MeshShape, balanced_layers
+
+
+def default_layers(config: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
+    """A balanced split of the layers that counts the head and, at a quarter of it, the embedding.
+
+    The head's GEMM is counted as layers by its parameters. Looking tokens up is cheap, but the table's gradient and
+    optimizer traffic are not: a quarter is what they came to on the model of ``benchmarks/train_step.py``.
+    """
+    schema = config.schema
+    layers = schema.sizes["layer"]
+    in_layers = sum(schema.numel(p) for p in schema.params if "layer" in p.named_axes) / layers
+    head = schema.sizes["vocab"] * schema.sizes["embed"] / in_layers
+    return balanced_layers(layers, virtual_stages, embedding=head / 4, head=head)
+
+
+def layout_of(config: ModelConfig, mesh: MeshShape, chunks: int = 1, layers: tuple[int, ...] | None = None) -> Layout:
+    """The layout of a model on a mesh, its layers split as given or in a balanced way."""
+    return Layout(config.schema, mesh, layers or default_layers(config, mesh.pp * chunks))

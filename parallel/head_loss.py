@@ -1,0 +1,76 @@
+"""The last projection and its loss in one, a chunk of tokens at a time, so that the full logits are never there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from parallel.collectives import start_all_gather, start_reduce_scatter
+from parallel.linear import column_linear
+from parallel.loss import Objective
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The gradients are made in the forward, beside the logits that they are made of; the backward scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, objective: Objective, chunk: int, training: bool
+    ) -> Tensor:
+        full = start_all_gather(x, objective.group).wait()
+        need_dx, need_dw = (training and need for need in ctx.needs_input_grad[:2])
+        losses = []
+        dx = torch.empty_like(full) if need_dx else None
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        dw = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_dw else None
+        for start in range(0, len(full), chunk):
+            rows = slice(start, start + chunk)
+            logits = full[rows] @ weight.t()
+            loss, log_sum = objective.losses(logits, labels[rows])
+            losses.append(loss)
+            if dx is None and dw is None:
+                continue
+            dlogits = objective.gradient_(logits, labels[rows], log_sum, torch.ones_like(loss))
+            if dx is not None:
+                torch.mm(dlogits, weight, out=dx[rows])
+            if dw is not None:
+                if dw.dtype == full.dtype:
+                    dw.addmm_(dlogits.t(), full[rows])
+                else:
+                    dw += dlogits.t() @ full[rows]
+        ctx.dtypes = x.dtype, weight.dtype
+        ctx.save_for_backward(start_reduce_scatter(dx, objective.group).wait() if dx is not None else None, dw)
+        return objective.own(torch.cat(losses)).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.saved_tensors
+        return _scaled(dx, dy, ctx.dtypes[0]), _scaled(dw, dy, ctx.dtypes[1]), None, None, None, None
+
+
+def _scaled(gradient: Tensor | None, dy: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """In the memory of the gradient where it can be; dy is not rounded to a narrow type."""
+    return None if gradient is None else gradient.to(dy.dtype).mul_(dy).to(dtype)
+
+
+def head_loss(x: Tensor, weight: Tensor, labels: Tensor, objective: Objective, chunk: int | None = None) -> Tensor:
+    """x: [t/tp, embed], weight: [padded vocab/tp, embed], labels: [t] -> the sum of this rank's tokens' losses, a
+    scalar, in fp32 at least.
+
+    Without ``chunk`` the logits [t, padded vocab/tp] are made and kept for the backward. With it, no more than
+    [chunk, padded vocab/tp] of them are there at a time, and nothing is computed twice; instead the gradients are kept,
+    from the forward until the backward has scaled them: that of x, and that of the weight in fp32 (fp64 for fp64),
+    where the chunks are added up. The gradient that comes in must then be the same on every rank of the group, as one
+    over the global number of tokens is.
+
+    Raises:
+        ValueError: t does not divide over the group.
+    """
+    if chunk is None:
+        return objective(column_linear(x, weight, None, objective.group), labels).sum()
+    loss: Tensor = _ChunkedLoss.apply(x, weight, labels, objective, chunk, torch.is_grad_enabled())
+    return loss

@@ -1,0 +1,142 @@
+"""What is kept of the blocks for the backward, and what is computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from parallel.saved import Back, HostMemory, Keep, Key, View, keep, keeping, key
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """How much of the blocks is kept, and where.
+
+    Args:
+        recompute: ``"none"`` keeps all. ``"selective"`` keeps what matrix products, attention and collectives have
+            made; the outputs of norms and activation functions are computed again, and nothing is communicated again.
+            ``"full"`` keeps a block's input alone and runs its forward again, collectives and all.
+        offload: Whether what is kept goes to host memory.
+    """
+
+    recompute: Recompute = "none"
+    offload: bool = False
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs blocks in turn: (blocks, x, what every block is given beside it) -> x.
+
+    Args:
+        step: Runs one block.
+        saving: The context of a forward that a backward will follow.
+    """
+
+    step: Callable[..., Tensor]
+    saving: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def __call__(self, blocks: Iterable[nn.Module], x: Tensor, *others: object) -> Tensor:
+        with self.saving() if torch.is_grad_enabled() else nullcontext():
+            for block in blocks:
+                x = self.step(block, x, *others)
+        return x
+
+
+def runner(
+    activations: Activations, blocks: Iterable[nn.Module], cheap: tuple[type[nn.Module], ...], device: torch.device
+) -> Runner:
+    """What runs these blocks.
+
+    Args:
+        activations: What is kept.
+        blocks: All that will be run.
+        cheap: Modules whose outputs take less to compute than to keep; each is a function of its inputs and weights.
+        device: Of the blocks.
+    """
+    blocks = list(blocks)
+    start: Callable[[], Keep] = HostMemory(device).start if activations.offload else lambda: keep
+    if activations.recompute == "selective":
+        return Runner(_call, Selective(blocks, cheap, start).saving)
+    step = _call
+    if activations.recompute == "full":
+        drops = any(isinstance(m, nn.Dropout) and m.p > 0 for block in blocks for m in block.modules())
+        # The state of the generator is that which this microbatch's seed has led to: the same masks are drawn again.
+        step = partial(checkpoint, use_reentrant=False, preserve_rng_state=drops)
+    return Runner(step, lambda: keeping(start())) if activations.offload else Runner(step)
+
+
+def _call(block: nn.Module, *arguments: object) -> Tensor:
+    y: Tensor = block(*arguments)
+    return y
+
+
+PLAIN = Runner(_call)
+"""Leaves it to autograd."""
+
+
+class Selective:
+    """Forgets the outputs of cheap modules; whoever has saved one has it computed again when it is asked for."""
+
+    def __init__(
+        self, blocks: Iterable[nn.Module], cheap: tuple[type[nn.Module], ...], start: Callable[[], Keep]
+    ) -> None:
+        self._start = start
+        self._now: _Forgetting | None = None
+        for block in blocks:
+            for module in block.modules():
+                if isinstance(module, cheap):
+                    module.register_forward_hook(self._note)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        self._now = _Forgetting(self._start())
+        try:
+            with keeping(self._now):
+                yield
+        finally:
+            self._now = None
+
+    def _note(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        # The compiler decides for itself what it keeps of a block, and by the same reasoning.
+        if self._now is not None and not torch.compiler.is_compiling():
+            self._now.note(module, inputs, output)
+
+
+@dataclass
+class _Forgetting:
+    """The Keep of one forward.
+
+    Args:
+        kept: What the inputs, and everything else, are given to.
+        made: What cheap modules have made, and how.
+    """
+
+    kept: Keep
+    made: dict[Key, tuple[StorageWeakRef, Back]] = field(default_factory=dict)
+
+    def note(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        backs = [self(x) for x in inputs]
+        again = partial(_again, module, backs)
+        self.made[key(output)] = StorageWeakRef(output.untyped_storage()), again
+
+    def __call__(self, tensor: Tensor) -> Back:
+        if key(tensor) not in self.made:
+            return self.kept(tensor)
+        view, (_, again) = View.of(tensor), self.made[key(tensor)]
+        return lambda: view.on(again())
+
+
+def _again(module: nn.Module, backs: list[Back]) -> Tensor:
+    with torch.no_grad():
+        y: Tensor = module.forward(*(back() for back in backs))
+    return y

@@ -1,0 +1,56 @@
+"""bf16 moments in training: how far they lead from fp32's, and that a run with them is sharded and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import engine
+import numpy as np
+import pytest
+import torch
+from engine import train, trainer, write_recipe
+from pool import Pool
+
+from megacore import checkpoints
+
+COMMON = ["train.precision=bf16", "train.steps=6", "evaluate.every=0", "checkpoint.every=3", "checkpoint.at_end=false"]
+NARROW = [*COMMON, "optimizer.moments=bf16"]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+def test_they_train_as_fp32_s_do(recipe: str, tmp_path: Path) -> None:
+    wide = train(recipe, [f"out={tmp_path / 'wide'}", *COMMON, "train.steps=30", "checkpoint.every=0"]).values("loss")
+    narrow = train(recipe, [f"out={tmp_path / 'narrow'}", *NARROW, "train.steps=30", "checkpoint.every=0"])
+    losses = narrow.values("loss")
+    assert losses[-1] < losses[0] - 0.3
+    np.testing.assert_allclose(losses, wide, rtol=0.01)
+    assert losses != wide
+
+
+def test_a_run_resumes_bitwise(recipe: str, tmp_path: Path) -> None:
+    whole = train(recipe, [f"out={tmp_path / 'whole'}", *NARROW])
+    first = checkpoints.path_of(checkpoints.folder_of(str(tmp_path / "whole")), 3)
+    made = trainer(recipe, [f"out={tmp_path / 'rest'}", f"checkpoint.resume={first}", *NARROW], log=True)
+    kept = made.step.optimizer.states()
+    assert {state: set(dtypes.values()) for state, dtypes in kept.items()} == {
+        "master": {torch.float32},
+        "exp_avg": {torch.bfloat16},
+        "exp_avg_sq": {torch.bfloat16},
+    }
+    rest = engine.result(made, made.run())
+    assert rest.values("loss") == whole.values("loss")[3:]
+    assert all(np.array_equal(value, rest.weights[name]) for name, value in whole.weights.items())
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_replicas_share_them_out(pool: Pool, recipe: str, tmp_path: Path, shard: str) -> None:
+    common = [*NARROW, "checkpoint.every=0"]
+    whole, shared = (
+        pool.run(2, train, recipe, [f"out={tmp_path / name}", f"data.shard={name}", *common])[0]
+        for name in ("none", shard)
+    )
+    np.testing.assert_allclose(shared.values("loss"), whole.values("loss"), rtol=1e-3)

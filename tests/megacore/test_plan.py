@@ -1,0 +1,337 @@
+"""The arithmetic of memory, traffic and time: the worked examples of the literature, and sums over the layout."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megacore.config import load
+from megacore.plan.activations import Activations
+from megacore.plan.devices import DEVICES
+from megacore.plan.fit import MARGIN, fit
+from megacore.plan.memory import TERMS, crowds, memory
+from megacore.plan.of_config import setting_of
+from megacore.plan.setting import ADAM_16, SHARDS, Setting, Widths
+from megacore.plan.state import Held, State, state, state_of
+from megacore.plan.step_time import Cluster, bubble, estimate, forward_flops
+from megacore.plan.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ring, traffic
+from megacore.problems import problems
+from models.config import flops_per_token
+from models.registry import configure
+from models.stages import layout_of
+from parallel.layout import MeshShape, Place
+from parallel.pipeline.schedules import SCHEDULES, in_flight_bound, simulate
+from tools.main import main
+
+RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
+H100 = Cluster(DEVICES["h100-80"], DEVICES["h100-80"].tflops("bf16"))
+GB = 1e9
+SMALL: dict[str, Any] = {
+    "family": "llama",
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 8,
+}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+
+
+def setting(model: dict[str, Any], mesh: MeshShape, chunks: int = 1, microbatches: int = 8, **changed: Any) -> Setting:
+    config = configure(model)
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    made = Setting(
+        config, layout_of(config, mesh, chunks), Widths.of("bf16"), 64, 1, microbatches, schedule, device="cpu"
+    )
+    return replace(made, **changed)
+
+
+# -- the worked examples
+
+
+def test_7b_with_adam_in_mixed_precision_takes_112_gb() -> None:
+    assert state_of(7 * 10**9, 1, ADAM_16, "none").total == 112 * 10**9
+
+
+@pytest.mark.parametrize("ranks", [1, 4, 64])
+def test_the_zero_table(ranks: int) -> None:
+    """Bytes per parameter of stages 0 to 3 over N ranks."""
+    found = [state_of(64_000, ranks, ADAM_16, shard).total / 64_000 for shard in SHARDS]
+    assert found == [16, 4 + 12 / ranks, 2 + 14 / ranks, 16 / ranks]
+
+
+def test_weights_of_175b_take_350_gb() -> None:
+    assert state_of(175 * 10**9, 1, ADAM_16, "none").parameters == 350 * 10**9
+
+
+def test_70b_over_64_gpus_at_stage_3_takes_17_5_gb() -> None:
+    assert state_of(70 * 10**9, 64, ADAM_16, "parameters").total == 17.5 * GB
+
+
+def test_a_ring_all_reduce_of_14_gb_over_8_gpus_at_25_gb_a_second() -> None:
+    assert ring(ALL_REDUCE, 14 * GB, 8) / (25 * GB) == pytest.approx(0.98)
+    assert ring(REDUCE_SCATTER, 14 * GB, 8) + ring(ALL_GATHER, 14 * GB, 8) == ring(ALL_REDUCE, 14 * GB, 8)
+
+
+def test_the_bubble_is_p_1_over_v_m() -> None:
+    assert bubble("1f1b", 4, 1, 8) == pytest.approx(0.375)
+    for stages, chunks, microbatches in ((4, 2, 8), (2, 3, 4), (8, 2, 32)):
+        found = bubble("interleaved", stages, chunks, microbatches)
+        assert found == pytest.approx((stages - 1) / (chunks * microbatches))
+
+
+def test_what_the_engine_holds_is_18_bytes_for_each_parameter() -> None:
+    """Gradients are accumulated in fp32 where there are masters; without them it is 2 + 2 + 4."""
+    per = state_of(1, 1, Widths.of("bf16"), "none")
+    assert (per, per.total) == (State(2, 4, 4, 8), 18)
+    assert state_of(1, 1, Widths.of("bf16", master_weights=False), "none") == State(2, 2, 0, 4)
+    assert state_of(1, 1, Widths.of("fp32"), "none") == State(4, 4, 0, 8)
+    assert state_of(1, 1, Widths.of("bf16", moments="bf16"), "none") == State(2, 4, 4, 4)
+
+
+def test_real_models_through_the_same_functions() -> None:
+    """LLaMA 2 7B has 6.738 G parameters; at 70B over 64 ranks, what does not divide is rounded up."""
+    for preset, ranks, shard, expected in (
+        ("llama-2-7b", 1, "none", 16 * 6_738_415_616),
+        ("llama-2-70b", 64, "parameters", 16 * 68_976_648_192 / 64),
+    ):
+        made = setting({"preset": preset}, MeshShape(dp=ranks), widths=ADAM_16, shard=shard)
+        (own,) = Held.of(made.layout).stages
+        assert state(own, made).total == pytest.approx(expected, rel=1e-6)
+
+
+# -- sums over the layout
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("mesh", "chunks"),
+    [
+        (MeshShape(), 1),
+        (MeshShape(tp=4, dp=2), 1),
+        (MeshShape(pp=2, tp=2), 2),
+        (MeshShape(pp=5), 1),
+        (MeshShape(pp=4, dp=2, tp=4), 1),
+    ],
+)
+def test_what_a_stage_holds_is_what_each_of_its_ranks_holds(tied: bool, mesh: MeshShape, chunks: int) -> None:
+    layout = setting(SMALL | {"tie_word_embeddings": tied}, mesh, chunks).layout
+    held = Held.of(layout)
+    for rank in range(mesh.world):
+        place = mesh.place(rank)
+        shards = list(layout.shards(place))
+        own = held.stages[place.pp]
+        assert sum(part.elements for part in own) == sum(shard.numel for shard in shards)
+        for shard in shards:
+            for label in shard.param.sentence.labels:
+                (part,) = [p for p in own if p.param.name == shard.param.name and label in p.labels]
+                assert part.model_replicas * mesh.dp == len(layout.replicas(shard, label))
+    block = [shard for shard in layout.shards(Place()) if shard.box.get("layer") == (0, 1)]
+    assert [shard.shape for shard in held.block] == [shard.shape for shard in block]
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(tp=2, dp=2), MeshShape(pp=2), MeshShape(pp=4, tp=2)])
+@pytest.mark.parametrize("family", ["llama-tiny", "gpt2-tiny"])
+def test_operations_add_up_to_those_of_the_model(mesh: MeshShape, family: str) -> None:
+    made = setting({"preset": family}, mesh)
+    act = Activations(made, Held.of(made.layout).block)
+    per_replica = 3 * mesh.tp * sum(sum(forward_flops(act, virtual)) for virtual in range(mesh.pp))
+    assert per_replica == flops_per_token(made.model, 64) * made.tokens
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 5), (4, 8)])
+def test_what_is_in_flight_is_the_simulators(name: str, stages: int, microbatches: int) -> None:
+    chunks = 1 if name == "1f1b" else 2
+    found = tuple(max(sum(alive) for _, *alive in each) for each in crowds(name, stages, chunks, microbatches))
+    assert found == in_flight_bound(name, stages, chunks, microbatches)
+    assert found == simulate(SCHEDULES[name](stages, chunks, microbatches)).peak_in_flight
+
+
+def test_recomputation_chunks_and_offloading_take_away_what_they_say() -> None:
+    mesh = MeshShape(pp=2, dp=2, tp=2)
+
+    def fullest(**changed: Any) -> dict[str, int]:
+        made = setting({"preset": "llama-tiny"}, mesh, **changed)
+        return memory(made, Held.of(made.layout))[0].terms
+
+    plain = fullest()
+    none, selective, full = (fullest(recompute=each)["activations"] for each in ("none", "selective", "full"))
+    assert none > selective > full
+    layers, in_flight, embed, local = 2, 2, 64, 32
+    tables = in_flight * 64 * 16 * 2
+    assert full == layers * in_flight * embed * local * 2 + tables
+    # Of norms two inputs to products, of the activation function its output: 176 / 2 features of all tokens.
+    assert none - selective == layers * in_flight * (2 * embed * local + 176 // 2 * 64) * 2
+    offloaded = fullest(offload_optimizer=True)
+    assert (offloaded["masters"], offloaded["moments"]) == (0, 0)
+    for shard, halved in zip(SHARDS, ([], TERMS[2:4], TERMS[1:4], TERMS[:4]), strict=True):
+        found = fullest(shard=shard)
+        for term in TERMS[:4]:
+            ratio = 2 if term in halved else 1
+            assert found[term] * ratio == pytest.approx(plain[term], rel=0.01), (shard, term)
+
+
+def test_what_a_token_leaves_behind() -> None:
+    """A block: 5 embed + (heads + 2 kv) head + 3 mlp features, fp32 statistics; the head: two inputs and the logits."""
+    made = setting({"preset": "llama-3.1-8b"}, MeshShape(), sequence_length=8192)
+    act = Activations(made, Held.of(made.layout).block)
+    assert act.saved == 8192 * (2 * (5 * 4096 + (32 + 2 * 8) * 128 + 3 * 14336) + 4 * 32 + 2 * 4)
+    assert act.head == 8192 * (2 * 2 * 4096 + 4)
+    assert act.logits == 8192 * (2 * 128256 + 14)
+
+
+def test_replicas_of_hsdp_each_hold_everything() -> None:
+    made = setting({"preset": "llama-tiny"}, MeshShape(dp=4), shard="parameters", replicas=2)
+    (own,) = Held.of(made.layout).stages
+    of_two = replace(made, layout=layout_of(made.model, MeshShape(dp=2)), replicas=1)
+    assert state(own, made) == state(own, of_two)
+
+
+def test_a_chunked_loss_never_holds_all_logits() -> None:
+    made = setting({"preset": "llama-tiny"}, MeshShape(), loss_chunk=16)
+    act = Activations(made, Held.of(made.layout).block)
+    assert act.logits == 16 * 512 * 2 + 14 * 64
+
+
+# -- traffic
+
+
+def test_what_tensor_parallel_ranks_send() -> None:
+    """A block: forward 2 gathers and 2 scatters, backward 4 gathers and 2 scatters, each of t x embed."""
+    made = setting({"preset": "llama-tiny"}, MeshShape(pp=2, tp=2, dp=2), microbatches=4)
+    held = Held.of(made.layout)
+    inner = [x for x in traffic(made, held, 0) if x.axis == "tp"]
+    count = {kind: sum(x.count for x in inner if x.kind == kind) for kind in (ALL_GATHER, REDUCE_SCATTER)}
+    # 2 blocks, 4 microbatches, and the embedding's scatter with the gather that is its backward.
+    assert count == {ALL_GATHER: 6 * 2 * 4 + 4, REDUCE_SCATTER: 4 * 2 * 4 + 4}
+    assert {x.size for x in inner} == {64 * 64 * 2}
+    again = traffic(replace(made, recompute="full"), held, 0)
+    assert sum(x.count for x in again if x.axis == "tp") - sum(x.count for x in inner) == 3 * 2 * 4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_go_to_who_shares_them(tied: bool) -> None:
+    made = setting(SMALL | {"tie_word_embeddings": tied}, MeshShape(pp=2, dp=2, tp=4))
+    held = Held.of(made.layout)
+    sums = [x for x in traffic(made, held, 0) if x.kind == ALL_REDUCE and "gradients" in x.what]
+    elements = sum(part.elements for part in held.stages[0])
+    assert sum(x.size * x.count for x in sums) == 4 * elements
+    # 2 kv heads on 4 ranks are shared by pairs, norms by all four, a tied table by both ends.
+    assert {(x.axis, x.ranks) for x in sums} == {("dp", 2), ("dp x tp", 4), ("dp x tp", 8)} | (
+        {("dp x pp", 4)} if tied else set()
+    )
+
+
+@pytest.mark.parametrize(
+    ("shard", "factor"),
+    [("none", 2 * 4), ("optimizer", 4 + 2), ("gradients", 8 * 4 + 2), ("parameters", 8 * (4 + 2 * 2))],
+)
+def test_what_each_rung_sends(shard: str, factor: int) -> None:
+    """Bytes for each parameter, times (n-1)/n: fp32 gradients, bf16 parameters, 8 microbatches."""
+    made = setting({"preset": "llama-tiny"}, MeshShape(dp=4), shard=shard)
+    held = Held.of(made.layout)
+    sent = sum(x.sent for x in traffic(made, held, 0))
+    assert sent == pytest.approx(factor * made.layout.schema.parameters * 3 / 4, rel=1e-3)
+
+
+def test_groups_inside_of_a_node_use_its_links() -> None:
+    mesh = MeshShape(pp=4, dp=8, tp=8)
+    device = H100.device
+    assert H100.bandwidth(mesh, "tp") == device.link
+    assert H100.bandwidth(mesh, "dp") == device.network
+    assert H100.bandwidth(mesh, "dp x tp") == 8 * device.network
+    assert H100.bandwidth(MeshShape(dp=4, tp=2), "dp") == device.link
+
+
+# -- time
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    made = setting({"preset": "llama-3.1-8b"}, MeshShape(tp=4, dp=2), microbatches=4, sequence_length=8192)
+    found = estimate(made, Held.of(made.layout), H100)
+    floor = found.model_tflop / H100.tflops
+    assert found.compute == pytest.approx(floor / H100.efficiency, rel=1e-6)
+    assert found.total > found.compute
+    slower = replace(H100, efficiency=0.3)
+    assert estimate(made, Held.of(made.layout), slower).compute == pytest.approx(2 * found.compute)
+
+
+@pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (2, 2)])
+def test_the_formula_of_the_search_is_the_simulators(pp: int, chunks: int) -> None:
+    made = setting({"preset": "llama-2-7b"}, MeshShape(pp=pp), chunks, sequence_length=4096)
+    held = Held.of(made.layout)
+    precise, quick = (estimate(made, held, H100, simulated=each).total for each in (True, False))
+    assert quick == pytest.approx(precise, rel=0.02)
+
+
+# -- the search, and the command
+
+
+def test_fit_finds_recipes_that_fit_and_pass_every_rule() -> None:
+    recipe = RECIPES / "llama-3.1-8b.yaml"
+    config = load(recipe, ["mesh.tp=1", "mesh.dp=1"])
+    base = setting_of(config, configure(config.model), 1, "cuda")
+    found = fit(base, 16, H100)
+    assert found and [each.time.total for each in found] == sorted(each.time.total for each in found)
+    for each in found:
+        assert each.fullest.peak <= (1 - MARGIN) * H100.device.memory
+        pasted = load(recipe, [f"{key}={value}" for key, value in each.overrides.items()])
+        model = configure(pasted.model)
+        assert problems(pasted, 16, model, gpus=8, local_ranks=8) == []
+        again = setting_of(pasted, model, 16, "cuda")
+        assert (again.layout.mesh, again.microbatches) == (each.setting.layout.mesh, each.setting.microbatches)
+        assert memory(again, Held.of(again.layout)) == each.memory
+
+
+def test_fit_says_when_nothing_does(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(RECIPES / "llama-3.1-70b.yaml")
+    assert main(["plan", recipe, "--fit", "GPU=a100-40", "--nodes", "1"]) == 0
+    assert "Nothing fits 8 x a100-40" in capsys.readouterr().out
+
+
+def test_1024_ranks_take_no_time(capsys: pytest.CaptureFixture[str]) -> None:
+    start = time.process_time()
+    recipe = str(RECIPES / "llama-3.1-70b.yaml")
+    assert main(["plan", recipe, "mesh.dp=32", "batch.global_size=2048", "--world", "1024", "--json"]) == 0
+    assert time.process_time() - start < 5
+    found = json.loads(capsys.readouterr().out)
+    assert [each["ranks"] for each in found["memory"]] == [256] * 4
+    assert all(sum(each["terms"].values()) == each["peak"] for each in found["memory"])
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "llama-3.2-1b", "llama-3.1-8b"])
+def test_every_recipe_has_a_plan(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu = "cpu" if recipe == "quickstart" else "h200"
+    assert main(["plan", str(RECIPES / f"{recipe}.yaml"), "--gpu", gpu, "--world", "4" if gpu == "cpu" else "8"]) == 0
+    out = capsys.readouterr().out
+    assert "Memory at the peak" in out and "A step is estimated" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["mesh.tp=3"], "cannot split"),
+        (["mesh.tpp=3"], "did you mean mesh.tp"),
+        (["model.preset=nothing"], "unknown preset"),
+    ],
+)
+def test_what_is_wrong_is_said(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(RECIPES / "llama-3.1-8b.yaml"), *arguments]) == 2
+    assert expected in capsys.readouterr().err
+
+
+def _too_many(parse: Callable[[], int]) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        parse()
+    return int(stopped.value.code or 0)
+
+
+def test_devices_that_are_not_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _too_many(lambda: main(["plan", "x.yaml", "--fit", "GPU=h1000"])) == 2
+    assert "h100-80" in capsys.readouterr().err

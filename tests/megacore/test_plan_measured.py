@@ -1,0 +1,228 @@
+"""What the plan says against what ranks really hold: the state to 2 %, the peak of a step to 10 %."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import pytest
+import torch
+from pool import Pool
+from torch import Tensor
+from tracked import Tracked
+
+from megacore.optimizer import MOMENTS, Optimizer
+from megacore.plan.memory import TERMS, Memory, memory
+from megacore.plan.setting import SHARDS, Recompute, Setting, Shard, Widths
+from megacore.plan.state import Held
+from megacore.step import TrainStep
+from models.assemble import Model
+from models.decoder import Losses, Microbatch
+from models.registry import configure
+from models.stages import layout_of
+from parallel.layout import MeshShape
+from parallel.mesh import Mesh
+from parallel.pipeline.run import Pipeline
+from parallel.recompute import Activations
+from parallel.zero import sharing
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+LLAMA: dict[str, Any] = {
+    "family": "llama",
+    "vocab_size": 1000,
+    "hidden_size": 128,
+    "intermediate_size": 344,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+GPT2 = {"family": "gpt2", "vocab_size": 1000, "n_positions": 256, "n_embd": 128, "n_layer": 4, "n_head": 4}
+GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+ALONE = MeshShape()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run of two steps on a few processes."""
+
+    mesh: MeshShape = ALONE
+    precision: Literal["bf16", "fp32"] = "bf16"
+    family: str = "llama"
+    tied: bool = False
+    vocab: int = 1000
+    length: int = 256
+    micro: int = 2
+    microbatches: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    masters: bool = True
+    shard: Shard = "none"
+    replicas: int = 1
+    recompute: Recompute = "none"
+    loss_chunk: int | None = None
+    bucket_bytes: int = 32 << 20
+
+    @property
+    def setting(self) -> Setting:
+        own = GPT2 if self.family == "gpt2" else LLAMA | {"tie_word_embeddings": self.tied}
+        config = configure(own | {"vocab_size": self.vocab})
+        return Setting(
+            config,
+            layout_of(config, self.mesh, self.chunks),
+            Widths.of(self.precision, self.masters),
+            self.length,
+            self.micro,
+            self.microbatches,
+            self.schedule,
+            self.shard,
+            self.replicas,
+            self.recompute,
+            self.loss_chunk,
+            device="cpu",
+            bucket_bytes=self.bucket_bytes,
+        )
+
+
+@dataclass
+class Run:
+    """The live parts of a case on this rank."""
+
+    case: Case
+
+    def __post_init__(self) -> None:
+        case, setting = self.case, self.case.setting
+        dtype = DTYPES[case.precision]
+        wide = torch.float32 if case.masters else dtype
+        self.mesh = Mesh.create(case.mesh)
+        self.model = Model.create(
+            setting.model,
+            setting.layout,
+            self.mesh,
+            dtype,
+            Losses(chunk=case.loss_chunk),
+            Activations(case.recompute),
+        )
+        self.model.parameters.initialise(0)
+        self.gradients = sharing(
+            self.model.parameters, self.model.chunks, wide, case.shard, case.replicas, case.bucket_bytes
+        )
+        self.optimizer = Optimizer(self.gradients, lr=1e-3, master_weights=case.masters)
+        pipeline = Pipeline(self.mesh, self.model.chunks, dtype, case.schedule)
+        self._step = TrainStep(self.mesh, pipeline, self.gradients, self.optimizer)
+
+    def step(self) -> None:
+        case, embed = self.case, self.model.config.sizes["embed"]
+        batches = []
+        for _ in range(case.microbatches):
+            tokens = torch.randint(0, case.vocab, (case.micro * case.length,))
+            positions = torch.arange(case.length).repeat(case.micro)
+            shape = (len(tokens) // case.mesh.tp, embed)
+            batches.append(Microbatch(tokens, tokens.clone(), positions, case.micro, shape))
+        self._step(batches, 1e-3)
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        """Of each part of the state, whatever memory it lies in."""
+        buckets: list[Any] = list(getattr(self.gradients, "buckets", []))
+        parameters = [p.data for p in self.model.parameters.values()] + [b.own for b in buckets if hasattr(b, "own")]
+        lazy = [p.grad for p in self.model.parameters.values() if p.grad is not None]
+        return {
+            "parameters": parameters,
+            "gradients": lazy + [b.gradient if hasattr(b, "own") else b.flat for b in buckets],
+            "masters": [t.tensor for t in self.optimizer.targets if t.master],
+            "moments": [state[m] for state in self.optimizer.adamw.state.values() for m in MOMENTS],
+        }
+
+
+def size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages, each once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def state(case: Case) -> tuple[int, dict[str, int]]:
+    """(stage, bytes of each part of the state after a step)."""
+    run = Run(case)
+    run.step()
+    return run.mesh.place.pp, {part: size(tensors) for part, tensors in run.tensors().items()}
+
+
+def peaks(cases: list[Case]) -> list[tuple[int, int]]:
+    """Of each case: (stage, most bytes of tensors at once in its second step)."""
+    found = []
+    for case in cases:
+        torch.manual_seed(0)
+        run = Run(case)
+        run.step()
+        tracked = Tracked(*(tensor for tensors in run.tensors().values() for tensor in tensors))
+        with tracked:
+            run.step()
+        found.append((run.mesh.place.pp, tracked.peak))
+    return found
+
+
+def planned(case: Case) -> tuple[Memory, ...]:
+    return memory(case.setting, Held.of(case.setting.layout))
+
+
+MESHES = [MeshShape(dp=4), MeshShape(dp=2, tp=2), MeshShape(pp=2, dp=2), MeshShape(tp=4)]
+STATES = [
+    *(Case(mesh, tied=mesh.pp > 1, shard=shard, length=16) for mesh in MESHES for shard in SHARDS),
+    Case(MeshShape(dp=4), shard="gradients", replicas=2, length=16),
+    Case(MeshShape(pp=2, tp=2), masters=False, length=16, microbatches=2),
+    Case(MeshShape(pp=2, tp=2), "fp32", length=16, schedule="interleaved", chunks=2, microbatches=2),
+    Case(MeshShape(dp=2, tp=2), "fp32", family="gpt2", length=16),
+]
+
+
+@pytest.mark.parametrize("case", STATES, ids=repr)
+def test_the_state_is_what_the_plan_says(pool: Pool, case: Case) -> None:
+    plan = planned(case)
+    for stage, found in pool.run(4, state, case):
+        for part in TERMS[:4]:
+            assert found[part] == pytest.approx(plan[stage].terms[part], rel=0.02), (part, stage)
+
+
+BOTH: list[Case] = [
+    Case(),
+    Case(recompute="selective"),
+    Case(recompute="full"),
+    Case(microbatches=3),
+    Case(length=1024, micro=1),
+    Case(vocab=8000),
+    Case(vocab=8000, tied=True, microbatches=2),
+    Case(vocab=8000, loss_chunk=64),
+    Case(family="gpt2"),
+]
+OF_ONE = [replace(case, precision=kind) for kind in ("bf16", "fp32") for case in BOTH]
+OF_TWO = [
+    Case(MeshShape(tp=2), microbatches=2),
+    Case(MeshShape(pp=2), microbatches=4),
+    Case(MeshShape(pp=2), "fp32", microbatches=4),
+    Case(MeshShape(pp=2), microbatches=4, schedule="gpipe"),
+    Case(MeshShape(pp=2), microbatches=4, schedule="interleaved", chunks=2),
+    Case(MeshShape(dp=2), microbatches=2),
+    Case(MeshShape(dp=2), shard="optimizer", microbatches=2, bucket_bytes=1 << 19),
+    Case(MeshShape(dp=2), shard="gradients", microbatches=2, bucket_bytes=1 << 19),
+    Case(MeshShape(dp=2), shard="parameters", microbatches=2),
+]
+OF_FOUR = [
+    Case(MeshShape(pp=2, tp=2), microbatches=4),
+    Case(MeshShape(tp=4), recompute="full"),
+    Case(MeshShape(dp=4), shard="parameters"),
+]
+
+
+@pytest.mark.parametrize(("world", "cases"), [(1, OF_ONE), (2, OF_TWO), (4, OF_FOUR)])
+def test_the_peak_of_a_step_is_what_the_plan_says(pool: Pool, world: int, cases: list[Case]) -> None:
+    found = pool.run(world, peaks, cases)
+    wrong = []
+    for number, case in enumerate(cases):
+        plan = planned(case)
+        for stage, peak in {rank[number] for rank in found}:
+            if plan[stage].peak != pytest.approx(peak, rel=0.1):
+                wrong.append((case, stage, peak, plan[stage]))
+    assert not wrong, "\n".join(f"{c}, stage {s}: {p:,} bytes, planned {m.peak:,}: {m}" for c, s, p, m in wrong)

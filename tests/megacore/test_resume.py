@@ -1,0 +1,498 @@
+"""Going on: bitwise on the same layout, to rounding on any other; and what is said or refused before a run starts."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine import GPT2, LENGTH, LLAMA, RECIPE, VOCAB, Result, train, trainer, weights, write_recipe
+from pool import Pool
+
+from megacore import checkpoints, metrics, pretrain
+from megacore.config import ConfigError, load
+from megacore.progress import Progress
+from megacore.resume import find, raw_of, remarks
+from megacore.save import State
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.strict_json import StoreError
+from megacore.trainer import Trainer
+from models.decoder import Microbatch
+from models.stages import layout_of
+from parallel.layout import MeshShape
+from parallel.transfer import execute, native, plan
+
+TOLERANCE = 1e-9
+OFF = ["evaluate.every=0"]
+ONE = MeshShape()
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture(scope="module")
+def six(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps of one process in float64, with checkpoints after 3 and 6."""
+    out = tmp_path_factory.mktemp("six") / "run"
+    train(recipe, [f"out={out}", "train.steps=6", "checkpoint.every=3"])
+    return out
+
+
+def path_of(out: Path, step: int) -> Path:
+    return checkpoints.path_of(checkpoints.folder_of(out), step)
+
+
+def whole(path: Path, state: str) -> dict[str, np.ndarray]:
+    """A state as one process would hold it."""
+    checkpoint = Checkpoint.open(path)
+    kind = {"F64": np.float64, "F32": np.float32}
+    target = native(layout_of(checkpoint.config, ONE), [0])
+    made, read = {}, checkpoint.read(state)
+    for stored, copies in plan(checkpoint.config.schema, checkpoint.stored(), target):
+        made[stored.name] = np.zeros(stored.shape)
+        for copy in copies:
+            dtype, bits = read(copy.source)
+            execute(copy, bits.view(kind[dtype]), made[stored.name])
+    return made
+
+
+def relative(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+# -- on the same layout, bitwise
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        pytest.param(2, ["train.precision=fp32"], id="dp2-fp32"),
+        pytest.param(4, ["train.precision=bf16", "mesh.tp=2", "mesh.pp=2"], id="tp2-pp2-bf16"),
+    ],
+)
+def test_ten_steps_and_ten_are_twenty_bitwise(pool: Pool, tmp_path: Path, world: int, overrides: list[str]) -> None:
+    """With dropout, whose masks must go on too."""
+    recipe = write_recipe(tmp_path, RECIPE | {"model": GPT2})
+    overrides = ["train.steps=20", "checkpoint.every=10", "evaluate.every=5", "batch.micro_size=2", *overrides]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    twenty = pool.run(world, train, recipe, [f"out={straight}", *overrides])
+    ten = pool.run(world, train, recipe, [f"out={resumed}", f"checkpoint.resume={path_of(straight, 10)}", *overrides])
+    assert [result.last for result in ten] == [20] * world
+    for key in ("loss", "grad_norm", "lr", "tokens", "validation_loss"):
+        values = ten[0].values(key)
+        assert len(values) == (2 if key == "validation_loss" else 10)
+        assert values == twenty[0].values(key)[-len(values) :], key
+    for one, other in zip(twenty, ten, strict=True):
+        assert all(np.array_equal(value, other.weights[name]) for name, value in one.weights.items())
+    # Every state, to the byte; and there was something to lose in it.
+    files = [path.relative_to(path_of(straight, 20)) for path in path_of(straight, 20).rglob("*.safetensors")]
+    assert len(files) == (4 * 4 if world == 4 else 3)
+    for file in files:
+        assert filecmp.cmp(path_of(straight, 20) / file, path_of(resumed, 20) / file, shallow=False), file
+        assert not filecmp.cmp(path_of(straight, 20) / file, path_of(straight, 10) / file, shallow=False), file
+
+
+def test_it_goes_on_where_it_was_stopped(recipe: str, six: Path, tmp_path: Path) -> None:
+    """In the same folder, its log cut back to the checkpoint: as if it had never stopped."""
+    overrides = [f"out={tmp_path / 'run'}", "train.steps=6", "checkpoint.every=3", "checkpoint.resume=auto"]
+    made = trainer(recipe, overrides, log=True)
+    made.step.backward = stop_at(made, 5)  # type: ignore[method-assign]
+    with pytest.raises(InterruptedError):
+        made.run()
+    assert [record["step"] for record in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4]
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # killed while it wrote
+    result = train(recipe, overrides)
+    straight = metrics.read(six / "metrics.jsonl")
+    timing = {"seconds_per_step", "tokens_per_second", "tflops_per_device", "mfu", "peak_memory_gib"}
+    for record, want in zip(result.records, straight, strict=True):
+        assert {k: v for k, v in record.items() if k not in timing} == {
+            k: v for k, v in want.items() if k not in timing
+        }
+    assert list(checkpoints.complete(checkpoints.folder_of(tmp_path / "run"))) == [3, 6]
+
+
+def stop_at(made: Trainer, step: int) -> Any:
+    plain, count = made.step.backward, made.start.step
+
+    def backward(microbatches: list[Microbatch]) -> Any:
+        nonlocal count
+        count += 1
+        if count == step:
+            made.saver.finish()
+            raise InterruptedError
+        return plain(microbatches)
+
+    return backward
+
+
+def test_a_run_that_is_over_does_nothing(recipe: str, six: Path, tmp_path: Path) -> None:
+    made = trainer(recipe, [f"out={tmp_path}", "train.steps=6", f"checkpoint.resume={path_of(six, 6)}"])
+    before = weights(made)
+    assert made.run() == 6
+    assert all(np.array_equal(value, before[name]) for name, value in weights(made).items())
+
+
+# -- on another layout, to rounding
+
+LAYOUTS = [
+    pytest.param(4, ["mesh.tp=4", "batch.micro_size=2"], id="tp4"),  # kv heads shared, vocabulary padded
+    pytest.param(2, ["mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved"], id="pp2-interleaved"),
+    pytest.param(4, ["mesh.tp=2", "mesh.pp=2", "pipeline.layers_per_stage=[3,1]"], id="tp2-pp2-uneven"),
+    pytest.param(2, [], id="dp2"),
+]
+
+
+@pytest.mark.parametrize(("world", "overrides"), LAYOUTS)
+def test_another_layout_goes_on_with_the_same_numbers(
+    pool: Pool, recipe: str, six: Path, tmp_path: Path, world: int, overrides: list[str]
+) -> None:
+    """There: from one process at step 3. And back: its own step 3 is that of one process, which goes on from it."""
+    common = ["train.steps=6", "checkpoint.every=3", *OFF]
+    there, here = tmp_path / "there", tmp_path / "here"
+    start = f"checkpoint.resume={path_of(six, 3)}"
+    ranks: list[Result] = pool.run(world, train, recipe, [f"out={there}", start, *common, *overrides])
+    straight = metrics.curve(metrics.read(six / "metrics.jsonl"), "loss")
+    np.testing.assert_allclose(ranks[0].values("loss"), [loss for _, loss in straight[3:]], rtol=TOLERANCE)
+    states = ("weights", "exp_avg", "exp_avg_sq")
+    for state in states:
+        want = whole(path_of(six, 6), state)
+        for name, value in whole(path_of(there, 6), state).items():
+            assert relative(value, want[name]) < TOLERANCE, (state, name)
+    back = train(
+        recipe,
+        [f"out={here}", f"checkpoint.resume={path_of(there, 6)}", "train.steps=8", "checkpoint.at_end=true", *OFF],
+    )
+    forth = train(recipe, [f"out={tmp_path / 'forth'}", f"checkpoint.resume={path_of(six, 6)}", "train.steps=8", *OFF])
+    np.testing.assert_allclose(back.values("loss"), forth.values("loss"), rtol=TOLERANCE)
+    for name, value in back.weights.items():
+        assert relative(value, forth.weights[name]) < TOLERANCE, name
+
+
+# -- other batches, other precision, left out steps
+
+
+def test_another_batch_size_goes_on_with_the_next_sample(recipe: str, six: Path, tmp_path: Path) -> None:
+    overrides = [f"out={tmp_path / 'run'}", f"checkpoint.resume={path_of(six, 3)}", "batch.global_size=4"]
+    made = trainer(recipe, [*overrides, "train.steps=5", "checkpoint.at_end=true", *OFF], log=True)
+    plain, seen = made.step.backward, list[list[int]]()
+
+    def backward(microbatches: list[Microbatch]) -> Any:
+        seen.extend(batch.tokens.tolist() for batch in microbatches)
+        return plain(microbatches)
+
+    made.step.backward = backward  # type: ignore[assignment, method-assign]
+    made.run()
+    samples = made.batches._source
+    assert seen == [samples.sample(index).tokens[:-1].tolist() for index in range(24, 32)]
+    told = json.loads((path_of(tmp_path / "run", 5) / "trainer.json").read_text())
+    assert (told["consumed_samples"], told["tokens"]) == (32, 32 * LENGTH)
+    tokens = metrics.curve(metrics.read(tmp_path / "run" / "metrics.jsonl"), "tokens")
+    assert tokens == [(4, 28 * LENGTH), (5, 32 * LENGTH)]
+
+
+def test_masters_are_the_weights_of_a_wider_run_and_the_other_way_round(recipe: str, tmp_path: Path) -> None:
+    common = ["train.steps=4", "checkpoint.every=2", *OFF]
+    narrow, wide = tmp_path / "bf16", tmp_path / "fp32"
+    train(recipe, [f"out={narrow}", "train.precision=bf16", *common])
+    masters = whole(path_of(narrow, 2), "master")
+    made = trainer(recipe, [f"checkpoint.resume={path_of(narrow, 2)}", "train.precision=fp32", *common])
+    assert all(np.array_equal(value, masters[name]) for name, value in weights(made).items())
+    train(recipe, [f"out={wide}", "train.precision=fp32", *common])
+    exact = whole(path_of(wide, 2), "weights")
+    made = trainer(recipe, [f"checkpoint.resume={path_of(wide, 2)}", "train.precision=bf16", *common])
+    rounded = {name: torch.from_numpy(value).bfloat16().double().numpy() for name, value in exact.items()}
+    assert all(np.array_equal(value, rounded[name]) for name, value in weights(made).items())
+    assert any(not np.array_equal(value, rounded[name]) for name, value in exact.items())
+    names = {id(span): span.name for span in made.step.gradients.spans}
+    for target in made.step.optimizer.targets:
+        assert np.array_equal(target.tensor.double().numpy(), exact[names[id(target.part)]])
+    # Without masters, in bf16 alone.
+    pure = ["train.precision=bf16", "optimizer.master_weights=false", *common]
+    made = trainer(recipe, [f"checkpoint.resume={path_of(narrow, 2)}", *pure])
+    assert State(made.model.parameters, made.step.optimizer).dtypes.keys() == {"weights", "exp_avg", "exp_avg_sq"}
+    assert all(target.tensor.dtype == torch.bfloat16 for target in made.step.optimizer.targets)
+
+
+def skipping(recipe: str, overrides: list[str], step: int) -> Result:
+    made = trainer(recipe, overrides, log=True)
+    plain, count = made.step.pipeline.train, made.start.step
+
+    def poisoned(microbatches: list[Microbatch], scale: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return plain(microbatches, scale * torch.nan if count == step else scale)
+
+    made.step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
+    last = made.run()
+    return Result(last, metrics.read(Path(made.config.out) / metrics.METRICS), weights(made))
+
+
+def test_steps_that_were_left_out_do_not_count_in_the_bias_correction(recipe: str, tmp_path: Path) -> None:
+    common = ["train.steps=6", "checkpoint.every=3", "optimizer.non_finite=skip", "train.precision=fp32", *OFF]
+    straight = skipping(recipe, [f"out={tmp_path / 'straight'}", *common], 2)
+    told = json.loads((path_of(tmp_path / "straight", 3) / "trainer.json").read_text())
+    assert (told["step"], told["optimizer_steps"]) == (3, 2)
+    start = f"checkpoint.resume={path_of(tmp_path / 'straight', 3)}"
+    resumed = skipping(recipe, [f"out={tmp_path / 'resumed'}", start, *common], 0)
+    assert resumed.values("loss") == straight.values("loss")[-3:]
+    assert resumed.values("skipped_steps") == [1, 1, 1]
+    assert all(np.array_equal(value, straight.weights[name]) for name, value in resumed.weights.items())
+
+
+# -- the weights of somebody else
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Hugging Face folder as transformers writes it."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(**{key: value for key, value in LLAMA.items() if key != "family"})
+    path = tmp_path_factory.mktemp("hf") / "model"
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def test_a_hugging_face_folder_starts_at_the_loss_that_transformers_computes(
+    recipe: str, folder: Path, tmp_path: Path
+) -> None:
+    import transformers
+
+    bare = write_recipe(tmp_path, {**RECIPE, "model": {}})
+    made = trainer(bare, [f"checkpoint.init={folder}"])
+    theirs = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    held = {name: value.detach().numpy() for name, value in theirs.state_dict().items()}
+    ours = weights(made)
+    for layer in range(4):
+        qkv = [held[f"model.layers.{layer}.self_attn.{name}_proj.weight"] for name in "qkv"]
+        assert np.array_equal(ours[f"layers.{layer}.attn.qkv.weight"], np.concatenate(qkv))
+    assert any(np.array_equal(value, held["lm_head.weight"]) for value in ours.values())
+    batches = made.batches.microbatches(0)
+    tokens = torch.from_numpy(np.concatenate([batch.tokens for batch in batches]))
+    labels = torch.from_numpy(np.concatenate([batch.labels for batch in batches]))
+    logits = theirs(tokens).logits
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
+    stats = made.step.backward(made._microbatches(batches, 1))
+    assert stats.loss.item() == pytest.approx(want, rel=1e-6)  # rope in fp32 on their side
+    assert made.start == Progress() and made.run() == 5
+
+
+def shards(recipe: str, overrides: list[str]) -> dict[str, np.ndarray]:
+    return weights(trainer(recipe, overrides))
+
+
+def test_weights_start_on_any_layout(pool: Pool, recipe: str, six: Path, folder: Path) -> None:
+    for source in (folder, path_of(six, 6)):
+        made = trainer(recipe, [f"checkpoint.init={source}"])
+        assert made.start == Progress() and made.step.optimizer.updates == 0
+        assert not any(made.step.optimizer.adamw.state[t.tensor]["exp_avg"].any() for t in made.step.optimizer.targets)
+        one, layout = weights(made), made.model.parameters.layout
+        mesh = MeshShape(tp=2, pp=2)
+        ranks = pool.run(4, shards, recipe, [f"checkpoint.init={source}", "mesh.tp=2", "mesh.pp=2"])
+        target = native(layout_of(made.model.config, mesh), range(4))
+        for stored, copies in plan(layout.schema, native(layout, [0]), target):
+            want = np.zeros(stored.shape)
+            for copy in copies:
+                execute(copy, one[copy.source.name], want)
+            assert isinstance(stored.where, int)
+            assert np.array_equal(ranks[stored.where][stored.name], want), stored.name
+
+
+def test_the_config_of_the_source_comes_along(recipe: str, folder: Path, six: Path) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    setup = pretrain.check(recipe, [f"checkpoint.init={folder}"], 1, 1)
+    assert raw_of(setup.model, setup.start.source) == {**raw, "max_position_embeddings": LENGTH}
+    changed = replace(setup.model, attention_dropout=0.5)  # type: ignore[call-arg]
+    assert raw_of(changed, setup.start.source) == {**raw, "attention_dropout": 0.5}
+    assert raw_of(setup.model, None) == setup.model.to_hugging_face()
+
+
+# -- before anything starts
+
+
+def problems(recipe: str, *overrides: str, world: int = 1) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as error:
+        pretrain.check(recipe, overrides, world, world)
+    return error.value.problems
+
+
+def test_a_model_that_is_another_one_is_refused_and_each_difference_named(recipe: str, six: Path) -> None:
+    other = ["model.hidden_size=32", "model.num_hidden_layers=2", "model.attention_bias=true"]
+    for key in ("init", "resume"):
+        found = problems(recipe, f"checkpoint.{key}={path_of(six, 6)}", *other)
+        said = "\n".join(found)
+        assert "embed is 32 in the recipe and 16 in the checkpoint" in said
+        assert "layer is 2 in the recipe and 4 in the checkpoint" in said
+        assert "attn.qkv.bias (q) is not in the checkpoint" in said
+        assert all(problem.startswith("model: ") for problem in found)
+
+
+def said(recipe: str, *overrides: str, mesh: MeshShape = ONE) -> list[str]:
+    setup = pretrain.check(recipe, overrides, mesh.world, mesh.world)
+    return remarks(setup.start, setup.config, setup.model, mesh)
+
+
+def test_what_has_changed_is_said_in_a_line_each(recipe: str, six: Path, tmp_path: Path) -> None:
+    start = f"checkpoint.resume={path_of(six, 3)}"
+    same = ["train.steps=6", start, f"out={tmp_path / 'run'}"]
+    resuming = f"Resuming after step 3 (192 tokens) from {path_of(six, 3)}."
+    assert said(recipe, *same) == [resuming]
+    changed = ["optimizer.lr=0.5", "data.seed=3", "schedule.warmup_steps=1", "batch.global_size=4", "log.every=9"]
+    assert said(recipe, *same, *changed) == [
+        resuming,
+        "  data.seed is 3, and was 0",
+        "  batch.global_size is 4, and was 8",
+        "  optimizer.lr is 0.5, and was 0.01",
+        "  schedule.warmup_steps is 1, and was 2",
+    ]
+    # Masks differ only where there are some.
+    assert said(recipe, *same, mesh=MeshShape(dp=2)) == [resuming]
+    first, dropout, masks = said(recipe, *same, "model.attention_dropout=0.1", mesh=MeshShape(dp=2))
+    assert (first, dropout) == (resuming, "  model.attention_dropout is 0.1, and was 0.0")
+    assert "dropout draws other masks" in masks
+    assert len(said(recipe, *same, "model.attention_dropout=0.1")) == 2
+
+
+def test_without_a_model_the_checkpoint_s_is_taken(six: Path, tmp_path: Path) -> None:
+    bare = write_recipe(tmp_path, {**RECIPE, "model": {}})
+    setup = pretrain.check(bare, [f"checkpoint.resume={path_of(six, 3)}"], 1, 1)
+    assert setup.model == Checkpoint.open(path_of(six, 3)).config
+    full = write_recipe(tmp_path)
+    assert pretrain.check(full, [f"checkpoint.init={path_of(six, 3)}", "model=null"], 1, 1).model == setup.model
+    bare = write_recipe(tmp_path, {**RECIPE, "model": {}})
+    changed = pretrain.check(bare, [f"checkpoint.init={path_of(six, 3)}", "model.attention_dropout=0.25"], 1, 1)
+    assert changed.model == replace(setup.model, attention_dropout=0.25)  # type: ignore[call-arg]
+    assert any("give one of family" in problem for problem in problems(bare))
+
+
+def test_two_starts_are_one_too_many(recipe: str, six: Path) -> None:
+    here = path_of(six, 3)
+    (problem,) = problems(recipe, f"checkpoint.init={here}", f"checkpoint.resume={here}")
+    assert "both say where to start" in problem
+
+
+def test_auto_takes_the_newest_or_begins(recipe: str, six: Path, tmp_path: Path) -> None:
+    empty = [f"out={tmp_path / 'new'}", "checkpoint.resume=auto"]
+    folder = checkpoints.folder_of(tmp_path / "new")
+    begins = f"There is no checkpoint in {folder} to resume from: the run starts"
+    assert said(recipe, *empty) == [f"{begins} afresh."]
+    assert said(recipe, *empty, f"checkpoint.init={path_of(six, 3)}") == [f"{begins} from {path_of(six, 3)}."]
+    config = load(recipe, [f"out={six}", "checkpoint.resume=auto"])
+    assert find(config).progress.step == 6
+    # Half written and half removed ones are none.
+    for name in (".step-00000009.partial", ".step-00000008.doomed", "step-00000007"):
+        (checkpoints.folder_of(six) / name).mkdir()
+    try:
+        assert find(config).progress.step == 6
+        checkpoints.clean(checkpoints.folder_of(six))
+        assert sorted(path.name for path in checkpoints.folder_of(six).iterdir()) == [
+            "step-00000003",
+            "step-00000006",
+            "step-00000007",
+        ]
+    finally:
+        (checkpoints.folder_of(six) / "step-00000007").rmdir()
+
+
+def test_a_folder_that_holds_a_run_is_gone_on_with_or_left_alone(recipe: str, six: Path, tmp_path: Path) -> None:
+    (problem,) = problems(recipe, f"out={six}")
+    assert "already holds a run" in problem and "checkpoint.resume=auto" in problem
+    (problem,) = problems(recipe, f"out={six}", f"checkpoint.init={path_of(six, 6)}")
+    assert "already holds a run" in problem
+    # From an older one of its own, the newer ones would be another run's.
+    (problem,) = problems(recipe, f"out={six}", f"checkpoint.resume={path_of(six, 3)}")
+    assert "is older than step-00000006" in problem
+    pretrain.check(recipe, [f"out={six}", f"checkpoint.resume={path_of(six, 6)}"], 1, 1)
+    (tmp_path / "metrics.jsonl").touch()
+    (problem,) = problems(recipe, f"out={tmp_path}", f"checkpoint.resume={path_of(six, 6)}")
+    assert "is not a checkpoint of it" in problem
+
+
+def test_what_cannot_be_started_from_is_named(recipe: str, six: Path, tmp_path: Path) -> None:
+    (problem,) = problems(recipe, f"checkpoint.init={tmp_path / 'nowhere'}")
+    assert problem.startswith("checkpoint: ") and "nowhere" in problem
+    (problem,) = problems(recipe, f"checkpoint.resume={tmp_path}")
+    assert problem.startswith("checkpoint: ") and "index.json" in problem
+    # Without a model of its own the recipe's other problems are still found.
+    bare = write_recipe(tmp_path, {**RECIPE, "model": {}})
+    found = problems(bare, f"checkpoint.init={tmp_path / 'nowhere'}", "train.steps=0")
+    assert len(found) == 2
+    copied = tmp_path / "weights"
+    shutil.copytree(path_of(six, 3), copied)
+    (copied / "trainer.json").unlink()
+    index = json.loads((copied / "index.json").read_text())
+    (copied / "index.json").write_text(json.dumps({**index, "step": None}))  # as of converted weights
+    (problem,) = problems(recipe, f"checkpoint.resume={copied}")
+    assert "no training run (no trainer.json)" in problem and "checkpoint.init" in problem
+    (copied / "index.json").write_text(json.dumps(index))
+    (copied / "trainer.json").write_text('{"step": 3, "consumed_samples": -1, "tokens": 4}')
+    (problem,) = problems(recipe, f"checkpoint.resume={copied}")
+    assert "has no consumed_samples and no optimizer_steps and no recipe" in problem
+
+
+@pytest.mark.quick
+def test_progress_is_read_as_it_was_written() -> None:
+    progress = Progress(step=7, samples=50, tokens=400, updates=6)
+    config = replace(load_default(), batch=replace(load_default().batch, global_size=10))
+    later = progress.at(9, config, updates=8)
+    assert later == Progress(9, 70, 400 + 20 * config.data.sequence_length, 8) and later.skipped == 1
+    tree = {"step": 7, "consumed_samples": 50, "tokens": 400, "optimizer_steps": 6, "recipe": {}}
+    assert Progress.read(tree, "here") == progress
+    broken: list[Mapping[str, Any]] = [{**tree, "step": None}, {**tree, "step": True}, {**tree, "recipe": 3}]
+    for wrong in broken:
+        with pytest.raises(StoreError, match="here: has no"):
+            Progress.read(wrong, "here")
+
+
+def load_default() -> Any:
+    from megacore.config import Config
+
+    return Config()
+
+
+# -- the program
+
+
+def test_the_program_goes_on(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [recipe, f"out={tmp_path / 'run'}", "checkpoint.at_end=true", "checkpoint.resume=auto"]
+    assert pretrain.main([*arguments, "train.steps=3", "schedule.name=constant"]) == 0
+    shown = capsys.readouterr().out
+    assert "the run starts afresh" in shown and f"checkpoint       {path_of(tmp_path / 'run', 3)}" in shown
+    (checkpoints.folder_of(tmp_path / "run") / ".step-00000004.doomed").mkdir()
+    assert pretrain.main([*arguments, "train.steps=5", "schedule.name=constant"]) == 0
+    shown = capsys.readouterr().out
+    assert "Resuming after step 3 (192 tokens)" in shown and "train.steps is 5, and was 3" in shown
+    assert sorted(path.name for path in checkpoints.folder_of(tmp_path / "run").iterdir()) == [
+        "step-00000003",
+        "step-00000005",
+    ]
+    assert [r["step"] for r in metrics.read(tmp_path / "run" / "metrics.jsonl") if "loss" in r] == [1, 2, 3, 4, 5]
+    assert asdict(load(tmp_path / "run" / "config.yaml"))["train"]["steps"] == 5
+
+
+def disagree(recipe: str, overrides: list[str], rank: int) -> str:
+    mine = overrides if torch.distributed.get_rank() == rank else overrides[:-1]
+    with pytest.raises(ConfigError) as error:
+        trainer(recipe, mine)
+    return str(error.value)
+
+
+def test_ranks_that_find_different_checkpoints_say_so(pool: Pool, recipe: str, six: Path, tmp_path: Path) -> None:
+    overrides = [f"out={tmp_path / 'run'}", f"checkpoint.resume={path_of(six, 3)}"]
+    for message in pool.run(2, disagree, recipe, overrides, 1):
+        assert "steps 0 to 3" in message and "all nodes share" in message
+
+
+def test_a_vocabulary_of_another_size_is_another_model(recipe: str, six: Path) -> None:
+    found = problems(recipe, f"checkpoint.init={path_of(six, 6)}", f"model.vocab_size={VOCAB + 1}")
+    assert len(found) == 1 and f"vocab is {VOCAB + 1} in the recipe and {VOCAB} in the checkpoint" in found[0]

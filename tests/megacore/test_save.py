@@ -1,0 +1,361 @@
+"""Saving: what is written, by whom, when, and what becomes of it when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import engine
+import numpy as np
+import pytest
+import torch
+from engine import GPT2, RECIPE, train, trainer, write_recipe
+from pool import Pool
+
+from megacore import checkpoints, save
+from megacore.control import Control
+from megacore.save import SaveError, share_out
+from megacore.store import publish
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.strict_json import StoreError
+from megacore.trainer import NonFinite, Trainer
+from models.decoder import Microbatch
+from parallel.layout import MeshShape
+from parallel.mesh import Mesh
+
+QUIET = ["evaluate.every=0", "train.precision=fp32"]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+def saved(out: Path) -> list[int]:
+    """The steps of the checkpoints; and nothing half done is left."""
+    folder = checkpoints.folder_of(out)
+    found = list(checkpoints.complete(folder))
+    assert sorted(path.name for path in folder.glob("*")) == [f"step-{step:08d}" for step in found]
+    return found
+
+
+def opened(out: Path, step: int) -> Checkpoint:
+    return Checkpoint.open(checkpoints.path_of(checkpoints.folder_of(out), step))
+
+
+def arrays(checkpoint: Checkpoint, state: str) -> dict[tuple[object, str], np.ndarray]:
+    read = checkpoint.read(state)
+    return {(stored.where, stored.name): read(stored)[1].copy() for stored in checkpoint.stored()}
+
+
+# -- pure parts
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("newest", "every", "kept"),
+    [(None, 0, [1, 2, 3, 4, 5, 6]), (2, 0, [5, 6]), (1, 3, [3, 6]), (1, 2, [2, 4, 6]), (9, 4, [1, 2, 3, 4, 5, 6])],
+)
+def test_which_checkpoints_are_kept(newest: int | None, every: int, kept: list[int]) -> None:
+    assert sorted(checkpoints.kept(list(range(1, 7)), newest, every)) == kept
+
+
+def test_pruning_takes_the_name_away_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        folder = checkpoints.path_of(tmp_path, step)
+        folder.mkdir()
+        (folder / "index.json").touch()
+    killed: list[Path] = []
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", killed.append)
+    checkpoints.prune(tmp_path, 1, 0)
+    monkeypatch.undo()
+    # As if the process had been killed instead of removing: nothing that looks like a checkpoint is left.
+    assert len(killed) == 2 and all(path.is_dir() and path.name.startswith(".") for path in killed)
+    assert list(checkpoints.complete(tmp_path)) == [3]
+    checkpoints.clean(tmp_path)
+    assert saved_names(tmp_path) == ["step-00000003"]
+
+
+def saved_names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.quick
+def test_files_are_shared_out_by_size() -> None:
+    sizes = {"weights": 2, "master": 4, "exp_avg": 4, "exp_avg_sq": 4}
+    assert share_out(sizes, 1) == [["master", "exp_avg", "exp_avg_sq", "weights"]]
+    assert share_out(sizes, 2) == [["master", "exp_avg_sq"], ["exp_avg", "weights"]]
+    for replicas in range(1, 7):
+        shares = share_out(sizes, replicas)
+        assert len(shares) == replicas and sorted(state for share in shares for state in share) == sorted(sizes)
+
+
+def talk() -> tuple[list[float], list[Any], list[Any]]:
+    control = Control.create(Mesh.create(MeshShape(dp=torch.distributed.get_world_size())))
+    rank = control.mesh.rank
+    return control.largest(rank, -rank, 0.5), control.gather({"rank": rank}), control.exchange("x" * 1000 * rank)
+
+
+def test_ranks_tell_each_other(pool: Pool) -> None:
+    said = pool.run(3, talk)
+    assert [largest for largest, _, _ in said] == [[2, 0, 0.5]] * 3
+    assert [gathered for _, gathered, _ in said] == [[{"rank": 0}, {"rank": 1}, {"rank": 2}], [], []]
+    assert all([len(text) for text in texts] == [0, 1000, 2000] for _, _, texts in said)
+
+
+# -- what is there
+
+
+def test_a_checkpoint_holds_the_run(recipe: str, tmp_path: Path) -> None:
+    (Path(recipe).parent / "tokenizer.json").write_text("{}")
+    out = tmp_path / "run"
+    result = train(recipe, [f"out={out}", "checkpoint.at_end=true", "train.precision=bf16", "evaluate.every=0"])
+    (Path(recipe).parent / "tokenizer.json").unlink()
+    checkpoint = opened(out, 5)
+    assert saved(out) == [5] and checkpoint.index.step == 5
+    assert checkpoint.index.states == ("weights", "master", "exp_avg", "exp_avg_sq")
+    assert list(checkpoint.companions()) == ["tokenizer.json"]
+    for (_, name), bits in arrays(checkpoint, "weights").items():
+        assert np.array_equal((bits.astype(np.uint32) << 16).view(np.float32), result.weights[name])
+    # Weights are the rounded masters, and moments have moved.
+    for (where, name), bits in arrays(checkpoint, "master").items():
+        rounded = torch.from_numpy(bits.view(np.float32)).bfloat16().double().numpy()
+        assert np.array_equal(rounded, result.weights[name]), where
+    assert all(bits.any() for moment in ("exp_avg", "exp_avg_sq") for bits in arrays(checkpoint, moment).values())
+    told = dict(checkpoint.trainer or {})
+    assert (told["step"], told["consumed_samples"], told["tokens"], told["optimizer_steps"]) == (5, 40, 320, 5)
+    assert told["lr"] == result.values("lr")[-1] and told["scaler"] is None
+    assert told["recipe"]["train"]["seed"] == 0 and told["recipe"]["mesh"] == dict.fromkeys(
+        ("pp", "dp", "cp", "ep", "tp"), 1
+    )
+
+
+def shares(recipe: str, overrides: list[str]) -> tuple[list[str], list[str]]:
+    made = trainer(recipe, overrides, log=True)
+    snapshots = save.Snapshot(made.saver._state)
+    made.run()
+    return sorted(snapshots.files), sorted(snapshots._host)
+
+
+def test_replicas_share_out_the_writing_and_copy_no_more(pool: Pool, recipe: str, tmp_path: Path) -> None:
+    overrides = [f"out={tmp_path / 'run'}", "mesh.tp=2", "checkpoint.at_end=true", *QUIET]
+    ranks = pool.run(4, shares, recipe, overrides)
+    # Ranks 0 and 2, 1 and 3 hold the same.
+    for one, other in ((0, 2), (1, 3)):
+        assert sorted(ranks[one][0] + ranks[other][0]) == ["exp_avg", "exp_avg_sq", "weights"]
+        assert ranks[one][0] and ranks[other][0]
+    assert all(files == held for files, held in ranks)
+    checkpoint = opened(tmp_path / "run", 5)
+    assert checkpoint.layout.mesh == MeshShape(tp=2)
+    for state in checkpoint.index.states:
+        checkpoint.fingerprints(state)  # replicated pieces agree
+
+
+def test_when_it_saves(recipe: str, tmp_path: Path) -> None:
+    def steps(name: str, *overrides: str) -> list[int]:
+        train(recipe, [f"out={tmp_path / name}", "train.steps=7", *QUIET, *overrides])
+        return saved(tmp_path / name)
+
+    assert steps("never", "checkpoint.every=0") == []
+    assert steps("end", "checkpoint.every=0", "checkpoint.at_end=true") == [7]
+    assert steps("kept", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.keep_every=3") == [3, 6, 7]
+    assert steps("waits", "checkpoint.every=2", "checkpoint.background=false", "checkpoint.keep=null") == [2, 4, 6]
+
+
+# -- in the background
+
+
+class Slow:
+    """A writer that waits before each save until it may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.begun, plain = threading.Event(), 0, save.write
+
+        def write(*arguments: Any) -> Any:
+            self.begun += 1
+            assert self.go.wait(30)
+            return plain(*arguments)
+
+        monkeypatch.setattr(save, "write", write)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    made = Slow(monkeypatch)
+    yield made
+    made.go.set()
+
+
+def test_training_goes_on_while_what_was_is_written(recipe: str, tmp_path: Path, slow: Slow) -> None:
+    out = tmp_path / "run"
+    overrides = [f"out={out}", "train.steps=6", "checkpoint.every=2", "checkpoint.keep=1"]
+    made = trainer(recipe, [*overrides, *QUIET])
+    seen = on_step(made, lambda step: slow.go.set() if step == 4 else None)
+    at_2: dict[str, np.ndarray] = {}
+    plain = made.saver.save
+
+    def noted(step: int, trainer: Mapping[str, Any]) -> None:
+        if step == 2:
+            at_2.update(engine.weights(made))
+            plain(step, trainer)
+            assert checkpoints.complete(made.saver.folder) == {} and slow.begun == 1
+
+    made.saver.save = noted  # type: ignore[method-assign]
+    assert made.run() == 6 and len(seen) == 6
+    assert saved(out) == [2]
+    assert any(not np.array_equal(at_2[name], now) for name, now in engine.weights(made).items())
+    for (_, name), bits in arrays(opened(out, 2), "weights").items():
+        assert np.array_equal(bits.view(np.float32), at_2[name]), name
+
+
+def on_step(made: Trainer, act: Callable[[int], object]) -> list[int]:
+    """Does something in the middle of each step; the steps that were begun."""
+    plain, seen = made.step.backward, list[int]()
+
+    def backward(microbatches: list[Microbatch]) -> Any:
+        seen.append(made.start.step + len(seen) + 1)
+        act(seen[-1])
+        return plain(microbatches)
+
+    made.step.backward = backward  # type: ignore[assignment, method-assign]
+    return seen
+
+
+def test_a_second_save_waits_for_the_first(recipe: str, tmp_path: Path, slow: Slow) -> None:
+    made = trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET])
+    made.saver.save(1, {})
+    threading.Timer(0.3, slow.go.set).start()
+    made.saver.save(2, {})
+    assert saved_names(made.saver.folder)[-1] == "step-00000001"
+    made.saver.finish()
+    assert saved(tmp_path / "run") == [1, 2]
+
+
+def test_a_last_step_that_is_one_of_the_interval_is_saved_once(recipe: str, tmp_path: Path, slow: Slow) -> None:
+    slow.go.set()
+    overrides = ["train.steps=4", "checkpoint.every=2", "checkpoint.at_end=true", *QUIET]
+    train(recipe, [f"out={tmp_path / 'run'}", *overrides])
+    assert slow.begun == 2 and saved(tmp_path / "run") == [2, 4]
+
+
+# -- errors
+
+
+def fails(recipe: str, overrides: list[str], rank: int) -> tuple[str, int]:
+    """A run whose files one rank cannot write -> (the error, the steps begun)."""
+    made = trainer(recipe, overrides)
+
+    def wait(step: int) -> None:
+        """The thread may need a moment: the next step begins when it has ended."""
+        if made.saver._saving and made.saver._saving.work:
+            made.saver._saving.work.thread.join()
+
+    seen = on_step(made, wait)
+    burning = StoreError("the disk is on fire") if made.mesh.rank == rank else None
+    with mock.patch.object(save, "write", side_effect=burning, wraps=save.write), pytest.raises(SaveError) as error:
+        made.run()
+    return str(error.value), len(seen)
+
+
+def test_an_error_in_the_background_ends_all_ranks_after_the_next_step(pool: Pool, recipe: str, tmp_path: Path) -> None:
+    overrides = [f"out={tmp_path / 'run'}", "mesh.tp=2", "checkpoint.every=2", *QUIET]
+    for message, begun in pool.run(4, fails, recipe, overrides, 3):
+        assert message.splitlines()[0] == "cannot save step 2:"
+        assert "rank 3 (" in message and "tp=1" in message and "the disk is on fire" in message
+        assert "rank 1" not in message and begun == 3
+    assert saved(tmp_path / "run") == []
+
+
+def test_an_error_at_the_end_is_seen(recipe: str, tmp_path: Path) -> None:
+    message, begun = fails(recipe, [f"out={tmp_path / 'run'}", "checkpoint.at_end=true", *QUIET], 0)
+    assert "the disk is on fire" in message and begun == 5
+
+
+def no_room(recipe: str, overrides: list[str]) -> str:
+    made = trainer(recipe, overrides)
+    with mock.patch.object(publish, "free_bytes", return_value=1000), pytest.raises(SaveError) as error:
+        made.run()
+    return str(error.value)
+
+
+def test_no_room_is_said_by_all_ranks_before_anything_is_written(pool: Pool, recipe: str, tmp_path: Path) -> None:
+    overrides = [f"out={tmp_path / 'run'}", "checkpoint.every=2", *QUIET]
+    for message in pool.run(2, no_room, recipe, overrides):
+        assert message.startswith("cannot save step 2: ") and "make room" in message
+    assert saved(tmp_path / "run") == []
+
+
+def test_an_error_while_publishing_is_seen(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise StoreError("no index today")
+
+    monkeypatch.setattr(save, "write_file", refuse)
+    with pytest.raises(SaveError, match=r"(?s)cannot save step 5:.rank 0 \(.*no index today"):
+        train(recipe, [f"out={tmp_path / 'run'}", "checkpoint.at_end=true", *QUIET])
+    assert saved(tmp_path / "run") == []
+
+
+def test_a_run_that_is_not_finite_any_more_is_not_saved_and_what_was_is(
+    recipe: str, tmp_path: Path, slow: Slow
+) -> None:
+    """With a record only at the end, the weights stand still from step 3 on: they are not those of step 4."""
+    out = tmp_path / "run"
+    made = trainer(recipe, [f"out={out}", "checkpoint.every=2", "log.every=100", *QUIET])
+    plain, count = made.step.pipeline.train, 0
+
+    def poisoned(microbatches: list[Microbatch], scale: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        if count == 4:
+            threading.Timer(0.2, slow.go.set).start()  # what was saved is still being written when this step ends
+        return plain(microbatches, scale * torch.nan if count == 3 else scale)
+
+    made.step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
+    with pytest.raises(NonFinite, match="step 3"):
+        made.run()
+    assert count == 4 and saved(out) == [2]
+
+
+# -- signals
+
+
+def signalled(recipe: str, overrides: list[str], number: int, rank: int, step: int) -> int:
+    made = trainer(recipe, overrides)
+    on_step(made, lambda now: os.kill(os.getpid(), number) if now == step and made.mesh.rank == rank else None)
+    return made.run()
+
+
+@pytest.mark.parametrize(
+    ("number", "last"), [(signal.SIGUSR1, 5), (signal.SIGTERM, 3), (signal.SIGINT, 3)], ids=["usr1", "term", "int"]
+)
+def test_a_signal_to_one_rank_saves_after_its_step(
+    pool: Pool, recipe: str, tmp_path: Path, number: signal.Signals, last: int
+) -> None:
+    out = tmp_path / "run"
+    overrides = [f"out={out}", "mesh.pp=2", "checkpoint.every=1000", *QUIET]
+    assert pool.run(2, signalled, recipe, overrides, number, 1, 3) == [last] * 2
+    assert saved(out) == [3]
+    assert json.loads((checkpoints.path_of(checkpoints.folder_of(out), 3) / "trainer.json").read_text())["step"] == 3
+
+
+def test_a_signal_saves_nothing_where_checkpoints_are_off_but_when_asked_to(recipe: str, tmp_path: Path) -> None:
+    off = ["checkpoint.every=0", *QUIET]
+    assert signalled(recipe, [f"out={tmp_path / 'a'}", *off], signal.SIGTERM, 0, 3) == 3
+    assert saved(tmp_path / "a") == []
+    assert signalled(recipe, [f"out={tmp_path / 'b'}", *off], signal.SIGUSR1, 0, 3) == 5
+    assert saved(tmp_path / "b") == [3]
+
+
+def test_tied_tables_on_both_ends_of_the_pipeline(pool: Pool, tmp_path: Path) -> None:
+    path = write_recipe(tmp_path, RECIPE | {"model": GPT2})
+    pool.run(2, train, path, [f"out={tmp_path / 'run'}", "mesh.pp=2", "checkpoint.at_end=true"])
+    checkpoint = opened(tmp_path / "run", 5)
+    places = [stored.where for stored in checkpoint.stored() if "vocab" in stored.pattern.axes]
+    assert places == [0, 1]
+    checkpoint.fingerprints("exp_avg")

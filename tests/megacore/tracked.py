@@ -1,0 +1,43 @@
+"""How many bytes of tensors are alive: what an allocator would say, where there is none to ask."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Tracked(TorchDispatchMode):
+    """Counts the storages of all tensors that are made while it is active, and of those that it is given.
+
+    ``live``: bytes now. ``peak``: the most at the end of any operation; what a kernel takes and gives back is not seen.
+    """
+
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: dict[int, weakref.finalize] = {}
+        self._add(given)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self._add(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+        return result
+
+    def _add(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._known:
+                size = storage.nbytes()
+                self._known[key] = weakref.finalize(storage, self._drop, key, size)
+                self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def _drop(self, key: int, size: int) -> None:
+        self.live -= size
+        del self._known[key]

@@ -1,0 +1,123 @@
+"""Gradients and parameters in shares, on models that are no transformer: what is late, missing or shared."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from pool import Pool
+from torch import Tensor, nn
+
+from parallel.layout import Layout, MeshShape
+from parallel.mesh import Mesh
+from parallel.parameters import Parameters
+from parallel.schema import Param, Schema
+from parallel.zero import Shard, ShardedGradients, sharing
+
+NAMES = ("first", "left", "right", "last")
+SCHEMA = Schema(tuple(Param(name, "embed mlp", std=1.0) for name in NAMES), {"embed": 5, "mlp": 7, "layer": 1})
+STEPS, MICROBATCHES = 2, 3
+RUNGS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
+
+
+class Times(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Fork(nn.Module):
+    """Goes left or right. (Ranks may do so differently within a unit: each of them gathers what it may use.)"""
+
+    def __init__(self, left: nn.Parameter, right: nn.Parameter) -> None:
+        super().__init__()
+        self.left, self.right = Times(left), Times(right)
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        y: Tensor = self.left(x) if left else self.right(x)
+        return y
+
+
+class Chain(nn.Module):
+    """``first`` is used again at the end."""
+
+    def __init__(self, weights: Parameters) -> None:
+        super().__init__()
+        self.first, self.fork = Times(weights["first"]), Fork(weights["left"], weights["right"])
+        self.last, self.again = Times(weights["last"]), Times(weights["first"])
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        y: Tensor = self.again(self.last(self.fork(self.first(x), left)))
+        return y
+
+
+def went_left(rank: int, step: int, microbatch: int) -> bool:
+    """On rank 1 always; on rank 0 never in the second step."""
+    return rank == 1 or (step == 0 and microbatch == 1)
+
+
+def train(shard: Shard) -> list[dict[str, Tensor]]:
+    """The summed gradients of each step."""
+    mesh = Mesh.create(MeshShape(dp=2))
+    weights = Parameters(Layout(SCHEMA, mesh.shape, (1,)), mesh, torch.float64)
+    weights.initialise(0)
+    model = Chain(weights)
+    gradients = sharing(weights, [model], torch.float64, shard, bucket_bytes=300)
+    found = []
+    for step in range(STEPS):
+        gradients.begin(MICROBATCHES)
+        for microbatch in range(MICROBATCHES):
+            x = torch.full((5, 7), 1.0 + mesh.rank + 10 * microbatch, dtype=torch.float64)
+            model(x, went_left(mesh.rank, step, microbatch)).sum().backward()
+        gradients.finish()
+        gradients.norm()
+        whole = {name: torch.empty(5, 7, dtype=torch.float64) for name in NAMES}
+        for name, tensor in whole.items():
+            gradients.read(name, lambda part: part.gradient, tensor)
+        found.append(whole)
+        gradients.updated()
+    if isinstance(gradients, ShardedGradients):
+        gradients.wait()
+    return found
+
+
+def lives_on(shard: Shard) -> bool:
+    """Whether something is left of a step when all have let go of it."""
+    train(shard)
+    gc.collect()
+    return any(isinstance(each, Mesh | Parameters | Chain) for each in gc.get_objects())
+
+
+@pytest.mark.parametrize("shard", RUNGS)
+def test_hooks_keep_nothing_alive(pool: Pool, shard: Shard) -> None:
+    assert not any(pool.run(2, lives_on, shard))
+
+
+def by_hand() -> list[dict[str, Tensor]]:
+    mesh = Mesh.single()
+    weights = Parameters(Layout(SCHEMA, mesh.shape, (1,)), mesh, torch.float64)
+    weights.initialise(0)
+    model, found = Chain(weights), []
+    for step in range(STEPS):
+        model.zero_grad()
+        for rank in range(2):
+            for microbatch in range(MICROBATCHES):
+                x = torch.full((5, 7), 1.0 + rank + 10 * microbatch, dtype=torch.float64)
+                model(x, went_left(rank, step, microbatch)).sum().backward()
+        grads = {name: weights[name].grad for name in NAMES}
+        found.append({name: torch.zeros(5, 7) if grad is None else grad.clone() for name, grad in grads.items()})
+    return found
+
+
+@pytest.mark.parametrize("shard", RUNGS)
+def test_a_gradient_that_does_not_come_is_zero(pool: Pool, shard: Shard) -> None:
+    """Each rank has others of them, at other times: the sums must still meet."""
+    want = by_hand()
+    for found in pool.run(2, train, shard):
+        for step in range(STEPS):
+            for name in NAMES:
+                torch.testing.assert_close(found[step][name], want[step][name], rtol=1e-12, atol=1e-12)

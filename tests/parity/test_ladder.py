@@ -1,0 +1,303 @@
+"""The rungs of the data parallel ladder: the same numbers on each, in the memory that the formula says."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracle import Case, Measured, Run, expected, measure, microbatches, relative, snapshot
+from pool import Pool
+from test_layouts import CASES, LLAMA, TOLERANCE
+from torch import Tensor
+
+from megacore.optimizer import MOMENTS, Optimizer
+from megacore.step import TrainStep
+from models.assemble import Model
+from models.stages import layout_of
+from parallel.layout import MeshShape
+from parallel.mesh import Mesh
+from parallel.pipeline.run import Pipeline
+from parallel.recompute import Activations
+from parallel.zero import Shard, ShardedGradients, divide, sharing
+
+RUNGS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
+BY_NAME = {case.name: case for case in CASES}
+UNTIED, TIED, GPT2 = "llama", "llama-tied-biases", "gpt2"
+
+
+def run(mesh: MeshShape, chunks: int = 1, **others: Any) -> Run:
+    return Run(mesh, chunks, others.pop("schedule", "interleaved" if chunks > 1 else "1f1b"), **others)
+
+
+SPREADS: list[tuple[str, Run]] = [
+    (UNTIED, run(MeshShape(dp=2))),
+    (GPT2, run(MeshShape(dp=4))),
+    (TIED, run(MeshShape(tp=4))),  # shared kv heads; without dp the ranks share out the norms
+    (UNTIED, run(MeshShape(tp=2, dp=2), micro=2)),
+    (TIED, run(MeshShape(tp=4, dp=2))),
+    (GPT2, run(MeshShape(pp=2, dp=2))),
+    (GPT2, run(MeshShape(dp=2), chunks=2)),  # a tied table in two chunks of one rank
+    (TIED, run(MeshShape(pp=2, dp=2), chunks=2)),
+    (UNTIED, run(MeshShape(pp=2, dp=2), schedule="gpipe")),
+    (TIED, run(MeshShape(tp=2, pp=2, dp=2))),
+    (GPT2, run(MeshShape(pp=4, dp=2))),
+    (UNTIED, run(MeshShape(dp=2, ep=2, tp=2))),
+    (UNTIED, run(MeshShape(dp=4), replicas=2)),
+    (GPT2, run(MeshShape(pp=2, dp=4), replicas=2)),
+    (TIED, run(MeshShape(tp=2, dp=4), replicas=2)),
+    (UNTIED, run(MeshShape(dp=2), replicas=2)),  # groups of one
+]
+PAIRS = [
+    pytest.param(case, spread, shard, id=f"{case}-{spread}-{shard}") for case, spread in SPREADS for shard in RUNGS
+]
+
+
+@cache
+def _one(pool: Pool, name: str, layers: int) -> tuple[Case, Measured]:
+    case = BY_NAME[name].with_layers(layers)
+    return case, pool.run(1, measure, case, Run())[0]
+
+
+@pytest.mark.parametrize(("name", "spread", "shard"), PAIRS)
+def test_each_rung_computes_what_one_process_computes(pool: Pool, name: str, spread: Run, shard: Shard) -> None:
+    compare(pool, name, on(spread, shard))
+
+
+def on(spread: Run, shard: Shard, **changes: Any) -> Run:
+    return Run(**{**vars(spread), "shard": shard, **changes})
+
+
+def compare(pool: Pool, name: str, spread: Run) -> None:
+    case, one = _one(pool, name, max(3, spread.mesh.pp * spread.chunks + 1))
+    for rank, got in enumerate(pool.run(spread.mesh.world, measure, case, spread)):
+        np.testing.assert_allclose(got.losses, one.losses, rtol=TOLERANCE)
+        np.testing.assert_allclose(got.norms, one.norms, rtol=TOLERANCE)
+        np.testing.assert_allclose(got.evaluated, one.losses[0], rtol=TOLERANCE)
+        for what, mine, ones in (
+            ("initial", got.initial, one.initial),
+            ("gradient", got.gradients, one.gradients),
+            ("weight", got.final, one.final),
+        ):
+            for name, want in expected(case, spread, rank, ones).items():
+                error = relative(mine[name], want)
+                assert error <= TOLERANCE, f"rank {rank}: {what} of {name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("shard", RUNGS)
+@pytest.mark.parametrize(
+    "activations", [Activations("full"), Activations("selective", True)], ids=["full", "selective-offload"]
+)
+def test_with_recomputation(pool: Pool, shard: Shard, activations: Activations) -> None:
+    compare(pool, TIED, on(run(MeshShape(pp=2, dp=2), chunks=2), shard, activations=activations, loss_chunk=5))
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(dp=2), MeshShape(tp=2, pp=2, dp=2)], ids=["dp2", "tp2-pp2-dp2"])
+def test_rungs_agree_bitwise_where_sums_have_one_order(pool: Pool, mesh: MeshShape) -> None:
+    """Two replicas, one microbatch: a + b and no more. Norm weights on tp=2 x dp=2 have four replicas."""
+    case = BY_NAME[UNTIED].with_layers(3)
+    runs = [Run(mesh, micro=2, shard=shard) for shard in ("none", *RUNGS)]
+    plain, *others = [pool.run(mesh.world, measure, case, each) for each in runs]
+    for got in others:
+        for rank, (mine, want) in enumerate(zip(got, plain, strict=True)):
+            assert mine.losses[0] == want.losses[0]
+            for name, gradient in want.gradients.items():
+                if mesh.tp == 1 or "norm" not in name:
+                    assert np.array_equal(mine.gradients[name], gradient), f"rank {rank}: {name}"
+
+
+def compiled(shard: Shard) -> tuple[list[float], list[float]]:
+    """The losses of two steps, without and with torch.compile."""
+    mesh, case = Mesh.create(MeshShape(dp=2)), BY_NAME[UNTIED].with_layers(2)
+    found = []
+    for compiles in (False, True):
+        model = Model.create(case.config, layout_of(case.config, mesh.shape), mesh, torch.float64)
+        model.parameters.initialise(0)
+        if compiles:
+            model.compile()
+        gradients = sharing(model.parameters, model.chunks, torch.float64, shard)
+        step = TrainStep(mesh, Pipeline(mesh, model.chunks, torch.float64), gradients, Optimizer(gradients, lr=0.1))
+        found.append([step(microbatches(case, Run(mesh.shape), i, mesh), 0.1).loss.item() for i in range(2)])
+    return found[0], found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_blocks_can_be_compiled(pool: Pool, shard: Shard) -> None:
+    for plain, fast in pool.run(2, compiled, shard):
+        np.testing.assert_allclose(fast, plain, rtol=TOLERANCE)
+
+
+# -- memory
+
+SIZES = LLAMA | {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+}
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Of the storages, each once."""
+    return sum({s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}.values())
+
+
+def held(mesh: MeshShape, shard: Shard, replicas: int) -> tuple[dict[str, int], int]:
+    """(bytes of each kind between two steps, of all that is held of the parameters' number)."""
+    live = Mesh.create(mesh)
+    case = Case("memory", SIZES)
+    model = Model.create(case.config, layout_of(case.config, mesh), live, torch.bfloat16)
+    model.parameters.initialise(0)
+    sizes = sum(p.numel() for p in model.parameters.values())
+    gradients = sharing(model.parameters, model.chunks, torch.float32, shard, replicas)
+    optimizer = Optimizer(gradients, lr=1e-3)
+    step = TrainStep(live, Pipeline(live, model.chunks, torch.bfloat16), gradients, optimizer)
+    for number in range(2):
+        step(microbatches(case, Run(mesh), number, live), 1e-3)
+    gc.collect()
+    parameters = [p.detach() for p in model.parameters.values()]
+    if isinstance(gradients, ShardedGradients):
+        gradients.wait()
+        parameters += [run.data for run in gradients.parts]
+    return {
+        "parameters": nbytes(parameters),
+        "gradients": nbytes(part.gradient for part in gradients.parts),
+        "masters": nbytes(target.tensor for target in optimizer.targets),
+        "moments": nbytes(optimizer.adamw.state[t.tensor][moment] for t in optimizer.targets for moment in MOMENTS),
+    }, sizes
+
+
+# Bytes of each parameter that lie with each rank: (of all of them, of a rank's share).
+FORMULA: dict[str, dict[Shard, tuple[int, int]]] = {
+    "parameters": {"none": (2, 0), "optimizer": (2, 0), "gradients": (2, 0), "parameters": (0, 2)},
+    "gradients": {"none": (4, 0), "optimizer": (4, 0), "gradients": (0, 4), "parameters": (0, 4)},
+    "masters": {"none": (4, 0), "optimizer": (0, 4), "gradients": (0, 4), "parameters": (0, 4)},
+    "moments": {"none": (8, 0), "optimizer": (0, 8), "gradients": (0, 8), "parameters": (0, 8)},
+}
+
+
+@pytest.mark.parametrize("shard", ["none", *RUNGS])
+@pytest.mark.parametrize(("mesh", "replicas"), [(MeshShape(dp=4), 1), (MeshShape(dp=4), 2), (MeshShape(tp=2, dp=2), 1)])
+def test_what_is_held_is_what_the_formula_says(pool: Pool, mesh: MeshShape, replicas: int, shard: Shard) -> None:
+    shares = mesh.dp // replicas if shard != "none" else 1
+    for found, numel in pool.run(4, held, mesh, shard, replicas if shard != "none" else 1):
+        for kind, rungs in FORMULA.items():
+            whole, share = rungs[shard]
+            assert found[kind] == pytest.approx(numel * (whole + share / shares), rel=0.02), kind
+
+
+def seen_memory(shard: Shard) -> tuple[list[int], list[int]]:
+    """Units whose parameters are there: while each computes, forward and backward; and at the end of a step."""
+    mesh = Mesh.create(MeshShape(dp=2))
+    case = BY_NAME[UNTIED].with_layers(6)
+    model = Model.create(case.config, layout_of(case.config, mesh.shape), mesh, torch.float64)
+    model.parameters.initialise(0)
+    gradients = sharing(model.parameters, model.chunks, torch.float64, shard)
+    assert isinstance(gradients, ShardedGradients)
+    seen = list[int]()
+
+    def there() -> int:
+        return sum(bucket.values.untyped_storage().size() > 0 for bucket in gradients.buckets)
+
+    for block in model.chunks[0].layers.values():
+        block.register_forward_hook(lambda *_: seen.append(there()))
+        next(block.children()).register_full_backward_hook(lambda *_: seen.append(there()))
+    step = TrainStep(mesh, Pipeline(mesh, model.chunks, torch.float64), gradients, Optimizer(gradients, lr=0.1))
+    batch = microbatches(case, Run(mesh.shape), 0, mesh)
+    between = [there()]
+    for _ in range(2):
+        step(batch, 0.1)
+        between.append(there())
+    step.pipeline.evaluate(batch, torch.tensor(1.0))
+    return seen, [*between, there()]
+
+
+def test_parameters_are_there_only_while_they_are_used(pool: Pool) -> None:
+    for during, between in pool.run(2, seen_memory, "parameters"):
+        assert between == [0, 0, 0, 0]
+        # Its own, the next one's that is on its way, the head's from its forward to its backward.
+        assert len(during) == 2 * 2 * 2 * 6 + 2 * 6 and max(during) <= 3
+    for _, between in pool.run(2, seen_memory, "gradients"):
+        assert set(between) == {between[0]} and between[0] > 0
+
+
+def from_hollow() -> tuple[int, int, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(bytes of the parameters before and after they are filled, what they are filled with, what is there)."""
+    mesh = Mesh.create(MeshShape(dp=2, tp=4))
+    case = BY_NAME[TIED].with_layers(3)
+    layout = layout_of(case.config, mesh.shape)
+    model = Model.create(case.config, layout, mesh, torch.float64, hollow=True)
+    before = nbytes(model.parameters.values())
+    gradients = sharing(model.parameters, model.chunks, torch.float64, "parameters")
+    assert isinstance(gradients, ShardedGradients)
+    optimizer, drawn = Optimizer(gradients, lr=0.1), dict[str, np.ndarray]()
+    for name in model.parameters:
+        values = model.parameters.drawn(name, 7)
+        drawn[name] = values.numpy()
+        optimizer.load_weight(name, values)
+    after = nbytes([*model.parameters.values(), *(bucket.values for bucket in gradients.buckets)])
+    return before, after, drawn, snapshot(gradients)
+
+
+def test_a_rank_need_never_hold_all_parameters(pool: Pool) -> None:
+    for before, after, drawn, found in pool.run(8, from_hollow):
+        assert before == after == 0
+        assert all(np.array_equal(found[name], want) for name, want in drawn.items())
+        assert all(want.any() for name, want in drawn.items() if "bias" not in name)
+
+
+# -- who shares
+
+
+@pytest.mark.quick
+def test_stages_and_replicas_divide_a_set() -> None:
+    shape = MeshShape(pp=2, dp=4, tp=2)
+    tied = shape.ranks(tp=(1,))
+    assert divide(shape, tied, 1) == [(1, 3, 5, 7), (9, 11, 13, 15)]
+    assert divide(shape, tied, 2) == [(1, 3), (5, 7), (9, 11), (13, 15)]
+    assert divide(shape, (2, 3), 1) == [(2, 3)]
+    for replicas in (1, 2, 4):
+        parts = divide(shape, tied, replicas)
+        assert sorted(rank for part in parts for rank in part) == sorted(tied)
+        assert {len(part) for part in parts} == {4 // replicas}
+
+
+def norms_are_shared() -> list[str]:
+    mesh = Mesh.create(MeshShape(tp=2))
+    case = BY_NAME[UNTIED].with_layers(3)
+    model = Model.create(case.config, layout_of(case.config, mesh.shape), mesh, torch.float64)
+    gradients = sharing(model.parameters, model.chunks, torch.float64, "optimizer")
+    assert isinstance(gradients, ShardedGradients)
+    return sorted({held.span.name for bucket in gradients.buckets if bucket.group.size > 1 for held in bucket.held})
+
+
+def test_tensor_parallel_ranks_share_out_what_they_all_hold(pool: Pool) -> None:
+    for names in pool.run(2, norms_are_shared):
+        assert "norm.weight" in names and all("norm" in name for name in names) and len(names) == 7
+
+
+def read_twice(shard: Shard) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The weights that were filled in, and those that come back."""
+    mesh = Mesh.create(MeshShape(dp=2, tp=4))
+    case = BY_NAME[TIED].with_layers(3)
+    model = Model.create(case.config, layout_of(case.config, mesh.shape), mesh, torch.float64)
+    gradients = sharing(model.parameters, model.chunks, torch.float64, shard)
+    optimizer = Optimizer(gradients, lr=0.1)
+    filled = {}
+    for name, parameter in model.parameters.items():
+        filled[name] = np.random.default_rng(7).normal(size=tuple(parameter.shape))
+        optimizer.load_weight(name, torch.from_numpy(filled[name]))
+    return filled, snapshot(gradients)
+
+
+@pytest.mark.parametrize("shard", RUNGS)
+def test_weights_come_back_as_they_were_filled_in(pool: Pool, shard: Shard) -> None:
+    for filled, found in pool.run(8, read_twice, shard):
+        for name, want in filled.items():
+            assert np.array_equal(found[name], want), name

@@ -1,0 +1,78 @@
+"""Whatever is kept of a forward for its backward, the same numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from oracle import Case, Measured, Run, expected, measure, relative
+from pool import Pool
+from test_layouts import BIASES, GPT2, LLAMA, TOLERANCE
+
+from parallel.layout import MeshShape
+from parallel.recompute import Activations
+
+TIED = Case("llama", LLAMA | BIASES | {"tie_word_embeddings": True}, ignored=0.3, label_smoothing=0.1, z_loss=1e-2)
+UNTIED = Case("untied", LLAMA, ignored=0.3)
+DROPPING = Case("gpt2", GPT2 | {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}, documents=True)
+RUNS = [
+    Run(),
+    Run(MeshShape(tp=2)),
+    Run(MeshShape(dp=2)),
+    Run(MeshShape(pp=2), chunks=2, schedule="interleaved"),
+    Run(MeshShape(tp=2, pp=2)),
+]
+KEPT = [
+    Activations("selective"),
+    Activations("full"),
+    Activations("none", offload=True),
+    Activations("selective", offload=True),
+    Activations("full", offload=True),
+]
+
+
+@cache
+def _measured(pool: Pool, case: Case, run: Run) -> list[Measured]:
+    return pool.run(run.mesh.world, measure, case, run)
+
+
+@cache
+def _deep(case: Case, run: Run) -> Case:
+    return case.with_layers(max(3, run.mesh.pp * run.chunks))
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: f"{kept.recompute}{'-offload' * kept.offload}")
+@pytest.mark.parametrize("run", RUNS, ids=str)
+@pytest.mark.parametrize("case", [TIED, DROPPING], ids=lambda case: case.name)
+def test_what_is_kept_changes_no_bit(pool: Pool, case: Case, run: Run, kept: Activations) -> None:
+    """Dropout's masks included: no other test would see that a mask is not the one of the forward."""
+    case = _deep(case, run)
+    plain = _measured(pool, case, run)
+    for rank, (got, want) in enumerate(zip(_measured(pool, case, replace(run, activations=kept)), plain, strict=True)):
+        assert (got.losses, got.norms, got.evaluated) == (want.losses, want.norms, want.evaluated)
+        for what, mine, theirs in (("gradient", got.gradients, want.gradients), ("weight", got.final, want.final)):
+            for name, array in theirs.items():
+                assert np.array_equal(mine[name], array), f"rank {rank}: {what} of {name} differs"
+
+
+CHUNKED = [
+    replace(run, loss_chunk=chunk, activations=kept)
+    for run, chunk, kept in zip(RUNS, (5, 4, 12, 7, 100), [Activations(), *KEPT[:2], *KEPT[3:]], strict=True)
+]
+
+
+@pytest.mark.parametrize("run", CHUNKED, ids=str)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_chunked_loss_computes_what_one_process_computes(pool: Pool, tied: bool, run: Run) -> None:
+    case = _deep(TIED if tied else UNTIED, run)
+    (one,) = _measured(pool, case, Run())
+    for rank, got in enumerate(_measured(pool, case, run)):
+        np.testing.assert_allclose(got.losses, one.losses, rtol=TOLERANCE)
+        np.testing.assert_allclose(got.norms, one.norms, rtol=TOLERANCE)
+        np.testing.assert_allclose(got.evaluated, one.losses[0], rtol=TOLERANCE)
+        for what, mine, ones in (("gradient", got.gradients, one.gradients), ("weight", got.final, one.final)):
+            for name, want in expected(case, run, rank, ones).items():
+                error = relative(mine[name], want)
+                assert error <= TOLERANCE, f"rank {rank}: {what} of {name} is off by {error:.1e}"

@@ -1,0 +1,544 @@
+"""There and back: Hugging Face, any chain of layouts with optimizer state, and Hugging Face again, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from sentences import splits
+from tiny import (
+    COMPANIONS,
+    GPT2,
+    LAYERS,
+    LLAMA,
+    SECTIONS,
+    TRAINER,
+    Section,
+    assert_holds,
+    edit_index,
+    hugging_face_folder,
+    layout_of,
+    run_checkpoint,
+    snapshot,
+    tensor_file,
+    whole,
+)
+
+from megacore.store import audit
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.convert import Source, to_checkpoint, to_hugging_face
+from megacore.store.index import INDEX
+from megacore.store.strict_json import StoreError
+from models.registry import FAMILIES, configure
+from parallel.layout import Layout, MeshShape
+from parallel.pattern import Pattern
+from parallel.schema import Param, Schema
+from parallel.transfer import Stored, hugging_face
+from tools import convert, reshard
+
+pytestmark = pytest.mark.usefixtures("not_durable")
+
+ROOT = Path(__file__).parents[2]
+DTYPES = {"weights": "BF16", "master": "F32", "exp_avg": "F32", "exp_avg_sq": "F32"}
+ALL_SECTIONS = [pytest.param(s, id=f"{name}-{i}") for name in FAMILIES for i, s in enumerate(SECTIONS[name])]
+
+
+def test_every_family_is_here() -> None:
+    assert set(SECTIONS) == set(FAMILIES)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, section: Section) -> tuple[list[str], Layout]:
+    """(arguments that ask for it, a layout): kv < tp, padded vocabularies, uneven and interleaved stages."""
+    schema = configure(section).schema
+    ep = draw(st.sampled_from([1, 2])) if "experts" in schema.sizes else 1
+    mesh = MeshShape(pp=draw(st.integers(1, 3)), ep=ep, tp=draw(st.sampled_from([1, 2, 4])))
+    layers = draw(splits(LAYERS, mesh).filter(lambda counts: min(counts) > 0))
+    asked = ["--tp", str(mesh.tp), "--pp", str(mesh.pp), "--ep", str(ep), "--jobs", str(draw(st.integers(1, 3)))]
+    asked += ["--chunks", str(len(layers) // mesh.pp), "--layers-per-stage", ",".join(map(str, layers))]
+    return asked, Layout(schema, mesh, layers)
+
+
+def run(command: ModuleType, source: Path, target: Path, *more: str) -> None:
+    assert command.main([str(source), str(target), *more]) == 0
+
+
+@pytest.mark.parametrize("section", ALL_SECTIONS)
+def test_any_chain_of_layouts_and_back(section: Section, tmp_path_factory: pytest.TempPathFactory) -> None:
+    seen = set()
+
+    @settings(max_examples=5)
+    @given(st.data(), st.sampled_from(["F32", "F16", "BF16"]))
+    def chain(data: st.DataObject, dtype: str) -> None:
+        folder = tmp_path_factory.mktemp("chain")
+        bits = hugging_face_folder(folder / "hf", section, dtype)
+        source: Path = folder / "hf"
+        command: ModuleType = convert
+        for i in range(data.draw(st.integers(1, 4))):
+            asked, layout = data.draw(layouts(section))
+            run(command, source, folder / f"c{i}", *asked)
+            source, command = folder / f"c{i}", reshard
+            checkpoint = assert_holds(source, {"weights": bits}, {"weights": dtype})
+            assert (checkpoint.layout.mesh, checkpoint.layout.layers) == (layout.mesh, layout.layers)
+            seen.add((layout.mesh, layout.layers))
+        run(
+            convert,
+            source,
+            folder / "back",
+            "--to",
+            "hf",
+            "--max-shard-size",
+            data.draw(st.sampled_from(["1KB", "5GB"])),
+        )
+        one, two = (
+            {k: t for file in f.glob("*.safetensors") for k, t in load_file(file).items()}
+            for f in (folder / "hf", folder / "back")
+        )
+        assert one.keys() == two.keys()
+        for name in one:
+            assert one[name].dtype == two[name].dtype and one[name].shape == two[name].shape
+            assert torch.equal(one[name].view(torch.uint8), two[name].view(torch.uint8)), name
+        assert json.loads((folder / "back/config.json").read_text()) == json.loads(
+            (folder / "hf/config.json").read_text()
+        )
+        for name, content in COMPANIONS.items():
+            assert (folder / "back" / name).read_bytes() == content
+        shutil.rmtree(folder)
+
+    chain()
+    assert len(seen) >= 4
+
+
+@pytest.mark.parametrize("section", ALL_SECTIONS)
+def test_any_chain_of_layouts_with_optimizer_state(section: Section, tmp_path_factory: pytest.TempPathFactory) -> None:
+    @settings(max_examples=3)
+    @given(st.data())
+    def chain(data: st.DataObject) -> None:
+        folder = tmp_path_factory.mktemp("chain")
+        _, layout = data.draw(layouts(section))
+        held = run_checkpoint(folder / "c0", section, layout)
+        first = assert_holds(folder / "c0", held, DTYPES)
+        fingerprints = {state: first.fingerprints(state) for state in held}
+        for i in range(1, data.draw(st.integers(2, 3))):
+            asked, layout = data.draw(layouts(section))
+            run(reshard, folder / f"c{i - 1}", folder / f"c{i}", *asked)
+            checkpoint = assert_holds(folder / f"c{i}", held, DTYPES)
+            assert (checkpoint.layout.mesh, checkpoint.layout.layers) == (layout.mesh, layout.layers)
+            assert checkpoint.index.step == 7 and (folder / f"c{i}/trainer.json").read_bytes() == TRAINER
+            assert {state: checkpoint.fingerprints(state) for state in held} == fingerprints
+            assert not audit.check(checkpoint, jobs=1)
+        # And the files are the very same that the layout gets at once.
+        plan = to_checkpoint(
+            {state: Source.of_checkpoint(first, state) for state in held},
+            first.index.raw,
+            layout,
+            step=7,
+            trainer=TRAINER,
+        )
+        plan.write(folder / "at-once", jobs=1)
+        assert snapshot(folder / "at-once") == snapshot(checkpoint.path)
+        shutil.rmtree(folder)
+
+    chain()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back_once(family: str, tmp_path: Path) -> None:
+    bits = hugging_face_folder(tmp_path / "hf", SECTIONS[family][0])
+    run(convert, tmp_path / "hf", tmp_path / "a", "--tp", "4", "--pp", "2")
+    run(reshard, tmp_path / "a", tmp_path / "b", "--tp", "2", "--pp", "2", "--chunks", "2")
+    assert_holds(tmp_path / "b", {"weights": bits}, {"weights": "BF16"})
+    run(convert, tmp_path / "b", tmp_path / "back", "--to", "hf")
+    assert (tmp_path / "back/model.safetensors").read_bytes()[-64:] == (tmp_path / "hf/model.safetensors").read_bytes()[
+        -64:
+    ]
+    before, after = (load_file(tmp_path / f / "model.safetensors") for f in ("hf", "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].view(torch.int16), after[name].view(torch.int16)) for name in before)
+
+
+def test_the_safetensors_library_opens_all_files(tmp_path: Path) -> None:
+    run_checkpoint(tmp_path / "c", LLAMA, layout_of(LLAMA, (2, 3), pp=2, tp=4))
+    checkpoint = Checkpoint.open(tmp_path / "c")
+    files = sorted((tmp_path / "c").rglob("*.safetensors"))
+    assert len(files) == 4 * 8
+    for file in files:
+        with safetensors.safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
+                assert opened.get_tensor(name).dtype in (torch.float32, torch.bfloat16)
+    rank = checkpoint.layout.mesh.rank(checkpoint.layout.mesh.place(5))
+    held = load_file(tensor_file(tmp_path / "c", pp=1, tp=1))
+    assert {s.name: s.shape for s in checkpoint.stored() if s.where == rank} == {
+        n: tuple(t.shape) for n, t in held.items()
+    }
+
+
+def test_padding_is_zero(tmp_path: Path) -> None:
+    bits = hugging_face_folder(tmp_path / "hf", LLAMA)
+    run(convert, tmp_path / "hf", tmp_path / "c", "--tp", "4")
+    rows = np.concatenate(
+        [load_file(tensor_file(tmp_path / "c", tp=i))["embed.weight"].view(torch.int16).numpy() for i in range(4)]
+    )
+    assert rows.shape == (16, 6) and not rows[13:].any()
+    assert np.array_equal(rows[:13].view(np.uint16), bits["model.embed_tokens.weight"])
+
+
+def test_a_rank_may_hold_nothing_but_padding(tmp_path: Path) -> None:
+    section = {**LLAMA, "vocab_size": 5}
+    bits = hugging_face_folder(tmp_path / "hf", section)
+    run(convert, tmp_path / "hf", tmp_path / "c", "--tp", "4")
+    assert not load_file(tensor_file(tmp_path / "c", tp=3))["embed.weight"].any()
+    run(reshard, tmp_path / "c", tmp_path / "d", "--tp", "2")
+    assert_holds(tmp_path / "d", {"weights": bits}, {"weights": "BF16"})
+
+
+# -- dtypes
+
+NAMES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@pytest.mark.parametrize("wanted", NAMES)
+@pytest.mark.parametrize("held", NAMES)
+def test_numbers_are_converted_as_torch_does(held: str, wanted: str, tmp_path: Path) -> None:
+    """Subnormals, ties, overflow, NaN; both ways, and config.json says so."""
+    hugging_face_folder(tmp_path / "hf", GPT2, NAMES[held])
+    edge = torch.tensor([0.0, -0.0, 1 + 2**-8, 1 + 3 * 2**-9, 2**-24, 1e-40, 70000.0, 3.4e38, torch.inf, torch.nan])
+    before = load_file(tmp_path / "hf/model.safetensors")
+    before["transformer.wte.weight"].view(-1)[:10] = edge.to(getattr(torch, held))
+    save_file(before, tmp_path / "hf/model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(convert, tmp_path / "hf", tmp_path / "there", "--tp", "2", "--dtype", wanted)
+        run(convert, tmp_path / "hf", tmp_path / "same", "--pp", "2")
+        run(convert, tmp_path / "same", tmp_path / "back", "--to", "hf", "--dtype", wanted)
+    run(convert, tmp_path / "there", tmp_path / "then-back", "--to", "hf")
+    for folder in ("back", "then-back"):
+        after = load_file(tmp_path / folder / "model.safetensors")
+        raw = json.loads((tmp_path / folder / "config.json").read_text())
+        assert raw["dtype"] == wanted if folder == "then-back" or held != wanted else raw.get("dtype") in (None, wanted)
+        assert after.keys() == before.keys()
+        for name, tensor in before.items():
+            made = after[name]
+            assert made.dtype == getattr(torch, wanted)
+            if held == wanted:  # not even the bits of a NaN
+                assert torch.equal(made.view(torch.uint8), tensor.view(torch.uint8))
+            else:
+                theirs, nan = tensor.to(made.dtype), tensor.isnan()
+                assert torch.equal(made.isnan(), nan)  # whose bits are anybody's, in torch too
+                assert torch.equal(made[~nan].view(torch.uint8), theirs[~nan].view(torch.uint8)), name
+
+
+def test_each_tensor_keeps_its_own_dtype(tmp_path: Path) -> None:
+    hugging_face_folder(tmp_path / "hf", LLAMA)
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    mixed = {name: t.float() if "norm" in name else t.half() if "mlp" in name else t for name, t in tensors.items()}
+    save_file(mixed, tmp_path / "hf/model.safetensors")
+    run(convert, tmp_path / "hf", tmp_path / "c", "--tp", "2", "--pp", "2")
+    run(reshard, tmp_path / "c", tmp_path / "d", "--tp", "4")
+    run(convert, tmp_path / "d", tmp_path / "back", "--to", "hf")
+    after = load_file(tmp_path / "back/model.safetensors")
+    for name, tensor in mixed.items():
+        assert after[name].dtype == tensor.dtype
+        assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_mixed_dtypes_within_a_tensor_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hugging_face_folder(tmp_path / "hf", LLAMA)
+    tensors = load_file(tmp_path / "hf/model.safetensors")
+    for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.3.mlp.up_proj.weight"):
+        tensors[name] = tensors[name].float()
+    save_file(tensors, tmp_path / "hf/model.safetensors")
+    assert convert.main([str(tmp_path / "hf"), str(tmp_path / "c")]) == 1
+    said = capsys.readouterr().err
+    assert "layers.1.attn.qkv.weight (BF16 and F32), layers.3.mlp.up.weight (BF16 and F32)" in said
+    assert "--dtype" in said and not (tmp_path / "c").exists()
+    run(convert, tmp_path / "hf", tmp_path / "c", "--dtype", "float32")
+    assert {dtype for dtype, _ in whole(Checkpoint.open(tmp_path / "c"), "weights").values()} == {"F32"}
+
+
+def test_only_the_weights_change_their_dtype(tmp_path: Path) -> None:
+    """The optimizer's state stays what it is."""
+    held = run_checkpoint(tmp_path / "c", GPT2, layout_of(GPT2))
+    opened = Checkpoint.open(tmp_path / "c")
+    sources = {state: Source.of_checkpoint(opened, state) for state in held}
+    plan = to_checkpoint(sources, opened.index.raw, layout_of(GPT2, tp=2), dtype="F64", step=7, trainer=TRAINER)
+    plan.write(tmp_path / "d", jobs=1)
+    made = Checkpoint.open(tmp_path / "d")
+    found = {state: {dtype for dtype, _ in whole(made, state).values()} for state in held}
+    assert found == {"weights": {"F64"}, "master": {"F32"}, "exp_avg": {"F32"}, "exp_avg_sq": {"F32"}}
+    assert made.index.raw["dtype"] == "float64"
+
+
+@pytest.mark.parametrize("ours_listed", [True, False])
+def test_the_dtypes_of_listed_and_stacked_experts(ours_listed: bool) -> None:
+    listed, stacked = ("e.{experts}.up", "mlp embed"), ("e.up", "experts mlp embed")
+    (name, pattern), (hf, hf_pattern) = (listed, stacked) if ours_listed else (stacked, listed)
+    pattern_there = "experts mlp embed"
+    schema = Schema((Param(name, pattern, hf, pattern_there),), {"experts": 4, "mlp": 4, "embed": 2, "layer": 1})
+    assert {s.pattern for s in hugging_face(schema)} == {Pattern.parse(hf_pattern)}
+
+    def read(stored: Stored) -> tuple[str, np.ndarray]:
+        raise AssertionError("a plan reads nothing")
+
+    def planned(odd: str) -> set[str]:
+        source = Source(list(hugging_face(schema)), lambda s: "F16" if s.name == odd else "BF16", read)
+        plan = to_checkpoint({"weights": source}, {}, Layout(schema, MeshShape(ep=2, tp=2), (1,)))
+        return {tensor.dtype for file in plan.files for tensor in file.tensors}
+
+    assert planned("") == {"BF16"}
+    if ours_listed:
+        assert planned("e.up") == {"F16"}
+    else:
+        with pytest.raises(StoreError, match=r"e.up \(BF16 and F16\)"):
+            planned("e.3.up")
+
+
+def test_exporting_a_run_takes_its_weights(tmp_path: Path) -> None:
+    held = run_checkpoint(tmp_path / "c", GPT2, layout_of(GPT2, (2, 3), pp=2, tp=2))
+    run(convert, tmp_path / "c", tmp_path / "back", "--to", "hf")
+    after = load_file(tmp_path / "back/model.safetensors")
+    assert all(np.array_equal(after[n].view(torch.uint16).numpy(), bits) for n, bits in held["weights"].items())
+    assert sorted(snapshot(tmp_path / "back")) == ["config.json", "model.safetensors"]
+
+
+# -- what was damaged since
+
+
+def flip(file: Path, at: int = -1, bit: int = 1) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[at] ^= bit
+    file.write_bytes(raw)
+
+
+@pytest.mark.parametrize("bit", [1, 128])
+@pytest.mark.parametrize("state", ["weights", "master", "exp_avg", "exp_avg_sq"])
+def test_a_flipped_bit_is_found_and_nothing_is_left(
+    state: str, bit: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_checkpoint(tmp_path / "c", LLAMA, layout_of(LLAMA, pp=1, tp=2))
+    last = [s for s in Checkpoint.open(tmp_path / "c").stored() if s.where == 0][-1]
+    flip(tensor_file(tmp_path / "c", state), bit=bit)  # the last tensor of the file
+    before = snapshot(tmp_path)
+    assert reshard.main([str(tmp_path / "c"), str(tmp_path / "d"), "--tp", "4"]) == 1
+    said = capsys.readouterr().err
+    assert state in said and last.name in said and "fingerprints" in said
+    assert snapshot(tmp_path) == before
+    assert convert.main([str(tmp_path / "c"), str(tmp_path / "d"), "--to", "hf"]) == (1 if state == "weights" else 0)
+
+
+@pytest.mark.parametrize("section", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_files_in_each_others_place_are_found(
+    section: Section, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Same names, shapes and sizes: only the fingerprints can tell."""
+    run_checkpoint(tmp_path / "c", section, layout_of(section, tp=2))
+    one, two = tensor_file(tmp_path / "c", "exp_avg"), tensor_file(tmp_path / "c", "exp_avg", tp=1)
+    one.rename(tmp_path / "x")
+    two.rename(one)
+    (tmp_path / "x").rename(two)
+    assert reshard.main([str(tmp_path / "c"), str(tmp_path / "d"), "--tp", "1"]) == 1
+    said = capsys.readouterr().err
+    assert "exp_avg:" in said and "layers.4.attn.qkv.weight (q)" in said and "embed.weight" in said
+    assert "norm" not in said  # replicas: the same in both
+    assert not (tmp_path / "d").exists()
+
+
+# -- other releases
+
+
+def reordered(section: Section, **patterns: str) -> Schema:
+    """The family's table with some tensors stored in another order, as another release may have had it."""
+    schema = configure(section).schema
+    changed = {p.name: p for p in schema.params} | {
+        param.name: dataclasses.replace(param, pattern=patterns[key], hf_pattern=param.hf_pattern or param.pattern)
+        for key in patterns
+        for param in schema.params
+        if param.name.endswith(key.replace("_", "."))
+    }
+    return Schema(tuple(changed.values()), schema.sizes)
+
+
+OTHER = {
+    "llama": reordered(
+        LLAMA,
+        qkv_weight="embed (k: kv head + q: heads head + v: kv head)",
+        out_weight="(heads head) embed",
+        up_weight="(mlp (gate: + up:)) embed",
+        embed_weight="embed vocab",
+    ),
+    "gpt2": reordered(
+        GPT2,
+        qkv_weight="(heads (q: + k: + v:) head) embed",
+        qkv_bias="(heads head (q: + k: + v:))",
+        down_weight="mlp embed",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", OTHER)
+def test_a_checkpoint_of_other_sentences(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    section = {"llama": LLAMA, "gpt2": GPT2}[family]
+    held = run_checkpoint(tmp_path / "today", section, layout_of(section, tp=2))
+    today = Checkpoint.open(tmp_path / "today")
+    other = Layout(OTHER[family], MeshShape(pp=2, tp=4), (1, 4))
+    assert {p.name for p in other.schema.params if p.pattern != today.layout.schema[p.name].pattern}
+    plan = to_checkpoint(
+        {state: Source.of_checkpoint(today, state) for state in held}, today.index.raw, other, step=7, trainer=TRAINER
+    )
+    plan.write(tmp_path / "old", jobs=2)
+    old = assert_holds(tmp_path / "old", held, DTYPES)
+    assert [p.pattern for p in old.layout.schema.params] == [p.pattern for p in other.schema.params]
+    assert not audit.check(old, jobs=1)
+    run(reshard, tmp_path / "old", tmp_path / "new", "--tp", "2")
+    assert snapshot(tmp_path / "new") == snapshot(tmp_path / "today")
+    to_hugging_face(old, 10**9).write(tmp_path / "hf", jobs=1)
+    after = load_file(tmp_path / "hf/model.safetensors")
+    assert all(np.array_equal(after[n].view(torch.uint16).numpy(), bits) for n, bits in held["weights"].items())
+    # Pieces whose last axis is the same are still compared.
+    norm = next(s for s in old.stored() if s.name.endswith("mlp_norm.weight"))
+    entry = old._file("master", norm).entries[norm.name]
+    for tp in range(4):
+        flip(tensor_file(tmp_path / "old", "master", pp=int(norm.where) // 4, tp=tp), entry.start)  # type: ignore[call-overload]
+    assert reshard.main([str(tmp_path / "old"), str(tmp_path / "refused")]) == 1
+    assert norm.name in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("mlp.down.weight", "embed embed"),
+        ("mlp.down.weight", "embed"),
+        ("mlp.down.weight", "(a: embed mlp + b: embed)"),
+        ("attn.qkv.weight", "(q: heads head + k: kv head + w: kv head) embed"),
+        ("attn.qkv.weight", "(q: heads head + k: heads head + v: kv head) embed"),
+        ("attn.qkv.weight", "(q: heads head + k: kv head) embed"),
+    ],
+)
+def test_other_pieces_are_refused(name: str, pattern: str, tmp_path: Path) -> None:
+    run_checkpoint(tmp_path / "c", LLAMA, layout_of(LLAMA))
+
+    def change(index: dict[str, Any]) -> None:
+        next(p for p in index["parameters"] if p["name"].endswith(name))["pattern"] = pattern
+
+    edit_index(tmp_path / "c", change)
+    with pytest.raises(StoreError, match=f"{name}|{pattern}"):
+        Checkpoint.open(tmp_path / "c")
+
+
+# -- what it costs
+
+SCRIPT = """
+import resource, sys
+sys.path[:0] = [{root!r}, {tests!r}]
+from pathlib import Path
+from tools import {command}
+status = {command}.main({arguments!r})
+heavy = {{"torch", "transformers", "safetensors", "pydantic", "omegaconf", "matplotlib", "tqdm"}} & set(sys.modules)
+own = Path("/proc/self/status").read_text()
+kib = {{line.split(":")[0]: int(line.split()[1]) for line in own.splitlines() if line.endswith("kB")}}
+print(status, ",".join(sorted(heavy)), kib["RssAnon"])
+"""
+
+
+def in_a_process(command: str, *arguments: str) -> tuple[int, str, int]:
+    """(exit status, heavy modules that were imported, KiB that are not the file cache's)."""
+    script = SCRIPT.format(root=str(ROOT), tests=str(ROOT / "tests/store"), command=command, arguments=list(arguments))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    status, heavy, kib = done.stdout.splitlines()[-1].split(" ")
+    return int(status), heavy, int(kib)
+
+
+@pytest.mark.quick
+def test_moving_bytes_imports_nothing_heavy(tmp_path: Path) -> None:
+    hugging_face_folder(tmp_path / "hf", LLAMA)
+    hf, a, b, back = (str(tmp_path / name) for name in ("hf", "a", "b", "back"))
+    assert in_a_process("convert", hf, a, "--tp", "2")[:2] == (0, "")
+    assert in_a_process("reshard", a, b, "--pp", "2")[:2] == (0, "")
+    assert in_a_process("convert", b, back, "--to", "hf")[:2] == (0, "")
+    assert in_a_process("convert", hf, f"{back}2", "--dtype", "bfloat16")[:2] == (0, "")
+    assert in_a_process("convert", hf, f"{back}3", "--dtype", "float32")[1].startswith("torch")
+
+
+PEAK = """
+import sys, threading, time
+sys.path[:0] = [{root!r}]
+from pathlib import Path
+from tools import convert, reshard
+from megacore.store import stream
+most, done = 0, threading.Event()
+def watch():
+    global most
+    while not done.is_set():
+        line = next(l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("RssAnon"))
+        most = max(most, int(line.split()[1]))
+        time.sleep(0.002)
+thread = threading.Thread(target=watch)
+thread.start()
+steps = []
+for command, arguments in {runs!r}:
+    assert {{"convert": convert, "reshard": reshard}}[command].main(arguments) == 0
+done.set(); thread.join()
+print(most)
+"""
+
+
+def peak(folder: Path, section: Section) -> int:
+    """Most KiB of memory of its own that a process takes to convert, reshard and export a model."""
+    hugging_face_folder(folder / "hf", section)
+    hf, a, b, back = (str(folder / name) for name in ("hf", "a", "b", "back"))
+    runs = [
+        ("convert", [hf, a, "--tp", "2", "--pp", "2", "--jobs", "2"]),
+        ("reshard", [a, b, "--tp", "4", "--jobs", "2"]),
+        ("convert", [b, back, "--to", "hf", "--jobs", "2"]),
+    ]
+    script = PEAK.format(root=str(ROOT), runs=runs)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    size = (folder / "hf/model.safetensors").stat().st_size
+    shutil.rmtree(folder)
+    print(f"{size >> 20} MiB: peak {done.stdout.strip()} KiB")
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("base", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_memory_does_not_grow_with_the_model(base: Section, tmp_path: Path) -> None:
+    """4 times the tensors' size takes the same; GPT-2's transposed matrices too."""
+
+    def scaled(width: int) -> Section:
+        if base is LLAMA:
+            return {**LLAMA, "hidden_size": 256 * width, "intermediate_size": 704, "vocab_size": 20_001, "head_dim": 32}
+        return {**GPT2, "n_embd": 256 * width, "n_inner": 1024, "vocab_size": 20_001}
+
+    small, large = peak(tmp_path / "small", scaled(1)), peak(tmp_path / "large", scaled(4))
+    assert large < small + 8 * 1024  # KiB; the models differ by 60 MiB and more
+
+
+def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hugging_face_folder(tmp_path / "hf", LLAMA)
+    before = snapshot(tmp_path)
+    run(convert, tmp_path / "hf", tmp_path / "c", "--tp", "2", "--dry-run")
+    said = capsys.readouterr().out
+    assert snapshot(tmp_path) == before
+    run(convert, tmp_path / "hf", tmp_path / "c", "--tp", "2")
+    sizes: Sequence[int] = [tensor_file(tmp_path / "c", tp=i).stat().st_size for i in range(2)]
+    whole = sum(path.stat().st_size for path in (tmp_path / "c").rglob("*") if path.is_file() and path.name != INDEX)
+    assert all(f"{size:,} bytes" in said for size in (*sizes, whole))

@@ -1,0 +1,231 @@
+"""A kill at any time, and a full disk: the source and what was published stay, and the next run succeeds."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+from tiny import LLAMA, Section, hugging_face_folder, layout_of, run_checkpoint, snapshot
+
+from megacore.store import audit, stream
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.hugging_face import HuggingFace
+from megacore.store.publish import LOCK
+from tools import convert, reshard
+
+ROOT = Path(__file__).parents[2]
+KILLS = 36
+"""Of each command."""
+
+MEDIUM: Section = {**LLAMA, "hidden_size": 192, "intermediate_size": 512, "head_dim": 24, "vocab_size": 3001}
+
+# Imports once what the tools need, and gives every run a fresh process of its own.
+SERVER = f"""
+import json, os, signal, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from tools import convert, reshard
+programs = {{"convert": convert.main, "reshard": reshard.main}}
+for line in sys.stdin:
+    program, arguments, seconds = json.loads(line)
+    started = time.monotonic()
+    pid = os.fork()
+    if not pid:
+        status = 99
+        try:
+            status = programs[program](arguments)
+        finally:
+            os._exit(status)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    print(json.dumps([status, time.monotonic() - started]), flush=True)
+"""
+
+
+class Server:
+    """A process that runs the tools in processes that it kills."""
+
+    def __enter__(self) -> Server:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", SERVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.communicate()
+
+    def run(self, program: str, arguments: Sequence[object], kill_after: float | None = None) -> tuple[int, float]:
+        """(exit status, seconds)."""
+        assert self._process.stdin and self._process.stdout
+        print(json.dumps([program, [*map(str, arguments)], kill_after]), file=self._process.stdin, flush=True)
+        status, seconds = json.loads(self._process.stdout.readline())
+        return status, seconds
+
+
+def published(folder: Path) -> dict[str, str]:
+    """All but the lock, which a kill right after the renaming may leave."""
+    return {name: digest for name, digest in snapshot(folder).items() if name != LOCK}
+
+
+def is_sound(folder: Path) -> bool:
+    if (folder / "index.json").exists():
+        return not audit.check(Checkpoint.open(folder), jobs=1)
+    return bool(HuggingFace.open(folder).weights)
+
+
+def kill_again_and_again(program: str, source: Path, options: Sequence[str], seed: int) -> Counter[str]:
+    """What was seen after each of the kills."""
+    folder, seen, dice = source.parent, Counter[str](), random.Random(seed)
+    target, reference = folder / "target", folder / "reference"
+    with Server() as server:
+        # Published before, by another run; and how long one takes.
+        status, _ = server.run(program, [source, reference, *options])
+        assert status == 0
+        _, takes = server.run(program, [source, target, *options])
+        shutil.rmtree(target)
+        before, wanted = snapshot(source), snapshot(reference)
+        for i in range(KILLS):
+            status, _ = server.run(program, [source, target, *options], dice.uniform(0, 1.1 * takes))
+            assert status in (0, -signal.SIGKILL)
+            assert snapshot(source) == before
+            assert snapshot(reference) == wanted
+            left = {path.name for path in folder.iterdir()} - {source.name, reference.name}
+            assert left <= {"target", ".target.partial"} and len(left) < 2, left
+            seen[", ".join(left) or "nothing"] += 1
+            if target.exists():
+                assert published(target) == wanted
+                assert is_sound(target)
+                shutil.rmtree(target)
+            elif i % 4 == 3:
+                status, _ = server.run(program, [source, target, *options])
+                assert status == 0
+                assert snapshot(target) == wanted
+                assert {path.name for path in folder.iterdir()} == {source.name, reference.name, "target"}
+                shutil.rmtree(target)
+        assert server.run(program, [source, target, *options])[0] == 0
+        assert snapshot(target) == wanted and not (folder / ".target.partial").exists()
+    return seen
+
+
+@pytest.mark.slow
+def test_kill_at_any_time(tmp_path: Path) -> None:
+    """108 kills, two at a time: during conversions, reshards with optimizer state, and exports."""
+    for name in ("convert", "reshard", "export"):
+        (tmp_path / name).mkdir()
+    hugging_face_folder(tmp_path / "convert/source", MEDIUM)
+    run_checkpoint(tmp_path / "reshard/source", MEDIUM, layout_of(MEDIUM, (2, 3), pp=2, tp=2))
+    run_checkpoint(tmp_path / "export/source", MEDIUM, layout_of(MEDIUM, tp=4))
+    runs = [
+        ("convert", tmp_path / "convert/source", ["--tp", "2", "--pp", "2", "--jobs", "2"], 1),
+        ("reshard", tmp_path / "reshard/source", ["--tp", "4", "--jobs", "2"], 2),
+        ("convert", tmp_path / "export/source", ["--to", "hf", "--max-shard-size", "4MB", "--jobs", "2"], 3),
+    ]
+    started = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        seen = list(pool.map(lambda run: kill_again_and_again(*run), runs))
+    print(f"{3 * KILLS} kills in {time.monotonic() - started:.0f} s:", *map(dict, seen))
+    for of in seen:  # most of them hit a run at work
+        assert of[".target.partial"] >= KILLS // 6, of
+
+
+# -- a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 1 MiB, where the user may mount one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("no filesystem can be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_is_too_small(small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hugging_face_folder(tmp_path / "hf", {**MEDIUM, "vocab_size": 13})
+    assert convert.main([str(tmp_path / "hf"), str(small_disk / "c")]) == 1
+    said = capsys.readouterr().err
+    assert str(small_disk / "c") in said and "needs 0.0" in said and "make room" in said and "Traceback" not in said
+    assert list(small_disk.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_meanwhile(small_disk: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """The room was there when it was asked for."""
+    hugging_face_folder(tmp_path / "hf", {**MEDIUM, "vocab_size": 13})
+    monkeypatch.setattr("megacore.store.publish.free_bytes", lambda folder: 10**12)
+    assert convert.main([str(tmp_path / "hf"), str(small_disk / "c"), "--tp", "2"]) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device: it needs" in said and "are free in" in said
+    assert list(small_disk.iterdir()) == []
+
+
+@pytest.mark.parametrize("fails", ["posix_fallocate", "pwrite", "fsync"])
+@pytest.mark.parametrize("command", ["convert", "reshard"])
+def test_whatever_the_disk_refuses(command: str, fails: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """At the third time it is asked: in the middle of the work."""
+    if command == "convert":
+        hugging_face_folder(tmp_path / "source", LLAMA)
+    else:
+        run_checkpoint(tmp_path / "source", LLAMA, layout_of(LLAMA, tp=2))
+    before, real, asked = snapshot(tmp_path), getattr(os, fails), Counter[str]()
+
+    def refuse(*arguments: int) -> int:
+        asked[fails] += 1
+        if asked[fails] == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return int(real(*arguments) or 0)
+
+    monkeypatch.setattr(os, fails, refuse)
+    main = {"convert": convert, "reshard": reshard}[command].main
+    assert main([str(tmp_path / "source"), str(tmp_path / "target"), "--tp", "4"]) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device: it needs" in said and len(said.strip().splitlines()) == 1
+    assert snapshot(tmp_path) == before
+    monkeypatch.undo()
+    assert main([str(tmp_path / "source"), str(tmp_path / "target"), "--tp", "4"]) == 0
+
+
+def test_an_interrupt_does_not_wait_for_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Ctrl-C stops the workers: they write no more than the block that they are at, and nothing is left."""
+    hugging_face_folder(tmp_path / "hf", {**LLAMA, "hidden_size": 64})
+    before, real, filled = snapshot(tmp_path), stream.fill, Counter[str]()
+
+    def slow(*arguments: object) -> object:
+        filled["blocks"] += 1
+        if filled["blocks"] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.02)
+        return real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stream, "fill", slow)
+    assert convert.main([str(tmp_path / "hf"), str(tmp_path / "c"), "--jobs", "2"]) == 130
+    assert "nothing was left behind" in capsys.readouterr().err
+    assert filled["blocks"] < 20  # of 60
+    assert snapshot(tmp_path) == before

@@ -1,0 +1,147 @@
+"""A reader written from docs/checkpoints.md alone, with the safetensors library and none of our code."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from tools.convert import main as convert
+
+Sizes = dict[str, int]
+Box = dict[str, tuple[int, int]]
+
+
+def dims(pattern: str) -> list[list[tuple[str, list[str]]]]:
+    """Of the sentences that our families have: each dimension's terms, (label, axes)."""
+    found = []
+    for text in re.findall(r"\([^)]*\)|\w+", pattern):
+        terms = [term.strip() for term in text.strip("()").split("+")]
+        found.append([(t.split(":")[0] if ":" in t else "", t.split(":")[-1].split()) for t in terms])
+    return found
+
+
+def box_of(axis: str, size: int, parts: int, part: int) -> tuple[int, int]:
+    if axis == "kv" and size < parts:
+        return part * size // parts, part * size // parts + 1
+    step = -(-size // parts)
+    return part * step, (part + 1) * step
+
+
+def pieces(tensor: np.ndarray, pattern: str, sizes: Sizes) -> dict[str, tuple[list[str], np.ndarray]]:
+    """{label: (axes, array with one dimension per axis)}."""
+    found = {}
+    for leaf in itertools.product(*dims(pattern)):
+        part = tensor
+        for d, (terms, (label, _)) in enumerate(zip(dims(pattern), leaf, strict=True)):
+            lengths = [math.prod(sizes[a] for a in term_axes) for _, term_axes in terms]
+            at = [name for name, _ in terms].index(label)
+            part = np.take(part, range(sum(lengths[:at]), sum(lengths[: at + 1])), axis=d)
+        axes = [a for _, term in leaf for a in term]
+        found["".join(label for label, _ in leaf)] = (axes, part.reshape([sizes[a] for a in axes]))
+    return found
+
+
+def weight(axis: str, n: int) -> int:
+    x = int.from_bytes(hashlib.blake2b(axis.encode(), digest_size=8).digest(), "little")
+    x = (x + (n + 1) * 0x9E3779B97F4A7C15) % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return (x ^ x >> 31) | 1
+
+
+def fingerprint(bits: np.ndarray, axes: list[str], box: Box, sizes: Sizes) -> int:
+    total, k = 0, 8 // bits.itemsize
+    for index in np.ndindex(*bits.shape):
+        at = [box[a][0] + i for a, i in zip(axes, index, strict=True)]
+        if any(i >= sizes[a] for a, i in zip(axes, at, strict=True)):
+            continue
+        term = int(bits[index]) * weight(axes[-1], at[-1] // k) << 8 * bits.itemsize * (at[-1] % k)
+        for axis, i in zip(axes[:-1], at[:-1], strict=True):
+            term *= weight(axis, i)
+        total += term
+    return total % 2**64
+
+
+def read(folder: Path) -> dict[str, dict[str, np.ndarray]]:
+    """{tensor: {label: the whole piece's bits}} of the weights; fingerprints are checked on the way."""
+    index = json.loads((folder / "index.json").read_text())
+    sizes, mesh = index["sizes"], index["mesh"]
+    assert index["format"] == "megacore" and index["version"] == 1
+    stage_of = [v % mesh["pp"] for v, n in enumerate(index["layers_per_stage"]) for _ in range(n)]
+    whole: dict[str, dict[str, np.ndarray]] = {}
+    for pp, tp in itertools.product(range(mesh["pp"]), range(mesh["tp"])):
+        path = f"weights/pp{pp}-ep0-tp{tp}.safetensors"
+        file, record = load_file(folder / path), index["files"][path]
+        assert (folder / path).stat().st_size == record["bytes"]
+        for param in index["parameters"]:
+            ends = {"first": 0, "last": mesh["pp"] - 1}
+            layers = range(sizes["layer"]) if "{layer}" in param["name"] else [None]
+            for layer in layers:
+                held = [stage_of[layer]] if layer is not None else [ends[end] for end in param["at"].split()]
+                name = param["name"].format(layer=layer)
+                assert (name in file) == (pp in held)
+                if pp not in held:
+                    continue
+                bits = file.pop(name).view(torch.int16).numpy().view(np.uint16)
+                axes = set(re.findall(r"\b\w+\b(?!:)", param["pattern"]))
+                split = {"heads", "kv", "mlp", "vocab"}
+                box = {a: box_of(a, sizes[a], mesh["tp"], tp) if a in split else (0, sizes[a]) for a in axes}
+                local = {a: stop - start for a, (start, stop) in box.items()}
+                for label, (order, part) in pieces(bits, param["pattern"], local).items():
+                    assert int(record["fingerprints"][name][label], 16) == fingerprint(part, order, box, sizes)
+                    into = whole.setdefault(name, {}).setdefault(label, np.zeros([sizes[a] for a in order], np.uint16))
+                    real = [min(box[a][1], sizes[a]) - box[a][0] for a in order]
+                    cut = tuple(slice(box[a][0], box[a][1]) for a in order)
+                    into[cut] = part[tuple(slice(max(0, n)) for n in real)]
+        assert not file
+    return whole
+
+
+LLAMA = LlamaConfig(
+    vocab_size=13,
+    hidden_size=8,
+    intermediate_size=12,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=False,
+)
+GPT2 = GPT2Config(vocab_size=13, n_positions=6, n_embd=8, n_layer=3, n_head=4)
+
+
+def test_llama(tmp_path: Path) -> None:
+    model = LlamaForCausalLM(LLAMA).bfloat16()
+    model.save_pretrained(tmp_path / "hf")
+    arguments = ["--tp", "4", "--pp", "2", "--layers-per-stage", "2,1"]
+    assert convert([str(tmp_path / "hf"), str(tmp_path / "ckpt"), *arguments]) == 0
+    theirs = {n: t.detach().view(torch.int16).numpy().view(np.uint16) for n, t in model.state_dict().items()}
+    ours = read(tmp_path / "ckpt")
+    assert np.array_equal(ours["embed.weight"][""], theirs["model.embed_tokens.weight"])
+    assert np.array_equal(ours["head.weight"][""], theirs["lm_head.weight"])
+    for layer in range(3):
+        for label in "qkv":
+            piece = theirs[f"model.layers.{layer}.self_attn.{label}_proj.weight"]
+            assert np.array_equal(ours[f"layers.{layer}.attn.qkv.weight"][label].reshape(piece.shape), piece)
+        down = theirs[f"model.layers.{layer}.mlp.down_proj.weight"]
+        assert np.array_equal(ours[f"layers.{layer}.mlp.down.weight"][""], down)
+
+
+def test_gpt2(tmp_path: Path) -> None:
+    model = GPT2LMHeadModel(GPT2).bfloat16()
+    model.save_pretrained(tmp_path / "hf")
+    assert convert([str(tmp_path / "hf"), str(tmp_path / "ckpt"), "--tp", "2", "--pp", "3"]) == 0
+    theirs = {n: t.detach().view(torch.int16).numpy().view(np.uint16) for n, t in model.state_dict().items()}
+    ours = read(tmp_path / "ckpt")
+    for layer in range(3):
+        for label, piece in zip("qkv", np.split(theirs[f"transformer.h.{layer}.attn.c_attn.weight"].T, 3), strict=True):
+            assert np.array_equal(ours[f"layers.{layer}.attn.qkv.weight"][label].reshape(piece.shape), piece)
+    assert np.array_equal(ours["embed.weight"][""], theirs["transformer.wte.weight"])

@@ -1,0 +1,138 @@
+"""Tiny models in folders: random bits in Hugging Face's format, and checkpoints of training runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.convert import Source, to_checkpoint
+from megacore.store.index import STATES
+from megacore.store.stream import assemble
+from megacore.store.tensors import DTYPES, TensorWriter
+from models.config import ModelConfig
+from models.registry import configure
+from parallel.layout import Layout, MeshShape
+from parallel.transfer import Stored, hugging_face, plan
+
+Section = Mapping[str, Any]
+Bits = dict[str, np.ndarray]
+"""{Hugging Face's name: bits}."""
+
+LLAMA: Section = {
+    "family": "llama",
+    "vocab_size": 13,
+    "hidden_size": 6,
+    "intermediate_size": 8,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+    "max_position_embeddings": 16,
+}
+GPT2: Section = {"family": "gpt2", "vocab_size": 13, "n_positions": 7, "n_embd": 8, "n_layer": 5, "n_head": 4}
+
+SECTIONS: Mapping[str, tuple[Section, ...]] = {
+    "llama": (
+        {**LLAMA, "tie_word_embeddings": True},
+        {**LLAMA, "num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True},
+    ),
+    "gpt2": (GPT2, {**GPT2, "tie_word_embeddings": False}),
+}
+"""Of each family: tied and not, shared kv heads and not, biases and none. All have 5 layers and split over tp=4."""
+
+LAYERS = 5
+TRAINER = b'{"step": 7,  "data": {"samples": 1792}}\n'
+COMPANIONS = {"tokenizer.json": b"{}", "additional_chat_templates/tool.jinja": b"{{ x }}", "LICENSE": b"free"}
+
+
+def random_bits(config: ModelConfig, dtype: str, seed: int) -> Bits:
+    """Any bits, NaN and infinities among them."""
+    rng, bits = np.random.default_rng(seed), DTYPES[dtype]
+    return {s.name: rng.integers(0, 1 << 8 * bits.itemsize, s.shape, bits) for s in hugging_face(config.schema)}
+
+
+def hugging_face_folder(path: Path, section: Section, dtype: str = "BF16", seed: int = 0) -> Bits:
+    """A folder of one file, and the bits that are in it."""
+    config = configure(section)
+    bits = random_bits(config, dtype, seed)
+    path.mkdir(parents=True)
+    with TensorWriter.create(path / "model.safetensors", [(n, dtype, b.shape) for n, b in bits.items()]) as writer:
+        for name, array in bits.items():
+            writer.write(name, 0, array)
+    (path / "config.json").write_text(json.dumps(config.to_hugging_face(), indent=2))
+    for name, content in COMPANIONS.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(content)
+    return bits
+
+
+def run_checkpoint(path: Path, section: Section, layout: Layout, dtype: str = "BF16") -> dict[str, Bits]:
+    """A checkpoint of a training run: weights, fp32 masters and moments, trainer.json; and the bits of each state."""
+    config = configure(section)
+    held = {state: random_bits(config, dtype if state == "weights" else "F32", i) for i, state in enumerate(STATES)}
+
+    def source(state: str) -> Source:
+        kind = dtype if state == "weights" else "F32"
+        stored = list(hugging_face(config.schema))
+        return Source(stored, lambda s: kind, lambda s: (kind, held[state][s.name]))
+
+    sources = {state: source(state) for state in STATES}
+    plan = to_checkpoint(sources, config.to_hugging_face(), layout, step=7, trainer=TRAINER)
+    plan.write(path, jobs=2)
+    return held
+
+
+def layout_of(section: Section, layers: tuple[int, ...] = (LAYERS,), **mesh: int) -> Layout:
+    return Layout(configure(section).schema, MeshShape(**mesh), layers)
+
+
+def whole(checkpoint: Checkpoint, state: str) -> dict[str, tuple[str, np.ndarray]]:
+    """{Hugging Face's name: (dtype, bits)} of a state, put together in memory."""
+    made = {}
+    for stored, copies in plan(checkpoint.layout.schema, checkpoint.stored(), hugging_face(checkpoint.config.schema)):
+        dtype = checkpoint.dtype(state, copies[0].source)
+        made[stored.name] = dtype, assemble(stored, copies, checkpoint.read(state), dtype)
+    return made
+
+
+def assert_holds(path: Path, held: Mapping[str, Bits], dtypes: Mapping[str, str]) -> Checkpoint:
+    """A checkpoint has these states with these bits, and nothing else."""
+    checkpoint = Checkpoint.open(path)
+    assert set(checkpoint.index.states) == set(held)
+    for state, bits in held.items():
+        found = whole(checkpoint, state)
+        assert found.keys() == bits.keys()
+        for name, (dtype, array) in found.items():
+            assert dtype == dtypes[state] and np.array_equal(array, bits[name]), (state, name)
+    return checkpoint
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """{path: digest} of all that is in a folder."""
+    found = sorted(folder.rglob("*"))
+    return {
+        str(path.relative_to(folder)): hashlib.blake2b(path.read_bytes()).hexdigest() if path.is_file() else ""
+        for path in found
+    }
+
+
+def tensor_file(folder: Path, state: str = "weights", **place: int) -> Path:
+    coordinates = {"pp": 0, "ep": 0, "tp": 0} | place
+    name = "-".join(f"{dim}{at}" for dim, at in coordinates.items())
+    return folder / state / f"{name}.safetensors"
+
+
+def edit_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads((folder / "index.json").read_text())
+    change(content)
+    (folder / "index.json").write_text(json.dumps(content))
+
+
+def stored_named(checkpoint: Checkpoint, name: str, rank: int = 0) -> Stored:
+    return next(s for s in checkpoint.stored() if s.name == name and s.where == rank)

@@ -1,0 +1,82 @@
+"""Tiny Hugging Face folders, checkpoints of them, and damage to their files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from megacore.store.convert import Source, to_checkpoint
+from megacore.store.hugging_face import HuggingFace
+from megacore.store.tensors import TensorFile
+from models.stages import layout_of
+from parallel.layout import MeshShape
+from tools import convert
+
+LLAMA: Mapping[str, Any] = {
+    "vocab_size": 43,  # odd: tp pads it
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+GPT2: Mapping[str, Any] = {"vocab_size": 43, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 4}
+MODELS: Mapping[str, Callable[..., PreTrainedModel]] = {
+    "llama": lambda **fields: LlamaForCausalLM(LlamaConfig(**{**LLAMA, **fields})),
+    "gpt2": lambda **fields: GPT2LMHeadModel(GPT2Config(**{**GPT2, **fields})),
+}
+
+
+def save(family: str, folder: Path, seed: int = 0, **fields: Any) -> Path:
+    """A folder as transformers saves it, every weight of it random."""
+    torch.manual_seed(seed)
+    model = MODELS[family](**fields)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def converted(source: Path, target: Path, *arguments: str) -> Path:
+    assert convert.main([str(source), str(target), *arguments]) == 0
+    return target
+
+
+def of_a_run(states: Mapping[str, Path], target: Path, tp: int, pp: int, step: int = 7) -> Path:
+    """A checkpoint as a run has them: each state holds what a Hugging Face folder holds."""
+    opened = {state: HuggingFace.open(path) for state, path in states.items()}
+    weights = opened["weights"]
+    layout = layout_of(weights.config, MeshShape(tp=tp, pp=pp))
+    trainer = {"step": step, "consumed_samples": 56, "lr": 0.125, "scaler": None, "recipe": {"out": "runs/x"}}
+    sources = {state: Source.of_hugging_face(folder) for state, folder in opened.items()}
+    plan = to_checkpoint(sources, weights.raw, layout, step=step, trainer=json.dumps(trainer).encode())
+    plan.write(target, jobs=1)
+    return target
+
+
+def change(file: Path, tensor: str, how: Callable[[Tensor], Any]) -> None:
+    """Change the bytes of one float32 tensor in place; ``how`` is given it to write to."""
+    entry = TensorFile.open(file).entries[tensor]
+    data = bytearray(file.read_bytes())
+    how(
+        torch.frombuffer(data, dtype=torch.float32, offset=entry.start, count=(entry.stop - entry.start) // 4).view(
+            entry.shape
+        )
+    )
+    file.write_bytes(data)
+
+
+def flip(file: Path, tensor: str, element: int, bit: int) -> None:
+    """Flip one bit of a float32 tensor."""
+
+    def how(values: Tensor) -> None:
+        values.view(torch.int32).view(-1)[element] ^= 1 << bit
+
+    change(file, tensor, how)

@@ -1,0 +1,280 @@
+"""`megacore inspect`: what it says of folders, that two in different layouts are equal, every kind of difference."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hub import MODELS, change, converted, flip, of_a_run, save
+from safetensors.torch import load_file, save_file
+
+from megacore.store.audit import fingerprints
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.convert import Source
+from megacore.store.hugging_face import HuggingFace
+from models.registry import FAMILIES
+from tools import inspect, reshard
+
+ROOT = Path(__file__).parents[2]
+Capture = pytest.CaptureFixture[str]
+
+
+def data(capsys: Capture, *arguments: object) -> tuple[int, dict[str, Any]]:
+    """(exit status, what --json prints)."""
+    capsys.readouterr()
+    status = inspect.main([*map(str, arguments), "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def text(capsys: Capture, *arguments: object) -> tuple[int, str]:
+    capsys.readouterr()
+    status = inspect.main([*map(str, arguments)])
+    return status, capsys.readouterr().out
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A Hugging Face folder and checkpoints of it in several layouts; not to be written to."""
+    root = tmp_path_factory.mktemp(request.param)
+    hf = save(request.param, root / "hf")
+    made = {"hf": hf, "1x1": converted(hf, root / "1x1"), "2x3": converted(hf, root / "2x3", "--tp", "2", "--pp", "3")}
+    made["4x1"] = converted(hf, root / "4x1", "--tp", "4")
+    assert reshard.main([str(made["2x3"]), str(root / "chunks"), "--tp", "1", "--pp", "1", "--chunks", "2"]) == 0
+    return made | {"chunks": root / "chunks"}
+
+
+# -- what it says
+
+
+def test_the_facts_of_a_run(tmp_path: Path, capsys: Capture) -> None:
+    weights, moments = save("llama", tmp_path / "a"), save("llama", tmp_path / "b", seed=1)
+    path = of_a_run({"weights": weights, "exp_avg": moments}, tmp_path / "run", tp=2, pp=3)
+    status, facts = data(capsys, path)
+    model = MODELS["llama"]()
+    assert status == 0
+    assert facts["format"] == "megacore" and facts["family"] == "llama" and facts["step"] == 7
+    assert facts["parameters"] == sum(p.numel() for p in model.parameters())
+    assert facts["mesh"] == {"pp": 3, "ep": 1, "tp": 2} and sum(facts["layers_per_stage"]) == 3
+    assert facts["states"] == ["weights", "exp_avg"] and facts["training"]["consumed_samples"] == 56
+    on_disk = {str(f.relative_to(path)): f.stat().st_size for f in path.rglob("*.safetensors")}
+    assert {file["path"]: file["bytes"] for file in facts["files"]} == on_disk
+    assert facts["bytes"] == sum(on_disk.values())
+    assert facts["tensors"] is facts["check"] is facts["diff"] is None
+    _, shown = text(capsys, path)
+    for word in ("pp=3 x ep=1 x tp=2", "consumed samples", "0.125", "exp_avg", "float32", *on_disk):
+        assert word in shown
+
+
+def test_the_facts_of_a_hugging_face_folder(tmp_path: Path, capsys: Capture) -> None:
+    path = save("gpt2", tmp_path / "hf")
+    tensors = load_file(path / "model.safetensors")
+    mask = tensors["transformer.wpe.weight"].clone()
+    save_file({**tensors, "transformer.h.1.attn.bias": mask}, path / "model.safetensors", {"format": "pt"})
+    _, facts = data(capsys, path)
+    assert facts["format"] == "hugging_face" and facts["tied"] is True
+    assert facts["ignored"] == ["transformer.h.1.attn.bias"]
+    assert facts["mesh"] is facts["step"] is facts["training"] is None
+    assert facts["dtypes"] == {"weights": {"float32": len(tensors)}}
+    assert "transformer.h.1.attn.bias" in text(capsys, path)[1]
+
+
+def test_the_same_keys_for_both(folders: dict[str, Path], capsys: Capture) -> None:
+    assert list(data(capsys, folders["hf"])[1]) == list(data(capsys, folders["2x3"])[1])
+
+
+def test_tensors(folders: dict[str, Path], capsys: Capture) -> None:
+    _, of_ours = data(capsys, folders["2x3"], "--tensors")
+    _, of_theirs = data(capsys, folders["hf"], "--tensors")
+    tensors = load_file(folders["hf"] / "model.safetensors")
+    named = [name for tensor in of_ours["tensors"] for name in tensor["hugging_face"]]
+    assert sorted(named) == sorted(tensors)
+    for ours, theirs in zip(of_ours["tensors"], of_theirs["tensors"], strict=True):
+        assert {k: ours[k] for k in ("name", "pattern", "shape", "hugging_face")} == {
+            k: theirs[k] for k in ("name", "pattern", "shape", "hugging_face")
+        }
+        assert np.prod(ours["shape"]) == sum(tensors[name].numel() for name in ours["hugging_face"])
+        assert ours["fingerprints"]["weights"] and not theirs["fingerprints"]["weights"]
+        for shard in ours["shards"]:
+            held = load_file(folders["2x3"] / shard["file"])[shard["tensor"]]
+            assert list(held.shape) == shard["shape"] and held.nbytes == shard["bytes"]
+        assert [shard["tensor"] for shard in theirs["shards"]] == theirs["hugging_face"]
+    _, shown = text(capsys, folders["2x3"], "--tensors")
+    for tensor in of_ours["tensors"]:
+        (line,) = (line for line in shown.splitlines() if line.split()[:1] == [tensor["name"]])
+        assert tensor["pattern"] in line and all(v in line for v in tensor["fingerprints"]["weights"].values())
+
+
+@pytest.mark.quick
+def test_no_torch_and_quick(tmp_path: Path) -> None:
+    hf = save("llama", tmp_path / "hf")
+    target = converted(hf, tmp_path / "sharded", "--tp", "2")
+    script = f"""
+import sys
+from tools import inspect
+assert inspect.main([{str(target)!r}, "--tensors", "--check", "--diff", {str(hf)!r}]) == 0
+assert not {{"torch", "transformers", "safetensors"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# -- two folders
+
+
+def test_every_layout_equals_every_other(folders: dict[str, Path], capsys: Capture) -> None:
+    for one in folders.values():
+        for other in folders.values():
+            status, facts = data(capsys, one, "--diff", other)
+            assert status == 0 and facts["diff"]["equal"] and facts["diff"]["pieces"] == [], (one, other)
+    assert "Equal" in text(capsys, folders["2x3"], "--diff", folders["hf"])[1]
+
+
+def test_fingerprints_from_bytes_are_those_that_were_stored(folders: dict[str, Path]) -> None:
+    checkpoint, hf = Checkpoint.open(folders["2x3"]), HuggingFace.open(folders["hf"])
+    stored = checkpoint.fingerprints("weights")
+    assert fingerprints(Source.of_checkpoint(checkpoint, "weights"), checkpoint.config.schema, 2) == stored
+    assert fingerprints(Source.of_hugging_face(hf), hf.schema, 2) == stored
+
+
+@pytest.mark.parametrize("other", ["hf", "checkpoint"])
+def test_one_element_differs(other: str, tmp_path: Path, capsys: Capture) -> None:
+    hf = save("llama", tmp_path / "hf")
+    target = converted(hf, tmp_path / "target", "--tp", "2", "--pp", "3")
+    change(hf / "model.safetensors", "model.layers.1.self_attn.k_proj.weight", lambda k: k[5, 3].add_(1e-6))
+    changed = hf if other == "hf" else converted(hf, tmp_path / "changed", "--tp", "4")
+    status, facts = data(capsys, target, "--diff", changed)
+    (found,) = facts["diff"]["pieces"]
+    assert status == 1 and not facts["diff"]["equal"]
+    assert (found["name"], found["label"], found["what"]) == ("layers.1.attn.qkv.weight", "k", "values")
+    status, shown = text(capsys, changed, "--diff", target)
+    assert status == 1 and "layers.1.attn.qkv.weight (k): values" in shown
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "what"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters", None),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps", None),
+        ({"intermediate_size": 20}, "intermediate_size", "shape"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers", "presence"),
+    ],
+    ids=["rope", "eps", "width", "depth"],
+)
+def test_configs_differ(fields: dict[str, Any], config: str, what: str | None, tmp_path: Path, capsys: Capture) -> None:
+    one, other = save("llama", tmp_path / "one"), save("llama", tmp_path / "other", **fields)
+    status, facts = data(capsys, one, "--diff", other)
+    assert status == 1 and list(facts["diff"]["config"]) == [config]
+    kinds = {piece["what"] for piece in facts["diff"]["pieces"]}
+    assert what in kinds if what else not kinds
+    assert f"config: {config} is" in text(capsys, one, "--diff", other)[1]
+
+
+def test_dtypes_differ(tmp_path: Path, capsys: Capture) -> None:
+    hf = save("gpt2", tmp_path / "hf")
+    narrow = converted(hf, tmp_path / "narrow", "--dtype", "bfloat16")
+    status, facts = data(capsys, narrow, "--diff", hf)
+    assert status == 1
+    assert {(p["what"], *p["both"]) for p in facts["diff"]["pieces"]} == {("dtype", "bfloat16", "float32")}
+
+
+def test_states_and_steps_differ(tmp_path: Path, capsys: Capture) -> None:
+    hf, moments = save("llama", tmp_path / "hf"), save("llama", tmp_path / "moments", seed=1)
+    both = {"weights": hf, "exp_avg": moments}
+    one = of_a_run(both, tmp_path / "one", tp=2, pp=1)
+    other = of_a_run({"weights": hf}, tmp_path / "other", tp=1, pp=3, step=8)
+    status, facts = data(capsys, other, "--diff", one)
+    assert status == 1 and facts["diff"]["states"] == {"exp_avg": 1} and facts["diff"]["step"] == [8, 7]
+    assert facts["diff"]["pieces"] == []
+    assert f"only {one} has exp_avg" in text(capsys, other, "--diff", one)[1]
+    # A Hugging Face folder could not have them.
+    assert data(capsys, one, "--diff", hf)[0] == 0
+    # The moments are compared too.
+    moved = of_a_run({"weights": hf, "exp_avg": hf}, tmp_path / "moved", tp=1, pp=1)
+    status, facts = data(capsys, one, "--diff", moved)
+    assert status == 1 and {piece["state"] for piece in facts["diff"]["pieces"]} == {"exp_avg"}
+
+
+# -- damage
+
+
+def test_what_is_sound(folders: dict[str, Path], capsys: Capture) -> None:
+    for name in ("1x1", "2x3", "4x1", "chunks"):
+        status, facts = data(capsys, folders[name], "--check")
+        assert status == 0 and facts["check"] == []
+    assert "Sound" in text(capsys, folders["2x3"], "--check")[1]
+
+
+@pytest.mark.parametrize("bit", [0, 31])
+@pytest.mark.parametrize(
+    ("state", "tensor", "element", "label"),
+    [
+        ("weights", "layers.0.attn.qkv.weight", 0, "q"),
+        ("weights", "layers.0.attn.qkv.weight", 16 * 16 - 1, "v"),
+        ("weights", "layers.0.mlp.up.weight", 16 * 24 - 1, "up"),
+        ("exp_avg", "layers.0.mlp.down.weight", 5, ""),
+        ("exp_avg", "layers.0.mlp_norm.weight", 15, ""),
+    ],
+)
+def test_a_flipped_bit(
+    state: str, tensor: str, element: int, label: str, bit: int, tmp_path: Path, capsys: Capture
+) -> None:
+    hf, moments = save("llama", tmp_path / "hf"), save("llama", tmp_path / "moments", seed=1)
+    path = of_a_run({"weights": hf, "exp_avg": moments}, tmp_path / "run", tp=2, pp=3)
+    file = f"{state}/pp0-ep0-tp1.safetensors"
+    flip(path / file, tensor, element, bit)
+    status, facts = data(capsys, path, "--check")
+    (found,) = facts["check"]
+    assert status == 1 and (found["file"], found["tensor"], found["label"]) == (file, tensor, label)
+    status, shown = text(capsys, path, "--check")
+    assert status == 1 and f"{file}: {tensor}" in shown and "Sound" not in shown
+
+
+def test_padding_is_checked_too(tmp_path: Path, capsys: Capture) -> None:
+    path = converted(save("llama", tmp_path / "hf"), tmp_path / "run", "--tp", "4")
+    flip(path / "weights/pp0-ep0-tp3.safetensors", "embed.weight", 11 * 16 - 1, 3)  # row 43 of 44
+    status, facts = data(capsys, path, "--check")
+    (found,) = facts["check"]
+    assert status == 1 and found["tensor"] == "embed.weight" and "padding" in found["reason"]
+
+
+def test_replicas_that_differ_though_each_is_as_it_was_written(tmp_path: Path, capsys: Capture) -> None:
+    hf = save("llama", tmp_path / "hf")
+    path, name = converted(hf, tmp_path / "run", "--tp", "2"), "layers.1.attn_norm.weight"
+    file = "weights/pp0-ep0-tp1.safetensors"
+    change(path / file, name, lambda norm: norm[3].add_(1))
+    _, facts = data(capsys, path, "--check")
+    value = facts["check"][0]["reason"].split()[3].rstrip(",")
+    index = json.loads((path / "index.json").read_text())
+    index["files"][file]["fingerprints"][name][""] = value
+    (path / "index.json").write_text(json.dumps(index))
+    status, facts = data(capsys, path, "--check")
+    (found,) = facts["check"]
+    assert status == 1 and (found["file"], found["tensor"]) == (file, name) and "replica" in found["reason"]
+    assert inspect.main([str(path), "--diff", str(hf)]) == 1
+    assert "replicas of the same elements differ" in capsys.readouterr().err
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (lambda hf: [hf, "--check"], "no fingerprints"),
+        (lambda hf: [hf / "nowhere"], "is not a folder"),
+        (lambda hf: [hf, "--diff", hf / "nowhere"], "is not a folder"),
+        (lambda hf: [hf.parent], "config.json"),
+    ],
+    ids=["check", "nowhere", "diff", "neither"],
+)
+def test_refused(arguments: Callable[[Path], list[object]], words: str, tmp_path: Path, capsys: Capture) -> None:
+    hf = save("llama", tmp_path / "hf")
+    assert inspect.main([*map(str, arguments(hf))]) == 1
+    captured = capsys.readouterr()
+    assert words in captured.err and not captured.out

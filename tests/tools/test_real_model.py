@@ -1,0 +1,199 @@
+"""A real, trained model through every command. It runs where MEGACORE_REAL_MODEL names a folder with one.
+
+pip install gguf accelerate && python ../shared/real_model.py FOLDER       # SmolLM2-135M, 9 heads, 3 kv heads, tied
+MEGACORE_REAL_MODEL=FOLDER python -m pytest tests/tools/test_real_model.py
+"""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from pool import Pool
+
+from megacore import metrics, pretrain
+from megacore.store.tensors import TensorFile
+from parallel.mesh import Mesh
+from tools import convert, reshard, tokenize, verify
+
+pytestmark = pytest.mark.slow
+VARIABLE = "MEGACORE_REAL_MODEL"
+ROOT = Path(__file__).parents[2]
+PROMPT, ANSWER = "The capital of France is", " Paris"
+LAYOUTS = {"tp3-pp2": (3, 2), "tp1-pp4": (1, 4), "tp9-pp1": (9, 1)}
+LENGTH = 96
+
+
+@pytest.fixture(scope="module")
+def real() -> Path:
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        pytest.skip(f"{VARIABLE} names no folder with a real model: {__doc__}")
+    return Path(folder)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def checkpoint(request: pytest.FixtureRequest, real: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tp, pp = LAYOUTS[request.param]
+    made = tmp_path_factory.mktemp("checkpoint") / request.param
+    assert convert.main([str(real), str(made), "--tp", str(tp), "--pp", str(pp)]) == 0
+    return made
+
+
+def export(checkpoint: Path, folder: Path, *arguments: str) -> Path:
+    assert convert.main([str(checkpoint), str(folder), "--to", "hf", *arguments]) == 0
+    return folder
+
+
+def bits(folder: Path) -> dict[str, tuple[str, np.ndarray]]:
+    """{tensor: (dtype, bits)} of all files of a folder."""
+    files = [TensorFile.open(path) for path in folder.glob("*.safetensors")]
+    return {name: (file.entries[name].dtype, file.array(name)) for file in files for name in file.entries}
+
+
+def assert_same_folder(source: Path, made: Path) -> None:
+    from transformers import AutoConfig
+
+    expected, found = bits(source), bits(made)
+    assert found.keys() == expected.keys()
+    for name, (dtype, array) in expected.items():
+        assert found[name][0] == dtype, name
+        np.testing.assert_array_equal(found[name][1], array, name)
+    ours, theirs = (AutoConfig.from_pretrained(folder).to_diff_dict() for folder in (made, source))
+    assert ours == theirs
+    others = [path.name for path in source.iterdir() if path.suffix != ".safetensors" and path.name != "config.json"]
+    assert others
+    assert filecmp.cmpfiles(source, made, others, shallow=False)[0] == others
+
+
+def test_there_and_back_it_is_the_same_bits(real: Path, checkpoint: Path, tmp_path: Path) -> None:
+    assert_same_folder(real, export(checkpoint, tmp_path / "hf"))
+
+
+def test_a_chain_of_layouts_keeps_every_bit(real: Path, tmp_path: Path) -> None:
+    steps = [
+        ["--tp", "3", "--pp", "2", "--layers-per-stage", "16,14"],
+        ["--pp", "4", "--layers-per-stage", "9,7,7,7"],
+        ["--tp", "3", "--pp", "2", "--chunks", "3"],
+        ["--tp", "9"],
+        [],
+    ]
+    before = real
+    for number, (program, layout) in enumerate(zip([convert, *4 * [reshard]], steps, strict=True)):
+        made = tmp_path / str(number)
+        assert program.main([str(before), str(made), *layout]) == 0
+        before = made
+    assert_same_folder(real, export(before, tmp_path / "hf", "--max-shard-size", "100MB"))
+
+
+def continued(folder: Path) -> str:
+    """The prompt and what the model finds most likely after it."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    made = model.generate(**tokenizer(PROMPT, return_tensors="pt"), max_new_tokens=16, do_sample=False)
+    return str(tokenizer.decode(made[0], skip_special_tokens=True))
+
+
+def test_the_export_says_what_the_source_says(real: Path, checkpoint: Path, tmp_path: Path) -> None:
+    said = continued(real)
+    assert said.startswith(PROMPT + ANSWER)
+    assert continued(export(checkpoint, tmp_path / "hf")) == said
+
+
+def test_verify_finds_the_same_model(real: Path, checkpoint: Path) -> None:
+    assert verify.main([str(checkpoint), str(real)]) == 0
+
+
+def test_verify_in_three_processes_finds_the_same_model(real: Path, tmp_path: Path) -> None:
+    made = tmp_path / "tp3"
+    assert convert.main([str(real), str(made), "--tp", "3"]) == 0
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    done = subprocess.run(
+        [*launcher, "-m", "tools.verify", str(made), str(real)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "tp=3" in done.stdout and "The same model." in done.stdout
+
+
+def test_verify_finds_a_changed_bit(real: Path, tmp_path: Path) -> None:
+    made = tmp_path / "changed"
+    assert convert.main([str(real), str(made), "--tp", "3"]) == 0
+    with open(made / "weights" / "pp0-ep0-tp1.safetensors", "r+b") as file:
+        file.seek(-1000, os.SEEK_END)
+        byte = file.read(1)[0]
+        file.seek(-1000, os.SEEK_END)
+        file.write(bytes([byte ^ 1]))
+    assert verify.main([str(made), str(real)]) == 1
+
+
+@pytest.fixture(scope="module")
+def recipe(real: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A step on this project's own README."""
+    folder = tmp_path_factory.mktemp("recipe")
+    source = [str(ROOT / "README.md"), "--out", str(folder), "--name", "readme", "--tokenizer", str(real)]
+    assert tokenize.main([*source, "--workers", "1"]) == 0
+    settings = {
+        "data": {"train": str(folder / "readme"), "sequence_length": LENGTH, "validation_fraction": 0.0},
+        "batch": {"global_size": 4, "micro_size": 2},
+        "optimizer": {"lr": 1e-9},
+        "train": {"steps": 1, "precision": "fp32", "device": "cpu"},
+        "checkpoint": {"init": str(real), "at_end": False, "every": 0},
+        "log": {"peak_tflops": 1.0},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def train(recipe: Path, overrides: list[str]) -> None:
+    """A run on this rank."""
+    world = torch.distributed.get_world_size()
+    setup = pretrain.check(str(recipe), overrides, world, world)
+    torch.distributed.barrier()  # in a real run every rank checks before the process group starts
+    mesh = Mesh.create(setup.config.mesh.shape(world))
+    Path(setup.config.out).mkdir(parents=True, exist_ok=True)
+    pretrain.trainer_of(setup, mesh, metrics.Log(setup.config, 0) if mesh.rank == 0 else None).run()
+
+
+@pytest.fixture(scope="module")
+def expected_loss(real: Path, recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
+    """Of the first global batch, by transformers in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    setup = pretrain.check(str(recipe), [f"out={tmp_path_factory.mktemp('check')}"], 1, 1)
+    corpora = setup.corpora
+    batches = corpora.batches(corpora.train, setup.config, 0, 1, setup.model.vocab_size).microbatches(0)
+    tokens = torch.from_numpy(np.concatenate([batch.tokens for batch in batches]))
+    labels = torch.from_numpy(np.concatenate([batch.labels for batch in batches]))
+    model = AutoModelForCausalLM.from_pretrained(real, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(tokens).logits
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        pytest.param(1, [], id="one"),
+        pytest.param(3, ["mesh.tp=3"], id="tp3"),
+        pytest.param(2, ["mesh.pp=2", "batch.micro_size=1"], id="pp2"),
+    ],
+)
+def test_training_goes_on_from_the_loss_that_transformers_computes(
+    pool: Pool, recipe: Path, expected_loss: float, tmp_path: Path, world: int, overrides: list[str]
+) -> None:
+    out = tmp_path / "run"
+    pool.run(world, train, recipe, [f"out={out}", *overrides])
+    ((_, loss),) = metrics.curve(metrics.read(out / metrics.METRICS), "loss")
+    assert 1 < expected_loss < 6  # it has learned something
+    assert loss == pytest.approx(expected_loss, abs=5e-5)

@@ -1,0 +1,300 @@
+"""`megacore verify`: it passes for what was converted, in every layout, and finds and names whatever was done to it."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub import change, converted, save
+from pool import Pool
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.hugging_face import HuggingFace
+from megacore.verify import Pair, mesh_shape, parallel_model, transformers_model
+from megacore.verify import verify as verify_pair
+from models.decoder import Microbatch
+from models.registry import FAMILIES
+from parallel.layout import MeshShape
+from parallel.mesh import Mesh
+from tools import verify
+from tools.verify import encode
+
+ROOT = Path(__file__).parents[2]
+Capture = pytest.CaptureFixture[str]
+
+
+def data(capsys: Capture, *arguments: object) -> tuple[int, dict[str, Any]]:
+    """(exit status, what --json prints)."""
+    capsys.readouterr()
+    status = verify.main([*map(str, arguments), "--json", "--tokens", "12"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return save("llama", tmp_path / "hf")
+
+
+def elements(checkpoint: Checkpoint) -> int:
+    """Of all shards, replicas and all, without padding."""
+    count = 0
+    for stored in checkpoint.stored():
+        rows, *rest = stored.shape
+        if "vocab" in stored.box:
+            start, stop = stored.box["vocab"]
+            rows = min(stop, 43) - start
+        count += rows * math.prod(rest)
+    return count
+
+
+# -- what is the same
+
+
+@pytest.mark.parametrize("layout", ["--tp 1 --pp 1", "--tp 2 --pp 2", "--tp 4 --pp 3", "--tp 2 --pp 1 --chunks 2"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_passes(family: str, layout: str, tmp_path: Path, capsys: Capture) -> None:
+    hf = save(family, tmp_path / "hf")
+    target = converted(hf, tmp_path / "sharded", *layout.split())
+    status, facts = data(capsys, target, hf)
+    assert status == 0 and facts["passes"] and not facts["differing"] and not facts["config"]
+    assert sum(group["elements"] for group in facts["parameters"]) == elements(Checkpoint.open(target))
+    for prompt in facts["prompts"]:
+        assert prompt["tokens"] == 12 and prompt["agreement"] == 1.0
+        assert 0 < prompt["difference"] < 1e-5 * prompt["largest"]
+
+
+@pytest.mark.quick
+def test_the_table(llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    target = converted(llama, tmp_path / "sharded", "--tp", "2")
+    assert verify.main([str(target), str(llama)]) == 0
+    shown = capsys.readouterr().out
+    for words in ("layers.{layer}.attn.qkv.weight", "float32", "100.0%", "The same model."):
+        assert words in shown
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_converted_dtypes_are_compared_after_the_same_rounding(
+    dtype: str, llama: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    target = converted(llama, tmp_path / "other", "--tp", "2", "--dtype", dtype)
+    status, facts = data(capsys, target, llama)
+    assert status == 0 and all(
+        group["dtypes"] == [f"{dtype} (folder: float32, compared rounded)"] for group in facts["parameters"]
+    )
+    exported = converted(target, tmp_path / "exported", "--to", "hf")
+    status, facts = data(capsys, target, exported)
+    assert status == 0 and all(group["dtypes"] == [dtype] for group in facts["parameters"])
+    back = converted(converted(llama, tmp_path / "one"), tmp_path / "back", "--to", "hf", "--dtype", dtype)
+    assert data(capsys, tmp_path / "one", back)[0] == 0
+    change(llama / "model.safetensors", "model.norm.weight", lambda norm: norm[3].mul_(1.1))
+    status, facts = data(capsys, target, llama)
+    assert status == 1 and "norm.weight" in facts["differing"][0]
+
+
+# -- what differs
+
+
+def swap(halves: Tensor) -> None:
+    """Exchange the two halves of the rows."""
+    one, other = halves.chunk(2)
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "how", "label"),
+    [
+        # q of a shard has 2 heads of 4 rows, its k and v 1 each.
+        ("layers.1.attn.qkv.weight", lambda w: swap(w[4:12]), "q) k"),
+        (
+            "layers.1.attn.qkv.weight",
+            lambda w: w[:8].copy_(w[:8].view(2, 2, 2, 16).transpose(1, 2).reshape(8, 16)),
+            "q",
+        ),
+        ("layers.1.mlp.up.weight", swap, "gate) up"),
+        ("layers.1.attn.out.weight", lambda w: w.copy_(w.flip(1)), ""),
+        ("layers.1.mlp.down.weight", lambda w: w[7, 2].mul_(1 + 2e-7), ""),
+        ("layers.1.mlp_norm.weight", lambda w: w[0].add_(0.5), ""),
+        ("embed.weight", lambda w: w[21].fill_(2.0), "padding"),
+    ],
+    ids=["q and k", "rope halves", "gate and up", "columns", "one element", "one replica", "padding"],
+)
+def test_a_shard_that_was_changed(
+    tensor: str, how: Callable[[Tensor], Any], label: str, llama: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    target = converted(llama, tmp_path / "sharded", "--tp", "2")
+    file = "weights/pp0-ep0-tp1.safetensors"
+    change(target / file, tensor, how)
+    status, facts = data(capsys, target, llama)
+    assert status == 1 and not facts["passes"]
+    named = label.split(") ") if label not in ("", "padding") else [""]
+    wanted = [f"{file}: {tensor}" + (f" ({piece})" if piece else "") for piece in named]
+    assert [line.rsplit(": ", 1)[0] for line in facts["differing"]] == wanted
+    if tensor == "layers.1.mlp.down.weight":
+        assert "1 of 192 elements differ" in facts["differing"][0]
+    assert verify.main([str(target), str(llama)]) == 1
+    shown = capsys.readouterr().out
+    assert wanted[0] in shown and "Not the same model." in shown
+
+
+def test_logits_tell_what_the_tensors_cannot(llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    """The same weights, and a model that computes something else with them."""
+    target = converted(llama, tmp_path / "sharded")
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    status, facts = data(capsys, target, llama)
+    assert status == 1 and list(facts["config"]) == ["rms_norm_eps"] and not facts["differing"]
+    assert not any(prompt["passes"] for prompt in facts["prompts"])
+    assert verify.main([str(target), str(llama)]) == 1
+    shown = capsys.readouterr().out
+    assert "config: rms_norm_eps is 1e-06" in shown and "prompt 3: the logits differ" in shown
+
+
+def test_numbers_that_are_not_finite_do_not_pass(llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    change(llama / "model.safetensors", "model.norm.weight", lambda norm: norm[3].fill_(torch.nan))
+    target = converted(llama, tmp_path / "sharded")
+    status, facts = data(capsys, target, llama)
+    assert status == 1 and not facts["differing"] and facts["prompts"][0]["difference"] is None
+    assert verify.main([str(target), str(llama)]) == 1
+    assert "not finite" in capsys.readouterr().out
+
+
+# -- in the checkpoint's own layout
+
+
+def in_this_rank(checkpoint: Path, folder: Path, chunks: int) -> tuple[Any, list[float] | None]:
+    """(the report, the logits of a prompt) on one rank."""
+    torch.set_num_threads(1)
+    pair = Pair(Checkpoint.open(checkpoint), HuggingFace.open(folder))
+    mesh = Mesh.create(mesh_shape(pair.checkpoint, torch.distributed.get_world_size()))
+    assert pair.checkpoint.layout.chunks == chunks
+    model = parallel_model(pair, mesh)
+    ids = torch.arange(8)
+    microbatch = Microbatch(ids, ids, ids, 1, (8 // mesh.shape.tp, pair.checkpoint.config.sizes["embed"]))
+    logits = model.logits(microbatch)
+    return verify_pair(pair, [[3, 1, 4, 1, 5, 9, 2, 6]], mesh), None if logits is None else logits.tolist()
+
+
+@pytest.mark.parametrize(
+    ("layout", "world"),
+    [
+        ("--tp 2 --pp 2", 4),
+        ("--tp 4 --pp 1", 4),
+        ("--tp 1 --pp 3", 3),
+        ("--pp 2 --layers-per-stage 1,1,1,1 --chunks 2", 2),
+        ("--tp 2", 4),
+    ],
+    ids=["tp2-pp2", "tp4", "pp3", "interleaved", "tp2-dp2"],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_under_ranks(family: str, layout: str, world: int, tmp_path: Path, pool: Pool) -> None:
+    depth = {"num_hidden_layers" if family == "llama" else "n_layer": 4}
+    hf = save(family, tmp_path / "hf", **depth)
+    target = converted(hf, tmp_path / "sharded", *layout.split())
+    results = pool.run(world, in_this_rank, target, hf, 2 if "chunks" in layout else 1)
+    reports = [report for report, _ in results]
+    assert all(report == reports[0] for report in reports) and reports[0].passes
+    stages, tp = reports[0].mesh["pp"], reports[0].mesh["tp"]
+    ids = torch.arange(8)[None]
+    wanted = transformers_model(Pair(Checkpoint.open(target), HuggingFace.open(hf)))(input_ids=ids).logits[0]
+    shape = MeshShape(**reports[0].mesh)
+    for rank, (_, logits) in enumerate(results):
+        assert (logits is None) == (shape.place(rank).pp < stages - 1)
+        if logits is not None:
+            torch.testing.assert_close(torch.tensor(logits), wanted.detach(), rtol=0, atol=1e-5)
+    changed = target / f"weights/pp{stages - 1}-ep0-tp{tp - 1}.safetensors"
+    change(changed, "layers.3.mlp.up.weight", swap)
+    reports = [report for report, _ in pool.run(world, in_this_rank, target, hf, 2 if "chunks" in layout else 1)]
+    assert all(report == reports[0] for report in reports)
+    assert not reports[0].passes and not reports[0].prompts[0].passes
+    assert f"weights/{changed.name}: layers.3.mlp.up.weight" in reports[0].differing[0]
+
+
+@pytest.mark.slow
+def test_torchrun(llama: Path, tmp_path: Path) -> None:
+    target = converted(llama, tmp_path / "sharded", "--tp", "2")
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*launcher, "-m", "tools.verify", *map(str, arguments)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+
+    done = run(target, llama)
+    assert done.returncode == 0 and done.stdout.count("The same model.") == 1
+    assert "tp=2" in done.stdout
+    refused = run(converted(llama, tmp_path / "three", "--pp", "3"), llama)
+    assert refused.returncode != 0 and refused.stderr.count("start 3 or a multiple") == 1
+
+
+# -- prompts
+
+
+def with_tokenizer(folder: Path, words: list[str]) -> Path:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_texts_go_through_the_tokenizer(llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    target = converted(with_tokenizer(llama, ["?", "the", "boats", "sea"]), tmp_path / "sharded")
+    (tmp_path / "prompts").write_text("the sea the boats\n\nsea\n")
+    status, facts = data(capsys, target, llama, "--prompts", tmp_path / "prompts", "--prompt", "boats the")
+    assert status == 0 and [prompt["tokens"] for prompt in facts["prompts"]] == [2, 4, 1]
+    folder = HuggingFace.open(llama)
+    assert encode(folder, ["the sea the boats", "sea"], 3, 1) == [[1, 3, 1], [3]]
+    assert encode(folder, ["the sea the boats", "sea"], 3, 2) == [[1, 3], [3, 3]]
+    assert [len(ids) for ids in encode(folder, [], 64, 1)] == [len(ids) for ids in encode(folder, [], 1000, 1)]
+    assert all(0 < len(ids) <= 32 for ids in encode(folder, [], 1000, 1))  # the model's longest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "says"),
+    [
+        (["--prompt", "sea"], None, "has no tokenizer"),
+        (["--prompt", " "], ["?"], "has no tokens"),
+        (["--prompt", "w50"], [f"w{i}" for i in range(60)], "another model's"),
+        (["--prompts", "nowhere"], ["?"], "cannot read nowhere"),
+        (["--prompts", "empty"], ["?"], "has no prompts"),
+    ],
+    ids=["no tokenizer", "empty", "foreign", "no file", "empty file"],
+)
+def test_prompts_that_cannot_be(
+    arguments: list[str],
+    words: list[str] | None,
+    says: str,
+    llama: Path,
+    tmp_path: Path,
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = converted(llama, tmp_path / "sharded")
+    if words:
+        with_tokenizer(llama, words)
+    monkeypatch.chdir(tmp_path)
+    Path("empty").write_text("\n \n")
+    assert verify.main([str(target), str(llama), *arguments]) == 1
+    assert says in capsys.readouterr().err
+
+
+def test_folders_that_cannot_be_compared(llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    target = converted(llama, tmp_path / "sharded")
+    wide = save("llama", tmp_path / "wide", intermediate_size=32)
+    for arguments, says in (
+        ((llama, llama), "give a checkpoint first"),
+        ((target, target), "inspect --diff"),
+        ((target, wide), "intermediate_size is 24 and 32"),
+        ((target, save("gpt2", tmp_path / "gpt2")), "different models"),
+    ):
+        assert verify.main([*map(str, arguments)]) == 1
+        assert says in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""What the commands about checkpoint folders share: their arguments, progress and errors."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megacore.store.convert import Plan
+from megacore.store.dtypes import FLOATS
+from megacore.store.strict_json import StoreError
+from models.config import ModelConfig
+from models.stages import layout_of
+from parallel.layout import Layout, MeshShape, split_problems
+
+MOST_JOBS = 64
+"""Threads that a disk may still thank for."""
+
+
+def add_layout(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("layout")
+    group.add_argument("--tp", type=count, default=1, metavar="N", help="tensor parallel ranks")
+    group.add_argument("--pp", type=count, default=1, metavar="N", help="pipeline stages")
+    group.add_argument("--ep", type=count, default=1, metavar="N", help="expert parallel ranks")
+    group.add_argument("--chunks", type=count, default=1, metavar="N", help="chunks of each stage (interleaved)")
+    group.add_argument(
+        "--layers-per-stage",
+        type=_counts,
+        metavar="N,N,...",
+        help="layers of each of the pp x chunks virtual stages; balanced by default",
+    )
+
+
+def has_layout(arguments: argparse.Namespace) -> bool:
+    """Whether any argument of :func:`add_layout` was given another value than its default."""
+    return any(getattr(arguments, dim) != 1 for dim in ("tp", "pp", "ep", "chunks")) or bool(arguments.layers_per_stage)
+
+
+def layout(arguments: argparse.Namespace, config: ModelConfig) -> Layout:
+    """The layout that the arguments ask for.
+
+    Raises:
+        StoreError: all reasons why the model cannot be split so.
+    """
+    mesh = MeshShape(pp=arguments.pp, ep=arguments.ep, tp=arguments.tp)
+    problems = split_problems(config.sizes, mesh)
+    if mesh.ep > 1 and "experts" not in config.sizes:
+        problems.append(f"--ep {mesh.ep}: the model has no experts to spread")
+    stages, layers, given = mesh.pp * arguments.chunks, config.sizes["layer"], arguments.layers_per_stage
+    product = f"--pp x --chunks = {mesh.pp} x {arguments.chunks} = {stages}"
+    if stages > layers:
+        problems.append(f"cannot give each of {product} virtual stages one of the {layers} layers")
+    if given is not None and len(given) != stages:
+        problems.append(f"--layers-per-stage has {len(given)} numbers: give {product}")
+    if given is not None and sum(given) != layers:
+        problems.append(f"--layers-per-stage adds up to {sum(given)}, and the model has {layers} layers")
+    if problems:
+        raise StoreError("\n".join(problems))
+    return layout_of(config, mesh, arguments.chunks, given)
+
+
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    # Half of the time a thread waits for the disk.
+    jobs = 2 * (os.cpu_count() or 1)
+    parser.add_argument("--jobs", type=count, default=jobs, metavar="N", help="threads (two per core)")
+
+
+def jobs(arguments: argparse.Namespace) -> int:
+    return min(arguments.jobs, MOST_JOBS)
+
+
+def add_writing(parser: argparse.ArgumentParser) -> None:
+    add_jobs(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--dtype", choices=FLOATS.values(), help="of the weights; by default each keeps its own, bit for bit"
+    )
+
+
+def dtype(arguments: argparse.Namespace) -> str | None:
+    """The name in safetensors files of the dtype that is asked for."""
+    return next((name for name, kind in FLOATS.items() if kind == arguments.dtype), None)
+
+
+def carry_out(plan: Plan, target: Path, arguments: argparse.Namespace) -> None:
+    """Write the plan with a progress bar, or show it.
+
+    Raises:
+        StoreError: as :meth:`Plan.write`, or the target lies in the source.
+    """
+    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(arguments.source)):
+        raise StoreError(f"{target} lies in {arguments.source}, which is only read: choose a folder beside it")
+    if arguments.dry_run:
+        for file in plan.files:
+            print(f"{file.path}  {file.size:,} bytes, {len(file.tensors)} tensors")
+        print(f"{plan.size:,} bytes would be written to {target}")
+        return
+    with bar(plan.size, target.name) as progress:
+        plan.write(target, jobs(arguments), progress)
+
+
+@contextmanager
+def bar(size: int, name: str) -> Iterator[Callable[[int], object]]:
+    """A progress bar of ``size`` bytes, if somebody watches: what to tell of bytes that are done."""
+    if not sys.stderr.isatty():  # do not even import what draws
+        yield lambda done: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=size, unit="B", unit_scale=True, unit_divisor=1024, desc=name) as drawn:
+        yield drawn.update
+
+
+def program(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    """Run a command; what is wrong with files is said in words."""
+    try:
+        return run(arguments)
+    except (StoreError, OSError) as error:
+        # Names come from files: none may do something to a terminal.
+        print("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(error)), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was left behind", file=sys.stderr)
+        return 130
+
+
+def count(text: str) -> int:
+    if not re.fullmatch("[0-9]{1,9}", text) or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(count(part) for part in text.split(","))

@@ -1,0 +1,311 @@
+"""`megacore inspect`: what a checkpoint or a Hugging Face folder holds, what tells two apart, and what is damaged."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megacore.store import accounting, audit, compare
+from megacore.store.audit import Damage
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.compare import Differences
+from megacore.store.dtypes import FLOATS
+from megacore.store.folder import Folder, open_folder
+from megacore.store.index import FORMAT, VERSION
+from megacore.store.strict_json import StoreError
+from megacore.store.tensors import DTYPES
+from parallel.fingerprint import spell
+from parallel.layout import Layout, MeshShape
+from parallel.transfer import Stored, hugging_face, native, whole_name
+from tools import folders
+from tools.tables import table
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="megacore inspect", description=__doc__)
+    parser.add_argument("folder", type=Path, help="a checkpoint or a Hugging Face folder")
+    parser.add_argument("--tensors", action="store_true", help="list the tensors of the model")
+    parser.add_argument(
+        "--diff",
+        type=Path,
+        metavar="OTHER",
+        help="compare with another folder, in whatever layout; the exit status is 1 if they differ",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare all tensors of a checkpoint with their fingerprints; the exit status is 1 if they differ",
+    )
+    folders.add_jobs(parser)
+    parser.add_argument("--json", action="store_true", help="print data instead")
+    return folders.program(run, parser.parse_args(argv))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    folder = open_folder(arguments.folder)
+    other = open_folder(arguments.diff) if arguments.diff else None
+    if arguments.check and not isinstance(folder, Checkpoint):
+        raise StoreError(
+            f"{folder.path} is a Hugging Face folder, and those have no fingerprints to check it by: compare it with "
+            "another by --diff"
+        )
+    facts = summary(folder)
+    facts["tensors"] = tensors(folder) if arguments.tensors else None
+    damage = differences = None
+    if isinstance(folder, Checkpoint) and arguments.check:
+        with folders.bar(_bytes(folder), folder.path.name) as progress:
+            damage = audit.check(folder, folders.jobs(arguments), progress)
+        facts["check"] = [vars(found) for found in damage]
+    if other is not None:
+        differences = _compared(folder, other, folders.jobs(arguments))
+        facts["diff"] = _differences(differences, other)
+    if arguments.json:
+        print(json.dumps(facts, indent=1))
+    else:
+        print("\n".join(_text(facts)))
+        if damage is not None:
+            print(_check_text(damage))
+        if other is not None and differences is not None:
+            print("\n".join(_diff_text(differences, folder, other)))
+    return 1 if damage or differences else 0
+
+
+# -- facts
+
+
+def summary(folder: Folder) -> dict[str, Any]:
+    """What a folder is; all keys are always there, with None where the kind of folder has no such thing."""
+    config, schema = folder.config, folder.config.schema
+    checkpoint = folder if isinstance(folder, Checkpoint) else None
+    files = _files(folder)
+    return {
+        "path": str(folder.path),
+        "format": FORMAT if checkpoint else "hugging_face",
+        "version": VERSION if checkpoint else None,
+        "family": config.family,
+        "parameters": schema.parameters,
+        "tied": config.tie_word_embeddings,
+        "dtypes": {state: _dtypes(folder, state) for state in compare.states(folder)},
+        "bytes": sum(file["bytes"] for file in files),
+        "step": checkpoint.index.step if checkpoint else None,
+        "mesh": {dim: checkpoint.layout.mesh[dim] for dim in ("pp", "ep", "tp")} if checkpoint else None,
+        "layers_per_stage": list(checkpoint.layout.layers) if checkpoint else None,
+        "states": list(compare.states(folder)),
+        "training": dict(checkpoint.trainer) if checkpoint and checkpoint.trainer is not None else None,
+        "config": config.to_hugging_face(),
+        "sizes": dict(schema.sizes),
+        "files": files,
+        "companions": list(folder.companions()),
+        "ignored": [] if isinstance(folder, Checkpoint) else list(folder.ignored),
+        "tensors": None,
+        "check": None,
+        "diff": None,
+    }
+
+
+def tensors(folder: Folder) -> list[dict[str, Any]]:
+    """The tensors of the model, whole, and where their shards lie."""
+    schema = folder.config.schema
+    names: dict[str, list[str]] = {}
+    for stored in hugging_face(schema):
+        names.setdefault(whole_name(schema, stored), []).append(stored.name)
+    shards: dict[str, list[dict[str, Any]]] = {}
+    for state in compare.states(folder):
+        for stored in folder.stored():
+            shards.setdefault(whole_name(schema, stored), []).append(_shard(folder, state, stored))
+    values = {
+        state: folder.fingerprints(state) if isinstance(folder, Checkpoint) else {} for state in compare.states(folder)
+    }
+    found = []
+    for whole in native(Layout(schema, MeshShape(), (schema.sizes["layer"],)), [0]):
+        param, of = schema[whole.param], shards[whole.name]
+        found.append(
+            {
+                "name": whole.name,
+                "pattern": param.pattern,
+                "shape": list(whole.shape),
+                "dtypes": {state: sorted({s["dtype"] for s in of if s["state"] == state}) for state in values},
+                "hugging_face": names[whole.name],
+                "fingerprints": {
+                    state: {la: f"{known[whole.name, la]:016x}" for la in whole.labels if (whole.name, la) in known}
+                    for state, known in values.items()
+                },
+                "shards": of,
+            }
+        )
+    return found
+
+
+def _files(folder: Folder) -> list[dict[str, Any]]:
+    if isinstance(folder, Checkpoint):
+        return [
+            {"path": name, "bytes": record.size, "tensors": len(record.fingerprints)}
+            for name, record in sorted(folder.index.files.items())
+        ]
+    files = {held.file.path: held.file for held in folder.weights.values()}
+    return [
+        {"path": path.name, "bytes": file.size, "tensors": len(file.entries)} for path, file in sorted(files.items())
+    ]
+
+
+def _dtype(folder: Folder, state: str, stored: Stored) -> str:
+    return folder.dtype(state, stored) if isinstance(folder, Checkpoint) else folder.dtype(stored)
+
+
+def _dtypes(folder: Folder, state: str) -> dict[str, int]:
+    """{dtype: tensors of the model}."""
+    schema = folder.config.schema
+    found = {whole_name(schema, stored): FLOATS[_dtype(folder, state, stored)] for stored in folder.stored()}
+    return {dtype: list(found.values()).count(dtype) for dtype in sorted({*found.values()})}
+
+
+def _size(folder: Folder, state: str, stored: Stored) -> int:
+    return math.prod(stored.shape) * DTYPES[_dtype(folder, state, stored)].itemsize
+
+
+def _shard(folder: Folder, state: str, stored: Stored) -> dict[str, Any]:
+    if isinstance(folder, Checkpoint):
+        file, name = audit.file_of(folder, state, stored), stored.name
+    else:
+        held = folder.weights[stored.name]
+        file, name = held.file.path.name, held.name
+    return {
+        "state": state,
+        "file": file,
+        "tensor": name,
+        "shape": list(stored.shape),
+        "dtype": FLOATS[_dtype(folder, state, stored)],
+        "bytes": _size(folder, state, stored),
+    }
+
+
+def _bytes(folder: Folder) -> int:
+    """Of all tensors."""
+    return sum(_size(folder, state, stored) for state in compare.states(folder) for stored in folder.stored())
+
+
+# -- two folders
+
+
+def _compared(folder: Folder, other: Folder, jobs: int) -> Differences:
+    to_read = sum(_bytes(each) for each in (folder, other) if not isinstance(each, Checkpoint))
+    with folders.bar(to_read, "fingerprints") as progress:
+        return compare.compare((folder, other), jobs, progress)
+
+
+def _differences(found: Differences, other: Folder) -> dict[str, Any]:
+    return {
+        "other": str(other.path),
+        "equal": not found,
+        "config": {name: list(both) for name, both in found.config.items()},
+        "step": found.step and list(found.step),
+        "states": dict(found.states),
+        "pieces": [vars(piece) | {"both": list(piece.both)} for piece in found.pieces],
+    }
+
+
+def _diff_text(found: Differences, folder: Folder, other: Folder) -> Iterator[str]:
+    yield ""
+    if not found:
+        yield f"Equal to {other.path}: every piece of every state that both can hold, and what the config means."
+        return
+    yield f"Differences: {folder.path} | {other.path}"
+    for name, (one, two) in found.config.items():
+        yield f"  config: {name} is {one!r} | {two!r}"
+    if found.step:
+        yield f"  step: {found.step[0]} | {found.step[1]}"
+    for state, which in found.states.items():
+        yield f"  state: only {(folder, other)[which].path} has {state}"
+    for piece in found.pieces:
+        one, two = ("absent" if side is None else "there" for side in piece.both)
+        if piece.what != "presence":
+            one, two = (_sizes(side) for side in piece.both)
+        yield f"  {piece.state}: {spell((piece.name, piece.label))}: {piece.what}: {one} | {two}"
+
+
+def _sizes(side: Any) -> str:
+    return " ".join(f"{axis}={n}" for axis, n in side.items()) if isinstance(side, Mapping) else str(side)
+
+
+# -- for people
+
+
+def _text(facts: Mapping[str, Any]) -> Iterator[str]:
+    what = "a Hugging Face folder" if facts["mesh"] is None else f"a checkpoint (format version {facts['version']})"
+    yield f"{facts['path']}: {what}"
+    yield from (f"  {name:<11} {value}" for name, value in _lines(facts))
+    yield ""
+    rows = [(file["path"], f"{file['bytes']:,}", f"{file['tensors']:,}") for file in facts["files"]]
+    yield table(("file", "bytes", "tensors"), rows)
+    if facts["tensors"] is not None:
+        yield ""
+        yield _tensor_table(facts["tensors"])
+
+
+def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    tied = ", embedding and head tied" if facts["tied"] else ""
+    yield "model", f"{facts['family']}, {facts['parameters']:,} parameters{tied}"
+    for state, dtypes in facts["dtypes"].items():
+        yield state, ", ".join(dtypes) if len(dtypes) == 1 else ", ".join(f"{d} ({n})" for d, n in dtypes.items())
+    if facts["mesh"] is not None:
+        mesh, layers = facts["mesh"], facts["layers_per_stage"]
+        chunks = len(layers) // mesh["pp"]
+        sizes = " x ".join(f"{dim}={size}" for dim, size in mesh.items())
+        interleaved = f", {chunks} chunks each" if chunks > 1 else ""
+        yield "layout", f"{sizes}{interleaved}; layers of each stage: {', '.join(map(str, layers))}"
+    if facts["step"] is not None:
+        yield "step", f"{facts['step']:,}"
+    for name, value in (facts["training"] or {}).items():
+        if isinstance(value, int | float | str) and name != "step":
+            yield name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value)
+    yield "size", f"{facts['bytes']:,} bytes in {len(facts['files'])} files"
+    if facts["companions"]:
+        yield "beside", ", ".join(facts["companions"])
+    if facts["ignored"]:
+        yield "ignored", f"{', '.join(accounting.summary(facts['ignored']))} (no weights)"
+
+
+def _tensor_table(found: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for tensor in found:
+        shards = [shard for shard in tensor["shards"] if shard["state"] == "weights"]
+        alike = Counter(f"{_shape(shard['shape'])} {shard['bytes']:,} B" for shard in shards)
+        values = tensor["fingerprints"]["weights"]
+        rows.append(
+            (
+                tensor["name"],
+                tensor["pattern"],
+                _shape(tensor["shape"]),
+                ", ".join(tensor["dtypes"]["weights"]),
+                ", ".join(f"{count} x {shard}" for shard, count in alike.items()),
+                _together(tensor["hugging_face"]),
+                ", ".join(f"{label} {value}".strip() for label, value in values.items()),
+            )
+        )
+    return table(("tensor", "sentence", "shape", "dtype", "shards", "Hugging Face", "fingerprint"), rows)
+
+
+def _together(names: Sequence[str]) -> str:
+    """``layers.0.{q_proj,k_proj,v_proj}.weight``: several names in one."""
+    words = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(of[0] if len({*of}) == 1 else f"{{{','.join(of)}}}" for of in words)
+
+
+def _shape(sizes: Sequence[int]) -> str:
+    return f"[{', '.join(map(str, sizes))}]"
+
+
+def _check_text(damage: Sequence[Damage]) -> str:
+    if not damage:
+        return "\nSound: every tensor is what it was when it was written, and replicas agree."
+    return "\n".join(["", "Damaged:", *(f"  {found}" for found in damage)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

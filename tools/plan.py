@@ -1,0 +1,322 @@
+"""`megacore plan`: what a recipe needs of memory, network and time, before anything is started.
+
+With --fit it searches instead: layouts, rungs, recomputation and micro-batches that fit the devices with the recipe's
+model and global batch, estimated fastest first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from megacore.config import Config, ConfigError, Corpus, load
+from megacore.plan.devices import DEVICES, Device
+from megacore.plan.fit import MARGIN, Candidate, fit
+from megacore.plan.memory import TERMS, Memory, memory
+from megacore.plan.of_config import setting_of
+from megacore.plan.setting import Setting
+from megacore.plan.state import Held
+from megacore.plan.step_time import Cluster, Estimate, estimate
+from megacore.plan.traffic import Traffic, traffic
+from megacore.problems import problems
+from models.config import ModelConfig, ModelConfigError
+from models.registry import configure
+from tools import folders
+from tools.tables import table
+
+CPU = "cpu"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a run on paper."""
+
+    setting: Setting
+    cluster: Cluster
+    memory: tuple[Memory, ...]
+    traffic: tuple[tuple[Traffic, ...], ...]
+    time: Estimate
+
+    @classmethod
+    def of(cls, setting: Setting, cluster: Cluster) -> Plan:
+        held = Held.of(setting.layout)
+        sent = tuple(traffic(setting, held, stage) for stage in range(setting.layout.mesh.pp))
+        return cls(setting, cluster, memory(setting, held), sent, estimate(setting, held, cluster))
+
+    @property
+    def fullest(self) -> Memory:
+        return max(self.memory, key=lambda each: each.peak)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="megacore plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", help="a recipe")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument(
+        "--world", "--gpus", type=folders.count, metavar="N", help="ranks; by default what the mesh needs"
+    )
+    parser.add_argument("--gpu", choices=[*DEVICES, CPU], default="h100-80", help="the device (%(default)s)")
+    parser.add_argument("--gpus-per-node", type=folders.count, metavar="N", help="8 by default")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    search = parser.add_argument_group("search")
+    search.add_argument("--fit", metavar="GPU=NAME", type=_fitted, help="what fits such devices: GPU=h100-80")
+    search.add_argument("--nodes", type=folders.count, metavar="N", help="of the devices (1)")
+    search.add_argument("--best", type=folders.count, default=5, metavar="N", help="how many to print (5)")
+    given = parser.add_argument_group("instead of the table's numbers")
+    given.add_argument("--peak-tflops", type=_positive, metavar="X", help="of one device in the recipe's precision")
+    given.add_argument("--memory-gb", type=_positive, metavar="X", help="of one device")
+    given.add_argument("--memory-bandwidth", type=_positive, metavar="GB/S", help="of a device's memory")
+    given.add_argument("--bandwidth", type=_positive, metavar="GB/S", help="between devices of a node, one direction")
+    given.add_argument("--network", type=_positive, metavar="GB/S", help="of each device to other nodes, one direction")
+    given.add_argument("--efficiency", type=_positive, default=0.6, metavar="X", help="share of the peak (%(default)s)")
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        return run(arguments)
+    except (ConfigError, ModelConfigError) as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = load(arguments.recipe, arguments.overrides)
+    model = configure(config.model)
+    name = arguments.fit or arguments.gpu
+    cluster = _cluster(arguments, name, config.train.precision)
+    if arguments.fit:
+        world = (arguments.nodes or 1) * cluster.device.per_node
+        base = setting_of(_alone(config), model, 1, "cuda")
+        _show_fit(fit(base, world, cluster, arguments.best), world, name, cluster, arguments.json)
+        return 0
+    world = arguments.world or config.mesh.model_ranks * (config.mesh.dp or 1)
+    found = _problems(config, world, model)
+    if found:
+        raise ConfigError(found)
+    plan = Plan.of(setting_of(config, model, world, "cpu" if name == CPU else "cuda"), cluster)
+    print(json.dumps(as_data(plan), indent=2) if arguments.json else show(plan, name))
+    return 0
+
+
+def _alone(config: Config) -> Config:
+    """The recipe on one rank, which has the whole global batch: the search lays it out anew."""
+    return replace(
+        config,
+        data=replace(config.data, shard="none", replicas=1),
+        mesh=replace(config.mesh, pp=1, dp=1, cp=1, ep=1, tp=1),
+        pipeline=replace(config.pipeline, schedule="1f1b", chunks=1, layers_per_stage=None),
+        batch=replace(config.batch, micro_size=1),
+    )
+
+
+def _problems(config: Config, world: int, model: ModelConfig) -> list[str]:
+    """What is wrong with the numbers; where the data lies and what this machine has does not matter here."""
+    named = replace(config, data=replace(config.data, train=config.data.train or (Corpus("-"),)))
+    return problems(named, world, model, gpus=world, local_ranks=1)
+
+
+def _cluster(arguments: argparse.Namespace, name: str, precision: str) -> Cluster:
+    # Of a CPU nothing is in the table: these are round numbers of a small machine.
+    device = Device("A10G", None, 16e9, 50e9, 5e9, 1e9, 50e9) if name == CPU else DEVICES[name]
+    tflops = arguments.peak_tflops or (0.5 if name == CPU else device.tflops(precision))
+    changed: dict[str, Any] = {
+        "per_node": arguments.gpus_per_node,
+        **{
+            key: value and value * 1e9
+            for key, value in (
+                ("memory", arguments.memory_gb),
+                ("bandwidth", arguments.memory_bandwidth),
+                ("link", arguments.bandwidth),
+                ("network", arguments.network),
+            )
+        },
+    }
+    device = replace(device, **{key: value for key, value in changed.items() if value})
+    return Cluster(device, tflops, arguments.efficiency)
+
+
+def _fitted(text: str) -> str:
+    key, _, name = text.partition("=")
+    if key.upper() != "GPU" or name not in DEVICES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not GPU= and one of {', '.join(DEVICES)}")
+    return name
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+# -- for people
+
+
+def show(plan: Plan, name: str) -> str:
+    """Tables."""
+    return "\n".join([*_headline(plan, name), "", *_memory(plan), "", *_traffic(plan), "", *_time(plan)])
+
+
+def _headline(plan: Plan, name: str) -> Iterator[str]:
+    s, mesh = plan.setting, plan.setting.layout.mesh
+    sizes = " x ".join(f"{dim}={mesh[dim]}" for dim in mesh.DIMS if mesh[dim] > 1) or "one rank"
+    w = s.widths
+    yield (
+        f"{s.model.family} of {s.layout.schema.parameters:,} parameters on {mesh.world} x {name} as {sizes}: "
+        f"{s.schedule}, {s.layout.chunks} chunk{'s' * (s.layout.chunks > 1)} a stage, {s.microbatches} microbatches of "
+        f"{s.tokens:,} tokens"
+    )
+    yield (
+        f"bytes of a parameter {w.parameter}, its gradient {w.gradient}, master {w.master}, moments {w.moments}; "
+        f"split over data parallel ranks: {s.shard}; recomputed: {s.recompute}"
+    )
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    world, pp = plan.setting.layout.mesh.world, plan.setting.layout.mesh.pp
+    per_stage = world // pp
+    yield "Memory at the peak of a step, GB on each rank of a stage (1 GB = 10^9 bytes)"
+    head = ("stage", "ranks", "M params", *TERMS, "peak", "one microbatch", "in flight", "peak in")
+    rows = [
+        (
+            str(m.stage),
+            f"{m.stage * per_stage}-{(m.stage + 1) * per_stage - 1}" if per_stage > 1 else str(m.stage),
+            f"{m.elements / 1e6:,.1f}",
+            *(_gb(m.terms[term]) for term in TERMS),
+            _gb(m.peak),
+            _gb(m.per_microbatch),
+            str(m.in_flight),
+            m.peak_at,
+        )
+        for m in plan.memory
+    ]
+    yield table(head, rows)
+    most, room = plan.fullest, plan.cluster.device.memory
+    fits = "fits" if most.peak <= room * (1 - MARGIN) else "does not fit"
+    yield (
+        f"  The fullest ranks are those of stage {most.stage}: {_gb(most.peak)} GB, most of it {most.largest} "
+        f"({_gb(most.terms[most.largest])} GB). It {fits} {_gb(room)} GB less {MARGIN:.0%}."
+    )
+    if most.host:
+        yield f"  In host memory, for each rank: {_gb(most.host)} GB."
+
+
+def _traffic(plan: Plan) -> Iterator[str]:
+    yield "Sent by each rank in a step (that of the stage that sends most of a kind)"
+    most: dict[tuple[str, str, str], Traffic] = {}
+    for each in (each for row in plan.traffic for each in row):
+        key = (each.axis, each.kind, each.what)
+        if key not in most or most[key].sent < each.sent:
+            most[key] = each
+    mesh, cluster = plan.setting.layout.mesh, plan.cluster
+    rows = [
+        (
+            *key,
+            str(x.ranks),
+            f"{x.count:,}",
+            f"{x.size / 1e6:,.2f}",
+            _gb(x.sent),
+            f"{cluster.bandwidth(mesh, x.axis) / 1e9:,.0f}",
+            f"{cluster.seconds(mesh, [x]):,.3f}",
+        )
+        for key, x in most.items()
+    ]
+    if rows:
+        yield table(("axis", "collective", "of", "ranks", "messages", "MB each", "GB sent", "GB/s", "s"), rows)
+    else:
+        yield "  nothing"
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    time, cluster = plan.time, plan.cluster
+    parts = ("compute", "recompute", "tensor", "bubble", "data", "offload", "optimizer")
+    yield (
+        f"A step is estimated at {time.total:,.3f} s, if a block reaches {cluster.efficiency:.0%} of "
+        f"{cluster.tflops:,.1f} TFLOP/s and {cluster.overlap:.0%} of what can be hidden is"
+    )
+    values = [(part, f"{asdict(time)[part]:,.3f}", f"{asdict(time)[part] / time.total:.1%}") for part in parts]
+    yield table(("of it", "s", "share"), values)
+    yield (
+        f"  {time.tokens_per_second:,.0f} tokens/s, {time.tflops_per_device:,.1f} TFLOP/s on each rank, "
+        f"MFU {time.tflops_per_device / cluster.tflops:.1%}"
+    )
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.2f}"
+
+
+def _show_fit(found: Sequence[Candidate], world: int, name: str, cluster: Cluster, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps([_candidate(each, cluster) for each in found], indent=2))
+        return
+    if not found:
+        print(
+            f"Nothing fits {world} x {name}: take more nodes, set memory.loss_chunk, or choose a batch.global_size "
+            "that divides over the ranks"
+        )
+        return
+    print(f"What fits {world} x {name} less {MARGIN:.0%} of memory, estimated fastest first")
+    rows = [
+        (f"{each.time.total:,.2f}", f"{_mfu(each, cluster):.1%}", _gb(each.fullest.peak), _pasted(each))
+        for each in found
+    ]
+    print(table(("s", "MFU", "GB", "overrides"), rows))
+
+
+def _pasted(each: Candidate) -> str:
+    return " ".join(f"{key}={value}" for key, value in each.overrides.items())
+
+
+def _mfu(each: Candidate, cluster: Cluster) -> float:
+    return each.time.tflops_per_device / cluster.tflops
+
+
+# -- as data
+
+
+def as_data(plan: Plan) -> Mapping[str, Any]:
+    """Everything, in bytes and seconds."""
+    s, mesh = plan.setting, plan.setting.layout.mesh
+    return {
+        "parameters": s.layout.schema.parameters,
+        "mesh": {dim: mesh[dim] for dim in mesh.DIMS},
+        "layers": s.layout.layers,
+        "schedule": s.schedule,
+        "microbatches": s.microbatches,
+        "tokens_of_a_microbatch": s.tokens,
+        "bytes_of_an_element": asdict(s.widths),
+        "shard": s.shard,
+        "recompute": s.recompute,
+        "memory": [asdict(m) | {"peak": m.peak, "largest": m.largest} for m in plan.memory],
+        "traffic": [[asdict(x) | {"sent": x.sent} for x in row] for row in plan.traffic],
+        "time": _seconds(plan.time, plan.cluster),
+    }
+
+
+def _seconds(time: Estimate, cluster: Cluster) -> Mapping[str, Any]:
+    return asdict(time) | {
+        "total": time.total,
+        "tokens_per_second": time.tokens_per_second,
+        "tflops_per_device": time.tflops_per_device,
+        "mfu": time.tflops_per_device / cluster.tflops,
+    }
+
+
+def _candidate(each: Candidate, cluster: Cluster) -> Mapping[str, Any]:
+    return {
+        "overrides": each.overrides,
+        "memory": [asdict(m) | {"peak": m.peak} for m in each.memory],
+        "time": _seconds(each.time, cluster),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""`megacore verify`: a checkpoint beside a Hugging Face folder, every tensor bit for bit and the logits of both models.
+
+In one process, or under torchrun in the checkpoint's own layout: a multiple of pp x ep x tp processes. It exits with 1
+if anything differs beyond the rounding of float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megacore.data.text import InputError
+from megacore.data.tokenizer import load
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.folder import open_folder
+from megacore.store.hugging_face import HuggingFace
+from megacore.store.strict_json import StoreError
+from tools import folders
+from tools.tables import table
+
+if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
+    from megacore.verify import Pair, Report
+    from parallel.layout import MeshShape
+
+TEXTS = (
+    "The sun rose over the quiet harbour, and the first boats were already on their way out to sea.",
+    "def area(radius: float) -> float:\n    return 3.14159 * radius**2\n\nprint(area(2.0))\n",
+    "In 1928, 17 of the 250 samples weighed less than 0.35 kg; Zoë's naïve guess (£4.99) was nearly right!",
+)
+"""The prompts by default."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    about, _, how = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(prog="megacore verify", description=about, epilog=how)
+    parser.add_argument("checkpoint", type=Path, help="the checkpoint")
+    parser.add_argument("folder", type=Path, help="the Hugging Face folder that it came from, or became")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a text to compare the logits of")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="texts, one on each line")
+    parser.add_argument(
+        "--tokens", type=folders.count, default=64, metavar="N", help="that are used of a prompt at most (64)"
+    )
+    folders.add_jobs(parser)
+    parser.add_argument("--json", action="store_true", help="print data instead of tables")
+    return folders.program(run, parser.parse_args(argv))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    # torchrun says in the environment who this process is.
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        pair, prompts, mesh = _prepare(arguments, world)
+    except StoreError:
+        if rank == 0:
+            raise
+        return 1  # every process finds the same, and one says it
+    report = _verify(pair, prompts, mesh, folders.jobs(arguments))
+    if rank == 0:
+        print(json.dumps(_data(pair, report), indent=1) if arguments.json else _text(pair, report))
+    return 0 if report.passes else 1
+
+
+def _prepare(arguments: argparse.Namespace, world: int) -> tuple[Pair, list[list[int]], MeshShape]:
+    checkpoint, folder = open_folder(arguments.checkpoint), open_folder(arguments.folder)
+    if not isinstance(checkpoint, Checkpoint):
+        raise StoreError(f"{arguments.checkpoint} is a Hugging Face folder: give a checkpoint first, then the folder")
+    if not isinstance(folder, HuggingFace):
+        raise StoreError(f"{arguments.folder} is a checkpoint: compare checkpoints with `megacore inspect --diff`")
+    texts = [*arguments.prompt, *(_lines(arguments.prompts) if arguments.prompts else [])]
+    from megacore.verify import Pair, mesh_shape
+
+    mesh = mesh_shape(checkpoint, world)
+    return Pair(checkpoint, folder), encode(folder, texts, arguments.tokens, mesh.tp), mesh
+
+
+def _verify(pair: Pair, prompts: list[list[int]], shape: MeshShape, jobs: int) -> Report:
+    import torch.distributed as dist
+
+    from megacore.verify import verify
+    from parallel.mesh import Mesh
+
+    if shape.world == 1:
+        return verify(pair, prompts, Mesh.single(), jobs)
+    dist.init_process_group("gloo")
+    report = verify(pair, prompts, Mesh.create(shape), jobs)
+    # A gloo process that leaves while others still talk to it may abort them.
+    dist.barrier()
+    dist.destroy_process_group()
+    return report
+
+
+# -- prompts
+
+
+def encode(folder: HuggingFace, texts: Sequence[str], most: int, multiple: int) -> list[list[int]]:
+    """Token ids of the texts; of :data:`TEXTS` if there are none, or random ids where there is no tokenizer.
+
+    Args:
+        folder: The model and its tokenizer.
+        texts: The prompts.
+        most: Longer prompts are cut.
+        multiple: Prompts are repeated up to a multiple of it: tensor parallel ranks share their tokens evenly.
+
+    Raises:
+        StoreError: the texts cannot be encoded.
+    """
+    path, config = folder.path, folder.config
+    most = min(most, config.max_positions or most)
+    longest = most // multiple * multiple
+    if not longest:
+        raise StoreError(f"cannot split prompts of {most} tokens over tp={multiple}: choose more --tokens")
+    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        if texts:
+            raise StoreError(f"{path} has no tokenizer for the prompts: without them, random tokens are compared")
+        generator = np.random.default_rng(0)
+        return [generator.integers(config.vocab_size, size=longest).tolist() for _ in TEXTS]
+    texts = texts or TEXTS
+    try:
+        encoded = load(path).encode(list(texts))
+    except (InputError, OSError, ValueError) as error:
+        raise StoreError(f"{path}: the tokenizer cannot be used: {error}") from error
+    for text, ids in zip(texts, encoded, strict=True):
+        if not ids:
+            raise StoreError(f"the prompt {text!r} has no tokens")
+        if max(ids) >= config.vocab_size:
+            raise StoreError(
+                f"{path}: the tokenizer makes {max(ids)} of a token of {text[:40]!r}, and the model's vocabulary has "
+                f"{config.vocab_size}: the tokenizer is another model's"
+            )
+    return [_repeated(ids[:longest], multiple) for ids in encoded]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        found = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeError) as error:
+        raise StoreError(f"cannot read {path}: {error}") from error
+    if not found:
+        raise StoreError(f"{path} has no prompts: write one on each line")
+    return found
+
+
+def _repeated(ids: list[int], multiple: int) -> list[int]:
+    return [ids[i % len(ids)] for i in range(-(-len(ids) // multiple) * multiple)]
+
+
+# -- what is printed
+
+
+def _data(pair: Pair, report: Report) -> dict[str, Any]:
+    return {
+        "checkpoint": str(pair.checkpoint.path),
+        "folder": str(pair.folder.path),
+        "passes": report.passes,
+        "mesh": dict(report.mesh),
+        "config": {name: list(both) for name, both in report.config.items()},
+        "parameters": [asdict(group) for group in report.groups],
+        "differing": list(report.differing),
+        "prompts": [asdict(found) | {"bound": found.bound, "passes": found.passes} for found in report.prompts],
+    }
+
+
+def _text(pair: Pair, report: Report) -> str:
+    mesh = " x ".join(f"{dim}={size}" for dim, size in report.mesh.items())
+    groups = [
+        (g.name, f"{g.pieces:,}", f"{g.elements:,}", " and ".join(g.dtypes), f"{g.differ:,}") for g in report.groups
+    ]
+    logits = [
+        (
+            str(number),
+            f"{found.tokens:,}",
+            _number(found.largest),
+            _number(found.difference),
+            _number(found.bound),
+            f"{found.agreement:.1%}",
+        )
+        for number, found in enumerate(report.prompts, 1)
+    ]
+    lines = [
+        f"{pair.checkpoint.path} on {mesh}, beside {pair.folder.path}",
+        "",
+        table(("parameter", "pieces", "elements", "dtype", "differ"), groups),
+        "",
+        table(("prompt", "tokens", "largest logit", "difference", "bound", "same top 1"), logits),
+        "",
+    ]
+    for name, (ours, theirs) in report.config.items():
+        lines.append(f"config: {name} is {ours!r} in the checkpoint and {theirs!r} in the folder")
+    lines += report.differing
+    failing = [number for number, found in enumerate(report.prompts, 1) if not found.passes]
+    lines += [f"prompt {number}: the logits differ by more than rounding" for number in failing]
+    return "\n".join([*lines, "The same model." if report.passes else "Not the same model."])
+
+
+def _number(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
