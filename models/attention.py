@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from models import rope
 from models.blocks import column, row
+from models.context import Context
 from parallel import kernels
 from parallel.parameters import Parameters
 
@@ -33,21 +34,13 @@ class Attention(nn.Module):
         self.kv = sizes.get("kv", self.heads)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, sequences: int, rotation: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-        """x: [tokens/tp, embed] -> same.
-
-        Args:
-            x: Activations.
-            sequences: How many sequences the tokens are of.
-            rotation: cos, sin: [tokens, head/2], for families that rotate.
-            mask: [sequences, 1, s, s], True where a token may look; None is causal.
-        """
-        qkv = self.qkv(x)
-        if rotation:
-            q, k, v = rope.split_and_apply(qkv, *rotation, self.heads, self.kv)
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        qkv, mask = self.qkv(x), context.mask
+        if context.rotation:
+            q, k, v = rope.split_and_apply(qkv, *context.rotation, self.heads, self.kv)
         else:
             q, k, v = qkv.unflatten(-1, (-1, self.head)).split([self.heads, self.kv, self.kv], 1)
-        q, k, v = (rearrange(a, "(b s) heads head -> b heads s head", b=sequences) for a in (q, k, v))
+        q, k, v = (rearrange(a, "(b s) heads head -> b heads s head", b=context.sequences) for a in (q, k, v))
         dropout = self.dropout.p if self.training else 0.0
         if mask is None and not dropout:
             mixed = kernels.causal_attention(q, k, v)

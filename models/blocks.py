@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from models.context import Context
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.norm import LayerNorm, RMSNorm
 from parallel.parameters import Parameters
@@ -35,8 +36,8 @@ class Block(nn.Module):
         self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, sequences: int, rotation: tuple[Tensor, Tensor] | None, mask: Tensor | None) -> Tensor:
-        x = x + self.dropout(self.attn(self.attn_norm(x), sequences, rotation, mask))
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        x = x + self.dropout(self.attn(self.attn_norm(x), context))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.context import Context
 from models.rope import Rotary
 from parallel.embedding import VocabParallelEmbedding
 from parallel.head_loss import head_loss
@@ -181,8 +182,11 @@ class Decoder(nn.Module):
         if self.embedding is not None:
             x = self.embedding(microbatch)
         assert x is not None  # the first chunk embeds, the others are given activations
-        rotation, mask = self._rotation(microbatch), microbatch.mask()
-        return self.run(self.layers.values(), x, microbatch.sequences, rotation, mask)
+        return self.run(self.layers.values(), x, self.context(microbatch))
+
+    def context(self, microbatch: Microbatch) -> Context:
+        """What the blocks are told of the microbatch's tokens."""
+        return Context(microbatch.sequences, self._rotation(microbatch), microbatch.mask())
 
     def _rotation(self, microbatch: Microbatch) -> tuple[Tensor, Tensor] | None:
         """cos, sin: [t, head/2] at the microbatch's positions, for families that rotate."""

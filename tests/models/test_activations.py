@@ -79,7 +79,7 @@ def microbatch(tp: int = 1) -> Microbatch:
 
 
 def blocks(chunk: Decoder, x: Tensor) -> Tensor:
-    return chunk.run(chunk.layers.values(), x, 2, chunk._rotation(microbatch()), None)
+    return chunk.run(chunk.layers.values(), x, chunk.context(microbatch()))
 
 
 @pytest.mark.parametrize(("recompute", "offload"), OPTIONS)
@@ -87,10 +87,11 @@ def blocks(chunk: Decoder, x: Tensor) -> Tensor:
 def test_bytes_between_forward_and_backward(section: dict[str, Any], recompute: Recompute, offload: bool) -> None:
     """With offload as many, each of them once: had the tensors stayed, there would be twice as many."""
     chunk = made(section, torch.bfloat16, Activations(recompute, offload))
-    tables = chunk._rotation(microbatch()) or ()
+    context = chunk.context(microbatch())
+    tables = context.rotation or ()
     leaf = torch.randn(TOKENS, EMBED).bfloat16().requires_grad_()
     with Storages([*chunk.parameters(), *tables, leaf]) as storages:
-        y = chunk.run(chunk.layers.values(), leaf * 1, 2, tables or None, None)
+        y = chunk.run(chunk.layers.values(), leaf * 1, context)
         family = "llama" if tables else "gpt2"
         # The tables go to the host too, once for all blocks; fully recomputed blocks are given them by their caller.
         copied = sum(t.nbytes for t in tables) if offload and recompute != "full" else 0
