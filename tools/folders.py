@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import sys
@@ -76,6 +77,7 @@ def jobs(arguments: argparse.Namespace) -> int:
 def add_writing(parser: argparse.ArgumentParser) -> None:
     add_jobs(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would be written, and write nothing")
+    parser.add_argument("--json", action="store_true", help="print the files, written or not, as JSON")
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
@@ -90,20 +92,24 @@ def dtype(arguments: argparse.Namespace) -> str | None:
 
 
 def carry_out(plan: Plan, target: Path, arguments: argparse.Namespace) -> None:
-    """Write the plan with a progress bar, or show it.
+    """Write the plan with a progress bar, or with ``--dry-run`` only show it.
 
     Raises:
         StoreError: as :meth:`Plan.write`, or the target lies in the source.
     """
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(arguments.source)):
         raise StoreError(f"{target} lies in {arguments.source}, which is only read: choose a folder beside it")
-    if arguments.dry_run:
+    if not arguments.dry_run:
+        with bar(plan.size, target.name) as progress:
+            plan.write(target, jobs(arguments), progress)
+    if arguments.json:
+        files = [{"path": file.path, "bytes": file.size, "tensors": len(file.tensors)} for file in plan.files]
+        told = {"target": str(target), "written": not arguments.dry_run, "bytes": plan.size, "files": files}
+        print(json.dumps(told, indent=2))
+    elif arguments.dry_run:
         for file in plan.files:
             print(f"{file.path}  {file.size:,} bytes, {len(file.tensors)} tensors")
         print(f"{plan.size:,} bytes would be written to {target}")
-        return
-    with bar(plan.size, target.name) as progress:
-        plan.write(target, jobs(arguments), progress)
 
 
 @contextmanager

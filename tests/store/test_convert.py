@@ -542,3 +542,17 @@ def test_dry_run_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     sizes: Sequence[int] = [tensor_file(tmp_path / "c", tp=i).stat().st_size for i in range(2)]
     whole = sum(path.stat().st_size for path in (tmp_path / "c").rglob("*") if path.is_file() and path.name != INDEX)
     assert all(f"{size:,} bytes" in said for size in (*sizes, whole))
+
+
+def test_what_is_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hugging_face_folder(tmp_path / "hf", LLAMA)
+    told = []
+    for options in (["--dry-run"], []):
+        run(convert, tmp_path / "hf", tmp_path / "c", "--tp", "2", "--json", *options)
+        told.append(json.loads(capsys.readouterr().out))
+        assert told[-1].pop("written") == (not options) == (tmp_path / "c").exists()
+    dry, done = told
+    assert dry == done
+    assert {each["path"]: each["bytes"] for each in done["files"]} == {
+        str(path.relative_to(tmp_path / "c")): path.stat().st_size for path in (tmp_path / "c").rglob("*.safetensors")
+    }
