@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / ".venvs"
 
-REQUIREMENTS: Mapping[str, tuple[str, ...]] = {
-    "hf": ("transformers==5.23.0",),
-    "mcore": ("megatron-core==0.16.1",),
-    "litgpt": ("litgpt==0.5.13",),
+
+@dataclass(frozen=True)
+class Environment:
+    """What pip installs beside torch.
+
+    Args:
+        requirements: All of it.
+        built_with: What the build of one of them wants beside torch, in the environment itself; none for builds apart.
+    """
+
+    requirements: tuple[str, ...]
+    built_with: tuple[str, ...] = ()
+
+
+ENVIRONMENTS: Mapping[str, Environment] = {
+    "hf": Environment(("transformers==5.23.0",)),
+    "mcore": Environment(("megatron-core==0.16.1",)),
+    "litgpt": Environment(("litgpt==0.5.13",)),
+    "trl": Environment(
+        ("transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0", "peft==0.21.2", "trl==1.16.0")
+    ),
+    "deepspeed": Environment(("deepspeed==0.19.8", "transformers==5.23.0"), ("setuptools", "wheel")),
 }
 CONSTRAINTS = ("torch==2.13.0",)
+VARIABLES = {"DS_BUILD_OPS": "0", "DS_ACCELERATOR": "cpu"}
+"""For pip and for runs: DeepSpeed compiles no kernels beforehand, and looks for no GPU."""
 
 
 def find(given: Mapping[str, Path]) -> dict[str, Path]:
     """{name: interpreter}: those given, those that `set_up` made, and the running one for us and transformers."""
     here = Path(sys.executable)
-    made = {name: FOLDER / name / "bin" / "python" for name in REQUIREMENTS}
+    made = {name: FOLDER / name / "bin" / "python" for name in ENVIRONMENTS}
     return {"ours": here, "hf": here} | {name: python for name, python in made.items() if python.exists()} | dict(given)
 
 
 def set_up() -> None:
     """Make every environment that is not there yet, with torch at the tested version."""
-    for name, requirements in REQUIREMENTS.items():
+    for name, environment in ENVIRONMENTS.items():
         folder = FOLDER / name
         if (folder / "bin" / "python").exists():
             continue
@@ -36,4 +58,6 @@ def set_up() -> None:
             constraints.write("\n".join(CONSTRAINTS))
             constraints.flush()
             pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-c", constraints.name]
-            subprocess.run([*pip, *CONSTRAINTS, *requirements], check=True)
+            subprocess.run([*pip, *CONSTRAINTS, *environment.built_with], check=True)
+            here = ["--no-build-isolation"] if environment.built_with else []
+            subprocess.run([*pip, *here, *environment.requirements], env={**os.environ, **VARIABLES}, check=True)

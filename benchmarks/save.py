@@ -33,8 +33,10 @@ from torch import Tensor
 
 from megacore import checkpoints
 from megacore.control import Control
-from megacore.optimizer import MOMENTS, Optimizer
+from megacore.optimizer import Optimizer
 from megacore.save import Kept, Saver, State
+from megacore.states.home import MOMENTS
+from megacore.states.resident import Resident
 from megacore.step import TrainStep
 from models.assemble import Model
 from models.decoder import Microbatch
@@ -115,11 +117,12 @@ class Run:
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors that make up the state."""
         found = {f"weights/{name}": tensor.detach() for name, tensor in self.model.parameters.items()}
-        optimizer = self.train.optimizer
-        for number, target in enumerate(optimizer.targets):
+        home = self.train.optimizer.home
+        assert isinstance(home, Resident)
+        for number, target in enumerate(home.targets):
             name = str(number)
             found[f"master/{name}"] = target.tensor
-            found |= {f"{moment}/{name}": optimizer.adamw.state[target.tensor][moment] for moment in MOMENTS}
+            found |= {f"{moment}/{name}": home.adamw.state[target.tensor][moment] for moment in MOMENTS}
         return found
 
 

@@ -1,31 +1,70 @@
-"""The work of `train_step.py`: the model, the tokens of a step, its FLOPs. The scripts of the peers state the same."""
+"""The work of the training benchmarks: a model, the tokens of a step, its FLOPs. The peers state the full one too."""
 
 from __future__ import annotations
 
-from models.config import flops_per_token
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from models.config import ModelConfig, flops_per_token
 from models.registry import configure
 
-SEQUENCE, MICRO_BATCH, GLOBAL_BATCH = 512, 4, 8
 
-TOKENS = GLOBAL_BATCH * SEQUENCE
-"""Tokens of one step."""
+@dataclass(frozen=True)
+class Workload:
+    """A step trains on `global_batch` sequences of `sequence` tokens, `micro_batch` of them at a time on each rank."""
 
-CONFIG = configure(
+    model: Mapping[str, Any]
+    sequence: int
+    micro_batch: int
+    global_batch: int
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        return configure({"family": "llama", "max_position_embeddings": self.sequence, **self.model})
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.global_batch * self.sequence
+
+    @property
+    def flops(self) -> int:
+        """Of one step, forward and backward; attention counts the half of the scores that is not masked."""
+        return self.tokens * flops_per_token(self.config, self.sequence)
+
+
+FULL = Workload(
     {
-        "family": "llama",
         "vocab_size": 32000,
         "hidden_size": 512,
         "num_hidden_layers": 8,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "intermediate_size": 1376,
-        "max_position_embeddings": SEQUENCE,
         "rms_norm_eps": 1e-5,
-    }
+    },
+    sequence=512,
+    micro_batch=4,
+    global_batch=8,
 )
-
-FLOPS = TOKENS * flops_per_token(CONFIG, SEQUENCE)
-"""FLOPs of one step, forward and backward; attention counts the half of the scores that is not masked."""
+TINY = Workload(
+    {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 160,
+        "rms_norm_eps": 1e-5,
+    },
+    sequence=32,
+    micro_batch=2,
+    global_batch=8,
+)
+WORKLOADS: Mapping[str, Workload] = {"full": FULL, "tiny": TINY}
+"""By the name of their shape; tiny shows that a benchmark runs."""
 
 HEAP = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}
 """What the launch scripts set, so that glibc keeps large allocations instead of mapping fresh pages for each."""

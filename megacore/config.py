@@ -20,6 +20,8 @@ from pydantic import BeforeValidator, ConfigDict, Strict, TypeAdapter, Validatio
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
+from models.lora import Lora
+from models.tuning import Tuning
 from parallel.layout import MeshShape
 
 # -- the sections of a recipe
@@ -63,10 +65,19 @@ class PipelineConfig:
 
 @dataclass(frozen=True, config=TYPED)
 class Corpus:
-    """A token file (`path` + .bin and .idx) and how much of it there is in the blend, relative to the others."""
+    """A token file (`path` + .bin and .idx) or a file of examples, and its weight in the blend."""
 
     path: str
     weight: Float = 1.0
+
+    @property
+    def has_examples(self) -> bool:
+        """Whether it is a file of chats, prompts with completions, or texts, rather than a token file."""
+        return self.path.endswith(EXAMPLES)
+
+
+EXAMPLES = (".jsonl", ".jsonl.gz", ".parquet")
+"""How the names of files of examples end."""
 
 
 def _as_corpora(value: object) -> object:
@@ -82,7 +93,8 @@ Corpora = Annotated[tuple[Corpus, ...], BeforeValidator(_as_corpora)]
 class DataConfig:
     """`validation_fraction` of the training data is held out where `validation` names no corpora.
 
-    `sequence_length` is in tokens. `within_documents` keeps attention from crossing document boundaries.
+    `sequence_length` is in tokens. `within_documents` keeps attention from crossing document boundaries; examples are
+    always kept apart.
 
     `shard` is what data parallel ranks (and all others that hold the same) share out instead of holding it each: the
     state of the `optimizer`, the `gradients` too, the `parameters` too (ZeRO 1, 2, 3). They do so in groups of
@@ -97,6 +109,23 @@ class DataConfig:
     within_documents: Bool = False
     shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
     replicas: Int = 1
+
+
+@dataclass(frozen=True, config=TYPED)
+class ChatConfig:
+    """How examples become training data.
+
+    `train_on`: of a chat, the loss counts every turn of the `assistant`, the `last` of them, or `all` tokens.
+    `too_long` examples are `cut` to their beginning, or dropped. `bad_lines` stop before training starts, or are
+    skipped. `pack` puts several examples into a row. `template` is a file of the chat template to use, where it is not
+    the model's own.
+    """
+
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    too_long: Literal["cut", "drop"] = "cut"
+    bad_lines: Literal["stop", "skip"] = "stop"
+    pack: Bool = True
+    template: str | None = None
 
 
 @dataclass(frozen=True, config=TYPED)
@@ -125,6 +154,20 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, config=TYPED)
+class LoraConfig:
+    """Trains low-rank adapters of the linears of the blocks, and nothing else: see `models.lora`.
+
+    `targets` are patterns of the linears' names, ours (`attn.qkv`, `attn.qkv.q`, `mlp`) or Hugging Face's (`q_proj`).
+    """
+
+    rank: Int = 16
+    alpha: Float = 32.0
+    targets: tuple[str, ...] = ("*",)
+    dropout: Float = 0.0
+    rslora: Bool = False
+
+
+@dataclass(frozen=True, config=TYPED)
 class LossConfig:
     """Beyond cross entropy: probability spread over the vocabulary, and weight of the squared log-partition."""
 
@@ -143,16 +186,24 @@ class LossScaleConfig:
 
 @dataclass(frozen=True, config=TYPED)
 class MemoryConfig:
-    """What is kept for the backward, and where.
+    """What is kept for the backward and for the update, and where.
 
     `recompute`: of a block, `none` is computed again, `selective` the outputs of its norms and activation functions, or
     `full` all of it. `offload_activations` keeps what the backward needs of the blocks in host memory. `loss_chunk` is
     the number of tokens whose logits are there at a time (null: those of a microbatch).
+
+    `offload_optimizer`: masters and moments live in `host` memory, or in a `file` in `offload_folder` (on a fast disk
+    of each node), and the CPU updates; they pass through a buffer of `offload_buffer` MiB on each rank.
+    `offload_parameters` keeps a rank's slice of the parameters in host memory too (with data.shard=parameters).
     """
 
     recompute: Literal["none", "selective", "full"] = "none"
     offload_activations: Bool = False
     loss_chunk: Int | None = None
+    offload_optimizer: Literal["none", "host", "file"] = "none"
+    offload_folder: str | None = None
+    offload_buffer: Int = 512
+    offload_parameters: Bool = False
 
 
 @dataclass(frozen=True, config=TYPED)
@@ -169,6 +220,9 @@ class ScheduleConfig:
 class TrainConfig:
     """`precision` of the weights and activations; `fp8` is bf16 with the products of linears in fp8.
 
+    `only` and `freeze` are patterns of names of tensors (`embed`, `layers.0`, `attn.qkv`, `*norm`): those that are
+    trained (null: all), and those that are not.
+
     `threads`: torch threads of each process; null leaves them to the environment (OMP_NUM_THREADS).
     """
 
@@ -177,6 +231,8 @@ class TrainConfig:
     precision: Literal["bf16", "fp16", "fp8", "fp32", "fp64"] = "bf16"
     compile: Bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    only: tuple[str, ...] | None = None
+    freeze: tuple[str, ...] = ()
     threads: Int | None = None
 
     def device_type(self, gpus: int) -> Literal["cpu", "cuda"]:
@@ -200,7 +256,8 @@ class CheckpointConfig:
 
     The `keep` newest stay (null: all), and those of every `keep_every` steps (0: no others). `background` writes while
     training goes on. `init` is a Hugging Face folder or a checkpoint to take the weights of; `resume` is a checkpoint
-    whose run goes on, or `auto`: the newest in the run's own folder, if there is one.
+    whose run goes on, or `auto`: the newest in the run's own folder, if there is one. `export` is a folder to make of
+    the last checkpoint when all steps are done, in Hugging Face's format, or peft's if adapters were trained.
     """
 
     every: Int = 1000
@@ -210,6 +267,7 @@ class CheckpointConfig:
     background: Bool = True
     init: str | None = None
     resume: str | None = None
+    export: str | None = None
 
     @property
     def on(self) -> bool:
@@ -246,10 +304,12 @@ class Config:
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
     data: DataConfig = DataConfig()
+    chat: ChatConfig = ChatConfig()
     batch: BatchConfig = BatchConfig()
     loss: LossConfig = LossConfig()
     loss_scale: LossScaleConfig = LossScaleConfig()
     memory: MemoryConfig = MemoryConfig()
+    lora: LoraConfig | None = None
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig = TrainConfig()
@@ -257,6 +317,12 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     out: str = "runs/pretrain"
+
+    @property
+    def tuning(self) -> Tuning:
+        """What of the model is trained."""
+        lora = None if self.lora is None else Lora(**vars(self.lora))
+        return Tuning(lora, self.train.only, self.train.freeze)
 
     def to_yaml(self) -> str:
         """A recipe that loads back as this very config."""
@@ -267,10 +333,12 @@ SECTIONS = {
     "mesh": MeshConfig,
     "pipeline": PipelineConfig,
     "data": DataConfig,
+    "chat": ChatConfig,
     "batch": BatchConfig,
     "loss": LossConfig,
     "loss_scale": LossScaleConfig,
     "memory": MemoryConfig,
+    "lora": LoraConfig,
     "optimizer": OptimizerConfig,
     "schedule": ScheduleConfig,
     "train": TrainConfig,
@@ -383,12 +451,12 @@ def _dotted(where: Sequence[str | int]) -> str:
 
 
 def _nearest(where: Sequence[str | int]) -> str:
-    """The keys that an unknown one may have meant: one spelled alike beside it, or its name in another section."""
+    """The keys that an unknown one may have meant: its name in another section, else one spelled alike beside it."""
     *parents, key = where
     beside = _keys(parents)
     alike = difflib.get_close_matches(str(key), beside, n=1)
     elsewhere = [f"{name}.{key}" for name in SECTIONS if key in _keys([name])]
-    meant = [_dotted([*parents, name]) for name in alike] + elsewhere
+    meant = elsewhere or [_dotted([*parents, name]) for name in alike]
     if meant:
         return f"did you mean {' or '.join(meant)}?"
     return f"{_dotted(parents) or 'a recipe'} has {', '.join(beside)}"

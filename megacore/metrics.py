@@ -77,7 +77,8 @@ class ProgressBar:
     def write(self, step: int, record: Record) -> None:
         self._bar.update(step - self._bar.n)
         if "validation_loss" in record:
-            self._bar.write(f"step {step}: validation loss {record['validation_loss']:.4f}")
+            loss, perplexity = record["validation_loss"], record["validation_perplexity"]
+            self._bar.write(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.4g}")
         else:
             shown = {"loss": f"{record['loss']:.4f}", "tokens/s": f"{record['tokens_per_second']:,.0f}"}
             self._bar.set_postfix(shown, refresh=False)

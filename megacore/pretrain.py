@@ -8,32 +8,40 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megacore import checkpoints, metrics
+from megacore.base import fingerprint
 from megacore.config import Config, ConfigError, load
 from megacore.control import Control
 from megacore.data.batches import TokenError
 from megacore.data.corpora import Corpora, facts, vocabulary_problems
+from megacore.data.spelling import ModelFiles
+from megacore.export import export
 from megacore.hardware import peak_tflops
 from megacore.optimizer import Optimizer
 from megacore.problems import problems, surroundings
 from megacore.resume import Start, companions, find, model_of, raw_of, remarks
 from megacore.resume import load as load_into
-from megacore.save import Kept, SaveError, Saver, State
+from megacore.save import NAMES, Kept, SaveError, Saver, State
 from megacore.scaler import UNSCALED, Scaling
+from megacore.states.offload import Offload
+from megacore.states.room import room_problems
 from megacore.step import TrainStep
+from megacore.store.export import with_dtype
+from megacore.store.index import Adapters
 from megacore.store.strict_json import StoreError
 from megacore.trainer import NonFinite, Trainer
 from models.assemble import Model
 from models.config import ModelConfig, ModelConfigError, flops_per_token
 from models.decoder import Losses
 from models.stages import layout_of
+from models.tuning import EVERYTHING
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.recompute import Activations
@@ -81,8 +89,11 @@ def check(recipe: str, overrides: Sequence[str], world_size: int, local_ranks: i
         found += vocabulary_problems(config, model.vocab_size)
     if found or model is None or start is None:
         raise ConfigError(found)
+    if no_room := list(room_problems(config, model, world_size, local_ranks)):
+        raise ConfigError(no_room)
+    files = ModelFiles(companions(start, config), raw_of(model, start.source), model.vocab_size)
     try:
-        return Setup(config, model, Corpora.open(config), start)
+        return Setup(config, model, Corpora.open(config, files), start)
     except ValueError as error:
         raise ConfigError([f"data: {error}"]) from error
 
@@ -91,11 +102,12 @@ def trainer_of(setup: Setup, mesh: Mesh, log: metrics.Log | None) -> Trainer:
     """The live parts of a run on this rank, its model initialised or loaded."""
     config, corpora, start = setup.config, setup.corpora, setup.start
     dtype = DTYPES[config.train.precision]
-    layout = layout_of(setup.model, mesh.shape, config.pipeline.chunks, config.pipeline.layers_per_stage)
+    tuning, weights = config.tuning, setup.model.schema
+    layout = layout_of(setup.model, mesh.shape, config.pipeline.chunks, config.pipeline.layers_per_stage, tuning)
     losses = Losses(config.loss.label_smoothing, config.loss.z_loss, config.memory.loss_chunk)
     activations = Activations(config.memory.recompute, config.memory.offload_activations)
     hollow = config.data.shard == "parameters"
-    model = Model.create(setup.model, layout, mesh, dtype, losses, activations, hollow)
+    model = Model.create(setup.model, layout, mesh, dtype, losses, activations, hollow, tuning)
     if config.train.precision == "fp8":
         model.use_fp8()
     if config.train.compile:
@@ -108,32 +120,44 @@ def trainer_of(setup: Setup, mesh: Mesh, log: metrics.Log | None) -> Trainer:
         torch.float32 if wide else dtype,
         config.data.shard,
         config.data.replicas,
-    )
-    optimizer = Optimizer(
-        gradients,
-        lr=section.lr,
-        betas=section.betas,
-        eps=section.eps,
-        weight_decay=section.weight_decay,
-        clip=section.clip,
-        master_weights=section.master_weights,
-        moments=torch.bfloat16 if section.moments == "bf16" else None,
+        offload=config.memory.offload_parameters,
     )
     control = Control.create(mesh)
     _agree(control, start)
-    if start.source is not None:
-        load_into(start, model.parameters, optimizer)
-    else:
-        for name in model.parameters:
-            optimizer.load_weight(name, model.parameters.drawn(name, config.train.seed))
+    offload = _offload(config)
+    optimizer = _on_all(
+        control,
+        lambda: Optimizer(
+            gradients,
+            lr=section.lr,
+            betas=section.betas,
+            eps=section.eps,
+            weight_decay=section.weight_decay,
+            clip=section.clip,
+            master_weights=section.master_weights,
+            moments=torch.bfloat16 if section.moments == "bf16" else None,
+            offload=offload,
+        ),
+    )
+    adapters = _adapters(config, start, control)
+    load_into(start, model.parameters, optimizer, config.train.seed)
     saver = Saver(
         checkpoints.folder_of(config.out),
-        State(model.parameters, optimizer),
-        raw_of(setup.model, start.source),
+        State(
+            model.parameters,
+            optimizer,
+            offload.folder if offload else None,
+            replace(layout, schema=tuning.kept(weights)),
+        ),
+        with_dtype(raw_of(setup.model, start.source), NAMES[dtype]),
         companions(start, config),
         control,
         Kept(config.checkpoint.keep, config.checkpoint.keep_every),
+        adapters,
+        tuning.frozen(weights) if adapters is None else frozenset(),
     )
+    if offload and offload.folder and config.checkpoint.on:
+        saver.reserve()
     pipeline = Pipeline(mesh, model.chunks, dtype, config.pipeline.schedule)
     step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config))
     step.scaler.load(start.progress.scaler)
@@ -161,6 +185,49 @@ def _scaling(config: Config) -> Scaling:
     return Scaling(section.initial, section.growth_interval, section.minimum) if fp16 else UNSCALED
 
 
+def _offload(config: Config) -> Offload | None:
+    section = config.memory
+    if section.offload_optimizer == "none":
+        return None
+    return Offload(Path(section.offload_folder) if section.offload_folder else None, section.offload_buffer << 20)
+
+
+def _on_all(control: Control, make: Callable[[], Optimizer]) -> Optimizer:
+    """What every rank makes for itself: where one of them finds no room for it, all say so."""
+    made, problem = None, None
+    try:
+        made = make()
+    except StoreError as error:
+        problem = str(error)
+    said = {reason: control.who(rank) for rank, reason in enumerate(control.exchange(problem)) if reason}
+    if made is None or said:
+        raise ConfigError([f"memory.offload_folder: {who}: {reason}" for reason, who in said.items()])
+    return made
+
+
+def _adapters(config: Config, start: Start, control: Control) -> Adapters | None:
+    """What the adapters of a run belong to, if it trains some.
+
+    Raises:
+        ConfigError: they go on beside another model than they were trained on.
+    """
+    lora, base = config.tuning.lora, start.source
+    if lora is None or base is None:
+        return None
+    found = Adapters(lora, str(base.path), fingerprint(base, control))
+    held = start.adapters.index.adapters if start.adapters is not None else found
+    assert held is not None  # it was opened as a checkpoint of adapters
+    if held.fingerprint != found.fingerprint:
+        raise ConfigError(
+            [
+                f"checkpoint.init: the weights of {base.path} (fingerprint {found.fingerprint:016x}) are not those "
+                f"that the adapters were trained on, {held.base} ({held.fingerprint:016x}): name that model, in the "
+                "dtype that it had"
+            ]
+        )
+    return found
+
+
 def _agree(control: Control, start: Start) -> None:
     """Each rank has looked for itself; a folder that only some of them see would break the run much later."""
     step = start.progress.step
@@ -170,8 +237,8 @@ def _agree(control: Control, start: Start) -> None:
         raise ConfigError([f"checkpoint.resume: {problem}: out must lie on a file system that all nodes share"])
 
 
-def run(setup: Setup, device: torch.device) -> None:
-    """One run on the processes that there are.
+def run(setup: Setup, device: torch.device) -> int:
+    """One run on the processes that there are; returns the last step that was done.
 
     Raises:
         ConfigError: the ranks have found different checkpoints to start from.
@@ -180,17 +247,17 @@ def run(setup: Setup, device: torch.device) -> None:
     world = dist.get_world_size() if dist.is_initialized() else 1
     mesh = Mesh.create(config.mesh.shape(world), device)
     if mesh.rank != 0:
-        trainer_of(setup, mesh, None).run()
-        return
+        return trainer_of(setup, mesh, None).run()
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
     checkpoints.clean(checkpoints.folder_of(out))
     (out / "config.yaml").write_text(config.to_yaml(), "utf-8")
-    said = remarks(start, config, setup.model, mesh.shape)
+    said = [*remarks(start, config, setup.model, mesh.shape), *setup.corpora.remarks]
     print("\n".join([_headline(config, setup.model, mesh), *said]), flush=True)
     with metrics.Log(config, start.progress.step) as log:
         last = trainer_of(setup, mesh, log).run()
-    print(_report(config, last))
+    print(_report(config, last), flush=True)
+    return last
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -224,9 +291,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Without device_id, so that a group's communicator is made by its members when they first use it, rather than
         # split off the world's by everyone.
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    status = 0
+    status = last = 0
     try:
-        run(setup, device)
+        last = run(setup, device)
     except ConfigError as error:  # on every rank
         status = 2
         if rank == 0:
@@ -242,14 +309,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A gloo process that leaves while others still talk to it may abort them.
         dist.barrier()
         dist.destroy_process_group()
+    # After the group's end, so that no other rank waits for it: an export of many bytes may outlast their patience.
+    if rank == 0 and status == 0 and setup.config.checkpoint.export is not None:
+        try:
+            print(export(setup.config, last), flush=True)
+        except StoreError as error:
+            status = 1
+            print(error, file=sys.stderr)
     return status
 
 
 def _headline(config: Config, model: ModelConfig, mesh: Mesh) -> str:
     sizes = " x ".join(f"{dim}={mesh.shape[dim]}" for dim in ("pp", "dp", "ep", "cp", "tp"))
-    flops = flops_per_token(model, config.data.sequence_length)
+    flops, tuning = flops_per_token(model, config.data.sequence_length, config.tuning), config.tuning
+    trained = "" if tuning == EVERYTHING else f" ({tuning.trained(model.schema):,} trained)"
     return (
-        f"{model.family} of {model.schema.parameters:,} parameters, {flops / 1e6:,.1f} MFLOP per token, "
+        f"{model.family} of {model.schema.parameters:,} parameters{trained}, {flops / 1e6:,.1f} MFLOP per token, "
         f"on {mesh.shape.world} x {mesh.device.type} as {sizes}, {config.train.precision}"
     )
 

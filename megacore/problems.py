@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +16,9 @@ from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.lr import decay_steps
+from models.tuning import EVERYTHING
 from parallel.layout import MeshShape, split_problems
+from parallel.schema import Schema
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", checkpoints.FOLDER)
 """What a run leaves in its folder; a folder that has one of them is not written to again, unless the run goes on."""
@@ -34,6 +35,11 @@ class ModelSizes(Protocol):
     @property
     def max_positions(self) -> int | None:
         """Longest sequence that the positions allow; None where there is no limit."""
+        ...
+
+    @property
+    def schema(self) -> Schema:
+        """Its weights."""
         ...
 
 
@@ -95,6 +101,10 @@ RANGES: Mapping[str, Bound] = {
     "loss_scale.growth_interval": AT_LEAST_1,
     "loss_scale.minimum": POWER_OF_2,
     "memory.loss_chunk": AT_LEAST_1,
+    "memory.offload_buffer": AT_LEAST_1,
+    "lora.rank": AT_LEAST_1,
+    "lora.alpha": ABOVE_0,
+    "lora.dropout": BELOW_1,
     "optimizer.lr": ABOVE_0,
     "optimizer.betas": BELOW_1,
     "optimizer.eps": ABOVE_0,
@@ -118,12 +128,19 @@ RANGES: Mapping[str, Bound] = {
 
 def _range_problem(config: Config, key: str, bound: Bound) -> Iterator[str]:
     """Of a number, or of each number of a list; null is no number."""
-    value = reduce(getattr, key.split("."), config)
+    value: object = config
+    for name in key.split("."):
+        value = _field(value, name)
     numbers = value if isinstance(value, tuple) else () if value is None else (value,)
     if not all(map(bound.holds, numbers)):
         each = "each number " if isinstance(value, tuple) else ""
         shown = list(value) if isinstance(value, tuple) else value
         yield f"{key} ({shown}): {each}must be {bound.words}"
+
+
+def _field(section: object, name: str) -> object:
+    """Of a section; null has none."""
+    return None if section is None else getattr(section, name)
 
 
 # -- rules between values
@@ -199,6 +216,30 @@ def _loss_chunk(facts: Facts) -> Iterator[str]:
         )
 
 
+def _offload(facts: Facts) -> Iterator[str]:
+    memory, shard = facts.config.memory, facts.config.data.shard
+    if memory.offload_optimizer == "file" and memory.offload_folder is None:
+        yield (
+            "memory.offload_optimizer=file needs memory.offload_folder: name a folder on a fast disk of each node, or "
+            "set memory.offload_optimizer=host"
+        )
+    if memory.offload_folder is not None and memory.offload_optimizer != "file":
+        yield (
+            f"memory.offload_folder ({memory.offload_folder}) is for memory.offload_optimizer=file, not "
+            f"{memory.offload_optimizer}: set that, or leave memory.offload_folder null"
+        )
+    if memory.offload_parameters and shard != "parameters":
+        yield (
+            f"memory.offload_parameters needs data.shard=parameters, not {shard}: only there are parameters gathered "
+            "for their use and let go after it; set data.shard=parameters, or memory.offload_parameters=false"
+        )
+    if memory.offload_parameters and memory.offload_optimizer == "none":
+        yield (
+            "memory.offload_parameters needs memory.offload_optimizer=host or file: the CPU updates what lies in host "
+            "memory, and masters and moments are several times as large"
+        )
+
+
 def _positions(facts: Facts) -> Iterator[str]:
     assert facts.model is not None
     length, limit = facts.config.data.sequence_length, facts.model.max_positions
@@ -229,6 +270,13 @@ def _corpora(facts: Facts) -> Iterator[str]:
         for index, corpus in enumerate(corpora):
             if corpus.weight <= 0:
                 yield f"{key}[{index}].weight ({corpus.weight}) of {corpus.path}: must be above 0, or leave it out"
+    named = (*data.train, *data.validation)
+    examples, tokens = ([c.path for c in named if c.has_examples == kind] for kind in (True, False))
+    if examples and tokens:
+        yield (
+            f"data.train and data.validation name files of examples ({', '.join(examples)}) and token files "
+            f"({', '.join(tokens)}): a run takes one kind"
+        )
 
 
 def _batches(facts: Facts) -> Iterator[str]:
@@ -323,12 +371,35 @@ def _held_out(facts: Facts) -> Iterator[str]:
         )
 
 
+def _tuning(facts: Facts) -> Iterator[str]:
+    assert facts.model is not None
+    tuning = facts.config.tuning
+    if tuning != EVERYTHING:
+        yield from tuning.problems(facts.model.schema)
+
+
+def _adapters(facts: Facts) -> Iterator[str]:
+    section = facts.config.checkpoint
+    if facts.config.lora is not None and section.init is None:
+        yield "lora trains adapters of a model that is there: name its folder or checkpoint in checkpoint.init"
+
+
 def _one_start(facts: Facts) -> Iterator[str]:
     section = facts.config.checkpoint
-    if section.init is not None and section.resume not in (None, AUTO):
+    # Adapters are resumed beside the model that they were begun on.
+    if facts.config.lora is None and section.init is not None and section.resume not in (None, AUTO):
         yield (
             f"checkpoint.init ({section.init}) and checkpoint.resume ({section.resume}) both say where to start: "
             "leave out one of them"
+        )
+
+
+def _export(facts: Facts) -> Iterator[str]:
+    section = facts.config.checkpoint
+    if section.export is not None and not section.at_end:
+        yield (
+            f"checkpoint.export ({section.export}) is made of the checkpoint at the end, and checkpoint.at_end is "
+            "false: set it to true, or leave out the export"
         )
 
 
@@ -343,6 +414,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((MODEL, "mesh.pp", "pipeline.chunks", "pipeline.layers_per_stage"), _stages),
     (("pipeline.chunks",), _chunks),
     (("memory.loss_chunk",), _loss_chunk),
+    ((), _offload),
     ((MODEL, "data.sequence_length"), _positions),
     (("data.sequence_length", "batch.micro_size", "mesh.tp", "mesh.cp"), _tokens),
     ((), _corpora),
@@ -354,7 +426,10 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("optimizer.betas",), _moments),
     ((MODEL,), _fp8),
     (("evaluate.every", "data.validation_fraction"), _held_out),
+    ((MODEL,), _tuning),
+    ((), _adapters),
     ((), _one_start),
+    ((), _export),
 )
 """What each rule needs in range, and the rule."""
 
@@ -369,24 +444,35 @@ def _multiples(value: int, step: int) -> str:
 
 
 def surroundings(config: Config) -> list[str]:
-    """Missing token files, an output folder that cannot be used, and packages that a setting needs."""
-    return [*_missing_files(config), *_unusable_out(config), *_missing_packages(config)]
+    """Missing token files, folders that cannot be used, and packages that a setting needs."""
+    return [
+        *_missing_files(config),
+        *_unusable_out(config),
+        *_unusable_export(config),
+        *_unusable_offload_folder(config),
+        *_missing_packages(config),
+    ]
 
 
 def _missing_files(config: Config) -> Iterator[str]:
     for key, corpora in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         for corpus in corpora:
-            missing = [f"{corpus.path}{end}" for end in (".bin", ".idx") if not Path(f"{corpus.path}{end}").is_file()]
+            ends = ("",) if corpus.has_examples else (".bin", ".idx")
+            missing = [f"{corpus.path}{end}" for end in ends if not Path(f"{corpus.path}{end}").is_file()]
             if missing and corpus.path.endswith((".bin", ".idx")):
                 yield f"{key}: {corpus.path} is a file: name the prefix, {corpus.path[:-4]}"
+            elif missing and corpus.has_examples:
+                yield f"{key}: there is no {corpus.path}"
             elif missing:
                 yield f"{key}: there is no {' and no '.join(missing)}: make them with `megacore tokenize`"
+    template = config.chat.template
+    if template is not None and not Path(template).is_file():
+        yield f"chat.template: there is no {template}: name a file, or leave it null for the model's own"
 
 
 def _unusable_out(config: Config) -> Iterator[str]:
     out, resume = Path(config.out), config.checkpoint.resume
     there = [name for name in RUN_FILES if (out / name).exists()]
-    parent = next(folder for folder in (out, *out.parents) if folder.exists())
     if there and resume is None:
         yield (
             f"out ({out}) already holds a run ({', '.join(there)}): choose another out=, move it away, or go on with "
@@ -394,10 +480,31 @@ def _unusable_out(config: Config) -> Iterator[str]:
         )
     elif there and resume != AUTO:
         yield from _not_its_own(out, Path(str(resume)))
-    elif not parent.is_dir():
-        yield f"out ({out}) cannot be made, {parent} is not a folder: choose another out="
+    else:
+        yield from _cannot_be_made("out", out)
+
+
+def _cannot_be_made(key: str, folder: Path) -> Iterator[str]:
+    parent = next(each for each in (folder, *folder.parents) if each.exists())
+    if not parent.is_dir():
+        yield f"{key} ({folder}) cannot be made, {parent} is not a folder: choose another {key}="
     elif not os.access(parent, os.W_OK | os.X_OK):
-        yield f"out ({out}) cannot be written to: make {parent} writable, or choose another out="
+        yield f"{key} ({folder}) cannot be written to: make {parent} writable, or choose another {key}="
+
+
+def _unusable_export(config: Config) -> Iterator[str]:
+    """It will appear under its name all at once, when training is over: so it may not be there, or must be empty."""
+    key = "checkpoint.export"
+    if config.checkpoint.export is None:
+        return
+    folder = Path(config.checkpoint.export)
+    if Path(config.out).resolve().is_relative_to(folder.resolve()):
+        yield f"{key} ({folder}) holds out ({config.out}): choose a folder in it, or beside it"
+    elif folder.is_dir() and any(folder.iterdir()):
+        yield f"{key} ({folder}) exists and is not empty: choose another folder, or remove it"
+    else:
+        # Where it is an empty folder, it is replaced: what must be writable is the folder around it.
+        yield from _cannot_be_made(key, folder.parent if folder.is_dir() else folder)
 
 
 def _not_its_own(out: Path, resume: Path) -> Iterator[str]:
@@ -415,8 +522,22 @@ def _not_its_own(out: Path, resume: Path) -> Iterator[str]:
         )
 
 
+def _unusable_offload_folder(config: Config) -> Iterator[str]:
+    if config.memory.offload_folder is None:
+        return
+    folder = Path(config.memory.offload_folder)
+    parent = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not parent.is_dir():
+        yield f"memory.offload_folder ({folder}) cannot be made, {parent} is not a folder: choose another one"
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        yield f"memory.offload_folder ({folder}) cannot be written to: make {parent} writable, or choose another one"
+
+
 def _missing_packages(config: Config) -> Iterator[str]:
     wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb is not None}
     for name, is_wanted in wanted.items():
         if is_wanted and importlib.util.find_spec(name) is None:
             yield f"log.{name} needs the package {name}: pip install 'megacore[{name}]', or leave log.{name} out"
+    rows = [corpus.path for corpus in (*config.data.train, *config.data.validation) if corpus.path.endswith(".parquet")]
+    if rows and importlib.util.find_spec("pyarrow") is None:
+        yield f"data: {', '.join(rows)}: .parquet files need the package pyarrow: pip install 'megacore[parquet]'"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.data import tokenizer
-from megacore.optimizer import MASTER, MOMENTS, Optimizer
+from megacore.optimizer import Optimizer
 from megacore.progress import Progress, recipe
+from megacore.states.home import MASTER, MOMENTS
 from megacore.store.checkpoint import TRAINER, Checkpoint
 from megacore.store.convert import Source
 from megacore.store.dtypes import FLOATS
@@ -25,12 +26,14 @@ from megacore.store.folder import Folder, open_folder
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.stream import assemble
 from megacore.store.strict_json import StoreError
+from models import lora as lora_of
 from models.config import ModelConfig, ModelConfigError
+from models.lora import Lora
 from models.registry import configure, family
 from parallel.fingerprint import spell
 from parallel.layout import MeshShape
 from parallel.parameters import Parameters
-from parallel.transfer import native, plan
+from parallel.transfer import native, plan, whole_name
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,14 @@ class Start:
         trainer: What the source says of its run, if that goes on; None where a run begins.
         progress: How far the run is already.
         said: What the user should know, a line each.
+        adapters: Of a run that goes on with adapters of the source: where they are.
     """
 
     source: Folder | None = None
     trainer: Mapping[str, Any] | None = None
     progress: Progress = field(default_factory=Progress)
     said: tuple[str, ...] = ()
+    adapters: Checkpoint | None = None
 
 
 # -- before anything starts
@@ -60,14 +65,16 @@ def find(config: Config) -> Start:
         StoreError: it cannot be used.
     """
     section = config.checkpoint
+    lora = config.tuning.lora
+    go_on = _resume if lora is None else partial(_resume_adapters, lora, section.init)
     if section.resume is None:
         return _from(section.init)
     if section.resume != AUTO:
-        return _resume(Path(section.resume))
+        return go_on(Path(section.resume))
     folder = checkpoints.folder_of(config.out)
     found = checkpoints.complete(folder)
     if found:
-        return _resume(found[max(found)])
+        return go_on(found[max(found)])
     begins = f"the run starts from {section.init}" if section.init else "the run starts afresh"
     return _from(section.init, (f"There is no checkpoint in {folder} to resume from: {begins}.",))
 
@@ -78,6 +85,36 @@ def _from(init: str | None, said: tuple[str, ...] = ()) -> Start:
 
 def _resume(path: Path) -> Start:
     checkpoint = Checkpoint.open(path)
+    if held := checkpoint.index.adapters:
+        raise StoreError(f"{path} holds adapters of {held.base}: resume it with its lora and its checkpoint.init")
+    return _going_on(path, checkpoint)
+
+
+def _resume_adapters(lora: Lora, init: str | None, path: Path) -> Start:
+    checkpoint = Checkpoint.open(path)
+    held = checkpoint.index.adapters
+    if held is None:
+        raise StoreError(f"{path} holds a model and no adapters: begin with adapters of it by checkpoint.init={path}")
+    base = open_folder(Path(init or held.base))
+    if wrong := list(_other_adapters(lora, held.lora, base, checkpoint)):
+        raise StoreError("\n".join([f"{path} cannot go on with this recipe:", *wrong]))
+    return replace(_going_on(path, checkpoint), source=base, adapters=checkpoint)
+
+
+def _other_adapters(lora: Lora, held: Lora, base: Folder, checkpoint: Checkpoint) -> Iterator[str]:
+    for name in ("rank", "alpha", "rslora"):
+        ours, theirs = getattr(lora, name), getattr(held, name)
+        if ours != theirs:
+            yield f"lora.{name} is {ours} in the recipe and {theirs} in the checkpoint: keep it as it was"
+    ours, theirs = (lora_of.adapters(base.config.schema, each).pieces for each in (lora, held))
+    if ours != theirs:
+        names = ", ".join(sorted({spell(piece) for piece, _ in ours.items() ^ theirs.items()}))
+        yield f"lora.targets is {list(lora.targets)} and was {list(held.targets)}, which differ in {names}"
+    if base.config.schema.sizes != checkpoint.config.schema.sizes:
+        yield f"{base.path} is a model of other sizes than that of the adapters, {checkpoint.index.adapters}"
+
+
+def _going_on(path: Path, checkpoint: Checkpoint) -> Start:
     missing = [state for state in MOMENTS if state not in checkpoint.index.states]
     if checkpoint.trainer is None or missing:
         lacks = ", ".join([*missing, *([TRAINER] if checkpoint.trainer is None else [])])
@@ -162,8 +199,11 @@ _TOLD = (
     "loss.",
     "optimizer.",
     "schedule.",
+    "lora.",
     "train.steps",
     "train.seed",
+    "train.only",
+    "train.freeze",
     "train.precision",
 )
 _LAYOUT = ("mesh.", "pipeline.", "batch.")
@@ -188,36 +228,62 @@ def _drops(model: ModelConfig) -> bool:
 
 
 def companions(start: Start, config: Config) -> Mapping[str, Path]:
-    """{name: file} of what travels with the model: the source's files, or the tokenizer beside the first corpus."""
+    """{name: file} of what travels with the model: the source's files, or the tokenizer beside the first corpus.
+
+    A chat template that the recipe names takes the place of theirs.
+    """
     found = start.source.companions() if start.source is not None else {}
     folder = Path(config.data.train[0].path).parent
-    return found or {name: folder / name for name in tokenizer.FILES if (folder / name).is_file()}
+    found = found or {name: folder / name for name in tokenizer.FILES if (folder / name).is_file()}
+    template = config.chat.template
+    return {**found, tokenizer.TEMPLATE: Path(template)} if template is not None and found else found
 
 
 # -- into the live shards
 
 
-def load(start: Start, parameters: Parameters, optimizer: Optimizer) -> None:
+def load(start: Start, parameters: Parameters, optimizer: Optimizer, seed: int) -> None:
     """Fill this rank's parameters, and of a run that goes on the optimizer, one tensor at a time.
 
-    Masters, where the checkpoint has them, are what the weights are rounded from, in whatever precision they are now.
+    Masters, where a checkpoint has them, are what the weights that are trained are rounded from, in whatever precision
+    they are now. What no folder has is drawn.
     """
-    source = start.source
-    assert source is not None
-    masters = isinstance(source, Checkpoint) and MASTER in source.index.states
-    for name, tensor in tensors(source, MASTER if masters else "weights", parameters):
-        optimizer.load_weight(name, tensor)
+    left = set(parameters)
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    for folder in (start.adapters, start.source):
+        for state, names in ((MASTER, trained), ("weights", left)):
+            if folder is not None:
+                for name, tensor in tensors(folder, state, parameters, names & left & _names(folder, state)):
+                    optimizer.load_weight(name, tensor)
+                    left.discard(name)
+    for name in sorted(left):
+        optimizer.load_weight(name, parameters.drawn(name, seed))
     if start.trainer is not None:
+        going_on = start.adapters or start.source
+        assert going_on is not None  # it has said how far it is
         for state in MOMENTS:
-            for name, tensor in tensors(source, state, parameters):
+            for name, tensor in tensors(going_on, state, parameters, trained & _names(going_on, state)):
                 optimizer.load_from(state, name, tensor)
         optimizer.updates = start.progress.updates
 
 
-def tensors(source: Folder, state: str, parameters: Parameters) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor of the shape that this rank holds) of each parameter, in the source's dtype; padding is zero."""
+def _names(folder: Folder, state: str) -> Set[str]:
+    """The tensors that have a state in a folder."""
+    if isinstance(folder, HuggingFace):
+        stored = folder.stored() if state == "weights" else ()
+    else:
+        stored = folder.stored(state) if state in folder.index.states else ()
+    return {whole_name(folder.schema, each) for each in stored}
+
+
+def tensors(
+    source: Folder, state: str, parameters: Parameters, names: Set[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor of the shape that this rank holds) of each parameter, or of those that are named, in the source's
+    dtype; padding is zero."""
     layout, held_by = parameters.layout, _of(source, state)
-    for target, copies in plan(layout.schema, held_by.stored, native(layout, [parameters.mesh.rank])):
+    held_here = (s for s in native(layout, [parameters.mesh.rank]) if names is None or s.name in names)
+    for target, copies in plan(layout.schema, held_by.stored, held_here):
         held = {held_by.dtype(copy.source) for copy in copies}
         # Pieces of several dtypes: the widest holds all of their numbers (fp16 and bf16 are both within fp32).
         dtype = held.pop() if len(held) == 1 else "F64" if "F64" in held else "F32"
@@ -227,7 +293,7 @@ def tensors(source: Folder, state: str, parameters: Parameters) -> Iterator[tupl
 def _of(source: Folder, state: str) -> Source:
     if isinstance(source, HuggingFace):
         return Source.of_hugging_face(source)
-    return Source(list(source.stored()), partial(source.dtype, state), source.read(state))
+    return Source(list(source.stored(state)), partial(source.dtype, state), source.read(state))
 
 
 def _tensor(dtype: str, bits: np.ndarray) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,16 +18,20 @@ from megacore.control import Control
 from megacore.optimizer import Optimizer
 from megacore.store.checkpoint import COMPANIONS, TRAINER
 from megacore.store.dtypes import FLOATS
-from megacore.store.index import INDEX, STATES, FileRecord, Index, file_name, on_disk
+from megacore.store.index import INDEX, STATES, Adapters, FileRecord, Index, file_name, on_disk
 from megacore.store.publish import Publication, copy_file, write_file
+from megacore.store.scratch import mapped
 from megacore.store.stream import File, write
 from megacore.store.stream import Tensor as Written
 from megacore.store.strict_json import StoreError
+from parallel.layout import Layout
 from parallel.parameters import Parameters
 from parallel.transfer import Stored, native, plan
 
 WEIGHTS = STATES[0]
-_NAMES = {getattr(torch, kind): name for name, kind in FLOATS.items()}
+_ALIGNED = 64
+NAMES = {getattr(torch, kind): name for name, kind in FLOATS.items()}
+"""{torch's dtype: its name in a file}."""
 
 
 class SaveError(RuntimeError):
@@ -47,11 +52,20 @@ class State:
     Args:
         parameters: The weights.
         optimizer: Their masters and moments.
+        folder: Of files that copies lie in while they are saved; None for host memory.
+        layout: Of what is saved, where that is not all of the weights.
     """
 
-    def __init__(self, parameters: Parameters, optimizer: Optimizer) -> None:
-        self.parameters, self._optimizer = parameters, optimizer
-        weights = {name: parameter.dtype for name, parameter in parameters.items()}
+    def __init__(
+        self,
+        parameters: Parameters,
+        optimizer: Optimizer,
+        folder: Path | None = None,
+        layout: Layout | None = None,
+    ) -> None:
+        self.parameters, self._optimizer, self.folder = parameters, optimizer, folder
+        self.layout = layout or parameters.layout
+        weights = {shard.name: parameters[shard.name].dtype for shard in self.layout.shards(parameters.mesh.place)}
         there = {WEIGHTS: weights, **optimizer.states()}
         self.dtypes: dict[str, Mapping[str, torch.dtype]] = {state: there[state] for state in STATES if state in there}
 
@@ -79,27 +93,30 @@ class Snapshot:
 
     def __init__(self, state: State) -> None:
         parameters = state.parameters
-        self.state, self.schema, mesh = state, parameters.layout.schema, parameters.mesh
-        disk = on_disk(parameters.layout)
+        self.state, self.schema, mesh = state, state.layout.schema, parameters.mesh
+        disk = on_disk(state.layout)
         place = replace(mesh.place, dp=0, cp=0)
         held = list(native(disk, [disk.mesh.rank(place)]))
         planned = list(plan(self.schema, held, held))
         files = {
             name: File(
                 file_name(name, place),
-                tuple(Written(stored, _NAMES[dtypes[stored.name]], copies) for stored, copies in planned),
+                tuple(Written(s, NAMES[dtypes[s.name]], copies) for s, copies in planned if s.name in dtypes),
                 self._reader(name),
             )
             for name, dtypes in state.dtypes.items()
+            if dtypes  # else nothing of this rank is trained
         }
         replicas = mesh.shape.along(mesh.rank, "dp", "cp")
         shares = share_out({name: file.size for name, file in files.items()}, len(replicas))
         self.files = {name: files[name] for name in shares[replicas.index(mesh.rank)]}
         self._on_device = mesh.device.type == "cuda"
         self._host = {
-            name: {
-                s.name: torch.empty(s.shape, dtype=state.dtypes[name][s.name], pin_memory=self._on_device) for s in held
-            }
+            name: _copies(
+                {s.name: (s.shape, state.dtypes[name][s.name]) for s in held if s.name in state.dtypes[name]},
+                self._on_device,
+                state.folder,
+            )
             for name in self.files
         }
         self._taken = torch.cuda.Event() if self._on_device else None
@@ -123,9 +140,24 @@ class Snapshot:
         def read(stored: Stored) -> tuple[str, Any]:
             host = self._host[state][stored.name]
             unsigned = host.view(getattr(torch, f"uint{8 * host.itemsize}"))
-            return _NAMES[host.dtype], unsigned.numpy()
+            return NAMES[host.dtype], unsigned.numpy()
 
         return read
+
+
+def _copies(
+    like: Mapping[str, tuple[tuple[int, ...], torch.dtype]], pinned: bool, folder: Path | None
+) -> dict[str, Tensor]:
+    """Host tensors of these shapes; in a folder they lie in a file that looks like memory."""
+    if folder is None or not like:
+        return {name: torch.empty(shape, dtype=dtype, pin_memory=pinned) for name, (shape, dtype) in like.items()}
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in like.values()]
+    room = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
+    flat = torch.from_numpy(mapped(folder, sum(room), "a copy of the state while it is saved")).split(room)
+    return {
+        name: part[:size].view(dtype).view(shape)
+        for (name, (shape, dtype)), size, part in zip(like.items(), sizes, flat, strict=True)
+    }
 
 
 @dataclass
@@ -169,6 +201,7 @@ class Saver:
         companions: {name: file} of what travels with the model.
         control: How the ranks talk.
         kept: Which checkpoints stay.
+        adapters, frozen: As of :class:`~megacore.store.index.Index`.
     """
 
     def __init__(
@@ -179,9 +212,12 @@ class Saver:
         companions: Mapping[str, Path],
         control: Control,
         kept: Kept,
+        adapters: Adapters | None = None,
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
         self.folder = folder
-        self._state, self._raw, self._companions = state, raw, companions
+        self._state, self._companions = state, companions
+        self._index = Index(raw, on_disk(state.layout), tuple(state.dtypes), None, {}, adapters, frozen)
         self._control, self._kept = control, kept
         self._snapshot: Snapshot | None = None
         self._saving: _Saving | None = None
@@ -197,8 +233,7 @@ class Saver:
             SaveError: it cannot begin, for want of room say, or the earlier one failed.
         """
         self.finish()
-        if self._snapshot is None:
-            self._snapshot = Snapshot(self._state)
+        snapshot = self.reserve()
         publication, begun = None, dict[str, str]()
         if self._control.mesh.rank == 0:
             try:
@@ -209,9 +244,31 @@ class Saver:
         begun = self._control.exchange(begun)[0]
         if "error" in begun:
             raise SaveError(f"cannot save step {step}: {begun['error']}")
-        snapshot, folder = self._snapshot, Path(begun["folder"])
+        folder = Path(begun["folder"])
         snapshot.take()
         self._saving = _Saving(step, trainer, publication, _Work(lambda: snapshot.write(folder)))
+
+    def reserve(self) -> Snapshot:
+        """Room for a copy of what is written, kept from save to save.
+
+        Raises:
+            SaveError: it lies in files, and a rank has no room for them.
+        """
+        if self._snapshot is None:
+            problem = None
+            try:
+                self._snapshot = Snapshot(self._state)
+            except StoreError as error:
+                problem = str(error)
+            said = [
+                f"{self._control.who(rank)}: {reason}"
+                for rank, reason in enumerate(self._control.exchange(problem))
+                if reason
+            ]
+            if self._snapshot is None or said:
+                self._snapshot = None
+                raise SaveError("\n".join(["cannot copy the state to save it:", *said]))
+        return self._snapshot
 
     def news(self) -> tuple[bool, bool]:
         """(whether this rank is still at work, whether it has failed): for :meth:`advance`."""
@@ -262,9 +319,14 @@ class Saver:
 
     def _bytes(self) -> int:
         """Of all tensors of a checkpoint, on all ranks."""
-        disk = on_disk(self._state.parameters.layout)
-        numel = sum(shard.numel for rank in range(disk.mesh.world) for shard in disk.shards(disk.mesh.place(rank)))
-        return sum(numel * next(iter(dtypes.values())).itemsize for dtypes in self._state.dtypes.values())
+        index = self._index
+        places = [index.layout.mesh.place(rank) for rank in range(index.layout.mesh.world)]
+        size = 0
+        for state, dtypes in self._state.dtypes.items():
+            shards = (shard for place in places for shard in index.layout.shards(place) if index.has(state, shard.name))
+            # Where this rank has none of a state, it is as wide as it can be on others.
+            size += sum(shard.numel for shard in shards) * next((dtype.itemsize for dtype in dtypes.values()), 8)
+        return size
 
     def _publish(self, saving: _Saving, written: list[list[tuple[str, int, dict[str, dict[str, int]]]]]) -> None:
         publication = saving.publication
@@ -277,8 +339,7 @@ class Saver:
                     f"{folder / name}: another rank has written it, and it is not seen here: out must lie on a file "
                     "system that all nodes share"
                 )
-        states = tuple(self._state.dtypes)
-        index = Index(self._raw, on_disk(self._state.parameters.layout), states, saving.step, records)
+        index = replace(self._index, step=saving.step, files=records)
         write_file(folder / TRAINER, json.dumps(saving.trainer, indent=1, allow_nan=False).encode() + b"\n")
         for name, path in self._companions.items():
             copy_file(path, folder / COMPANIONS / name)

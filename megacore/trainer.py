@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -26,8 +27,21 @@ from models.assemble import Model
 from models.config import flops_per_token
 from models.decoder import Microbatch
 from parallel.collectives import all_reduce_
+from parallel.labels import with_labels
 from parallel.mesh import Mesh
 from parallel.random import key
+
+
+def perplexity(loss: float) -> float:
+    """Of a loss in nats per token; infinite where it has no float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+_TOGETHER = 64
+"""The head computes tokens with a label alone, in multiples of so many on each rank, which suit products."""
 
 
 class NonFinite(RuntimeError):
@@ -172,7 +186,8 @@ class Trainer:
                     self._save(step, lr)
                 if self._evaluates(step):
                     with meter.paused():
-                        self._write(step, {"validation_loss": self.validation_loss()})
+                        loss = self.validation_loss()
+                        self._write(step, {"validation_loss": loss, "validation_perplexity": perplexity(loss)})
                 if stopping:
                     break
         self.saver.finish()
@@ -222,10 +237,15 @@ class Trainer:
         made = []
         for number, batch in enumerate(batches):
             tokens, labels, positions = map(self._upload, (batch.tokens, batch.labels, batch.positions))
-            documents = None if batch.documents is None else self._upload(batch.documents)
             activation = (len(tokens) // (shape.tp * shape.cp), embed)
             seed = key(self.config.train.seed, step, number)
-            made.append(Microbatch(tokens, labels, positions, len(batch.tokens), activation, documents, seed))
+            rows = with_labels(batch.labels.ravel(), _TOGETHER * shape.tp)
+            wanted = None if rows is None else self._upload(rows)
+            made.append(
+                Microbatch(
+                    tokens, labels, positions, len(batch.tokens), activation, batch.documents, seed, wanted=wanted
+                )
+            )
         return made
 
     def _upload(self, array: object) -> Tensor:
@@ -269,7 +289,7 @@ class _Meter:
         self._trainer = trainer
         config = trainer.config
         self._tokens_per_step = config.batch.global_size * config.data.sequence_length
-        self._flops = flops_per_token(trainer.model.config, config.data.sequence_length)
+        self._flops = flops_per_token(trainer.model.config, config.data.sequence_length, config.tuning)
         self._since, self._last_step = time.perf_counter(), trainer.start.step
 
     def record(self, step: int, lr: float, stats: Stats, trouble: Trouble) -> Record:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megacore.control import Control
-from megacore.resume import tensors
+from megacore.inference.load import model_from
 from megacore.store.audit import file_of, padding
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.compare import Compared, compare_bits, config_differences
@@ -29,7 +29,7 @@ from models.assemble import Model
 from models.decoder import Microbatch
 from parallel.fingerprint import Logical, spell
 from parallel.labels import IGNORE
-from parallel.layout import Layout, MeshShape
+from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.transfer import strided, whole_name
 
@@ -250,14 +250,8 @@ def _microbatch(ids: Sequence[int], model: Model) -> Microbatch:
 
 def parallel_model(pair: Pair, mesh: Mesh) -> Model:
     """This rank's part of the checkpoint's model, in float32."""
-    config, own = pair.checkpoint.config, pair.checkpoint.layout
-    layers = own.layers if mesh.shape.pp == own.mesh.pp else (config.sizes["layer"],)
-    model = Model.create(config, Layout(config.schema, mesh.shape, layers), mesh, torch.float32)
-    model.train(False)
-    dtypes = pair.dtypes()
+    model, dtypes = model_from(pair.checkpoint, mesh, torch.float32), pair.dtypes()
     with torch.no_grad():
-        for name, tensor in tensors(pair.checkpoint, "weights", model.parameters):
-            model.parameters[name].copy_(tensor)
         for name, label, view in model.parameters.pieces():
             _round(view, *dtypes[name, label])
     return model

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from models.adapt import adapt
 from models.blocks import CHEAP
 from models.config import ModelConfig
 from models.decoder import Decoder, Losses, Microbatch
 from models.registry import build
+from models.tuning import EVERYTHING, Tuning
 from parallel import fp8
 from parallel.collectives import gather
 from parallel.layout import Layout
@@ -44,14 +46,19 @@ class Model:
         losses: Losses | None = None,
         activations: Activations | None = None,
         hollow: bool = False,
+        tuning: Tuning = EVERYTHING,
     ) -> Model:
         """Uninitialised: ``model.parameters.initialise(seed)``, or fill it by a transfer.
 
-        ``hollow`` leaves the memory to a sharing of ``parameters``, so that the rank never holds all of them.
+        ``hollow`` leaves the memory to a sharing of ``parameters``, so that the rank never holds all of them. The
+        layout is that of the model with its adapters, where ``tuning`` has some.
         """
         parameters = Parameters(layout, mesh, dtype, hollow)
+        parameters.freeze(tuning.frozen(config.schema))
         chunks = tuple(build(config, parameters, chunk) for chunk in range(layout.chunks))
         for chunk in chunks:
+            if tuning.lora is not None:
+                adapt(chunk, parameters, tuning.lora)
             chunk.run = runner(activations or Activations(), chunk.layers.values(), CHEAP, mesh.device)
             if losses and chunk.head is not None:
                 chunk.head.losses = losses

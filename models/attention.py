@@ -1,15 +1,12 @@
-"""Causal self-attention over this rank's heads."""
+"""Self-attention over this rank's heads."""
 
 from __future__ import annotations
 
-import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor, nn
 
 from models import rope
 from models.blocks import column, row
 from models.context import Context
-from parallel import kernels
 from parallel.parameters import Parameters
 
 
@@ -32,21 +29,14 @@ class Attention(nn.Module):
         sizes = parameters.shards[f"{name}.qkv.weight"].sizes
         self.heads, self.head = sizes["heads"], sizes["head"]
         self.kv = sizes.get("kv", self.heads)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout, self.name = nn.Dropout(dropout), name
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        qkv, mask = self.qkv(x), context.mask
+        qkv = self.qkv(x)
         if context.rotation:
             q, k, v = rope.split_and_apply(qkv, *context.rotation, self.heads, self.kv)
         else:
             q, k, v = qkv.unflatten(-1, (-1, self.head)).split([self.heads, self.kv, self.kv], 1)
-        q, k, v = (rearrange(a, "(b s) heads head -> b heads s head", b=context.sequences) for a in (q, k, v))
         dropout = self.dropout.p if self.training else 0.0
-        if mask is None and not dropout:
-            mixed = kernels.causal_attention(q, k, v)
-        else:
-            mixed = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=self.kv < self.heads
-            )
-        y: Tensor = self.out(rearrange(mixed, "b heads s head -> (b s) (heads head)"))
+        y: Tensor = self.out(context.mixing(self.name, q, k, v, dropout).flatten(1))
         return y

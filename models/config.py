@@ -12,6 +12,8 @@ from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from typing import Any, ClassVar, Self
 
+from models import choose
+from models.tuning import EVERYTHING, Tuning
 from parallel.schema import Param, Schema
 
 # Fields of any Hugging Face config that do not change what a forward in training computes: bookkeeping, generation.
@@ -240,16 +242,26 @@ def probabilities(config: ModelConfig, *names: str) -> list[str]:
 
 def matmul_parameters(schema: Schema) -> int:
     """Parameters that multiply activations: all matrices but tables that are only looked up at the first stage."""
-    return sum(schema.numel(p) for p in schema.params if p.decays and ("layer" in p.named_axes or "last" in p.at))
+    return sum(map(schema.numel, _matmuls(schema)))
 
 
-def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
+def _matmuls(schema: Schema) -> list[Param]:
+    return [p for p in schema.params if p.decays and ("layer" in p.named_axes or "last" in p.at)]
+
+
+def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = EVERYTHING) -> int:
     """Floating point operations of forward and backward for one token of a causal sequence.
 
     6 for each parameter of a matrix product, and 6 * layers * heads * head * (sequence + 1) for the attention scores
     and their use: a token attends to (sequence + 1) / 2 on average, 2 products of 2 operations, times 3 for the
-    backward. (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, with the causal half left out.)
+    backward. (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, with the causal half left out.) What is frozen has
+    no gradient of its own, and 4 instead of 6; adapters count as any parameters do.
     """
     sizes = config.sizes
     attention = 6 * sizes["layer"] * sizes["heads"] * sizes["head"] * (sequence_length + 1)
-    return 6 * matmul_parameters(config.schema) + attention
+    schema, frozen = tuning.schema(config.schema), tuning.frozen(config.schema)
+    still = 0
+    for param in _matmuls(schema):
+        names = list(choose.whole_names(schema, param))
+        still += schema.numel(param) // len(names) * sum(name in frozen for name in names)
+    return 6 * matmul_parameters(schema) - 2 * still + attention

@@ -3,8 +3,49 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
+from einops import rearrange
 from torch import Tensor
+
+from parallel import kernels
+from parallel.documents import Documents
+
+
+class Mixing(Protocol):
+    """How tokens look at each other."""
+
+    def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        """q: [t, heads, head], k, v: [t, kv, head] -> [t, heads, head]; softmax in fp32 (fp64 for fp64).
+
+        Args:
+            name: Of the attention that asks.
+            q, k, v: Of this rank's heads.
+            dropout: Probability of dropping an attention weight.
+        """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Causal:
+    """Each token looks at those before it in its sequence; there are ``sequences`` of equal length."""
+
+    sequences: int
+
+    def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        q, k, v = (rearrange(a, "(b s) heads head -> b heads s head", b=self.sequences) for a in (q, k, v))
+        return rearrange(kernels.causal_attention(q, k, v, dropout=dropout), "b heads s head -> (b s) heads head")
+
+
+@dataclass(frozen=True, eq=False)
+class Within:
+    """Each token looks at those before it in its document; none lies in two of the ``sequences`` of equal length."""
+
+    documents: Documents
+    sequences: int
+
+    def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        return kernels.documents_attention(q, k, v, self.documents, self.sequences, dropout=dropout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -12,11 +53,9 @@ class Context:
     """Of t tokens, the same for all blocks.
 
     Args:
-        sequences: How many sequences the tokens are of.
+        mixing: How they look at each other.
         rotation: cos, sin: [t, head/2] at their positions, for families that rotate.
-        mask: [sequences, 1, s, s], True where a token may look; None is causal.
     """
 
-    sequences: int
+    mixing: Mixing
     rotation: tuple[Tensor, Tensor] | None = None
-    mask: Tensor | None = None

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.context import Context
+from models.context import Causal, Context, Mixing, Within
 from models.rope import Rotary
+from parallel.collectives import all_gather
+from parallel.documents import Documents
 from parallel.embedding import VocabParallelEmbedding
 from parallel.head_loss import head_loss
 from parallel.linear import column_linear
@@ -32,8 +35,14 @@ class Microbatch:
         positions: [t], each token's position in its sequence.
         sequences: How many sequences there are.
         activation: Shape of what travels between stages: (t/tp, embed).
-        documents: [t], the number of each token's document if attention must not cross documents.
+        documents: Lengths of the documents one after the other, none in two sequences, if attention must not cross
+            from one into another.
         seed: Of the dropout masks.
+        lengths: Of the whole sequence that each document is the end of, where rotary frequencies are to go by it rather
+            than by the sequence length.
+        mixing: How tokens look at each other, if not as sequences and documents say.
+        wanted: [n], the tokens whose losses or logits are asked for; None for all. Losses are shared out over tp, so
+            that n divides by it, and every token that has a label is among them.
     """
 
     tokens: Tensor
@@ -41,19 +50,15 @@ class Microbatch:
     positions: Tensor
     sequences: int
     activation: tuple[int, ...]
-    documents: Tensor | None = None
+    documents: tuple[int, ...] | None = None
     seed: int = 0
+    lengths: tuple[int, ...] | None = None
+    mixing: Mixing | None = None
+    wanted: Tensor | None = None
 
     @property
     def sequence_length(self) -> int:
         return len(self.tokens) // self.sequences
-
-    def mask(self) -> Tensor | None:
-        """[sequences, 1, s, s], True where a token may look, if documents are kept apart; None for plain causal."""
-        if self.documents is None:
-            return None
-        documents = self.documents.view(self.sequences, 1, -1)
-        return (documents[..., None] == documents[..., None, :]).tril()
 
 
 @dataclass(frozen=True)
@@ -106,13 +111,19 @@ class Head(nn.Module):
         self.norm, self.weight, self.vocab, self.group = norm, weight, vocab, group
         self.losses = Losses()
 
-    def forward(self, x: Tensor, labels: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None, wanted: Tensor | None = None) -> Tensor:
         """x: [tokens/tp, embed], labels: [tokens] -> the sum of the losses of this rank's tokens, a scalar.
 
-        Without labels -> the logits, [tokens, padded vocab/tp].
+        Without labels -> the logits, [tokens, padded vocab/tp], or of n wanted tokens [n, padded vocab/tp].
         """
+        if labels is None and wanted is not None:
+            rows = all_gather(self.norm(x), self.group)[wanted]
+            return column_linear(rows, self.weight, None, self.group, sequence=False)
         if labels is None:
             return column_linear(self.norm(x), self.weight, None, self.group)
+        if wanted is not None:
+            own = wanted.chunk(self.group.size)[self.group.index]
+            x, labels = all_gather(x, self.group).index_select(0, own), labels[wanted]
         objective = Objective(self.group, self.vocab, self.losses.label_smoothing, self.losses.z_loss)
         return head_loss(self.norm(x), self.weight, labels, objective, self.losses.chunk)
 
@@ -139,7 +150,11 @@ class Decoder(nn.Module):
         self.head, self.dtype = head, dtype
         self.run: Runner = PLAIN
         self._rotary, self._seed = rotary, seed
-        self._drops = any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.modules())
+
+    @cached_property
+    def _drops(self) -> bool:
+        """Asked for when the chunk is complete, adapters and all."""
+        return any(isinstance(module, nn.Dropout) and module.p > 0 for module in self.modules())
 
     @classmethod
     def chunk(
@@ -170,12 +185,12 @@ class Decoder(nn.Module):
             # Dropout depends on what is computed, not on what was computed before: a run repeats bitwise.
             torch.manual_seed(key(microbatch.seed, *self._seed) >> 1)
         x = self.hidden(x, microbatch)
-        return x if self.head is None else self.head(x, microbatch.labels)
+        return x if self.head is None else self.head(x, microbatch.labels, microbatch.wanted)
 
     def logits(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
-        """As :meth:`forward`, but the last chunk gives [tokens, padded vocab/tp]."""
+        """As :meth:`forward`, but the last chunk gives [tokens or those wanted, padded vocab/tp]."""
         x = self.hidden(x, microbatch)
-        return x if self.head is None else self.head(x, None)
+        return x if self.head is None else self.head(x, None, microbatch.wanted)
 
     def hidden(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
         """The activations after the blocks: [tokens/tp, embed]."""
@@ -186,11 +201,21 @@ class Decoder(nn.Module):
 
     def context(self, microbatch: Microbatch) -> Context:
         """What the blocks are told of the microbatch's tokens."""
-        return Context(microbatch.sequences, self._rotation(microbatch), microbatch.mask())
+        return Context(microbatch.mixing or _mixing(microbatch), self._rotation(microbatch))
 
     def _rotation(self, microbatch: Microbatch) -> tuple[Tensor, Tensor] | None:
         """cos, sin: [t, head/2] at the microbatch's positions, for families that rotate."""
         if self._rotary is None:
             return None
+        if microbatch.lengths is not None:
+            assert microbatch.documents is not None  # whose lengths they are
+            return self._rotary.of_documents(microbatch.positions, microbatch.documents, microbatch.lengths, self.dtype)
         cos, sin = self._rotary(microbatch.sequence_length, self.dtype, microbatch.positions.device)
         return cos[microbatch.positions], sin[microbatch.positions]
+
+
+def _mixing(microbatch: Microbatch) -> Mixing:
+    """How the tokens of sequences and documents look at each other."""
+    if microbatch.documents is None:
+        return Causal(microbatch.sequences)
+    return Within(Documents.of(microbatch.documents, microbatch.tokens.device), microbatch.sequences)

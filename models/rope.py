@@ -6,6 +6,9 @@ alike.
 """
 
 import math
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -87,6 +90,38 @@ class Rotary:
             positions = torch.arange(sequence_length, device=device)
             self._kept[key] = tables(self.rope, self.head_dim, positions, sequence_length=sequence_length, dtype=dtype)
         return self._kept[key]
+
+    def of_documents(
+        self, positions: Tensor, documents: Sequence[int], lengths: Sequence[int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """positions: [t] -> cos, sin: [t, head_dim/2], each document's with the frequencies of a sequence of its own
+        length; nothing is kept.
+
+        Args:
+            positions: Of the documents' tokens, one document after the other.
+            documents: How many tokens each has.
+            lengths: Of the sequence that each is a part of.
+        """
+        found, start = [], 0
+        of_each = zip(documents, (_counting(self.rope, length) for length in lengths), strict=True)
+        for length, together in groupby(of_each, key=itemgetter(1)):
+            stop = start + sum(tokens for tokens, _ in together)
+            own = positions[start:stop]
+            found.append(tables(self.rope, self.head_dim, own, sequence_length=length, dtype=dtype))
+            start = stop
+        cos, sin = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return cos, sin
+
+
+def _counting(rope: Rope, sequence_length: int) -> int:
+    """A sequence length with the same frequencies, as few different ones as there are frequencies."""
+    match rope:
+        case DynamicRope():
+            return max(sequence_length, rope.max_position_embeddings)
+        case LongRope():
+            original = rope.original_max_position_embeddings
+            return original + (sequence_length > original)
+    return 1
 
 
 def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

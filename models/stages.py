@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from models.config import ModelConfig
+from models.tuning import EVERYTHING, Tuning
 from parallel.layout import Layout, MeshShape, balanced_layers
 
 
@@ -19,6 +20,12 @@ def default_layers(config: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
     return balanced_layers(layers, virtual_stages, embedding=head / 4, head=head)
 
 
-def layout_of(config: ModelConfig, mesh: MeshShape, chunks: int = 1, layers: tuple[int, ...] | None = None) -> Layout:
-    """The layout of a model on a mesh, its layers split as given or in a balanced way."""
-    return Layout(config.schema, mesh, layers or default_layers(config, mesh.pp * chunks))
+def layout_of(
+    config: ModelConfig,
+    mesh: MeshShape,
+    chunks: int = 1,
+    layers: tuple[int, ...] | None = None,
+    tuning: Tuning = EVERYTHING,
+) -> Layout:
+    """The layout of a model and its adapters on a mesh, its layers split as given or in a balanced way."""
+    return Layout(tuning.schema(config.schema), mesh, layers or default_layers(config, mesh.pp * chunks))

@@ -3,13 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 # Elements that are computed with at a time: what stays in cache on a CPU, what fills a GPU.
 _CHUNK = {"cpu": 1 << 16, "cuda": 1 << 26}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step is taken by, as in the paper.
+
+    Args:
+        count: Of updates, this one included: what the correction of the moments' bias goes by.
+    """
+
+    count: int
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+def update(
+    step: Step, values: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]
+) -> None:
+    """One update of host tensors in place, bit for bit that of the optimizers of :mod:`parallel.kernels`.
+
+    Args:
+        step: The step.
+        values: [n] each, and of one dtype.
+        gradients: Of them, alike.
+        means, squares: Moments of them; of one dtype, which may be narrower.
+    """
+    if not values:
+        return
+    if means[0].dtype != values[0].dtype:
+        count, go = torch.tensor(float(step.count)), torch.tensor(True)
+        for value, gradient, mean, square in zip(values, gradients, means, squares, strict=True):
+            _update(value, gradient, mean, square, count, step.lr, step.betas, step.eps, step.weight_decay, go)
+        return
+    adamw(
+        values,
+        gradients,
+        means,
+        squares,
+        [],
+        [torch.tensor(float(step.count - 1)) for _ in values],
+        fused=True,
+        amsgrad=False,
+        beta1=step.betas[0],
+        beta2=step.betas[1],
+        lr=step.lr,
+        weight_decay=step.weight_decay,
+        eps=step.eps,
+        maximize=False,
+    )
 
 
 class NarrowAdamW(torch.optim.AdamW):
@@ -29,23 +82,37 @@ class NarrowAdamW(torch.optim.AdamW):
         go = self.found_inf == 0
         for group in self.param_groups:
             for parameter in group["params"]:
-                self._update(parameter, group, go)
+                state = self.state[parameter]
+                # Where it does not go nothing moves, so that what is computed of zeros does not count.
+                count = state["step"].add_(go).clamp(min=1)
+                moments = state["exp_avg"], state["exp_avg_sq"]
+                rule = group["lr"], group["betas"], group["eps"], group["weight_decay"]
+                _update(parameter, parameter.grad.contiguous(), *moments, count, *rule, go)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any], go: Tensor) -> None:
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        # Where it does not go nothing moves, so that what is computed of zeros does not count.
-        steps = state["step"].add_(go).clamp(min=1)
-        rate = go * group["lr"]
-        size, root = rate / (1 - beta1**steps), (1 - beta2**steps).sqrt()
-        assert parameter.grad is not None
-        moments = state["exp_avg"], state["exp_avg_sq"]
-        for p, gradient, narrow_m, narrow_v in _chunks(parameter, parameter.grad.contiguous(), *moments):
-            g = torch.where(go, gradient, 0)
-            m = narrow_m.to(p.dtype, copy=True).lerp_(g, go * (1 - beta1))
-            v = narrow_v.to(p.dtype, copy=True).lerp_(g.square_(), go * (1 - beta2))
-            narrow_m.copy_(m)
-            narrow_v.copy_(v)
-            p.mul_(1 - rate * group["weight_decay"]).sub_(m.div_(v.sqrt_().div_(root).add_(group["eps"])).mul_(size))
+
+def _update(
+    value: Tensor,
+    gradient: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    count: Tensor,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    go: Tensor,
+) -> None:
+    """``count`` and ``go`` (whether anything moves) are scalars on the device."""
+    beta1, beta2 = betas
+    rate = go * lr
+    size, root = rate / (1 - beta1**count), (1 - beta2**count).sqrt()
+    for p, all_g, narrow_m, narrow_v in _chunks(value, gradient, mean, square):
+        g = torch.where(go, all_g, 0)
+        m = narrow_m.to(p.dtype, copy=True).lerp_(g, go * (1 - beta1))
+        v = narrow_v.to(p.dtype, copy=True).lerp_(g.square_(), go * (1 - beta2))
+        narrow_m.copy_(m)
+        narrow_v.copy_(v)
+        p.mul_(1 - rate * weight_decay).sub_(m.div_(v.sqrt_().div_(root).add_(eps)).mul_(size))
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -20,6 +20,8 @@ _CACHED = 1 << 18
 _BLOCK = 128
 # Elements of bf16 in a row of a matrix unit's tile.
 _WIDTH = 32
+# From this many queries on, torch's kernel takes larger blocks in its backward, and is the faster one.
+_LONG = 768
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -76,12 +78,12 @@ class _CausalAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return _causal_attention_backward(dy, *ctx.saved_tensors)
+        return causal_attention_backward(dy, *ctx.saved_tensors)
 
 
 # An operator, so that torch.compile takes it as it is: unrolled, it compiles for long and runs slower.
 @torch.library.custom_op("megacore::causal_attention_backward", mutates_args=())
-def _causal_attention_backward(
+def causal_attention_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv. log_sum: [b, heads, s], of the exponentials of the scores, in fp32 at least."""
@@ -113,7 +115,7 @@ def _causal_attention_backward(
     return dq, dk.mul_(scale).to(k.dtype, copy=True).view(k.shape), dv.to(v.dtype, copy=True).view(v.shape)
 
 
-@_causal_attention_backward.register_fake
+@causal_attention_backward.register_fake
 def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -144,6 +146,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """
     y: Tensor = _CausalAttention.apply(q, k, v)
     return y
+
+
+def is_faster(q: Tensor) -> bool:
+    """Whether :func:`causal_attention` takes less time than torch's own, for q: [b, heads, s, head]."""
+    return q.dtype.itemsize < 4 and q.shape[2] < _LONG
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

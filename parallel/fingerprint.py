@@ -66,6 +66,12 @@ def add_up(schema: Schema, found: Iterable[tuple[Stored, Mapping[str, int]]]) ->
     return {piece: sum(of.values()) % MODULUS for piece, of in boxes.items()}
 
 
+def combined(found: Mapping[Logical, int]) -> int:
+    """One 64-bit number for all pieces of a model: the same for equal weights, wherever they lie."""
+    lines = "\n".join(f"{spell(piece)} {value:016x}" for piece, value in sorted(found.items()))
+    return int.from_bytes(hashlib.blake2b(lines.encode(), digest_size=8).digest(), "little")
+
+
 def _words(bits: np.ndarray, start: int) -> np.ndarray:
     """The elements along the last axis as 64-bit words, with zeros around them if the box begins or ends in a word."""
     per_word = 8 // bits.itemsize

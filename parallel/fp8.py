@@ -113,14 +113,14 @@ class _Column(torch.autograd.Function):
         full = Quantised(_start_gather(own, group).wait(), own.unit) if sequence else own
         y = multiply(full, quantise(weight, both[1], E4M3), x.dtype)
         ctx.save_for_backward(own.values, weight, both)
-        ctx.group, ctx.sequence, ctx.multiply, ctx.has_bias = group, sequence, multiply, bias is not None
+        ctx.group, ctx.sequence, ctx.multiply = group, sequence, multiply
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         values, weight, both = ctx.saved_tensors
-        need_dx, need_dw = ctx.needs_input_grad[:2]
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         x, group = Quantised(values, both[0]), ctx.group
         again = _start_gather(x, group) if ctx.sequence and need_dw else None
         narrow = quantise(dy, units(_largest(group, dy), E5M2)[0], E5M2)
@@ -130,7 +130,7 @@ class _Column(torch.autograd.Function):
             dx = start_reduce_scatter(part, group) if ctx.sequence else start_all_reduce(part, group)
         full = Quantised(again.wait(), x.unit) if again else x
         dw = ctx.multiply(narrow.t, full.t, weight.dtype) if need_dw else None
-        db = dy.sum(0) if ctx.has_bias else None
+        db = dy.sum(0) if need_db else None
         return dx.wait() if dx else None, dw, db, None, None, None
 
 

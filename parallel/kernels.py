@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel import cpu
+from parallel import documents as within
 from parallel.adamw import NarrowAdamW
+from parallel.documents import Documents
 
 _COMPILED = {"FusedLayerNorm": "fused_layer_norm_cuda", "FusedRMSNorm": "fused_layer_norm_cuda", "FusedAdam": "amp_C"}
 
@@ -74,15 +76,31 @@ def layer_norm(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, float]
     return lambda x, weight, bias, eps: F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-# From this many queries on, torch's kernel for CPUs takes larger blocks in its backward, and is the faster one.
-_LONG = 768
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
+    """q: [b, heads, s, head], k, v: [b, kv, s, head] -> [b, heads, s, head]; softmax in fp32 (fp64 for fp64).
 
-
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q: [b, heads, s, head], k, v: [b, kv, s, head] -> [b, heads, s, head]; softmax in fp32 (fp64 for fp64)."""
-    if q.device.type == "cpu" and q.dtype.itemsize < 4 and q.shape[2] < _LONG:
+    Dropout is of attention weights.
+    """
+    if not dropout and q.device.type == "cpu" and cpu.is_faster(q):
         return cpu.causal_attention(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
+    gqa = k.shape[1] < q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=gqa)
+
+
+def documents_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int, *, dropout: float = 0.0
+) -> Tensor:
+    """q: [t, heads, head], k, v: [t, kv, head] -> [t, heads, head]: causal, and each document by itself.
+
+    No document crosses the end of one of the ``sequences`` of equal length. Dropout as above.
+    """
+    if not dropout and q.device.type == "cpu":
+        return within.on_cpu(q, k, v, documents)
+    if not dropout and documents.varlen_takes(q):
+        return within.with_varlen(q, k, v, documents, len(q) // sequences)
+    if torch.compiler.is_compiling():
+        return within.masked(q, k, v, documents, sequences, dropout)
+    return within.one_by_one(q, k, v, documents, dropout)
 
 
 def adamw(

@@ -38,7 +38,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence, ctx.has_bias = group, sequence, bias is not None
+        ctx.group, ctx.sequence = group, sequence
         full = start_all_gather(x, group).wait() if sequence else x
         return F.linear(full, weight, bias)
 
@@ -46,14 +46,14 @@ class _Column(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        need_dx, need_dw = ctx.needs_input_grad[:2]
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         again = start_all_gather(x, ctx.group) if ctx.sequence and need_dw else None
         dx = None
         if need_dx:
             partial = dy @ weight
             dx = start_reduce_scatter(partial, ctx.group) if ctx.sequence else start_all_reduce(partial, ctx.group)
         dw = _weight_gradient(dy, again.wait() if again else x) if need_dw else None
-        db = dy.flatten(0, -2).sum(0) if ctx.has_bias else None
+        db = dy.flatten(0, -2).sum(0) if need_db else None
         return dx.wait() if dx else None, dw, db, None, None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,11 @@ class Parameters(Mapping[str, nn.Parameter]):
         for piece in shard.pieces:
             view(values, piece).copy_(torch.from_numpy(initial_values(self.layout, shard, piece.label, seed)))
         return values
+
+    def freeze(self, names: Collection[str]) -> None:
+        """Some tensors are not trained: those of these names that are held here."""
+        for name, parameter in self._tensors.items():
+            parameter.requires_grad_(name not in names)
 
     def pieces(self) -> Iterator[tuple[str, str, Tensor]]:
         """(name, label, view) of every piece that is held here."""

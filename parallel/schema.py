@@ -26,7 +26,8 @@ zeros stays zero, and so does its gradient, for the activation functions have f(
 
 NAMED = re.compile(r"\{(\w+)\}")
 """An axis that lives in a name."""
-_WORDS = re.compile(r"\{(\w+(?:,\w+)+)\}")
+WORDS = re.compile(r"\{(\w+(?:,\w+)+)\}")
+"""Words in a Hugging Face name that spell one tensor for each piece."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Param:
         at: The ends of the pipeline that hold it: ``first``, ``last`` or ``first last`` (tied). Parameters with
             ``{layer}`` in their name live where their layer lives instead.
         mean: Mean of the initial values.
-        std: Standard deviation of the initial (normal) values.
+        std: Standard deviation of the initial values.
+        uniform: Whether they are spread evenly about the mean, rather than normally.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Param:
     at: str = "first"
     mean: float = 0.0
     std: float = 0.0
+    uniform: bool = False
 
     def __post_init__(self) -> None:
         if not set(self.at.split()) <= {"first", "last"} or not self.at.split():
@@ -78,7 +81,7 @@ class Param:
         """
         named = frozenset(NAMED.findall(self.hf))
         stored = Pattern.parse(self.hf_pattern) if self.hf_pattern else self.sentence
-        words = _WORDS.search(self.hf)
+        words = WORDS.search(self.hf)
         if not words:
             return dict.fromkeys(stored.labels, (self.hf, stored.without(named)))
         names = words.group(1).split(",")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from types import EllipsisType
 from typing import Protocol
 
 import torch
@@ -41,12 +42,31 @@ class Part(Protocol):
         ...
 
 
+class Elements(Protocol):
+    """What somebody has for the elements of a part: a tensor, or what is brought when it is asked for.
+
+    ``[...]`` is all of it in the shape of the part's values; flat parts also give and take slices.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __getitem__(self, where: slice | EllipsisType, /) -> Tensor: ...
+
+    def __setitem__(self, where: slice | EllipsisType, values: Tensor, /) -> None: ...
+
+
 class Sharing(Protocol):
     """How ranks that hold the same elements share out their gradients and their optimizer state."""
 
     @property
     def parameters(self) -> Parameters:
         """What the rank holds."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which gradients are accumulated and summed."""
         ...
 
     @property
@@ -79,17 +99,17 @@ class Sharing(Protocol):
         """This rank's parts in the buckets that hold a parameter; all have state of the same dtypes."""
         ...
 
-    def read(self, name: str, of: Callable[[Part], Tensor], host: Tensor | None) -> None:
+    def read(self, name: str, of: Callable[[Part], Elements], host: Tensor | None) -> None:
         """Put together what parts have for a parameter, in its shape; all ranks do so for all names in one order.
 
         Args:
             name: Of the parameter.
-            of: What a part has, in the shape of its values.
+            of: What a part has.
             host: Where it goes; None where it is not wanted.
         """
         ...
 
-    def write(self, name: str, of: Callable[[Part], Tensor], host: Tensor) -> None:
+    def write(self, name: str, of: Callable[[Part], Elements], host: Tensor) -> None:
         """The other way round: fill what this rank's parts have from a tensor of the parameter's shape."""
         ...
 
@@ -235,14 +255,13 @@ class Gradients:
 
         Each element counts once: 1/replicas on each rank that holds it.
         """
-        wide = torch.promote_types(self.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=self._mesh.device)
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for bucket in self.buckets:
-            total += torch.linalg.vector_norm(bucket.flat, dtype=wide).square() / bucket.group.size
+            total += square_sum(bucket.flat) / bucket.group.size
         for span in self.spans:
             if not span.bucket:
-                total += torch.linalg.vector_norm(span.gradient, dtype=wide).square()
-        return all_reduce_(total, self._mesh.world).sqrt()
+                total += square_sum(span.gradient)
+        return norm_of(total, self.dtype, self._mesh)
 
     # -- what is updated, as every :class:`Sharing` has it
 
@@ -256,21 +275,21 @@ class Gradients:
     def parts_of(self, name: str) -> Sequence[Span]:
         return [span for span in self.spans if span.name == name]
 
-    def read(self, name: str, of: Callable[[Part], Tensor], host: Tensor | None) -> None:
+    def read(self, name: str, of: Callable[[Part], Elements], host: Tensor | None) -> None:
         if host is None:
             return
         spans = self.parts_of(name)
         if spans[0].piece is None:
-            host.copy_(of(spans[0]), non_blocking=True)
+            host.copy_(of(spans[0])[...], non_blocking=True)
             return
         whole = torch.empty_like(spans[0].parameter, dtype=host.dtype)
         for span in spans:
-            span.of(whole).copy_(of(span))
+            span.of(whole).copy_(of(span)[...])
         host.copy_(whole, non_blocking=True)
 
-    def write(self, name: str, of: Callable[[Part], Tensor], host: Tensor) -> None:
+    def write(self, name: str, of: Callable[[Part], Elements], host: Tensor) -> None:
         for span in self.parts_of(name):
-            of(span).copy_(span.of(host))
+            of(span)[...] = span.of(host)
 
     def read_weight(self, name: str, host: Tensor | None) -> None:
         if host is not None:
@@ -336,6 +355,27 @@ class Gradients:
             self._launched += 1
 
 
+# Elements that are widened at a time: what stays in a core's cache, and what keeps a GPU busy.
+_BLOCK, _BLOCK_GPU = 1 << 18, 1 << 23
+
+
+def square_sum(gradient: Tensor) -> Tensor:
+    """gradient: [...] -> the sum of its squares, an fp64 scalar: too exact for the order of the sum to show in fp32."""
+    total = torch.zeros((), dtype=torch.float64, device=gradient.device)
+    blocks = gradient.reshape(-1).split(_BLOCK if gradient.device.type == "cpu" else _BLOCK_GPU)
+    memory = torch.empty_like(blocks[0], dtype=torch.float64)
+    for block in blocks:
+        wide = memory[: len(block)].copy_(block)
+        total += torch.dot(wide, wide)
+    return total
+
+
+def norm_of(squares: Tensor, dtype: torch.dtype, mesh: Mesh) -> Tensor:
+    """The root of the sum over all ranks, in the dtype of the gradients or fp32: whoever holds which part of the
+    gradient, it is the same number, bit for bit but for one step in millions."""
+    return all_reduce_(squares, mesh.world).sqrt().to(torch.promote_types(dtype, torch.float32))
+
+
 def on_gradient(parameter: nn.Parameter, receive: Callable[[Tensor], None]) -> None:
     """Have a method called whenever autograd has put a gradient on a parameter, for as long as its object lives.
 
@@ -355,6 +395,11 @@ def on_gradient(parameter: nn.Parameter, receive: Callable[[Tensor], None]) -> N
 def trained_spans(parameters: Parameters) -> list[Span]:
     """The spans of all parameters that are trained, in the order of the parameters."""
     return [span for name, p in parameters.items() if p.requires_grad for span in spans(parameters, name)]
+
+
+def frozen_spans(parameters: Parameters) -> list[Span]:
+    """The spans of all others."""
+    return [span for name, p in parameters.items() if not p.requires_grad for span in spans(parameters, name)]
 
 
 def spans(parameters: Parameters, name: str) -> list[Span]:

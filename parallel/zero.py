@@ -7,8 +7,8 @@ gradient and updates that slice of the parameters. The rungs say what else is sh
     none         nothing: every replica has it all (``parallel.sync.Gradients``)
     optimizer    masters and moments; the gradient is reduce-scattered beside the backward of the last microbatch
     gradients    between microbatches the gradient too: each microbatch's is reduce-scattered as it comes in
-    parameters   the parameters too: a unit (an embedding, a block, a head) has its own whole only while it is used,
-                 gathered while the unit before it computes
+    parameters   the parameters too, also those that are frozen: a unit (an embedding, a block, a head) has its own
+                 whole only while it is used, gathered while the unit before it computes
 
 Up to ``gradients`` the parameters are gathered after the update, in the order of their use, and whoever uses them
 waits for his own: the next forward runs beside it.
@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from torch.autograd import Variable
 
 from parallel.collectives import (
     Pending,
-    all_reduce_,
     broadcast_,
     start_all_gather_,
     start_all_reduce,
@@ -43,7 +42,20 @@ from parallel.collectives import (
 from parallel.layout import MeshShape
 from parallel.mesh import Group, Mesh
 from parallel.parameters import Parameters, view
-from parallel.sync import Gradients, Part, Sharing, Span, deepest_first, on_gradient, trained_spans
+from parallel.slices import OnDevice, OnHost, SliceHome
+from parallel.sync import (
+    Elements,
+    Gradients,
+    Part,
+    Sharing,
+    Span,
+    deepest_first,
+    frozen_spans,
+    norm_of,
+    on_gradient,
+    square_sum,
+    trained_spans,
+)
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 """What replicas share out."""
@@ -62,6 +74,7 @@ def sharing(
     shard: Shard = "none",
     replicas: int = 1,
     bucket_bytes: int = BUCKET_BYTES,
+    offload: bool = False,
 ) -> Sharing:
     """How the ranks share out gradients and state.
 
@@ -73,10 +86,11 @@ def sharing(
         shard: What is shared out.
         replicas: Groups of data parallel ranks that do not share with each other; they divide dp.
         bucket_bytes: Largest size of a bucket of more than one parameter.
+        offload: Whether a rank's slice of shared out parameters lives in host memory.
     """
     if shard == "none":
         return Gradients(parameters, chunks, dtype, bucket_bytes)
-    return ShardedGradients(parameters, chunks, dtype, shard, replicas, bucket_bytes)
+    return ShardedGradients(parameters, chunks, dtype, shard, replicas, bucket_bytes, offload)
 
 
 def divide(shape: MeshShape, ranks: Sequence[int], replicas: int) -> list[tuple[int, ...]]:
@@ -96,7 +110,7 @@ class Held:
     """A span, and where it begins in its bucket."""
 
     span: Span
-    bucket: Bucket
+    bucket: Flat
     start: int
 
     @property
@@ -112,7 +126,7 @@ class Held:
 class Run:
     """Elements [start, stop) of a bucket, within the slice of this rank, to which weight decay applies or not."""
 
-    bucket: Bucket
+    bucket: Flat
     start: int
     stop: int
     decays: bool
@@ -123,6 +137,7 @@ class Run:
 
     @property
     def gradient(self) -> Tensor:
+        assert isinstance(self.bucket, Bucket)  # nobody asks for that of a frozen one
         return self._of(self.bucket.gradient)
 
     def _of(self, owned: Tensor) -> Tensor:
@@ -130,22 +145,18 @@ class Run:
         return owned[self.start - first : self.stop - first]
 
 
-class Bucket:
-    """Some spans in flat memory, shared out over a group.
+class Flat:
+    """The values of some spans in flat memory, shared out over a group.
 
     Args:
         spans: What lies in it; those to which weight decay applies come first.
         group: The ranks that own a slice each.
-        across: The ranks that own the same slice.
-        dtype: Of the gradients.
-        keeps: Whether the whole gradient stays from microbatch to microbatch.
         lets_go: Whether the whole parameters go when they have been used.
+        home: Where the slice of this rank lives then.
     """
 
-    def __init__(
-        self, spans: Sequence[Span], group: Group, across: Group, dtype: torch.dtype, keeps: bool, lets_go: bool
-    ) -> None:
-        self.group, self.across, self.dtype, self.keeps = group, across, dtype, keeps
+    def __init__(self, spans: Sequence[Span], group: Group, lets_go: bool, home: SliceHome) -> None:
+        self.group, self.home = group, home
         self.held: list[Held] = []
         self.decaying = stop = 0
         for span in sorted(spans, key=lambda span: not span.decays):
@@ -156,16 +167,13 @@ class Bucket:
         # A span that is only a piece of its parameter has no memory of its own in it: it is copied there.
         self.loose = any(span.piece is not None for span in spans)
         # What is loose may share its memory with a piece that goes.
-        self.lets_go = lets_go and (group.size > 1 or self.loose)
+        self.lets_go = lets_go and (group.size > 1 or self.loose or home.away)
         self._take_over()
         lo, hi = self.bounds(group.index)
         middle = min(max(self.decaying, lo), hi)
         runs = (Run(self, lo, middle, True), Run(self, middle, hi, False))
         self.runs = [run for run in runs if run.start < run.stop]
-        self.full = self._zeros(self.numel) if keeps else None
-        self.gradient = self.full.chunk(group.size)[group.index] if self.full is not None else self._zeros(hi - lo)
         self.gathering: Pending | None = None
-        self.begin(0)
 
     @property
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -187,18 +195,13 @@ class Bucket:
         self.own = self.values.chunk(self.group.size)[self.group.index]
         self.there = True
         if self.loose or self.lets_go:
-            self.own = self.own.clone()
+            self.own = self.home.keep(self.own)
         if not self.loose:
             for held in self.held:
                 # Not in place: what autograd has saved of a parameter must not seem changed when it is gathered again.
                 held.span.parameter.data = held.of(self.values)
         if self.loose or (hollow and self.lets_go):
             _free(self.values)
-
-    def _zeros(self, numel: int) -> Tensor:
-        return torch.zeros(numel, dtype=self.dtype, device=self.values.device)
-
-    # -- parameters
 
     def gather(self) -> None:
         """Start to gather the parameters, if they are not there and not on their way."""
@@ -209,8 +212,9 @@ class Bucket:
         """Start to gather the parameters."""
         if self.loose or self.lets_go:
             _allocate(self.values)
-            self.values.chunk(self.group.size)[self.group.index].copy_(self.own)
-        self.gathering = start_all_gather_(self.values, self.group)
+            self.gathering = self.home.gather(self.own, self.values, self.group)
+        else:
+            self.gathering = start_all_gather_(self.values, self.group)
 
     def wait(self) -> None:
         """Until the parameters are there."""
@@ -234,7 +238,36 @@ class Bucket:
             for tensor in [p.data for p in self.parameters] if self.loose else [self.values]:
                 _free(tensor)
 
-    # -- gradients
+
+class Bucket(Flat):
+    """Spans whose gradients are summed in one message, and shared out as their values are.
+
+    Args:
+        spans, group, lets_go, home: As of :class:`Flat`.
+        across: The ranks that own the same slice.
+        dtype: Of the gradients.
+        keeps: Whether the whole gradient stays from microbatch to microbatch.
+    """
+
+    def __init__(
+        self,
+        spans: Sequence[Span],
+        group: Group,
+        across: Group,
+        dtype: torch.dtype,
+        keeps: bool,
+        lets_go: bool,
+        home: SliceHome,
+    ) -> None:
+        super().__init__(spans, group, lets_go, home)
+        self.across, self.dtype, self.keeps = across, dtype, keeps
+        self.full = self._zeros(self.numel) if keeps else None
+        own = self.numel // group.size
+        self.gradient = self.full.chunk(group.size)[group.index] if self.full is not None else self._zeros(own)
+        self.begin(0)
+
+    def _zeros(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self.dtype, device=self.values.device)
 
     def begin(self, rounds: int) -> None:
         """A step in which each parameter gets so many gradients."""
@@ -292,17 +325,23 @@ class Unit:
 
     Args:
         module: The module.
-        buckets: What it uses.
+        buckets: What it uses of what is trained.
+        frozen: What it uses beside that.
         before, after: The unit before it in its chunk, and the one after it, if there is one.
         stays: Whether its backward follows its forward, so that there is no use in letting go between them.
     """
 
     module: nn.Module
     buckets: list[Bucket]
+    frozen: list[Flat]
     before: list[Unit] = field(default_factory=list)
     after: list[Unit] = field(default_factory=list)
     stays: bool = False
     backward: bool = False
+
+    @property
+    def used(self) -> Sequence[Flat]:
+        return [*self.buckets, *self.frozen]
 
 
 class ShardedGradients:
@@ -316,6 +355,7 @@ class ShardedGradients:
         replicas: Groups of data parallel ranks that do not share with each other.
         bucket_bytes: Largest size of a bucket of more than one parameter; units have buckets of their own where their
             parameters are shared out.
+        offload: Whether a rank's slice of shared out parameters lives in host memory.
     """
 
     def __init__(
@@ -326,25 +366,41 @@ class ShardedGradients:
         shard: Shard,
         replicas: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
+        offload: bool = False,
     ) -> None:
         self.parameters, self.dtype, self.shard = parameters, dtype, shard
         self._mesh: Mesh = parameters.mesh
         self._chunks = list(chunks)
         self.spans = trained_spans(parameters)
+        still = frozen_spans(parameters) if shard == "parameters" else []
         self._make_groups(replicas)
-        modules = [list(_units(chunk)) for chunk in self._chunks]
+        held = {span.parameter for span in (*self.spans, *still)}
+        modules = [list(_units(chunk, held)) for chunk in self._chunks]
+        home: SliceHome = OnHost(self._mesh.device) if offload else OnDevice()
+        self.frozen = [
+            Flat(spans, self._groups_of(spans[0].replicas, replicas)[0], True, home)
+            for spans in self._fill(modules, bucket_bytes, still)
+        ]
         self.buckets = [
             Bucket(
-                spans, *self._groups_of(spans[0].replicas, replicas), dtype, shard == "optimizer", shard == "parameters"
+                spans,
+                *self._groups_of(spans[0].replicas, replicas),
+                dtype,
+                keeps=shard == "optimizer",
+                lets_go=shard == "parameters",
+                home=home,
             )
-            for spans in self._fill(modules, bucket_bytes)
+            for spans in self._fill(modules, bucket_bytes, self.spans)
         ]
         self.parts: list[Run] = [run for bucket in self.buckets for run in bucket.runs]
-        self._held: dict[str, list[Held]] = {span.name: [] for span in self.spans}
-        for held in (held for bucket in self.buckets for held in bucket.held):
-            self._held[held.span.name].append(held)
+        self._held: dict[str, list[Held]] = {}
+        for each in (each for flat in (*self.buckets, *self.frozen) for each in flat.held):
+            self._held.setdefault(each.span.name, []).append(each)
         self._names: dict[Tensor, str] = {span.parameter: span.name for span in self.spans}
-        self._units = [[Unit(module, self._used_by(params)) for module, params in units] for units in modules]
+        self._units = [
+            [Unit(module, _used_by(params, self.buckets), _used_by(params, self.frozen)) for module, params in units]
+            for units in modules
+        ]
         self._uses = {
             bucket: sum(any(bucket in unit.buckets for unit in units) for units in self._units)
             for bucket in self.buckets
@@ -357,8 +413,8 @@ class ShardedGradients:
         self._waiting: deque[Bucket] = deque()
         self._under_way: deque[tuple[Bucket, Pending]] = deque()
         self._hook()
-        for bucket in self.buckets:
-            bucket.let_go()
+        for flat in (*self.buckets, *self.frozen):
+            flat.let_go()
 
     # -- sums
 
@@ -379,16 +435,16 @@ class ShardedGradients:
             each.wait()
 
     def norm(self) -> Tensor:
-        wide = torch.promote_types(self.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=self._mesh.device)
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for bucket in self.buckets:
-            total += torch.linalg.vector_norm(bucket.gradient, dtype=wide).square() / bucket.across.size
-        return all_reduce_(total, self._mesh.world).sqrt()
+            total += square_sum(bucket.gradient) / bucket.across.size
+        return norm_of(total, self.dtype, self._mesh)
 
     def _accumulate(self, parameter: Tensor) -> None:
         gradient = parameter.grad
         assert gradient is not None  # a post-accumulate hook runs with a gradient
         for each in self._held[self._names[parameter]]:
+            assert isinstance(each.bucket, Bucket)  # a gradient comes to what is trained
             each.bucket.add(each, each.span.of(gradient))
         parameter.grad = None
         # In order, whatever completes first: all ranks of a group must agree on it.
@@ -424,7 +480,7 @@ class ShardedGradients:
             bucket.wait()
 
     def _hook(self) -> None:
-        for name in self._held:
+        for name in self._names.values():
             on_gradient(self.parameters[name], self._accumulate)
         for chunk, order, units in zip(self._chunks, self._orders, self._units, strict=True):
             chunk.register_forward_hook(partial(self._after_chunk, order, units))
@@ -447,21 +503,21 @@ class ShardedGradients:
             output.register_hook(partial(self._before_backward, unit))
             stays = unit.stays
         if not stays:
-            needed = {bucket for each in unit.after for bucket in each.buckets}
-            for bucket in unit.buckets:
-                if bucket not in needed:
-                    bucket.let_go()
+            _let_go(unit.used, unit.after)
 
     def _before_backward(self, unit: Unit, gradient: Tensor) -> None:
         unit.backward = True
+        # The gradient of its output is there, so the units after it are done.
+        for each in unit.after:
+            _let_go(each.frozen, [unit])
         self._ready(unit, unit.before)
 
     def _ready(self, unit: Unit, ahead: Sequence[Unit]) -> None:
         for each in (unit, *ahead):
-            for bucket in each.buckets:
-                bucket.gather()
-        for bucket in unit.buckets:
-            bucket.wait()
+            for flat in each.used:
+                flat.gather()
+        for flat in unit.used:
+            flat.wait()
 
     def _after_chunk(
         self, order: Sequence[Bucket], units: Sequence[Unit], module: nn.Module, inputs: object, output: object
@@ -480,13 +536,14 @@ class ShardedGradients:
             self._end_round(self._waiting.popleft())
         for unit in units:
             unit.backward = False
+            _let_go(unit.frozen, [])
 
     # -- what is held, by the names and in the shapes of the parameters
 
     def parts_of(self, name: str) -> Sequence[Run]:
         return [run for held in self._held[name] for run in held.bucket.runs]
 
-    def read(self, name: str, of: Callable[[Part], Tensor], host: Tensor | None) -> None:
+    def read(self, name: str, of: Callable[[Part], Elements], host: Tensor | None) -> None:
         parameter = self.parameters[name]
         whole = None if host is None else torch.empty(parameter.shape, dtype=host.dtype, device=parameter.device)
         for held in self._held[name]:
@@ -504,12 +561,12 @@ class ShardedGradients:
         if host is not None and whole is not None:
             host.copy_(whole, non_blocking=True)
 
-    def write(self, name: str, of: Callable[[Part], Tensor], host: Tensor) -> None:
+    def write(self, name: str, of: Callable[[Part], Elements], host: Tensor) -> None:
         for held in self._held[name]:
             flat = held.span.of(host).reshape(-1)
             for run in held.bucket.runs:
                 for theirs, mine in _overlap(held, run):
-                    of(run)[theirs].copy_(flat[mine])
+                    of(run)[theirs] = flat[mine]
 
     def read_weight(self, name: str, host: Tensor | None) -> None:
         held = self._held.get(name, ())
@@ -547,7 +604,10 @@ class ShardedGradients:
         return self._mesh.group(own), self._mesh.group(tuple(sorted(part[at] for part in parts)))
 
     def _fill(
-        self, modules: Sequence[Sequence[tuple[nn.Module, list[nn.Parameter]]]], bucket_bytes: int
+        self,
+        modules: Sequence[Sequence[tuple[nn.Module, list[nn.Parameter]]]],
+        bucket_bytes: int,
+        spans: Sequence[Span],
     ) -> list[list[Span]]:
         """Spans of each bucket, in the order in which the backward completes them.
 
@@ -562,7 +622,7 @@ class ShardedGradients:
                     users.setdefault(parameter, []).append((chunk, number if shards else 0))
         filling: dict[object, list[Span]] = {}
         full: list[list[Span]] = []
-        order = deepest_first(self.parameters, self.spans)
+        order = deepest_first(self.parameters, spans)
         for span in order:
             used = tuple(dict.fromkeys(users[span.parameter]))
             # The other end of the pipeline uses a tied parameter elsewhere, and must come to the same buckets.
@@ -576,25 +636,37 @@ class ShardedGradients:
         position = {id(span): i for i, span in enumerate(order)}
         return sorted([*full, *filling.values()], key=lambda spans: max(position[id(span)] for span in spans))
 
-    def _used_by(self, parameters: Iterable[nn.Parameter]) -> list[Bucket]:
-        used = set(parameters)
-        return [bucket for bucket in self.buckets if not used.isdisjoint(bucket.parameters)]
+
+F = TypeVar("F", bound=Flat)
 
 
-def _units(chunk: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+def _used_by(parameters: Iterable[nn.Parameter], flats: Iterable[F]) -> list[F]:
+    used = set(parameters)
+    return [flat for flat in flats if not used.isdisjoint(flat.parameters)]
+
+
+def _let_go(flats: Iterable[Flat], needing: Sequence[Unit]) -> None:
+    """Let go of parameters, but for those that some units need."""
+    needed = {flat for unit in needing for flat in unit.used}
+    for flat in flats:
+        if flat not in needed:
+            flat.let_go()
+
+
+def _units(chunk: nn.Module, held: Set[nn.Parameter]) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     """(module, parameters) of what a chunk runs one after the other: its children in their order and, of lists, theirs.
 
-    Parameters of its own make the chunk itself a unit.
+    Of the parameters, those that are ``held`` count. Some of its own make the chunk itself a unit.
     """
     children = list[nn.Module]()
     for child in chunk.children():
         children += child.children() if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
-    own = [p for p in chunk.parameters(recurse=False) if p.requires_grad]
+    own = [p for p in chunk.parameters(recurse=False) if p in held]
     if own:
         yield chunk, own
     for child in children:
-        if trained := [p for p in child.parameters() if p.requires_grad]:
-            yield child, trained
+        if used := [p for p in child.parameters() if p in held]:
+            yield child, used
 
 
 def _overlap(held: Held, run: Run) -> Iterator[tuple[slice, slice]]:

@@ -1,4 +1,6 @@
-"""`megacore convert`: a Hugging Face folder to a checkpoint in any layout, and a checkpoint to such a folder."""
+"""`megacore convert`: a Hugging Face folder to a checkpoint in any layout, and a checkpoint to such a folder.
+
+A checkpoint of adapters becomes a folder of the peft library, or with the model that it adapts a model."""
 
 from __future__ import annotations
 
@@ -7,22 +9,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from megacore.store.adapters import check_base, merged, to_peft
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import Source, to_checkpoint, to_hugging_face
-from megacore.store.export import parse_size
+from megacore.store.convert import Plan, Source, to_checkpoint, to_hugging_face
+from megacore.store.export import SHARD_SIZE, parse_size
 from megacore.store.folder import open_folder
+from megacore.store.hugging_face import HuggingFace
 from megacore.store.strict_json import StoreError
 from tools import folders
-
-SHARD_SIZE = "5GB"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megacore convert", description=__doc__)
     parser.add_argument("source", type=Path, help="a Hugging Face folder, or a checkpoint with --to hf")
     parser.add_argument("target", type=Path, help="the folder to make")
-    parser.add_argument("--to", choices=("megacore", "hf"), default="megacore", help="the format to convert to")
+    parser.add_argument("--to", choices=("megacore", "hf", "peft"), default="megacore", help="the format to convert to")
     parser.add_argument("--max-shard-size", metavar="SIZE", help=f"of a Hugging Face file ({SHARD_SIZE})")
+    parser.add_argument(
+        "--base", type=Path, metavar="FOLDER", help="with --to hf: the Hugging Face folder to merge adapters into"
+    )
     folders.add_layout(parser)
     folders.add_dtype(parser)
     folders.add_writing(parser)
@@ -30,13 +35,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    source, dtype = open_folder(arguments.source), folders.dtype(arguments)
-    if arguments.to == "hf":
+    out, dtype = arguments.to != "megacore", folders.dtype(arguments)
+    # Adapters without their model are refused where a model is needed, in words that tell how to merge them.
+    source = open_folder(arguments.source, adapters=arguments.to == "peft" or arguments.base is not None)
+    if arguments.base is not None and arguments.to != "hf":
+        raise StoreError("--base is for --to hf: it is the model that adapters are merged into")
+    if out:
         if not isinstance(source, Checkpoint):
             raise StoreError(f"{arguments.source} is a Hugging Face folder already")
         if folders.has_layout(arguments):
             raise StoreError("a Hugging Face folder has no layout: leave out --tp, --pp, --ep, --chunks and the like")
-        plan = to_hugging_face(source, parse_size(arguments.max_shard_size or SHARD_SIZE), dtype)
+        size = parse_size(arguments.max_shard_size or SHARD_SIZE)
+        if arguments.to == "peft":
+            plan = to_peft(source, dtype)
+        elif arguments.base is not None:
+            plan = _merged(source, arguments, size, dtype)
+        else:
+            plan = to_hugging_face(source, size, dtype)
     else:
         if isinstance(source, Checkpoint):
             raise StoreError(
@@ -54,6 +69,18 @@ def run(arguments: argparse.Namespace) -> int:
         )
     folders.carry_out(plan, arguments.target, arguments)
     return 0
+
+
+def _merged(source: Checkpoint, arguments: argparse.Namespace, max_shard_bytes: int, dtype: str | None) -> Plan:
+    base = open_folder(arguments.base)
+    if not isinstance(base, HuggingFace):
+        raise StoreError(f"{arguments.base} is a checkpoint: make a Hugging Face folder of it first, by --to hf")
+    plan = merged(source, base, max_shard_bytes, dtype)
+    if not arguments.dry_run:
+        files = {held.file.path: held.file.size for held in base.weights.values()}
+        with folders.bar(sum(files.values()), base.path.name) as progress:
+            check_base(source, base, folders.jobs(arguments), progress)
+    return plan
 
 
 if __name__ == "__main__":

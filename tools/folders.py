@@ -129,12 +129,32 @@ def program(run: Callable[[argparse.Namespace], int], arguments: argparse.Namesp
     try:
         return run(arguments)
     except (StoreError, OSError) as error:
-        # Names come from files: none may do something to a terminal.
-        print("".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in str(error)), file=sys.stderr)
+        # Names come from files.
+        print(harmless(str(error)), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; nothing was left behind", file=sys.stderr)
         return 130
+
+
+def harmless(text: str) -> str:
+    """Without what may do something to a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def lines(path: Path) -> list[str]:
+    """The prompts in a file, one on each line.
+
+    Raises:
+        StoreError: there are none.
+    """
+    try:
+        found = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeError) as error:
+        raise StoreError(f"cannot read {path}: {error}") from error
+    if not found:
+        raise StoreError(f"{path} has no prompts: write one on each line")
+    return found
 
 
 def count(text: str) -> int:

@@ -8,6 +8,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = open_folder(arguments.folder)
-    other = open_folder(arguments.diff) if arguments.diff else None
+    folder = open_folder(arguments.folder, adapters=True)
+    other = open_folder(arguments.diff, adapters=True) if arguments.diff else None
     if arguments.check and not isinstance(folder, Checkpoint):
         raise StoreError(
             f"{folder.path} is a Hugging Face folder, and those have no fingerprints to check it by: compare it with "
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def summary(folder: Folder) -> dict[str, Any]:
     """What a folder is; all keys are always there, with None where the kind of folder has no such thing."""
-    config, schema = folder.config, folder.config.schema
+    config, schema = folder.config, folder.schema
     checkpoint = folder if isinstance(folder, Checkpoint) else None
     files = _files(folder)
     return {
@@ -93,6 +94,8 @@ def summary(folder: Folder) -> dict[str, Any]:
         "tied": config.tie_word_embeddings,
         "dtypes": {state: _dtypes(folder, state) for state in compare.states(folder)},
         "bytes": sum(file["bytes"] for file in files),
+        "adapters": _adapters(checkpoint) if checkpoint else None,
+        "frozen": sorted(checkpoint.index.frozen) if checkpoint else [],
         "step": checkpoint.index.step if checkpoint else None,
         "mesh": {dim: checkpoint.layout.mesh[dim] for dim in ("pp", "ep", "tp")} if checkpoint else None,
         "layers_per_stage": list(checkpoint.layout.layers) if checkpoint else None,
@@ -109,15 +112,22 @@ def summary(folder: Folder) -> dict[str, Any]:
     }
 
 
+def _adapters(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    held = checkpoint.index.adapters
+    if held is None:
+        return None
+    return {**asdict(held.lora), "base": held.base, "base_fingerprint": f"{held.fingerprint:016x}"}
+
+
 def tensors(folder: Folder) -> list[dict[str, Any]]:
     """The tensors of the model, whole, and where their shards lie."""
-    schema = folder.config.schema
+    schema = folder.schema
     names: dict[str, list[str]] = {}
     for stored in hugging_face(schema):
         names.setdefault(whole_name(schema, stored), []).append(stored.name)
     shards: dict[str, list[dict[str, Any]]] = {}
     for state in compare.states(folder):
-        for stored in folder.stored():
+        for stored in _stored(folder, state):
             shards.setdefault(whole_name(schema, stored), []).append(_shard(folder, state, stored))
     values = {
         state: folder.fingerprints(state) if isinstance(folder, Checkpoint) else {} for state in compare.states(folder)
@@ -158,10 +168,14 @@ def _dtype(folder: Folder, state: str, stored: Stored) -> str:
     return folder.dtype(state, stored) if isinstance(folder, Checkpoint) else folder.dtype(stored)
 
 
+def _stored(folder: Folder, state: str) -> Iterator[Stored]:
+    return folder.stored(state) if isinstance(folder, Checkpoint) else folder.stored()
+
+
 def _dtypes(folder: Folder, state: str) -> dict[str, int]:
     """{dtype: tensors of the model}."""
-    schema = folder.config.schema
-    found = {whole_name(schema, stored): FLOATS[_dtype(folder, state, stored)] for stored in folder.stored()}
+    schema = folder.schema
+    found = {whole_name(schema, stored): FLOATS[_dtype(folder, state, stored)] for stored in _stored(folder, state)}
     return {dtype: list(found.values()).count(dtype) for dtype in sorted({*found.values()})}
 
 
@@ -187,7 +201,7 @@ def _shard(folder: Folder, state: str, stored: Stored) -> dict[str, Any]:
 
 def _bytes(folder: Folder) -> int:
     """Of all tensors."""
-    return sum(_size(folder, state, stored) for state in compare.states(folder) for stored in folder.stored())
+    return sum(_size(folder, state, stored) for state in compare.states(folder) for stored in _stored(folder, state))
 
 
 # -- two folders
@@ -251,6 +265,12 @@ def _text(facts: Mapping[str, Any]) -> Iterator[str]:
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     tied = ", embedding and head tied" if facts["tied"] else ""
     yield "model", f"{facts['family']}, {facts['parameters']:,} parameters{tied}"
+    if held := facts["adapters"]:
+        scale = "alpha / sqrt(rank)" if held["rslora"] else "alpha / rank"
+        yield "adapters", f"LoRA, rank {held['rank']}, alpha {held['alpha']:g} (scaled by {scale})"
+        yield "of", f"{held['base']} (fingerprint {held['base_fingerprint']}): {', '.join(held['targets'])}"
+    if facts["frozen"]:
+        yield "frozen", f"{len(facts['frozen'])} tensors, without optimizer state"
     for state, dtypes in facts["dtypes"].items():
         yield state, ", ".join(dtypes) if len(dtypes) == 1 else ", ".join(f"{d} ({n})" for d, n in dtypes.items())
     if facts["mesh"] is not None:

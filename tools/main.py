@@ -13,6 +13,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "reshard": ("tools.reshard", "change the layout of a checkpoint, optimizer state and all"),
     "inspect": ("tools.inspect", "show what a folder holds, compare two, find damage"),
     "verify": ("tools.verify", "compare a checkpoint with a Hugging Face folder: every bit, and the logits"),
+    "generate": ("tools.generate", "what a model says after a prompt, computed by the parallel model"),
+    "evaluate": ("tools.evaluate", "loss and perplexity of a model on text"),
     "plan": ("tools.plan", "memory, network traffic and time of a recipe, and what fits a cluster"),
 }
 """{command: (module with ``main(argv) -> exit status``, what it does)}."""

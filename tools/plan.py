@@ -206,6 +206,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     )
     if most.host:
         yield f"  In host memory, for each rank: {_gb(most.host)} GB."
+    if most.disk:
+        yield f"  In a file, for each rank: {_gb(most.disk)} GB."
 
 
 def _traffic(plan: Plan) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megacore.store.checkpoint import TRAINER, Checkpoint
@@ -24,17 +25,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    source = open_folder(arguments.source)
+    source = open_folder(arguments.source, adapters=True)
     if not isinstance(source, Checkpoint):
         raise StoreError(f"{arguments.source} is a Hugging Face folder: use `megacore convert`")
     trainer = source.path / TRAINER
     plan = to_checkpoint(
         {state: Source.of_checkpoint(source, state) for state in source.index.states},
         source.index.raw,
-        folders.layout(arguments, source.config),
+        replace(folders.layout(arguments, source.config), schema=source.schema),
         step=source.index.step,
         trainer=trainer.read_bytes() if source.trainer is not None else None,
         companions=source.companions(),
+        adapters=source.index.adapters,
+        frozen=source.index.frozen,
     )
     folders.carry_out(plan, arguments.target, arguments)
     return 0

@@ -74,7 +74,7 @@ def _prepare(arguments: argparse.Namespace, world: int) -> tuple[Pair, list[list
         raise StoreError(f"{arguments.checkpoint} is a Hugging Face folder: give a checkpoint first, then the folder")
     if not isinstance(folder, HuggingFace):
         raise StoreError(f"{arguments.folder} is a checkpoint: compare checkpoints with `megacore inspect --diff`")
-    texts = [*arguments.prompt, *(_lines(arguments.prompts) if arguments.prompts else [])]
+    texts = [*arguments.prompt, *(folders.lines(arguments.prompts) if arguments.prompts else [])]
     from megacore.verify import Pair, mesh_shape
 
     mesh = mesh_shape(checkpoint, world)
@@ -136,16 +136,6 @@ def encode(folder: HuggingFace, texts: Sequence[str], most: int, multiple: int) 
                 f"{config.vocab_size}: the tokenizer is another model's"
             )
     return [_repeated(ids[:longest], multiple) for ids in encoded]
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        found = [line for line in path.read_text("utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeError) as error:
-        raise StoreError(f"cannot read {path}: {error}") from error
-    if not found:
-        raise StoreError(f"{path} has no prompts: write one on each line")
-    return found
 
 
 def _repeated(ids: list[int], multiple: int) -> list[int]:

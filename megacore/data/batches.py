@@ -22,14 +22,14 @@ Item = TypeVar("Item")
 class Batch:
     """One microbatch.
 
-    tokens, labels (IGNORE where there is none), positions: int64 [micro, length]. documents: int32 [micro, length],
-    the row's documents counted from 0, where attention stays within documents; else None.
+    tokens, labels (IGNORE where there is none), positions: int64 [micro, length]. documents: the lengths of the rows'
+    documents, one after the other, where attention stays within documents; else None.
     """
 
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
-    documents: npt.NDArray[np.int32] | None
+    documents: tuple[int, ...] | None
 
 
 def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
@@ -38,16 +38,19 @@ def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
     With separate documents positions restart at each, and a document's last token has no label.
     """
     tokens = np.stack([sample.tokens for sample in samples])
-    inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
+    counted = np.stack([sample.counted for sample in samples])
+    inputs, labels = tokens[:, :-1].copy(), np.where(counted[:, 1:], tokens[:, 1:], IGNORE)
     positions = np.tile(np.arange(inputs.shape[1]), (len(samples), 1))
     if not separate_documents:
         return Batch(inputs, labels, positions, None)
     documents = np.stack([sample.documents for sample in samples])
     last = documents[:, 1:] != documents[:, :-1]
     labels[last] = IGNORE
-    starts = np.zeros_like(positions)
-    starts[:, 1:] = np.where(last[:, :-1], positions[:, 1:], 0)
-    return Batch(inputs, labels, positions - np.maximum.accumulate(starts, axis=1), documents[:, :-1].copy())
+    first = np.ones_like(last)
+    first[:, 1:] = last[:, :-1]
+    positions -= np.maximum.accumulate(np.where(first, positions, 0), axis=1)
+    lengths = np.diff(np.flatnonzero(first), append=first.size)
+    return Batch(inputs, labels, positions, tuple(lengths.tolist()))
 
 
 class TokenError(ValueError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megacore.config import Config, Corpus
@@ -11,52 +11,115 @@ from megacore.data.batches import Batches
 from megacore.data.blend import Blend
 from megacore.data.corpus import CORPUS
 from megacore.data.corpus import Corpus as Facts
-from megacore.data.indexed import IndexedDataset
-from megacore.data.samples import Samples, Source, split_documents
+from megacore.data.examples import Examples, Preparation
+from megacore.data.examples import Facts as ExampleFacts
+from megacore.data.indexed import IndexedDataset, Integers
+from megacore.data.packing import Packed
+from megacore.data.samples import Samples, Source, Split, split_documents
+from megacore.data.spelling import ModelFiles
+from megacore.data.text import InputError
+
+EXAMPLES = "examples"
+"""The folder of a run that prepared examples are kept in."""
 
 
 @dataclass(frozen=True)
 class Corpora:
-    """The samples to train on, and those held out (None without any); each endless, in a fixed order."""
+    """The samples to train on, and those held out (None without any); each endless, in a fixed order.
+
+    separate: whether documents are kept apart. remarks: what the user should know of the data, a line each.
+    """
 
     train: Source
     validation: Source | None
+    separate: bool = False
+    remarks: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, config: Config) -> Corpora:
-        """Map the token files and split them.
+    def open(cls, config: Config, model: ModelFiles | None = None) -> Corpora:
+        """Map the token files and split them; of files of examples, those that are made for ``model``.
 
         Raises:
-            ValueError: a file is damaged, or too short for one sample.
+            ValueError: a file is damaged, or too short for one sample; examples are bad, or the model's tokenizer or
+                template does not serve.
         """
         data = config.data
-        train: list[Samples] = []
-        held_out: list[Samples] = []
+        if data.train[0].has_examples:
+            if model is None:
+                raise InputError(f"{data.train[0].path} has examples, and there is no model to prepare them for")
+            return cls._of_examples(config, model)
+        train: list[Source] = []
+        held_out: list[Source] = []
         for corpus in data.train:
             dataset = IndexedDataset(Path(corpus.path))
-            fraction = 0.0 if data.validation else data.validation_fraction
-            split = split_documents(dataset.documents, fraction, data.seed)
+            split = _split(config, dataset.documents)
             for part, documents, made in (("train", split.train, train), ("validation", split.validation, held_out)):
                 if documents.size or part == "train":
                     name = f"the {part} part of {corpus.path}"
                     made.append(Samples(dataset, data.sequence_length, data.seed, documents, name))
-        validation = [
+        validation: list[Source] = [
             Samples(IndexedDataset(Path(c.path)), data.sequence_length, data.seed, name=c.path) for c in data.validation
         ]
-        return cls(
-            _blend(train, data.train),
-            _blend(validation, data.validation) if validation else _blend(held_out, data.train) if held_out else None,
-        )
+        return cls._blended(config, train, validation or held_out, data.within_documents)
+
+    @classmethod
+    def _of_examples(cls, config: Config, model: ModelFiles) -> Corpora:
+        data = config.data
+        folder, remarks = Path(config.out) / EXAMPLES, list[str]()
+
+        def prepared(corpus: Corpus) -> Examples:
+            examples = Preparation(Path(corpus.path), folder, config.chat, data.sequence_length, model).examples()
+            remarks.extend(_remarks(corpus.path, examples.facts, data.sequence_length))
+            return examples
+
+        def packed(examples: Examples, chosen: Integers | None, name: str) -> Source:
+            made = Packed(examples, data.sequence_length, data.seed, chosen, config.chat.pack, name)
+            size = examples.count if chosen is None else chosen.size
+            rows = f"{made.per_epoch:,} rows of {made.length:,} tokens, {made.fill:.1%} full"
+            remarks.append(f"  {name}: {size:,} examples in {rows}")
+            return made
+
+        train: list[Source] = []
+        held_out: list[Source] = []
+        for corpus in data.train:
+            examples = prepared(corpus)
+            split = _split(config, examples.count)
+            train.append(packed(examples, split.train, "to train on"))
+            if split.validation.size:
+                held_out.append(packed(examples, split.validation, "held out"))
+        validation = [packed(prepared(corpus), None, "to validate on") for corpus in data.validation]
+        return replace(cls._blended(config, train, validation or held_out, separate=True), remarks=tuple(remarks))
+
+    @classmethod
+    def _blended(cls, config: Config, train: list[Source], held_out: list[Source], separate: bool) -> Corpora:
+        data = config.data
+        validation = _blend(held_out, data.validation or data.train) if held_out else None
+        return cls(_blend(train, data.train), validation, separate)
 
     def batches(
         self, source: Source, config: Config, data_rank: int, data_size: int, vocabulary: int | None = None
     ) -> Batches:
         """The batches of one data-parallel rank; ids beyond the vocabulary raise a TokenError when they are met."""
-        batch, separate = config.batch, config.data.within_documents
-        return Batches(source, batch.global_size, batch.micro_size, data_rank, data_size, separate, vocabulary)
+        batch = config.batch
+        return Batches(source, batch.global_size, batch.micro_size, data_rank, data_size, self.separate, vocabulary)
 
 
-def _blend(samples: list[Samples], corpora: tuple[Corpus, ...]) -> Source:
+def _split(config: Config, documents: int) -> Split:
+    """None is held out where there are validation corpora."""
+    data = config.data
+    return split_documents(documents, 0.0 if data.validation else data.validation_fraction, data.seed)
+
+
+def _remarks(path: str, known: ExampleFacts, length: int) -> list[str]:
+    lines = [f"{path}: {known.examples:,} examples of {known.tokens:,} tokens, {known.counted:,} of which count"]
+    if known.cut or known.dropped:
+        lines.append(f"  longer than {length + 1:,} tokens: {known.cut:,} cut, {known.dropped:,} dropped")
+    if known.skipped:
+        lines.append(f"  {known.skipped:,} bad lines skipped, such as {known.faults[0]}")
+    return lines
+
+
+def _blend(samples: list[Source], corpora: tuple[Corpus, ...]) -> Source:
     return samples[0] if len(samples) == 1 else Blend(samples, [corpus.weight for corpus in corpora])
 
 

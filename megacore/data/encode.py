@@ -23,6 +23,7 @@ from megacore.data.indexed import Integers, token_dtype
 from megacore.data.text import Fault, Piece
 
 Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 AT_ONCE = 2**20  # bytes of text that a worker is sent, and that it encodes, at once
 
@@ -93,15 +94,21 @@ def grouped(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list
 
 def encode_all(tasks: Iterator[Task], workers: int) -> Generator[Encoded, None, None]:
     """The results of the tasks in their order; at most two per worker are under way."""
+    return in_order(encode, tasks, workers)
+
+
+def in_order(function: Callable[[Item], Made], items: Iterator[Item], workers: int) -> Generator[Made, None, None]:
+    """What a function makes of each item, in their order, by several processes; at most two per worker are under
+    way."""
     if workers == 1:
-        yield from map(encode, tasks)
+        yield from map(function, items)
         return
     with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker) as pool:
-        running = deque(pool.submit(encode, task) for task in islice(tasks, 2 * workers))
+        running = deque(pool.submit(function, item) for item in islice(items, 2 * workers))
         try:
             while running:
                 yield running.popleft().result()
-                running.extend(pool.submit(encode, task) for task in islice(tasks, 1))
+                running.extend(pool.submit(function, item) for item in islice(items, 1))
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -35,10 +35,12 @@ def shuffled(count: int, seed: int, purpose: Purpose, epoch: int = 0) -> npt.NDA
 
 @dataclass(frozen=True)
 class Sample:
-    """tokens int64 [length + 1]; documents int32 [length + 1], which of the sample's documents 0, 1, ... each is of."""
+    """tokens int64 [length + 1]; documents int32 [length + 1], which of the sample's documents 0, 1, ... each is of;
+    counted bool [length + 1], whether the loss counts the prediction of each."""
 
     tokens: npt.NDArray[np.int64]
     documents: npt.NDArray[np.int32]
+    counted: npt.NDArray[np.bool_]
 
 
 class Source(Protocol):
@@ -136,4 +138,4 @@ class Samples:
             documents[filled : filled + part.size] = count
             filled, count = filled + part.size, count + bool(part.size)
             place, offset = place + 1, 0
-        return Sample(tokens, documents)
+        return Sample(tokens, documents, np.ones(tokens.size, np.bool_))

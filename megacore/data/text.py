@@ -1,14 +1,21 @@
-"""Documents in files: a whole text file, a line of .jsonl or a row of .parquet, found and read in pieces."""
+"""Documents in files: a whole text file, a line of .jsonl or a row of .parquet, found and read in pieces.
+
+A .jsonl file may be compressed (.jsonl.gz) where its rows are read.
+"""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
-from collections.abc import Iterator, Sequence
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
+from typing import IO, Any, cast
 
 WHOLE = (".txt", ".md", ".py")
 SUFFIXES = (*WHOLE, ".jsonl", ".parquet")
@@ -22,7 +29,7 @@ class InputError(ValueError):
 @dataclass(frozen=True)
 class Piece:
     """What is read at once: a text file, the lines of a .jsonl file that begin in bytes [start, stop), or, for a
-    .parquet file, row group `start`. `size` is its length in bytes."""
+    .parquet file, row group `start`. `size` is its length in bytes, those of the file where it is compressed."""
 
     path: Path
     start: int
@@ -32,20 +39,37 @@ class Piece:
 
 @dataclass(frozen=True)
 class Fault:
-    """A document that could not be read; in a .jsonl file it begins at byte `line_at`."""
+    """A document that could not be read; in a .jsonl file it begins at byte `line_at`, in a table it is row `row`,
+    counted from 0."""
 
     path: Path
     reason: str
     line_at: int | None = None
+    row: int | None = None
 
     def __str__(self) -> str:
+        if self.row is not None:
+            return f"{self.path}, row {self.row}: {self.reason}"
         if self.line_at is None:
             return f"{self.path}: {self.reason}"
-        with open(self.path, "rb") as file:
+        with _open(self.path) as file:
             line = 1 + sum(
                 file.read(min(2**20, self.line_at - at)).count(b"\n") for at in range(0, self.line_at, 2**20)
             )
         return f"{self.path}, line {line}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a .jsonl file that begins at byte `line_at`, or row `row` of a table: an object with these values."""
+
+    values: Mapping[str, Any]
+    path: Path
+    line_at: int | None = None
+    row: int | None = None
+
+    def fault(self, reason: str) -> Fault:
+        return Fault(self.path, reason, self.line_at, self.row)
 
 
 def find_files(inputs: Sequence[Path], exclude: Sequence[str] = ()) -> list[Path]:
@@ -86,6 +110,8 @@ def cut(path: Path) -> list[Piece]:
         return [Piece(path, 0, size, size)]
     if path.suffix == ".jsonl":
         return [Piece(path, at, min(at + LINES, size), min(LINES, size - at)) for at in range(0, size, LINES)]
+    if path.suffix == ".gz":
+        return [Piece(path, 0, sys.maxsize, size)]
     parquet = _parquet()
     try:
         metadata = parquet.read_metadata(path)
@@ -107,6 +133,33 @@ def documents(piece: Piece, text_key: str) -> Iterator[str | Fault]:
         yield from _rows(piece, text_key)
 
 
+def rows(piece: Piece) -> Iterator[Row | Fault]:
+    """What the lines of a piece of a .jsonl file, or the rows of one of a .parquet file, hold; or why that is nothing.
+
+    Empty lines are passed over. InputError if a compressed file is damaged.
+    """
+    if piece.path.suffix == ".parquet":
+        yield from _table_rows(piece)
+        return
+    try:
+        for at, line in _lines(piece):
+            if line.strip():
+                found = _object(piece.path, at, line)
+                yield found if isinstance(found, Fault) else Row(found, piece.path, at)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise InputError(f"{piece.path} is no whole gzip file: {error}") from error
+
+
+def _table_rows(piece: Piece) -> Iterator[Row]:
+    parquet = _parquet()
+    with parquet.ParquetFile(piece.path) as file:
+        row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
+        for batch in file.iter_batches(row_groups=[piece.start]):
+            for values in batch.to_pylist():
+                yield Row(values, piece.path, row=row)
+                row += 1
+
+
 def _decoded(path: Path, data: bytes, line_at: int | None) -> str | Fault:
     try:
         return data.decode("utf-8-sig")
@@ -115,7 +168,7 @@ def _decoded(path: Path, data: bytes, line_at: int | None) -> str | Fault:
 
 
 def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
-    with open(piece.path, "rb") as file:
+    with _open(piece.path) as file:
         at = max(piece.start - 1, 0)
         file.seek(at)
         if piece.start:
@@ -125,16 +178,33 @@ def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
             at += len(line)
 
 
-def _line_text(path: Path, at: int, line: bytes, text_key: str) -> str | Fault:
+def _open(path: Path) -> IO[bytes]:
+    if path.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(path))
+    return path.open("rb")
+
+
+def _object(path: Path, at: int, line: bytes) -> dict[str, Any] | Fault:
     decoded = _decoded(path, line, at)
     if isinstance(decoded, Fault):
         return decoded
     try:
-        row = json.loads(decoded)
-    except ValueError as error:
-        return Fault(path, f"not JSON: {error}", at)
+        row = json.loads(decoded.rstrip())
+    except json.JSONDecodeError as error:
+        return Fault(path, f"not JSON: {error.msg} at character {error.pos + 1}", at)
+    except ValueError as error:  # a number of too many digits
+        return Fault(path, f"not JSON that can be read: {error}", at)
+    except RecursionError:
+        return Fault(path, "not JSON that can be read: it is nested too deeply", at)
     if not isinstance(row, dict):
         return Fault(path, f"a JSON {type(row).__name__}, not an object", at)
+    return row
+
+
+def _line_text(path: Path, at: int, line: bytes, text_key: str) -> str | Fault:
+    row = _object(path, at, line)
+    if isinstance(row, Fault):
+        return row
     if text_key not in row:
         return Fault(path, f"no key {text_key!r} among {', '.join(map(repr, row))}: name the one with --text-key", at)
     return _text(path, row[text_key], f"{text_key!r}", at)

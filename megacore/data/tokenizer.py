@@ -13,6 +13,7 @@ from megacore.data.text import InputError
 
 END = "<|endoftext|>"
 LONGEST = 2**20  # characters encoded at once: an encoding takes a hundred times the memory of its text
+TEMPLATE = "chat_template.jinja"
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -21,7 +22,7 @@ FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "chat_template.jinja",
+    TEMPLATE,
 )
 
 
@@ -38,12 +39,13 @@ class Tokenizer:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text. One longer than LONGEST is encoded in parts that end with lines where they can."""
-        parts = [_parts(text) for text in texts]
+        parts = [parts_of(text) for text in texts]
         ids = iter(self.encode_batch([part for text in parts for part in text]))
         return [[token for _ in text for token in next(ids)] if len(text) > 1 else next(ids) for text in parts]
 
 
-def _parts(text: str) -> list[str]:
+def parts_of(text: str) -> list[str]:
+    """A text in parts of at most LONGEST characters, which end with lines where they can."""
     if len(text) <= LONGEST:
         return [text]
     parts, at = [], 0

@@ -38,6 +38,8 @@ class Device:
         link: To each device of the same node, bytes/s in one direction.
         network: To other nodes, bytes/s in one direction for each device.
         host: To host memory, bytes/s in one direction: PCIe 5 or 4 with 16 lanes.
+        cpu: Of host memory for the CPU, bytes/s, its share of the node's.
+        disk: Of the node's local disks, bytes/s in one direction, its share.
         per_node: Devices of a node.
     """
 
@@ -49,6 +51,10 @@ class Device:
     network: float
     host: float
     per_node: int = 8
+    # As of a node like DGX H100, by specifications as generally known, compared with no sheet: two sockets with eight
+    # channels of DDR5-4800 each are 614 GB/s for eight devices; a PCIe 4 NVMe disk for each device writes about 4 GB/s.
+    cpu: float = 77e9
+    disk: float = 4e9
 
     def tflops(self, precision: str) -> float:
         """Of matrix products; those of fp8 where the device has them."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from megacore.plan.memory import Memory, memory
-from megacore.plan.setting import SHARDS, Recompute, Setting
+from megacore.plan.setting import SHARDS, Recompute, Setting, Shard
 from megacore.plan.state import Held, state
 from megacore.plan.step_time import Cluster, Estimate, estimate
 from models.stages import layout_of
@@ -64,7 +64,7 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
     for layout in _layouts(base, world, cluster):
         held = Held.of(layout)
         for setting in _batches(base, layout):
-            for rung in SHARDS if layout.mesh.data > 1 else SHARDS[:1]:
+            for rung in _rungs(base, layout):
                 fits = _least_recomputed(replace(setting, shard=rung), held, cluster, room)
                 found += fits
                 if fits and rung != "none":  # what splits more only sends more
@@ -97,6 +97,12 @@ def _layouts(base: Setting, world: int, cluster: Cluster) -> Iterator[Layout]:
             for chunks in _CHUNKS if pp > 1 else (1,):
                 if pp * chunks <= layers and (chunks == 1 or layers % (pp * chunks) == 0):
                     yield layout_of(base.model, mesh, chunks)
+
+
+def _rungs(base: Setting, layout: Layout) -> tuple[Shard, ...]:
+    if base.offload_parameters:
+        return SHARDS[-1:]
+    return SHARDS if layout.mesh.data > 1 else SHARDS[:1]
 
 
 def _batches(base: Setting, layout: Layout) -> Iterator[Setting]:

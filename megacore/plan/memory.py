@@ -41,7 +41,8 @@ class Memory:
         ranks: How many ranks there are.
         elements: Parameters on each.
         terms: {term of ``TERMS``: bytes on the device at the peak}.
-        host: Bytes in host memory (or on disk).
+        host: Bytes in host memory.
+        disk: Bytes in a file.
         per_microbatch: Activations that one microbatch leaves in all chunks of the stage, logits included.
         in_flight: The most chunks times microbatches at once whose backward is still to come.
         peak_at: What the stage does when it holds most.
@@ -52,6 +53,7 @@ class Memory:
     elements: int
     terms: dict[str, int]
     host: int
+    disk: int
     per_microbatch: int
     in_flight: int
     peak_at: str
@@ -112,7 +114,11 @@ def _stage(setting: Setting, act: Activations, stage: int, held: Sequence[Part])
     layout = setting.layout
     whole = state(held, setting)
     everything = whole.device(setting)
-    host = whole.total - everything.total
+    states = whole.masters + whole.moments
+    disk = states if setting.offload_optimizer == "file" else 0
+    host = whole.total - everything.total - disk
+    if setting.offload_optimizer != "none":
+        host += min(setting.offload_buffer, whole.gradients + disk)
     moments = list(_moments(setting, act, stage, held))
     worst = max(moments, key=lambda moment: moment.total(everything.gradients))
     kept = [_kept(act, layers) for layers in layout.layers[stage :: layout.mesh.pp]]
@@ -137,6 +143,7 @@ def _stage(setting: Setting, act: Activations, stage: int, held: Sequence[Part])
         sum(part.elements for part in held),
         terms,
         host,
+        disk,
         sum(kept) + (act.head + act.logits) * last,
         max(sum(alive) for _, *alive in flying),
         worst.what,

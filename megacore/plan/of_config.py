@@ -25,6 +25,9 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
         replicas=config.data.replicas,
         recompute=config.memory.recompute,
         loss_chunk=config.memory.loss_chunk,
+        offload_optimizer=config.memory.offload_optimizer,
+        offload_parameters=config.memory.offload_parameters,
+        offload_buffer=config.memory.offload_buffer << 20,
         offload_activations=config.memory.offload_activations,
         device=device,
     )

@@ -13,9 +13,11 @@ Shard = Literal["none", "optimizer", "gradients", "parameters"]
 """What is split over data parallel ranks, each with what stands before it: ZeRO stages 0 to 3 (Rajbhandari et al. 2020,
 arXiv 1910.02054)."""
 Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "host", "file"]
 Precision = Literal["bf16", "fp16", "fp8", "fp32", "fp64"]
 
 SHARDS: tuple[Shard, ...] = get_args(Shard)
+OFFLOADS: tuple[Offload, ...] = get_args(Offload)
 PARAMETER: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "fp64": 8}
 """Bytes of a parameter and of an activation; fp8 is what matrix products read, not what is kept."""
 
@@ -62,7 +64,9 @@ class Setting:
         replicas: Groups of data parallel ranks that each hold everything (HSDP).
         recompute: What of the activations is computed again in the backward.
         loss_chunk: Tokens whose logits exist at a time; None for all of a microbatch.
-        offload_optimizer: Whether masters and moments lie in host memory (or on disk).
+        offload_optimizer: Where masters and moments lie, if not on the device.
+        offload_parameters: Whether a rank's slice of split parameters lies in host memory.
+        offload_buffer: Bytes of host memory through which offloaded states pass.
         offload_activations: Whether saved activations lie in host memory.
         device: What kind of device: their kernels keep different things.
         bucket_bytes: Of a gradient bucket.
@@ -79,7 +83,9 @@ class Setting:
     replicas: int = 1
     recompute: Recompute = "none"
     loss_chunk: int | None = None
-    offload_optimizer: bool = False
+    offload_optimizer: Offload = "none"
+    offload_parameters: bool = False
+    offload_buffer: int = 512 << 20
     offload_activations: bool = False
     device: Literal["cpu", "cuda"] = "cuda"
     bucket_bytes: int = 32 << 20

@@ -97,7 +97,10 @@ class State:
 
     def device(self, setting: Setting) -> State:
         """Less what is offloaded."""
-        return replace(self, masters=0, moments=0) if setting.offload_optimizer else self
+        parameters = 0 if setting.offload_parameters else self.parameters
+        if setting.offload_optimizer == "none":
+            return replace(self, parameters=parameters)
+        return replace(self, parameters=parameters, masters=0, moments=0)
 
     def __add__(self, other: State) -> State:
         return State(

@@ -133,7 +133,10 @@ def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = T
         idle = busy * (pp - 1) / (chunks * m) + 2 * (pp - 1) * hop
     data = max(_data(setting, cluster, sent[stage], rows[stage]) for stage in range(pp))
     moved = max(act.kept * sum(layout.layers[stage::pp]) for stage in range(pp))
-    offload = cluster.shown(2 * m * moved / cluster.device.host, busy) if setting.offload_activations else 0.0
+    away = 2 * m * moved if setting.offload_activations else 0
+    if setting.offload_parameters:  # a slice comes with each gathering: for the forward and for the backward
+        away += 2 * m * max(state(own, setting).parameters for own in held.stages)
+    offload = cluster.shown(away / cluster.device.host, busy)
     flops = flops_per_token(setting.model, setting.sequence_length) * setting.global_tokens / mesh.world
     return Estimate(
         m * slowest.compute,
@@ -198,9 +201,17 @@ def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _T
 
 
 def _optimizer(setting: Setting, cluster: Cluster, held: Sequence[Part]) -> float:
-    """Reading and writing what AdamW works on; offloaded, the host does it."""
+    """Reading and writing what AdamW works on.
+
+    Offloaded, the host does it, window by window: gradients come and parameters go beside its work, each in a
+    direction of its own, and states are read and written; the slowest of these shows.
+    """
     own = state(held, setting)
-    moved = own.gradients * 2 + own.masters * 2 + own.moments * 2 + own.parameters
-    if setting.offload_optimizer:
-        return (own.gradients + own.parameters + moved) / cluster.device.host
-    return moved / cluster.device.bandwidth
+    states = own.masters + own.moments
+    if setting.offload_optimizer == "none":
+        return (own.gradients * 2 + states * 2 + own.parameters) / cluster.device.bandwidth
+    device, values = cluster.device, own.masters or own.parameters
+    ways = [(own.gradients * 2 + states * 2 + values) / device.cpu, max(own.gradients, values) / device.host]
+    if setting.offload_optimizer == "file":
+        ways.append(2 * states / device.disk)
+    return max(ways)

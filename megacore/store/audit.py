@@ -90,10 +90,10 @@ class Damage:
 
 def check(checkpoint: Checkpoint, jobs: int, progress: Progress = silent) -> list[Damage]:
     """Compare every byte of the tensors with the index, replicas with each other, and padding with zero."""
-    schema, stored = checkpoint.layout.schema, list(checkpoint.stored())
+    schema = checkpoint.layout.schema
     damage = list[Damage]()
     for state in checkpoint.index.states:
-        read = checkpoint.read(state)
+        read, stored = checkpoint.read(state), list(checkpoint.stored(state))
         first: dict[tuple[Logical, tuple[tuple[int, int], ...]], tuple[str, int]] = {}
         for tensor, found in zip(stored, taken(stored, read, schema, jobs, progress), strict=True):
             file = file_of(checkpoint, state, tensor)

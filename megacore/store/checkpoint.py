@@ -15,13 +15,14 @@ import numpy as np
 
 from megacore.store.accounting import summary
 from megacore.store.dtypes import FLOATS
-from megacore.store.index import INDEX, Index, file_name, read_index
+from megacore.store.index import INDEX, STATES, Index, file_name, read_index
 from megacore.store.stream import Read
 from megacore.store.strict_json import StoreError, read_json
 from megacore.store.tensors import TensorFile
 from models.config import ModelConfig
 from parallel.fingerprint import Logical, add_up
 from parallel.layout import Layout
+from parallel.schema import Schema
 from parallel.transfer import Stored, native
 
 TRAINER, COMPANIONS = "trainer.json", "tokenizer"
@@ -68,6 +69,11 @@ class Checkpoint:
         return self.index.config
 
     @property
+    def schema(self) -> Schema:
+        """What this release declares for what it holds: the model, or adapters of it."""
+        return self.index.schema
+
+    @property
     def layout(self) -> Layout:
         """On the model-parallel coordinates: its ranks are the files of a state."""
         return self.index.layout
@@ -76,9 +82,9 @@ class Checkpoint:
     def ranks(self) -> range:
         return range(self.layout.mesh.world)
 
-    def stored(self) -> Iterator[Stored]:
-        """The tensors of each state; ``where`` is the rank of :attr:`layout`."""
-        return native(self.layout, self.ranks)
+    def stored(self, state: str = STATES[0]) -> Iterator[Stored]:
+        """The tensors of a state; ``where`` is the rank of :attr:`layout`."""
+        return (stored for stored in native(self.layout, self.ranks) if self.index.has(state, stored.name))
 
     def dtype(self, state: str, stored: Stored) -> str:
         return self._file(state, stored).entries[stored.name].dtype
@@ -104,7 +110,7 @@ class Checkpoint:
             StoreError: replicas differ.
         """
         files = self.index.files
-        found = ((s, files[self._name(state, s.where)].fingerprints[s.name]) for s in self.stored())
+        found = ((s, files[self._name(state, s.where)].fingerprints[s.name]) for s in self.stored(state))
         try:
             return add_up(self.layout.schema, found)
         except ValueError as error:
@@ -123,6 +129,8 @@ class Checkpoint:
 
     def _problems(self, state: str, rank: int) -> Iterator[str]:
         name = self._name(state, rank)
+        if name not in self.index.files:  # nothing that it would hold was trained
+            return
         record = self.index.files[name]
         try:
             file = self._files[name]
@@ -131,7 +139,8 @@ class Checkpoint:
             return
         if file.size != record.size:
             yield f"{name} has {file.size} bytes, not {record.size}"
-        wanted = {shard.name: shard for shard in self.layout.shards(self.layout.mesh.place(rank))}
+        held = self.layout.shards(self.layout.mesh.place(rank))
+        wanted = {shard.name: shard for shard in held if self.index.has(state, shard.name)}
         if missing := wanted.keys() - file.entries.keys():
             yield f"{name} lacks {', '.join(summary(sorted(missing)))}"
         if unknown := file.entries.keys() - wanted.keys():

@@ -101,7 +101,7 @@ def compare(folders: tuple[Folder, Folder], jobs: int, progress: Progress = sile
     alone = {} if any(isinstance(folder, HuggingFace) for folder in folders) else _alone(held)
     shared = [state for state in held[0] if state in held[1]]
     pieces = (difference for state in shared for difference in _pieces(folders, state, jobs, progress))
-    config = config_differences(one.config, other.config)
+    config = config_differences(one.config, other.config) | _adapters(folders)
     return Differences(config, _steps(folders), alone, tuple(pieces))
 
 
@@ -110,6 +110,14 @@ def config_differences(one: ModelConfig, other: ModelConfig) -> dict[str, Both]:
     ours, theirs = ({"model_type": config.family} | asdict(config) for config in (one, other))
     found = {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs}}
     return {name: both for name, both in found.items() if both[0] != both[1]}
+
+
+def _adapters(folders: tuple[Folder, Folder]) -> dict[str, Both]:
+    """{fact about the adapters of two checkpoints: what each has}, where they differ."""
+    one, other = (folder.index.adapters if isinstance(folder, Checkpoint) else None for folder in folders)
+    ours, theirs = ({} if each is None else asdict(each.lora) | {"base": each.fingerprint} for each in (one, other))
+    found = {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs}}
+    return {f"lora.{name}": both for name, both in found.items() if both[0] != both[1]}
 
 
 def _alone(held: tuple[tuple[str, ...], tuple[str, ...]]) -> dict[str, int]:
@@ -143,7 +151,7 @@ def _pieces(folders: tuple[Folder, Folder], state: str, jobs: int, progress: Pro
 
 
 def _held(folder: Folder, state: str, jobs: int, progress: Progress) -> dict[Logical, _Piece]:
-    schema, of = folder.config.schema, source(folder, state)
+    schema, of = folder.schema, source(folder, state)
     values = of.fingerprints
     # Those of another release may have taken the axes in another order.
     if values is None or (isinstance(folder, Checkpoint) and _orders(folder.layout.schema) != _orders(schema)):
@@ -218,7 +226,7 @@ def compare_bits(
         return [Compared(tensor, label, elements[label], differ[label], (dtypes[label], dtype)) for label in dtypes]
 
     with ThreadPoolExecutor(jobs) as pool:
-        for found in pool.map(of, plan(checkpoint.config.schema, other.stored, tensors)):
+        for found in pool.map(of, plan(checkpoint.schema, other.stored, tensors)):
             yield from found
 
 

@@ -7,8 +7,8 @@ it into a folder that appears under its name only when all of it is there and is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from megacore.store import export
 from megacore.store.checkpoint import COMPANIONS, TRAINER, Checkpoint
 from megacore.store.hugging_face import HuggingFace
-from megacore.store.index import INDEX, FileRecord, Index, file_name, on_disk
+from megacore.store.index import INDEX, Adapters, FileRecord, Index, file_name, on_disk
 from megacore.store.publish import copy_file, publish, write_file
 from megacore.store.stream import File, Fingerprints, Read, Tensor, write
 from megacore.store.strict_json import StoreError
@@ -51,7 +51,7 @@ class Source:
         def dtype(stored: Stored) -> str:
             return checkpoint.dtype(state, stored)
 
-        return cls(list(checkpoint.stored()), dtype, checkpoint.read(state), checkpoint.fingerprints(state))
+        return cls(list(checkpoint.stored(state)), dtype, checkpoint.read(state), checkpoint.fingerprints(state))
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,8 @@ def to_checkpoint(
     step: int | None = None,
     trainer: bytes | None = None,
     companions: Mapping[str, Path] = MappingProxyType({}),
+    adapters: Adapters | None = None,
+    frozen: frozenset[str] = frozenset(),
 ) -> Plan:
     """A checkpoint in a layout.
 
@@ -138,6 +140,7 @@ def to_checkpoint(
         dtype: Of the weights, if it is to change.
         step, trainer: Of the training run, if it is one.
         companions: {name: file} of what travels with the model.
+        adapters, frozen: As of :class:`~megacore.store.index.Index`.
 
     Raises:
         StoreError: pieces that are stored together have different dtypes.
@@ -145,22 +148,22 @@ def to_checkpoint(
     layout = on_disk(layout)
     schema = layout.schema
     raw = raw if dtype is None else export.with_dtype(raw, dtype)
+    made = Index(raw, layout, tuple(sources), step, {}, adapters, frozen)
     parts = {}
     for state, source in sources.items():
         wanted = dtype if state == "weights" else None
-        tensors = _tensors(schema, source, native(layout, range(layout.mesh.world)), wanted)
-        by_rank = itertools.groupby(tensors, key=lambda tensor: tensor.stored.where)
+        targets = (s for s in native(layout, range(layout.mesh.world)) if made.has(state, s.name))
+        by_rank = itertools.groupby(tensors(schema, source, targets, wanted), key=lambda tensor: tensor.stored.where)
         files = tuple(
             File(file_name(state, layout.mesh.place(rank)), tuple(found), source.read)
             for rank, found in by_rank
             if isinstance(rank, int)
         )
-        parts[state] = Part(files, _expected(schema, source, files))
+        parts[state] = Part(files, expected(schema, source, files))
 
     def texts(found: Mapping[str, Fingerprints]) -> Mapping[str, bytes]:
         records = {file.path: FileRecord(file.size, found[file.path]) for part in parts.values() for file in part.files}
-        index = Index(raw, layout, tuple(parts), step, records)
-        return {INDEX: index.to_json()} | ({TRAINER: trainer} if trainer is not None else {})
+        return {INDEX: replace(made, files=records).to_json()} | ({TRAINER: trainer} if trainer is not None else {})
 
     return Plan(schema, parts, texts, {f"{COMPANIONS}/{name}": path for name, path in companions.items()})
 
@@ -171,24 +174,57 @@ def to_hugging_face(checkpoint: Checkpoint, max_shard_bytes: int, dtype: str | N
     Raises:
         StoreError: as :func:`to_checkpoint`.
     """
-    schema = checkpoint.config.schema
     source = Source.of_checkpoint(checkpoint, "weights")
-    tensors = {t.stored.name: t for t in _tensors(schema, source, hugging_face(schema), dtype)}
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    return hugging_face_folder(checkpoint, source, checkpoint.index.raw, max_shard_bytes, dtype)
+
+
+def hugging_face_folder(
+    checkpoint: Checkpoint, source: Source, raw: Mapping[str, Any], max_shard_bytes: int, dtype: str | None
+) -> Plan:
+    """A Hugging Face folder of the model of a checkpoint, its companions beside it.
+
+    Args:
+        checkpoint: Which one.
+        source: Of the weights.
+        raw: Of the ``config.json``.
+        max_shard_bytes: The most that the tensors of a file take.
+        dtype: Of the weights, if it is to change.
+    """
+    schema = checkpoint.config.schema
+    made = {t.stored.name: t for t in tensors(schema, source, hugging_face(schema), dtype)}
+    dtypes = {name: tensor.dtype for name, tensor in made.items()}
     shards = export.export_files(schema, dtypes, max_shard_bytes)
-    files = tuple(File(name, tuple(tensors[s.name] for s in stored), source.read) for name, stored in shards)
-    raw = checkpoint.index.raw if dtype is None else export.with_dtype(checkpoint.index.raw, dtype)
-    texts = export.texts(raw, shards, dtypes)
+    files = tuple(File(name, tuple(made[s.name] for s in stored), source.read) for name, stored in shards)
+    texts = export.texts(raw if dtype is None else export.with_dtype(raw, dtype), shards, dtypes)
+    return Plan(
+        schema,
+        {"weights": Part(files, expected(schema, source, files))},
+        lambda found: texts,
+        beside(checkpoint, {*texts, *(file.path for file in files)}),
+    )
+
+
+def beside(checkpoint: Checkpoint, own: Set[str]) -> Mapping[str, Path]:
+    """What travels with a checkpoint's model into a folder that has some files of its own.
+
+    Raises:
+        StoreError: they have the same names.
+    """
     companions = checkpoint.companions()
-    if taken := companions.keys() & {*texts, *(file.path for file in files)}:
+    if taken := companions.keys() & own:
         raise StoreError(
             f"{checkpoint.path / COMPANIONS} holds {', '.join(sorted(taken))}, and the Hugging Face folder has its "
             "own: remove it there"
         )
-    return Plan(schema, {"weights": Part(files, _expected(schema, source, files))}, lambda found: texts, companions)
+    return companions
 
 
-def _tensors(schema: Schema, source: Source, targets: Iterable[Stored], dtype: str | None) -> Iterator[Tensor]:
+def tensors(schema: Schema, source: Source, targets: Iterable[Stored], dtype: str | None) -> Iterator[Tensor]:
+    """The targets with what fills them, in the dtype that is asked for or their own.
+
+    Raises:
+        StoreError: pieces that are stored together have different dtypes.
+    """
     planned, held = list(plan(schema, source.stored, targets)), dict[str, set[str]]()
     for target, copies in planned:
         held.setdefault(whole_name(schema, target), set()).update(source.dtype(copy.source) for copy in copies)
@@ -201,7 +237,7 @@ def _tensors(schema: Schema, source: Source, targets: Iterable[Stored], dtype: s
         yield Tensor(target, dtype or next(iter(held[whole_name(schema, target)])), copies)
 
 
-def _expected(schema: Schema, source: Source, files: Iterable[File]) -> Mapping[Logical, int] | None:
+def expected(schema: Schema, source: Source, files: Iterable[File]) -> Mapping[Logical, int] | None:
     """The source's fingerprints, if no number changes on the way.
 
     Less those of pieces that another release stored with another axis last: fingerprints take the elements along it
@@ -209,12 +245,12 @@ def _expected(schema: Schema, source: Source, files: Iterable[File]) -> Mapping[
     """
     if source.fingerprints is None:
         return None
-    expected = dict(source.fingerprints)
+    known = dict(source.fingerprints)
     for tensor in (tensor for file in files for tensor in file.tensors):
         for copy in tensor.copies:
             if source.dtype(copy.source) != tensor.dtype:
                 return None
             sentences = copy.source.pattern, schema[tensor.stored.param].sentence
             if len({sentence.piece_axes(copy.label)[-1:] for sentence in sentences}) > 1:
-                expected.pop((whole_name(schema, tensor.stored), copy.label), None)
-    return expected
+                known.pop((whole_name(schema, tensor.stored), copy.label), None)
+    return known

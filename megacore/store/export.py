@@ -23,6 +23,9 @@ from parallel.transfer import Stored, hugging_face
 Shard = tuple[str, tuple[Stored, ...]]
 """(file name, its tensors)."""
 
+SHARD_SIZE = "5GB"
+"""Of a weight file, where nothing else is asked for."""
+
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{unit}": base**power
     for power, prefix in enumerate("KMGT", 1)

@@ -12,12 +12,25 @@ from megacore.store.strict_json import StoreError
 Folder = Checkpoint | HuggingFace
 
 
-def open_folder(path: Path) -> Folder:
+def open_folder(path: Path, adapters: bool = False) -> Folder:
     """A checkpoint of ours, or a Hugging Face folder.
 
+    Args:
+        path: The folder.
+        adapters: Whether a checkpoint of adapters will do, which is no model by itself.
+
     Raises:
-        StoreError: it is neither, or is damaged.
+        StoreError: it is neither, or is damaged, or holds adapters.
     """
     if not path.is_dir():
         raise StoreError(f"{path} is not a folder")
-    return Checkpoint.open(path) if (path / INDEX).exists() else HuggingFace.open(path)
+    if not (path / INDEX).exists():
+        return HuggingFace.open(path)
+    checkpoint = Checkpoint.open(path)
+    held = checkpoint.index.adapters
+    if held is not None and not adapters:
+        raise StoreError(
+            f"{path} holds adapters (LoRA of rank {held.lora.rank}) of {held.base}, and no model: merge the two by "
+            f"`megacore convert {path} FOLDER --to hf --base {held.base}` and take that folder"
+        )
+    return checkpoint

@@ -6,14 +6,17 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megacore.store.strict_json import StoreError, read_json, short
+from models import choose
 from models.config import ModelConfig, ModelConfigError
+from models.lora import Lora
 from models.registry import family
+from models.tuning import Tuning
 from parallel.fingerprint import spell
 from parallel.layout import Layout, MeshShape, Place
 from parallel.schema import Param, Schema
@@ -24,6 +27,7 @@ STATES = ("weights", "master", "exp_avg", "exp_avg_sq")
 """Weights, their fp32 masters, and AdamW's two moments: each stored by the weights' own sentences and names."""
 
 _LONGEST_SENTENCE, _MOST_SUMS = 200, 8
+_LONGEST_NAME, _MOST_TARGETS = 200, 1000
 
 
 def file_name(state: str, place: Place) -> str:
@@ -34,6 +38,21 @@ def on_disk(layout: Layout) -> Layout:
     """The layout without what does not show on disk: its ranks are the model-parallel coordinates."""
     mesh = layout.mesh
     return Layout(layout.schema, MeshShape(pp=mesh.pp, ep=mesh.ep, tp=mesh.tp), layout.layers)
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What the adapters of a checkpoint belong to.
+
+    Args:
+        lora: Which adapters they are.
+        base: The folder of the model that they were trained on.
+        fingerprint: Of that model's weights, see :func:`~parallel.fingerprint.combined`.
+    """
+
+    lora: Lora
+    base: str
+    fingerprint: int
 
 
 @dataclass(frozen=True)
@@ -54,6 +73,8 @@ class Index:
         states: Which of :data:`STATES` are there.
         step: The training step, None for converted weights.
         files: By path within the folder.
+        adapters: If it holds adapters, and not the model that ``raw`` describes: of what.
+        frozen: Tensors that were not trained: they have weights alone.
     """
 
     raw: Mapping[str, Any]
@@ -61,10 +82,21 @@ class Index:
     states: tuple[str, ...]
     step: int | None
     files: Mapping[str, FileRecord]
+    adapters: Adapters | None = None
+    frozen: frozenset[str] = frozenset()
 
     @cached_property
     def config(self) -> ModelConfig:
         return family(self.raw["model_type"]).CONFIG.from_hugging_face(self.raw)
+
+    @cached_property
+    def schema(self) -> Schema:
+        """What this release declares for what the checkpoint holds; those of its own are in the layout."""
+        return Tuning(self.adapters.lora if self.adapters else None).kept(self.config.schema)
+
+    def has(self, state: str, tensor: str) -> bool:
+        """Whether a tensor has a state."""
+        return state == STATES[0] or tensor not in self.frozen
 
     def to_json(self) -> bytes:
         schema, mesh = self.layout.schema, self.layout.mesh
@@ -81,6 +113,8 @@ class Index:
             "mesh": {"pp": mesh.pp, "ep": mesh.ep, "tp": mesh.tp},
             "layers_per_stage": list(self.layout.layers),
             "states": list(self.states),
+            **({"frozen": sorted(self.frozen)} if self.frozen else {}),
+            **({"adapters": _spelled(self.adapters)} if self.adapters else {}),
             "files": {
                 name: {
                     "bytes": record.size,
@@ -93,6 +127,11 @@ class Index:
             },
         }
         return json.dumps(tree, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def _spelled(adapters: Adapters) -> dict[str, Any]:
+    base = {"path": adapters.base, "fingerprint": f"{adapters.fingerprint:016x}"}
+    return {**asdict(adapters.lora), "base": base}
 
 
 class _Tree:
@@ -150,22 +189,53 @@ def read_index(path: Path) -> Index:
         raise tree.error(f"has states={short(list(states))}, of which only {', '.join(STATES)} are known")
     if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in layers):
         raise tree.error(f"has layers_per_stage={short(layers)}")
-    if set(mesh) != {"pp", "ep", "tp"} or len(records) != len(states) * math.prod(mesh.values()):
+    ranks = math.prod(mesh.values())
+    if set(mesh) != {"pp", "ep", "tp"} or not ranks <= len(records) <= len(states) * ranks:
         raise tree.error(f"has mesh={short(mesh)} and {len(states)} states, but {len(records)} files")
     try:
         schema = Schema(tuple(_param(tree, p) for p in tree.get("parameters", list)), tree.child("sizes").numbers())
         _check_count(tree, schema, records)
         layout = Layout(schema, MeshShape(**mesh), tuple(layers))
-        index = Index(raw, layout, states, step, records)
+        index = Index(raw, layout, states, step, records, _adapters(tree))
         _check_model(tree, index)
+        index = replace(index, frozen=_frozen(tree, index.schema))
     except StoreError:
         raise
     except (ModelConfigError, ValueError, KeyError) as error:
         raise StoreError(f"{path}: {error}") from error
-    wanted = {file_name(state, layout.mesh.place(r)) for state in states for r in range(layout.mesh.world)}
+    wanted = {
+        file_name(state, layout.mesh.place(rank))
+        for rank in range(layout.mesh.world)
+        for state in states
+        if any(index.has(state, shard.name) for shard in layout.shards(layout.mesh.place(rank)))
+    }
     if wanted != set(records):
         raise tree.error(f"names the files {short(sorted(records))} instead of {short(sorted(wanted))}")
     return index
+
+
+def _adapters(tree: _Tree) -> Adapters | None:
+    if "adapters" not in tree.tree:
+        return None
+    said = tree.child("adapters")
+    base, targets = said.child("base"), said.get("targets", list)
+    fingerprint, numbers = base.get("fingerprint", str), [said.get(key, int, float) for key in ("alpha", "dropout")]
+    if not re.fullmatch("[0-9a-f]{16}", fingerprint):
+        raise base.error(f"has fingerprint={short(fingerprint)}, which is not 16 hexadecimal digits")
+    if said.get("rank", int) < 1 or not all(map(math.isfinite, numbers)) or not 0 <= numbers[1] < 1:
+        raise said.error(f"has rank={said.tree['rank']}, alpha={numbers[0]} and dropout={numbers[1]}")
+    if len(targets) > _MOST_TARGETS or not all(isinstance(each, str) and len(each) < _LONGEST_NAME for each in targets):
+        raise said.error(f"has targets={short(targets)}, which are no patterns of names")
+    lora = Lora(said.get("rank", int), numbers[0], tuple(targets), numbers[1], said.get("rslora", bool))
+    return Adapters(lora, base.get("path", str), int(fingerprint, 16))
+
+
+def _frozen(tree: _Tree, schema: Schema) -> frozenset[str]:
+    named = tree.get("frozen", list) if "frozen" in tree.tree else []
+    known = {name for name, _ in choose.tensors(schema)}
+    if strange := [name for name in named if not isinstance(name, str) or name not in known]:
+        raise tree.error(f"has frozen={short(strange)}, which are no tensors of it")
+    return frozenset(named)
 
 
 def _record(tree: _Tree) -> FileRecord:
@@ -197,7 +267,7 @@ def _check_count(tree: _Tree, schema: Schema, records: Mapping[str, FileRecord])
 
 def _check_model(tree: _Tree, index: Index) -> None:
     """The sentences may be those of another release, but they must be about the same pieces."""
-    there, here = index.layout.schema, index.config.schema
+    there, here = index.layout.schema, index.schema
     if sizes := {axis for axis, _ in there.sizes.items() ^ here.sizes.items()}:
         said, meant = ({axis: of[axis] for axis in sorted(sizes) if axis in of} for of in (there.sizes, here.sizes))
         raise tree.error(f"has sizes {short(said)}, and its config means {short(meant)}")

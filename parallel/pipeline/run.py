@@ -186,8 +186,9 @@ class _Run:
         self.actions = schedule[self.stage]
         self.loss = torch.zeros((), dtype=torch.promote_types(pipeline.dtype, torch.float32), device=mesh.device)
         self.scale = scale.to(self.loss.dtype)
-        # (input, edge of the output) of each forward whose backward is still to come; the output itself is let go.
-        self.alive: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
+        # (input, edge of the output) of each forward whose backward is still to come; the output itself is let go. It
+        # has no edge where the first chunk trains nothing.
+        self.alive: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
         self.local: dict[tuple[Direction, Message], Tensor] = {}
         self.inboxes: dict[Direction, Inbox] = {}
         self.outboxes: dict[Direction, Outbox] = {}
@@ -232,7 +233,7 @@ class _Run:
         else:
             self._send(FORWARD, chunk, m, y.detach())
         if torch.is_grad_enabled():
-            self.alive[chunk, m] = x, get_gradient_edge(y)
+            self.alive[chunk, m] = x, get_gradient_edge(y) if y.requires_grad else None
 
     def _backward(self, chunk: int, m: int) -> None:
         x, edge = self.alive.pop((chunk, m))
@@ -240,7 +241,8 @@ class _Run:
             gradient = torch.ones((), dtype=self.loss.dtype, device=self.loss.device)
         else:
             gradient = self._take(BACKWARD, chunk, m)
-        torch.autograd.backward([edge], [gradient])
+        if edge is not None:
+            torch.autograd.backward([edge], [gradient])
         if x is not None:
             assert x.grad is not None  # each chunk's output depends on its input
             self._send(BACKWARD, chunk, m, x.grad)

@@ -34,10 +34,13 @@ WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
     "parallel",
     "parallel.random",
     "models",
+    "models.choose",
     "models.config",
+    "models.lora",
     "models.rope_config",
     "models.registry",
     "models.stages",
+    "models.tuning",
     *(name for name in MODULES if name.startswith(("megacore.plan.", "megacore.store."))),
     *(f"tools.{name}" for name in ("convert", "reshard", "inspect", "main", "plan")),
 ]

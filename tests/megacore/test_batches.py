@@ -15,6 +15,13 @@ from megacore.data.samples import Sample
 from parallel.labels import IGNORE
 
 
+def sample(tokens, documents=None, counted=None) -> Sample:
+    """One document, and all of it counts, where nothing else is said."""
+    documents = np.zeros(tokens.size) if documents is None else documents
+    counted = np.ones(tokens.size) if counted is None else counted
+    return Sample(tokens, np.asarray(documents, np.int32), np.asarray(counted, np.bool_))
+
+
 @dataclass(frozen=True)
 class Numbered:
     """Sample i holds the tokens 10 i, 10 i + 1, ..."""
@@ -22,7 +29,7 @@ class Numbered:
     length: int = 3
 
     def sample(self, index: int) -> Sample:
-        return Sample(np.arange(self.length + 1) + 10 * index, np.zeros(self.length + 1, np.int32))
+        return sample(np.arange(self.length + 1) + 10 * index)
 
 
 def indices(batch) -> list[int]:
@@ -74,16 +81,25 @@ def test_separate_documents(rows, length):
     samples = []
     for runs in rows:
         documents = np.repeat(np.arange(len(runs) + 1), [*runs, length + 1])[: length + 1].astype(np.int32)
-        samples.append(Sample(np.arange(length + 1), documents))
+        samples.append(sample(np.arange(length + 1), documents))
     batch = collate(samples, separate_documents=True)
-    for row, sample in enumerate(samples):
-        inputs, after = sample.documents[:-1], sample.documents[1:]
-        assert batch.documents is not None and np.array_equal(batch.documents[row], inputs)
+    assert batch.documents == tuple(
+        len(list(group)) for each in samples for _, group in itertools.groupby(each.documents[:-1])
+    )
+    for row, each in enumerate(samples):
+        inputs, after = each.documents[:-1], each.documents[1:]
         position = 0
         for t in range(length):
             position = position + 1 if t and inputs[t] == inputs[t - 1] else 0
             assert batch.positions[row, t] == position
-            assert batch.labels[row, t] == (sample.tokens[t + 1] if inputs[t] == after[t] else IGNORE)
+            assert batch.labels[row, t] == (each.tokens[t + 1] if inputs[t] == after[t] else IGNORE)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_labels_that_do_not_count_are_ignored(separate):
+    batch = collate([sample(np.arange(5), counted=[1, 0, 1, 0, 1]), sample(np.arange(5), counted=[0] * 5)], separate)
+    assert batch.labels.tolist() == [[IGNORE, 2, IGNORE, 4], [IGNORE] * 4]
+    assert batch.tokens.tolist() == [[0, 1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize(
@@ -157,4 +173,4 @@ def test_ids_that_the_model_does_not_have_are_named() -> None:
 
 class Negative(Numbered):
     def sample(self, index: int) -> Sample:
-        return Sample(np.array([3, -1, 2, 1]), np.zeros(4, np.int32))
+        return sample(np.array([3, -1, 2, 1]))

@@ -19,7 +19,7 @@ class Numbered:
     length: int = 1
 
     def sample(self, index: int) -> Sample:
-        return Sample(np.array([self.corpus, index]), np.zeros(2, np.int32))
+        return Sample(np.array([self.corpus, index]), np.zeros(2, np.int32), np.ones(2, np.bool_))
 
 
 def blend(*weights: float) -> Blend:

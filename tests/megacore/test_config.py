@@ -9,6 +9,8 @@ import pytest
 from megacore import config as config_module
 from megacore.config import Config, ConfigError, Corpus, load, processes
 from megacore.problems import problems, surroundings
+from models.registry import configure
+from parallel.schema import Schema
 
 RECIPE = """
 model: {family: llama, preset: llama-3.2-1b}
@@ -30,6 +32,7 @@ class Sizes:
         }
     )  # fmt: skip
     max_positions: int | None = 1024
+    schema: Schema = configure({"preset": "llama-3.2-1b"}).schema
 
 
 LLAMA = Sizes()
@@ -188,6 +191,11 @@ BAD = [
     ),
     bad("out=done", "out (done) already holds a run (metrics.jsonl)", "another out"),
     bad("out=corpus/text.bin/run", "corpus/text.bin is not a folder", "another out"),
+    # what is exported at the end
+    bad("checkpoint.export=hf checkpoint.at_end=false", "checkpoint.export (hf)", "checkpoint.at_end"),
+    bad("checkpoint.export=done", "checkpoint.export (done) exists and is not empty", "another folder"),
+    bad("checkpoint.export=corpus/text.bin/hf", "checkpoint.export", "corpus/text.bin is not a folder"),
+    bad("checkpoint.export=fresh out=fresh/run", "checkpoint.export (fresh) holds out (fresh/run)", "beside it"),
     bad("log.wandb=megacore", "log.wandb", "pip install 'megacore[wandb]'"),
 ]
 
@@ -250,6 +258,7 @@ GOOD = [
     bad("train.precision=fp8 train.compile=true"),
     bad("optimizer.moments=bf16 optimizer.betas=[0.9,0.99]"),
     bad("batch.global_size=12 batch.micro_size=3 data.sequence_length=6 out=fresh/one"),
+    bad("out=fresh/one checkpoint.export=fresh/one/hf"),
 ]
 
 

@@ -81,6 +81,7 @@ def test_batches_are_of_this_rank_and_section(tmp_path: Path) -> None:
         half = corpora.batches(corpora.train, plain, rank, 2).microbatches(0)
         assert [b.tokens.tolist() for b in half] == [b.tokens.tolist() for b in whole[rank::2]]
     apart = Config(data=DataConfig(plain.data.train, (), 0.0, 8, within_documents=True))
+    corpora = Corpora.open(apart)
     assert corpora.batches(corpora.train, apart, 0, 1).microbatches(0)[0].documents is not None
 
 

@@ -16,6 +16,7 @@ from pool import Pool
 from megacore import checkpoints
 from megacore.config import Config, DataConfig, MeshConfig
 from megacore.problems import problems
+from parallel.schema import Schema
 
 RUNGS = ("none", "optimizer", "gradients", "parameters")
 ROUND = ("none", "parameters", "optimizer", "gradients", "none")
@@ -58,9 +59,9 @@ def path_of(out: Path, step: int) -> Path:
 
 
 def test_from_rung_to_rung_bitwise(pool: Pool, tmp_path: Path) -> None:
-    """Two replicas with a microbatch each: every sum is a + b. (The norm is summed by rung, so nothing is clipped.)"""
+    """Two replicas with a microbatch each: every sum is a + b. Clipping goes by the norm, which is the same on each."""
     recipe = write_recipe(tmp_path)
-    overrides = ["train.precision=bf16", "batch.micro_size=4", "optimizer.clip=null"]
+    overrides = ["train.precision=bf16", "batch.micro_size=4", "optimizer.clip=0.5"]
     straight, found = climb(pool, tmp_path, 2, recipe, overrides)
     assert [result.last for result in found] == [10, 10]
     for key in ("loss", "validation_loss"):
@@ -86,6 +87,7 @@ def test_from_rung_to_rung_on_any_layout(pool: Pool, tmp_path: Path) -> None:
 class _Sizes:
     sizes: Mapping[str, int] = MappingProxyType({"layer": 4, "heads": 4, "kv": 2, "mlp": 8, "vocab": 61})
     max_positions: int | None = None
+    schema: Schema = Schema((), {})
 
 
 @pytest.mark.quick

@@ -1,4 +1,4 @@
-"""The launch script: what it makes of its arguments, with a Python that only writes down how it is called."""
+"""The launch scripts: what they make of their arguments, with a Python that only writes down how it is called."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if [[ "$*" == *" processes "* ]]; then echo 2; elif [[ "$1" == -c ]]; then echo 
 """
 
 
-def launch(folder: Path, *arguments: str) -> tuple[list[list[str]], str]:
+def launch(folder: Path, *arguments: str, script: str = "pretrain") -> tuple[list[list[str]], str]:
     """(the arguments of each call of Python, what was said)."""
     log = folder / "calls"
     log.unlink(missing_ok=True)
@@ -29,7 +29,7 @@ def launch(folder: Path, *arguments: str) -> tuple[list[list[str]], str]:
     install = f'source launch/lib.sh && fingerprint >"{folder}/.megacore-run"'
     subprocess.run(["bash", "-c", install], cwd=ROOT, env=environment, check=True)
     done = subprocess.run(
-        ["launch/pretrain.sh", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        [f"launch/{script}.sh", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     return [shlex.split(line) for line in log.read_text().splitlines()] if log.exists() else [], done.stderr
 
@@ -55,6 +55,15 @@ def test_options_become_overrides_everywhere(tmp_path: Path, given: list[str], p
 
 def test_an_option_may_come_first(tmp_path: Path) -> None:
     assert launch(tmp_path, "--resume", "auto", RECIPE)[0][-1][-2:] == [RECIPE, "checkpoint.resume=auto"]
+
+
+def test_fine_tuning_is_the_same_run_with_an_export(tmp_path: Path) -> None:
+    given = [RECIPE, "--init", "a", "--export=b c", "train.steps=3"]
+    calls, _ = launch(tmp_path, *given, script="finetune")
+    passed = [RECIPE, "train.steps=3", "checkpoint.init=a", "checkpoint.export=b c"]
+    assert calls == launch(tmp_path, *passed)[0]
+    assert calls[-1][-4:] == passed
+    assert "usage: launch/finetune.sh" in launch(tmp_path, script="finetune")[1]
 
 
 @pytest.mark.parametrize(

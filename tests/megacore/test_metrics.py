@@ -43,7 +43,7 @@ def test_every_record_has_the_promised_numbers(recipe: str, tmp_path: Path) -> N
     assert len(training) + len(validation) == len(records)
     assert [record["step"] for record in training] == [3, 6, 7]
     assert [record["step"] for record in validation] == [2, 4, 6, 7]
-    assert all(record.keys() == {"step", "validation_loss"} for record in validation)
+    assert all(record.keys() == {"step", "validation_loss", "validation_perplexity"} for record in validation)
     flops = flops_per_token(configure(engine.LLAMA), LENGTH)
     for record in training:
         assert record.keys() == KEYS
@@ -111,7 +111,7 @@ def test_a_record_goes_to_every_sink(tmp_path: Path, capsys: pytest.CaptureFixtu
     config = Config(out=str(tmp_path), train=TrainConfig(steps=4), log=LogConfig(tensorboard=True))
     with Log(config) as log:
         log.write(2, TRAINED)
-        log.write(2, {"validation_loss": 2.25})
+        log.write(2, {"validation_loss": 2.25, "validation_perplexity": 9.5})
         log.write(4, TRAINED | {"loss": 1.5})
     assert [record["step"] for record in metrics.read(tmp_path / "metrics.jsonl")] == [2, 2, 4]
     events = EventAccumulator(str(tmp_path / "tensorboard"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from pool import Pool
+from resident_home import resident
 from torch import nn
 
 from megacore.optimizer import Optimizer
@@ -67,8 +68,8 @@ def round_trip(kind: str, masters: bool) -> tuple[dict[str, list[str]], int, boo
     for name, parameter in parameters.items():
         optimizer.load_weight(name, numbered(parameters, name) / 3)
         good &= torch.equal(parameter, (numbered(parameters, name) / 3).to(parameter.dtype))
-    copies = [target for target in optimizer.targets if target.master and not target.wider]
-    for target in optimizer.targets:
+    copies = [target for target in resident(optimizer).targets if target.master and not target.wider]
+    for target in resident(optimizer).targets:
         assert isinstance(target.part, Span)
         want = target.part.of(numbered(parameters, target.part.name) / 3)
         good &= torch.equal(target.tensor, want.to(target.tensor.dtype))

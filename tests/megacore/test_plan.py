@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from megacore.config import load
+from megacore.config import Config, MemoryConfig, load
 from megacore.plan.activations import Activations
 from megacore.plan.devices import DEVICES
 from megacore.plan.fit import MARGIN, fit
 from megacore.plan.memory import TERMS, crowds, memory
 from megacore.plan.of_config import setting_of
-from megacore.plan.setting import ADAM_16, SHARDS, Setting, Widths
+from megacore.plan.setting import ADAM_16, OFFLOADS, SHARDS, Offload, Setting, Widths
 from megacore.plan.state import Held, State, state, state_of
 from megacore.plan.step_time import Cluster, bubble, estimate, forward_flops
 from megacore.plan.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ring, traffic
@@ -168,13 +168,52 @@ def test_recomputation_chunks_and_offloading_take_away_what_they_say() -> None:
     assert full == layers * in_flight * embed * local * 2 + tables
     # Of norms two inputs to products, of the activation function its output: 176 / 2 features of all tokens.
     assert none - selective == layers * in_flight * (2 * embed * local + 176 // 2 * 64) * 2
-    offloaded = fullest(offload_optimizer=True)
+    offloaded = fullest(offload_optimizer="host")
     assert (offloaded["masters"], offloaded["moments"]) == (0, 0)
     for shard, halved in zip(SHARDS, ([], TERMS[2:4], TERMS[1:4], TERMS[:4]), strict=True):
         found = fullest(shard=shard)
         for term in TERMS[:4]:
             ratio = 2 if term in halved else 1
             assert found[term] * ratio == pytest.approx(plain[term], rel=0.01), (shard, term)
+
+
+def test_what_is_offloaded_lies_elsewhere() -> None:
+    """Of each parameter 12 bytes of states and 2 of its own, and what passes through the buffer."""
+    made = setting({"preset": "llama-tiny"}, MeshShape(dp=4), shard="parameters", offload_buffer=1000)
+    plain, held = memory(made, Held.of(made.layout))[0], Held.of(made.layout)
+    assert plain.host == plain.disk == 0
+    cases: list[tuple[Offload, bool, int, int]]
+    states, parameters = plain.terms["masters"] + plain.terms["moments"], plain.terms["parameters"]
+    cases = [
+        ("host", False, states + 1000, 0),
+        ("file", False, 1000, states),
+        ("file", True, 1000 + parameters, states),
+    ]
+    for where, too, host, disk in cases:
+        found = memory(replace(made, offload_optimizer=where, offload_parameters=too), held)[0]
+        assert (found.host, found.disk) == (host, disk)
+        assert found.peak < plain.peak and found.terms["masters"] == found.terms["moments"] == 0
+        assert found.terms["parameters"] == (0 if too else parameters)
+
+
+def test_offloading_takes_the_time_of_the_slowest_way() -> None:
+    made = setting({"preset": "llama-3.1-8b"}, MeshShape(dp=8), sequence_length=8192, shard="optimizer")
+    held, cluster = Held.of(made.layout), Cluster(DEVICES["h100-80"], 989.4)
+    device, host, file = (
+        estimate(replace(made, offload_optimizer=where), held, cluster).optimizer for where in OFFLOADS
+    )
+    assert device < host < file
+    assert file == pytest.approx(2 * 12 / 8 * made.layout.schema.parameters / 4e9, rel=0.01)
+    slow = replace(cluster, device=replace(cluster.device, disk=2e9))
+    assert estimate(replace(made, offload_optimizer="file"), held, slow).optimizer == pytest.approx(2 * file)
+    parameters = replace(made, shard="parameters", offload_optimizer="host", offload_parameters=True)
+    assert estimate(parameters, held, cluster).offload > 0
+
+
+def test_the_recipe_s_offloading_arrives() -> None:
+    config = Config(memory=MemoryConfig(offload_optimizer="file", offload_buffer=3, offload_parameters=True))
+    found = setting_of(config, configure({"preset": "llama-tiny"}), 8, "cuda")
+    assert (found.offload_optimizer, found.offload_parameters, found.offload_buffer) == ("file", True, 3 << 20)
 
 
 def test_what_a_token_leaves_behind() -> None:

@@ -9,13 +9,15 @@ from typing import Any, Literal
 import pytest
 import torch
 from pool import Pool
+from resident_home import resident
 from torch import Tensor
 from tracked import Tracked
 
-from megacore.optimizer import MOMENTS, Optimizer
+from megacore.optimizer import Optimizer
 from megacore.plan.memory import TERMS, Memory, memory
 from megacore.plan.setting import SHARDS, Recompute, Setting, Shard, Widths
 from megacore.plan.state import Held
+from megacore.states.home import MOMENTS
 from megacore.step import TrainStep
 from models.assemble import Model
 from models.decoder import Losses, Microbatch
@@ -132,8 +134,8 @@ class Run:
         return {
             "parameters": parameters,
             "gradients": lazy + [b.gradient if hasattr(b, "own") else b.flat for b in buckets],
-            "masters": [t.tensor for t in self.optimizer.targets if t.master],
-            "moments": [state[m] for state in self.optimizer.adamw.state.values() for m in MOMENTS],
+            "masters": [t.tensor for t in resident(self.optimizer).targets if t.master],
+            "moments": [state[m] for state in resident(self.optimizer).adamw.state.values() for m in MOMENTS],
         }
 
 

@@ -17,7 +17,11 @@ MACHINES = {
     "llama-3.2-1b": (8, 8, 22.2e9),
     "llama-3.1-8b": (8, 8, 36.1e9),
     "llama-3.1-70b": (256, 8, 40.9e9),
+    "finetune": (2, 0, None),
+    "finetune_lora": (2, 0, None),
 }
+FINETUNED = "llama-3.2-1b"
+"""A model that recipes which start from one are tried with."""
 
 
 def test_every_recipe_is_listed() -> None:
@@ -28,8 +32,9 @@ def test_every_recipe_is_listed() -> None:
 @pytest.mark.parametrize("name", MACHINES)
 def test_recipe_fits(name: str) -> None:
     processes, gpus, state = MACHINES[name]
-    config = load(RECIPES / f"{name}.yaml")
-    model = configure(config.model)
+    starts = name.startswith("finetune")
+    config = load(RECIPES / f"{name}.yaml", ["data.train=chats.jsonl", "checkpoint.init=hf"] if starts else [])
+    model = configure({"preset": FINETUNED} if starts else config.model)
     assert problems(config, processes, model, gpus=gpus, local_ranks=gpus or processes) == []
     layout = layout_of(model, config.mesh.shape(processes), config.pipeline.chunks, config.pipeline.layers_per_stage)
     if state is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -194,3 +195,23 @@ def test_evaluation_keeps_nothing() -> None:
         with torch.no_grad(), Storages(chunk.parameters()) as storages:
             y = blocks(chunk, torch.ones(TOKENS, EMBED))
         assert storages.alive == y.nbytes
+
+
+def test_blocks_compiled_for_some_documents_take_any_others() -> None:
+    """A packing is data: it is neither compiled again for each, nor forgotten."""
+    compiles = Counter[str]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiles["graphs"] += 1
+        return graph
+
+    chunk = made(LLAMA | {"num_hidden_layers": 1}, torch.float64, Activations("none"))
+    (block,) = chunk.layers.values()
+    torch.compiler.reset()
+    compiled = torch.compile(block, backend=backend)
+    x, half = torch.randn(TOKENS, EMBED, dtype=torch.float64), TOKENS // 2
+    for lengths in [(half, half), (1, half - 1, half), (2, half - 2, 3, half - 3), (half, 5, half - 5)] * 2:
+        context = chunk.context(replace(microbatch(), documents=lengths))
+        torch.testing.assert_close(compiled(x, context), block(x, context), rtol=1e-12, atol=1e-12)
+    assert compiles["graphs"] <= 2
+    torch.compiler.reset()

@@ -15,13 +15,15 @@ import numpy as np
 import torch
 
 from megacore.optimizer import Optimizer
+from megacore.states.offload import Offload
 from megacore.step import TrainStep, evaluate
 from models.assemble import Model
 from models.config import ModelConfig
 from models.decoder import Losses, Microbatch
 from models.registry import configure
 from models.stages import layout_of
-from parallel.labels import IGNORE
+from models.tuning import EVERYTHING, Tuning
+from parallel.labels import IGNORE, with_labels
 from parallel.layout import Layout, MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
@@ -44,6 +46,7 @@ class Case:
         sequences: In the global batch.
         ignored: Fraction of the labels that do not count.
         documents: Whether attention is kept within documents.
+        tuning: What is trained.
     """
 
     name: str
@@ -53,6 +56,7 @@ class Case:
     documents: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    tuning: Tuning = EVERYTHING
 
     @property
     def config(self) -> ModelConfig:
@@ -78,6 +82,8 @@ class Run:
         loss_chunk: Tokens whose logits are there at a time.
         shard: What replicas share out.
         replicas: Groups of data parallel ranks that do not share with each other.
+        offload: Where the optimizer's states live, if not on the device.
+        offload_parameters: Whether slices of parameters live in host memory.
     """
 
     mesh: MeshShape = field(default_factory=MeshShape)
@@ -89,6 +95,8 @@ class Run:
     loss_chunk: int | None = None
     shard: Shard = "none"
     replicas: int = 1
+    offload: Offload | None = None
+    offload_parameters: bool = False
 
     def __str__(self) -> str:
         m = self.mesh
@@ -104,6 +112,7 @@ class Run:
             + (f"-loss{self.loss_chunk}" if self.loss_chunk else "")
             + (f"-{self.shard}" if self.shard != "none" else "")
             + (f"-x{self.replicas}" if self.replicas > 1 else "")
+            + (("-file" if self.offload.folder else "-host") if self.offload else "")
         )
 
 
@@ -126,24 +135,29 @@ def lively(layout: Layout) -> Layout:
     return replace(layout, schema=replace(layout.schema, params=params))
 
 
-def tokens(case: Case, step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(tokens, labels, document numbers) of a global batch: [sequences, LENGTH] each."""
+def tokens(case: Case, step: int) -> tuple[np.ndarray, np.ndarray, list[list[int]]]:
+    """(tokens, labels: [sequences, LENGTH], the lengths of each sequence's documents) of a global batch."""
     rng = np.random.default_rng(step)
     drawn = rng.integers(0, case.config.sizes["vocab"], (case.sequences, LENGTH + 1))
     labels = drawn[:, 1:].copy()
     labels[rng.random(labels.shape) < case.ignored] = IGNORE
     if case.ignored:
         labels[0] = IGNORE  # whole microbatches may have nothing to predict
-    documents = np.cumsum(rng.random(labels.shape) < 0.2, axis=1)
+    ends = rng.random(labels.shape) < 0.2
+    ends[:, -1] = True
+    documents = [np.diff(np.flatnonzero(row), prepend=-1).tolist() for row in ends]
     return drawn[:, :-1], labels, documents
 
 
 def microbatches(case: Case, run: Run, step: int, mesh: Mesh) -> list[Microbatch]:
-    inputs, labels, documents = (torch.from_numpy(a) for a in tokens(case, step))
+    drawn, following, documents = tokens(case, step)
+    inputs, labels = torch.from_numpy(drawn), torch.from_numpy(following)
     stride, made = run.mesh.data * run.micro, []
     positions = torch.arange(LENGTH).repeat(run.micro)
     for start in range(mesh.data_rank * run.micro, case.sequences, stride):
         rows = slice(start, start + run.micro)
+        # One process takes all tokens, so that leaving out those without a label is compared with it too.
+        chosen = with_labels(labels[rows].numpy().ravel(), run.mesh.tp) if run.mesh.world > 1 else None
         made.append(
             Microbatch(
                 inputs[rows].flatten(),
@@ -151,8 +165,9 @@ def microbatches(case: Case, run: Run, step: int, mesh: Mesh) -> list[Microbatch
                 positions,
                 run.micro,
                 (run.micro * LENGTH // run.mesh.tp, case.config.sizes["embed"]),
-                documents[rows].flatten() if case.documents else None,
+                tuple(n for row in documents[rows] for n in row) if case.documents else None,
                 seed=step,
+                wanted=None if chosen is None else torch.from_numpy(chosen),
             )
         )
     return made
@@ -161,13 +176,15 @@ def microbatches(case: Case, run: Run, step: int, mesh: Mesh) -> list[Microbatch
 def measure(case: Case, run: Run) -> Measured:
     """Train the case on this rank of ``run``."""
     mesh = Mesh.create(run.mesh)
-    layout = lively(layout_of(case.config, run.mesh, run.chunks, run.layers))
+    layout = lively(layout_of(case.config, run.mesh, run.chunks, run.layers, case.tuning))
     objective = Losses(case.label_smoothing, case.z_loss, run.loss_chunk)
-    model = Model.create(case.config, layout, mesh, torch.float64, objective, run.activations)
+    model = Model.create(case.config, layout, mesh, torch.float64, objective, run.activations, tuning=case.tuning)
     model.parameters.initialise(seed=1)
     # Small buckets, so that there are several.
-    gradients = sharing(model.parameters, model.chunks, torch.float64, run.shard, run.replicas, bucket_bytes=20_000)
-    optimizer = Optimizer(gradients, lr=1e-2, clip=0.5)
+    gradients = sharing(
+        model.parameters, model.chunks, torch.float64, run.shard, run.replicas, 20_000, run.offload_parameters
+    )
+    optimizer = Optimizer(gradients, lr=1e-2, clip=0.5, offload=run.offload)
     pipeline = Pipeline(mesh, model.chunks, torch.float64, run.schedule)
     step = TrainStep(mesh, pipeline, gradients, optimizer)
     initial = snapshot(gradients)
@@ -193,18 +210,18 @@ def snapshot(gradients: Sharing) -> dict[str, np.ndarray]:
 @torch.no_grad()
 def gradient_arrays(gradients: Sharing) -> dict[str, np.ndarray]:
     whole = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in gradients.parameters.items()}
-    for name, tensor in whole.items():
-        gradients.read(name, lambda part: part.gradient, tensor)
+    for name in dict.fromkeys(span.name for span in gradients.spans):
+        gradients.read(name, lambda part: part.gradient, whole[name])
     return {name: tensor.numpy() for name, tensor in whole.items()}
 
 
 def expected(case: Case, run: Run, rank: int, one: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What a rank must hold if one process holds ``one``."""
     config = case.config
-    source = native(layout_of(config, MeshShape()), [0])
-    target = native(layout_of(config, run.mesh, run.chunks, run.layers), [rank])
+    source = native(layout_of(config, MeshShape(), tuning=case.tuning), [0])
+    layout = layout_of(config, run.mesh, run.chunks, run.layers, case.tuning)
     arrays = {}
-    for stored, copies in plan(config.schema, source, target):
+    for stored, copies in plan(layout.schema, source, native(layout, [rank])):
         arrays[stored.name] = np.zeros(stored.shape)
         for copy in copies:
             execute(copy, one[copy.source.name], arrays[stored.name])

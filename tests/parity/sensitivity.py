@@ -52,6 +52,7 @@ def layout(*ids: str) -> tuple[str, ...]:
     return tuple(f"{test}[{each}]" for each in ids)
 
 
+TUNING = "tests/parity/test_tuning.py::"
 LADDER = "tests/parity/test_ladder.py::"
 
 
@@ -61,6 +62,7 @@ def ladder(*ids: str) -> tuple[str, ...]:
 
 
 TRAINER, STEP = "tests/megacore/test_trainer.py::", "tests/megacore/test_step.py::"
+OFFLOAD = "tests/megacore/test_offload.py::"
 SAVE, RESUME = "tests/megacore/test_save.py::", "tests/megacore/test_resume.py::"
 
 FAULTS = (
@@ -141,7 +143,7 @@ FAULTS = (
     fault(
         "units do not wait for their parameters",
         "parallel/zero.py",
-        "        for bucket in unit.buckets:\n            bucket.wait()\n",
+        "        for flat in unit.used:\n            flat.wait()\n",
         "",
         *ladder("llama-dp2-parameters"),
     ),
@@ -154,17 +156,52 @@ FAULTS = (
     ),
     fault(
         "parameters that are gathered again are the old ones",
-        "parallel/zero.py",
-        "            self.values.chunk(self.group.size)[self.group.index].copy_(self.own)\n",
-        "            pass\n",
+        "parallel/slices.py",
+        "        whole.chunk(group.size)[group.index].copy_(own)\n",
+        "",
         *ladder("llama-dp2-parameters"),
     ),
     fault(
         "parameters stay after their use",
         "parallel/zero.py",
-        "                if bucket not in needed:\n                    bucket.let_go()\n",
-        "                pass\n",
+        "            _let_go(unit.used, unit.after)\n",
+        "            pass\n",
         LADDER + "test_parameters_are_there_only_while_they_are_used",
+    ),
+    fault(
+        "frozen parameters stay in the backward",
+        "parallel/zero.py",
+        "            _let_go(each.frozen, [unit])\n",
+        "            pass\n",
+        TUNING + "test_frozen_parameters_are_there_only_while_they_are_used",
+    ),
+    fault(
+        "adapters forget their scale",
+        "parallel/lora.py",
+        "        narrow = F.linear(self.dropout(x), self.a) * self._scale",
+        "        narrow = F.linear(self.dropout(x), self.a)",
+        TUNING + "test_a_step_is_that_of_the_formula",
+    ),
+    fault(
+        "the pieces of B take each other's rows",
+        "parallel/lora.py",
+        "held = iter(self.b.split(",
+        "held = iter(self.b.flip(0).split(",
+        TUNING + "test_a_step_is_that_of_the_formula",
+    ),
+    fault(
+        "a row-parallel A is not summed",
+        "parallel/lora.py",
+        "        narrow = row_linear(self.dropout(x), self.a, None, self.base.group) * self._scale",
+        "        narrow = F.linear(x, self.a).chunk(self.base.group.size)[self.base.group.index] * self._scale",
+        TUNING + "test_layout_computes_what_one_process_computes[lora-all-tp]",
+    ),
+    fault(
+        "frozen weights are trained",
+        "parallel/parameters.py",
+        "            parameter.requires_grad_(name not in names)\n",
+        "            pass\n",
+        TUNING + "test_what_is_trained_learns_and_what_is_frozen_stays",
     ),
     fault(
         "the second microbatch's slice replaces the first's",
@@ -183,9 +220,52 @@ FAULTS = (
     fault(
         "the same slices count each in the norm",
         "parallel/zero.py",
-        ".square() / bucket.across.size",
-        ".square()",
+        "square_sum(bucket.gradient) / bucket.across.size",
+        "square_sum(bucket.gradient)",
         *ladder("gpt2-pp2-dp2-optimizer"),
+    ),
+    # -- what lives elsewhere
+    fault(
+        "slices in host memory do not come",
+        "parallel/slices.py",
+        "            whole.chunk(group.size)[group.index].copy_(own, non_blocking=True)\n",
+        "",
+        OFFLOAD + "test_wherever_they_live_they_are_bitwise_the_same[dp2-parameters]",
+    ),
+    fault(
+        "all of an offloaded window decays",
+        "megacore/states/offload.py",
+        "self._rule.weight_decay if decays else 0.0",
+        "self._rule.weight_decay",
+        OFFLOAD + "test_wherever_they_live_they_are_bitwise_the_same[dp2-optimizer]",
+    ),
+    fault(
+        "what lies in gaps is not put back",
+        "megacore/states/offload.py",
+        "            flat.put_back()\n",
+        "            pass\n",
+        OFFLOAD + "test_wherever_they_live_they_are_bitwise_the_same[tp4-none]",
+    ),
+    fault(
+        "an offloaded step that is left out is taken",
+        "megacore/states/offload.py",
+        "        if not bool(go):\n            return\n",
+        "",
+        OFFLOAD + "test_an_overflow_leaves_everything_as_it_was",
+    ),
+    fault(
+        "a window that was changed is forgotten",
+        "megacore/states/shelves.py",
+        "            if place.changed:\n                self._write(place)\n            place.holds",
+        "            place.holds",
+        OFFLOAD + "test_a_window_is_read_after_it_was_written_and_one_that_fails_says_so",
+    ),
+    fault(
+        "elements of an offloaded part are read beside their place",
+        "megacore/states/windows.py",
+        "offset = self.at - self.start",
+        "offset = -self.start",
+        OFFLOAD + "test_wherever_they_live_they_are_bitwise_the_same[dp2-gradients]",
     ),
     fault(
         "stages share with each other",
@@ -212,16 +292,23 @@ FAULTS = (
     fault(
         "replicas count each in the norm",
         "parallel/sync.py",
-        ".square() / bucket.group.size",
-        ".square()",
+        "square_sum(bucket.flat) / bucket.group.size",
+        "square_sum(bucket.flat)",
         *layout("llama-dp2"),
     ),
     fault(
         "each rank clips by its own norm",
         "parallel/sync.py",
-        "return all_reduce_(total, self._mesh.world).sqrt()",
-        "return total.sqrt()",
+        "return all_reduce_(squares, mesh.world).sqrt()",
+        "return squares.sqrt()",
         *layout("llama-pp2"),
+    ),
+    fault(
+        "the order of the norm's sum shows",
+        "parallel/sync.py",
+        "memory = torch.empty_like(blocks[0], dtype=torch.float64)",
+        "memory = torch.empty_like(blocks[0], dtype=torch.float32)",
+        "tests/parity/test_ladder_precision.py::test_rungs_agree_bitwise_where_sums_have_one_order[dp2-fp8]",
     ),
     fault(
         "clipping is applied twice",
@@ -239,7 +326,7 @@ FAULTS = (
     ),
     fault(
         "the schedule does not reach the optimizer",
-        "megacore/optimizer.py",
+        "megacore/states/resident.py",
         'group["lr"] = lr',
         "pass",
         TRAINER + "test_the_schedule_arrives_in_the_optimizer",
@@ -461,9 +548,9 @@ FAULTS = (
     ),
     fault(
         "tokens see earlier documents",
-        "models/decoder.py",
-        "documents[..., None] == documents[..., None, :]",
-        "documents[..., None] >= documents[..., None, :]",
+        "parallel/documents.py",
+        "for start, stop in pairwise(starts.tolist()):\n        y,",
+        "for start, stop in pairwise([0, len(q)]):\n        y,",
         STEP + "test_documents_that_are_kept_apart_are_sequences_of_their_own",
     ),
     # -- the engine

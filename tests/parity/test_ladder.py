@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,13 @@ import pytest
 import torch
 from oracle import Case, Measured, Run, expected, measure, microbatches, relative, snapshot
 from pool import Pool
+from resident_home import resident
 from test_layouts import CASES, LLAMA, TOLERANCE
 from torch import Tensor
 
-from megacore.optimizer import MOMENTS, Optimizer
+from megacore.optimizer import Optimizer
+from megacore.states.home import MOMENTS
+from megacore.states.offload import Offload
 from megacore.step import TrainStep
 from models.assemble import Model
 from models.stages import layout_of
@@ -96,6 +101,24 @@ def test_with_recomputation(pool: Pool, shard: Shard, activations: Activations) 
     compare(pool, TIED, on(run(MeshShape(pp=2, dp=2), chunks=2), shard, activations=activations, loss_chunk=5))
 
 
+# Windows that are smaller than most parts.
+HOST, FILE = Offload(None, 1 << 15), Offload(Path(tempfile.gettempdir()), 1 << 15)
+OFFLOADED: list[tuple[str, Run]] = [
+    (TIED, run(MeshShape(tp=4), offload=FILE)),  # spans with gaps
+    (GPT2, run(MeshShape(pp=2, dp=2), shard="optimizer", offload=HOST)),
+    (TIED, run(MeshShape(tp=2, pp=2, dp=2), shard="gradients", offload=FILE)),
+    (UNTIED, run(MeshShape(tp=2, dp=4), replicas=2, shard="parameters", offload=FILE)),
+    (TIED, run(MeshShape(tp=4, dp=2), shard="parameters", offload=HOST, offload_parameters=True)),
+    (GPT2, run(MeshShape(pp=2, dp=2), chunks=2, shard="parameters", offload=FILE, offload_parameters=True)),
+    (UNTIED, run(MeshShape(), shard="parameters", offload=HOST, offload_parameters=True)),
+]
+
+
+@pytest.mark.parametrize(("name", "spread"), OFFLOADED, ids=str)
+def test_offloaded_states_and_parameters(pool: Pool, name: str, spread: Run) -> None:
+    compare(pool, name, spread)
+
+
 @pytest.mark.parametrize("mesh", [MeshShape(dp=2), MeshShape(tp=2, pp=2, dp=2)], ids=["dp2", "tp2-pp2-dp2"])
 def test_rungs_agree_bitwise_where_sums_have_one_order(pool: Pool, mesh: MeshShape) -> None:
     """Two replicas, one microbatch: a + b and no more. Norm weights on tp=2 x dp=2 have four replicas."""
@@ -165,11 +188,12 @@ def held(mesh: MeshShape, shard: Shard, replicas: int) -> tuple[dict[str, int], 
     if isinstance(gradients, ShardedGradients):
         gradients.wait()
         parameters += [run.data for run in gradients.parts]
+    home = resident(optimizer)
     return {
         "parameters": nbytes(parameters),
         "gradients": nbytes(part.gradient for part in gradients.parts),
-        "masters": nbytes(target.tensor for target in optimizer.targets),
-        "moments": nbytes(optimizer.adamw.state[t.tensor][moment] for t in optimizer.targets for moment in MOMENTS),
+        "masters": nbytes(target.tensor for target in home.targets),
+        "moments": nbytes(home.adamw.state[t.tensor][moment] for t in home.targets for moment in MOMENTS),
     }, sizes
 
 

@@ -38,6 +38,7 @@ CASES = [
         z_loss=1e-2,
     ),
     Case("gpt2", GPT2 | NO_DROPOUT),
+    Case("llama-documents", LLAMA, ignored=0.3, documents=True),
     Case("gpt2-untied-documents", GPT2 | NO_DROPOUT | {"tie_word_embeddings": False, "n_inner": 51}, documents=True),
 ]
 MESHES = [

@@ -7,6 +7,7 @@ MEGACORE_REAL_MODEL=FOLDER python -m pytest tests/tools/test_real_model.py
 from __future__ import annotations
 
 import filecmp
+import json
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from pool import Pool
 from megacore import metrics, pretrain
 from megacore.store.tensors import TensorFile
 from parallel.mesh import Mesh
-from tools import convert, reshard, tokenize, verify
+from tools import convert, generate, reshard, tokenize, verify
 
 pytestmark = pytest.mark.slow
 VARIABLE = "MEGACORE_REAL_MODEL"
@@ -108,6 +109,45 @@ def test_the_export_says_what_the_source_says(real: Path, checkpoint: Path, tmp_
     said = continued(real)
     assert said.startswith(PROMPT + ANSWER)
     assert continued(export(checkpoint, tmp_path / "hf")) == said
+
+
+def test_generate_says_what_transformers_says(real: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    words: Any = AutoTokenizer.from_pretrained(real)
+    model: Any = AutoModelForCausalLM.from_pretrained(real, dtype=torch.float32)
+    given = ["--max-new-tokens", "24", "--dtype", "float32", "--json", "--prompt", PROMPT, "--prompt", "Water boils at"]
+    for chat in ((), ("--chat", "--system", "Be brief.")):
+        capsys.readouterr()
+        assert generate.main([str(checkpoint), *given, *chat]) == 0
+        for line in capsys.readouterr().out.splitlines():
+            found = json.loads(line)
+            messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": found["prompt"]}]
+            kind = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+            prompt = (
+                words.apply_chat_template(messages, **kind) if chat else words(found["prompt"], return_tensors="pt")
+            )
+            made = model.generate(**prompt, max_new_tokens=24, do_sample=False)
+            assert found["tokens"] == made[0, prompt["input_ids"].shape[1] :].tolist()
+            assert chat or found["text"].startswith(ANSWER) or found["prompt"] != PROMPT
+
+
+def test_evaluate_finds_the_loss_of_transformers(real: Path, checkpoint: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    text = tmp_path / "text.md"
+    text.write_text((ROOT / "README.md").read_text()[:1500])
+    words: Any = AutoTokenizer.from_pretrained(real)
+    model: Any = AutoModelForCausalLM.from_pretrained(real, dtype=torch.float32)
+    ids = words(text.read_text(), return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        wanted = float(model(ids, labels=ids).loss)
+    launcher = [sys.executable, "-m", "tools.main", "evaluate", str(checkpoint), "--data", str(text), "--json"]
+    for layout in ((), ("--tp", "3")):
+        command = [*launcher, "--dtype", "float32", *layout]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["loss"] == pytest.approx(wanted, abs=5e-5)
 
 
 def test_verify_finds_the_same_model(real: Path, checkpoint: Path) -> None:

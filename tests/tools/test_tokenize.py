@@ -139,8 +139,8 @@ def test_groups_hold_every_document_once(tmp_path, trained, monkeypatch):
 def test_a_long_document_is_encoded_in_parts(tmp_path, trained, monkeypatch):
     monkeypatch.setattr(tokenizer, "LONGEST", 10)
     long = "short\nand a line longer than ten\n\n" + "x" * 25
-    assert "".join(tokenizer._parts(long)) == long
-    assert tokenizer._parts(long)[0] == "short\n" and max(map(len, tokenizer._parts(long))) == 10
+    assert "".join(tokenizer.parts_of(long)) == long
+    assert tokenizer.parts_of(long)[0] == "short\n" and max(map(len, tokenizer.parts_of(long))) == 10
     source = tmp_path / "a.txt"
     source.write_text(long)
     _, out = tokenize(source, trained)

@@ -1,0 +1,289 @@
+"""Files of examples, made once into tokens and what of them counts: a folder that all ranks map into memory.
+
+A document of its token file is an example. Its sequences are by turns tokens that do not count and tokens that do; the
+first one, which may be empty, does not.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tqdm import tqdm
+
+from megacore.config import ChatConfig
+from megacore.data import text
+from megacore.data.chat import BadExample, Passage, passage
+from megacore.data.encode import grouped, in_order
+from megacore.data.indexed import IndexedDataset, IndexedWriter, Integers
+from megacore.data.spelling import ModelFiles, Spelling, Tokens
+from megacore.data.text import Fault, InputError, Piece, Row
+from megacore.store.publish import publish, write_file
+
+FORMAT = 1
+NAME, FACTS = "examples", "examples.json"
+LISTED = 10  # bad lines that are spelled out
+WORKER = 2**23  # bytes of a file that are worth a process more
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of prepared examples.
+
+    tokens: of all, `counted` of which the loss counts. cut, dropped: examples that were too long. skipped: lines that
+    hold none, the first of them in words. vocabulary: 1 + the largest id.
+    """
+
+    examples: int = 0
+    tokens: int = 0
+    counted: int = 0
+    cut: int = 0
+    dropped: int = 0
+    skipped: int = 0
+    faults: tuple[str, ...] = ()
+    vocabulary: int = 0
+
+    def __add__(self, other: Facts) -> Facts:
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _SUMS}
+        faults = (*self.faults, *other.faults)[:LISTED]
+        return Facts(**sums, faults=faults, vocabulary=max(self.vocabulary, other.vocabulary))
+
+
+_SUMS = ("examples", "tokens", "counted", "cut", "dropped", "skipped")
+
+
+class Examples:
+    """Prepared examples in a folder. `lengths`: tokens of each, [count]."""
+
+    def __init__(self, folder: Path) -> None:
+        self._dataset = IndexedDataset(folder / NAME)
+        known = json.loads((folder / FACTS).read_text("utf-8"))
+        self.facts = Facts(**known | {"faults": tuple(known["faults"])})
+        self.count, self.lengths = self._dataset.documents, self._dataset.document_lengths()
+
+    def example(self, index: int) -> tuple[Integers, npt.NDArray[np.bool_]]:
+        """Its tokens [lengths[index]], and which of them count."""
+        dataset = self._dataset
+        runs = dataset.lengths[int(dataset.bounds[index]) : int(dataset.bounds[index + 1])]
+        return dataset.document(index), np.repeat(np.arange(runs.size) % 2 == 1, runs)
+
+
+# -- preparing
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A file of examples, the rules by which it is prepared, and the folder that holds what is made of it.
+
+    Examples have up to `length` + 1 tokens: the last one is predicted alone.
+    """
+
+    path: Path
+    folder: Path
+    chat: ChatConfig
+    length: int
+    model: ModelFiles
+
+    def examples(self) -> Examples:
+        """Those prepared before, or now: by the first process that comes, while others wait for it.
+
+        Raises:
+            InputError: lines are bad, or the tokenizer or its template do not serve.
+            StoreError: the folder cannot be written.
+        """
+        target = self.folder / f"{self.path.name.partition('.')[0]}-{self.fingerprint()}"
+        if not target.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with _lock(self.folder / f".{target.name}.lock"):
+                if not target.exists():
+                    self._prepare(target)
+        found = Examples(target)
+        _within(found.facts.vocabulary, self.model.vocabulary, self.path)
+        return found
+
+    def fingerprint(self) -> str:
+        """Of all that the prepared examples depend on; the file counts by its place, size and date."""
+        known = self.path.stat()
+        rules = replace(self.chat, pack=True, template=None)  # packing comes later, and the template is with the files
+        facts = [FORMAT, str(self.path.resolve()), known.st_size, known.st_mtime_ns, asdict(rules), self.length]
+        kind = [self.model.config.get(key) for key in ("model_type", "tokenizer_class")]
+        files = [[name, blake2b(file.read_bytes()).hexdigest()] for name, file in sorted(self.model.files.items())]
+        versions = [version("transformers"), version("tokenizers")]
+        return blake2b(json.dumps([facts, kind, files, versions]).encode(), digest_size=8).hexdigest()
+
+    def _prepare(self, target: Path) -> None:
+        pieces = text.cut(self.path)
+        size = sum(piece.size for piece in pieces)
+        workers = max(1, min(os.cpu_count() or 1, len(pieces), size // WORKER))
+        bar = tqdm(
+            total=size,
+            desc=f"prepare {self.path.name}",
+            unit="B",
+            unit_scale=True,
+            mininterval=0.1 if sys.stderr.isatty() else 30,
+        )
+        with publish(target) as made, self.model.folder() as folder, bar:
+            facts = Facts()
+            tasks = (Task(group, folder, self.chat, self.length) for group in grouped(pieces, lambda piece: piece.size))
+            with (
+                IndexedWriter(made / NAME, self.model.vocabulary) as writer,
+                closing(in_order(prepare, tasks, workers)) as results,
+            ):
+                for result in results:
+                    facts += result.facts
+                    _within(facts.vocabulary, self.model.vocabulary, self.path)
+                    for example in result.examples():
+                        writer.write(*example)
+                    bar.update(result.size)
+            self._refuse(facts)
+            write_file(made / FACTS, (json.dumps(asdict(facts), indent=2) + "\n").encode())
+
+    def _refuse(self, facts: Facts) -> None:
+        if facts.skipped and self.chat.bad_lines == "stop":
+            more = [f"and {facts.skipped - len(facts.faults):,} more"] if facts.skipped > len(facts.faults) else []
+            lines = "".join(f"\n       {line}" for line in (*facts.faults, *more))
+            raise InputError(
+                f"{self.path} has {facts.skipped:,} bad line(s): mend them, or leave them out by "
+                f"chat.bad_lines=skip{lines}"
+            )
+        if not facts.examples:
+            raise InputError(
+                f"{self.path} has no examples to train on: {facts.skipped:,} bad lines, {facts.dropped:,} dropped "
+                f"as they are too long for data.sequence_length={self.length}"
+            )
+
+
+def _within(found: int, known: int, path: Path) -> None:
+    if found > known:
+        raise InputError(
+            f"{path}: the tokenizer gives ids up to {found - 1}, and the model's vocabulary ends at {known - 1}: it is "
+            "another model's tokenizer, or has tokens that were added later"
+        )
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Held by one process at a time; it ends with the process."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# -- a worker's part
+
+
+@dataclass(frozen=True)
+class Task:
+    """Pieces to prepare by the tokenizer in a folder."""
+
+    pieces: list[Piece]
+    folder: Path
+    chat: ChatConfig
+    length: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """tokens [of all examples]; runs: lengths of their sequences, by turns uncounted and counted, [of all examples];
+    sequences: how many each example has; size: bytes of the pieces."""
+
+    tokens: Integers
+    runs: npt.NDArray[np.int64]
+    sequences: npt.NDArray[np.int64]
+    facts: Facts
+    size: int
+
+    def examples(self) -> Iterator[list[Integers]]:
+        """The sequences of each."""
+        parts = np.split(self.tokens, np.cumsum(self.runs))
+        for stop, count in zip(np.cumsum(self.sequences).tolist(), self.sequences.tolist(), strict=True):
+            yield parts[stop - count : stop]
+
+
+@dataclass
+class _Made:
+    """What a worker has made so far of a task."""
+
+    task: Task
+    tokens: list[Integers] = field(default_factory=list)
+    runs: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    facts: Facts = Facts()
+
+    def skip(self, fault: Fault) -> None:
+        # To find the line's number the file is read again: only for those that are shown.
+        words = (str(fault),) if len(self.facts.faults) < LISTED else ()
+        self.facts += Facts(skipped=1, faults=words)
+
+    def add(self, tokens: Tokens) -> None:
+        """Keeps an example up to its last token that counts, or drops it."""
+        ids, counted = _until_counted(tokens)
+        limit, cut = self.task.length + 1, 0
+        if ids.size > limit:
+            if self.task.chat.too_long == "drop":
+                self.facts += Facts(dropped=1)
+                return
+            ids, counted = _until_counted((ids[:limit], counted[:limit]))
+            if not ids.size:
+                self.facts += Facts(dropped=1)
+                return
+            cut = 1
+        self.tokens.append(ids)
+        self.runs.append(np.diff(np.flatnonzero(np.diff(counted)) + 1, prepend=0, append=ids.size))
+        self.facts += Facts(1, ids.size, int(counted.sum()), cut, vocabulary=int(ids.max()) + 1)
+
+
+def _until_counted(tokens: Tokens) -> Tokens:
+    ids, counted = tokens
+    size = int(np.flatnonzero(counted)[-1]) + 1 if counted.any() else 0
+    return ids[:size], counted[:size]
+
+
+_load = lru_cache(maxsize=1)(Spelling)  # once in each process
+
+
+def prepare(task: Task) -> Prepared:
+    """Prepares one task in this process."""
+    spelling, made = _load(task.folder), _Made(task)
+    for group in grouped(_passages(task, spelling), _characters):
+        encoded = iter(spelling.encode([each[1] for each in group if not isinstance(each, Fault)]))
+        for each in group:
+            if isinstance(each, Fault):
+                made.skip(each)
+            elif (tokens := next(encoded))[1].any():
+                made.add(tokens)
+            else:
+                made.skip(each[0].fault("the loss would count none of its tokens"))
+    return Prepared(
+        np.concatenate([np.empty(0, np.int64), *made.tokens]),
+        np.concatenate([np.empty(0, np.int64), *made.runs]),
+        np.array([runs.size for runs in made.runs], np.int64),
+        made.facts,
+        sum(piece.size for piece in task.pieces),
+    )
+
+
+def _passages(task: Task, spelling: Spelling) -> Iterator[tuple[Row, Passage] | Fault]:
+    for piece in task.pieces:
+        for row in text.rows(piece):
+            if isinstance(row, Fault):
+                yield row
+                continue
+            try:
+                yield row, passage(row.values, lambda: spelling.template, task.chat.train_on)
+            except BadExample as error:
+                yield row.fault(str(error))
+
+
+def _characters(found: tuple[Row, Passage] | Fault) -> int:
+    return 0 if isinstance(found, Fault) else len(found[1].text)

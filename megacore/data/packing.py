@@ -1,0 +1,104 @@
+"""Examples in rows of one length: several in each, without a cut, so that little is left empty."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megacore.data.examples import Examples
+from megacore.data.indexed import Integers
+from megacore.data.samples import Purpose, Sample, shuffled
+
+
+def best_fit(lengths: Sequence[int], room: int) -> npt.NDArray[np.int64]:
+    """lengths [n], each up to `room`, from the longest down -> the row of each [n]: the one that it fills most.
+
+    A row is begun where none has room. Rows use at most 11/9 of the fewest possible and a row (Johnson 1974).
+    """
+    rows, begun = np.empty(len(lengths), np.int64), 0
+    free: list[int] = []  # the different rooms that rows have left, ascending
+    having: dict[int, list[int]] = {}
+    least = min(lengths, default=0)
+    for index, length in enumerate(lengths):
+        place = bisect_left(free, length)
+        if place == len(free):
+            row, left = begun, room - length
+            begun += 1
+        else:
+            found = free[place]
+            row, left = having[found].pop(), found - length
+            if not having[found]:
+                del having[found], free[place]
+        rows[index] = row
+        if left >= least:
+            if left not in having:
+                having[left] = []
+                insort(free, left)
+            having[left].append(row)
+    return rows
+
+
+@dataclass(frozen=True)
+class _Order:
+    epoch: int
+    rows: npt.NDArray[np.int64]
+
+
+class Packed:
+    """The samples of some examples, in epochs of `per_epoch` rows, each in an order that belongs to (seed, epoch).
+
+    Which examples share a row is the same in every epoch. What is left of a row is a document of its own, of which
+    nothing counts. ValueError if there are no examples.
+    """
+
+    def __init__(
+        self,
+        examples: Examples,
+        length: int,
+        seed: int,
+        chosen: Integers | None = None,
+        pack: bool = True,
+        name: str = "examples",
+    ) -> None:
+        chosen = np.arange(examples.count) if chosen is None else chosen.astype(np.int64)
+        if not chosen.size:
+            raise ValueError(f"{name} has no examples: add some, or give this split a larger fraction")
+        self.length = length
+        self._examples, self._seed = examples, seed
+        chosen = chosen[shuffled(chosen.size, seed, Purpose.DOCUMENTS)]
+        lengths = examples.lengths[chosen]
+        if pack:
+            longest_first = np.argsort(-lengths.astype(np.int64), kind="stable")
+            chosen, lengths = chosen[longest_first], lengths[longest_first]
+            rows = best_fit(lengths.tolist(), length + 1)
+            together = np.argsort(rows, kind="stable")
+            self._chosen, sizes = chosen[together], np.bincount(rows)
+        else:
+            rows, self._chosen, sizes = np.arange(chosen.size), chosen, np.ones(chosen.size, np.int64)
+        self._ends = np.cumsum(sizes)
+        self.per_epoch = sizes.size
+        held = np.bincount(rows, weights=lengths)
+        self.fill = float(np.minimum(held, length).sum() / (self.per_epoch * length))
+        self._order: _Order | None = None
+
+    def sample(self, index: int) -> Sample:
+        """Sample `index` >= 0 of the endless sequence of epochs."""
+        epoch, within = divmod(index, self.per_epoch)
+        order = self._order
+        if order is None or order.epoch != epoch:
+            order = self._order = _Order(epoch, shuffled(self.per_epoch, self._seed, Purpose.SAMPLES, epoch))
+        row = int(order.rows[within])
+        begin = int(self._ends[row - 1]) if row else 0
+        tokens, counted = np.zeros(self.length + 1, np.int64), np.zeros(self.length + 1, np.bool_)
+        documents, filled = np.empty(self.length + 1, np.int32), 0
+        for number, example in enumerate(self._chosen[begin : int(self._ends[row])].tolist()):
+            own = slice(filled, filled + int(self._examples.lengths[example]))
+            tokens[own], counted[own] = self._examples.example(example)
+            documents[own] = number
+            filled = own.stop
+        documents[filled:] = int(self._ends[row]) - begin
+        return Sample(tokens, documents, counted)

@@ -1,0 +1,148 @@
+"""A model's own tokenizer and chat template, through transformers: examples to tokens and a mask of what counts."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megacore.data.chat import BadExample, Message, Passage, Span, Template
+from megacore.data.text import InputError
+
+_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What travels with a model's weights: {name: file}, its Hugging Face config, and how many tokens it knows."""
+
+    files: Mapping[str, Path]
+    config: Mapping[str, Any]
+    vocabulary: int
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """A temporary folder that transformers loads the tokenizer from, and nothing else.
+
+        InputError if there is none among the files.
+        """
+        if not any(name.startswith(("tokenizer", "vocab")) for name in self.files):
+            raise InputError(
+                "examples need the model's tokenizer, and none is there: start from a folder that has it "
+                "(checkpoint.init), or put its files beside the data"
+            )
+        with tempfile.TemporaryDirectory(prefix="megacore-tokenizer-") as folder:
+            for name, file in self.files.items():
+                (Path(folder) / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, Path(folder) / name)
+            # Which class of tokenizer it is may be said by the kind of model alone.
+            (Path(folder) / "config.json").write_text(json.dumps(dict(self.config)), "utf-8")
+            yield Path(folder)
+
+
+Tokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
+"""ids [n], and whether the loss counts the prediction of each [n]."""
+
+
+class Spelling:
+    """The tokenizer in a folder. InputError if it cannot be loaded, or does not say where its tokens are."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # whatever its files lead to
+            raise InputError(f"the model's tokenizer cannot be loaded: {error}") from error
+        if not self._tokenizer.is_fast:
+            raise InputError(
+                "the model's tokenizer does not say where in a text its tokens are: save it as tokenizer.json"
+            )
+        self.end: int | None = self._tokenizer.eos_token_id
+
+    @cached_property
+    def template(self) -> Template:
+        """The chat template. InputError if there is none."""
+        if not self._tokenizer.chat_template:
+            raise InputError(
+                "the data has chats, and the model's tokenizer no chat template: set chat.template to a file of one, "
+                "or start from a model that was made for chats"
+            )
+        templates = self._tokenizer.chat_template
+        named = templates.values() if isinstance(templates, dict) else [templates]
+        special = tuple(sorted(self._tokenizer.get_added_vocab(), key=lambda token: (-len(token), token)))
+        marks = all(_MARK.search(each) for each in named)
+        return Template(self._render, marks, special, self._tokenizer.eos_token or "")
+
+    def _render(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool) -> tuple[str, list[Span]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            template = self._tokenizer.get_chat_template(None, tools)
+            render: Any = render_jinja_template  # what it gives is typed as less than it is
+            texts, spans = render(
+                conversations=[list(messages)],
+                tools=tools,
+                chat_template=template,
+                return_assistant_tokens_mask=self.template.marks,
+                add_generation_prompt=prompt,
+                **self._tokenizer.special_tokens_map,
+            )
+        except Exception as error:  # a template is a program
+            raise BadExample(f"the chat template fails: {str(error) or type(error).__name__}") from error
+        return texts[0], spans[0] if spans else []
+
+    def encode(self, passages: Sequence[Passage]) -> list[Tokens]:
+        """The tokens of each passage. A bare text begins and ends as the tokenizer would have it.
+
+        A text is encoded as a whole. A token counts where it holds a character that does; the first, which nothing
+        predicts, never.
+        """
+        found: list[Tokens | None] = [None] * len(passages)
+        for templated in (True, False):
+            chosen = [index for index, each in enumerate(passages) if each.templated == templated]
+            if not chosen:
+                continue
+            encoded = self._tokenizer(
+                [passages[index].text for index in chosen],
+                add_special_tokens=not templated,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                truncation=False,
+                verbose=False,
+            )
+            for index, ids, offsets in zip(chosen, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+                counted = counts(np.array(offsets, np.int64).reshape(-1, 2), passages[index].spans)
+                if not templated and self.end is not None:
+                    whole = bool(ids) and ids[-1] == self.end
+                    counted = np.append(counted[:-1] if whole else counted, True)
+                    if not whole:
+                        ids.append(self.end)
+                counted[:1] = False
+                found[index] = np.array(ids, np.int64), counted
+        return [each for each in found if each is not None]
+
+
+def counts(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
+    """Characters [start, stop) of each token, [n, 2] -> whether it has one of the spans', [n].
+
+    Some tokenizers leave blanks out of a token's characters. A token of blanks then has none, and is given those
+    between the token before it and its end. Where there are none either, it counts within a span, not at its ends.
+    """
+    start, stop = offsets.T
+    before = np.maximum.accumulate(np.concatenate([np.zeros(1, np.int64), stop]))[:-1]
+    start = np.where(start == stop, before, start)
+    counted = np.zeros(len(offsets), np.bool_)
+    for first, last in spans:
+        counted |= (start < last) & (stop > first)
+    return counted

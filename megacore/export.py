@@ -1,0 +1,44 @@
+"""What a finished run leaves for others: its last checkpoint in Hugging Face's format."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megacore import checkpoints
+from megacore.config import Config
+from megacore.store.adapters import to_peft
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.convert import to_hugging_face
+from megacore.store.export import SHARD_SIZE, parse_size
+from megacore.store.strict_json import StoreError
+
+
+def export(config: Config, last: int) -> str:
+    """Make ``checkpoint.export`` -> what to tell of it. One process does so, while no other writes checkpoints.
+
+    Of a run that has trained adapters it is a folder of the peft library.
+
+    Args:
+        config: Of the run.
+        last: The last step that was done; where steps are left, nothing is exported.
+
+    Raises:
+        StoreError: there is no checkpoint of that step, or the folder cannot be made.
+    """
+    target = Path(str(config.checkpoint.export))
+    folder = checkpoints.folder_of(config.out)
+    if last < config.train.steps:
+        return f"  not exported     {target} (step {last} of {config.train.steps})"
+    checkpoint = checkpoints.complete(folder).get(last)
+    if checkpoint is None:
+        raise StoreError(f"cannot export to {target}: there is no checkpoint of step {last} in {folder}")
+    opened = Checkpoint.open(checkpoint)
+    adapters = opened.index.adapters is not None
+    plan = to_peft(opened) if adapters else to_hugging_face(opened, parse_size(SHARD_SIZE))
+    try:
+        plan.write(target, os.cpu_count() or 1)
+    except StoreError as error:
+        way_out = f"`megacore convert {checkpoint} {target} --to {'peft' if adapters else 'hf'}` does it again"
+        raise StoreError(f"cannot export {checkpoint}: {error}\n{way_out}") from error
+    return f"  exported         {target}"

@@ -1,0 +1,132 @@
+"""The loss of a model on documents, in windows, through the parallel model.
+
+Tokens i + 1 of a document are predicted from those before: all but its first, each once. A window is the tokens that
+the model reads at once, at most ``length``; the first begins with the document, and each further one ``stride`` tokens
+after the one before. Of a window only the predictions count that no window before it has made, so each token that a
+later window predicts has at least ``length - stride`` tokens of context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megacore.control import Control
+from megacore.inference.reading import Document
+from models.assemble import Model
+from models.decoder import Microbatch
+from parallel.labels import IGNORE
+from parallel.pipeline.run import Pipeline
+
+Integers = npt.NDArray[np.int64]
+AT_ONCE = 4  # microbatches of each stage in one pass: then the pipeline is mostly full
+
+
+@dataclass(frozen=True)
+class Windows:
+    """How documents are cut: see the module."""
+
+    length: int
+    stride: int
+
+    def of(self, document: Document) -> Iterator[tuple[Integers, Integers]]:
+        """(tokens, labels), int64 [at most length] each, of each window; IGNORE is the label of what does not count."""
+        tokens, predictions, done = document.tokens, len(document.tokens) - 1, 0
+        all_labels = np.where(document.counted, tokens, IGNORE)[1:]
+        for start in range(0, max(predictions, 0), self.stride):
+            stop = min(start + self.length, predictions)
+            labels = all_labels[start:stop].copy()
+            labels[: done - start] = IGNORE
+            yield tokens[start:stop], labels
+            done = stop
+            if stop == predictions:
+                return
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was found.
+
+    Args:
+        loss: Sum over all tokens that were predicted, in nats.
+        tokens: How many they are.
+        documents: That had at least one of them.
+        size: Bytes of their text, None where it is not known.
+    """
+
+    loss: float
+    tokens: int
+    documents: int
+    size: int | None
+
+
+def evaluate(model: Model, documents: Iterable[Document], windows: Windows, together: int, pad: int = 0) -> Measured:
+    """The loss on documents; every rank of the model's mesh calls this with the same ones, and gets the same answer.
+
+    Args:
+        model: In evaluation mode. Data-parallel ranks share out the microbatches.
+        documents: Read once, a few microbatches ahead.
+        windows: How they are cut.
+        together: Tokens of a microbatch: as many windows as fit, or one.
+        pad: A token that fills up where tp does not divide a microbatch.
+    """
+    mesh = model.parameters.mesh
+    count = _Count()
+    pipeline = Pipeline(mesh, model.chunks, model.parameters.dtype)
+    one = torch.ones((), device=mesh.device)
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    packs = _packs(count.windows(documents, windows), together)
+    own = (pack for number, pack in enumerate(packs) if number % mesh.shape.data == mesh.data_rank)
+    while group := [_microbatch(model, pack, pad) for pack in islice(own, AT_ONCE * mesh.shape.pp)]:
+        total += pipeline.evaluate(group, one).double()
+    loss = sum(Control.create(mesh).exchange(float(total)))
+    return Measured(loss, count.tokens, count.documents, count.size)
+
+
+@dataclass
+class _Count:
+    """Of the documents that have gone by."""
+
+    tokens: int = 0
+    documents: int = 0
+    size: int | None = 0
+
+    def windows(self, documents: Iterable[Document], windows: Windows) -> Iterator[tuple[Integers, Integers]]:
+        for document in documents:
+            if counted := int(document.counted[1:].sum()):
+                self.tokens += counted
+                self.documents += 1
+                self.size = None if self.size is None or document.size is None else self.size + document.size
+                yield from windows.of(document)
+
+
+def _packs(windows: Iterable[tuple[Integers, Integers]], together: int) -> Iterator[list[tuple[Integers, Integers]]]:
+    """Successive windows, as many as have no more than so many tokens."""
+    pack, size = list[tuple[Integers, Integers]](), 0
+    for window in windows:
+        if pack and size + len(window[0]) > together:
+            yield pack
+            pack, size = [], 0
+        pack.append(window)
+        size += len(window[0])
+    if pack:
+        yield pack
+
+
+def _microbatch(model: Model, pack: Sequence[tuple[Integers, Integers]], pad: int) -> Microbatch:
+    """Windows one after the other, none of which sees another."""
+    mesh = model.parameters.mesh
+    lengths = [len(tokens) for tokens, _ in pack]
+    rest = -sum(lengths) % mesh.shape.tp
+    if rest:
+        pack, lengths = [*pack, (np.full(rest, pad), np.full(rest, IGNORE))], [*lengths, rest]
+    tokens, labels = (np.concatenate(parts) for parts in zip(*pack, strict=True))
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    ids, targets, at = (torch.from_numpy(each).to(mesh.device) for each in (tokens, labels, positions))
+    activation = len(tokens) // mesh.shape.tp, model.config.sizes["embed"]
+    return Microbatch(ids, targets, at, 1, activation, tuple(lengths), lengths=tuple(lengths))

@@ -1,0 +1,132 @@
+"""What a model is evaluated on: documents of token files, of text, and of chats, as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megacore.data import text
+from megacore.data.chat import BadExample, TrainOn, passage
+from megacore.data.indexed import IndexedDataset
+from megacore.data.spelling import Spelling
+from megacore.data.text import Fault, InputError, Piece
+from megacore.inference.texts import Texts, files_of
+from megacore.store.strict_json import StoreError
+
+EXAMPLE = ("messages", "completion")
+"""A row with one of these is an example; another one is text."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text as the model reads it.
+
+    Args:
+        tokens: int64 [n].
+        counted: bool [n], the tokens whose prediction counts; nothing predicts the first.
+        size: Bytes of the text that they stand for, None where it is not known.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    counted: npt.NDArray[np.bool_]
+    size: int | None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Files of documents.
+
+    Args:
+        paths: Text files, .jsonl, .parquet, folders of them, or token files without their suffix.
+        vocabulary: How many tokens the model knows.
+        texts: The tokenizer; None where only token files are read.
+        text_key: Of the text in a row.
+        count: What counts of a chat.
+    """
+
+    paths: Sequence[Path]
+    vocabulary: int
+    texts: Texts | None
+    text_key: str
+    count: TrainOn
+
+    def documents(self) -> Iterator[Document]:
+        """All of them, in the order of the paths.
+
+        Raises:
+            StoreError: something cannot be read, or is no document.
+        """
+        try:
+            for path in self.paths:
+                for document in _of_tokens(path, self.texts) if is_tokens(path) else self._of_files(path):
+                    self._check(path, document)
+                    yield document
+        except (InputError, OSError, ValueError) as error:
+            raise StoreError(str(error)) from error
+
+    def _check(self, path: Path, document: Document) -> None:
+        largest = int(document.tokens.max(initial=0))
+        if largest >= self.vocabulary or document.tokens.min(initial=0) < 0:
+            raise InputError(
+                f"{path} has the token {largest}, and the model's vocabulary ends at {self.vocabulary - 1}: it is of "
+                "another model's tokenizer, or the file is damaged"
+            )
+
+    def _of_files(self, path: Path) -> Iterator[Document]:
+        for file in text.find_files([path]):
+            pieces = text.cut(file)
+            if _has_examples(pieces):
+                yield from self._examples(pieces)
+                continue
+            for piece in pieces:
+                for found in text.documents(piece, self.text_key):
+                    if isinstance(found, Fault):
+                        raise InputError(str(found))
+                    yield self._of_text(found)
+
+    def _of_text(self, found: str) -> Document:
+        assert self.texts is not None  # it is there for texts
+        tokens = np.array(self.texts.encode(found), np.int64)
+        # Without a token that begins all texts, nothing predicts the first characters.
+        pairs = zip(found, self.texts.decode(tokens[:1].tolist()), strict=False)
+        unseen = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return Document(tokens, np.ones(tokens.size, np.bool_), len(found.encode()) - len(unseen.encode()))
+
+    def _examples(self, pieces: Sequence[Piece]) -> Iterator[Document]:
+        assert self.texts is not None
+        with files_of(self.texts.folder).folder() as folder:
+            spelling = Spelling(folder)
+        for row in (row for piece in pieces for row in text.rows(piece)):
+            if isinstance(row, Fault):
+                raise InputError(str(row))
+            try:
+                found = passage(row.values, lambda: spelling.template, self.count)
+            except BadExample as error:
+                raise InputError(str(row.fault(str(error)))) from error
+            ((tokens, counted),) = spelling.encode([found])
+            yield Document(tokens, counted, None)
+
+
+def is_tokens(path: Path) -> bool:
+    """Whether it names a token file: a pair PATH.bin, PATH.idx."""
+    return not path.exists() and Path(f"{path}.idx").is_file()
+
+
+def _has_examples(pieces: Sequence[Piece]) -> bool:
+    if not pieces or pieces[0].path.suffix in text.WHOLE:
+        return False
+    first = next(text.rows(pieces[0]), None)
+    return first is not None and not isinstance(first, Fault) and any(key in first.values for key in EXAMPLE)
+
+
+def _of_tokens(path: Path, texts: Texts | None) -> Iterator[Document]:
+    dataset = IndexedDataset(path)
+    for index in range(dataset.documents):
+        tokens = dataset.document(index).astype(np.int64)
+        size = None if texts is None else len(texts.decode(tokens[1:].tolist()).encode())
+        yield Document(tokens, np.ones(tokens.size, np.bool_), size)

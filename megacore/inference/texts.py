@@ -1,0 +1,129 @@
+"""Prompts to tokens and tokens to text, as transformers does it with a folder's tokenizer and chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megacore.data.spelling import ModelFiles
+from megacore.data.text import InputError
+from megacore.data.tokenizer import parts_of
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.folder import Folder
+from megacore.store.strict_json import StoreError, read_json
+
+GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """The tokenizer of a folder.
+
+    Args:
+        folder: The model.
+        tokenizer: As transformers loads it.
+    """
+
+    folder: Folder
+    tokenizer: Any
+
+    @classmethod
+    def of(cls, folder: Folder) -> Texts:
+        """Load it.
+
+        Raises:
+            StoreError: there is none, or it cannot be used.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            with files_of(folder).folder() as files:
+                return cls(folder, AutoTokenizer.from_pretrained(files, local_files_only=True))
+        except InputError as error:
+            raise StoreError(f"{folder.path} has no tokenizer among its files: put those of the model there") from error
+        except Exception as error:  # whatever its files lead to
+            raise StoreError(f"{folder.path}: the tokenizer cannot be used: {error}") from error
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with the special ones that the tokenizer puts around it; a very long one in parts."""
+        first, *others = parts_of(text)
+        ids: list[int] = self.tokenizer(first, verbose=False)["input_ids"]
+        for part in others:
+            ids += self.tokenizer(part, verbose=False, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The tokens of a conversation up to where the answer begins.
+
+        Raises:
+            StoreError: there is no chat template, or it does not take these messages.
+        """
+        if not self.tokenizer.chat_template:
+            raise StoreError(f"{self.folder.path} has no chat template: it is no chat model; leave out --chat")
+        try:
+            ids: list[int] = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # a template is a program
+            raise StoreError(f"{self.folder.path}: the chat template does not take the messages: {error}") from error
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some tokens, special ones left out."""
+        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def stops(self) -> frozenset[int]:
+        """The tokens that end an answer: the generation config's, else the model config's, else the tokenizer's.
+
+        Raises:
+            StoreError: they are no token ids.
+        """
+        file = self.folder.companions().get(GENERATION)
+        given = read_json(file) if file else {}
+        raw = files_of(self.folder).config
+        key = "eos_token_id"
+        of_config = given.get(key) if isinstance(given, dict) else None
+        known = [ids for ids in (of_config, raw.get(key), self.tokenizer.eos_token_id) if ids is not None]
+        found = known[0] if known else []
+        ids: list[Any] = found if isinstance(found, list) else [found]
+        if not all(isinstance(token, int) for token in ids):
+            raise StoreError(f"{self.folder.path}: {key} is {found!r}, and must be a token id or a list of them")
+        return frozenset(ids)
+
+
+def files_of(folder: Folder) -> ModelFiles:
+    """What a folder holds beside the weights."""
+    raw = folder.index.raw if isinstance(folder, Checkpoint) else folder.raw
+    return ModelFiles(folder.companions(), raw, folder.config.vocab_size)
+
+
+@dataclass
+class Stream:
+    """Text of tokens that come one by one, given out as soon as no further token can change it.
+
+    Args:
+        decode: The text of some tokens.
+        shown: Tokens before, whose text is out; a tokenizer may drop a space where a text begins.
+    """
+
+    decode: Callable[[Sequence[int]], str]
+    shown: Sequence[int]
+    waiting: list[int] = field(default_factory=list)
+
+    def add(self, token: int) -> str:
+        """The text that is now certain; nothing after the first bytes of a character."""
+        self.waiting.append(token)
+        text = self._text()
+        if text.endswith("\N{REPLACEMENT CHARACTER}") or not text:
+            return ""
+        self.shown, self.waiting = self.waiting, []
+        return text
+
+    def end(self) -> str:
+        """What is left, with a replacement character for half of one."""
+        return self._text() if self.waiting else ""
+
+    def _text(self) -> str:
+        return self.decode([*self.shown, *self.waiting])[len(self.decode(self.shown)) :]

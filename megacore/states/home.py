@@ -1,0 +1,73 @@
+"""What an optimizer keeps of what it updates, and what whoever keeps it must be able to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parallel.sync import Elements, Part
+
+MASTER = "master"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), and in which numbers.
+
+    Args:
+        lr, betas, eps, weight_decay: As in the paper; each step has a learning rate of its own.
+        master_weights: Whether parameters narrower than fp32 are updated through an fp32 copy.
+        moments: dtype of the moments; None for that of what is updated.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    master_weights: bool
+    moments: torch.dtype | None
+
+    def value(self, parameter: torch.dtype) -> torch.dtype:
+        """dtype of what is updated for a parameter of this one."""
+        return torch.float32 if self.master_weights and parameter.itemsize < 4 else parameter
+
+    def kept(self, parameter: torch.dtype) -> Mapping[str, torch.dtype]:
+        """{state: dtype} of what is kept beside a parameter of this dtype: a master where it is wider, moments."""
+        value = self.value(parameter)
+        moments = dict.fromkeys(MOMENTS, self.moments or value)
+        return moments if value == parameter else {MASTER: value, **moments}
+
+
+class Home(Protocol):
+    """Where masters and moments live, and the updates made there."""
+
+    @property
+    def updates(self) -> int:
+        """Steps taken, without those that were left out. Reading it may wait for the device."""
+        ...
+
+    @updates.setter
+    def updates(self, count: int) -> None: ...
+
+    def update(self, lr: float, go: Tensor) -> None:
+        """Update the values of all parts from their gradients, which count no more then.
+
+        Args:
+            lr: Learning rate.
+            go: A bool scalar on the device; where it is false nothing changes.
+        """
+        ...
+
+    def of(self, part: Part, state: str) -> Elements:
+        """What is kept of a part: a moment, or what is updated in place of the part's values."""
+        ...
+
+    @property
+    def masters(self) -> bool:
+        """Whether what is updated are not, or not all, the parameters themselves."""
+        ...

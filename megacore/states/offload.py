@@ -1,0 +1,224 @@
+"""Masters and moments in host memory or in a file, updated by the CPU (as in ZeRO-Offload, Ren et al. 2021, arXiv
+2101.06840, and ZeRO-Infinity, Rajbhandari et al. 2021, arXiv 2104.07857).
+
+Parts are cut into windows. While the CPU updates one, the gradient of the next is on its way to the host on one
+stream, the values of the one before on their way back on another, and threads read and write the file ahead and
+behind. No gradient leaves before the whole norm is known: a window takes longer to update than to copy, so that only
+the first one's way is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megacore.states.home import MASTER, MOMENTS, Rule
+from megacore.states.shelves import BUFFERS, FileShelf, HostShelf, Shelf
+from megacore.states.windows import ALIGNED, Segment, Window, cut
+from parallel.adamw import Step, update
+from parallel.sync import Elements, Part
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where states live.
+
+    Args:
+        folder: Of a file for them, on a disk of this machine; None for host memory.
+        buffer_bytes: Of host memory that they and gradients pass through; those that stay there come on top.
+    """
+
+    folder: Path | None = None
+    buffer_bytes: int = 512 << 20
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """A part in one dimension: views, or where its memory has gaps, copies."""
+
+    part: Part
+    values: Tensor
+    gradient: Tensor
+
+    @classmethod
+    def of(cls, part: Part) -> _Flat:
+        return cls(part, part.data.reshape(-1), part.gradient.reshape(-1))
+
+    def put_back(self) -> None:
+        data = self.part.data
+        if not data.is_contiguous():
+            data.copy_(self.values.view(data.shape))
+
+
+@dataclass(frozen=True)
+class _Passage:
+    """Host memory through which windows pass.
+
+    Args:
+        gradient: [numel].
+        values: [numel], where no master is kept.
+        arrived: After the gradient, and the values, have come.
+        left: After the new values have gone.
+    """
+
+    gradient: Tensor
+    values: Tensor | None
+    arrived: Any
+    left: Any
+
+
+class Offloaded:
+    """The :class:`~megacore.states.home.Home` that is not the device.
+
+    Args:
+        parts: What is updated.
+        rule: How.
+        dtype: Of the parts' values.
+        device: Of their gradients.
+        offload: Where the states live.
+
+    Raises:
+        StoreError: there is no room for the file.
+    """
+
+    def __init__(
+        self, parts: Sequence[Part], rule: Rule, dtype: torch.dtype, device: torch.device, offload: Offload
+    ) -> None:
+        self.updates = 0
+        self._parts, self._rule, self._device = parts, rule, device
+        kept, value, pinned = rule.kept(dtype), rule.value(dtype), device.type != "cpu"
+        self.kept, self.masters = kept, MASTER in kept
+        passing = value.itemsize * (1 if self.masters else 2)
+        staying = sum(each.itemsize for each in kept.values())
+        sizes = [part.data.numel() for part in parts]
+        numel = _window(sizes, offload.buffer_bytes // (BUFFERS * (passing + staying * (offload.folder is not None))))
+        self._windows = cut(sizes, numel)
+        self._of: list[list[tuple[Window, Segment]]] = [[] for _ in parts]
+        for window in self._windows:
+            for segment in window.segments:
+                self._of[segment.part].append((window, segment))
+        self._number = {id(part): number for number, part in enumerate(parts)}
+        self._on: Any = torch.get_device_module(device)
+        self._down, self._up = self._on.Stream(), self._on.Stream()
+        self._passages = [
+            _Passage(
+                torch.zeros(numel, dtype=value, pin_memory=pinned),
+                None if self.masters else torch.zeros(numel, dtype=value, pin_memory=pinned),
+                self._on.Event(),
+                self._on.Event(),
+            )
+            for _ in self._windows[:BUFFERS]
+        ]
+        self._shelf: Shelf = (
+            HostShelf([window.numel for window in self._windows], kept, pinned)
+            if offload.folder is None or not self._windows
+            else FileShelf(offload.folder, len(self._windows), numel, kept, pinned)
+        )
+        if self.masters:
+            for part in parts:
+                self.of(part, MASTER)[...] = part.data
+
+    def update(self, lr: float, go: Tensor) -> None:
+        """See :class:`~megacore.states.home.Home`. The host waits for the device, as it is the one that computes."""
+        if not bool(go):
+            return
+        self.updates += 1
+        flats, current = [_Flat.of(part) for part in self._parts], self._on.current_stream()
+        self._down.wait_stream(current)
+        self._up.wait_stream(current)
+        ahead = max(1, len(self._passages) - 1)
+        for window in self._windows[:ahead]:
+            self._send(window, flats)
+        for window in self._windows:
+            for coming in self._windows[window.number + ahead :][:1]:
+                self._send(coming, flats)
+            self._update(window, flats, lr)
+        current.wait_stream(self._up)
+        for flat in flats:
+            flat.put_back()
+        for window in self._windows[:ahead]:  # the next step's, beside its forward and backward
+            self._shelf.fetch(window.number)
+
+    def of(self, part: Part, state: str) -> Elements:
+        if state == MASTER and not self.masters:
+            return part.data
+        return _Kept(self._shelf, self._of[self._number[id(part)]], part, state, self.kept[state])
+
+    def _send(self, window: Window, flats: Sequence[_Flat]) -> None:
+        self._shelf.fetch(window.number)
+        passage = self._passages[window.number % len(self._passages)]
+        with self._on.stream(self._down):
+            self._down.wait_event(passage.left)
+            for segment in window.segments:
+                flat = flats[segment.part]
+                passage.gradient[segment.here].copy_(flat.gradient[segment.there], non_blocking=True)
+                if passage.values is not None:
+                    passage.values[segment.here].copy_(flat.values[segment.there], non_blocking=True)
+        passage.arrived.record(self._down)
+
+    def _update(self, window: Window, flats: Sequence[_Flat], lr: float) -> None:
+        passage = self._passages[window.number % len(self._passages)]
+        passage.arrived.synchronize()
+        states = self._shelf.open(window.number)
+        values = states[MASTER] if passage.values is None else passage.values
+        for decays in (True, False):
+            here = [each.here for each in window.segments if self._parts[each.part].decays == decays]
+            decay = self._rule.weight_decay if decays else 0.0
+            tensors = (values, passage.gradient, *(states[moment] for moment in MOMENTS))
+            update(
+                Step(self.updates, lr, self._rule.betas, self._rule.eps, decay),
+                *([tensor[where] for where in here] for tensor in tensors),
+            )
+        with self._on.stream(self._up):
+            for segment in window.segments:
+                target = flats[segment.part].values[segment.there]
+                target.copy_(values[segment.here].to(target.device, non_blocking=True))
+        passage.left.record(self._up)
+        self._shelf.changed(window.number, passage.left)
+        self._shelf.put_back(window.number)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """:class:`~parallel.sync.Elements` of a part that are on a shelf."""
+
+    shelf: Shelf
+    segments: Sequence[tuple[Window, Segment]]
+    part: Part
+    state: str
+    dtype: torch.dtype
+
+    def __getitem__(self, where: slice | EllipsisType, /) -> Tensor:
+        if where is ...:
+            shape = self.part.data.shape
+            return self[: shape.numel()].view(shape)
+        start, stop, _ = where.indices(self.part.data.numel())
+        found = torch.empty(stop - start, dtype=self.dtype)
+        for window, here, there in self._overlaps(start, stop):
+            found[there] = self.shelf.open(window)[self.state][here]
+        return found
+
+    def __setitem__(self, where: slice | EllipsisType, values: Tensor, /) -> None:
+        start, stop, _ = (slice(None) if where is ... else where).indices(self.part.data.numel())
+        flat = values.reshape(-1)
+        for window, here, there in self._overlaps(start, stop):
+            self.shelf.open(window)[self.state][here] = flat[there]
+            self.shelf.changed(window)
+
+    def _overlaps(self, start: int, stop: int) -> Iterable[tuple[int, slice, slice]]:
+        """(window, where in it, where from ``start`` on) of what lies in [start, stop)."""
+        for window, segment in self.segments:
+            if (found := segment.overlap(start, stop)) is not None:
+                yield window.number, *found
+
+
+def _window(sizes: Sequence[int], most: int) -> int:
+    """Elements of a window: a power of two, as pinned memory is given out so; no more than there are."""
+    everything = sum(-(-size // ALIGNED) * ALIGNED for size in sizes)
+    return max(ALIGNED, min(1 << max(0, everything - 1).bit_length(), 1 << (max(1, most).bit_length() - 1)))

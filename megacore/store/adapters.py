@@ -1,0 +1,184 @@
+"""Adapters on their way out: a folder that the peft library loads, and weights with the adapters merged into them.
+
+Merging computes, so it is no transfer: W + scale B A is taken tensor by tensor, in fp32 (fp64 where the base is), and
+rounded once. Every other weight is copied bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from megacore.store.audit import Progress, fingerprints, silent
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.convert import Part, Plan, Source, beside, expected, hugging_face_folder, tensors
+from megacore.store.dtypes import as_dtype
+from megacore.store.hugging_face import ADAPTER, HuggingFace
+from megacore.store.index import Adapters
+from megacore.store.stream import File, assemble
+from megacore.store.strict_json import StoreError
+from megacore.store.tensors import DTYPES
+from models.lora import linears, peft_names, targets
+from parallel.fingerprint import combined
+from parallel.transfer import Stored, hugging_face, plan
+
+WEIGHTS = "adapter_model.safetensors"
+# Elements of a product at a time, and bytes of merged tensors that are kept while their blocks are written.
+_ROWS, _KEPT = 1 << 22, 1 << 29
+
+
+def adapters_of(checkpoint: Checkpoint) -> Adapters:
+    """What the adapters of a checkpoint belong to.
+
+    Raises:
+        StoreError: it holds a model.
+    """
+    held = checkpoint.index.adapters
+    if held is None:
+        raise StoreError(f"{checkpoint.path} holds a model and no adapters: export it by --to hf")
+    return held
+
+
+# -- by themselves
+
+
+def to_peft(checkpoint: Checkpoint, dtype: str | None = None) -> Plan:
+    """A folder of adapters as the peft library saves them.
+
+    Raises:
+        StoreError: the checkpoint holds none, or no single config describes them.
+    """
+    held, schema = adapters_of(checkpoint), checkpoint.schema
+    source = Source.of_checkpoint(checkpoint, "weights")
+    files = (File(WEIGHTS, tuple(tensors(schema, source, hugging_face(schema), dtype)), source.read),)
+    texts = {ADAPTER: json.dumps(_config(checkpoint, held), indent=2, allow_nan=False).encode() + b"\n"}
+    part = Part(files, expected(schema, source, files))
+    return Plan(schema, {"weights": part}, lambda found: texts, beside(checkpoint, {*texts, WEIGHTS}))
+
+
+def _config(checkpoint: Checkpoint, held: Adapters) -> dict[str, object]:
+    """Field names and meaning are the peft library's."""
+    chosen = targets(checkpoint.config.schema, held.lora.targets)
+    transposed = {linear.transposed for linear in chosen}
+    if len(transposed) > 1:
+        raise StoreError(f"{checkpoint.path}: peft has one fan_in_fan_out for all adapters, and these need both")
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": held.base,
+        "r": held.lora.rank,
+        "lora_alpha": held.lora.alpha,
+        "lora_dropout": held.lora.dropout,
+        "use_rslora": held.lora.rslora,
+        "target_modules": sorted({linear.hf_name for linear in chosen}),
+        "fan_in_fan_out": transposed.pop(),
+        "bias": "none",
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+
+
+# -- merged
+
+
+def merged(checkpoint: Checkpoint, base: HuggingFace, max_shard_bytes: int, dtype: str | None = None) -> Plan:
+    """A Hugging Face folder of the base with the adapters merged into it, which is made when it is written.
+
+    Raises:
+        StoreError: the checkpoint holds no adapters, or those of a model of another shape.
+    """
+    held = adapters_of(checkpoint)
+    ours, theirs = checkpoint.config.schema, base.schema
+    if ours.sizes != theirs.sizes or ours.pieces != theirs.pieces:
+        raise StoreError(f"{base.path} is a model of other sizes or weights than {held.base}, whose adapters these are")
+    merge = Merge(checkpoint, base, held.lora.scale, dtype)
+    source = Source(list(base.stored()), merge.dtype_of, merge.read)
+    return hugging_face_folder(checkpoint, source, base.raw, max_shard_bytes, dtype)
+
+
+def check_base(checkpoint: Checkpoint, base: HuggingFace, jobs: int, progress: Progress = silent) -> None:
+    """Read all weights of a model, and compare them with those that the adapters were trained on.
+
+    Raises:
+        StoreError: they are others.
+    """
+    held = adapters_of(checkpoint)
+    found = combined(fingerprints(Source.of_hugging_face(base), base.schema, jobs, progress))
+    if found != held.fingerprint:
+        raise StoreError(
+            f"the weights of {base.path} (fingerprint {found:016x}) are not those that the adapters were trained on, "
+            f"{held.base} ({held.fingerprint:016x}): give that model, in the dtype that it had"
+        )
+
+
+@dataclass
+class Merge:
+    """Reads the weights of a model as they are with adapters.
+
+    Args:
+        checkpoint: Of the adapters.
+        base: The model.
+        scale: Of the adapters' products.
+        dtype: Of merged weights; None for that of the base.
+    """
+
+    checkpoint: Checkpoint
+    base: HuggingFace
+    scale: float
+    dtype: str | None = None
+    _transposed: Mapping[str, bool] = field(init=False)
+    _adapters: Mapping[str, Callable[[str], np.ndarray]] = field(init=False)
+    _made: OrderedDict[str, np.ndarray] = field(default_factory=OrderedDict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._transposed = {linear.param.name: linear.transposed for linear in linears(self.base.schema)}
+        schema, read = self.checkpoint.schema, self.checkpoint.read("weights")
+        planned = plan(schema, self.checkpoint.stored(), hugging_face(schema))
+
+        self._adapters = {stored.name: partial(assemble, stored, copies, read) for stored, copies in planned}
+
+    def dtype_of(self, stored: Stored) -> str:
+        held = self.base.dtype(stored)
+        return self.dtype or held if self._is_adapted(stored) else held
+
+    def read(self, stored: Stored) -> tuple[str, np.ndarray]:
+        """(dtype, bits); a merged tensor is kept for a while, as its blocks are asked for one by one."""
+        if not self._is_adapted(stored):
+            return self.base.read(stored)
+        with self._lock:
+            own = self._locks.setdefault(stored.name, threading.Lock())
+        with own:
+            with self._lock:
+                made = self._made.get(stored.name)
+            if made is None:
+                made = self._merge(stored)
+                with self._lock:
+                    self._made[stored.name] = made
+                    while len(self._made) > 1 and sum(each.nbytes for each in self._made.values()) > _KEPT:
+                        self._made.popitem(last=False)
+        return self.dtype_of(stored), made
+
+    def _is_adapted(self, stored: Stored) -> bool:
+        return peft_names(stored.name)[0] in self._adapters
+
+    def _merge(self, stored: Stored) -> np.ndarray:
+        held, bits = self.base.read(stored)
+        wide, wanted = "F64" if held == "F64" else "F32", self.dtype_of(stored)
+        floats = DTYPES[wide].str.replace("u", "f")
+        a, b = (self._adapters[name](wide).view(floats) for name in peft_names(stored.name))
+        left, right = (a.T, b.T) if self._transposed[stored.param] else (b, a)
+        made = np.empty(bits.shape, DTYPES[wanted])
+        step = max(1, _ROWS // bits.shape[1])
+        for start in range(0, len(bits), step):
+            rows = slice(start, start + step)
+            total = as_dtype(bits[rows], held, wide).view(floats) + self.scale * (left[rows] @ right)
+            made[rows] = as_dtype(total.astype(floats, copy=False).view(DTYPES[wide]), wide, wanted)
+        return made

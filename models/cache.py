@@ -1,0 +1,99 @@
+"""Keys and values of the tokens so far, so that each further token of a sequence is computed by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.attention import Attention
+from parallel import kernels
+from parallel.documents import Documents
+
+
+@dataclass(frozen=True, eq=False)
+class Cache:
+    """Of this rank's heads, {attention: [rows, kv, length, head]}; a row is a sequence, from its first token on."""
+
+    keys: Mapping[str, Tensor]
+    values: Mapping[str, Tensor]
+
+    @classmethod
+    def of(
+        cls, attentions: Iterable[Attention], rows: int, length: int, dtype: torch.dtype, device: torch.device
+    ) -> Cache:
+        """Memory for some sequences of at most ``length`` tokens."""
+        shapes = {attention.name: (rows, attention.kv, length, attention.head) for attention in attentions}
+        keys, values = (
+            {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()} for _ in range(2)
+        )
+        return cls(keys, values)
+
+    def put(self, name: str, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """rows, positions: [n], where the first n of k, v: [t, kv, head] go."""
+        n = len(positions)
+        self.keys[name][rows, :, positions] = k[:n]
+        self.values[name][rows, :, positions] = v[:n]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Some rows, in ascending order, become the first ones; what is behind them does not count any more."""
+        for tensor in (*self.keys.values(), *self.values.values()):
+            for to, row in enumerate(rows):
+                if to != row:
+                    tensor[to] = tensor[row]
+
+
+@dataclass(frozen=True, eq=False)
+class Beginning:
+    """Mixing of whole prompts one after the other, whose keys and values are kept; what follows them is padding.
+
+    Args:
+        cache: Where they are kept.
+        rows, positions: [n], of the prompts' tokens.
+        documents: Each prompt, and the padding.
+    """
+
+    cache: Cache
+    rows: Tensor
+    positions: Tensor
+    documents: Documents
+
+    def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        self.cache.put(name, self.rows, self.positions, k, v)
+        return kernels.documents_attention(q, k, v, self.documents, 1, dropout=dropout)
+
+
+@dataclass(frozen=True, eq=False)
+class GoingOn:
+    """Mixing of one more token of each of the cache's first n rows; what follows them is padding.
+
+    Args:
+        cache: Keys and values of the tokens before; those of these tokens are added.
+        rows, positions: [n], where the tokens are.
+        seen: [n, 1, 1, longest], True where a row's new token may look.
+    """
+
+    cache: Cache
+    rows: Tensor
+    positions: Tensor
+    seen: Tensor
+
+    @classmethod
+    def of(cls, cache: Cache, positions: Sequence[int], device: torch.device) -> GoingOn:
+        at = torch.tensor(positions, device=device)
+        seen = torch.arange(max(positions) + 1, device=device) <= at[:, None]
+        return cls(cache, torch.arange(len(at), device=device), at, seen[:, None, None])
+
+    def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+        self.cache.put(name, self.rows, self.positions, k, v)
+        n, longest = self.seen.shape[0], self.seen.shape[-1]
+        keys, values = (kept[name][:n, :, :longest] for kept in (self.cache.keys, self.cache.values))
+        # The queries that share a kv head see the same tokens, so they go through the kernel as if they were several
+        # tokens of one head, and nobody repeats the keys for them.
+        shared = q[:n].unflatten(1, (keys.shape[1], -1))
+        y = q.new_zeros(q.shape)
+        y[:n] = F.scaled_dot_product_attention(shared, keys, values, self.seen, dropout).flatten(1, 2)
+        return y

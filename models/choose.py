@@ -1,0 +1,76 @@
+"""Choosing weights by the patterns of their names, and what of a model is trained. No torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from parallel.schema import Param, Schema
+
+_LAYER = "{layer}."
+
+
+def matches(pattern: str, names: Iterable[str]) -> bool:
+    """Whether one of the names, or the part of it before one of its dots, is of the pattern (as a shell's)."""
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in names)
+
+
+def unmatched(key: str, patterns: Sequence[str], known: Sequence[Sequence[str]]) -> list[str]:
+    """A problem for each pattern that matches nothing, with the nearest of the names.
+
+    Args:
+        key: Where the patterns stand in a recipe.
+        patterns: The patterns.
+        known: The names of each thing that can be matched.
+    """
+    names = list(dict.fromkeys(part for names in known for name in names for part in _parts(name)))
+    found = []
+    for pattern in patterns:
+        if not any(matches(pattern, each) for each in known):
+            near = get_close_matches(pattern, names, n=3) or names[:8]
+            found.append(f"{key}: {pattern!r} matches nothing: choose from {', '.join(near)}, ...")
+    return found
+
+
+def _parts(name: str) -> Iterator[str]:
+    """What a name is before each of its dots, and all of it."""
+    return itertools.accumulate(name.split("."), lambda before, word: f"{before}.{word}")
+
+
+def in_block(name: str) -> str:
+    """What a name says after its layer, ``attn.qkv.weight``; all of it where there is none."""
+    return name.partition(_LAYER)[2] or name
+
+
+def tensors(schema: Schema) -> Iterator[tuple[str, tuple[str, str]]]:
+    """(name, the names by which it can be chosen) of each tensor of a model: with its layer, and without."""
+    for param in schema.params:
+        for name in whole_names(schema, param):
+            yield name, (name, in_block(param.name))
+
+
+def whole_names(schema: Schema, param: Param) -> Iterator[str]:
+    """The names of a parameter's tensors, all that stands in braces filled in."""
+    for values in itertools.product(*(range(schema.sizes[axis]) for axis in param.named_axes)):
+        yield param.name.format(**dict(zip(param.named_axes, values, strict=True)))
+
+
+def frozen(schema: Schema, only: Sequence[str] | None, freeze: Sequence[str]) -> frozenset[str]:
+    """The tensors that are not trained: those of ``freeze``, and those that are not of ``only`` (None: all are)."""
+    return frozenset(
+        name
+        for name, names in tensors(schema)
+        if (only is not None and not any(matches(each, names) for each in only))
+        or any(matches(each, names) for each in freeze)
+    )
+
+
+def problems(schema: Schema, only: Sequence[str] | None, freeze: Sequence[str]) -> list[str]:
+    """What is wrong with ``train.only`` and ``train.freeze``."""
+    known = [names[::-1] for _, names in tensors(schema)]
+    found = [*unmatched("train.only", only or (), known), *unmatched("train.freeze", freeze, known)]
+    if not found and len(frozen(schema, only, freeze)) == len(known):
+        found.append("train.only and train.freeze leave nothing to train: freeze less")
+    return found

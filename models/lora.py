@@ -1,0 +1,188 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685): which linears have them, and their sentences. No torch.
+
+A linear's weight W: [out, in] stays as it is, and scale B A is added to it, with A: [rank, in] and B: [out, rank]. Both
+are declared by sentences that are derived from W's, so that they are split, initialised, summed, saved and resharded as
+everything else is. What Hugging Face keeps as a linear of its own (q, k and v of LLaMA) has an A and a B of its own:
+
+    attn.qkv.weight   (q: heads head + k: kv head + v: kv head) embed
+    attn.qkv.lora_a   (q: rank + k: rank + v: rank) embed
+    attn.qkv.lora_b   (q: heads head + k: kv head + v: kv head) rank
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from models.choose import in_block, matches, unmatched
+from parallel.pattern import Group, Node, Pattern
+from parallel.schema import WORDS, Param, Schema
+
+RANK = "rank"
+"""The axis between A and B."""
+A, B = "lora_a", "lora_b"
+WEIGHT = ".weight"
+
+# As the peft library names them.
+_PREFIX, _PEFT = "base_model.model.", {A: ".lora_A.weight", B: ".lora_B.weight"}
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters of a model.
+
+    Args:
+        rank: Of each adapter.
+        alpha: The adapters' product is scaled by alpha / rank.
+        targets: Patterns of the linears that have adapters: our names (``attn.qkv``, ``attn.qkv.q``, ``mlp.*``) or
+            Hugging Face's (``q_proj``).
+        dropout: Probability of dropping an element of an adapter's input in training.
+        rslora: Scale by alpha / sqrt(rank) instead (Kalajdzievski 2023, arXiv 2312.03732).
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    dropout: float = 0.0
+    rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """What Hugging Face keeps as one linear of a block: a weight, or some pieces of one.
+
+    Args:
+        param: The weight.
+        labels: The pieces.
+        hf: Hugging Face's name of the module, with its layer in braces.
+        alone: Whether it is all of the weight.
+    """
+
+    param: Param
+    labels: tuple[str, ...]
+    hf: str
+    alone: bool
+
+    @property
+    def name(self) -> str:
+        """Ours, within a block: ``attn.out``, ``attn.qkv.q``."""
+        linear = in_block(self.param.name).removesuffix(WEIGHT)
+        return linear if self.alone else f"{linear}.{self.labels[0]}"
+
+    @property
+    def hf_name(self) -> str:
+        """Hugging Face's, within a block: ``self_attn.q_proj``."""
+        return in_block(self.hf)
+
+    @property
+    def transposed(self) -> bool:
+        """Whether Hugging Face stores it as [in, out] (GPT-2's Conv1D)."""
+        return Pattern.parse(self.param.hf_pattern or self.param.pattern).dims[0] != _hf_dims(self.param)[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By which it can be chosen."""
+        return self.name, self.hf_name, self.hf_name.rpartition(".")[2]
+
+
+def linears(schema: Schema) -> Iterator[Linear]:
+    """All that can have adapters: the linears of the blocks."""
+    for param in schema.params:
+        if "layer" in param.named_axes and param.name.endswith(WEIGHT) and len(param.sentence.dims) == 2:
+            modules: dict[str, list[str]] = {}
+            for label, (template, _) in param.hf_tensors.items():
+                modules.setdefault(template.removesuffix(WEIGHT), []).append(label)
+            for name, labels in modules.items():
+                yield Linear(param, tuple(labels), name, len(modules) == 1)
+
+
+def peft_names(weight: str) -> tuple[str, str]:
+    """Of Hugging Face's tensor: what the peft library calls its A and its B."""
+    module = _PREFIX + weight.removesuffix(WEIGHT)
+    return module + _PEFT[A], module + _PEFT[B]
+
+
+def targets(schema: Schema, patterns: Sequence[str]) -> list[Linear]:
+    """The linears that one of the patterns matches."""
+    return [linear for linear in linears(schema) if any(matches(each, linear.names) for each in patterns)]
+
+
+def problems(schema: Schema, patterns: Sequence[str]) -> list[str]:
+    """What is wrong with ``lora.targets``."""
+    if not patterns:
+        names = ", ".join(linear.name for linear in linears(schema))
+        return [f"lora.targets names no linear: choose from {names}"]
+    return unmatched("lora.targets", patterns, [linear.names for linear in linears(schema)])
+
+
+def adapters(schema: Schema, lora: Lora) -> Schema:
+    """The adapters of a model by themselves."""
+    chosen: dict[str, list[Linear]] = {}
+    for linear in targets(schema, lora.targets):
+        chosen.setdefault(linear.param.name, []).append(linear)
+    pairs = (pair for found in chosen.values() for pair in _pair(schema, found))
+    return Schema(tuple(pairs), {**schema.sizes, RANK: lora.rank})
+
+
+def adapted(schema: Schema, lora: Lora) -> Schema:
+    """A model with its adapters."""
+    found = adapters(schema, lora)
+    return Schema((*schema.params, *found.params), found.sizes)
+
+
+def _pair(schema: Schema, chosen: Sequence[Linear]) -> tuple[Param, Param]:
+    """A and B of one weight, of which some linears have adapters."""
+    param = chosen[0].param
+    out, inner = param.sentence.dims
+    hf_out, hf_inner = _hf_dims(param)
+    if chosen[0].alone:
+        first, words = RANK, ""
+    else:
+        labels = [linear.labels[0] for linear in chosen]
+        first = f"({' + '.join(f'{label}: {RANK}' for label in labels)})"
+        out, hf_out = (_terms(param, dim, labels) for dim in (out, hf_out))
+        words = ",".join(_word(param, label) for label in labels)
+    # As nn.Linear draws its weight (He et al. 2015 with a = sqrt 5): uniform between -1 and 1 over sqrt(in).
+    std = 1 / math.sqrt(3 * Pattern((inner,)).shape(schema.sizes)[0])
+    name, hf = param.name.removesuffix(WEIGHT), _PREFIX + _reword(param.hf, words).removesuffix(WEIGHT)
+    return (
+        Param(
+            f"{name}.{A}", f"{first} {_text(inner)}", hf + _PEFT[A], f"{first} {_text(hf_inner)}", std=std, uniform=True
+        ),
+        Param(f"{name}.{B}", f"{_text(out)} {RANK}", hf + _PEFT[B], f"{_text(hf_out)} {RANK}"),
+    )
+
+
+def _hf_dims(param: Param) -> tuple[Node, Node]:
+    """(outputs, inputs) of a weight as Hugging Face stores them, whichever it puts first."""
+    stored = Pattern.parse(param.hf_pattern or param.pattern)
+    axes = Pattern(param.sentence.dims[:1]).axes
+    one, other = stored.dims
+    return (one, other) if Pattern((one,)).axes == axes else (other, one)
+
+
+def _text(dim: Node) -> str:
+    return str(Pattern((dim,)))
+
+
+def _terms(param: Param, out: Node, labels: Sequence[str]) -> Group:
+    """The pieces of a fused group that have these labels."""
+    if not isinstance(out, Group) or tuple(term.label for term in out.terms) != param.sentence.labels:
+        raise ValueError(f"{param.name}: {param.pattern!r} is not fused in its first dimension alone")
+    return replace(out, terms=tuple(term for term in out.terms if term.label in labels))
+
+
+def _word(param: Param, label: str) -> str:
+    found = WORDS.search(param.hf)
+    assert found  # Hugging Face keeps the pieces apart
+    return found.group(1).split(",")[param.sentence.labels.index(label)]
+
+
+def _reword(hf: str, words: str) -> str:
+    """A Hugging Face name that spells other words; a single one needs no braces."""
+    return WORDS.sub(f"{{{words}}}" if "," in words else words, hf) if words else hf

@@ -1,0 +1,61 @@
+"""What of a model is trained: all of it, some of its weights, or adapters beside them. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from models import choose, lora
+from models.lora import Lora
+from parallel.schema import Schema
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is trained.
+
+    Args:
+        lora: Adapters, which are trained alone; None for none.
+        only: Patterns of the tensors that are trained; None for all.
+        freeze: Patterns of the tensors that are not.
+    """
+
+    lora: Lora | None = None
+    only: tuple[str, ...] | None = None
+    freeze: tuple[str, ...] = ()
+
+    def schema(self, model: Schema) -> Schema:
+        """What a run holds of a model."""
+        return model if self.lora is None else lora.adapted(model, self.lora)
+
+    def kept(self, model: Schema) -> Schema:
+        """What a checkpoint of the run holds: the adapters alone, where there are some."""
+        return model if self.lora is None else lora.adapters(model, self.lora)
+
+    def frozen(self, model: Schema) -> frozenset[str]:
+        """The tensors of a model that are not trained, by their names."""
+        if self.lora is None:
+            return choose.frozen(model, self.only, self.freeze)
+        return frozenset(name for name, _ in choose.tensors(model))
+
+    def trained(self, model: Schema) -> int:
+        """How many parameters are trained."""
+        schema, still = self.schema(model), self.frozen(model)
+        found = 0
+        for param in schema.params:
+            names = list(choose.whole_names(schema, param))
+            found += schema.numel(param) // len(names) * sum(name not in still for name in names)
+        return found
+
+    def problems(self, model: Schema) -> list[str]:
+        """Everything that is wrong with it for this model."""
+        if self.lora is None:
+            return choose.problems(model, self.only, self.freeze)
+        both = [
+            f"train.{key} is for runs without adapters: lora trains its adapters alone; leave out one of them"
+            for key, given in (("only", self.only is not None), ("freeze", self.freeze))
+            if given
+        ]
+        return [*lora.problems(model, self.lora.targets), *both]
+
+
+EVERYTHING = Tuning()

@@ -1,0 +1,227 @@
+"""Of a chat the loss counts what the assistant generates, to the token, whatever the template; bad rows say why."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from chats import FAMILIES, SPECIAL, chat, write_tokenizer
+
+from megacore.data.chat import BadExample, TrainOn, passage
+from megacore.data.spelling import ModelFiles, Spelling, counts
+from megacore.data.text import InputError
+
+CHATS = {
+    "one": chat("what is an axis?", "a name, with a size"),
+    "three": chat("hi", "hello  there", "and?", "weights: ünïcode 🙂🙂", "more", "\tx\n\n  y", system="speak well"),
+    "blanks": chat("  hi \n", "  two  blanks  around  ", "and", "\n\nlines\n\n"),
+    "spelled": chat("user", "assistant", "assistant", "user"),
+    "trailing": [*chat("hi", "hello", "and", "so"), {"role": "user", "content": "not answered"}],
+    "left-alone": [*chat("hi", "hello"), *chat("more", "text")],
+}
+
+
+@pytest.fixture(scope="module")
+def spelled(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The tokenizer of a family."""
+
+    @cache
+    def load(family: str, trim: bool = False) -> Spelling:
+        made = FAMILIES[family]
+        return Spelling(write_tokenizer(tmp_path_factory.mktemp(family), made.template, made.end, trim))
+
+    return load
+
+
+def counted_text(spelling: Spelling, row: dict[str, Any], train_on: TrainOn = "assistant") -> tuple[str, str]:
+    """(all of the text, what counts of it), from the tokens."""
+    ((ids, counted),) = spelling.encode([passage(row, lambda: spelling.template, train_on)])
+    decode = spelling._tokenizer.decode
+    return decode(ids.tolist()), decode(ids[counted].tolist())
+
+
+@pytest.mark.parametrize("trim", [False, True], ids=["", "trim"])
+@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_the_assistant_generates_counts_and_nothing_else(spelled: Any, family: str, name: str, trim: bool) -> None:
+    messages, spelling = CHATS[name], spelled(family, trim)
+    answered = messages[:-1] if messages[-1]["role"] == "user" else messages
+    pieces = list(FAMILIES[family].pieces(answered))
+    text, counted = counted_text(spelling, {"messages": messages})
+    closing = FAMILIES[family].end if family == "ending" else ""
+    assert text == "".join(piece for piece, _ in pieces) + closing
+    want = [piece for piece, counts in pieces if counts]
+    # At the end of a chat the family's token of the end of a text follows that of a turn, and counts like it.
+    assert counted == "".join(want) + ("\n" + closing if closing else "")
+    _, last = counted_text(spelling, {"messages": messages}, "last")
+    assert last == want[-1] + ("\n" + closing if closing else "")
+    every = list(FAMILIES[family].pieces(messages))
+    _, whole = counted_text(spelling, {"messages": messages}, "all")
+    assert whole == ("".join(piece for piece, _ in every) + closing).removeprefix(
+        next((token for token in SPECIAL if every[0][0].startswith(token)), "Question"[:1])
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_inference(spelled: Any, family: str) -> None:
+    """What transformers makes of the chat, up to the last token that counts; and what it marks, where it can."""
+    spelling, messages = spelled(family), CHATS["three"]
+    ((ids, counted),) = spelling.encode([passage({"messages": messages}, lambda: spelling.template, "assistant")])
+    theirs = spelling._tokenizer.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=family == "marks"
+    )
+    assert theirs["input_ids"] == ids.tolist()
+    if family == "marks":
+        assert theirs["assistant_masks"] == counted.astype(int).tolist()
+
+
+CALLING = (
+    "{% if tools %}{{ '<|system|>' + (tools | map(attribute='name') | join(',')) + '<|end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+    "{% for c in m.tool_calls or [] %}{{ '<|user|>' + c.name + '(' + c.arguments | tojson + ')<|/head|>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CALLED = [
+    {"role": "user", "content": "how warm is it?"},
+    {"role": "assistant", "content": None, "tool_calls": [{"name": "warmth", "arguments": {"unit": "C"}}]},
+    {"role": "tool", "content": "21"},
+    {"role": "assistant", "content": "21 degrees", "tool_calls": None},
+]
+
+
+@pytest.mark.parametrize("tools", [[{"name": "warmth"}], '[{"name": "warmth"}]', None, "", []])
+def test_tools_and_calls(tmp_path: Path, tools: object) -> None:
+    spelling = Spelling(write_tokenizer(tmp_path, CALLING, "<|im_end|>"))
+    text, counted = counted_text(spelling, {"messages": CALLED, "tools": tools})
+    assert text.startswith("<|system|>warmth<|end|>\n<|im_start|>user" if tools else "<|im_start|>user")
+    assert counted == '<|user|>warmth({"unit": "C"})<|/head|><|im_end|>21 degrees<|im_end|>'
+
+
+def test_a_marked_turn_may_have_several_parts_and_the_last_turn_keeps_all_of_its_own(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' %}"
+        "{%- generation -%}{{ m.content.split('/')[0] }}{%- endgeneration -%}{{ '||' }}"
+        "{% generation %}{{ m.content.split('/')[-1] + eos_token }}{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
+    )
+    spelling, row = Spelling(write_tokenizer(tmp_path, template)), {"messages": chat("hi", "a/b", "and", "c/d")}
+    assert counted_text(spelling, row)[1] == "ab</s>cd</s>"
+    assert counted_text(spelling, row, "last")[1] == "cd</s>"
+
+
+# -- prompts with completions, and texts
+
+
+def test_of_a_prompt_and_completion_the_completion_and_its_end_count(spelled: Any) -> None:
+    spelling = spelled("chatml")
+    row = {"prompt": "Q: two? ", "completion": "A: three", "messages": None}
+    assert counted_text(spelling, row) == ("<s>Q: two? A: three<|im_end|>", "A: three<|im_end|>")
+    assert counted_text(spelling, row, "all")[1] == "Q: two? A: three<|im_end|>"
+    # A token that holds characters of both counts: what completes the prompt is all there.
+    assert counted_text(spelling, {"prompt": "the", "completion": "re"})[1] == "ere<|im_end|>"
+
+
+def test_of_a_text_all_counts_but_its_first_token(spelled: Any) -> None:
+    spelling = spelled("chatml")
+    assert counted_text(spelling, {"text": "plain text"}) == ("<s>plain text<|im_end|>", "plain text<|im_end|>")
+    assert counted_text(spelling, {"text": "ended<|im_end|>"})[0] == "<s>ended<|im_end|>"
+
+
+def test_a_token_counts_where_it_holds_a_character_that_does() -> None:
+    offsets = np.array([[0, 0], [0, 3], [3, 6], [6, 6], [7, 9], [9, 9], [9, 10], [0, 0]])
+    assert counts(offsets, [(4, 7)]).tolist() == [False, False, True, True, False, False, False, False]
+    assert counts(offsets, [(0, 1), (8, 10)]).tolist() == [False, True, False, False, True, True, True, False]
+    # A token of blanks whose characters a tokenizer has left out: those since the token before it.
+    blanks = np.array([[0, 3], [6, 6], [6, 7]])
+    assert counts(blanks, [(2, 6)]).tolist() == [True, True, False]
+    assert counts(blanks, [(6, 7)]).tolist() == [False, False, True]
+
+
+# -- what is wrong, in words
+
+
+def message(**values: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": "hi"}, values]}
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({}, "has no keys: needs 'messages', 'prompt' and 'completion', or 'text'"),
+        ({"chat": [], "id": 3, "text": None}, "has 'chat', 'id': needs 'messages'"),
+        ({"messages": "hi"}, "messages is a str, not a list"),
+        ({"messages": []}, "has no messages"),
+        ({"messages": ["hi"]}, "message 1 is a str, not an object"),
+        (message(role="bot", content="x"), "message 2 has the role 'bot': choose from system,"),
+        (message(content="x"), "message 2 has the role None"),
+        (message(role=["user"], content="x"), "message 2 has the role ['user']"),
+        (message(role="assistant"), "the content of message 2 is null, not text"),
+        (message(role="assistant", content=[{"text": "x"}]), "the content of message 2 is a list, not text"),
+        (message(role="assistant", content=" \n"), "message 2: the assistant says nothing"),
+        (message(role="assistant", content="", tool_calls=[]), "message 2: the assistant says nothing"),
+        (message(role="assistant", content="x", tool_calls="f()"), "message 2: tool_calls is a str"),
+        (message(role="assistant", content="x", tool_calls=["f()"]), "not a list of objects"),
+        (message(role="assistant", content="a\ud800"), "the content of message 2 has the lone surrogate"),
+        (message(role="user", content="x"), "has no turn of the assistant"),
+        ({**message(role="assistant", content="x"), "tools": "[f"}, "tools is text that is not JSON"),
+        ({**message(role="assistant", content="x"), "tools": "{}"}, "tools is a dict, not a list of objects"),
+        ({"prompt": "x", "completion": ""}, "the completion is empty"),
+        ({"prompt": ["x"], "completion": "y"}, "prompt is a list, not text"),
+        ({"prompt": "x", "completion": 3}, "completion is a int, not text"),
+        ({"text": ""}, "the text is empty"),
+        ({"text": 3}, "text is a int, not text"),
+    ],
+)
+def test_bad_rows_say_why(spelled: Any, row: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadExample) as error:
+        passage(row, lambda: spelled("chatml").template, "assistant")
+    assert words in str(error.value)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_for_the_last_alone(spelled: Any) -> None:
+    spelling = spelled("thinking")
+    row = {"messages": chat("hi", "let me see//hello", "and", "again//so")}
+    with pytest.raises(BadExample, match=r"message 2: .* when other messages follow.* set chat.train_on=last, or"):
+        counted_text(spelling, row)
+    assert counted_text(spelling, row, "last")[1] == "(no thought)\nso<|im_end|>"
+
+
+def test_a_prompt_that_does_not_lead_to_the_turn_is_named(tmp_path: Path) -> None:
+    template = FAMILIES["chatml"].template.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>think' }}")
+    spelling = Spelling(write_tokenizer(tmp_path, template, "<|im_end|>"))
+    choices: tuple[TrainOn, ...] = ("assistant", "last")
+    for train_on in choices:
+        with pytest.raises(BadExample, match=r"message 2: the chat template writes the messages before it otherwise"):
+            counted_text(spelling, {"messages": chat("hi", "hello")}, train_on)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "the chat template fails: roles must alternate"),
+        ("{{ messages[0].nothing.there }}", "the chat template fails: "),
+        ("{% for m in messages %}{{ m.content", "the chat template fails: "),
+    ],
+)
+def test_a_template_that_fails_is_a_bad_row(tmp_path: Path, template: str, words: str) -> None:
+    spelling = Spelling(write_tokenizer(tmp_path, template))
+    with pytest.raises(BadExample) as error:
+        counted_text(spelling, {"messages": chat("hi", "hello")})
+    assert words in str(error.value)
+
+
+def test_what_is_wrong_with_the_tokenizer_is_no_rows_fault(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no chat template: set chat\.template"):
+        counted_text(Spelling(write_tokenizer(tmp_path / "bare", None)), {"messages": chat("hi", "hello")})
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match="the model's tokenizer cannot be loaded"):
+        Spelling(tmp_path / "broken")
+    with (
+        pytest.raises(InputError, match="none is there: start from a folder that has it"),
+        ModelFiles({}, {}, 3).folder(),
+    ):
+        pass

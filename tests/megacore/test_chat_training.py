@@ -1,0 +1,228 @@
+"""Training on chats, end to end: packing changes no number, on any layout; resuming goes on; problems come first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from chats import FAMILIES, chat, write_jsonl, write_tokenizer
+from engine import LLAMA, RECIPE, Result, train
+from pool import Pool
+
+from megacore import checkpoints, pretrain
+from megacore.config import ConfigError
+from megacore.data.blend import Blend
+from megacore.data.packing import Packed
+
+LENGTH, ROWS, EXAMPLES = 64, 4, 16
+MODEL = {**LLAMA, "vocab_size": 360, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
+WORDS = [
+    "weights",
+    "and",
+    "axes",
+    "of",
+    "a",
+    "mesh",
+    "are",
+    "named",
+    "in",
+    "words",
+    "user",
+    "may",
+    "ask",
+    "any",
+    "answer",
+]
+
+
+def rows(count: int = EXAMPLES) -> list[dict[str, Any]]:
+    """Of different lengths, that fill ROWS rows well."""
+    made = []
+    for number in range(count):
+        words = [WORDS[(number * 5 + i) % len(WORDS)][:3] for i in range(2 + number % 3)]
+        made.append({"text": " ".join(words)} if number % 5 == 4 else {"messages": chat(words[0], words[-1])})
+    return made
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    return write(tmp_path)
+
+
+def write(folder: Path, **sections: dict[str, Any]) -> str:
+    """A recipe over chats, with a tokenizer beside them."""
+    family = FAMILIES["chatml"]
+    write_tokenizer(folder, family.template, family.end)
+    chats = write_jsonl(folder / "chats.jsonl", *rows())
+    data = {"train": str(chats), "validation": str(chats), "sequence_length": LENGTH, **sections.pop("data", {})}
+    evaluate = {"every": 2, "batches": 1}
+    recipe = RECIPE | {"model": MODEL, "data": data, "evaluate": evaluate} | sections
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return str(path)
+
+
+def problems(recipe: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        pretrain.check(recipe, overrides, 1, 1)
+    return str(error.value)
+
+
+# -- packing changes no number
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("chats")
+
+
+@cache
+def _alone(pool: Pool, folder: Path) -> Result:
+    """Each example in a row of its own; a step has all of them."""
+    overrides = [f"out={folder / 'alone'}", "chat.pack=false", f"batch.global_size={EXAMPLES}", "train.steps=3"]
+    return pool.run(1, train, write(folder), overrides)[0]
+
+
+LAYOUTS = {
+    "one": (1, ["batch.micro_size=4"]),
+    "selective-offload": (1, ["memory.recompute=selective", "memory.offload_activations=true"]),
+    "tp2": (2, ["mesh.tp=2"]),
+    "pp2": (2, ["mesh.pp=2", "batch.micro_size=2"]),
+    "dp2-gradients": (2, ["mesh.dp=2", "data.shard=gradients"]),
+    "tp2-pp2-full": (4, ["mesh.tp=2", "mesh.pp=2", "memory.recompute=full"]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_examples_train_as_they_do_alone(pool: Pool, folder: Path, layout: str) -> None:
+    alone = _alone(pool, folder)
+    world, overrides = LAYOUTS[layout]
+    common = [f"out={folder / layout}", f"batch.global_size={ROWS}", "train.steps=3"]
+    packed = pool.run(world, train, str(folder / "recipe.yaml"), [*common, *overrides])
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose(packed[0].values(key), alone.values(key), rtol=1e-9)
+    assert len(packed[0].values("loss")) == 3 and packed[0].values("loss")[2] < packed[0].values("loss")[0]
+    np.testing.assert_allclose(packed[0].values("validation_loss"), alone.values("validation_loss"), rtol=1e-9)
+    np.testing.assert_allclose(np.exp(alone.values("validation_loss")), alone.values("validation_perplexity"))
+    if world == 1:
+        for name, want in alone.weights.items():
+            assert np.linalg.norm(packed[0].weights[name] - want) <= 1e-9 * np.linalg.norm(want), name
+
+
+def test_the_rows_are_as_many_as_the_test_takes_them_for(recipe: str) -> None:
+    setup = pretrain.check(recipe, [], 1, 1)
+    source = setup.corpora.train
+    assert isinstance(source, Packed) and source.per_epoch == ROWS and setup.corpora.separate
+    alone = pretrain.check(recipe, ["chat.pack=false"], 1, 1).corpora.train
+    assert isinstance(alone, Packed) and alone.per_epoch == EXAMPLES
+
+
+def test_without_documents_kept_apart_it_would_be_another_loss(pool: Pool, folder: Path) -> None:
+    """Else equal losses would prove little."""
+    alone = _alone(pool, folder)
+    setup = pretrain.check(str(folder / "recipe.yaml"), [f"batch.global_size={ROWS}", f"out={folder / 'joined'}"], 1, 1)
+    object.__setattr__(setup.corpora, "separate", False)
+    mesh = pretrain.Mesh.single()
+    made = pretrain.trainer_of(setup, mesh, None)
+    stats = made.step.backward(made._microbatches(made.batches.microbatches(0), 1))
+    assert abs(stats.loss.item() / alone.values("loss")[0] - 1) > 1e-4
+
+
+# -- a run
+
+
+def test_a_run_that_is_resumed_goes_on_bitwise_with_the_same_examples(pool: Pool, tmp_path: Path) -> None:
+    recipe = write(tmp_path, batch={"global_size": 3, "micro_size": 1})
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    saving = ["checkpoint.every=2", "train.steps=6"]
+    one = pool.run(1, train, recipe, [f"out={whole}", *saving])[0]
+    from_there = checkpoints.complete(checkpoints.folder_of(whole))[2]
+    two = pool.run(1, train, recipe, [f"out={part}", *saving, f"checkpoint.resume={from_there}"])[0]
+    assert two.values("loss") == one.values("loss")[2:] and two.last == 6
+    assert all(np.array_equal(two.weights[name], weight) for name, weight in one.weights.items())
+    names = [sorted(path.name for path in (run / "examples").glob("[!.]*")) for run in (whole, part)]
+    assert names[0] == names[1] and len(names[0]) == 1
+    assert (from_there / "tokenizer" / "chat_template.jinja").is_file()
+
+
+def test_what_was_made_of_the_data_is_said(recipe: str, tmp_path: Path) -> None:
+    long = {"text": "too long " * 40}
+    write_jsonl(tmp_path / "more.jsonl", *rows(), "{", long)
+    overrides = [f"data.train={tmp_path / 'more.jsonl'}", "data.validation=[]", "data.validation_fraction=0.3"]
+    said = pretrain.check(recipe, [*overrides, "chat.bad_lines=skip"], 1, 1).corpora.remarks
+    assert said[0].startswith(f"{tmp_path / 'more.jsonl'}: 17 examples of ") and said[0].endswith(" of which count")
+    assert said[1:3] == (
+        f"  longer than {LENGTH + 1} tokens: 1 cut, 0 dropped",
+        f"  1 bad lines skipped, such as {tmp_path / 'more.jsonl'}, line 17: not JSON: "
+        "Expecting property name enclosed in double quotes at character 2",
+    )
+    kept, held_out = (line.split(": ")[1].split(" examples in ")[0] for line in said[3:])
+    assert int(kept) + int(held_out) == 17 and said[3].endswith("% full")
+
+
+def test_several_files_are_blended(recipe: str, tmp_path: Path) -> None:
+    other = write_jsonl(tmp_path / "other.jsonl", *rows(8))
+    blend = [f"data.train=[{{path: {tmp_path / 'chats.jsonl'}, weight: 3}}, {other}]"]
+    train = pretrain.check(recipe, blend, 1, 1).corpora.train
+    assert isinstance(train, Blend) and len(train.sources) == 2
+
+
+def test_a_template_in_the_recipe_takes_the_place_of_the_models(recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
+    setup = pretrain.check(recipe, [f"chat.template={tmp_path / 'mine.jinja'}"], 1, 1)
+    plain = pretrain.check(recipe, [], 1, 1)
+    counts = [each.corpora.remarks[0] for each in (setup, plain)]
+    assert counts[0] != counts[1]
+    assert pretrain.companions(setup.start, setup.config)["chat_template.jinja"] == tmp_path / "mine.jinja"
+
+
+# -- before anything starts
+
+
+def test_bad_lines_are_problems_of_the_config(recipe: str, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "chats.jsonl", {"messages": []}, *rows(), {"text": 3})
+    said = problems(recipe)
+    assert "data: " in said and "2 bad line(s)" in said
+    assert "chats.jsonl, line 1: has no messages" in said and "line 18: text is a int, not text" in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.train=[chats.jsonl, corpus/text]"], ["files of examples (chats.jsonl", "token files (corpus/text)"]),
+        (["data.validation=corpus/text"], ["a run takes one kind"]),
+        (["data.train=none.jsonl"], ["data.train: there is no none.jsonl"]),
+        (["data.train=none.parquet"], ["data.train: there is no none.parquet"]),
+        (["data.train=none.jsonl.gz"], ["data.train: there is no none.jsonl.gz"]),
+        (["chat.template=none.jinja"], ["chat.template: there is no none.jinja"]),
+        (["chat.train_on=user"], ["chat.train_on: got 'user', choose 'assistant', 'last' or 'all'"]),
+        (["model.vocab_size=300"], ["gives ids up to", "the model's vocabulary ends at 299"]),
+    ],
+)
+def test_what_does_not_fit_is_named(recipe: str, overrides: Sequence[str], words: Sequence[str]) -> None:
+    said = problems(recipe, *overrides)
+    assert all(word in said for word in words), said
+
+
+def test_without_a_tokenizer_or_a_template_there_are_no_chats(recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").unlink()
+    assert "the model's tokenizer no chat template: set chat.template" in problems(recipe)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink()
+    assert "examples need the model's tokenizer, and none is there" in problems(recipe)
+
+
+def test_the_check_of_the_launcher_prepares(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert pretrain.main(["--check", "1", "1", recipe, f"out={out}"]) == 0
+    (folder,) = (out / "examples").glob("[!.]*")
+    assert json.loads((folder / "examples.json").read_text())["examples"] == EXAMPLES
+    before = (folder / "examples.bin").stat().st_mtime_ns
+    assert pretrain.main(["--check", "1", "1", recipe, f"out={out}"]) == 0
+    assert (folder / "examples.bin").stat().st_mtime_ns == before

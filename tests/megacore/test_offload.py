@@ -1,0 +1,344 @@
+"""States and parameters off the device: the same bits, wherever they live and however small the buffer is."""
+
+from __future__ import annotations
+
+import filecmp
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import engine
+import numpy as np
+import pytest
+import torch
+from engine import train, trainer, write_recipe
+from hypothesis import given
+from hypothesis import strategies as st
+from pool import Pool
+from torch import Tensor, nn
+
+from megacore import checkpoints
+from megacore.config import Config, MemoryConfig, load
+from megacore.optimizer import Optimizer
+from megacore.plan.setting import SHARDS
+from megacore.problems import problems, surroundings
+from megacore.states import room
+from megacore.states.home import MASTER
+from megacore.states.offload import Offload, Offloaded
+from megacore.states.shelves import BUFFERS, FileShelf
+from megacore.states.windows import ALIGNED, cut
+from models.registry import configure
+from parallel.layout import Layout, MeshShape
+from parallel.mesh import Mesh
+from parallel.parameters import Parameters
+from parallel.schema import Param, Schema
+from parallel.zero import Shard, ShardedGradients, sharing
+
+# -- windows
+
+
+@pytest.mark.quick
+@given(st.lists(st.integers(0, 1000), max_size=8), st.integers(1, 6).map(lambda n: n * ALIGNED))
+def test_each_element_is_in_one_window(sizes: list[int], numel: int) -> None:
+    seen = [np.zeros(size, int) for size in sizes]
+    windows = cut(sizes, numel)
+    assert [window.number for window in windows] == list(range(len(windows)))
+    for window in windows:
+        assert 0 < window.numel <= numel
+        taken = np.zeros(numel, int)
+        for segment in window.segments:
+            assert segment.start < segment.stop and segment.at % ALIGNED == 0 == segment.start % ALIGNED
+            taken[segment.here] += 1
+            seen[segment.part][segment.there] += 1
+        assert taken.max() == 1
+    assert all((each == 1).all() for each in seen)
+
+
+# -- the same numbers
+
+SIZES = {"layer": 1, "embed": 6, "heads": 8, "kv": 2, "head": 30}
+SCHEMA = Schema(
+    (
+        Param("qkv", "embed (q: heads head + k: kv head + v: kv head)", std=1.0),
+        Param("rows", "(q: heads head + k: kv head) embed", std=1.0),
+        Param("plain", "embed", std=1.0),
+    ),
+    SIZES,
+)
+
+
+def states_after(
+    mesh: MeshShape,
+    shard: Shard,
+    dtypes: tuple[torch.dtype, torch.dtype | None, bool],
+    offload: Offload | None,
+    parameters_too: bool = False,
+) -> tuple[dict[str, Tensor], int, int]:
+    """(what is there after steps of which one is left out, updates, windows)."""
+    dtype, moments, masters = dtypes
+    live = Mesh.create(mesh)
+    parameters = Parameters(Layout(SCHEMA, mesh, (1,)), live, dtype)
+    parameters.initialise(0)
+    wide = torch.float32 if masters and dtype.itemsize < 4 else dtype
+    gradients = sharing(parameters, [nn.ParameterList(parameters.values())], wide, shard, 1, 400, parameters_too)
+    optimizer = Optimizer(gradients, lr=0.1, master_weights=masters, moments=moments, offload=offload)
+    for step in range(4):
+        gradients.begin(1)
+        for name, parameter in parameters.items():
+            numbers = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
+            if isinstance(gradients, ShardedGradients):  # no module is called, whose hooks would do so
+                for held in gradients._held[name]:
+                    held.bucket.gather()
+                    held.bucket.wait()
+            (parameter.float().square() * (numbers + live.rank + step).sin()).sum().backward()
+        gradients.finish()
+        optimizer.step(0.1 / (step + 1), gradients.norm(), torch.tensor(step != 2))
+    found = {}
+    for state, kept in optimizer.states().items():
+        for name, kind in kept.items():
+            host = torch.empty(parameters[name].shape, dtype=kind)
+            optimizer.read_into(state, name, host)
+            found[f"{state}/{name}"] = host
+    for name, parameter in parameters.items():
+        found[name] = torch.empty(parameter.shape, dtype=dtype)
+        optimizer.read_weight(name, found[name])
+    windows = len(optimizer.home._windows) if isinstance(optimizer.home, Offloaded) else 0
+    return found, optimizer.updates, windows
+
+
+def all_alike(mesh: MeshShape, shard: Shard, folder: Path) -> list[str]:
+    """What differs from states on the device."""
+    wrong = []
+    bf16 = torch.bfloat16
+    for dtypes in (
+        (torch.float64, None, True),
+        (bf16, None, True),
+        (bf16, bf16, True),
+        (bf16, None, False),
+        (torch.float32, bf16, True),
+    ):
+        want, updates, _ = states_after(mesh, shard, dtypes, None)
+        assert updates == 3
+        for offload in (Offload(None, 1 << 12), Offload(folder, 1 << 13), Offload(folder)):
+            for parameters_too in (False, True)[: 1 + (shard == "parameters")]:
+                found, count, windows = states_after(mesh, shard, dtypes, offload, parameters_too)
+                assert windows > BUFFERS or offload.buffer_bytes > 1 << 13, windows
+                same = found.keys() == want.keys() and all(torch.equal(found[key], want[key]) for key in want)
+                if not same or count != updates:
+                    wrong.append(f"{dtypes}, {offload}, {parameters_too}")
+    return wrong
+
+
+DP, TP = MeshShape(dp=2), MeshShape(tp=4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "shard"),
+    [
+        pytest.param(mesh, shard, id=f"{'tp4' if mesh == TP else 'dp2'}-{shard}")
+        for mesh, shard in [(TP, "none"), (TP, "parameters"), *((DP, shard) for shard in SHARDS)]
+    ],
+)
+def test_wherever_they_live_they_are_bitwise_the_same(
+    pool: Pool, mesh: MeshShape, shard: Shard, tmp_path: Path
+) -> None:
+    """Parts with gaps, parts of several windows, several parts in a window; a step that is left out."""
+    for wrong in pool.run(mesh.world, all_alike, mesh, shard, tmp_path):
+        assert not wrong
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.quick
+def test_a_window_is_read_after_it_was_written_and_one_that_fails_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = {"a": torch.float32, "b": torch.bfloat16}
+    shelf = FileShelf(tmp_path, 11, 100, kept, False)
+    for turn in range(3):
+        for number in range(11):
+            shelf.fetch((number + 2) % 11)
+            for tensor in shelf.open(number).values():
+                assert (tensor == (turn and turn * 11 + number)).all()
+                tensor.fill_((turn + 1) * 11 + number)
+            shelf.changed(number)
+            if turn:  # otherwise whoever takes its place has it written
+                shelf.put_back(number)
+
+    def broken(*_: object) -> None:
+        raise OSError(5, "the disk is gone")
+
+    monkeypatch.setattr(shelf._file, "read", broken)
+    with pytest.raises(OSError, match="the disk is gone"):
+        for number in range(11):
+            shelf.open(number)
+
+
+# -- memory
+
+
+def resident() -> int:
+    """Bytes of memory that are this process's own, at their highest since :func:`forget`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+def forget() -> None:
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def highest(folder: Path | None, buffer: int) -> int:
+    """Bytes above the parameters and gradients: making an optimizer, and three steps."""
+    schema = Schema((Param("table", "vocab embed", std=1.0),), {"layer": 1, "vocab": 1 << 13, "embed": 1 << 9})
+    mesh = Mesh.create(MeshShape())
+    parameters = Parameters(Layout(schema, mesh.shape, (1,)), mesh, torch.bfloat16)
+    gradients = sharing(parameters, [nn.ParameterList(parameters.values())], torch.float32, "optimizer")
+    forget()
+    before = resident()
+    offload = Offload(folder, buffer) if folder else None
+    optimizer = Optimizer(gradients, lr=0.1, offload=offload)
+    for _ in range(3):
+        optimizer.step(0.1, torch.tensor(1.0))
+    return resident() - before
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of memory")
+def test_memory_is_bounded_by_the_buffer(pool: Pool, tmp_path: Path) -> None:
+    numel, buffer = 1 << 22, 4 << 20
+    (held,) = pool.run(1, highest, None, 0)
+    (bounded,) = pool.run(1, highest, tmp_path, buffer)
+    assert held > 11 * numel  # a master and two moments: 12 bytes each
+    assert bounded < 2 * buffer, f"{bounded:,} bytes"
+
+
+# -- in a run
+
+COMMON = ["train.steps=6", "train.precision=bf16", "evaluate.every=3", "checkpoint.every=3", "checkpoint.at_end=false"]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    # Parts of a million elements: a buffer of one MiB is several windows.
+    wide = engine.RECIPE | {"model": engine.LLAMA | {"hidden_size": 64, "intermediate_size": 192}}
+    return write_recipe(tmp_path_factory.mktemp("recipe"), wide)
+
+
+def run_of(out: Path, *overrides: str) -> list[str]:
+    return [f"out={out}", *COMMON, *overrides]
+
+
+def offloaded(folder: Path) -> list[str]:
+    return ["memory.offload_optimizer=file", f"memory.offload_folder={folder}", "memory.offload_buffer=1"]
+
+
+def step_of(out: Path, step: int) -> Path:
+    return checkpoints.path_of(checkpoints.folder_of(out), step)
+
+
+def test_checkpoints_know_nothing_of_it(pool: Pool, recipe: str, tmp_path: Path) -> None:
+    """The same bytes on disk; what is saved with it resumes without, and the other way round."""
+    shards = ["data.shard=parameters"]
+    file = [*offloaded(tmp_path / "scratch"), "memory.offload_parameters=true"]
+    plain = pool.run(2, train, recipe, run_of(tmp_path / "plain", *shards))
+    found = pool.run(2, train, recipe, run_of(tmp_path / "file", *shards, *file))
+    half = [f"checkpoint.resume={step_of(tmp_path / 'plain', 3)}"]
+    onto = pool.run(2, train, recipe, run_of(tmp_path / "onto", *shards, *file, *half))
+    half = [f"checkpoint.resume={step_of(tmp_path / 'file', 3)}"]
+    off = pool.run(2, train, recipe, run_of(tmp_path / "off", *shards, *half, "memory.offload_optimizer=host"))
+    assert found[0].values("loss") == plain[0].values("loss")
+    for results, out in ((found, "file"), (onto, "onto"), (off, "off")):
+        for one, other in zip(plain, results, strict=True):
+            assert all(np.array_equal(value, other.weights[name]) for name, value in one.weights.items())
+        files = [path.relative_to(step_of(tmp_path / "plain", 6)) for path in _files(step_of(tmp_path / "plain", 6))]
+        assert len(files) == 4
+        for path in files:
+            one, other = (step_of(tmp_path / run, 6) / path for run in ("plain", out))
+            assert filecmp.cmp(one, other, shallow=False), path
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def test_the_recipe_arrives(recipe: str, tmp_path: Path) -> None:
+    made = trainer(recipe, run_of(tmp_path / "run", *offloaded(tmp_path / "scratch")))
+    home = made.step.optimizer.home
+    assert isinstance(home, Offloaded) and isinstance(home._shelf, FileShelf) and home.kept[MASTER] == torch.float32
+    assert len(home._windows) > BUFFERS
+    made = trainer(recipe, run_of(tmp_path / "run", "memory.offload_optimizer=host"))
+    home = made.step.optimizer.home
+    assert isinstance(home, Offloaded) and not isinstance(home._shelf, FileShelf)
+
+
+def test_an_overflow_leaves_everything_as_it_was(recipe: str, tmp_path: Path) -> None:
+    changes = ["train.precision=fp16", f"loss_scale.initial={2.0**24}", *offloaded(tmp_path / "scratch")]
+    made = trainer(recipe, run_of(tmp_path / "run", *changes))
+    batch = made._microbatches(made.batches.microbatches(0), 1)
+    before = engine.weights(made)
+    assert made.step(batch, 1e-2).overflow and made.step.optimizer.updates == 0
+    assert all(np.array_equal(value, before[name]) for name, value in engine.weights(made).items())
+    made.step.scaler.scale.fill_(1024.0)
+    assert made.step(batch, 1e-2).finite and made.step.optimizer.updates == 1
+    assert any(not np.array_equal(value, before[name]) for name, value in engine.weights(made).items())
+
+
+# -- what is refused
+
+
+class _Sizes:
+    schema = configure({"preset": "llama-tiny"}).schema
+    sizes = schema.sizes
+    max_positions: int | None = None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("memory", "shard", "said"),
+    [
+        ({}, "none", []),
+        ({"offload_optimizer": "host"}, "none", []),
+        ({"offload_optimizer": "host", "offload_parameters": True}, "parameters", []),
+        ({"offload_optimizer": "file"}, "none", ["memory.offload_optimizer=file needs memory.offload_folder: name"]),
+        (
+            {"offload_optimizer": "host", "offload_folder": "x"},
+            "none",
+            ["memory.offload_folder (x) is for memory.offload_optimizer=file, not host: set that"],
+        ),
+        (
+            {"offload_parameters": True},
+            "gradients",
+            [
+                "memory.offload_parameters needs data.shard=parameters, not gradients: only there",
+                "memory.offload_parameters needs memory.offload_optimizer=host or file: the CPU",
+            ],
+        ),
+        ({"offload_buffer": 0}, "none", ["memory.offload_buffer (0): must be at least 1"]),
+    ],
+)
+def test_what_cannot_be_offloaded_is_refused(memory: Any, shard: Any, said: list[str]) -> None:
+    plain = Config()
+    config = replace(plain, memory=MemoryConfig(**memory), data=replace(plain.data, shard=shard))
+    found = [problem for problem in problems(config, 2, _Sizes()) if "offload" in problem]
+    assert [problem[: len(want)] for problem, want in zip(found, said, strict=True)] == said
+
+
+@pytest.mark.quick
+def test_a_folder_that_cannot_be_used_is_refused(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+
+    def said(folder: Path) -> list[str]:
+        config = load(recipe, run_of(tmp_path / "run", *offloaded(folder)))
+        return [problem for problem in surroundings(config) if "offload" in problem]
+
+    assert not said(tmp_path / "new" / "folder")
+    assert said(tmp_path / "file" / "in") == [
+        f"memory.offload_folder ({tmp_path / 'file' / 'in'}) cannot be made, {tmp_path / 'file'} is not a folder: "
+        "choose another one"
+    ]
+    config, model = load(recipe, run_of(tmp_path / "run", *offloaded(tmp_path))), configure(engine.LLAMA)
+    assert not list(room.room_problems(config, model, 2, 2))
+    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    (problem,) = room.room_problems(config, model, 2, 2)
+    assert problem.startswith(f"memory.offload_folder ({tmp_path}) has 0.00 GB free, and the optimizer's states of 2 ")

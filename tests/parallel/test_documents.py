@@ -1,0 +1,175 @@
+"""Attention within documents: every way of computing it is that of each document by itself, and compiles once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel import documents as module
+from parallel import kernels
+from parallel.documents import Documents, masked, on_cpu, one_by_one, with_varlen
+
+CPU = torch.device("cpu")
+LENGTHS = (3, 1, 12, 7, 9)
+SEQUENCES = 2
+HEADS = [(4, 2), (3, 3), (6, 1)]
+Ways = dict[str, Callable[[Tensor, Tensor, Tensor, Documents], Tensor]]
+WAYS: Ways = {
+    "on-cpu": on_cpu,
+    "one-by-one": lambda q, k, v, documents: one_by_one(q, k, v, documents, 0.0),
+    "masked": lambda q, k, v, documents: masked(q, k, v, documents, SEQUENCES, 0.0),
+    "chosen": lambda q, k, v, documents: kernels.documents_attention(q, k, v, documents, SEQUENCES),
+}
+
+
+def by_formula(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Each document alone, as the formula has it."""
+    out = []
+    for own in zip(*(x.split(list(lengths)) for x in (q, k, v)), strict=True):
+        queries, keys, values = (x.transpose(0, 1) for x in own)
+        keys, values = (x.repeat_interleave(len(queries) // len(x), 0) for x in (keys, values))
+        scores = queries @ keys.mT * q.shape[-1] ** -0.5
+        later = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        out.append((scores.masked_fill(later, float("-inf")).softmax(-1) @ values).transpose(0, 1))
+    return torch.cat(out)
+
+
+def projected(heads: int, kv: int, head: int = 16, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    qkv = torch.randn(sum(LENGTHS), heads + 2 * kv, head, generator=generator, dtype=torch.float64) * 2
+    return qkv.to(dtype).requires_grad_()
+
+
+def results(function: Callable[..., Tensor], qkv: Tensor, heads: int, kv: int, given: object) -> list[Tensor]:
+    """The output and the gradient of what q, k and v are views of."""
+    qkv.grad = None
+    y = function(*qkv.split([heads, kv, kv], 1), given)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y.dtype))
+    assert qkv.grad is not None
+    return [y.detach().double(), qkv.grad.double()]
+
+
+def distances(got: list[Tensor], want: list[Tensor]) -> list[float]:
+    return [float((a - b).norm() / b.norm()) for a, b in zip(got, want, strict=True)]
+
+
+@pytest.mark.parametrize(("heads", "kv"), HEADS)
+@pytest.mark.parametrize("way", WAYS)
+def test_documents_are_each_by_itself(way: str, heads: int, kv: int) -> None:
+    qkv = projected(heads, kv)
+    want = results(by_formula, qkv, heads, kv, LENGTHS)
+    assert max(distances(results(WAYS[way], qkv, heads, kv, Documents.of(LENGTHS, CPU)), want)) < 1e-14
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_in_bf16_as_near_as_torch(way: str) -> None:
+    heads, kv = HEADS[0]
+    qkv = projected(heads, kv, dtype=torch.bfloat16)
+    want = results(by_formula, qkv.detach().double().requires_grad_(), heads, kv, LENGTHS)
+    assert max(distances(results(WAYS[way], qkv, heads, kv, Documents.of(LENGTHS, CPU)), want)) < 8e-3
+
+
+def test_long_documents_in_bf16() -> None:
+    """Whose backward is torch's."""
+    qkv = torch.randn(900, 4, 16, dtype=torch.float64).requires_grad_()
+    want = results(by_formula, qkv, 2, 1, (800, 100))
+    got = results(on_cpu, qkv.detach().bfloat16().requires_grad_(), 2, 1, Documents.of((800, 100), CPU))
+    assert max(distances(got, want)) < 2e-2
+
+
+def test_dropout_of_attention_weights_keeps_documents_apart() -> None:
+    """Values of one in a document, and of zero elsewhere: what leaks is seen, and the mean stays."""
+    q = torch.randn(sum(LENGTHS), 2, 8)
+    documents = Documents.of(LENGTHS, CPU)
+    v = torch.zeros_like(q)
+    v[4:16] = 1
+    torch.manual_seed(0)
+    for way in (
+        lambda: kernels.documents_attention(q, q, v, documents, SEQUENCES, dropout=0.5),
+        lambda: masked(q, q, v, documents, SEQUENCES, 0.5),
+    ):
+        drawn = torch.stack([way() for _ in range(200)])
+        assert not drawn[:, :4].any() and not drawn[:, 16:].any()
+        inside = drawn[:, 4:16]
+        assert inside.std() > 0.1 and abs(float(inside.mean()) - 1) < 0.05
+
+
+def test_what_is_compiled_for_one_packing_serves_all_others() -> None:
+    """Gradients and all, in float64 and with other numbers of documents; at first the one number is taken for fixed."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    compiled = torch.compile(WAYS["chosen"], backend=backend, fullgraph=True)
+    qkv = projected(4, 2)
+    for lengths in [LENGTHS, (16, 16), (5,) * 3 + (1, 16), (16, 1, 15), (1,) * 32, (9, 7, 3, 13), (4,) * 8]:
+        want = results(by_formula, qkv, 4, 2, lengths)
+        assert max(distances(results(compiled, qkv, 4, 2, Documents.of(lengths, CPU)), want)) < 1e-14
+    assert len(graphs) <= 2
+    torch.compiler.reset()
+
+
+def test_with_dropout_too() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+        return kernels.documents_attention(q, k, v, documents, SEQUENCES, dropout=1e-9)
+
+    compiled = torch.compile(attend, backend=backend, fullgraph=True)
+    qkv = projected(4, 2)
+    for lengths in [LENGTHS, (16, 16), (16, 1, 15), (1,) * 32]:
+        want = results(by_formula, qkv, 4, 2, lengths)
+        assert max(distances(results(compiled, qkv, 4, 2, Documents.of(lengths, CPU)), want)) < 1e-8
+    assert len(graphs) <= 2
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("heads", "kv"), HEADS)
+def test_torchs_kernel_for_cuda_is_asked_for_this(monkeypatch: pytest.MonkeyPatch, heads: int, kv: int) -> None:
+    """It is not there on a CPU: what it is given is checked, and computed by the formula."""
+
+    def stand_in(
+        q: Tensor, k: Tensor, v: Tensor, *given: Any, window_size: tuple[int, int], enable_gqa: bool
+    ) -> Tensor:
+        starts, same, longest, same_again = given
+        assert starts is same and longest == same_again >= max(LENGTHS)
+        assert starts.dtype == torch.int32 and window_size == (-1, 0)
+        assert enable_gqa or q.shape[1] == k.shape[1]
+        return by_formula(q, k, v, starts.diff().tolist())
+
+    monkeypatch.setattr(module, "varlen_attn", stand_in)
+    qkv, documents = projected(heads, kv), Documents.of(LENGTHS, CPU)
+    want = results(by_formula, qkv, heads, kv, LENGTHS)
+    got = results(lambda q, k, v, d: with_varlen(q, k, v, d, len(q) // SEQUENCES), qkv, heads, kv, documents)
+    assert max(distances(got, want)) < 1e-14
+
+
+def test_torchs_kernel_for_cuda_takes_narrow_heads_of_eighths() -> None:
+    starts = torch.tensor([0, 2], dtype=torch.int32)
+    on, off = Documents(starts, starts, True), Documents(starts, starts)
+    assert on.varlen_takes(torch.empty(2, 1, 64, dtype=torch.bfloat16))
+    assert not off.varlen_takes(torch.empty(2, 1, 64, dtype=torch.bfloat16))
+    for head, dtype in ((64, torch.float32), (20, torch.bfloat16), (264, torch.bfloat16)):
+        assert not on.varlen_takes(torch.empty(2, 1, head, dtype=dtype))
+
+
+def test_as_torch_has_it() -> None:
+    """The reference itself, on one document."""
+    q, k, v = projected(4, 2).split([4, 2, 2], 1)
+    queries, keys, values = (x.transpose(0, 1)[None] for x in (q, k, v))
+    theirs = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(by_formula(q, k, v, (len(q),)), theirs[0].transpose(0, 1))

@@ -1,0 +1,235 @@
+"""Adapters on their way out, beside the peft library where it is installed, and beside the formula everywhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megacore.resume import tensors
+from megacore.store.audit import fingerprints
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.convert import Source, to_checkpoint
+from megacore.store.hugging_face import HuggingFace
+from megacore.store.index import Adapters
+from megacore.store.tensors import DTYPES
+from models.assemble import Model
+from models.decoder import Microbatch
+from models.lora import Lora
+from models.registry import configure
+from models.stages import layout_of
+from models.tuning import Tuning
+from parallel.fingerprint import combined
+from parallel.layout import MeshShape
+from parallel.mesh import Mesh
+from parallel.transfer import hugging_face
+from tools import convert, inspect, reshard
+
+LLAMA: Mapping[str, Any] = {
+    "family": "llama",
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 16,
+    "initializer_range": 0.2,
+}
+GPT2: Mapping[str, Any] = {
+    "family": "gpt2",
+    "vocab_size": 61,
+    "n_positions": 16,
+    "n_embd": 16,
+    "n_layer": 4,
+    "n_head": 4,
+    "initializer_range": 0.2,
+}
+CASES = {
+    "llama": (LLAMA, Lora(3, 6.0, ("q_proj", "attn.qkv.v", "attn.out", "mlp"), rslora=True)),
+    "llama-all": (LLAMA, Lora(2, 1.0, ("*",))),
+    "gpt2": (GPT2, Lora(3, 6.0, ("c_attn", "mlp.down", "mlp.up"))),
+}
+TOKENS = torch.arange(12) * 5 % 61
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model in a folder, adapters of it in a checkpoint, and what they are."""
+
+    folder: Path
+    checkpoint: Path
+    lora: Lora
+
+
+def model_folder(path: Path, section: Mapping[str, Any], dtype: torch.dtype, seed: int = 0) -> Path:
+    torch.manual_seed(seed)
+    raw = configure(section).to_hugging_face()
+    (path / "raw").mkdir(parents=True)
+    (path / "raw" / "config.json").write_text(json.dumps(raw))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path / "raw"), dtype=dtype)
+    model.save_pretrained(path / "model")
+    return path / "model"
+
+
+def make(path: Path, name: str, dtype: torch.dtype = torch.float32) -> Made:
+    section, lora = CASES[name]
+    folder = model_folder(path, section, dtype)
+    opened = HuggingFace.open(folder)
+    layout = layout_of(opened.config, MeshShape(tp=2, pp=2))
+    schema = Tuning(lora).kept(opened.schema)
+    stored, rng = list(hugging_face(schema)), np.random.default_rng(1)
+    bits = {s.name: rng.normal(0, 0.3, s.shape).astype(np.float32).view(DTYPES["F32"]) for s in stored}
+    source = Source(stored, lambda s: "F32", lambda s: ("F32", bits[s.name]))
+    known = combined(fingerprints(Source.of_hugging_face(opened), opened.schema, 1))
+    to_checkpoint(
+        {"weights": source},
+        opened.raw,
+        type(layout)(schema, layout.mesh, layout.layers),
+        adapters=Adapters(lora, str(folder), known),
+    ).write(path / "ckpt", 1)
+    return Made(folder, path / "ckpt", lora)
+
+
+@pytest.fixture(params=CASES)
+def made(request: pytest.FixtureRequest, tmp_path: Path, not_durable: None) -> Made:
+    return make(tmp_path, request.param)
+
+
+def run(*arguments: object) -> int:
+    return convert.main([str(each) for each in arguments])
+
+
+def ours(made: Made) -> Tensor:
+    """Our logits of the model with its adapters beside it."""
+    base, adapters, mesh = HuggingFace.open(made.folder), Checkpoint.open(made.checkpoint), Mesh.single()
+    tuning = Tuning(made.lora)
+    model = Model.create(
+        base.config, layout_of(base.config, MeshShape(), tuning=tuning), mesh, torch.float32, tuning=tuning
+    )
+    model.train(False)
+    with torch.no_grad():
+        for folder in (base, adapters):
+            held = {name for name in model.parameters if ("lora" in name) == (folder is adapters)}
+            for name, tensor in tensors(folder, "weights", model.parameters, held):
+                model.parameters[name].copy_(tensor)
+    batch = Microbatch(TOKENS, TOKENS, torch.arange(len(TOKENS)), 1, (len(TOKENS), base.config.sizes["embed"]))
+    logits = model.logits(batch)
+    assert logits is not None
+    return logits
+
+
+def theirs(model: torch.nn.Module) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        logits: Tensor = model(TOKENS[None]).logits[0]
+    return logits
+
+
+def test_merged_weights_are_the_formula(made: Made, tmp_path: Path) -> None:
+    """W + scale B A of the peft folder's A and B; and transformers computes with them what we do beside them."""
+    assert run(made.checkpoint, tmp_path / "hf", "--to", "hf", "--base", made.folder, "--jobs", 2) == 0
+    assert run(made.checkpoint, tmp_path / "peft", "--to", "peft") == 0
+    merged, base = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", made.folder))
+    adapters = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert merged.keys() == base.keys()
+    prefix, used = "base_model.model.", set()
+    for name, weight in base.items():
+        a, b = (f"{prefix}{name.removesuffix('.weight')}.lora_{each}.weight" for each in "AB")
+        if a in adapters:
+            used |= {a, b}
+            delta = adapters[b].double() @ adapters[a].double() * made.lora.scale
+            want = weight.double() + (delta.T if name.startswith("transformer.h.") else delta)
+            torch.testing.assert_close(merged[name].double(), want, rtol=1e-6, atol=1e-6)
+        else:
+            assert torch.equal(merged[name], weight), name
+    assert used == adapters.keys()
+    logits = theirs(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"))
+    plain = theirs(AutoModelForCausalLM.from_pretrained(made.folder))
+    assert (logits - plain).abs().max() > 0.1
+    torch.testing.assert_close(ours(made), logits, rtol=1e-4, atol=1e-4)
+
+
+def test_peft_computes_what_we_compute(made: Made, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="the peft library is not installed")
+    assert run(made.checkpoint, tmp_path / "peft", "--to", "peft") == 0
+    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made.folder), tmp_path / "peft")
+    torch.testing.assert_close(theirs(model), ours(made), rtol=1e-4, atol=1e-4)
+    config = model.peft_config["default"]
+    assert (config.r, config.lora_alpha, config.use_rslora) == (made.lora.rank, made.lora.alpha, made.lora.rslora)
+    # All that peft would save is what it was given.
+    saved = peft.get_peft_model_state_dict(model)
+    given = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert saved.keys() == given.keys() and all(torch.equal(saved[name], given[name]) for name in given)
+
+
+def test_a_base_of_bf16_is_rounded_once(tmp_path: Path, not_durable: None) -> None:
+    made = make(tmp_path, "llama", torch.bfloat16)
+    assert run(made.checkpoint, tmp_path / "hf", "--to", "hf", "--base", made.folder) == 0
+    assert run(made.checkpoint, tmp_path / "peft", "--to", "peft") == 0
+    merged, base = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", made.folder))
+    adapters = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    name = "model.layers.3.mlp.down_proj"
+    a, b = (adapters[f"base_model.model.{name}.lora_{each}.weight"].double() for each in "AB")
+    exact = (base[f"{name}.weight"].double() + b @ a * made.lora.scale).bfloat16()
+    assert merged[f"{name}.weight"].dtype == torch.bfloat16
+    assert (merged[f"{name}.weight"] != exact).float().mean() < 0.01  # but for ties of fp32's own rounding
+    assert run(made.checkpoint, tmp_path / "wide", "--to", "hf", "--base", made.folder, "--dtype", "float32") == 0
+    assert {each.dtype for each in load_file(tmp_path / "wide" / "model.safetensors").values()} == {torch.float32}
+
+
+def test_adapters_reshard(made: Made, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """To another layout and out: the same bytes; and an inspection says what they are."""
+    assert reshard.main([str(made.checkpoint), str(tmp_path / "other"), "--tp", "4"]) == 0
+    for source, target in ((made.checkpoint, "one"), (tmp_path / "other", "two")):
+        assert run(source, tmp_path / target, "--to", "peft") == 0
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+    assert inspect.main([str(tmp_path / "other"), "--diff", str(made.checkpoint), "--check", "--tensors"]) == 0
+    said = capsys.readouterr().out
+    assert f"LoRA, rank {made.lora.rank}" in said and f"{made.folder} (fingerprint" in said and "Equal to" in said
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    assert run(*arguments) == 1
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_done_is_said(tmp_path: Path, not_durable: None, capsys: pytest.CaptureFixture[str]) -> None:
+    made = make(tmp_path, "llama")
+    target = tmp_path / "x"
+    said = refused(capsys, made.checkpoint, target, "--to", "hf")
+    assert f"convert {made.checkpoint} FOLDER --to hf --base {made.folder}" in said
+    other = model_folder(tmp_path / "other", LLAMA, torch.float32, seed=1)
+    said = refused(capsys, made.checkpoint, target, "--to", "hf", "--base", other)
+    assert "are not those that the adapters were trained on" in said
+    larger = model_folder(tmp_path / "larger", {**LLAMA, "intermediate_size": 32}, torch.float32)
+    assert "other sizes" in refused(capsys, made.checkpoint, target, "--to", "hf", "--base", larger)
+    assert "is a Hugging Face folder already" in refused(capsys, made.folder, target, "--to", "peft")
+    assert "--base is for --to hf" in refused(capsys, made.checkpoint, target, "--to", "peft", "--base", made.folder)
+    assert run(made.folder, tmp_path / "model-ckpt") == 0
+    assert "holds a model and no adapters" in refused(capsys, tmp_path / "model-ckpt", target, "--to", "peft")
+    said = refused(capsys, tmp_path / "model-ckpt", target, "--to", "hf", "--base", made.folder)
+    assert "holds a model and no adapters" in said
+    assert run(made.checkpoint, target, "--to", "hf", "--base", made.folder, "--dry-run") == 0
+    assert not target.exists()
+
+
+def test_a_damaged_index_is_refused(tmp_path: Path, not_durable: None) -> None:
+    made = make(tmp_path, "gpt2")
+    index = made.checkpoint / "index.json"
+    tree = json.loads(index.read_text())
+    for change in ({"rank": 4}, {"rank": 0}, {"alpha": "x"}, {"targets": [3]}, {"base": {"path": "x"}}, {"dropout": 1}):
+        index.write_text(json.dumps(tree | {"adapters": tree["adapters"] | change}))
+        with pytest.raises(ValueError, match=r"index\.json"):
+            Checkpoint.open(made.checkpoint)

@@ -1,0 +1,265 @@
+"""`megacore evaluate`: what transformers finds, token for token, and the same on every layout."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hub import converted, save
+from pool import Pool
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megacore.data import tokenizer
+from megacore.data.indexed import IndexedWriter
+from megacore.inference.evaluate import Windows, evaluate
+from megacore.inference.load import model_from
+from megacore.inference.reading import Document
+from megacore.store.folder import open_folder
+from models.registry import FAMILIES
+from parallel.layout import MeshShape
+from parallel.mesh import Mesh
+from tools import evaluate as command
+
+Capture = pytest.CaptureFixture[str]
+TEXTS = ["The sun rose over the quiet harbour.", "naïve façade, 5 € and £4.99; 日本語 🎉", "x", "", "a b c d " * 7]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|endoftext|>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return with_text(request.param, tmp_path)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return with_text("llama", tmp_path)
+
+
+def with_text(family: str, tmp_path: Path, **fields: Any) -> Path:
+    made = save(family, tmp_path / "hf", vocab_size=290, **fields)
+    tokenizer.train(TEXTS, 290, made)
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    return made
+
+
+def rows(path: Path, *objects: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in objects))
+    return path
+
+
+def losses(folder: Path, ids: list[int], length: int, stride: int) -> list[float]:
+    """By transformers, of each token but the first, one after the other, from the context that its window leaves it."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    found = []
+    for last in range(len(ids) - 1):
+        start = math.ceil(max(0, last + 1 - length) / stride) * stride
+        with torch.no_grad():
+            logits = model(torch.tensor([ids[start : last + 1]])).logits[0, -1]
+        found.append(-float(logits.log_softmax(-1)[ids[last + 1]]))
+    return found
+
+
+def data(capsys: Capture, *arguments: object) -> dict[str, Any]:
+    capsys.readouterr()
+    assert command.main([*map(str, arguments), "--json", "--dtype", "float64"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+# -- what transformers finds
+
+
+@pytest.mark.parametrize(("length", "stride"), [(32, None), (12, None), (12, 5), (7, 1)])
+def test_the_loss_is_that_of_transformers(
+    folder: Path, length: int, stride: int | None, tmp_path: Path, capsys: Capture
+) -> None:
+    path = rows(tmp_path / "texts.jsonl", *({"text": text} for text in TEXTS))
+    words: Any = AutoTokenizer.from_pretrained(folder)
+    wanted = [losses(folder, words(text)["input_ids"], length, stride or length) for text in TEXTS]
+    given = ["--stride", stride] if stride else []
+    found = data(capsys, folder, "--data", path, "--sequence-length", length, *given)
+    tokens, total = sum(map(len, wanted)), sum(map(sum, wanted))
+    size = sum(len(text.encode()) for text in TEXTS if len(text) > 1)
+    # The first token of the second text is two characters and a half.
+    size -= sum(len(words.decode(words(text)["input_ids"][:1]).rstrip("\ufffd")) for text in TEXTS if len(text) > 1)
+    assert (found["documents"], found["tokens"], found["bytes"]) == (3, tokens, size)
+    assert found["loss"] == pytest.approx(total / tokens, abs=5e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(total / tokens), rel=5e-5)
+    assert found["loss_per_byte"] == pytest.approx(total / size, abs=5e-5)
+    assert found["bits_per_byte"] == pytest.approx(total / size / math.log(2), abs=5e-5)
+
+
+def test_short_documents_have_the_loss_that_transformers_returns(llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    """The obvious call, in the model's own dtype."""
+    path = tmp_path / "text.txt"
+    path.write_text("The sun rose over the harbour.")
+    ids = AutoTokenizer.from_pretrained(llama)(path.read_text(), return_tensors="pt")["input_ids"]
+    model: Any = AutoModelForCausalLM.from_pretrained(llama)
+    wanted = float(model(ids, labels=ids).loss.detach())
+    for folder in (llama, converted(llama, tmp_path / "checkpoint", "--tp", "2")):
+        assert command.main([str(folder), "--data", str(path)]) == 0
+        assert f"loss {wanted:.4f}  perplexity" in capsys.readouterr().out
+
+
+def test_a_begin_token_lets_every_byte_count(llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    fast = json.loads((llama / "tokenizer.json").read_text())
+    special = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    fast["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [special, text],
+        "pair": [special, text, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    (llama / "tokenizer.json").write_text(json.dumps(fast))
+    words: Any = AutoTokenizer.from_pretrained(llama)
+    assert words("The sun")["input_ids"][0] == 0
+    path = rows(tmp_path / "texts.jsonl", {"content": "The sun €"})
+    found = data(capsys, llama, "--data", path, "--text-key", "content")
+    wanted = losses(llama, words("The sun €")["input_ids"], 32, 32)
+    assert found["bytes"] == len("The sun €".encode()) and found["tokens"] == len(wanted)
+    assert found["loss"] == pytest.approx(sum(wanted) / len(wanted), abs=5e-5)
+
+
+def test_token_files_are_documents_too(llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    words: Any = AutoTokenizer.from_pretrained(llama)
+    documents = [words(text)["input_ids"] + [0] for text in TEXTS[:2]]
+    with IndexedWriter(tmp_path / "corpus", 290) as writer:
+        for ids in documents:
+            writer.write(np.array(ids, np.uint16))
+    wanted = [loss for ids in documents for loss in losses(llama, ids, 32, 32)]
+    found = data(capsys, llama, "--data", tmp_path / "corpus")
+    assert found["tokens"] == len(wanted) and found["loss"] == pytest.approx(sum(wanted) / len(wanted), abs=5e-5)
+    assert found["bytes"] == sum(len(words.decode(ids[1:], skip_special_tokens=True).encode()) for ids in documents)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (llama / file).unlink()
+    unknown = dict.fromkeys(("bytes", "loss_per_byte", "perplexity_per_byte", "bits_per_byte"))
+    assert data(capsys, llama, "--data", tmp_path / "corpus") == found | unknown
+
+
+@pytest.mark.parametrize("count", ["assistant", "last", "all"])
+def test_of_chats_the_answers_count(count: str, llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    turns = [("user", "a b"), ("assistant", "The sun"), ("user", "c"), ("assistant", "5 €")]
+    chat = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    path = rows(tmp_path / "chats.jsonl", chat, {"prompt": "a", "completion": "€"})
+    words: Any = AutoTokenizer.from_pretrained(llama)
+    parts = [(f"<{role}>", f"{content}<|endoftext|>") for role, content in turns]
+    counted = {"assistant": (1, 3), "last": (3,), "all": (0, 1, 2, 3)}[count]
+    ids, mask = list[int](), list[bool]()
+    for number, (head, body) in enumerate(parts):
+        for text, counts in ((head, count == "all"), (body, number in counted)):
+            more = words(text)["input_ids"]
+            ids, mask = ids + more, mask + [counts] * len(more)
+    wanted = [loss for loss, counts in zip(losses(llama, ids, 32, 32), mask[1:], strict=True) if counts]
+    ids = words("a")["input_ids"] + words("€")["input_ids"] + [0]
+    rest = losses(llama, ids, 32, 32)
+    wanted += rest if count == "all" else rest[-len(words("€")["input_ids"]) - 1 :]
+    found = data(capsys, llama, "--data", path, "--count", count)
+    assert found["tokens"] == len(wanted) and found["bytes"] is None
+    assert found["loss"] == pytest.approx(sum(wanted) / len(wanted), abs=5e-5)
+
+
+# -- every layout
+
+IDS = [np.random.default_rng(n).integers(290, size=length) for n, length in enumerate((21, 2, 1, 9, 33, 14, 5, 26, 3))]
+
+
+def measured(folder: Path, shape: MeshShape | None, together: int = 40) -> dict[str, Any]:
+    """On this rank."""
+    model = model_from(open_folder(folder), Mesh.create(shape) if shape else Mesh.single(), torch.float64)
+    counted = [np.random.default_rng(ids.size).random(ids.size) < 0.8 for ids in IDS]
+    documents = [Document(ids, mask, ids.size) for ids, mask in zip(IDS, counted, strict=True)]
+    return asdict(evaluate(model, documents, Windows(12, 7), together))
+
+
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("llama", MeshShape(tp=2, pp=2)),
+        ("llama", MeshShape(tp=2, dp=2)),
+        ("gpt2", MeshShape(tp=2)),
+        ("gpt2", MeshShape(pp=3)),
+    ],
+    ids=["tp2-pp2", "tp2-dp2", "tp2", "pp3"],
+)
+def test_every_layout_finds_the_same(family: str, shape: MeshShape, tmp_path: Path, pool: Pool) -> None:
+    folder = with_text(family, tmp_path)
+    wanted = measured(folder, None)
+    assert wanted["loss"] > 100
+    for found in pool.run(shape.world, measured, folder, shape):
+        assert found == wanted | {"loss": pytest.approx(wanted["loss"], rel=1e-9)}
+
+
+def test_it_does_not_matter_how_many_windows_are_computed_together(llama: Path) -> None:
+    one, some, all_of_them = (measured(llama, None, together) for together in (1, 40, 10_000))
+    assert some["loss"] == pytest.approx(one["loss"], rel=1e-12)
+    assert all_of_them["loss"] == pytest.approx(one["loss"], rel=1e-12)
+
+
+def test_frequencies_go_by_the_length_of_each_window(tmp_path: Path, pool: Pool) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
+    folder = with_text("llama", tmp_path, rope_parameters=rope, max_position_embeddings=8)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    wanted, counted = 0.0, [np.random.default_rng(ids.size).random(ids.size) < 0.8 for ids in IDS]
+    for ids, mask in zip(IDS, counted, strict=True):
+        for tokens, labels in Windows(12, 7).of(Document(ids, mask, None)):
+            with torch.no_grad():
+                logits = model(torch.from_numpy(tokens)[None]).logits[0]
+            wanted += float(torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels), reduction="sum"))
+    assert measured(folder, None)["loss"] == pytest.approx(wanted, rel=1e-6)
+    assert pool.run(2, measured, folder, MeshShape(tp=2))[0]["loss"] == pytest.approx(
+        measured(folder, None)["loss"], rel=1e-9
+    )
+
+
+# -- windows
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", [0, 1, 2, 6, 7, 8, 20, 21])
+@pytest.mark.parametrize(("length", "stride"), [(6, 6), (6, 4), (6, 1), (100, 100)])
+def test_each_token_but_the_first_is_predicted_once(size: int, length: int, stride: int) -> None:
+    document = Document(np.arange(size), np.ones(size, np.bool_), None)
+    predicted: list[int] = []
+    for tokens, labels in Windows(length, stride).of(document):
+        assert 1 <= len(tokens) == len(labels) <= length
+        first = int(np.flatnonzero(labels >= 0)[0])
+        assert not predicted or first + 1 > length - stride
+        assert (labels[first:] == tokens[first:] + 1).all() and (labels[:first] < 0).all()
+        predicted += labels[first:].tolist()
+    assert predicted == list(range(1, size))
+
+
+# -- what is wrong
+
+
+def test_what_cannot_be_evaluated(llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    good = rows(tmp_path / "good.jsonl", {"text": "The sun"})
+    with IndexedWriter(tmp_path / "foreign", 70_000) as writer:
+        writer.write(np.array([1, 60_000], np.int32))
+    bare = save("gpt2", tmp_path / "bare")
+    cases: Sequence[tuple[Path, Path, list[str], str]] = [
+        (llama, tmp_path / "nowhere", [], "nowhere does not exist"),
+        (llama, tmp_path / "foreign", [], "60000, and the model's vocabulary ends at 289"),
+        (llama, rows(tmp_path / "bad.jsonl", {"text": "a b"}, {"body": "c"}), [], "bad.jsonl, line 2: no key 'text'"),
+        (llama, rows(tmp_path / "chat.jsonl", {"messages": []}), [], "chat.jsonl, line 1: has no messages"),
+        (llama, rows(tmp_path / "one.jsonl", {"text": ""}), [], "no token to predict"),
+        (llama, rows(tmp_path / "empty.jsonl"), [], "there are no documents"),
+        (bare, good, [], "has no tokenizer"),
+        (llama, good, ["--sequence-length", "64"], "the model has 32 positions"),
+        (llama, good, ["--sequence-length", "8", "--stride", "9"], "would leave out tokens"),
+        (llama, good, ["--tp", "3"], "cannot split heads (4) over tp=3"),
+    ]
+    for folder, path, arguments, says in cases:
+        assert command.main([str(folder), "--data", str(path), *arguments]) == 1, says
+        assert says in capsys.readouterr().err
