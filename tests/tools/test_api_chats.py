@@ -1,0 +1,56 @@
+"""The chats about our own API: what is kept back from training is asked in another way, about the same facts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def make(folder: Path, *arguments: str) -> dict[str, list[str]]:
+    """{file: its lines}."""
+    command = [sys.executable, str(ROOT / "launch" / "api_chats.py"), str(folder), *arguments]
+    subprocess.run(command, check=True, capture_output=True)
+    return {path.name: path.read_text("utf-8").splitlines() for path in folder.iterdir()}
+
+
+def turns(lines: list[str]) -> dict[str, str]:
+    """{question: answer}, each asked once."""
+    found = list[tuple[str, str]]()
+    for messages in (json.loads(line)["messages"] for line in lines):
+        assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
+        said = [message["content"] for message in messages]
+        found += zip(said[::2], said[1::2], strict=True)
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def test_the_same_facts_asked_in_other_ways(tmp_path: Path) -> None:
+    made = make(tmp_path, "--facts", "50")
+    trained, kept_back = turns(made["train.jsonl"]), turns(made["validation.jsonl"])
+    assert not trained.keys() & kept_back.keys()
+    ways = defaultdict(list)
+    for question, answer in trained.items():
+        ways[answer].append(question)
+    assert set(ways) == set(kept_back.values()) and len(kept_back) == 50
+    assert all(len(asked) % 4 == 0 for asked in ways.values())
+    assert [trained[question] for question in made["questions.txt"]] == made["answers.txt"]
+    assert any(len(json.loads(line)["messages"]) > 2 for line in made["train.jsonl"])
+
+
+def test_a_seed_gives_the_same_files(tmp_path: Path) -> None:
+    first = make(tmp_path / "a", "--facts", "30", "--seed", "3")
+    assert make(tmp_path / "b", "--facts", "30", "--seed", "3") == first
+    assert make(tmp_path / "c", "--facts", "30", "--seed", "4") != first
+
+
+def test_facts_are_those_of_the_source(tmp_path: Path) -> None:
+    answers = set(turns(make(tmp_path)["validation.jsonl"]).values())
+    assert "The default of `optimizer.lr` is 0.0003." in answers
+    assert "`parse_size` is defined in `megacore.store.export`." in answers
+    assert "Call it as `parse_size(text)`." in answers
+    assert any(answer.startswith("`Publication`: A folder on its way") for answer in answers)
