@@ -7,7 +7,7 @@ replica is compared, and padding must be zero.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,8 @@ from parallel.sync import Sharing
 from parallel.transfer import execute, native, plan
 from parallel.zero import Shard, sharing
 
+TOLERANCE = 1e-9
+"""Relative, in float64."""
 STEPS = 3
 LENGTH = 12
 
@@ -226,6 +228,22 @@ def expected(case: Case, run: Run, rank: int, one: Mapping[str, np.ndarray]) -> 
         for copy in copies:
             execute(copy, one[copy.source.name], arrays[stored.name])
     return arrays
+
+
+def check(case: Case, run: Run, one: Measured, ranks: Iterable[Measured]) -> None:
+    """Every rank of a run has computed what one process has computed, and has started bitwise the same."""
+    for rank, got in enumerate(ranks):
+        np.testing.assert_allclose(got.losses, one.losses, rtol=TOLERANCE)
+        np.testing.assert_allclose(got.norms, one.norms, rtol=TOLERANCE)
+        np.testing.assert_allclose(got.evaluated, one.losses[0], rtol=TOLERANCE)
+        initial = expected(case, run, rank, one.initial)
+        assert got.initial.keys() == initial.keys()
+        for name, want in initial.items():
+            assert np.array_equal(got.initial[name], want), f"rank {rank}: {name} does not start bitwise the same"
+        for what, mine, ones in (("gradient", got.gradients, one.gradients), ("weight", got.final, one.final)):
+            for name, want in expected(case, run, rank, ones).items():
+                error = relative(mine[name], want)
+                assert error <= TOLERANCE, f"rank {rank}: {what} of {name} is off by {error:.1e}"
 
 
 def relative(got: np.ndarray, want: np.ndarray) -> float:

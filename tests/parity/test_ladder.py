@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import Case, Measured, Run, expected, measure, microbatches, relative, snapshot
+from oracle import TOLERANCE, Case, Measured, Run, check, measure, microbatches, snapshot
 from pool import Pool
 from resident_home import resident
-from test_layouts import CASES, LLAMA, TOLERANCE
+from test_layouts import CASES, LLAMA
 from torch import Tensor
 
 from megacore.optimizer import Optimizer
@@ -79,18 +79,7 @@ def on(spread: Run, shard: Shard, **changes: Any) -> Run:
 
 def compare(pool: Pool, name: str, spread: Run) -> None:
     case, one = _one(pool, name, max(3, spread.mesh.pp * spread.chunks + 1))
-    for rank, got in enumerate(pool.run(spread.mesh.world, measure, case, spread)):
-        np.testing.assert_allclose(got.losses, one.losses, rtol=TOLERANCE)
-        np.testing.assert_allclose(got.norms, one.norms, rtol=TOLERANCE)
-        np.testing.assert_allclose(got.evaluated, one.losses[0], rtol=TOLERANCE)
-        for what, mine, ones in (
-            ("initial", got.initial, one.initial),
-            ("gradient", got.gradients, one.gradients),
-            ("weight", got.final, one.final),
-        ):
-            for name, want in expected(case, spread, rank, ones).items():
-                error = relative(mine[name], want)
-                assert error <= TOLERANCE, f"rank {rank}: {what} of {name} is off by {error:.1e}"
+    check(case, spread, one, pool.run(spread.mesh.world, measure, case, spread))
 
 
 @pytest.mark.parametrize("shard", RUNGS)

@@ -6,12 +6,10 @@ from functools import cache
 
 import numpy as np
 import pytest
-from oracle import Case, Measured, Run, expected, measure, relative
+from oracle import Case, Measured, Run, check, measure, relative
 from pool import LARGEST, Pool
 
 from parallel.layout import MeshShape
-
-TOLERANCE = 1e-9
 
 LLAMA = {
     "family": "llama",
@@ -87,18 +85,7 @@ PAIRS = [
 def test_layout_computes_what_one_process_computes(pool: Pool, case: Case, run: Run) -> None:
     case = _deep(case, sum(run.layers) if run.layers else max(3, run.mesh.pp * run.chunks + 1))
     one = _one(pool, case)
-    for rank, got in enumerate(pool.run(run.mesh.world, measure, case, run)):
-        np.testing.assert_allclose(got.losses, one.losses, rtol=TOLERANCE)
-        np.testing.assert_allclose(got.norms, one.norms, rtol=TOLERANCE)
-        np.testing.assert_allclose(got.evaluated, one.losses[0], rtol=TOLERANCE)
-        initial = expected(case, run, rank, one.initial)
-        assert got.initial.keys() == initial.keys()
-        for name, want in initial.items():
-            assert np.array_equal(got.initial[name], want), f"rank {rank}: {name} does not start bitwise the same"
-        for what, mine, ones in (("gradient", got.gradients, one.gradients), ("weight", got.final, one.final)):
-            for name, want in expected(case, run, rank, ones).items():
-                error = relative(mine[name], want)
-                assert error <= TOLERANCE, f"rank {rank}: {what} of {name} is off by {error:.1e}"
+    check(case, run, one, pool.run(run.mesh.world, measure, case, run))
 
 
 def test_three_steps_learn_something(pool: Pool) -> None:

@@ -7,9 +7,9 @@ from functools import cache
 
 import numpy as np
 import pytest
-from oracle import Case, Measured, Run, expected, measure, relative
+from oracle import Case, Measured, Run, check, measure
 from pool import Pool
-from test_layouts import BIASES, GPT2, LLAMA, TOLERANCE
+from test_layouts import BIASES, GPT2, LLAMA
 
 from parallel.layout import MeshShape
 from parallel.recompute import Activations
@@ -68,11 +68,4 @@ CHUNKED = [
 def test_a_chunked_loss_computes_what_one_process_computes(pool: Pool, tied: bool, run: Run) -> None:
     case = _deep(TIED if tied else UNTIED, run)
     (one,) = _measured(pool, case, Run())
-    for rank, got in enumerate(_measured(pool, case, run)):
-        np.testing.assert_allclose(got.losses, one.losses, rtol=TOLERANCE)
-        np.testing.assert_allclose(got.norms, one.norms, rtol=TOLERANCE)
-        np.testing.assert_allclose(got.evaluated, one.losses[0], rtol=TOLERANCE)
-        for what, mine, ones in (("gradient", got.gradients, one.gradients), ("weight", got.final, one.final)):
-            for name, want in expected(case, run, rank, ones).items():
-                error = relative(mine[name], want)
-                assert error <= TOLERANCE, f"rank {rank}: {what} of {name} is off by {error:.1e}"
+    check(case, run, one, _measured(pool, case, run))

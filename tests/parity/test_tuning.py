@@ -8,9 +8,9 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from oracle import Case, Measured, Run, expected, lively, measure, microbatches, relative
+from oracle import Case, Measured, Run, check, lively, measure, microbatches, relative
 from pool import Pool
-from test_layouts import BIASES, GPT2, LLAMA, NO_DROPOUT, TOLERANCE
+from test_layouts import BIASES, GPT2, LLAMA, NO_DROPOUT
 from torch import Tensor, nn
 
 from megacore.optimizer import Optimizer
@@ -81,18 +81,7 @@ def _one(pool: Pool, case: Case) -> Measured:
 def test_layout_computes_what_one_process_computes(pool: Pool, case: Case, run: Run) -> None:
     case = _deep(case, 5 if run.chunks > 1 else 3)
     one = _one(pool, case)
-    for rank, got in enumerate(pool.run(run.mesh.world, measure, case, run)):
-        np.testing.assert_allclose(got.losses, one.losses, rtol=TOLERANCE)
-        np.testing.assert_allclose(got.norms, one.norms, rtol=TOLERANCE)
-        np.testing.assert_allclose(got.evaluated, one.losses[0], rtol=TOLERANCE)
-        initial = expected(case, run, rank, one.initial)
-        assert got.initial.keys() == initial.keys()
-        for name, want in initial.items():
-            assert np.array_equal(got.initial[name], want), f"rank {rank}: {name} does not start bitwise the same"
-        for what, mine, ones in (("gradient", got.gradients, one.gradients), ("weight", got.final, one.final)):
-            for name, want in expected(case, run, rank, ones).items():
-                error = relative(mine[name], want)
-                assert error <= TOLERANCE, f"rank {rank}: {what} of {name} is off by {error:.1e}"
+    check(case, run, one, pool.run(run.mesh.world, measure, case, run))
 
 
 @pytest.mark.parametrize("case", [ALL, SOME, CONV, ENDS, ONLY, MIDDLE], ids=lambda case: case.name)
