@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -81,27 +82,88 @@ def masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int
 
 
 def on_cpu(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-    """By a kernel for each document, all of them one operator: autograd and the compiler see no document."""
+    """By a kernel for all documents of about one length, one operator for all: autograd and the compiler see no
+    document."""
     y: Tensor = _on_cpu(q, k, v, documents.host)[0]
     return y
+
+
+# Documents whose lengths are the same in multiples of so many tokens go together.
+_STEP = 64
+
+
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Documents of about one length, as one batch. No query sees what is behind its document's end, for that is later.
+
+    Args:
+        shape: (documents, length of the longest).
+        tokens: [documents * longest], which token is at each place; behind the end of a document its last one.
+        behind: The places behind the ends.
+    """
+
+    shape: tuple[int, int]
+    tokens: Tensor
+    behind: Tensor
+
+    def of(self, x: Tensor) -> Tensor:
+        """x: [t, heads, ...] -> [documents, heads, longest, ...]."""
+        return x.index_select(0, self.tokens).unflatten(0, self.shape).transpose(1, 2)
+
+    def of_gradient(self, dy: Tensor) -> Tensor:
+        """The same, of what comes back: nothing from behind the ends."""
+        return dy.index_select(0, self.tokens).index_fill_(0, self.behind, 0).unflatten(0, self.shape).transpose(1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class _Batches:
+    """All documents, and ``places`` [t]: where each token is in the batches, one after the other."""
+
+    parts: tuple[_Batch, ...]
+    places: Tensor
+
+    @classmethod
+    def of(cls, starts: Tensor) -> _Batches:
+        return _batches(tuple(starts.tolist()))
+
+    def tokens(self, parts: Sequence[Tensor]) -> Tensor:
+        """Of each batch [documents, heads, longest, ...] -> [t, heads, ...]."""
+        return torch.cat([x.transpose(1, 2).flatten(0, 1) for x in parts]).index_select(0, self.places)
+
+
+@lru_cache(maxsize=16)
+def _batches(starts: tuple[int, ...]) -> _Batches:
+    """Kept, as every layer asks for them, forward and backward."""
+    first, lengths = torch.tensor(starts[:-1]), torch.tensor(starts).diff()
+    rounded, found, places, base = -(-lengths // _STEP), [], torch.empty(starts[-1], dtype=torch.int64), 0
+    for about in rounded.unique().tolist():
+        own = rounded == about
+        length, place = lengths[own, None], torch.arange(int(lengths[own].max()))
+        tokens = first[own, None] + torch.minimum(place, length - 1)
+        inside = place < length
+        places[tokens[inside]] = base + inside.flatten().nonzero()[:, 0]
+        found.append(_Batch((len(tokens), len(place)), tokens.flatten(), (~inside).flatten().nonzero()[:, 0]))
+        base += tokens.numel()
+    return _Batches(tuple(found), places)
 
 
 @torch.library.custom_op("megacore::attention_within_documents", mutates_args=())
 def _on_cpu(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
     """-> out: [t, heads, head], log_sum: [t, heads], of the exponentials of the scores, in fp32 at least."""
-    out, log_sum = q.new_empty(q.shape), _log_sum(q)
-    for start, stop in pairwise(starts.tolist()):
-        y, own = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            _heads(q, start, stop), *(_shared(_heads(x, start, stop), q) for x in (k, v)), 0.0, True
-        )
-        out[start:stop] = y[0].transpose(0, 1)
-        log_sum[start:stop] = own[0].T
+    batches = _Batches.of(starts)
+    made = []
+    for batch in batches.parts:
+        queries = batch.of(q)
+        keys, values = (_shared(batch.of(x), queries) for x in (k, v))
+        made.append(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, True))
+    out, log_sum = (batches.tokens(parts) for parts in zip(*made, strict=True))
     return out, log_sum
 
 
 @_on_cpu.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), _log_sum(q)
+    log_sum = torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    return q.new_empty(q.shape), log_sum
 
 
 @torch.library.custom_op("megacore::attention_within_documents_backward", mutates_args=())
@@ -109,13 +171,13 @@ def _on_cpu_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, starts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv."""
-    gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    for start, stop in pairwise(starts.tolist()):
-        given = (_heads(x, start, stop) for x in (dy, q, k, v, out))
-        parts = _one_backward(log_sum[start:stop].T[None].contiguous(), *given)
-        for whole, part in zip(gradients, parts, strict=True):
-            whole[start:stop] = part[0].transpose(0, 1)
-    return gradients
+    batches = _Batches.of(starts)
+    made = []
+    for batch in batches.parts:
+        log_sums = batch.of(log_sum).contiguous()
+        made.append(_batch_backward(log_sums, batch.of_gradient(dy), *(batch.of(x) for x in (q, k, v, out))))
+    dq, dk, dv = (batches.tokens(parts) for parts in zip(*made, strict=True))
+    return dq, dk, dv
 
 
 @_on_cpu_backward.register_fake
@@ -125,10 +187,10 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _one_backward(
+def _batch_backward(
     log_sum: Tensor, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one document: [1, heads, s, head] each."""
+    """Of one batch: [documents, heads, longest, head] each."""
     if cpu.is_faster(q):
         return cpu.causal_attention_backward(dy, q, k, v, out, log_sum)
     dq, *shared = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -150,16 +212,7 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 _on_cpu.register_autograd(_backward, setup_context=_save)
 
 
-def _heads(x: Tensor, start: int, stop: int) -> Tensor:
-    """[t, heads, head] -> [1, heads, stop - start, head], a view."""
-    return x[start:stop].transpose(0, 1)[None]
-
-
 def _shared(x: Tensor, q: Tensor) -> Tensor:
-    """[1, kv, s, head] -> [1, heads, s, head], each for the queries that share it."""
+    """[documents, kv, longest, head] -> [documents, heads, longest, head], each for the queries that share it."""
     share = q.shape[1] // x.shape[1]
     return x.repeat_interleave(share, 1) if share > 1 else x
-
-
-def _log_sum(q: Tensor) -> Tensor:
-    return torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)

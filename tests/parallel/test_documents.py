@@ -74,6 +74,16 @@ def test_in_bf16_as_near_as_torch(way: str) -> None:
     assert max(distances(results(WAYS[way], qkv, heads, kv, Documents.of(LENGTHS, CPU)), want)) < 8e-3
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("lengths", [(64, 65, 1, 130, 63, 128, 129), (3, 770, 5, 769, 64)])
+def test_documents_of_many_lengths(lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Some go together in one batch, filled up to the longest: neither they nor their neighbours see the filling."""
+    qkv = torch.randn(sum(lengths), 4, 16, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    want = results(by_formula, qkv.clone().requires_grad_(), 2, 1, lengths)
+    got = results(on_cpu, qkv.to(dtype).requires_grad_(), 2, 1, Documents.of(lengths, CPU))
+    assert max(distances(got, want)) < (1e-14 if dtype == torch.float64 else 2e-2)
+
+
 def test_long_documents_in_bf16() -> None:
     """Whose backward is torch's."""
     qkv = torch.randn(900, 4, 16, dtype=torch.float64).requires_grad_()
