@@ -37,7 +37,8 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # Only the weight's gradient needs x.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.group, ctx.sequence = group, sequence
         full = start_all_gather(x, group).wait() if sequence else x
         return F.linear(full, weight, bias)
@@ -158,7 +159,8 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # Only the weight's gradient needs x.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         ctx.group = group
         return start_reduce_scatter(F.linear(x, weight), group).wait()
 

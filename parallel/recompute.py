@@ -108,7 +108,8 @@ class Selective:
 
     def _note(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         # The compiler decides for itself what it keeps of a block, and by the same reasoning.
-        if self._now is not None and not torch.compiler.is_compiling():
+        # What no gradient reaches is not asked for again, and its inputs need not be kept.
+        if self._now is not None and output.requires_grad and not torch.compiler.is_compiling():
             self._now.note(module, inputs, output)
 
 

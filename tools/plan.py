@@ -25,6 +25,7 @@ from megacore.plan.traffic import Traffic, traffic
 from megacore.problems import problems
 from models.config import ModelConfig, ModelConfigError
 from models.registry import configure
+from models.tuning import EVERYTHING
 from tools import folders
 from tools.tables import table
 
@@ -43,7 +44,7 @@ class Plan:
 
     @classmethod
     def of(cls, setting: Setting, cluster: Cluster) -> Plan:
-        held = Held.of(setting.layout)
+        held = Held.of(setting)
         sent = tuple(traffic(setting, held, stage) for stage in range(setting.layout.mesh.pp))
         return cls(setting, cluster, memory(setting, held), sent, estimate(setting, held, cluster))
 
@@ -114,8 +115,10 @@ def _alone(config: Config) -> Config:
 
 
 def _problems(config: Config, world: int, model: ModelConfig) -> list[str]:
-    """What is wrong with the numbers; where the data lies and what this machine has does not matter here."""
+    """What is wrong with the numbers; where data and models lie and what this machine has does not matter here."""
     named = replace(config, data=replace(config.data, train=config.data.train or (Corpus("-"),)))
+    if config.lora is not None:
+        named = replace(named, checkpoint=replace(config.checkpoint, init=config.checkpoint.init or "-"))
     return problems(named, world, model, gpus=world, local_ranks=1)
 
 
@@ -168,8 +171,9 @@ def _headline(plan: Plan, name: str) -> Iterator[str]:
     s, mesh = plan.setting, plan.setting.layout.mesh
     sizes = " x ".join(f"{dim}={mesh[dim]}" for dim in mesh.DIMS if mesh[dim] > 1) or "one rank"
     w = s.widths
+    trained = "" if s.tuning == EVERYTHING else f" ({s.tuning.trained(s.model.schema):,} trained)"
     yield (
-        f"{s.model.family} of {s.layout.schema.parameters:,} parameters on {mesh.world} x {name} as {sizes}: "
+        f"{s.model.family} of {s.model.schema.parameters:,} parameters{trained} on {mesh.world} x {name} as {sizes}: "
         f"{s.schedule}, {s.layout.chunks} chunk{'s' * (s.layout.chunks > 1)} a stage, {s.microbatches} microbatches of "
         f"{s.tokens:,} tokens"
     )
@@ -288,7 +292,8 @@ def as_data(plan: Plan) -> Mapping[str, Any]:
     """Everything, in bytes and seconds."""
     s, mesh = plan.setting, plan.setting.layout.mesh
     return {
-        "parameters": s.layout.schema.parameters,
+        "parameters": s.model.schema.parameters,
+        "trained": s.tuning.trained(s.model.schema),
         "mesh": {dim: mesh[dim] for dim in mesh.DIMS},
         "layers": s.layout.layers,
         "schedule": s.schedule,

@@ -1,139 +1,105 @@
-"""What autograd keeps of a microbatch, read off the sentences of a block's parameters, and what a backward adds.
-
-A norm keeps its input; a column-parallel product keeps its input, and what reads its output keeps that; a row-parallel
-product keeps its input. Between blocks tokens are split over tp, inside of them features are. This follows the autograd
-functions of `parallel.linear`, `parallel.norm`, `parallel.loss`, `models.rope` and `models.blocks`, and a test measures
-that it does.
-"""
+"""What autograd keeps of a microbatch and what a backward adds: the blocks of each chunk, and the ends of the model."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
+from typing import Literal
 
+from megacore.plan.block import Block, gathered
 from megacore.plan.setting import Setting
-from parallel.layout import Place, Shard
-from parallel.pattern import Pattern
-from parallel.schema import SPLIT
+from megacore.plan.state import Held
+from parallel.layout import Place
+from parallel.schema import Param
 
 _LOSS_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Elements of the logits that the loss holds in fp32 at a time (`parallel.loss`)."""
-_QUERIES = 128
-"""Queries in a block of the attention's backward on CPUs (`parallel.cpu`)."""
-_SHORT = 768
-"""Up to this length it is used, for types narrower than fp32 (`parallel.kernels`)."""
 
 
 @dataclass(frozen=True)
-class Linear:
-    """A product of a block on one rank, by features; ``column``: its outputs are split over tp, else its inputs."""
+class Visit:
+    """A backward comes to a block.
 
-    name: str
-    column: bool
-    inputs: int
-    outputs: int
-    fused: int
+    Args:
+        block: The block.
+        which: Of its chunk.
+        freed: What those after it have kept.
+        learned: Elements of it and of those after it that are trained.
+    """
 
-    @property
-    def numel(self) -> int:
-        return self.inputs * self.outputs
+    block: Block
+    which: Literal["last", "lower", "first"]
+    freed: int
+    learned: int
 
 
-def linear(shard: Shard) -> Linear | None:
-    """The product of a parameter of a block; None for norms and biases."""
-    dims = shard.param.sentence.dims
-    if len(dims) != 2:
-        return None
-    outputs, inputs = shard.shape
-    column = any(SPLIT.get(axis) == "tp" for axis in Pattern(dims[:1]).axes)
-    return Linear(shard.param.name, column, inputs, outputs, len(shard.param.sentence.labels))
+def _visits(blocks: Sequence[Block]) -> Iterator[Visit]:
+    seen, freed, learned = set[Block](), 0, 0
+    reached = [block for block in reversed(blocks) if block.left]
+    for number, block in enumerate(reached, 1):
+        learned += block.learning
+        if block not in seen:
+            yield Visit(block, "lower" if seen else "last", freed, learned)
+        if number == len(reached) > 1:
+            yield Visit(block, "first", freed, learned)
+        seen.add(block)
+        freed += block.kept
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes on one rank for one microbatch; every property is of one block, or of an end of the model.
+    """Of one rank for one microbatch, in bytes.
 
     Args:
         setting: The run.
-        block: What a rank holds of one block.
+        held: What its ranks hold.
     """
 
     setting: Setting
-    block: tuple[Shard, ...]
+    held: Held
 
-    # -- a block
-
-    @cached_property
-    def linears(self) -> tuple[Linear, ...]:
-        return tuple(found for shard in self.block if (found := linear(shard)))
+    # -- the blocks
 
     @cached_property
-    def block_elements(self) -> int:
-        return sum(shard.numel for shard in self.block)
+    def chunks(self) -> tuple[tuple[Block, ...], ...]:
+        """The blocks of each virtual stage; those that are alike are one object."""
+        layout = self.setting.layout
+        made: dict[tuple[frozenset[str], bool], Block] = {}
+        layers = iter(self.held.trained)
+        found = []
+        for virtual, count in enumerate(layout.layers):
+            # What another stage sends asks for a gradient, whatever is trained there.
+            entered, blocks = virtual > 0 or self.embeds, list[Block]()
+            for trained in islice(layers, count):
+                key = trained, entered
+                if key not in made:
+                    made[key] = Block(self.setting, self.held.block, trained, entered)
+                blocks.append(made[key])
+                entered = made[key].left
+            found.append(tuple(blocks))
+        return tuple(found)
+
+    def stage(self, stage: int) -> Counter[Block]:
+        """How many of each kind a stage has."""
+        return Counter(block for chunk in self.chunks[stage :: self.setting.layout.mesh.pp] for block in chunk)
 
     @cached_property
-    def saved(self) -> int:
-        """What a block keeps without recomputation."""
-        split = sum(x.inputs for x in self.linears if x.column) * self._local
-        whole = sum(x.outputs if x.column else x.inputs for x in self.linears) * self._whole
-        return split + whole + self._norms * (self.setting.activation + 4 * self.setting.local_tokens) + self._log_sums
+    def visits(self) -> tuple[tuple[Visit, ...], ...]:
+        """Of each virtual stage, in the order of a backward: the last block of each kind, and the first block."""
+        return tuple(tuple(_visits(blocks)) for blocks in self.chunks)
 
-    @cached_property
-    def kept(self) -> int:
-        """What a block keeps from its forward to its backward, on the device or, offloaded, on the host."""
-        match self.setting.recompute:
-            case "none":
-                return self.saved
-            case "full":
-                return self.setting.activation
-            case "selective":
-                # What products and attention give is kept; norms and activation functions are computed again.
-                column_inputs = sum(x.inputs for x in self.linears if x.column) * self._local
-                return self.saved - column_inputs - self._activated.inputs * self._whole
+    def kept(self, virtual: int) -> int:
+        """What a virtual stage keeps, on the device or, offloaded, on the host: of its blocks, and cos and sin."""
+        blocks = self.chunks[virtual]
+        rotates = any(attention.crossed for attention, _ in (block.branches for block in blocks))
+        return sum(block.kept for block in blocks) + (self.tables if rotates else 0)
 
-    @cached_property
-    def backward(self) -> int:
-        """The most that the backward of a block needs beside what the block keeps."""
-        once = {"none": 0, "selective": self._activated.inputs * self._whole, "full": self.saved - self.kept}
-        again = once[self.setting.recompute]
-        return again + self.setting.activation + max(self._mlp_backward, self._attention_backward)
-
-    @property
-    def _mlp_backward(self) -> int:
-        """Gradients of the feed-forward network, when what its second product keeps has been freed."""
-        up, down = self._activation, self._activated
-        gated = down.inputs * self._whole if up.fused > 1 else 0
-        in_activation = up.outputs * self._whole + gated
-        after = self._products_backward(up) - down.inputs * self._whole
-        return max(in_activation, after, self._products_backward(down))
-
-    def _products_backward(self, x: Linear) -> int:
-        """Gradients that come out of a product, gathered tokens and, under tp, partial sums."""
-        gathered = self._gathered * x.inputs if x.column else 0
-        weight = x.numel * self.setting.widths.parameter
-        if not x.column:
-            tokens = self._whole * x.outputs if self.setting.layout.mesh.tp > 1 else 0
-            return tokens + x.inputs * self._whole + weight
-        return max(gathered, x.inputs * self._local) + weight
-
-    @property
-    def _attention_backward(self) -> int:
-        """Relative to a block whose feed-forward part has been freed."""
-        qkv, out = self._qkv, self._out
-        t, width = self.setting.tokens, self.setting.widths.parameter
-        freed = sum(x.outputs if x.column else x.inputs for x in (self._activation, self._activated)) * self._whole
-        freed += 2 * self.setting.activation
-        grads = (out.inputs + 2 * qkv.outputs) * self._whole
-        if self._blocked_attention:
-            head = self.setting.layout.schema.sizes["head"]
-            padded = (head + 3 + 31) // 32 * 32 / head
-            kv = (qkv.outputs - out.inputs) // 2
-            copies = int(padded * 2 * (out.inputs + kv)) * self._whole + out.inputs * self._whole + 2 * kv * t * 4
-            queries = min(_QUERIES, self.setting.sequence_length)
-            grads = out.inputs * self._whole + copies + 3 * queries * t * (out.inputs // head) * width
-        return grads - freed
-
-    # -- the ends
+    def forward(self, virtual: int) -> int:
+        """What the forward of a virtual stage needs where nothing is kept."""
+        return max(block.forward for block in self.chunks[virtual]) + self.tables
 
     @cached_property
     def tables(self) -> int:
@@ -141,10 +107,46 @@ class Activations:
         sizes = self.setting.layout.schema.sizes
         return 0 if "position" in sizes else self.setting.tokens * sizes["head"] * self.setting.widths.parameter
 
+    # -- the embedding
+
+    @cached_property
+    def embeds(self) -> bool:
+        """Whether a gradient goes to what embeds the tokens."""
+        return any("first" in param.at.split() for param in self._ends)
+
+    @cached_property
+    def embedding_table(self) -> int:
+        """The gradient of the embedding as autograd gives it."""
+        return self._table("first")
+
+    @cached_property
+    def embedding(self) -> int:
+        """That at the end of a backward, with the gathered tokens' gradients."""
+        return self.embedding_table + (self._whole * self.setting.layout.schema.sizes["embed"])
+
+    # -- the head
+
+    @cached_property
+    def normed(self) -> bool:
+        """Whether what the head's product reads has a gradient."""
+        norm = any(param.at == "last" and "vocab" not in param.sentence.axes for param in self._ends)
+        return norm or self.chunks[-1][-1].left
+
+    @cached_property
+    def head_table(self) -> int:
+        """The gradient of the head's table as autograd gives it."""
+        return self._table("last")
+
     @cached_property
     def head(self) -> int:
-        """What the last norm and the product to the vocabulary keep: their inputs."""
-        return 2 * self.setting.activation + 4 * self.setting.local_tokens
+        """What the last norm and the product to the vocabulary keep: their inputs.
+
+        In chunks the gradient of the product's input is there instead of it.
+        """
+        s = self.setting
+        product = self.head_table > 0 if s.loss_chunk is None else self.normed
+        norm = s.activation + 4 * s.local_tokens if self.normed else 0
+        return norm + (s.activation if product else 0)
 
     @cached_property
     def logits(self) -> int:
@@ -161,9 +163,9 @@ class Activations:
         return stop - start
 
     @cached_property
-    def table(self) -> int:
-        """The gradient of an embedding or a head as autograd gives it."""
-        return self.columns * self.setting.layout.schema.sizes["embed"] * self.setting.widths.parameter
+    def rows(self) -> int:
+        """Elements of an embedding or a head on one rank."""
+        return self.columns * self.setting.layout.schema.sizes["embed"]
 
     @cached_property
     def loss(self) -> int:
@@ -174,73 +176,37 @@ class Activations:
         """
         s = self.setting
         embed = s.layout.schema.sizes["embed"]
-        wide = max(4, s.widths.parameter)
+        wide, rows = max(4, s.widths.parameter), min(s.tokens, s.loss_chunk or s.tokens)
+        # Those of a chunk are let go when the next one's are there.
+        exponentials = min(2 * _LOSS_CHUNK[s.device], rows * self.columns) * wide
+        # In the forward the norm's output still is there, whether it is kept or not.
+        exponentials += 0 if self.head_table else s.activation
         if s.loss_chunk is not None:
             tokens = 2 * self._whole * embed if s.layout.mesh.tp > 1 else 0
-            return tokens + self.table * wide // s.widths.parameter + self.table
-        # Those of a chunk are let go when the next one's are there.
-        exponentials = min(2 * _LOSS_CHUNK[s.device], s.tokens * self.columns) * wide
-        products = max(self._gathered * embed, s.activation) + self.table
+            sums = self.head_table * wide // s.widths.parameter
+            # The logits of a chunk are let go when the next one's are there.
+            again = self.head_table or rows * self.columns * s.widths.parameter + exponentials
+            return tokens + sums + again
+        inputs = s.activation if self.normed else 0
+        products = max(gathered(s, self.head_table > 0, self.normed) * embed, inputs) + self.head_table
         return max(exponentials, products)
-
-    @cached_property
-    def embedding(self) -> int:
-        """The gradient of the table at the end of a backward, with the gathered tokens' gradients."""
-        return self.table + (self._whole * self.setting.layout.schema.sizes["embed"])
 
     @cached_property
     def batch(self) -> int:
         """Tokens, labels and positions of all microbatches of a step, 8 bytes each."""
         return 24 * self.setting.tokens * self.setting.microbatches
 
-    # -- the products by what they are for
-
     @property
-    def _qkv(self) -> Linear:
-        return next(x for x in self.linears if x.column)
+    def _ends(self) -> Iterator[Param]:
+        """What is trained of them."""
+        return (param for param in self.setting.layout.schema.params if param.name in self.held.ends)
 
-    @property
-    def _out(self) -> Linear:
-        return next(x for x in self.linears if not x.column)
-
-    @property
-    def _activation(self) -> Linear:
-        """The product whose outputs the activation function reads."""
-        return [x for x in self.linears if x.column][-1]
-
-    @property
-    def _activated(self) -> Linear:
-        """The product that reads what the activation function gives."""
-        return [x for x in self.linears if not x.column][-1]
-
-    @property
-    def _norms(self) -> int:
-        return sum(len(s.shape) == 1 and "norm" in s.name and s.name.endswith("weight") for s in self.block)
-
-    @property
-    def _log_sums(self) -> int:
-        """Of the attention's exponentials: fp32, for each query and head."""
-        return 4 * self.setting.tokens * (self._out.inputs // self.setting.layout.schema.sizes["head"])
-
-    @property
-    def _local(self) -> int:
-        """Bytes of a feature of the tokens between blocks."""
-        return self.setting.local_tokens * self.setting.widths.parameter
+    def _table(self, end: str) -> int:
+        """Of the one with the vocabulary at an end, if it is trained."""
+        trained = any("vocab" in param.sentence.axes and end in param.at.split() for param in self._ends)
+        return self.rows * self.setting.widths.parameter if trained else 0
 
     @property
     def _whole(self) -> int:
         """Bytes of a feature of all tokens of the microbatch."""
         return self.setting.tokens * self.setting.widths.parameter
-
-    @property
-    def _gathered(self) -> int:
-        """Bytes of a feature in the backward of a column-parallel product under tp: the gathered input, the partial
-        sums and, where we exchange ourselves (gloo), what is received of them."""
-        if self.setting.layout.mesh.tp == 1:
-            return 0
-        return (3 if self.setting.device == "cpu" else 2) * self._whole
-
-    @property
-    def _blocked_attention(self) -> bool:
-        s = self.setting
-        return s.device == "cpu" and s.widths.parameter < 4 and s.sequence_length < _SHORT

@@ -62,7 +62,7 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
     room = cluster.device.memory * (1 - MARGIN)
     found: list[Candidate] = []
     for layout in _layouts(base, world, cluster):
-        held = Held.of(layout)
+        held = Held.of(replace(base, layout=layout))
         for setting in _batches(base, layout):
             for rung in _rungs(base, layout):
                 fits = _least_recomputed(replace(setting, shard=rung), held, cluster, room)
@@ -71,7 +71,7 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
                     break
     found.sort(key=lambda each: each.time.total)
     again = [
-        replace(each, time=estimate(each.setting, Held.of(each.setting.layout), cluster))
+        replace(each, time=estimate(each.setting, Held.of(each.setting), cluster))
         for each in _distinct(found, 3 * best)
     ]
     return tuple(sorted(again, key=lambda each: each.time.total)[:best])
@@ -96,7 +96,7 @@ def _layouts(base: Setting, world: int, cluster: Cluster) -> Iterator[Layout]:
                 continue
             for chunks in _CHUNKS if pp > 1 else (1,):
                 if pp * chunks <= layers and (chunks == 1 or layers % (pp * chunks) == 0):
-                    yield layout_of(base.model, mesh, chunks)
+                    yield layout_of(base.model, mesh, chunks, tuning=base.tuning)
 
 
 def _rungs(base: Setting, layout: Layout) -> tuple[Shard, ...]:

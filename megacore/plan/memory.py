@@ -92,7 +92,7 @@ def _covers(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 def memory(setting: Setting, held: Held) -> tuple[Memory, ...]:
     """Of every stage, whose ranks hold what they hold."""
-    act = Activations(setting, held.block)
+    act = Activations(setting, held)
     return tuple(_stage(setting, act, stage, own) for stage, own in enumerate(held.stages))
 
 
@@ -121,7 +121,7 @@ def _stage(setting: Setting, act: Activations, stage: int, held: Sequence[Part])
         host += min(setting.offload_buffer, whole.gradients + disk)
     moments = list(_moments(setting, act, stage, held))
     worst = max(moments, key=lambda moment: moment.total(everything.gradients))
-    kept = [_kept(act, layers) for layers in layout.layers[stage :: layout.mesh.pp]]
+    kept = [act.kept(virtual) for virtual in range(stage, len(layout.layers), layout.mesh.pp)]
     flying = crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches)[stage]
     if setting.offload_activations:
         host += max(sum(n * k for n, k in zip(alive, kept, strict=True)) for _, *alive in flying)
@@ -150,56 +150,58 @@ def _stage(setting: Setting, act: Activations, stage: int, held: Sequence[Part])
     )
 
 
-def _kept(act: Activations, layers: int) -> int:
-    return layers * act.kept + act.tables
-
-
 def _moments(setting: Setting, act: Activations, stage: int, held: Sequence[Part]) -> list[_Moment]:
-    """The start of every backward at the head, at its first block and at the embedding, for all that is in flight."""
+    """The start of every backward at the head, at the last block of each kind, at the first one and at the embedding,
+    for all that is in flight."""
     layout = setting.layout
     last = layout.mesh.pp * layout.chunks - 1
     tables = [part for part in held if "vocab" in part.param.sentence.axes]
-    twice = act.table if layout.mesh.pp == 1 and layout.chunks == 1 and len(tables) == 1 else 0
+    twice = act.head_table if layout.mesh.pp == 1 and layout.chunks == 1 and len(tables) == 1 else 0
     lazy = _lazy(held, setting)
-    sharing = _Sharing.of(setting, act, held)
-    first_gradients = act.table + act.block_elements * setting.widths.gradient if lazy else None
-    kept = [_on_device(setting, act, layers) for layers in layout.layers[stage :: layout.mesh.pp]]
+    sharing = _Sharing.of(setting, act, stage, held)
+    kept = [_on_device(act, virtual) for virtual in range(stage, len(layout.layers), layout.mesh.pp)]
     found = []
     for chunk, *alive in crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches)[stage]:
         virtual = chunk * layout.mesh.pp + stage
-        own, layers = kept[chunk], layout.layers[virtual]
+        own = kept[chunk]
         # Only the last virtual stage has a head, and it is the last chunk of its stage.
         heads = (alive[-1] - (virtual == last)) * (stage == layout.mesh.pp - 1)
         others = sum(n * size for n, size in zip(alive, kept, strict=True)) - own + heads * act.head
         logits = heads * act.logits
         if virtual == last:
-            loss = act.loss - (act.table if lazy else 0) + sharing.head
-            gradients = act.table if lazy else None
+            loss = act.loss - (act.head_table if lazy else 0) + sharing.head
+            gradients = act.head_table if lazy else None
             found.append(_Moment("backward of the head", others + own + act.head, logits + act.logits, loss, gradients))
         tied = twice if virtual == last else 0
-        first = act.backward + tied + sharing.block
-        found.append(_Moment("backward of a chunk's last block", others + own, logits, first, first_gradients))
-        if lazy and layers > 1:
-            left = others + own - (layers - 1) * act.kept
-            found.append(_Moment("backward of a chunk's first block", left, logits, first))
-        if virtual == 0:
-            working = act.embedding - (act.table if lazy else 0) + tied + sharing.embedding
+        for visit in act.visits[virtual]:
+            left, working = others + own - visit.freed, visit.block.backward + tied + sharing.block
+            # At the first block all gradients are there; if they only come to be, less is there before.
+            coming = act.head_table + visit.learned * setting.widths.gradient
+            partly = coming if lazy and visit.which != "first" else None
+            if lazy or visit.which != "first":
+                what = f"backward of a chunk's {visit.which} block"
+                found.append(_Moment(what, left, logits, working, partly))
+        if not act.chunks[virtual][-1].left:
+            found.append(_Moment("forward of a chunk", others, logits, act.forward(virtual) + sharing.block))
+        if virtual == 0 and act.embeds:
+            working = act.embedding - (act.embedding_table if lazy else 0) + tied + sharing.embedding
             found.append(_Moment("backward of the embedding", others, logits, working))
     found.append(_Moment("optimizer step"))
     return found
 
 
-def _on_device(setting: Setting, act: Activations, layers: int) -> int:
+def _on_device(act: Activations, virtual: int) -> int:
     """What a chunk keeps; where it is offloaded, what is on its way."""
-    kept = _kept(act, layers)
-    return min(kept, _AHEAD + act.kept) if setting.offload_activations else kept
+    kept = act.kept(virtual)
+    most = max(block.kept for block in act.chunks[virtual])
+    return min(kept, _AHEAD + most) if act.setting.offload_activations else kept
 
 
 def _lazy(held: Sequence[Part], setting: Setting) -> bool:
     """Whether gradients only come to be in the backward: nobody shares them, they need no wider type, and there is one
     microbatch (the next one finds those of the one before)."""
     mesh, widths = setting.layout.mesh, setting.widths
-    shared = mesh.dp * mesh.cp > 1 or any(part.model_replicas > 1 for part in held)
+    shared = mesh.dp * mesh.cp > 1 or any(part.model_replicas > 1 for part in held if part.trained)
     one = setting.microbatches * setting.layout.chunks == 1
     return not shared and widths.gradient == widths.parameter and one
 
@@ -214,22 +216,22 @@ class _Sharing:
     embedding: int = 0
 
     @classmethod
-    def of(cls, setting: Setting, act: Activations, held: Sequence[Part]) -> _Sharing:
+    def of(cls, setting: Setting, act: Activations, stage: int, held: Sequence[Part]) -> _Sharing:
         """A bucket that fills, and those whose sums are under way; of parameters a unit, and the one gathered next."""
         rung, widths = SHARDS.index(setting.shard), setting.widths
         if rung < 2:
             return cls()
-        block, table = act.block_elements, act.table // widths.parameter
-        everything = sum(part.elements for part in held)
-        bucket = block if rung == 3 else min(setting.bucket_bytes // widths.gradient, everything)
+        head, embedding = (
+            table // widths.parameter * widths.gradient for table in (act.head_table, act.embedding_table)
+        )
+        everything = sum(part.trained for part in held)
+        learning = max(block.learning for block in act.stage(stage))
+        bucket = learning if rung == 3 else min(setting.bucket_bytes // widths.gradient, everything)
         sums = (1 + _UNDER_WAY) * bucket * widths.gradient
         if rung == 2:
-            return cls(table * widths.gradient, sums, table * widths.gradient + sums)
-        return cls(
-            table * (widths.parameter + widths.gradient) + block * widths.parameter,
-            2 * block * widths.parameter + sums,
-            table * (widths.parameter + widths.gradient) + block * widths.parameter + sums,
-        )
+            return cls(head, sums, embedding + sums)
+        unit, table = act.chunks[0][0].elements * widths.parameter, act.rows * widths.parameter
+        return cls(table + head + unit, 2 * unit + sums, table + embedding + unit + sums)
 
 
 def _buffers(setting: Setting, act: Activations, stage: int) -> int:

@@ -12,10 +12,10 @@ from models.stages import layout_of
 
 def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["cpu", "cuda"]) -> Setting:
     """A recipe on so many ranks; `megacore.problems` has made sure that it fits them."""
-    mesh = config.mesh.shape(world)
+    mesh, tuning = config.mesh.shape(world), config.tuning
     return Setting(
         model=model,
-        layout=layout_of(model, mesh, config.pipeline.chunks, config.pipeline.layers_per_stage),
+        layout=layout_of(model, mesh, config.pipeline.chunks, config.pipeline.layers_per_stage, tuning),
         widths=Widths.of(config.train.precision, config.optimizer.master_weights, config.optimizer.moments),
         sequence_length=config.data.sequence_length,
         micro_size=config.batch.micro_size,
@@ -30,4 +30,5 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
         offload_buffer=config.memory.offload_buffer << 20,
         offload_activations=config.memory.offload_activations,
         device=device,
+        tuning=tuning,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from models.config import ModelConfig
+from models.tuning import EVERYTHING, Tuning
 from parallel.layout import Layout
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
@@ -54,7 +55,7 @@ class Setting:
 
     Args:
         model: Its configuration.
-        layout: Its parameters on its mesh, dp included.
+        layout: Its parameters and its adapters on its mesh, dp included.
         widths: Of the training state.
         sequence_length: In tokens.
         micro_size: Sequences of a microbatch.
@@ -70,6 +71,7 @@ class Setting:
         offload_activations: Whether saved activations lie in host memory.
         device: What kind of device: their kernels keep different things.
         bucket_bytes: Of a gradient bucket.
+        tuning: What of the model is trained.
     """
 
     model: ModelConfig
@@ -89,6 +91,12 @@ class Setting:
     offload_activations: bool = False
     device: Literal["cpu", "cuda"] = "cuda"
     bucket_bytes: int = 32 << 20
+    tuning: Tuning = EVERYTHING
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """The tensors that are not trained, by their names."""
+        return self.tuning.frozen(self.model.schema)
 
     @property
     def tokens(self) -> int:

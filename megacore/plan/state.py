@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from megacore.plan.setting import SHARDS, Setting, Shard, Widths
@@ -20,6 +20,7 @@ class Part:
         param: Its declaration.
         labels: Its pieces in this part.
         elements: How many there are.
+        trained: How many of them are trained; the others have values alone.
         model_replicas: Ranks of one data parallel replica that hold the same.
         dims: Along which dimensions of the mesh these differ.
     """
@@ -27,12 +28,17 @@ class Part:
     param: Param
     labels: tuple[str, ...]
     elements: int
+    trained: int
     model_replicas: int
     dims: tuple[str, ...]
 
-    def times(self, layers: int) -> Part:
-        """Of so many layers, if it is a layer's."""
-        return replace(self, elements=self.elements * layers) if "layer" in self.param.named_axes else self
+    def of(self, layers: Sequence[frozenset[str]], ends: frozenset[str]) -> Part:
+        """Of layers of which these parameters are trained, if it is a layer's; else of the ends."""
+        name = self.param.name
+        if "layer" not in self.param.named_axes:
+            return replace(self, trained=self.elements if name in ends else 0)
+        trained = sum(name in layer for layer in layers)
+        return replace(self, elements=self.elements * len(layers), trained=self.elements * trained)
 
 
 @dataclass(frozen=True)
@@ -41,26 +47,45 @@ class Held:
 
     Args:
         stages: Of a rank of each stage.
-        block: Of a rank of one block; all blocks are alike.
+        block: Of a rank of one block; all blocks hold alike.
+        trained: Of each layer, the parameters that are trained, by their declarations' names.
+        ends: Of what is in no layer, likewise.
     """
 
     stages: tuple[tuple[Part, ...], ...]
     block: tuple[HeldShard, ...]
+    trained: tuple[frozenset[str], ...]
+    ends: frozenset[str]
 
     @classmethod
-    def of(cls, layout: Layout) -> Held:
+    def of(cls, setting: Setting) -> Held:
         """Everything that counts is in one layer of a first, a middle and a last stage, and dp and cp split nothing."""
-        pp = layout.mesh.pp
+        layout, pp, frozen = setting.layout, setting.layout.mesh.pp, setting.frozen
         few = min(pp, 3)
         one_each = Schema(layout.schema.params, {**layout.schema.sizes, "layer": few})
         small = Layout(one_each, replace(layout.mesh, pp=few, dp=1, cp=1), (1,) * few)
         like = [0 if stage == 0 else few - 1 if stage == pp - 1 else 1 for stage in range(pp)]
         kinds = [_parts(small, Place(pp=stage)) for stage in range(few)]
-        layers = [sum(layout.layers[stage::pp]) for stage in range(pp)]
+        block = tuple(shard for shard in small.shards(Place()) if "layer" in shard.param.named_axes)
+        trained = _trained([shard.param.name for shard in block], layout.schema.sizes["layer"], frozen)
+        ends = frozenset(p.name for p in layout.schema.params if "layer" not in p.named_axes and p.name not in frozen)
+        layers = [
+            [trained[layer] for chunk in range(layout.chunks) for layer in layout.chunk_layers(stage, chunk)]
+            for stage in range(pp)
+        ]
         return cls(
-            tuple(tuple(part.times(n) for part in kinds[kind]) for kind, n in zip(like, layers, strict=True)),
-            tuple(shard for shard in small.shards(Place()) if "layer" in shard.param.named_axes),
+            tuple(tuple(part.of(own, ends) for part in kinds[kind]) for kind, own in zip(like, layers, strict=True)),
+            block,
+            trained,
+            ends,
         )
+
+
+def _trained(names: Sequence[str], layers: int, frozen: frozenset[str]) -> tuple[frozenset[str], ...]:
+    """Of each layer: the names of its parameters that are trained, with {layer} in them."""
+    if not frozen:
+        return (frozenset(names),) * layers
+    return tuple(frozenset(name for name in names if name.format(layer=n) not in frozen) for n in range(layers))
 
 
 def _parts(layout: Layout, place: Place) -> tuple[Part, ...]:
@@ -79,7 +104,7 @@ def _by_replicas(layout: Layout, alike: list[HeldShard]) -> Iterator[Part]:
         places = [layout.mesh.place(rank) for rank in ranks]
         dims = tuple(dim for dim in layout.mesh.DIMS if len({getattr(at, dim) for at in places}) > 1)
         elements = sum(numel[label] for label in labels) * len(alike)
-        yield Part(alike[0].param, tuple(labels), elements, len(ranks), dims)
+        yield Part(alike[0].param, tuple(labels), elements, elements, len(ranks), dims)
 
 
 @dataclass(frozen=True)
@@ -141,13 +166,20 @@ def state(held: Iterable[Part], setting: Setting) -> State:
 
     Where pieces of one parameter have different owners, each rank that updates a slice of one has a copy of the slice.
     """
-    held = list(held)
+    held, still = list(held), replace(setting.widths, gradient=0, master=0, moments=0)
     pieces = Counter(part.param.name for part in held)
     total = NOTHING
     for part in held:
         ranks = sharing(part, setting)
-        own = state_of(part.elements, ranks, setting.widths, setting.shard)
+        own = state_of(part.trained, ranks, setting.widths, setting.shard)
+        if part.trained < part.elements:
+            own += state_of(part.elements - part.trained, ranks, still, setting.shard)
         copied = pieces[part.param.name] > 1 and setting.shard in ("optimizer", "gradients")
-        slices = -(-part.elements // ranks) * setting.widths.parameter if copied else 0
+        slices = -(-part.trained // ranks) * setting.widths.parameter if copied else 0
         total += replace(own, parameters=own.parameters + slices)
     return total
+
+
+def updated(held: Iterable[Part], setting: Setting) -> State:
+    """As :func:`state`, of what is trained alone."""
+    return state((replace(part, elements=part.trained) for part in held), setting)

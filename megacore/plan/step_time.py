@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megacore.plan.activations import Activations
+from megacore.plan.block import Block
 from megacore.plan.devices import Device
 from megacore.plan.setting import SHARDS, Setting
-from megacore.plan.state import Held, Part, state
+from megacore.plan.state import Held, Part, state, updated
 from megacore.plan.traffic import SEND, Traffic, traffic
 from models.config import flops_per_token
 from parallel.layout import MeshShape
@@ -91,14 +93,54 @@ class Estimate:
         return self.model_tflop / self.total
 
 
-def forward_flops(act: Activations, virtual: int) -> tuple[int, int]:
-    """Of a rank for one microbatch in a virtual stage: (its blocks, the head); a backward has twice as many."""
-    setting, layout, sizes = act.setting, act.setting.layout, act.setting.layout.schema.sizes
-    products = 2 * setting.tokens * sum(x.numel for x in act.linears)
-    mixed = next(x.inputs for x in act.linears if not x.column)
-    attention = 2 * setting.tokens * (setting.sequence_length + 1) * mixed
-    last = virtual == len(layout.layers) - 1
-    return layout.layers[virtual] * (products + attention), last * 2 * setting.tokens * act.columns * sizes["embed"]
+@dataclass(frozen=True)
+class Flops:
+    """Of a rank for one microbatch.
+
+    Args:
+        forward: Of a forward.
+        backward: Of its backward: as many for the gradients of what is read, where one is asked for, and as many for
+            those of the weights that are trained; twice as many if all is.
+        again: Of the forward that full recomputation repeats.
+    """
+
+    forward: int = 0
+    backward: int = 0
+    again: int = 0
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(self.forward + other.forward, self.backward + other.backward, self.again + other.again)
+
+    def __mul__(self, times: int) -> Flops:
+        return Flops(self.forward * times, self.backward * times, self.again * times)
+
+
+def flops(act: Activations, virtual: int) -> Flops:
+    """In a virtual stage."""
+    found = sum((_of_block(block) * number for block, number in Counter(act.chunks[virtual]).items()), Flops())
+    if virtual < len(act.chunks) - 1:
+        return found
+    head = 2 * act.setting.tokens * act.rows
+    return found + Flops(head, head * (act.normed + (act.head_table > 0)))
+
+
+def _of_block(block: Block) -> Flops:
+    s = block.setting
+    forward = backward = 0
+    for branch in block.branches:
+        for x in (branch.column, branch.row):
+            product = 2 * s.tokens * x.numel
+            # Of A and B, that which every rank has whole computes its own tokens.
+            a, b = (s.local_tokens, s.tokens) if x.column else (s.tokens, s.local_tokens)
+            narrow, wide = 2 * a * x.inputs * x.rank, 2 * b * x.rank * x.outputs
+            reached = branch.reached(x)
+            forward += product + narrow + wide
+            backward += product * (reached + x.trained) + narrow * (reached + 1) + 2 * wide
+        if branch.mixes:
+            attention = 2 * s.tokens * (s.sequence_length + 1) * branch.row.inputs
+            forward += attention
+            backward += 2 * attention * branch.crossed
+    return Flops(forward, backward, forward if s.recompute == "full" and block.left else 0)
 
 
 def bubble(schedule: str, stages: int, chunks: int, microbatches: int) -> float:
@@ -118,7 +160,7 @@ def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = T
     layout, m = setting.layout, setting.microbatches
     mesh, pp, chunks = layout.mesh, layout.mesh.pp, layout.chunks
     speed = cluster.tflops * 1e12 * cluster.efficiency
-    act = Activations(setting, held.block)
+    act = Activations(setting, held)
     sent = [traffic(setting, held, stage) for stage in range(pp)]
     rows = [_stage_times(act, cluster, stage, sent[stage], speed) for stage in range(pp)]
     slowest = max(rows, key=lambda row: row.forward + row.backward)
@@ -132,12 +174,12 @@ def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = T
     else:
         idle = busy * (pp - 1) / (chunks * m) + 2 * (pp - 1) * hop
     data = max(_data(setting, cluster, sent[stage], rows[stage]) for stage in range(pp))
-    moved = max(act.kept * sum(layout.layers[stage::pp]) for stage in range(pp))
+    moved = max(sum(b.kept * number for b, number in act.stage(stage).items()) for stage in range(pp))
     away = 2 * m * moved if setting.offload_activations else 0
     if setting.offload_parameters:  # a slice comes with each gathering: for the forward and for the backward
         away += 2 * m * max(state(own, setting).parameters for own in held.stages)
     offload = cluster.shown(away / cluster.device.host, busy)
-    flops = flops_per_token(setting.model, setting.sequence_length) * setting.global_tokens / mesh.world
+    per_token = flops_per_token(setting.model, setting.sequence_length, setting.tuning)
     return Estimate(
         m * slowest.compute,
         m * slowest.recompute,
@@ -147,7 +189,7 @@ def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = T
         offload,
         max(_optimizer(setting, cluster, own) for own in held.stages),
         setting.global_tokens,
-        flops / 1e12,
+        per_token * setting.global_tokens / mesh.world / 1e12,
     )
 
 
@@ -155,10 +197,15 @@ def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = T
 class _Times:
     """Of one microbatch in all chunks of a stage, in seconds."""
 
-    compute: float
+    compute_forward: float
+    compute_backward: float
     recompute: float
     tensor_forward: float
     tensor_backward: float
+
+    @property
+    def compute(self) -> float:
+        return self.compute_forward + self.compute_backward
 
     @property
     def tensor(self) -> float:
@@ -166,25 +213,29 @@ class _Times:
 
     @property
     def forward(self) -> float:
-        return self.compute / 3 + self.tensor_forward
+        return self.compute_forward + self.tensor_forward
 
     @property
     def backward(self) -> float:
-        return self.compute * 2 / 3 + self.recompute + self.tensor_backward
+        return self.compute_backward + self.recompute + self.tensor_backward
 
 
 def _stage_times(act: Activations, cluster: Cluster, stage: int, sent: Sequence[Traffic], speed: float) -> _Times:
-    setting, layout, m = act.setting, act.setting.layout, act.setting.microbatches
-    flops = [forward_flops(act, chunk * layout.mesh.pp + stage) for chunk in range(layout.chunks)]
-    blocks, head = (sum(column) for column in zip(*flops, strict=True))
-    again = blocks / speed if setting.recompute == "full" else 0.0
-    compute = 3 * (blocks + head) / speed
+    layout, m = act.setting.layout, act.setting.microbatches
+    found = sum((flops(act, chunk * layout.mesh.pp + stage) for chunk in range(layout.chunks)), Flops())
+    backward_compute = found.backward / speed
     tensor = [x for x in sent if x.axis == "tp" and "tokens" in x.what]
     forward = cluster.seconds(layout.mesh, (x for x in tensor if "forward" in x.what)) / m
     shown = cluster.seconds(layout.mesh, (x for x in tensor if not x.hidden and "forward" not in x.what)) / m
     # Gathers and scatters of a column-parallel product's backward run beside its two products.
     hidden = cluster.seconds(layout.mesh, (x for x in tensor if x.hidden)) / m
-    return _Times(compute, again, forward, shown + cluster.shown(hidden, compute * 2 / 3))
+    return _Times(
+        found.forward / speed,
+        backward_compute,
+        found.again / speed,
+        forward,
+        shown + cluster.shown(hidden, backward_compute),
+    )
 
 
 def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _Times) -> float:
@@ -206,7 +257,7 @@ def _optimizer(setting: Setting, cluster: Cluster, held: Sequence[Part]) -> floa
     Offloaded, the host does it, window by window: gradients come and parameters go beside its work, each in a
     direction of its own, and states are read and written; the slowest of these shows.
     """
-    own = state(held, setting)
+    own = updated(held, setting)
     states = own.masters + own.moments
     if setting.offload_optimizer == "none":
         return (own.gradients * 2 + states * 2 + own.parameters) / cluster.device.bandwidth

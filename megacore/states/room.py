@@ -19,7 +19,7 @@ def room_problems(config: Config, model: ModelConfig, world_size: int, local_ran
     folder = Path(config.memory.offload_folder)
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     setting = setting_of(config, model, world_size, "cuda")
-    states = [state(held, setting) for held in Held.of(setting.layout).stages]
+    states = [state(held, setting) for held in Held.of(setting).stages]
     needed = local_ranks * max(each.masters + each.moments for each in states)
     free = shutil.disk_usage(there).free
     if needed > free:

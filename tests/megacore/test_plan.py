@@ -19,12 +19,14 @@ from megacore.plan.memory import TERMS, crowds, memory
 from megacore.plan.of_config import setting_of
 from megacore.plan.setting import ADAM_16, OFFLOADS, SHARDS, Offload, Setting, Widths
 from megacore.plan.state import Held, State, state, state_of
-from megacore.plan.step_time import Cluster, bubble, estimate, forward_flops
+from megacore.plan.step_time import Cluster, bubble, estimate, flops
 from megacore.plan.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ring, traffic
 from megacore.problems import problems
 from models.config import flops_per_token
+from models.lora import Lora
 from models.registry import configure
 from models.stages import layout_of
+from models.tuning import EVERYTHING, Tuning
 from parallel.layout import MeshShape, Place
 from parallel.pipeline.schedules import SCHEDULES, in_flight_bound, simulate
 from tools.main import main
@@ -101,7 +103,7 @@ def test_real_models_through_the_same_functions() -> None:
         ("llama-2-70b", 64, "parameters", 16 * 68_976_648_192 / 64),
     ):
         made = setting({"preset": preset}, MeshShape(dp=ranks), widths=ADAM_16, shard=shard)
-        (own,) = Held.of(made.layout).stages
+        (own,) = Held.of(made).stages
         assert state(own, made).total == pytest.approx(expected, rel=1e-6)
 
 
@@ -120,8 +122,8 @@ def test_real_models_through_the_same_functions() -> None:
     ],
 )
 def test_what_a_stage_holds_is_what_each_of_its_ranks_holds(tied: bool, mesh: MeshShape, chunks: int) -> None:
-    layout = setting(SMALL | {"tie_word_embeddings": tied}, mesh, chunks).layout
-    held = Held.of(layout)
+    made = setting(SMALL | {"tie_word_embeddings": tied}, mesh, chunks)
+    layout, held = made.layout, Held.of(made)
     for rank in range(mesh.world):
         place = mesh.place(rank)
         shards = list(layout.shards(place))
@@ -139,9 +141,93 @@ def test_what_a_stage_holds_is_what_each_of_its_ranks_holds(tied: bool, mesh: Me
 @pytest.mark.parametrize("family", ["llama-tiny", "gpt2-tiny"])
 def test_operations_add_up_to_those_of_the_model(mesh: MeshShape, family: str) -> None:
     made = setting({"preset": family}, mesh)
-    act = Activations(made, Held.of(made.layout).block)
-    per_replica = 3 * mesh.tp * sum(sum(forward_flops(act, virtual)) for virtual in range(mesh.pp))
-    assert per_replica == flops_per_token(made.model, 64) * made.tokens
+    act = Activations(made, Held.of(made))
+    found = [flops(act, virtual) for virtual in range(mesh.pp)]
+    assert all(each.backward == 2 * each.forward for each in found)
+    assert 3 * mesh.tp * sum(each.forward for each in found) == flops_per_token(made.model, 64) * made.tokens
+
+
+UPPER = Tuning(freeze=("layers.[4-7]", "head", "norm"))
+LOWER = Tuning(freeze=("embed", "layers.[0-3]"))
+
+
+def tuned(tuning: Tuning, mesh: MeshShape, **changed: Any) -> Setting:
+    config = configure(SMALL)
+    return setting(SMALL, mesh, layout=layout_of(config, mesh, tuning=tuning), tuning=tuning, **changed)
+
+
+@pytest.mark.parametrize("mesh", [MeshShape(), MeshShape(tp=2, dp=2), MeshShape(pp=4, tp=2)])
+def test_what_is_frozen_has_no_product_for_its_gradient(mesh: MeshShape) -> None:
+    """Above what is trained it passes gradients on; below it has no backward at all."""
+    upper, lower, everything = (tuned(tuning, mesh) for tuning in (UPPER, LOWER, EVERYTHING))
+    found, all_of_them = (
+        [flops(Activations(made, Held.of(made)), virtual) for virtual in range(mesh.pp)] for made in (upper, everything)
+    )
+    total = mesh.tp * sum(each.forward + each.backward for each in found)
+    assert total == flops_per_token(upper.model, 64, UPPER) * upper.tokens
+    assert [each.forward for each in found] == [each.forward for each in all_of_them]
+    if mesh.pp == 1:
+        ((half, *_),) = (Activations(made, Held.of(made)).chunks for made in (lower,))
+        assert [block.left for block in half] == 4 * [False] + 4 * [True]
+        assert [block.kept for block in half[:4]] == 4 * [0]
+
+
+def test_adapters_add_their_products_and_what_they_read() -> None:
+    """Of the second product of each feed-forward network: 24 features in, 16 out, rank 4, in bf16."""
+    lora = Tuning(Lora(4, 8.0, ("mlp.down",)))
+    made, plain = tuned(lora, MeshShape()), tuned(EVERYTHING, MeshShape())
+    ((_, *blocks),), ((other, *_),) = (Activations(each, Held.of(each)).chunks for each in (made, plain))
+    (block,) = set(blocks)  # all but the first, to which no gradient comes
+    # The inputs of the other products are not kept: of two from norms, while what the attention gives it keeps itself.
+    assert block.kept == other.kept - 64 * 2 * (16 + 16) + 64 * 2 * 4 + 4 * 16 * 2
+    act = Activations(made, Held.of(made))
+    per_block = 2 * 64 * 4 * (24 + 16)
+    forward = flops(Activations(plain, Held.of(plain)), 0).forward
+    assert flops(act, 0).forward == forward + 8 * per_block
+
+
+def test_ranks_send_what_is_trained_alone() -> None:
+    mesh = MeshShape(dp=4)
+    lora = tuned(Tuning(Lora(4, 8.0, ("*",))), mesh)
+    held, trained = Held.of(lora), lora.tuning.trained(lora.model.schema)
+    assert sum(part.trained for part in held.stages[0]) == trained
+    (sums,) = (x for x in traffic(lora, held, 0) if "gradients" in x.what)
+    assert sums.size * sums.count == 4 * trained
+    split = {x.kind: x for x in traffic(replace(lora, shard="gradients"), held, 0)}
+    assert split[ALL_GATHER].size == 2 * trained
+    # What lies below all that is trained is gathered for the forward alone: the embedding and half of the layers.
+    for tuning, below in ((EVERYTHING, 0), (LOWER, 4)):
+        made = tuned(tuning, mesh, shard="parameters")
+        schema = made.model.schema
+        layer = sum(schema.numel(param) for param in schema.params if "layer" in param.named_axes) // 8
+        once = below * layer + bool(below) * schema.numel(schema["embed.weight"])
+        (gathers,) = (x for x in traffic(made, Held.of(made), 0) if x.kind == ALL_GATHER)
+        assert gathers.size * gathers.count == 2 * 8 * (2 * schema.parameters - once)
+
+
+def test_adapters_gather_as_many_features_as_their_rank() -> None:
+    made = tuned(Tuning(Lora(4, 8.0, ("*",))), MeshShape(tp=2))
+    narrow = [x for x in traffic(made, Held.of(made), 0) if "adapters" in x.what]
+    # q, k and v have three; the first product of the feed-forward network, fused of two, has two.
+    assert {x.size for x in narrow} == {64 * 2 * rank for rank in (4, 8, 12)}
+    assert {x.what for x in narrow} == {
+        "tokens, forward, adapters",
+        "tokens again, backward, adapters",
+        "gradients of tokens, adapters",
+    }
+    # No frozen product gathers what it has read once more: only the adapters do.
+    again = [x for x in traffic(made, Held.of(made), 0) if x.what.startswith("tokens again")]
+    assert {x.size for x in again} == {64 * 2 * 8, 64 * 2 * 12}
+
+
+def test_the_time_of_the_update_is_that_of_what_is_trained() -> None:
+    every = (Tuning(Lora(4, 8.0, ("*",))), LOWER, EVERYTHING)
+    lora, lower, everything = (tuned(tuning, MeshShape()) for tuning in every)
+    *some, whole = (estimate(made, Held.of(made), H100) for made in (lora, lower, everything))
+    for made, found in zip((lora, lower), some, strict=True):
+        share = made.tuning.trained(made.model.schema) / made.model.schema.parameters
+        assert found.optimizer == pytest.approx(share * whole.optimizer)
+    assert some[1].compute < whole.compute
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -158,7 +244,7 @@ def test_recomputation_chunks_and_offloading_take_away_what_they_say() -> None:
 
     def fullest(**changed: Any) -> dict[str, int]:
         made = setting({"preset": "llama-tiny"}, mesh, **changed)
-        return memory(made, Held.of(made.layout))[0].terms
+        return memory(made, Held.of(made))[0].terms
 
     plain = fullest()
     none, selective, full = (fullest(recompute=each)["activations"] for each in ("none", "selective", "full"))
@@ -180,7 +266,7 @@ def test_recomputation_chunks_and_offloading_take_away_what_they_say() -> None:
 def test_what_is_offloaded_lies_elsewhere() -> None:
     """Of each parameter 12 bytes of states and 2 of its own, and what passes through the buffer."""
     made = setting({"preset": "llama-tiny"}, MeshShape(dp=4), shard="parameters", offload_buffer=1000)
-    plain, held = memory(made, Held.of(made.layout))[0], Held.of(made.layout)
+    plain, held = memory(made, Held.of(made))[0], Held.of(made)
     assert plain.host == plain.disk == 0
     cases: list[tuple[Offload, bool, int, int]]
     states, parameters = plain.terms["masters"] + plain.terms["moments"], plain.terms["parameters"]
@@ -198,7 +284,7 @@ def test_what_is_offloaded_lies_elsewhere() -> None:
 
 def test_offloading_takes_the_time_of_the_slowest_way() -> None:
     made = setting({"preset": "llama-3.1-8b"}, MeshShape(dp=8), sequence_length=8192, shard="optimizer")
-    held, cluster = Held.of(made.layout), Cluster(DEVICES["h100-80"], 989.4)
+    held, cluster = Held.of(made), Cluster(DEVICES["h100-80"], 989.4)
     device, host, file = (
         estimate(replace(made, offload_optimizer=where), held, cluster).optimizer for where in OFFLOADS
     )
@@ -219,22 +305,23 @@ def test_the_recipe_s_offloading_arrives() -> None:
 def test_what_a_token_leaves_behind() -> None:
     """A block: 5 embed + (heads + 2 kv) head + 3 mlp features, fp32 statistics; the head: two inputs and the logits."""
     made = setting({"preset": "llama-3.1-8b"}, MeshShape(), sequence_length=8192)
-    act = Activations(made, Held.of(made.layout).block)
-    assert act.saved == 8192 * (2 * (5 * 4096 + (32 + 2 * 8) * 128 + 3 * 14336) + 4 * 32 + 2 * 4)
+    act = Activations(made, Held.of(made))
+    ((block, *_),) = act.chunks
+    assert block.saved == 8192 * (2 * (5 * 4096 + (32 + 2 * 8) * 128 + 3 * 14336) + 4 * 32 + 2 * 4)
     assert act.head == 8192 * (2 * 2 * 4096 + 4)
     assert act.logits == 8192 * (2 * 128256 + 14)
 
 
 def test_replicas_of_hsdp_each_hold_everything() -> None:
     made = setting({"preset": "llama-tiny"}, MeshShape(dp=4), shard="parameters", replicas=2)
-    (own,) = Held.of(made.layout).stages
+    (own,) = Held.of(made).stages
     of_two = replace(made, layout=layout_of(made.model, MeshShape(dp=2)), replicas=1)
     assert state(own, made) == state(own, of_two)
 
 
 def test_a_chunked_loss_never_holds_all_logits() -> None:
     made = setting({"preset": "llama-tiny"}, MeshShape(), loss_chunk=16)
-    act = Activations(made, Held.of(made.layout).block)
+    act = Activations(made, Held.of(made))
     assert act.logits == 16 * 512 * 2 + 14 * 64
 
 
@@ -244,7 +331,7 @@ def test_a_chunked_loss_never_holds_all_logits() -> None:
 def test_what_tensor_parallel_ranks_send() -> None:
     """A block: forward 2 gathers and 2 scatters, backward 4 gathers and 2 scatters, each of t x embed."""
     made = setting({"preset": "llama-tiny"}, MeshShape(pp=2, tp=2, dp=2), microbatches=4)
-    held = Held.of(made.layout)
+    held = Held.of(made)
     inner = [x for x in traffic(made, held, 0) if x.axis == "tp"]
     count = {kind: sum(x.count for x in inner if x.kind == kind) for kind in (ALL_GATHER, REDUCE_SCATTER)}
     # 2 blocks, 4 microbatches, and the embedding's scatter with the gather that is its backward.
@@ -257,7 +344,7 @@ def test_what_tensor_parallel_ranks_send() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_go_to_who_shares_them(tied: bool) -> None:
     made = setting(SMALL | {"tie_word_embeddings": tied}, MeshShape(pp=2, dp=2, tp=4))
-    held = Held.of(made.layout)
+    held = Held.of(made)
     sums = [x for x in traffic(made, held, 0) if x.kind == ALL_REDUCE and "gradients" in x.what]
     elements = sum(part.elements for part in held.stages[0])
     assert sum(x.size * x.count for x in sums) == 4 * elements
@@ -274,7 +361,7 @@ def test_gradients_go_to_who_shares_them(tied: bool) -> None:
 def test_what_each_rung_sends(shard: str, factor: int) -> None:
     """Bytes for each parameter, times (n-1)/n: fp32 gradients, bf16 parameters, 8 microbatches."""
     made = setting({"preset": "llama-tiny"}, MeshShape(dp=4), shard=shard)
-    held = Held.of(made.layout)
+    held = Held.of(made)
     sent = sum(x.sent for x in traffic(made, held, 0))
     assert sent == pytest.approx(factor * made.layout.schema.parameters * 3 / 4, rel=1e-3)
 
@@ -293,18 +380,18 @@ def test_groups_inside_of_a_node_use_its_links() -> None:
 
 def test_the_parts_of_a_step_add_up() -> None:
     made = setting({"preset": "llama-3.1-8b"}, MeshShape(tp=4, dp=2), microbatches=4, sequence_length=8192)
-    found = estimate(made, Held.of(made.layout), H100)
+    found = estimate(made, Held.of(made), H100)
     floor = found.model_tflop / H100.tflops
     assert found.compute == pytest.approx(floor / H100.efficiency, rel=1e-6)
     assert found.total > found.compute
     slower = replace(H100, efficiency=0.3)
-    assert estimate(made, Held.of(made.layout), slower).compute == pytest.approx(2 * found.compute)
+    assert estimate(made, Held.of(made), slower).compute == pytest.approx(2 * found.compute)
 
 
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (2, 2)])
 def test_the_formula_of_the_search_is_the_simulators(pp: int, chunks: int) -> None:
     made = setting({"preset": "llama-2-7b"}, MeshShape(pp=pp), chunks, sequence_length=4096)
-    held = Held.of(made.layout)
+    held = Held.of(made)
     precise, quick = (estimate(made, held, H100, simulated=each).total for each in (True, False))
     assert quick == pytest.approx(precise, rel=0.02)
 
@@ -325,7 +412,7 @@ def test_fit_finds_recipes_that_fit_and_pass_every_rule() -> None:
         assert problems(pasted, 16, model, gpus=8, local_ranks=8) == []
         again = setting_of(pasted, model, 16, "cuda")
         assert (again.layout.mesh, again.microbatches) == (each.setting.layout.mesh, each.setting.microbatches)
-        assert memory(again, Held.of(again.layout)) == each.memory
+        assert memory(again, Held.of(again)) == each.memory
 
 
 def test_fit_says_when_nothing_does(capsys: pytest.CaptureFixture[str]) -> None:
@@ -350,6 +437,13 @@ def test_every_recipe_has_a_plan(recipe: str, capsys: pytest.CaptureFixture[str]
     assert main(["plan", str(RECIPES / f"{recipe}.yaml"), "--gpu", gpu, "--world", "4" if gpu == "cpu" else "8"]) == 0
     out = capsys.readouterr().out
     assert "Memory at the peak" in out and "A step is estimated" in out
+
+
+def test_the_plan_of_adapters_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = str(RECIPES / "finetune_lora.yaml")
+    assert main(["plan", recipe, "--world", "1", "model.preset=llama-3.1-8b"]) == 0
+    out = capsys.readouterr().out
+    assert "llama of 8,030,261,248 parameters (41,943,040 trained)" in out and "It fits" in out
 
 
 @pytest.mark.parametrize(

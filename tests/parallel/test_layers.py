@@ -205,10 +205,13 @@ def test_frozen_weights_and_inputs(pool: Pool) -> None:
     assert pool.run(2, frozen) == [[True] * 4] * 2
 
 
-def saved() -> list[tuple[int, ...]]:
+def saved(
+    trained: bool, kind: type[ColumnParallelLinear | RowParallelLinear] = ColumnParallelLinear
+) -> list[tuple[int, ...]]:
     mesh = Mesh.create(MeshShape(tp=2))
-    layer = ColumnParallelLinear(IN, OUT, mesh=mesh, dtype=WIDE)
-    x = drawn(mesh.rank, TOKENS // 2, IN).requires_grad_()
+    layer = kind(IN, OUT, mesh=mesh, bias=False, dtype=WIDE).requires_grad_(trained)
+    shape = (TOKENS // 2, IN) if kind is ColumnParallelLinear else (TOKENS, IN // 2)
+    x = drawn(mesh.rank, *shape).requires_grad_()
     shapes: list[tuple[int, ...]] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -223,7 +226,14 @@ def saved() -> list[tuple[int, ...]]:
 @pytest.mark.quick
 def test_the_gathered_input_is_not_kept_for_the_backward(pool: Pool) -> None:
     """A column-parallel linear keeps its own tokens and gathers again."""
-    assert pool.run(2, saved) == [[(TOKENS // 2, IN), (OUT // 2, IN)]] * 2
+    assert pool.run(2, saved, True) == [[(TOKENS // 2, IN), (OUT // 2, IN)]] * 2
+
+
+@pytest.mark.quick
+def test_a_frozen_linear_does_not_keep_its_input(pool: Pool) -> None:
+    """Only the gradient of its weight would need it."""
+    assert pool.run(2, saved, False) == [[(OUT // 2, IN)]] * 2
+    assert pool.run(2, saved, False, RowParallelLinear) == [[(OUT, IN // 2)]] * 2
 
 
 # -- the embedding
