@@ -33,6 +33,7 @@ from megacore.scaler import UNSCALED, Scaling
 from megacore.states.offload import Offload
 from megacore.states.room import room_problems
 from megacore.step import TrainStep
+from megacore.store.adapters import check_fingerprint
 from megacore.store.export import with_dtype
 from megacore.store.index import Adapters
 from megacore.store.strict_json import StoreError
@@ -215,16 +216,11 @@ def _adapters(config: Config, start: Start, control: Control) -> Adapters | None
     if lora is None or base is None:
         return None
     found = Adapters(lora, str(base.path), fingerprint(base, control))
-    held = start.adapters.index.adapters if start.adapters is not None else found
-    assert held is not None  # it was opened as a checkpoint of adapters
-    if held.fingerprint != found.fingerprint:
-        raise ConfigError(
-            [
-                f"checkpoint.init: the weights of {base.path} (fingerprint {found.fingerprint:016x}) are not those "
-                f"that the adapters were trained on, {held.base} ({held.fingerprint:016x}): name that model, in the "
-                "dtype that it had"
-            ]
-        )
+    if start.adapters is not None:
+        try:
+            check_fingerprint(start.adapters, base.path, found.fingerprint)
+        except StoreError as error:
+            raise ConfigError([f"checkpoint.init: {error}"]) from error
     return found
 
 

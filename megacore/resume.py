@@ -19,8 +19,8 @@ from megacore.data import tokenizer
 from megacore.optimizer import Optimizer
 from megacore.progress import Progress, recipe
 from megacore.states.home import MASTER, MOMENTS
+from megacore.store.adapted import Whole, source_of
 from megacore.store.checkpoint import TRAINER, Checkpoint
-from megacore.store.convert import Source
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import Folder, open_folder
 from megacore.store.hugging_face import HuggingFace
@@ -135,7 +135,7 @@ def model_of(config: Config, source: Folder | None) -> ModelConfig:
         model = configure(section)
     else:
         kind = family(source.config.family).CONFIG
-        model = kind.from_hugging_face(kind.override(_raw(source), section))
+        model = kind.from_hugging_face(kind.override(source.raw, section))
     if source is not None and (wrong := list(_misfits(model, source))):
         raise ModelConfigError(model.family, wrong)
     return model
@@ -147,12 +147,8 @@ def raw_of(model: ModelConfig, source: Folder | None) -> Mapping[str, Any]:
     if source is None:
         return ours
     theirs = source.config.to_hugging_face()
-    raw = {**_raw(source), **{key: value for key, value in ours.items() if key not in theirs or theirs[key] != value}}
+    raw = {**source.raw, **{key: value for key, value in ours.items() if key not in theirs or theirs[key] != value}}
     return raw if type(model).from_hugging_face(raw) == model else ours
-
-
-def _raw(source: Folder) -> Mapping[str, Any]:
-    return source.index.raw if isinstance(source, Checkpoint) else source.raw
 
 
 def _misfits(model: ModelConfig, source: Folder) -> Iterator[str]:
@@ -277,23 +273,17 @@ def _names(folder: Folder, state: str) -> Set[str]:
 
 
 def tensors(
-    source: Folder, state: str, parameters: Parameters, names: Set[str] | None = None
+    source: Whole, state: str, parameters: Parameters, names: Set[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor of the shape that this rank holds) of each parameter, or of those that are named, in the source's
     dtype; padding is zero."""
-    layout, held_by = parameters.layout, _of(source, state)
+    layout, held_by = parameters.layout, source_of(source, state)
     held_here = (s for s in native(layout, [parameters.mesh.rank]) if names is None or s.name in names)
     for target, copies in plan(layout.schema, held_by.stored, held_here):
         held = {held_by.dtype(copy.source) for copy in copies}
         # Pieces of several dtypes: the widest holds all of their numbers (fp16 and bf16 are both within fp32).
         dtype = held.pop() if len(held) == 1 else "F64" if "F64" in held else "F32"
         yield target.name, _tensor(dtype, assemble(target, copies, held_by.read, dtype))
-
-
-def _of(source: Folder, state: str) -> Source:
-    if isinstance(source, HuggingFace):
-        return Source.of_hugging_face(source)
-    return Source(list(source.stored(state)), partial(source.dtype, state), source.read(state))
 
 
 def _tensor(dtype: str, bits: np.ndarray) -> Tensor:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megacore.inference.reading import Reading, is_tokens
 from megacore.inference.texts import Texts
-from megacore.store.folder import Folder, open_folder
+from megacore.store.adapted import Whole
 from megacore.store.strict_json import StoreError
 from tools import folders, processes
 from tools.processes import Here
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     about, _, how = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(prog="megacore evaluate", description=about, epilog=how)
-    parser.add_argument("folder", type=Path, help="a checkpoint, or a Hugging Face folder")
+    processes.add_model(parser)
     parser.add_argument(
         "--data",
         action="append",
@@ -62,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     here = Here.now()
-    try:
-        folder = open_folder(arguments.folder)
+    with processes.agreed(here):
+        folder = processes.model(arguments)
         shape = processes.mesh_shape(folder.config, here, arguments.tp, arguments.pp, arguments.dp)
         length, stride = _lengths(arguments, folder)
         reading = Reading(
@@ -72,29 +72,17 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         if next(reading.documents(), None) is None:
             raise StoreError("there are no documents in the data")
         kind = processes.device(arguments.device, here, shape.world)
-    except StoreError:
-        if here.rank == 0:
-            raise
-        return 1  # every process finds the same, and one says it
     if shape.world > 1 and not here.launched:
         return processes.start("tools.evaluate", given, shape.world)
-    from megacore.inference.evaluate import Measured, Windows, evaluate
+    from megacore.inference.evaluate import Windows, evaluate
     from megacore.inference.load import model_from
 
     windows, started = Windows(length, stride), time.perf_counter()
-    found: Measured | StoreError
-    with processes.live(shape, here, kind) as mesh:
+    with processes.agreed(here), processes.live(shape, here, kind) as mesh:
         model = model_from(folder, mesh, processes.dtype(arguments.dtype))
-        try:
-            found = evaluate(model, reading.documents(), windows, arguments.tokens)
-        except StoreError as error:  # on every rank, at the same document
-            found = error
-    if isinstance(found, Measured) and not found.tokens:
-        found = StoreError("the data has no token to predict: no document has more than one")
-    if isinstance(found, StoreError):
-        if here.rank == 0:
-            raise found
-        return 1
+        found = evaluate(model, reading.documents(), windows, arguments.tokens)
+        if not found.tokens:
+            raise StoreError("the data has no token to predict: no document has more than one")
     if here.rank == 0:
         data = _data(found, windows)
         print(json.dumps(data, indent=1) if arguments.json else _text(data))
@@ -102,7 +90,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     return 0
 
 
-def _lengths(arguments: argparse.Namespace, folder: Folder) -> tuple[int, int]:
+def _lengths(arguments: argparse.Namespace, folder: Whole) -> tuple[int, int]:
     """(length, stride) of the windows."""
     longest = folder.config.max_positions
     length = arguments.sequence_length or min(longest or LONGEST, LONGEST)
@@ -117,7 +105,7 @@ def _lengths(arguments: argparse.Namespace, folder: Folder) -> tuple[int, int]:
     return length, stride
 
 
-def _texts(arguments: argparse.Namespace, folder: Folder) -> Texts | None:
+def _texts(arguments: argparse.Namespace, folder: Whole) -> Texts | None:
     """The tokenizer; None where it is not needed and not there."""
     try:
         return Texts.of(folder)

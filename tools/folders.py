@@ -124,10 +124,16 @@ def bar(size: int, name: str) -> Iterator[Callable[[int], object]]:
         yield drawn.update
 
 
+class SaidElsewhere(Exception):
+    """Something is wrong, and another process says what."""
+
+
 def program(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
     """Run a command; what is wrong with files is said in words."""
     try:
         return run(arguments)
+    except SaidElsewhere:
+        return 1
     except (StoreError, OSError) as error:
         # Names come from files.
         print(harmless(str(error)), file=sys.stderr)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.inference.texts import Stream, Texts
-from megacore.store.folder import Folder, open_folder
+from megacore.store.adapted import Whole
 from megacore.store.strict_json import StoreError
 from tools import folders, processes
 from tools.processes import Here
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     about, _, more = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(prog="megacore generate", description=about, epilog=more)
-    parser.add_argument("folder", type=Path, help="a checkpoint, or a Hugging Face folder")
+    processes.add_model(parser)
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a text to go on with; repeatable"
     )
@@ -54,27 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     here = Here.now()
-    try:
-        folder = open_folder(arguments.folder)
+    with processes.agreed(here):
+        folder = processes.model(arguments)
         shape = processes.mesh_shape(folder.config, here, arguments.tp, arguments.pp)
         texts, prompts = _prompts(arguments, folder)
         stops = texts.stops()
         kind = processes.device(arguments.device, here, shape.world)
-    except StoreError:
-        if here.rank == 0:
-            raise
-        return 1  # every process finds the same, and one says it
     if shape.world > 1 and not here.launched:
         return processes.start("tools.generate", given, shape.world)
     from megacore.inference.generate import Ending, generate
     from megacore.inference.load import model_from
 
     ending = Ending(stops, arguments.max_new_tokens, folder.config.max_positions)
-    page = Page(texts.decode, prompts, shown=here.rank == 0 and not arguments.json, echo=not arguments.chat)
     started = time.perf_counter()
-    with processes.live(shape, here, kind) as mesh:
+    with processes.agreed(here), processes.live(shape, here, kind) as mesh:
         model = model_from(folder, mesh, processes.dtype(arguments.dtype))
         loaded = time.perf_counter()
+        page = Page(texts.decode, prompts, shown=here.rank == 0 and not arguments.json, echo=not arguments.chat)
         ids = [prompt.ids for prompt in prompts]
         for step in generate(model, ids, _choice(arguments), ending, arguments.batch):
             for new in step:
@@ -107,7 +103,7 @@ class Prompt:
     ids: list[int]
 
 
-def _prompts(arguments: argparse.Namespace, folder: Folder) -> tuple[Texts, list[Prompt]]:
+def _prompts(arguments: argparse.Namespace, folder: Whole) -> tuple[Texts, list[Prompt]]:
     """The tokenizer, and the prompts.
 
     Raises:
@@ -135,7 +131,7 @@ def _prompts(arguments: argparse.Namespace, folder: Folder) -> tuple[Texts, list
     return texts, prompts
 
 
-def _wrong(prompt: Prompt, folder: Folder) -> Iterator[str]:
+def _wrong(prompt: Prompt, folder: Whole) -> Iterator[str]:
     shown, longest, vocabulary = repr(prompt.text[:40]), folder.config.max_positions, folder.config.vocab_size
     if not prompt.ids:
         yield f"the prompt {shown} has no tokens"

@@ -9,8 +9,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megacore.store.adapted import Whole, open_model
 from megacore.store.dtypes import FLOATS
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
@@ -40,6 +42,38 @@ class Here:
             return cls(0, 1, 0, 1, False)
         rank, world, local_rank, local_world = (int(os.environ[name]) for name in names)
         return cls(rank, world, local_rank, local_world, True)
+
+
+@contextmanager
+def agreed(here: Here) -> Iterator[None]:
+    """In this block every process finds the same: of a StoreError one says what is wrong, and all exit with 1."""
+    try:
+        yield
+    except StoreError:
+        if here.rank == 0:
+            raise
+        raise folders.SaidElsewhere from None
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The arguments of :func:`model`."""
+    parser.add_argument("folder", type=Path, help="a checkpoint, of a model or of adapters, or a Hugging Face folder")
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="FOLDER",
+        help="of a checkpoint of adapters: the model that they were trained on, a Hugging Face folder or a checkpoint "
+        "(where it was then)",
+    )
+
+
+def model(arguments: argparse.Namespace) -> Whole:
+    """The model that the arguments name.
+
+    Raises:
+        StoreError: as :func:`~megacore.store.adapted.open_model`.
+    """
+    return open_model(arguments.folder, arguments.base)
 
 
 def add_mesh(parser: argparse.ArgumentParser, data: bool = False) -> None:
@@ -107,7 +141,10 @@ def start(module: str, arguments: Sequence[str], processes: int) -> int:
 
 @contextmanager
 def live(shape: MeshShape, here: Here, kind: str) -> Iterator[Mesh]:
-    """The mesh, on one kind of device, while it is needed."""
+    """The mesh, on one kind of device, while it is needed.
+
+    A StoreError of its processes ends it in order: every one of them has found the same.
+    """
     import torch
     import torch.distributed as dist
 
@@ -120,7 +157,13 @@ def live(shape: MeshShape, here: Here, kind: str) -> Iterator[Mesh]:
         yield Mesh.single(found)
         return
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    yield Mesh.create(shape, found)
+    problem = None
+    try:
+        yield Mesh.create(shape, found)
+    except StoreError as error:
+        problem = error
     # A gloo process that leaves while others still talk to it may abort them.
     dist.barrier()
     dist.destroy_process_group()
+    if problem is not None:
+        raise problem

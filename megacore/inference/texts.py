@@ -9,8 +9,7 @@ from typing import Any
 from megacore.data.spelling import ModelFiles
 from megacore.data.text import InputError
 from megacore.data.tokenizer import parts_of
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.folder import Folder
+from megacore.store.adapted import Whole
 from megacore.store.strict_json import StoreError, read_json
 
 GENERATION = "generation_config.json"
@@ -25,11 +24,11 @@ class Texts:
         tokenizer: As transformers loads it.
     """
 
-    folder: Folder
+    folder: Whole
     tokenizer: Any
 
     @classmethod
-    def of(cls, folder: Folder) -> Texts:
+    def of(cls, folder: Whole) -> Texts:
         """Load it.
 
         Raises:
@@ -93,10 +92,9 @@ class Texts:
         return frozenset(ids)
 
 
-def files_of(folder: Folder) -> ModelFiles:
+def files_of(folder: Whole) -> ModelFiles:
     """What a folder holds beside the weights."""
-    raw = folder.index.raw if isinstance(folder, Checkpoint) else folder.raw
-    return ModelFiles(folder.companions(), raw, folder.config.vocab_size)
+    return ModelFiles(folder.companions(), folder.raw, folder.config.vocab_size)
 
 
 @dataclass

@@ -12,13 +12,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
 from megacore.store.audit import Progress, fingerprints, silent
 from megacore.store.checkpoint import Checkpoint
+from megacore.store.compare import config_differences
 from megacore.store.convert import Part, Plan, Source, beside, expected, hugging_face_folder, tensors
 from megacore.store.dtypes import as_dtype
+from megacore.store.folder import Folder
 from megacore.store.hugging_face import ADAPTER, HuggingFace
 from megacore.store.index import Adapters
 from megacore.store.stream import File, assemble
@@ -43,6 +46,43 @@ def adapters_of(checkpoint: Checkpoint) -> Adapters:
     if held is None:
         raise StoreError(f"{checkpoint.path} holds a model and no adapters: export it by --to hf")
     return held
+
+
+# What a config says of training alone: dropout, and how weights were drawn.
+_OF_TRAINING = ("drop", "initializer_range")
+
+
+def check_model(checkpoint: Checkpoint, base: Folder) -> None:
+    """Compare a model, but for its weights, with the one that the adapters were trained on.
+
+    Raises:
+        StoreError: its sizes or its config differ, or the checkpoint holds a model.
+    """
+    held = adapters_of(checkpoint)
+    ours, theirs = checkpoint.config.schema, base.schema
+    if ours.sizes != theirs.sizes or ours.pieces != theirs.pieces:
+        raise StoreError(f"{base.path} is a model of other sizes or weights than {held.base}, whose adapters these are")
+    differ = config_differences(base.config, checkpoint.config)
+    if told := {name: both for name, both in differ.items() if not any(each in name for each in _OF_TRAINING)}:
+        found = ", ".join(f"{name} is {now!r} and was {trained!r}" for name, (now, trained) in told.items())
+        raise StoreError(
+            f"the config of {base.path} is not the one that the adapters of {checkpoint.path} were trained with "
+            f"({found}): give a base whose config says so"
+        )
+
+
+def check_fingerprint(checkpoint: Checkpoint, base: Path, found: int) -> None:
+    """Compare the fingerprint of a model's weights with that of those that the adapters were trained on.
+
+    Raises:
+        StoreError: they are others.
+    """
+    held = adapters_of(checkpoint)
+    if found != held.fingerprint:
+        raise StoreError(
+            f"the weights of {base} (fingerprint {found:016x}) are not those that the adapters were trained on, "
+            f"{held.base} ({held.fingerprint:016x}): give that model, in the dtype that it had"
+        )
 
 
 # -- by themselves
@@ -91,13 +131,10 @@ def merged(checkpoint: Checkpoint, base: HuggingFace, max_shard_bytes: int, dtyp
     """A Hugging Face folder of the base with the adapters merged into it, which is made when it is written.
 
     Raises:
-        StoreError: the checkpoint holds no adapters, or those of a model of another shape.
+        StoreError: the checkpoint holds no adapters, or those of a model of another shape or config.
     """
-    held = adapters_of(checkpoint)
-    ours, theirs = checkpoint.config.schema, base.schema
-    if ours.sizes != theirs.sizes or ours.pieces != theirs.pieces:
-        raise StoreError(f"{base.path} is a model of other sizes or weights than {held.base}, whose adapters these are")
-    merge = Merge(checkpoint, base, held.lora.scale, dtype)
+    check_model(checkpoint, base)
+    merge = Merge(checkpoint, base, adapters_of(checkpoint).lora.scale, dtype)
     source = Source(list(base.stored()), merge.dtype_of, merge.read)
     return hugging_face_folder(checkpoint, source, base.raw, max_shard_bytes, dtype)
 
@@ -108,13 +145,8 @@ def check_base(checkpoint: Checkpoint, base: HuggingFace, jobs: int, progress: P
     Raises:
         StoreError: they are others.
     """
-    held = adapters_of(checkpoint)
     found = combined(fingerprints(Source.of_hugging_face(base), base.schema, jobs, progress))
-    if found != held.fingerprint:
-        raise StoreError(
-            f"the weights of {base.path} (fingerprint {found:016x}) are not those that the adapters were trained on, "
-            f"{held.base} ({held.fingerprint:016x}): give that model, in the dtype that it had"
-        )
+    check_fingerprint(checkpoint, base.path, found)
 
 
 @dataclass

@@ -65,6 +65,11 @@ class Checkpoint:
         return made
 
     @property
+    def raw(self) -> Mapping[str, Any]:
+        """The Hugging Face config of the model."""
+        return self.index.raw
+
+    @property
     def config(self) -> ModelConfig:
         return self.index.config
 

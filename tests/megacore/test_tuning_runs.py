@@ -14,9 +14,12 @@ from pool import Pool
 from megacore import pretrain
 from megacore.checkpoints import folder_of, path_of
 from megacore.config import ConfigError
+from megacore.inference.load import model_from
+from megacore.store.adapted import open_model
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.folder import open_folder
 from megacore.store.strict_json import StoreError
+from parallel.mesh import Mesh
 
 LORA = ["lora.rank=2", "lora.alpha=8", "lora.targets=[q_proj,attn.qkv.v,mlp]"]
 
@@ -84,6 +87,15 @@ def test_a_hugging_face_base_and_its_checkpoint_are_the_same(folder: Path, tmp_p
     on_the_other = [f"checkpoint.init={tmp_path / 'hf'}", f"checkpoint.resume={third}"]
     resumed = train(recipe, [*overrides(folder, tmp_path / "two"), *on_the_other])
     assert resumed.last == 6
+
+
+def test_a_run_leaves_what_can_be_computed_beside_its_base(folder: Path, tmp_path: Path) -> None:
+    """The weights that it has ended with, bit for bit."""
+    run = train(str(folder / "recipe.yaml"), overrides(folder, tmp_path / "run"))
+    model = model_from(open_model(path_of(folder_of(tmp_path / "run"), 6)), Mesh.single())
+    assert model.parameters.keys() == run.weights.keys()
+    for name, parameter in model.parameters.items():
+        assert np.array_equal(parameter.detach().numpy(), run.weights[name]), name
 
 
 def test_another_base_is_refused(folder: Path, tmp_path: Path) -> None:

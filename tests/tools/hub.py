@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
+from megacore.store.audit import fingerprints
 from megacore.store.convert import Source, to_checkpoint
 from megacore.store.hugging_face import HuggingFace
-from megacore.store.tensors import TensorFile
+from megacore.store.index import Adapters
+from megacore.store.tensors import DTYPES, TensorFile
+from models.lora import Lora
 from models.stages import layout_of
+from models.tuning import Tuning
+from parallel.fingerprint import combined
 from parallel.layout import MeshShape
+from parallel.transfer import hugging_face
 from tools import convert
 
 LLAMA: Mapping[str, Any] = {
@@ -44,8 +59,29 @@ def save(family: str, folder: Path, seed: int = 0, **fields: Any) -> Path:
     return folder
 
 
+def in_dtype(folder: Path, dtype: torch.dtype) -> Path:
+    """The same folder, its weights now in this dtype."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    model.save_pretrained(folder)
+    return folder
+
+
 def converted(source: Path, target: Path, *arguments: str) -> Path:
     assert convert.main([str(source), str(target), *arguments]) == 0
+    return target
+
+
+def adapted(folder: Path, target: Path, lora: Lora, companions: Mapping[str, Path] | None = None) -> Path:
+    """A checkpoint of adapters of a folder, on tp=2 x pp=2, every weight of them random."""
+    base = HuggingFace.open(folder)
+    layout, schema = layout_of(base.config, MeshShape(tp=2, pp=2)), Tuning(lora).kept(base.schema)
+    stored, rng = list(hugging_face(schema)), np.random.default_rng(1)
+    bits = {s.name: rng.normal(0, 0.3, s.shape).astype(np.float32).view(DTYPES["F32"]) for s in stored}
+    source = Source(stored, lambda s: "F32", lambda s: ("F32", bits[s.name]))
+    known = combined(fingerprints(Source.of_hugging_face(base), base.schema, 1))
+    of = Adapters(lora, str(folder), known)
+    kept = replace(layout, schema=schema)
+    to_checkpoint({"weights": source}, base.raw, kept, companions=companions or {}, adapters=of).write(target, jobs=1)
     return target
 
 

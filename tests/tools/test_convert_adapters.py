@@ -8,30 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from hub import adapted
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megacore.resume import tensors
-from megacore.store.audit import fingerprints
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import Source, to_checkpoint
 from megacore.store.hugging_face import HuggingFace
-from megacore.store.index import Adapters
-from megacore.store.tensors import DTYPES
 from models.assemble import Model
 from models.decoder import Microbatch
 from models.lora import Lora
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import Tuning
-from parallel.fingerprint import combined
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
-from parallel.transfer import hugging_face
 from tools import convert, inspect, reshard
 
 LLAMA: Mapping[str, Any] = {
@@ -85,20 +79,7 @@ def model_folder(path: Path, section: Mapping[str, Any], dtype: torch.dtype, see
 def make(path: Path, name: str, dtype: torch.dtype = torch.float32) -> Made:
     section, lora = CASES[name]
     folder = model_folder(path, section, dtype)
-    opened = HuggingFace.open(folder)
-    layout = layout_of(opened.config, MeshShape(tp=2, pp=2))
-    schema = Tuning(lora).kept(opened.schema)
-    stored, rng = list(hugging_face(schema)), np.random.default_rng(1)
-    bits = {s.name: rng.normal(0, 0.3, s.shape).astype(np.float32).view(DTYPES["F32"]) for s in stored}
-    source = Source(stored, lambda s: "F32", lambda s: ("F32", bits[s.name]))
-    known = combined(fingerprints(Source.of_hugging_face(opened), opened.schema, 1))
-    to_checkpoint(
-        {"weights": source},
-        opened.raw,
-        type(layout)(schema, layout.mesh, layout.layers),
-        adapters=Adapters(lora, str(folder), known),
-    ).write(path / "ckpt", 1)
-    return Made(folder, path / "ckpt", lora)
+    return Made(folder, adapted(folder, path / "ckpt", lora), lora)
 
 
 @pytest.fixture(params=CASES)
@@ -215,6 +196,9 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, not_durable: None, capsys: 
     assert "are not those that the adapters were trained on" in said
     larger = model_folder(tmp_path / "larger", {**LLAMA, "intermediate_size": 32}, torch.float32)
     assert "other sizes" in refused(capsys, made.checkpoint, target, "--to", "hf", "--base", larger)
+    turned = model_folder(tmp_path / "turned", {**LLAMA, "rms_norm_eps": 0.5}, torch.float32)
+    said = refused(capsys, made.checkpoint, target, "--to", "hf", "--base", turned)
+    assert "rms_norm_eps is 0.5 and was" in said
     assert "is a Hugging Face folder already" in refused(capsys, made.folder, target, "--to", "peft")
     assert "--base is for --to hf" in refused(capsys, made.checkpoint, target, "--to", "peft", "--base", made.folder)
     assert run(made.folder, tmp_path / "model-ckpt") == 0
