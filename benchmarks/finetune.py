@@ -7,9 +7,11 @@ FOLDER is a Hugging Face folder with a chat template: ../shared/real_model.py ma
 those of `launch/api_chats.py`, tokenized and masked once, for everyone; the loss counts what the assistant says.
 
 Each run is one process with all cores: warm-up steps, then counted ones. A step is about 4,096 tokens, in two
-microbatches: rows of 512 that chats share for those who pack, and for the others as many chats as fill such rows. All
-have gradient clipping at 1.0, fused AdamW, a constant learning rate and no gradient checkpointing. What is compared is
-tokens of real text a second, padding left out. Runs take turns, and the anchor runs again every few runs.
+microbatches: rows of 512 that chats share for those who pack, and for the others as many chats as fill such rows. Five
+steps are counted: the Trainer that groups chats by length goes from long ones to short ones in five, and its steps
+differ in tokens by as much as in time. All have gradient clipping at 1.0, fused AdamW, a constant learning rate and no
+gradient checkpointing. What is compared is tokens of real text a second, padding left out. Runs take turns, and the
+anchor runs again every few runs.
 
 In bf16 and fp32 (`held` in the table): where nothing is said, weights, gradients and AdamW's state are in bf16.
 """
@@ -163,6 +165,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=4, help="rows of a microbatch")
     parser.add_argument("--accumulation", type=int, default=2, help="microbatches of a step")
+    parser.set_defaults(steps=5)
     arguments = parser.parse_args()
     machine = interleaved.ready(arguments)
     if arguments.model is None:
