@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megacore.store.strict_json import StoreError
 from parallel.mesh import Mesh
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,24 @@ class Control:
         received = [torch.empty_like(mine) for _ in sizes]
         dist.all_gather(received, mine, group=self.group)
         return _read(received, sizes)
+
+    def attempt(self, make: Callable[[], Made]) -> Made:
+        """What each rank makes for itself, or nobody: ranks that go on would wait for one that does not.
+
+        Raises:
+            StoreError: ranks have raised it; what they say, on all of them.
+        """
+        if self.group is None:
+            return make()
+        made, problem = list[Made](), None
+        try:
+            made.append(make())
+        except StoreError as error:
+            problem = str(error)
+        said = {reason: self.who(rank) for rank, reason in enumerate(self.exchange(problem)) if reason is not None}
+        if said:
+            raise StoreError("\n".join(f"{who}: {reason}" for reason, who in said.items()))
+        return made[0]
 
     def who(self, rank: int) -> str:
         return f"rank {rank} ({self.mesh.shape.place(rank)})"

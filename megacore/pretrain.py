@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -126,20 +126,22 @@ def trainer_of(setup: Setup, mesh: Mesh, log: metrics.Log | None) -> Trainer:
     control = Control.create(mesh)
     _agree(control, start)
     offload = _offload(config)
-    optimizer = _on_all(
-        control,
-        lambda: Optimizer(
-            gradients,
-            lr=section.lr,
-            betas=section.betas,
-            eps=section.eps,
-            weight_decay=section.weight_decay,
-            clip=section.clip,
-            master_weights=section.master_weights,
-            moments=torch.bfloat16 if section.moments == "bf16" else None,
-            offload=offload,
-        ),
-    )
+    try:
+        optimizer = control.attempt(
+            lambda: Optimizer(
+                gradients,
+                lr=section.lr,
+                betas=section.betas,
+                eps=section.eps,
+                weight_decay=section.weight_decay,
+                clip=section.clip,
+                master_weights=section.master_weights,
+                moments=torch.bfloat16 if section.moments == "bf16" else None,
+                offload=offload,
+            )
+        )
+    except StoreError as error:
+        raise ConfigError([f"memory.offload_folder: {error}"]) from error
     adapters = _adapters(config, start, control)
     load_into(start, model.parameters, optimizer, config.train.seed)
     saver = Saver(
@@ -191,19 +193,6 @@ def _offload(config: Config) -> Offload | None:
     if section.offload_optimizer == "none":
         return None
     return Offload(Path(section.offload_folder) if section.offload_folder else None, section.offload_buffer << 20)
-
-
-def _on_all(control: Control, make: Callable[[], Optimizer]) -> Optimizer:
-    """What every rank makes for itself: where one of them finds no room for it, all say so."""
-    made, problem = None, None
-    try:
-        made = make()
-    except StoreError as error:
-        problem = str(error)
-    said = {reason: control.who(rank) for rank, reason in enumerate(control.exchange(problem)) if reason}
-    if made is None or said:
-        raise ConfigError([f"memory.offload_folder: {who}: {reason}" for reason, who in said.items()])
-    return made
 
 
 def _adapters(config: Config, start: Start, control: Control) -> Adapters | None:

@@ -255,19 +255,10 @@ class Saver:
             SaveError: it lies in files, and a rank has no room for them.
         """
         if self._snapshot is None:
-            problem = None
             try:
-                self._snapshot = Snapshot(self._state)
+                self._snapshot = self._control.attempt(lambda: Snapshot(self._state))
             except StoreError as error:
-                problem = str(error)
-            said = [
-                f"{self._control.who(rank)}: {reason}"
-                for rank, reason in enumerate(self._control.exchange(problem))
-                if reason
-            ]
-            if self._snapshot is None or said:
-                self._snapshot = None
-                raise SaveError("\n".join(["cannot copy the state to save it:", *said]))
+                raise SaveError(f"cannot copy the state to save it: {error}") from error
         return self._snapshot
 
     def news(self) -> tuple[bool, bool]:

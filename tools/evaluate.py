@@ -80,7 +80,9 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     windows, started = Windows(length, stride), time.perf_counter()
     with processes.agreed(here), processes.live(shape, here, kind) as mesh:
         model = model_from(folder, mesh, processes.dtype(arguments.dtype))
-        found = evaluate(model, reading.documents(), windows, arguments.tokens)
+        documents = reading.documents()
+        watched = folders.watched(documents, "evaluate", " documents") if here.rank == 0 else documents
+        found = evaluate(model, watched, windows, arguments.tokens)
         if not found.tokens:
             raise StoreError("the data has no token to predict: no document has more than one")
     if here.rank == 0:

@@ -7,9 +7,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from megacore.store.convert import Plan
 from megacore.store.dtypes import FLOATS
@@ -18,6 +19,7 @@ from models.config import ModelConfig
 from models.stages import layout_of
 from parallel.layout import Layout, MeshShape, split_problems
 
+Item = TypeVar("Item")
 MOST_JOBS = 64
 """Threads that a disk may still thank for."""
 
@@ -122,6 +124,16 @@ def bar(size: int, name: str) -> Iterator[Callable[[int], object]]:
 
     with tqdm(total=size, unit="B", unit_scale=True, unit_divisor=1024, desc=name) as drawn:
         yield drawn.update
+
+
+def watched(items: Iterable[Item], name: str, unit: str) -> Iterable[Item]:
+    """The same items, and if somebody watches, how many have gone by."""
+    if not sys.stderr.isatty():
+        return items
+    from tqdm import tqdm
+
+    counted: Iterable[Item] = tqdm(items, desc=name, unit=unit)
+    return counted
 
 
 class SaidElsewhere(Exception):

@@ -28,20 +28,26 @@ def model_from(whole: Whole, mesh: Mesh, dtype: torch.dtype | None = None) -> Mo
         dtype: Of its parameters; None for that of the weights.
 
     Raises:
-        StoreError: the adapters were trained on other weights than the base's; on every rank.
+        StoreError: the adapters were trained on other weights than the base's, or a rank cannot read its part; on every
+            rank.
     """
+    control = Control.create(mesh)
     if isinstance(whole, Adapted):
-        whole.check(fingerprint(whole.base, Control.create(mesh)))
+        whole.check(fingerprint(whole.base, control))
         base, tuning = whole.base, whole.tuning
     else:
         base, tuning = whole, EVERYTHING
     layout = layout_of(whole.config, mesh.shape, layers=_layers(base, mesh.shape.pp), tuning=tuning)
     model = Model.create(whole.config, layout, mesh, dtype or dtype_of(whole), tuning=tuning)
     model.train(False)
-    with torch.no_grad():
-        for name, tensor in tensors(whole, "weights", model.parameters):
-            model.parameters[name].copy_(tensor)
+    control.attempt(lambda: _fill(model, whole))
     return model
+
+
+@torch.no_grad()
+def _fill(model: Model, whole: Whole) -> None:
+    for name, tensor in tensors(whole, "weights", model.parameters):
+        model.parameters[name].copy_(tensor)
 
 
 def dtype_of(whole: Whole) -> torch.dtype:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -261,6 +262,24 @@ def test_all_ranks_refuse_another_base(llama: Folders, tmp_path: Path, pool: Poo
     other = in_dtype(save("llama", tmp_path / "other", seed=1), torch.float64)
     (said,) = {*pool.run(2, opened_with_another, llama.adapters, other, MeshShape(tp=2))}
     assert "are not those that the adapters were trained on" in said
+
+
+def read_in_part(folder: Path, failing: int) -> str:
+    """What is said where one rank cannot read its part."""
+
+    def broken(*_: object) -> Any:
+        raise StoreError("the disk is broken")
+
+    mesh = Mesh.create(MeshShape(pp=2))
+    reading = broken if mesh.rank == failing else load.tensors
+    with mock.patch.object(load, "tensors", reading), pytest.raises(StoreError) as error:
+        load.model_from(open_model(folder), mesh)
+    return str(error.value)
+
+
+def test_all_ranks_know_that_one_cannot_read(llama: Folders, pool: Pool) -> None:
+    (said,) = {*pool.run(2, read_in_part, llama.base, 1)}
+    assert said.startswith("rank 1 (") and said.endswith("): the disk is broken")
 
 
 @pytest.mark.slow

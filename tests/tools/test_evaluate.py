@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -109,6 +111,19 @@ def test_short_documents_have_the_loss_that_transformers_returns(llama: Path, tm
     for folder in (llama, converted(llama, tmp_path / "checkpoint", "--tp", "2")):
         assert command.main([str(folder), "--data", str(path)]) == 0
         assert f"loss {wanted:.4f}  perplexity" in capsys.readouterr().out
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_who_watches_sees_documents_go_by(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = rows(tmp_path / "texts.jsonl", *({"text": f"The sun {number}"} for number in range(3)))
+    for screen in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", screen)
+        assert command.main([str(llama), "--data", str(path)]) == 0
+        assert ("3 documents [" in screen.getvalue()) == screen.isatty()
 
 
 def test_a_begin_token_lets_every_byte_count(llama: Path, tmp_path: Path, capsys: Capture) -> None:
