@@ -549,8 +549,8 @@ FAULTS = (
     fault(
         "tokens see earlier documents",
         "parallel/documents.py",
-        "for start, stop in pairwise(starts.tolist()):\n        y,",
-        "for start, stop in pairwise([0, len(q)]):\n        y,",
+        "batches = _Batches.of(starts)\n    made = []\n    for batch in batches.parts:\n        queries",
+        "batches = _Batches.of(starts[[0, -1]])\n    made = []\n    for batch in batches.parts:\n        queries",
         STEP + "test_documents_that_are_kept_apart_are_sequences_of_their_own",
     ),
     # -- the engine
