@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -30,3 +31,12 @@ def not_durable() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
         yield
+
+
+@pytest.fixture(scope="module")
+def real(request: pytest.FixtureRequest) -> Path:
+    """The Hugging Face folder of a real model, for the modules that say how to make one."""
+    folder = os.environ.get("MEGACORE_REAL_MODEL")
+    if not folder:
+        pytest.skip(f"MEGACORE_REAL_MODEL names no folder with a real model: {request.module.__doc__}")
+    return Path(folder)

@@ -26,21 +26,12 @@ from megacore import metrics
 from tools import convert
 
 pytestmark = pytest.mark.slow
-VARIABLE = "MEGACORE_REAL_MODEL"
 ROOT = Path(__file__).parents[2]
 SHORT = ["data.sequence_length=256", "schedule.warmup_steps=4", "evaluate.every=8", "evaluate.batches=2"]
 FULL = ["optimizer.lr=3e-4"]
 LORA = ["optimizer.lr=3e-3", "train.steps=32", "mesh.pp=2"]
 NEAR = 0.25
 """Between the loss of a run, of 16 of the 17 held-out rows, and its export's by transformers: measured up to 0.02."""
-
-
-@pytest.fixture(scope="module")
-def real() -> Path:
-    folder = os.environ.get(VARIABLE)
-    if not folder:
-        pytest.skip(f"{VARIABLE} names no folder with a real model: {__doc__}")
-    return Path(folder)
 
 
 @pytest.fixture(scope="module")

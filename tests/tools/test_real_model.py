@@ -26,19 +26,10 @@ from parallel.mesh import Mesh
 from tools import convert, generate, reshard, tokenize, verify
 
 pytestmark = pytest.mark.slow
-VARIABLE = "MEGACORE_REAL_MODEL"
 ROOT = Path(__file__).parents[2]
 PROMPT, ANSWER = "The capital of France is", " Paris"
 LAYOUTS = {"tp3-pp2": (3, 2), "tp1-pp4": (1, 4), "tp9-pp1": (9, 1)}
 LENGTH = 96
-
-
-@pytest.fixture(scope="module")
-def real() -> Path:
-    folder = os.environ.get(VARIABLE)
-    if not folder:
-        pytest.skip(f"{VARIABLE} names no folder with a real model: {__doc__}")
-    return Path(folder)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
