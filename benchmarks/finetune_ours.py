@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from benchmarks import steps
 from benchmarks.finetune_work import LORA, LR, Work
 from megacore import metrics, pretrain
+from megacore.control import Control
 from megacore.data.packing import Packed
 from parallel.mesh import Mesh
 
@@ -65,7 +67,8 @@ def main() -> None:
         out = Path(folder) / "run"
         written.write_text(json.dumps(recipe(work, out, total, arguments.mode == "lora", arguments.masters)))
         setup, clock = pretrain.check(str(written), [], 1, 1), Clock()
-        trainer = pretrain.trainer_of(setup, Mesh.create(setup.config.mesh.shape(1)), clock)
+        mesh = Mesh.create(setup.config.mesh.shape(1))
+        trainer = replace(pretrain.trainer_of(setup, mesh, Control.create(mesh)), log=clock)
         began = time.perf_counter()
         trainer.run()
         rows = setup.corpora.train

@@ -1,13 +1,20 @@
-"""The checkpoints of a run, by their names: which there are, which one is the newest, which are kept. No torch."""
+"""The checkpoints of a run, by their names: which there are, the newest, which are kept or set aside. No torch."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
+from megacore.store import audit
+from megacore.store.checkpoint import Checkpoint
 from megacore.store.index import INDEX
 from megacore.store.publish import remove_leftovers
+from megacore.store.strict_json import StoreError
+from megacore.store.tensors import os_errors
 
 FOLDER = "checkpoints"
 AUTO = "auto"
@@ -25,11 +32,38 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def complete(folder: Path) -> dict[int, Path]:
-    """{step: checkpoint} in ascending order. A folder has its name only when all of it is there."""
-    found = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in folder.glob(f"step-*/{INDEX}"))
+def named(folder: Path) -> dict[int, Path]:
+    """{step: folder with the name of a checkpoint} in ascending order, whatever is in it."""
+    found = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*"))
     steps = sorted(int(match.group(1)) for match in found if match)
     return {step: path_of(folder, step) for step in steps}
+
+
+def complete(folder: Path) -> dict[int, Path]:
+    """{step: checkpoint} in ascending order. A folder is given its name only when all of it is there."""
+    return {step: path for step, path in named(folder).items() if (path / INDEX).exists()}
+
+
+def set_aside(path: Path) -> Path:
+    """Rename what cannot be used, so that it is in nobody's way and nothing is lost -> its new path.
+
+    Raises:
+        StoreError: it cannot be renamed.
+    """
+    with os_errors(path):
+        names = (f"{path.name}.damaged{f'-{number}' * (number > 1)}" for number in itertools.count(1))
+        free = next(new for name in names if not os.path.lexists(new := path.with_name(name)))
+        path.rename(free)
+    return free
+
+
+def instead_of(damaged: Path) -> str:
+    """Where to go on, in place of a damaged checkpoint: the newest beside it that is whole. Reads all of its bytes."""
+    for path in reversed(named(damaged.parent).values()):
+        with suppress(StoreError):
+            if path.resolve() != damaged.resolve() and not audit.check(Checkpoint.open(path), jobs=2):
+                return f"The newest whole checkpoint beside it is {path}"
+    return "There is no whole checkpoint beside it"
 
 
 def kept(steps: list[int], newest: int | None, every: int) -> set[int]:

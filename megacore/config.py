@@ -255,9 +255,11 @@ class CheckpointConfig:
     """Saves after each `every` steps (0: at no interval) and at the end, also where a signal ends the run.
 
     The `keep` newest stay (null: all), and those of every `keep_every` steps (0: no others). `background` writes while
-    training goes on. `init` is a Hugging Face folder or a checkpoint to take the weights of; `resume` is a checkpoint
-    whose run goes on, or `auto`: the newest in the run's own folder, if there is one. `export` is a folder to make of
-    the last checkpoint when all steps are done, in Hugging Face's format, or peft's if adapters were trained.
+    training goes on. A save that fails is tried again when the next one is due, and at the end until it succeeds; the
+    run ends where all have failed for `patience` hours. `init` is a Hugging Face folder or a checkpoint to take the
+    weights of; `resume` is a checkpoint whose run goes on, or `auto`: the newest in the run's own folder that is whole,
+    if there is one. `export` is a folder to make of the last checkpoint when all steps are done, in Hugging Face's
+    format, or peft's if adapters were trained.
     """
 
     every: Int = 1000
@@ -265,6 +267,7 @@ class CheckpointConfig:
     keep: Int | None = 3
     keep_every: Int = 0
     background: Bool = True
+    patience: Float = 4.0
     init: str | None = None
     resume: str | None = None
     export: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Protocol
 from tqdm import tqdm
 
 from megacore.config import Config
+from megacore.store.publish import replace_file
 
 METRICS, PICTURE = "metrics.jsonl", "loss.png"
 
@@ -83,6 +85,9 @@ class ProgressBar:
             shown = {"loss": f"{record['loss']:.4f}", "tokens/s": f"{record['tokens_per_second']:,.0f}"}
             self._bar.set_postfix(shown, refresh=False)
 
+    def tell(self, text: str) -> None:
+        self._bar.write(text, file=sys.stderr)
+
     def close(self) -> None:
         self._bar.close()
 
@@ -97,8 +102,10 @@ class Log:
 
     def __init__(self, config: Config, after: int = 0) -> None:
         out = Path(config.out)
-        drop_after(out / METRICS, after)
-        self._sinks: list[Sink] = [JsonLines(out / METRICS), ProgressBar(config.train.steps, after)]
+        if dropped := drop_after(out / METRICS, after):
+            print(f"{out / METRICS}: {dropped} lines were no records and are dropped.", flush=True)
+        self._bar = ProgressBar(config.train.steps, after)
+        self._sinks: list[Sink] = [JsonLines(out / METRICS), self._bar]
         if config.log.tensorboard:
             self._sinks.append(TensorBoard(out / "tensorboard", after))
         if config.log.wandb is not None:
@@ -107,6 +114,10 @@ class Log:
     def write(self, step: int, record: Record) -> None:
         for sink in self._sinks:
             sink.write(step, record)
+
+    def tell(self, text: str) -> None:
+        """Say something that must not be overlooked, above the progress bar."""
+        self._bar.tell(text)
 
     def __enter__(self) -> Log:
         return self
@@ -122,15 +133,29 @@ def read(path: Path) -> list[dict[str, float | None]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def drop_after(path: Path, step: int) -> None:
-    """Drop the records of later steps from a metrics.jsonl, and a line that was not written to its end."""
+def drop_after(path: Path, step: int) -> int:
+    """Drop the records of later steps from a metrics.jsonl, and lines that are no records.
+
+    Returns:
+        How many lines were no records; a last one that was not written to its end does not count.
+    """
     if not path.exists():
-        return
-    lines = [line for line in path.read_text("utf-8").splitlines(keepends=True) if line.endswith("\n")]
-    kept = [line for line in lines if json.loads(line)["step"] <= step]
-    new = path.with_name(f".{path.name}.new")
-    new.write_text("".join(kept), "utf-8")
-    new.replace(path)
+        return 0
+    lines = path.read_text("utf-8", errors="replace").splitlines(keepends=True)
+    steps = [_step(line) if line.endswith("\n") else None for line in lines]
+    kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
+    replace_file(path, "".join(kept))
+    return sum(at is None for line, at in zip(lines, steps, strict=True) if line.endswith("\n"))
+
+
+def _step(line: str) -> int | None:
+    """The step of a line's record; None if the line is none."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    return step if isinstance(step, int) else None
 
 
 def curve(records: Sequence[Record], key: str) -> list[tuple[float, float]]:

@@ -6,9 +6,11 @@ Everything that can be wrong with a run is found before a process group starts, 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 from megacore import checkpoints, metrics
 from megacore.base import fingerprint
+from megacore.checkpoints import AUTO
 from megacore.config import Config, ConfigError, load
 from megacore.control import Control
 from megacore.data.batches import TokenError
@@ -26,17 +29,21 @@ from megacore.export import export
 from megacore.hardware import peak_tflops
 from megacore.optimizer import Optimizer
 from megacore.problems import problems, surroundings
-from megacore.resume import Start, companions, find, model_of, raw_of, remarks
+from megacore.resume import Damaged, Start, companions, find, model_of, raw_of, remarks
 from megacore.resume import load as load_into
+from megacore.run_lock import RunLock
 from megacore.save import NAMES, Kept, SaveError, Saver, State
 from megacore.scaler import UNSCALED, Scaling
 from megacore.states.offload import Offload
 from megacore.states.room import room_problems
 from megacore.step import TrainStep
 from megacore.store.adapters import check_fingerprint
+from megacore.store.audit import DamageError
 from megacore.store.export import with_dtype
 from megacore.store.index import Adapters
+from megacore.store.publish import replace_file
 from megacore.store.strict_json import StoreError
+from megacore.store.tensors import os_errors
 from megacore.trainer import NonFinite, Trainer
 from models.assemble import Model
 from models.config import ModelConfig, ModelConfigError, flops_per_token
@@ -99,8 +106,8 @@ def check(recipe: str, overrides: Sequence[str], world_size: int, local_ranks: i
         raise ConfigError([f"data: {error}"]) from error
 
 
-def trainer_of(setup: Setup, mesh: Mesh, log: metrics.Log | None) -> Trainer:
-    """The live parts of a run on this rank, its model initialised or loaded."""
+def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
+    """The live parts of a run on this rank, its model initialised or loaded; it logs nothing."""
     config, corpora, start = setup.config, setup.corpora, setup.start
     dtype = DTYPES[config.train.precision]
     tuning, weights = config.tuning, setup.model.schema
@@ -123,7 +130,6 @@ def trainer_of(setup: Setup, mesh: Mesh, log: metrics.Log | None) -> Trainer:
         config.data.replicas,
         offload=config.memory.offload_parameters,
     )
-    control = Control.create(mesh)
     _agree(control, start)
     offload = _offload(config)
     try:
@@ -143,7 +149,7 @@ def trainer_of(setup: Setup, mesh: Mesh, log: metrics.Log | None) -> Trainer:
     except StoreError as error:
         raise ConfigError([f"memory.offload_folder: {error}"]) from error
     adapters = _adapters(config, start, control)
-    load_into(start, model.parameters, optimizer, config.train.seed)
+    load_into(start, model.parameters, optimizer, config.train.seed, control)
     saver = Saver(
         checkpoints.folder_of(config.out),
         State(
@@ -177,7 +183,7 @@ def trainer_of(setup: Setup, mesh: Mesh, log: metrics.Log | None) -> Trainer:
         control,
         saver,
         start.progress,
-        log,
+        None,
     )
 
 
@@ -227,22 +233,56 @@ def run(setup: Setup, device: torch.device) -> int:
 
     Raises:
         ConfigError: the ranks have found different checkpoints to start from.
+        StoreError: another run holds the folder, or what the run is to start from is damaged.
     """
-    config, start = setup.config, setup.start
     world = dist.get_world_size() if dist.is_initialized() else 1
-    mesh = Mesh.create(config.mesh.shape(world), device)
-    if mesh.rank != 0:
-        return trainer_of(setup, mesh, None).run()
-    out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    checkpoints.clean(checkpoints.folder_of(out))
-    (out / "config.yaml").write_text(config.to_yaml(), "utf-8")
-    said = [*remarks(start, config, setup.model, mesh.shape), *setup.corpora.remarks]
-    print("\n".join([_headline(config, setup.model, mesh), *said]), flush=True)
-    with metrics.Log(config, start.progress.step) as log:
-        last = trainer_of(setup, mesh, log).run()
-    print(_report(config, last), flush=True)
+    mesh = Mesh.create(setup.config.mesh.shape(world), device)
+    control, out = Control.create(mesh), Path(setup.config.out)
+    with ExitStack() as stack:
+        if mesh.rank != 0:
+            control.attempt(lambda: None)
+            return _built(setup, mesh, control)[1].run()
+        control.attempt(lambda: stack.enter_context(RunLock.take(out)))
+        print(_headline(setup.config, setup.model, mesh), flush=True)
+        setup, trainer = _built(setup, mesh, control)
+        log = stack.enter_context(metrics.Log(setup.config, setup.start.progress.step))
+        last = replace(trainer, log=log).run()
+        stack.close()
+        print(_report(setup.config, last), flush=True)
     return last
+
+
+def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
+    """The trainer of a run, and where it really starts.
+
+    With ``checkpoint.resume=auto``, a checkpoint that turns out to be damaged while it is loaded is set aside, and the
+    one before it is taken.
+
+    Raises:
+        StoreError: what the run is to start from is damaged, and there is nothing else.
+    """
+    control.attempt(lambda: _prepare(setup, mesh) if mesh.rank == 0 else None)
+    try:
+        return setup, trainer_of(setup, mesh, control)
+    except DamageError as error:
+        start = setup.start.adapters or setup.start.source
+        if setup.config.checkpoint.resume != AUTO or start is None or error.path != start.path:
+            raise
+        damaged = Damaged(error.path, str(error))
+    gc.collect()  # the half of a trainer that there is: modules and hooks refer to each other
+    before = control.attempt(lambda: find(setup.config, (damaged,)))
+    return _built(replace(setup, start=before), mesh, control)
+
+
+def _prepare(setup: Setup, mesh: Mesh) -> None:
+    """Put the run's folder in order, and say what the run starts from."""
+    config, start, out = setup.config, setup.start, Path(setup.config.out)
+    for each in start.damaged:
+        print(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.path}: {each.reason}", flush=True)
+    with os_errors(out):
+        checkpoints.clean(checkpoints.folder_of(out))
+        replace_file(out / "config.yaml", config.to_yaml())
+    print("\n".join([*remarks(start, config, setup.model, mesh.shape), *setup.corpora.remarks]), flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -276,15 +316,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Without device_id, so that a group's communicator is made by its members when they first use it, rather than
         # split off the world's by everyone.
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    status = last = 0
+    status, last, damaged = 0, 0, None
     try:
         last = run(setup, device)
     except ConfigError as error:  # on every rank
         status = 2
         if rank == 0:
             print(error, file=sys.stderr)
-    except (NonFinite, SaveError) as error:  # on every rank
+    except (NonFinite, SaveError, StoreError) as error:  # on every rank
         status = 1
+        damaged = error.path if isinstance(error, DamageError) else None
         if rank == 0:
             print(error, file=sys.stderr)
     except TokenError as error:  # on this rank alone: the others wait for it, until torchrun ends them
@@ -294,7 +335,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A gloo process that leaves while others still talk to it may abort them.
         dist.barrier()
         dist.destroy_process_group()
-    # After the group's end, so that no other rank waits for it: an export of many bytes may outlast their patience.
+    # After the group's end, so that no other rank waits for it: what reads many bytes may outlast their patience.
+    if rank == 0 and damaged is not None:
+        print(checkpoints.instead_of(damaged), file=sys.stderr)
     if rank == 0 and status == 0 and setup.config.checkpoint.export is not None:
         try:
             print(export(setup.config, last), flush=True)

@@ -121,6 +121,7 @@ RANGES: Mapping[str, Bound] = {
     "checkpoint.every": AT_LEAST_0,
     "checkpoint.keep": AT_LEAST_1,
     "checkpoint.keep_every": AT_LEAST_0,
+    "checkpoint.patience": AT_LEAST_0,
     "log.every": AT_LEAST_1,
     "log.peak_tflops": ABOVE_0,
 }

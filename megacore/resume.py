@@ -4,27 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
 
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.config import Config
+from megacore.control import Control
 from megacore.data import tokenizer
+from megacore.load import Loader
 from megacore.optimizer import Optimizer
 from megacore.progress import Progress, recipe
 from megacore.states.home import MASTER, MOMENTS
-from megacore.store.adapted import Whole, source_of
 from megacore.store.checkpoint import TRAINER, Checkpoint
-from megacore.store.dtypes import FLOATS
 from megacore.store.folder import Folder, open_folder
 from megacore.store.hugging_face import HuggingFace
-from megacore.store.stream import assemble
+from megacore.store.index import INDEX, VersionError
 from megacore.store.strict_json import StoreError
 from models import lora as lora_of
 from models.config import ModelConfig, ModelConfigError
@@ -33,7 +28,15 @@ from models.registry import configure, family
 from parallel.fingerprint import spell
 from parallel.layout import MeshShape
 from parallel.parameters import Parameters
-from parallel.transfer import native, plan, whole_name
+from parallel.transfer import whole_name
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A checkpoint of a run that cannot be used, and why not."""
+
+    path: Path
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Start:
         progress: How far the run is already.
         said: What the user should know, a line each.
         adapters: Of a run that goes on with adapters of the source: where they are.
+        damaged: Newer checkpoints of the run, which were passed over: to be set aside before the run writes anything.
     """
 
     source: Folder | None = None
@@ -53,52 +57,87 @@ class Start:
     progress: Progress = field(default_factory=Progress)
     said: tuple[str, ...] = ()
     adapters: Checkpoint | None = None
+    damaged: tuple[Damaged, ...] = ()
 
 
 # -- before anything starts
 
 
-def find(config: Config) -> Start:
+def find(config: Config, damaged: tuple[Damaged, ...] = ()) -> Start:
     """Open what the run is to start from.
+
+    Args:
+        config: Of the run.
+        damaged: Checkpoints that are known to be.
 
     Raises:
         StoreError: it cannot be used.
     """
     section = config.checkpoint
-    lora = config.tuning.lora
-    go_on = _resume if lora is None else partial(_resume_adapters, lora, section.init)
     if section.resume is None:
         return _from(section.init)
     if section.resume != AUTO:
-        return go_on(Path(section.resume))
+        return _go_on(config, Checkpoint.open(section.resume))
     folder = checkpoints.folder_of(config.out)
-    found = checkpoints.complete(folder)
-    if found:
-        return go_on(found[max(found)])
+    for path in reversed(checkpoints.named(folder).values()):
+        if any(path == each.path for each in damaged):
+            continue
+        try:
+            checkpoint = _whole(path)
+        except VersionError:
+            raise
+        except StoreError as error:
+            damaged = (*damaged, Damaged(path, str(error)))
+        else:
+            return replace(_go_on(config, checkpoint), damaged=damaged)
+    if any((each.path / INDEX).exists() for each in damaged):
+        listed = "\n".join(f"{each.path}: {each.reason}" for each in damaged)
+        raise StoreError(
+            f"{folder} has no checkpoint that is whole, and nothing was changed:\n{listed}\n"
+            f"Mend one, or move {folder} away to begin anew"
+        )
     begins = f"the run starts from {section.init}" if section.init else "the run starts afresh"
-    return _from(section.init, (f"There is no checkpoint in {folder} to resume from: {begins}.",))
+    said = f"There is no checkpoint in {folder} to resume from: {begins}."
+    return replace(_from(section.init), said=(said,), damaged=damaged)
 
 
-def _from(init: str | None, said: tuple[str, ...] = ()) -> Start:
-    return Start(open_folder(Path(init)), said=said) if init else Start(said=said)
+def _whole(path: Path) -> Checkpoint:
+    """A checkpoint of a run, as far as can be known without reading its tensors.
 
-
-def _resume(path: Path) -> Start:
+    Raises:
+        StoreError: something is missing or damaged.
+    """
+    if not (path / INDEX).exists():
+        raise StoreError(f"has no {INDEX}: it was not written to its end")
     checkpoint = Checkpoint.open(path)
+    if checkpoint.trainer is not None:
+        Progress.read(checkpoint.trainer, path / TRAINER)
+    return checkpoint
+
+
+def _from(init: str | None) -> Start:
+    return Start(open_folder(Path(init))) if init else Start()
+
+
+def _go_on(config: Config, checkpoint: Checkpoint) -> Start:
+    lora = config.tuning.lora
+    if lora is not None:
+        return _go_on_with_adapters(lora, config.checkpoint.init, checkpoint)
     if held := checkpoint.index.adapters:
-        raise StoreError(f"{path} holds adapters of {held.base}: resume it with its lora and its checkpoint.init")
-    return _going_on(path, checkpoint)
+        raise StoreError(
+            f"{checkpoint.path} holds adapters of {held.base}: resume it with its lora and its checkpoint.init"
+        )
+    return _going_on(checkpoint)
 
 
-def _resume_adapters(lora: Lora, init: str | None, path: Path) -> Start:
-    checkpoint = Checkpoint.open(path)
-    held = checkpoint.index.adapters
+def _go_on_with_adapters(lora: Lora, init: str | None, checkpoint: Checkpoint) -> Start:
+    path, held = checkpoint.path, checkpoint.index.adapters
     if held is None:
         raise StoreError(f"{path} holds a model and no adapters: begin with adapters of it by checkpoint.init={path}")
     base = open_folder(Path(init or held.base))
     if wrong := list(_other_adapters(lora, held.lora, base, checkpoint)):
         raise StoreError("\n".join([f"{path} cannot go on with this recipe:", *wrong]))
-    return replace(_going_on(path, checkpoint), source=base, adapters=checkpoint)
+    return replace(_going_on(checkpoint), source=base, adapters=checkpoint)
 
 
 def _other_adapters(lora: Lora, held: Lora, base: Folder, checkpoint: Checkpoint) -> Iterator[str]:
@@ -114,7 +153,8 @@ def _other_adapters(lora: Lora, held: Lora, base: Folder, checkpoint: Checkpoint
         yield f"{base.path} is a model of other sizes than that of the adapters, {checkpoint.index.adapters}"
 
 
-def _going_on(path: Path, checkpoint: Checkpoint) -> Start:
+def _going_on(checkpoint: Checkpoint) -> Start:
+    path = checkpoint.path
     missing = [state for state in MOMENTS if state not in checkpoint.index.states]
     if checkpoint.trainer is None or missing:
         lacks = ", ".join([*missing, *([TRAINER] if checkpoint.trainer is None else [])])
@@ -238,29 +278,38 @@ def companions(start: Start, config: Config) -> Mapping[str, Path]:
 # -- into the live shards
 
 
-def load(start: Start, parameters: Parameters, optimizer: Optimizer, seed: int) -> None:
+def load(start: Start, parameters: Parameters, optimizer: Optimizer, seed: int, control: Control) -> None:
     """Fill this rank's parameters, and of a run that goes on the optimizer, one tensor at a time.
 
     Masters, where a checkpoint has them, are what the weights that are trained are rounded from, in whatever precision
     they are now. What no folder has is drawn.
+
+    Raises:
+        DamageError, StoreError: as of :meth:`Loader.verify`; on every rank.
     """
+    loader = Loader(parameters, control)
     left = set(parameters)
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
-    for folder in (start.adapters, start.source):
-        for state, names in ((MASTER, trained), ("weights", left)):
-            if folder is not None:
-                for name, tensor in tensors(folder, state, parameters, names & left & _names(folder, state)):
-                    optimizer.load_weight(name, tensor)
-                    left.discard(name)
-    for name in sorted(left):
-        optimizer.load_weight(name, parameters.drawn(name, seed))
-    if start.trainer is not None:
-        going_on = start.adapters or start.source
-        assert going_on is not None  # it has said how far it is
-        for state in MOMENTS:
-            for name, tensor in tensors(going_on, state, parameters, trained & _names(going_on, state)):
-                optimizer.load_from(state, name, tensor)
-        optimizer.updates = start.progress.updates
+
+    def fill() -> None:
+        for folder in (start.adapters, start.source):
+            for state, names in ((MASTER, trained), ("weights", left)):
+                if folder is not None:
+                    for name, tensor in loader.tensors(folder, state, names & left & _names(folder, state)):
+                        optimizer.load_weight(name, tensor)
+                        left.discard(name)
+        for name in sorted(left):
+            optimizer.load_weight(name, parameters.drawn(name, seed))
+        if start.trainer is not None:
+            going_on = start.adapters or start.source
+            assert going_on is not None  # it has said how far it is
+            for state in MOMENTS:
+                for name, tensor in loader.tensors(going_on, state, trained & _names(going_on, state)):
+                    optimizer.load_from(state, name, tensor)
+            optimizer.updates = start.progress.updates
+
+    control.attempt(fill)
+    loader.verify()
 
 
 def _names(folder: Folder, state: str) -> Set[str]:
@@ -270,21 +319,3 @@ def _names(folder: Folder, state: str) -> Set[str]:
     else:
         stored = folder.stored(state) if state in folder.index.states else ()
     return {whole_name(folder.schema, each) for each in stored}
-
-
-def tensors(
-    source: Whole, state: str, parameters: Parameters, names: Set[str] | None = None
-) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor of the shape that this rank holds) of each parameter, or of those that are named, in the source's
-    dtype; padding is zero."""
-    layout, held_by = parameters.layout, source_of(source, state)
-    held_here = (s for s in native(layout, [parameters.mesh.rank]) if names is None or s.name in names)
-    for target, copies in plan(layout.schema, held_by.stored, held_here):
-        held = {held_by.dtype(copy.source) for copy in copies}
-        # Pieces of several dtypes: the widest holds all of their numbers (fp16 and bf16 are both within fp32).
-        dtype = held.pop() if len(held) == 1 else "F64" if "F64" in held else "F32"
-        yield target.name, _tensor(dtype, assemble(target, copies, held_by.read, dtype))
-
-
-def _tensor(dtype: str, bits: np.ndarray) -> Tensor:
-    return torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(getattr(torch, FLOATS[dtype]))

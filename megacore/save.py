@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -221,6 +222,7 @@ class Saver:
         self._control, self._kept = control, kept
         self._snapshot: Snapshot | None = None
         self._saving: _Saving | None = None
+        self._failing_since: float | None = None
 
     def save(self, step: int, trainer: Mapping[str, Any]) -> None:
         """Take the state as it is and begin to write it; waits for an earlier save first.
@@ -237,13 +239,16 @@ class Saver:
         publication, begun = None, dict[str, str]()
         if self._control.mesh.rank == 0:
             try:
-                publication = Publication.begin(checkpoints.path_of(self.folder, step), self._bytes())
+                path = checkpoints.path_of(self.folder, step)
+                if path.is_dir() and not (path / INDEX).exists():  # the rest of one, and this run's own name for it
+                    checkpoints.set_aside(path)
+                publication = Publication.begin(path, self._bytes())
                 begun = {"folder": str(publication.folder)}
             except (StoreError, OSError) as error:
                 begun = {"error": str(error)}
         begun = self._control.exchange(begun)[0]
         if "error" in begun:
-            raise SaveError(f"cannot save step {step}: {begun['error']}")
+            raise self._failed(f"cannot save step {step}: {begun['error']}")
         folder = Path(begun["folder"])
         snapshot.take()
         self._saving = _Saving(step, trainer, publication, _Work(lambda: snapshot.write(folder)))
@@ -258,8 +263,21 @@ class Saver:
             try:
                 self._snapshot = self._control.attempt(lambda: Snapshot(self._state))
             except StoreError as error:
-                raise SaveError(f"cannot copy the state to save it: {error}") from error
+                raise self._failed(f"cannot copy the state to save it: {error}") from error
         return self._snapshot
+
+    @property
+    def failing_s(self) -> float | None:
+        """Seconds since the first save that failed after the last one that did not; None where the last one did not.
+
+        By this rank's clock: all ranks know whether, but not quite since when.
+        """
+        return None if self._failing_since is None else time.monotonic() - self._failing_since
+
+    def _failed(self, reason: str) -> SaveError:
+        if self._failing_since is None:
+            self._failing_since = time.monotonic()
+        return SaveError(reason)
 
     def news(self) -> tuple[bool, bool]:
         """(whether this rank is still at work, whether it has failed): for :meth:`advance`."""
@@ -283,7 +301,7 @@ class Saver:
         if failed:
             self._fail(saving)
         elif not busy and saving.publishing:
-            self._saving = None
+            self._saving = self._failing_since = None
         elif not busy:
             written = self._control.gather(saving.work.result if saving.work else None)
             saving.publishing = True
@@ -306,7 +324,7 @@ class Saver:
             saving.publication.abandon()
         self._saving = None
         said = [f"{self._control.who(rank)}: {reason}" for rank, reason in enumerate(errors) if reason]
-        raise SaveError("\n".join([f"cannot save step {saving.step}:", *said]))
+        raise self._failed("\n".join([f"cannot save step {saving.step}:", *said]))
 
     def _bytes(self) -> int:
         """Of all tensors of a checkpoint, on all ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -21,7 +21,7 @@ from megacore.hardware import peak_memory_gib
 from megacore.lr import learning_rate
 from megacore.metrics import Log, Record
 from megacore.progress import Progress
-from megacore.save import Saver
+from megacore.save import SaveError, Saver
 from megacore.step import Stats, TrainStep, evaluate
 from models.assemble import Model
 from models.config import flops_per_token
@@ -42,6 +42,10 @@ def perplexity(loss: float) -> float:
 
 _TOGETHER = 64
 """The head computes tokens with a label alone, in multiples of so many on each rank, which suit products."""
+
+
+_AGAIN_S = 30
+"""Between two tries to save the end of a run."""
 
 
 class NonFinite(RuntimeError):
@@ -154,13 +158,14 @@ class Trainer:
         Raises:
             NonFinite: with ``optimizer.non_finite=stop``, once a step has a loss or gradient that is not finite. The
                 weights are those before that step.
-            SaveError: a checkpoint could not be written.
+            SaveError: no checkpoint could be written for ``checkpoint.patience`` hours, or none before a signal ended
+                the run.
         """
         with self.interrupt.listening():
             try:
                 return self._steps()
             except NonFinite:  # on every rank
-                self.saver.finish()
+                self._tolerate(self.saver.finish)
                 raise
 
     def _steps(self) -> int:
@@ -190,7 +195,9 @@ class Trainer:
                         self._write(step, {"validation_loss": loss, "validation_perplexity": perplexity(loss)})
                 if stopping:
                     break
-        self.saver.finish()
+        self._tolerate(self.saver.finish)
+        if saving and self.saver.failing_s is not None:
+            self._save_at_last(step, lr, stop)
         return step
 
     def validation_loss(self) -> float:
@@ -218,9 +225,44 @@ class Trainer:
 
     def _save(self, step: int, lr: float) -> None:
         done = self.start.at(step, self.config, self.step.optimizer.updates, self.step.scaler.state())
-        self.saver.save(step, progress.document(done, lr, self.config, self.mesh.shape))
+        self._tolerate(self.saver.finish)
+        self._tolerate(lambda: self.saver.save(step, progress.document(done, lr, self.config, self.mesh.shape)))
         if not self.config.checkpoint.background:
-            self.saver.finish()
+            self._tolerate(self.saver.finish)
+
+    def _tolerate(self, save: Callable[[], None]) -> None:
+        """Save, or say why not: the disk may have room again when the next save is due.
+
+        Raises:
+            SaveError: saves have failed for ``checkpoint.patience`` hours.
+        """
+        try:
+            save()
+        except SaveError as error:  # on every rank
+            hours = self.control.largest((self.saver.failing_s or 0.0) / 3600)[0]
+            patience = self.config.checkpoint.patience
+            if hours >= patience:
+                said = f"Saves have failed for {hours:.2g} h (checkpoint.patience={patience:g}): the run ends"
+                raise SaveError(f"{error}\n{said}" if patience else str(error)) from error
+            if self.log is not None:
+                self.log.tell(
+                    f"{error}\nTraining goes on; the next save tries again, for {patience - hours:.2g} h at most"
+                )
+
+    def _save_at_last(self, step: int, lr: float, stop: bool) -> None:
+        """Save what a run has come to, again and again: nobody else has it.
+
+        Raises:
+            SaveError: as of :meth:`_tolerate`, or a signal ends the run.
+        """
+        while self.saver.failing_s is not None:
+            for _ in range(_AGAIN_S):
+                time.sleep(1)
+                stop = stop or bool(self.control.largest(self.interrupt.asked)[0])
+                if stop:
+                    raise SaveError(f"step {step} could not be saved before the run was ended; the reason stands above")
+            self._save(step, lr)
+            self._tolerate(self.saver.finish)
 
     def _listen(self) -> tuple[bool, bool]:
         """(whether any rank is asked to end, whether any is asked to save): all must do so after the same step.
@@ -229,7 +271,7 @@ class Trainer:
         """
         save, self.interrupt.save = self.interrupt.save, False
         stop, save, *news = map(bool, self.control.largest(self.interrupt.asked, save, *self.saver.news()))
-        self.saver.advance(*news)
+        self._tolerate(lambda: self.saver.advance(*news))
         return stop, save
 
     def _microbatches(self, batches: Sequence[Batch], step: int) -> list[Microbatch]:

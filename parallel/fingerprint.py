@@ -24,6 +24,15 @@ Logical = tuple[str, str]
 """(our name of the whole tensor, its layer filled in; label): a logical piece."""
 
 
+class ReplicasDiffer(ValueError):
+    """Replicas, which hold the same elements, differ."""
+
+    def __init__(self, differ: Sequence[tuple[Logical, object]]) -> None:
+        where = ", ".join(f"{spell(piece)} in {holder}" for piece, holder in differ)
+        super().__init__(f"replicas of the same elements differ: {where}")
+        self.pieces = {piece for piece, _ in differ}
+
+
 def spell(piece: Logical) -> str:
     """A piece as people read it: ``layers.0.attn.qkv.weight (q)``."""
     name, label = piece
@@ -51,18 +60,18 @@ def add_up(schema: Schema, found: Iterable[tuple[Stored, Mapping[str, int]]]) ->
     """The fingerprints of the logical pieces from those of their boxes: {label: fingerprint} of each stored tensor.
 
     Raises:
-        ValueError: replicas, which hold the same box, differ; the message names all of them.
+        ReplicasDiffer: replicas, which hold the same box, differ; the message names all of them.
     """
     boxes: dict[Logical, dict[tuple[tuple[int, int], ...], int]] = {}
-    differ = []
+    differ: list[tuple[Logical, object]] = []
     for stored, of in found:
         name, sentence = whole_name(schema, stored), schema[stored.param].sentence
         for label, value in of.items():
             box = tuple(stored.box[axis] for axis in sentence.piece_axes(label))
             if boxes.setdefault((name, label), {}).setdefault(box, value) != value:
-                differ.append(f"{spell((name, label))} in {stored.where}")
+                differ.append(((name, label), stored.where))
     if differ:
-        raise ValueError(f"replicas of the same elements differ: {', '.join(differ)}")
+        raise ReplicasDiffer(differ)
     return {piece: sum(of.values()) % MODULUS for piece, of in boxes.items()}
 
 

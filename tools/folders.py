@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from megacore import checkpoints
+from megacore.store.audit import DamageError
 from megacore.store.convert import Plan
 from megacore.store.dtypes import FLOATS
 from megacore.store.strict_json import StoreError
@@ -149,6 +151,8 @@ def program(run: Callable[[argparse.Namespace], int], arguments: argparse.Namesp
     except (StoreError, OSError) as error:
         # Names come from files.
         print(harmless(str(error)), file=sys.stderr)
+        if isinstance(error, DamageError):
+            print(harmless(checkpoints.instead_of(error.path)), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; nothing was left behind", file=sys.stderr)

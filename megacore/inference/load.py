@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+from torch import Tensor
 
 from megacore.base import fingerprint
 from megacore.control import Control
-from megacore.resume import tensors
+from megacore.load import Loader
 from megacore.store.adapted import Adapted, Whole, source_of
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.dtypes import FLOATS
@@ -17,7 +20,7 @@ from models.tuning import EVERYTHING
 from parallel.mesh import Mesh
 
 
-def model_from(whole: Whole, mesh: Mesh, dtype: torch.dtype | None = None) -> Model:
+def model_from(whole: Whole, mesh: Mesh, dtype: torch.dtype | None = None, verified: bool = True) -> Model:
     """This rank's part of the model, dropout off, filled one tensor at a time.
 
     On the number of stages that a checkpoint has, its layers lie as they do there.
@@ -26,10 +29,11 @@ def model_from(whole: Whole, mesh: Mesh, dtype: torch.dtype | None = None) -> Mo
         whole: Its weights; adapters are computed beside those of their base.
         mesh: Any mesh that the model can be split over.
         dtype: Of its parameters; None for that of the weights.
+        verified: Whether damaged bytes are refused. Without it they are loaded as they are, for who compares them.
 
     Raises:
-        StoreError: the adapters were trained on other weights than the base's, or a rank cannot read its part; on every
-            rank.
+        DamageError: a checkpoint's bytes are not those that were written; on every rank, as all others.
+        StoreError: the adapters were trained on other weights than the base's, or a rank cannot read its part.
     """
     control = Control.create(mesh)
     if isinstance(whole, Adapted):
@@ -40,13 +44,16 @@ def model_from(whole: Whole, mesh: Mesh, dtype: torch.dtype | None = None) -> Mo
     layout = layout_of(whole.config, mesh.shape, layers=_layers(base, mesh.shape.pp), tuning=tuning)
     model = Model.create(whole.config, layout, mesh, dtype or dtype_of(whole), tuning=tuning)
     model.train(False)
-    control.attempt(lambda: _fill(model, whole))
+    loader = Loader(model.parameters, control)
+    control.attempt(lambda: _fill(model, loader.tensors(whole, "weights")))
+    if verified:
+        loader.verify()
     return model
 
 
 @torch.no_grad()
-def _fill(model: Model, whole: Whole) -> None:
-    for name, tensor in tensors(whole, "weights", model.parameters):
+def _fill(model: Model, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    for name, tensor in tensors:
         model.parameters[name].copy_(tensor)
 
 

@@ -79,7 +79,8 @@ class Adapted:
         def read(stored: Stored) -> tuple[str, np.ndarray]:
             return of(stored).read(stored)
 
-        return Source([*below.stored, *beside.stored], lambda stored: of(stored).dtype(stored), read)
+        known = {**(below.fingerprints or {}), **(beside.fingerprints or {})}
+        return Source([*below.stored, *beside.stored], lambda stored: of(stored).dtype(stored), read, known)
 
 
 Whole = Folder | Adapted
@@ -92,11 +93,7 @@ def source_of(whole: Whole, state: str) -> Source:
         return whole.source()
     if isinstance(whole, HuggingFace):
         return Source.of_hugging_face(whole)
-
-    def dtype(stored: Stored) -> str:
-        return whole.dtype(state, stored)
-
-    return Source(list(whole.stored(state)), dtype, whole.read(state))
+    return Source.of_checkpoint(whole, state)
 
 
 def open_model(path: Path, base: Path | None = None) -> Whole:

@@ -5,9 +5,10 @@ Every tensor is read through its map, block by block: memory does not grow with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.convert import Source
@@ -22,6 +23,14 @@ from parallel.transfer import Stored, blocks, plan, strided, whole_name
 
 Progress = Callable[[int], object]
 """Is told the bytes of each tensor when it has been read."""
+
+
+class DamageError(StoreError):
+    """Bytes of a checkpoint are not those that were written."""
+
+    def __init__(self, path: Path, damage: Sequence[object]) -> None:
+        super().__init__("\n".join([f"{path} is damaged:", *map(str, damage)]))
+        self.path = path
 
 
 def silent(done: int) -> None:
@@ -53,7 +62,7 @@ def taken(
         for _, copies in plan(schema, [tensor], [tensor]):
             for block in blocks(copies, BLOCK_BYTES // DTYPES[dtype].itemsize):
                 for copy in block.copies:
-                    value = of_copy(copy, copy.source_view, bits, schema)
+                    value = of_copy(copy, copy.source_view, bits, schema[tensor.param].sentence.piece_axes(copy.label))
                     found[copy.label] = (found[copy.label] + value) % MODULUS
         progress(bits.nbytes)
         return found
@@ -88,12 +97,23 @@ class Damage:
         return f"{self.file}: {spell((self.tensor, self.label))} {self.reason}"
 
 
-def check(checkpoint: Checkpoint, jobs: int, progress: Progress = silent) -> list[Damage]:
-    """Compare every byte of the tensors with the index, replicas with each other, and padding with zero."""
+def check(
+    checkpoint: Checkpoint, jobs: int, progress: Progress = silent, tensors: Mapping[str, Set[str]] | None = None
+) -> list[Damage]:
+    """Compare every byte of the tensors with the index, replicas with each other, and padding with zero.
+
+    Args:
+        checkpoint: Which one.
+        jobs: Threads.
+        progress: Is told of each tensor.
+        tensors: {state: whole names} of those to compare, if not all.
+    """
     schema = checkpoint.layout.schema
     damage = list[Damage]()
-    for state in checkpoint.index.states:
+    for state in checkpoint.index.states if tensors is None else tensors:
         read, stored = checkpoint.read(state), list(checkpoint.stored(state))
+        if tensors is not None:
+            stored = [each for each in stored if whole_name(schema, each) in tensors[state]]
         first: dict[tuple[Logical, tuple[tuple[int, int], ...]], tuple[str, int]] = {}
         for tensor, found in zip(stored, taken(stored, read, schema, jobs, progress), strict=True):
             file = file_of(checkpoint, state, tensor)

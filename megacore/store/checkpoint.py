@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,7 @@ from megacore.store.accounting import summary
 from megacore.store.dtypes import FLOATS
 from megacore.store.index import INDEX, STATES, Index, file_name, read_index
 from megacore.store.stream import Read
-from megacore.store.strict_json import StoreError, read_json
+from megacore.store.strict_json import StoreError, read_json, short
 from megacore.store.tensors import TensorFile
 from models.config import ModelConfig
 from parallel.fingerprint import Logical, add_up
@@ -27,6 +27,11 @@ from parallel.transfer import Stored, native
 
 TRAINER, COMPANIONS = "trainer.json", "tokenizer"
 LISTED = 20  # problems of a checkpoint that are spelled out
+
+
+def listed(problems: Sequence[object]) -> list[str]:
+    """The first of the problems, and how many more there are."""
+    return [*map(str, problems[:LISTED]), *[f"and {len(problems) - LISTED} more"] * (len(problems) > LISTED)]
 
 
 @dataclass(frozen=True)
@@ -57,11 +62,12 @@ class Checkpoint:
             raise StoreError(f"{path / TRAINER} does not hold a JSON object")
         if trainer is None and index.step is not None:
             raise StoreError(f"{path / TRAINER} is missing, and {INDEX} says that this is step {index.step} of a run")
+        if trainer is not None and index.step is not None and trainer.get("step", index.step) != index.step:
+            raise StoreError(f"{path} is damaged: {TRAINER} has step {short(trainer['step'])}, {INDEX} {index.step}")
         made = cls(path, index, trainer)
         problems = [problem for state in index.states for rank in made.ranks for problem in made._problems(state, rank)]
         if problems:
-            more = [f"and {len(problems) - LISTED} more"] * (len(problems) > LISTED)
-            raise StoreError("\n".join([f"{path} is damaged:", *problems[:LISTED], *more]))
+            raise StoreError("\n".join([f"{path} is damaged:", *listed(problems)]))
         return made
 
     @property

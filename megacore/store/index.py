@@ -134,6 +134,10 @@ def _spelled(adapters: Adapters) -> dict[str, Any]:
     return {**asdict(adapters.lora), "base": base}
 
 
+class VersionError(StoreError):
+    """A checkpoint of another version of the format: it may be sound, and another release reads it."""
+
+
 class _Tree:
     """A JSON object of a file, whose fields are asked for with their types."""
 
@@ -176,7 +180,9 @@ def read_index(path: Path) -> Index:
         raise tree.error(f"has format {short(tree.tree['format'])} instead of {FORMAT!r}")
     if tree.get("version", int) != VERSION:
         there = tree.tree["version"]
-        raise StoreError(f"{path}: format version {there}, and this release reads {VERSION}: use the one that wrote it")
+        raise VersionError(
+            f"{path}: format version {there}, and this release reads {VERSION}: use the one that wrote it"
+        )
     raw, files, step = tree.get("config", dict), tree.child("files"), tree.get("step", int, type(None))
     tree.child("config").get("model_type", str)
     if step is not None and step < 0:

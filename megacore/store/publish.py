@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
+from megacore.store.lock import flock, hold, is_at
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import free_bytes, os_errors
 
@@ -51,7 +52,7 @@ class Publication:
                 _empty(folder)
                 if needed_bytes > (free := free_bytes(folder)):
                     raise StoreError(
-                        f"{target}: needs {_gib(needed_bytes)} and {_gib(free)} are free in {target.parent}: "
+                        f"{target}: needs {spelled(needed_bytes)} and {spelled(free)} are free in {target.parent}: "
                         "make room, or choose another disk"
                     )
             except BaseException:
@@ -99,6 +100,15 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file, or writes it anew: under its name stands the old text or the new one. StoreError as above."""
+    new = path.with_name(f".{path.name}.new")
+    with os_errors(path, len(text)):
+        new.unlink(missing_ok=True)
+        write_file(new, text.encode())
+        new.replace(path)
+
+
 def copy_file(source: Path, path: Path) -> None:
     """Copies a file into a folder, which is made; on the disk afterwards. StoreError as :func:`write_file`."""
     with os_errors(path):
@@ -129,7 +139,7 @@ def remove_leftovers(folder: str | Path) -> list[Path]:
     found = leftovers(folder)
     for path in found:
         with os_errors(path), suppress(FileNotFoundError):
-            if lock := _hold(path):
+            if lock := hold(path / LOCK):
                 _discard(path, lock)
     return [path for path in found if not path.exists()]
 
@@ -176,8 +186,12 @@ def _sync(folder: Path) -> None:
         os.close(file)
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def spelled(size: int) -> str:
+    """A number of bytes as people read it: in the largest unit of which there is at least one."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= unit:
+            return f"{size / unit:.2f} {name}"
+    return f"{size} bytes"
 
 
 # -- partial folders and their locks
@@ -192,7 +206,7 @@ def _make_and_hold(folder: Path) -> FileIO:
         with suppress(FileNotFoundError):
             if not _is_ours(folder):
                 raise StoreError(f"{folder}: is in the way and was not made here: remove it")
-            if lock := _hold(folder):
+            if lock := hold(folder / LOCK):
                 return lock
             raise StoreError(f"{folder}: another process is writing it: wait for it, or choose another name")
 
@@ -208,50 +222,14 @@ def _is_ours(folder: Path) -> bool:
     return not names or LOCK in names
 
 
-def _hold(folder: Path) -> FileIO | None:
-    """The folder's lock, held; None while someone else holds it, FileNotFoundError if the folder has just gone.
-
-    To hold it is to own the folder: who opened the lock before it was renamed or removed does not.
-    """
-    lock = FileIO(folder / LOCK, "r+", opener=_create)
-    try:
-        if _flock(lock, fcntl.LOCK_EX) and _is_at(lock, folder):
-            return lock
-    except BaseException:
-        lock.close()
-        raise
-    lock.close()
-    return None
-
-
-def _create(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-
-
 def _is_leftover(folder: Path) -> bool:
     try:
         if not _is_ours(folder):
             return False
         with FileIO(folder / LOCK) as lock:
-            return _flock(lock, fcntl.LOCK_SH)
+            return flock(lock, fcntl.LOCK_SH)
     except FileNotFoundError:  # killed before it could make the lock
         return folder.exists()
-
-
-def _is_at(lock: FileIO, folder: Path) -> bool:
-    return os.path.samestat(os.fstat(lock.fileno()), os.stat(folder / LOCK))
-
-
-def _flock(lock: FileIO, kind: int) -> bool:
-    try:
-        fcntl.flock(lock, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        raise StoreError(
-            f"{lock.name}: its filesystem has no locks ({error.strerror}): mount it with them, or choose another"
-        ) from error
-    return True
 
 
 def _empty(folder: Path) -> None:
@@ -268,7 +246,7 @@ def _empty(folder: Path) -> None:
 def _discard(folder: Path, lock: FileIO) -> None:
     """Removes a folder whose lock was held, if it still is, and lets go of the lock."""
     with lock:
-        if _is_at(lock, folder):
+        if is_at(lock, folder / LOCK):
             _empty(folder)
             (folder / LOCK).unlink()
             folder.rmdir()

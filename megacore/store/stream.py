@@ -199,12 +199,30 @@ def fill(
     return made, _fingerprints(block, made, schema)
 
 
-def assemble(stored: Stored, copies: Sequence[Copy], read: Read, dtype: str) -> np.ndarray:
-    """One whole target tensor, as unsigned integers in its stored shape; padding is zero."""
+def assemble(
+    stored: Stored, copies: Sequence[Copy], read: Read, dtype: str, found: dict[str, int] | None = None
+) -> np.ndarray:
+    """One whole target tensor, as unsigned integers in its stored shape; padding is zero.
+
+    Args:
+        stored: The target.
+        copies: What fills it.
+        read: Reads the sources.
+        dtype: Of the target.
+        found: Is given {label: fingerprint} of what the target was made of, in the source's dtype and order of axes, so
+            that they compare with those of when the source was written. Where the dtype stays, they are taken from what
+            was made: from the bits that are used.
+    """
     made = np.zeros(stored.shape, DTYPES[dtype])
-    for copy in copies:
-        held, bits = read(copy.source)
-        strided(made, copy.target_view)[...] = as_dtype(strided(bits, copy.source_view), held, dtype)
+    for block in blocks(copies, BLOCK_BYTES // made.itemsize):
+        part = made.reshape(-1)[block.start : block.start + block.numel]
+        for copy in block.copies:
+            held, bits = read(copy.source)
+            strided(part, copy.target_view)[...] = as_dtype(strided(bits, copy.source_view), held, dtype)
+            if found is not None:
+                view, seen = (copy.target_view, part) if held == dtype else (copy.source_view, bits)
+                value = of_copy(copy, view, seen, copy.source.pieces[copy.label].axes)
+                found[copy.label] = (found.get(copy.label, 0) + value) % MODULUS
     return made
 
 
@@ -220,14 +238,14 @@ def _same_order(copy: Copy) -> bool:
 def _fingerprints(block: Block, bits: np.ndarray, schema: Schema) -> dict[str, int]:
     found: dict[str, int] = {}
     for copy in block.copies:
-        value = of_copy(copy, copy.target_view, bits, schema)
+        value = of_copy(copy, copy.target_view, bits, schema[copy.target.param].sentence.piece_axes(copy.label))
         found[copy.label] = (found.get(copy.label, 0) + value) % MODULUS
     return found
 
 
-def of_copy(copy: Copy, view: Piece, bits: np.ndarray, schema: Schema) -> int:
-    """The fingerprint of what a copy moves, read from one of its two views."""
-    array, axes = strided(bits, view), schema[copy.target.param].sentence.piece_axes(copy.label)
+def of_copy(copy: Copy, view: Piece, bits: np.ndarray, axes: Sequence[str]) -> int:
+    """The fingerprint of what a copy moves, read from one of its two views; it takes the axes in the given order."""
+    array = strided(bits, view)
     # Axes that live in a name on one side have one index here.
     order = [view.axes.index(axis) for axis in axes if axis in view.axes]
     array = array.transpose(order)[tuple(slice(None) if axis in view.axes else None for axis in axes)]

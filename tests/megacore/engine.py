@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from megacore import metrics, pretrain
+from megacore.control import Control
 from megacore.data.indexed import IndexedWriter
 from megacore.trainer import Trainer
 from parallel.mesh import Mesh
@@ -98,11 +99,12 @@ def trainer(recipe: str, overrides: Sequence[str], log: bool = False) -> Trainer
     if world > 1:
         torch.distributed.barrier()  # in a real run every rank checks before the process group starts
     mesh = Mesh.create(setup.config.mesh.shape(world))
+    made = pretrain.trainer_of(setup, mesh, Control.create(mesh))
     if mesh.rank != 0 or not log:
-        return pretrain.trainer_of(setup, mesh, None)
+        return made
     Path(setup.config.out).mkdir(parents=True, exist_ok=True)
     with contextlib.redirect_stderr(io.StringIO()):  # the progress bar
-        return pretrain.trainer_of(setup, mesh, metrics.Log(setup.config, setup.start.progress.step))
+        return replace(made, log=metrics.Log(setup.config, setup.start.progress.step))
 
 
 def weights(made: Trainer) -> dict[str, np.ndarray]:

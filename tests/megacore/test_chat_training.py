@@ -17,6 +17,7 @@ from pool import Pool
 
 from megacore import checkpoints, pretrain
 from megacore.config import ConfigError
+from megacore.control import Control
 from megacore.data.blend import Blend
 from megacore.data.packing import Packed
 
@@ -129,7 +130,7 @@ def test_without_documents_kept_apart_it_would_be_another_loss(pool: Pool, folde
     setup = pretrain.check(str(folder / "recipe.yaml"), [f"batch.global_size={ROWS}", f"out={folder / 'joined'}"], 1, 1)
     object.__setattr__(setup.corpora, "separate", False)
     mesh = pretrain.Mesh.single()
-    made = pretrain.trainer_of(setup, mesh, None)
+    made = pretrain.trainer_of(setup, mesh, Control.create(mesh))
     stats = made.step.backward(made._microbatches(made.batches.microbatches(0), 1))
     assert abs(stats.loss.item() / alone.values("loss")[0] - 1) > 1e-4
 

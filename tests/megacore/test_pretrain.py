@@ -18,6 +18,7 @@ from resident_home import resident
 
 from megacore import metrics, pretrain
 from megacore.config import ConfigError, load
+from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
 from megacore.trainer import Trainer
 from models.registry import configure
@@ -177,7 +178,8 @@ def test_one_rank_of_several_writes(pool: Pool, tmp_path: Path) -> None:
 def test_the_recipe_s_loss_and_optimizer_arrive(recipe: str) -> None:
     overrides = ["loss.label_smoothing=0.1", "loss.z_loss=0.01", "optimizer.betas=[0.8,0.9]", "optimizer.eps=1e-5"]
     overrides += ["optimizer.clip=null", "pipeline.schedule=gpipe", "pipeline.chunks=2", "log.peak_tflops=3.5"]
-    made = pretrain.trainer_of(pretrain.check(recipe, overrides, 1, 1), pretrain.Mesh.single(), None)
+    mesh = pretrain.Mesh.single()
+    made = pretrain.trainer_of(pretrain.check(recipe, overrides, 1, 1), mesh, Control.create(mesh))
     head = made.model.chunks[-1].head
     assert head is not None and (head.losses.label_smoothing, head.losses.z_loss) == (0.1, 0.01)
     assert made.step.pipeline.schedule == "gpipe" and len(made.model.chunks) == 2

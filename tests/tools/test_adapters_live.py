@@ -271,8 +271,8 @@ def read_in_part(folder: Path, failing: int) -> str:
         raise StoreError("the disk is broken")
 
     mesh = Mesh.create(MeshShape(pp=2))
-    reading = broken if mesh.rank == failing else load.tensors
-    with mock.patch.object(load, "tensors", reading), pytest.raises(StoreError) as error:
+    reading = broken if mesh.rank == failing else load.Loader.tensors
+    with mock.patch.object(load.Loader, "tensors", reading), pytest.raises(StoreError) as error:
         load.model_from(open_model(folder), mesh)
     return str(error.value)
 

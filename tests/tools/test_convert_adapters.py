@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megacore.resume import tensors
+from megacore.control import Control
+from megacore.load import Loader
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.hugging_face import HuggingFace
 from models.assemble import Model
@@ -99,10 +100,11 @@ def ours(made: Made) -> Tensor:
         base.config, layout_of(base.config, MeshShape(), tuning=tuning), mesh, torch.float32, tuning=tuning
     )
     model.train(False)
+    loader = Loader(model.parameters, Control.create(mesh))
     with torch.no_grad():
         for folder in (base, adapters):
             held = {name for name in model.parameters if ("lora" in name) == (folder is adapters)}
-            for name, tensor in tensors(folder, "weights", model.parameters, held):
+            for name, tensor in loader.tensors(folder, "weights", held):
                 model.parameters[name].copy_(tensor)
     batch = Microbatch(TOKENS, TOKENS, torch.arange(len(TOKENS)), 1, (len(TOKENS), base.config.sizes["embed"]))
     logits = model.logits(batch)

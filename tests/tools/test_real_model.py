@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import yaml
 from pool import Pool
 
 from megacore import metrics, pretrain
+from megacore.control import Control
 from megacore.store.tensors import TensorFile
 from parallel.mesh import Mesh
 from tools import convert, generate, reshard, tokenize, verify
@@ -193,7 +195,8 @@ def train(recipe: Path, overrides: list[str]) -> None:
     torch.distributed.barrier()  # in a real run every rank checks before the process group starts
     mesh = Mesh.create(setup.config.mesh.shape(world))
     Path(setup.config.out).mkdir(parents=True, exist_ok=True)
-    pretrain.trainer_of(setup, mesh, metrics.Log(setup.config, 0) if mesh.rank == 0 else None).run()
+    made = pretrain.trainer_of(setup, mesh, Control.create(mesh))
+    replace(made, log=metrics.Log(setup.config, 0) if mesh.rank == 0 else None).run()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,222 @@
+"""One run at a time in a folder.
+
+Rank 0 of a run holds ``run.lock`` in its folder, from before it writes anything until it ends. The file says who holds
+it, and a heartbeat counts up in it: locks of network file systems may not reach other machines, and some have none, so
+that there a lock that can be had counts only when the heartbeat has stood still. The other way round, a holder that
+finds somebody else's name in its file ends at once.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+
+from megacore.store.lock import NoLocks, flock, hold
+from megacore.store.strict_json import StoreError
+from megacore.store.tensors import os_errors
+
+LOCK = "run.lock"
+INTERVAL_S = 5.0
+"""Between two heartbeats."""
+STALE = 6
+"""So many intervals without a heartbeat, and a holder on another machine counts as gone."""
+
+_BYTES = 1024  # of a record, with room to spare: it is overwritten in place
+_TRIES = 20  # to have the lock while somebody just looks at it
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What the lock's file says.
+
+    Args:
+        host, pid: Who holds it.
+        machine: Which start of which machine that is.
+        token: No two holders have the same.
+        since: When it was taken, in UTC.
+        beat: Counts up at each heartbeat.
+    """
+
+    host: str
+    pid: int
+    machine: str
+    token: str
+    since: str
+    beat: int = 0
+
+    @classmethod
+    def here(cls) -> Holder:
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return cls(platform.node(), os.getpid(), _machine(), uuid.uuid4().hex, now)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since}"
+
+
+def _machine() -> str:
+    """Hosts may share a name, and containers of one machine may not; Linux tells each start of a machine apart."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
+    except OSError:
+        return platform.node()
+
+
+def read(path: Path) -> Holder | None:
+    """What a lock's file says; None where it says nothing."""
+    try:
+        found = Holder(**json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):  # not there, or just being written
+        return None
+    return found
+
+
+def holder(out: Path) -> str | None:
+    """Who holds a folder, as far as this machine's locks tell; None if nobody does. Takes nothing."""
+    path = out / LOCK
+    try:
+        with FileIO(path) as file:
+            return None if flock(file, fcntl.LOCK_SH) else str(read(path) or "another process")
+    except (OSError, StoreError):
+        return None
+
+
+class RunLock:
+    """A folder that is held, as a context manager: :meth:`take` makes one, leaving it lets go.
+
+    Args:
+        path: The lock's file.
+        file: The file, open, and locked where its filesystem has locks.
+        holder: This process.
+        interval_s: Between two heartbeats.
+        lost: Is told when somebody else has taken the folder.
+    """
+
+    def __init__(
+        self, path: Path, file: FileIO, holder: Holder, interval_s: float, lost: Callable[[str], object]
+    ) -> None:
+        self._path, self._file, self._holder, self._lost = path, file, holder, lost
+        self._write()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._beat, args=(interval_s,), name="run lock", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def take(
+        cls,
+        out: Path,
+        interval_s: float = INTERVAL_S,
+        tell: Callable[[str], object] = lambda said: print(said, file=sys.stderr, flush=True),
+        lost: Callable[[str], object] | None = None,
+    ) -> RunLock:
+        """Hold a folder, which is made if it is not there.
+
+        Args:
+            out: The folder.
+            interval_s: Between two heartbeats.
+            tell: Is told why this takes a while.
+            lost: Is told when somebody else has taken the folder; by default the process says so and ends.
+
+        Raises:
+            StoreError: another run holds it; it says who.
+        """
+        path, here = out / LOCK, Holder.here()
+        with os_errors(out):
+            out.mkdir(parents=True, exist_ok=True)
+            file, local = _open(path)
+            found = read(path)
+            if found is not None and not (local and found.machine == here.machine):
+                tell(f"{out} was held by {found}; waiting for {STALE * interval_s:g} s to see whether it still is")
+                if _is_alive(path, found, STALE * interval_s, interval_s / 4):
+                    file.close()
+                    raise _held(out, str(found))
+            return cls(path, file, here, interval_s, lost or _end_at_once)
+
+    def release(self) -> None:
+        """Let go of the folder."""
+        self._end.set()
+        self._thread.join()
+        with suppress(OSError):
+            if self._is_ours():
+                self._path.unlink()
+        self._file.close()
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _beat(self, interval_s: float) -> None:
+        while not self._end.wait(interval_s):
+            with suppress(OSError):  # a file server that is away for a while; the lock is no reason to end
+                if not self._is_ours():
+                    self._lost(
+                        f"{self._path.parent} was taken by {read(self._path) or 'another process'} while this run held "
+                        "it: this run ends, and leaves the folder to that one"
+                    )
+                    return
+                self._holder = replace(self._holder, beat=self._holder.beat + 1)
+                self._write()
+
+    def _is_ours(self) -> bool:
+        """Nobody else's; a file that is gone, with the folder say, is nobody's."""
+        found = read(self._path)
+        return found is None or found.token == self._holder.token
+
+    def _write(self) -> None:
+        os.pwrite(self._file.fileno(), json.dumps(asdict(self._holder)).encode().ljust(_BYTES), 0)
+        os.fsync(self._file.fileno())  # what others read of a network file system
+
+
+def _open(path: Path) -> tuple[FileIO, bool]:
+    """(the file, whether it is locked); without locks it is merely open.
+
+    Raises:
+        StoreError: somebody else holds it.
+    """
+    for _ in range(_TRIES):
+        try:
+            with suppress(FileNotFoundError):  # its holder has just let go
+                if file := hold(path):
+                    return file, True
+        except NoLocks:
+            return FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+"), False
+        time.sleep(0.05)
+    raise _held(path.parent, str(read(path) or "another process"))
+
+
+def _held(out: Path, who: str) -> StoreError:
+    return StoreError(f"out ({out}) is held by a run, {who}: wait for it or end it, or choose another out=")
+
+
+def _is_alive(path: Path, found: Holder, seconds: float, step: float) -> bool:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        time.sleep(step)
+        now = read(path)
+        if now is not None and (now.token, now.beat) != (found.token, found.beat):
+            return True
+        if now is None and not path.exists():
+            return False  # let go
+    return False
+
+
+def _end_at_once(said: str) -> None:
+    # Whatever this process writes from here on, it would write into another run's folder.
+    print(said, file=sys.stderr, flush=True)
+    os._exit(1)

@@ -1,0 +1,264 @@
+"""Damaged bytes are never used: they are found while they are loaded, and a run goes on from what is whole."""
+
+from __future__ import annotations
+
+import filecmp
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from engine import RECIPE, train, trainer, write_recipe
+from pool import Pool
+
+from megacore import checkpoints, load, metrics, pretrain
+from megacore.config import ConfigError
+from megacore.inference.load import model_from
+from megacore.store.audit import DamageError
+from megacore.store.folder import open_folder
+from megacore.store.strict_json import StoreError
+from megacore.store.tensors import TensorFile
+from parallel.layout import MeshShape
+from parallel.mesh import Mesh
+from tools import main
+
+STEPS = ["train.steps=6", "train.precision=bf16", "evaluate.every=0", "checkpoint.keep=null"]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE | {"checkpoint": {"every": 2}})
+
+
+@pytest.fixture(scope="module")
+def straight(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of tp=2 after steps 2, 4 and 6, with masters."""
+    out = tmp_path_factory.mktemp("straight") / "run"
+    pool = Pool()
+    pool.run(2, train, recipe, [f"out={out}", "mesh.tp=2", *STEPS])
+    pool.close()
+    return out
+
+
+@pytest.fixture
+def out(straight: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(straight, tmp_path / "run")
+
+
+def at(out: Path, step: int) -> Path:
+    return checkpoints.path_of(checkpoints.folder_of(out), step)
+
+
+def flip(path: Path, tensor: str, bit: int = 0) -> None:
+    """Turns one bit of the middle of a tensor over."""
+    entry = TensorFile.open(path).entries[tensor]
+    with path.open("r+b") as file:
+        file.seek((entry.start + entry.stop) // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1 << bit]))
+
+
+def refused(recipe: str, overrides: list[str]) -> str:
+    with pytest.raises(DamageError) as error:
+        trainer(recipe, overrides)
+    return str(error.value)
+
+
+TENSOR = "layers.1.attn.qkv.weight"
+PLACES = [("master", 7), ("exp_avg", 0), ("exp_avg_sq", 3)]
+
+
+@pytest.mark.parametrize(("state", "bit"), PLACES)
+@pytest.mark.parametrize(("world", "mesh"), [(1, []), (4, ["mesh.tp=4"]), (4, ["mesh.tp=2", "mesh.pp=2"]), (2, [])])
+def test_one_bit_is_found_on_any_layout(
+    pool: Pool, recipe: str, out: Path, state: str, bit: int, world: int, mesh: list[str]
+) -> None:
+    file = f"{state}/pp0-ep0-tp1.safetensors"
+    flip(at(out, 6) / file, TENSOR, bit)
+    overrides = [f"out={out.with_name('new')}", f"checkpoint.resume={at(out, 6)}", *STEPS, *mesh]
+    said = {refused(recipe, overrides)} if world == 1 else {*pool.run(world, refused, recipe, overrides)}
+    (message,) = said
+    assert message.startswith(f"{at(out, 6)} is damaged:\n{file}: {TENSOR} (") and message.count("\n") == 1
+    assert "when it was written" in message
+
+
+def test_weights_are_read_only_where_there_is_no_master(recipe: str, out: Path) -> None:
+    """The weights of a run are rounded from its masters: what is damaged in them is not used, and does not matter."""
+    flip(at(out, 6) / "weights/pp0-ep0-tp0.safetensors", TENSOR)
+    overrides = [f"out={out.with_name('new')}", f"checkpoint.resume={at(out, 6)}", *STEPS]
+    trainer(recipe, overrides)
+
+
+def opened(folder: Path, tp: int) -> str:
+    with pytest.raises(DamageError) as error:
+        model_from(open_folder(folder), Mesh.create(MeshShape(tp=tp)))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_computes_with_a_model_refuses_it(pool: Pool, recipe: str, out: Path, tp: int) -> None:
+    """Generating, evaluating and verifying load it alike; and a start from its weights."""
+    flip(at(out, 4) / "weights/pp0-ep0-tp0.safetensors", "embed.weight")
+    (message,) = {*pool.run(tp, opened, at(out, 4), tp)}
+    assert "weights/pp0-ep0-tp0.safetensors: embed.weight has the fingerprint" in message
+    for file in at(out, 4).glob("master/*"):  # a run starts from the weights that are most exact
+        flip(file, TENSOR)
+    assert f"{TENSOR} (" in refused(recipe, [f"checkpoint.init={at(out, 4)}", *STEPS])
+
+
+def reads_wrongly(recipe: str, overrides: list[str]) -> str:
+    """A rank whose memory turns a bit over."""
+    plain = load.assemble
+
+    def broken(*arguments: Any) -> Any:
+        made = plain(*arguments)
+        arguments[-1].update({label: value ^ 1 for label, value in arguments[-1].items()})
+        return made
+
+    world = Mesh.create(MeshShape(dp=2))
+    with (
+        mock.patch.object(load, "assemble", broken if world.rank == 1 else plain),
+        pytest.raises(StoreError) as error,
+    ):
+        trainer(recipe, overrides)
+    assert not isinstance(error.value, DamageError)
+    return str(error.value)
+
+
+def test_a_rank_that_reads_something_else_is_found_though_the_files_are_sound(
+    pool: Pool, recipe: str, straight: Path, tmp_path: Path
+) -> None:
+    overrides = [f"out={tmp_path / 'new'}", f"checkpoint.resume={at(straight, 4)}", *STEPS]
+    (message,) = {*pool.run(2, reads_wrongly, recipe, overrides)}
+    assert "memory, a disk or a network on the way is at fault" in message
+
+
+# -- auto
+
+
+def going_on(recipe: str, out: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    """What a run in this folder says that goes on by itself."""
+    assert pretrain.main([recipe, f"out={out}", "checkpoint.resume=auto", *STEPS, *overrides]) == 0
+    return capsys.readouterr().out
+
+
+def names(out: Path) -> list[str]:
+    return sorted(path.name for path in checkpoints.folder_of(out).iterdir())
+
+
+def cut(path: Path) -> None:
+    (path / "index.json").write_bytes((path / "index.json").read_bytes()[:1000])
+
+
+def empty(path: Path) -> None:
+    (path / "index.json").unlink()
+
+
+def without_a_file(path: Path) -> None:
+    (path / "exp_avg" / "pp0-ep0-tp1.safetensors").unlink()
+
+
+def bad_counts(path: Path) -> None:
+    (path / "trainer.json").write_text('{"step": 6, "recipe": {}}')
+
+
+def another_step(path: Path) -> None:
+    counts = (path / "trainer.json").read_text()
+    (path / "trainer.json").write_text(counts.replace('"step": 6', '"step": 4'))
+
+
+def bad_bit(path: Path) -> None:
+    flip(path / "exp_avg_sq" / "pp0-ep0-tp0.safetensors", TENSOR)
+
+
+WAYS = {
+    cut: "is not JSON",
+    empty: "was not written to its end",
+    without_a_file: "No such file",
+    bad_counts: "has no consumed_samples",
+    another_step: "trainer.json has step 4, index.json 6",
+    bad_bit: "has the fingerprint",
+}
+
+
+@pytest.mark.parametrize("damage", WAYS)
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(
+    recipe: str, out: Path, capsys: pytest.CaptureFixture[str], damage: Any
+) -> None:
+    """And ends as if it had been started from that one by hand; what is damaged is kept, out of the way."""
+    other = out.with_name("other")
+    train(recipe, [f"out={other}", f"checkpoint.resume={at(out, 4)}", *STEPS])
+    damage(at(out, 6))
+    before = {path: path.read_bytes() for path in at(out, 6).rglob("*.*") if path.is_file()}
+    said = going_on(recipe, out, capsys)
+    (line,) = [line for line in said.splitlines() if line.startswith("Set aside as step-00000006.damaged: ")]
+    assert str(at(out, 6)) in line and WAYS[damage] in said
+    assert "Resuming after step 4" in said
+    assert names(out) == ["step-00000002", "step-00000004", "step-00000006", "step-00000006.damaged"]
+    for path, data in before.items():
+        assert (out / "checkpoints/step-00000006.damaged" / path.relative_to(at(out, 6))).read_bytes() == data
+    assert [step for step, _ in metrics.curve(metrics.read(out / "metrics.jsonl"), "loss")] == [1, 2, 3, 4, 5, 6]
+    for path in at(other, 6).rglob("*.safetensors"):
+        assert filecmp.cmp(path, at(out, 6) / path.relative_to(at(other, 6)), shallow=False), path
+
+
+def test_two_damaged_ones_in_a_row(recipe: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One is found before anything starts, one while it is loaded, and the rest of a third is in the way."""
+    cut(at(out, 6))
+    bad_bit(at(out, 4))
+    at(out, 5).mkdir()
+    (checkpoints.folder_of(out) / "step-00000006.damaged").mkdir()
+    said = going_on(recipe, out, capsys)
+    assert said.count("Set aside as") == 3 and "Resuming after step 2" in said
+    kept = ["step-00000002", "step-00000004", "step-00000006"]
+    aside = ["step-00000004.damaged", "step-00000005.damaged", "step-00000006.damaged", "step-00000006.damaged-2"]
+    assert names(out) == sorted([*kept, *aside])
+
+
+def test_nothing_is_begun_anew_where_all_are_damaged(
+    recipe: str, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (2, 4):
+        cut(at(out, step))
+    bad_bit(at(out, 6))
+    before = (out / "metrics.jsonl").read_bytes()
+    assert pretrain.main([recipe, f"out={out}", "checkpoint.resume=auto", *STEPS]) == 1
+    said = capsys.readouterr().err
+    assert "has no checkpoint that is whole" in said and "move" in said and "away to begin anew" in said
+    assert names(out) == ["step-00000002", "step-00000004", "step-00000006"]
+    assert (out / "metrics.jsonl").read_bytes() == before
+    # And before anything starts, where that can be seen.
+    cut(at(out, 6))
+    with pytest.raises(ConfigError, match=r"(?s)has no checkpoint that is whole.*step-00000006: .*step-00000002: "):
+        pretrain.check(recipe, [f"out={out}", "checkpoint.resume=auto", *STEPS], 1, 1)
+
+
+def test_the_rest_of_a_first_save_is_no_checkpoint(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at(tmp_path / "run", 2).mkdir(parents=True)
+    said = going_on(recipe, tmp_path / "run", capsys)
+    assert "the run starts afresh" in said and "step-00000002.damaged" in said
+    assert names(tmp_path / "run") == ["step-00000002", "step-00000002.damaged", "step-00000004", "step-00000006"]
+
+
+def test_another_version_is_not_damage(recipe: str, out: Path) -> None:
+    index = at(out, 6) / "index.json"
+    index.write_text(index.read_text().replace('"version": 1', '"version": 9'))
+    with pytest.raises(ConfigError, match="format version 9, and this release reads 1: use the one that wrote it"):
+        pretrain.check(recipe, [f"out={out}", "checkpoint.resume=auto", *STEPS], 1, 1)
+
+
+def test_where_to_go_on_is_named(recipe: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest of the other checkpoints that is whole, to its last byte."""
+    bad_bit(at(out, 4))
+    flip(at(out, 6) / "weights/pp0-ep0-tp0.safetensors", TENSOR)
+    bad_bit(at(out, 6))
+    arguments = [recipe, f"out={out.with_name('new')}", f"checkpoint.resume={at(out, 6)}", *STEPS]
+    assert pretrain.main(arguments) == 1
+    said = capsys.readouterr().err
+    assert f"{at(out, 6)} is damaged" in said and f"The newest whole checkpoint beside it is {at(out, 2)}" in said
+    assert main.main(["evaluate", str(at(out, 6)), "--data", str(Path(recipe).with_name("corpus"))]) == 1
+    assert f"The newest whole checkpoint beside it is {at(out, 2)}" in capsys.readouterr().err
