@@ -16,6 +16,7 @@ from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.lr import decay_steps
+from megacore.run_lock import held, holder
 from models.tuning import EVERYTHING
 from parallel.layout import MeshShape, split_problems
 from parallel.schema import Schema
@@ -474,7 +475,9 @@ def _missing_files(config: Config) -> Iterator[str]:
 def _unusable_out(config: Config) -> Iterator[str]:
     out, resume = Path(config.out), config.checkpoint.resume
     there = [name for name in RUN_FILES if (out / name).exists()]
-    if there and resume is None:
+    if who := holder(out):
+        yield held(out, who)
+    elif there and resume is None:
         yield (
             f"out ({out}) already holds a run ({', '.join(there)}): choose another out=, move it away, or go on with "
             f"it by checkpoint.resume={AUTO}"

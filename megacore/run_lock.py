@@ -141,7 +141,7 @@ class RunLock:
                 tell(f"{out} was held by {found}; waiting for {STALE * interval_s:g} s to see whether it still is")
                 if _is_alive(path, found, STALE * interval_s, interval_s / 4):
                     file.close()
-                    raise _held(out, str(found))
+                    raise StoreError(held(out, str(found)))
             return cls(path, file, here, interval_s, lost or _end_at_once)
 
     def release(self) -> None:
@@ -197,11 +197,12 @@ def _open(path: Path) -> tuple[FileIO, bool]:
         except NoLocks:
             return FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+"), False
         time.sleep(0.05)
-    raise _held(path.parent, str(read(path) or "another process"))
+    raise StoreError(held(path.parent, str(read(path) or "another process")))
 
 
-def _held(out: Path, who: str) -> StoreError:
-    return StoreError(f"out ({out}) is held by a run, {who}: wait for it or end it, or choose another out=")
+def held(out: Path, who: str) -> str:
+    """What to say to a second run."""
+    return f"out ({out}) is held by a run, {who}: wait for it or end it, or choose another out="
 
 
 def _is_alive(path: Path, found: Holder, seconds: float, step: float) -> bool:

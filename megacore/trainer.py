@@ -245,9 +245,7 @@ class Trainer:
                 said = f"Saves have failed for {hours:.2g} h (checkpoint.patience={patience:g}): the run ends"
                 raise SaveError(f"{error}\n{said}" if patience else str(error)) from error
             if self.log is not None:
-                self.log.tell(
-                    f"{error}\nTraining goes on; the next save tries again, for {patience - hours:.2g} h at most"
-                )
+                self.log.tell(f"{error}\nThe next save tries again, for {patience - hours:.2g} h (checkpoint.patience)")
 
     def _save_at_last(self, step: int, lr: float, stop: bool) -> None:
         """Save what a run has come to, again and again: nobody else has it.

@@ -124,6 +124,19 @@ def test_a_record_goes_to_every_sink(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "4/4" in shown.err and "loss=1.5" in shown.err
 
 
+def test_lines_that_are_no_records_are_dropped_and_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a disk or an editor has left; a last line that was cut off is nothing to talk about."""
+    records = [json.dumps({"step": step, **TRAINED}) for step in (1, 2, 3)]
+    lines = [records[0], "\x00\x00 garbled", records[1], "[1, 2]", '{"loss": 1}', records[2], '{"step": 4, "lo']
+    (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\xff")
+    with Log(Config(out=str(tmp_path)), after=2) as log:
+        log.write(3, TRAINED)
+    assert [record["step"] for record in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert "3 lines were no records and are dropped" in capsys.readouterr().out
+
+
 def test_without_tensorboard_there_is_none(tmp_path: Path) -> None:
     with Log(Config(out=str(tmp_path))) as log:
         log.write(1, TRAINED)

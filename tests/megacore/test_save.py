@@ -247,23 +247,30 @@ def test_a_last_step_that_is_one_of_the_interval_is_saved_once(recipe: str, tmp_
 # -- errors
 
 
-def fails(recipe: str, overrides: list[str], rank: int) -> tuple[str, int]:
-    """A run whose files one rank cannot write -> (the error, the steps begun)."""
-    made = trainer(recipe, overrides)
+def waits_for_its_saves(made: Trainer) -> list[int]:
+    """A run that is at most one step further when a save in the background has ended -> the steps it will begin."""
 
     def wait(step: int) -> None:
-        """The thread may need a moment: the next step begins when it has ended."""
         if made.saver._saving and made.saver._saving.work:
             made.saver._saving.work.thread.join()
 
-    seen = on_step(made, wait)
+    return on_step(made, wait)
+
+
+IMPATIENT = "checkpoint.patience=0"
+
+
+def fails(recipe: str, overrides: list[str], rank: int) -> tuple[str, int]:
+    """A run whose files one rank cannot write -> (the error, the steps begun)."""
+    made = trainer(recipe, [*overrides, IMPATIENT])
+    seen = waits_for_its_saves(made)
     burning = StoreError("the disk is on fire") if made.mesh.rank == rank else None
     with mock.patch.object(save, "write", side_effect=burning, wraps=save.write), pytest.raises(SaveError) as error:
         made.run()
     return str(error.value), len(seen)
 
 
-def test_an_error_in_the_background_ends_all_ranks_after_the_next_step(pool: Pool, recipe: str, tmp_path: Path) -> None:
+def test_without_patience_an_error_ends_all_ranks_after_the_next_step(pool: Pool, recipe: str, tmp_path: Path) -> None:
     overrides = [f"out={tmp_path / 'run'}", "mesh.tp=2", "checkpoint.every=2", *QUIET]
     for message, begun in pool.run(4, fails, recipe, overrides, 3):
         assert message.splitlines()[0] == "cannot save step 2:"
@@ -277,8 +284,76 @@ def test_an_error_at_the_end_is_seen(recipe: str, tmp_path: Path) -> None:
     assert "the disk is on fire" in message and begun == 5
 
 
-def no_room(recipe: str, overrides: list[str]) -> str:
+def fails_for_a_while(recipe: str, overrides: list[str], rank: int, times: int) -> tuple[int, list[str]]:
+    """A run on which one rank cannot write some of its first checkpoints -> (the last step, what is told)."""
+    made = trainer(recipe, overrides, log=True)
+    waits_for_its_saves(made)
+    plain, tries = save.write, 0
+
+    def burning(*arguments: Any) -> Any:
+        nonlocal tries
+        tries += 1
+        if made.mesh.rank == rank and tries <= times:
+            raise StoreError("the disk is on fire")
+        return plain(*arguments)
+
+    told: list[str] = []
+    with mock.patch.object(save, "write", burning), mock.patch("megacore.trainer._AGAIN_S", 1):
+        if made.log is not None:
+            made.log.tell = told.append  # type: ignore[assignment, method-assign]
+        return made.run(), told
+
+
+def test_a_save_that_fails_is_told_and_tried_again_at_the_next_interval(
+    pool: Pool, recipe: str, tmp_path: Path
+) -> None:
+    """A full disk, until somebody makes room."""
+    overrides = ["mesh.tp=2", "checkpoint.every=1", "checkpoint.keep=null", *QUIET]
+    good, bad = tmp_path / "good", tmp_path / "bad"
+    results = pool.run(2, fails_for_a_while, recipe, [f"out={bad}", *overrides], 1, 2)
+    assert [last for last, _ in results] == [5, 5]
+    told = results[0][1]
+    assert [each.splitlines()[0] for each in told] == ["cannot save step 1:", "cannot save step 2:"]
+    for each in told:
+        assert "rank 1 (" in each and "the disk is on fire" in each
+        assert each.splitlines()[-1] == "The next save tries again, for 4 h (checkpoint.patience)"
+    assert saved(bad) == [3, 4, 5]
+    pool.run(2, train, recipe, [f"out={good}", *overrides])
+    for state in opened(bad, 5).index.states:
+        assert opened(bad, 5).fingerprints(state) == opened(good, 5).fingerprints(state)
+
+
+def test_the_end_of_a_run_is_saved_again_and_again(recipe: str, tmp_path: Path) -> None:
+    last, told = fails_for_a_while(recipe, [f"out={tmp_path}", "checkpoint.at_end=true", *QUIET], 0, 2)
+    assert last == 5 and len(told) == 2 and saved(tmp_path) == [5]
+
+
+def test_patience_ends(recipe: str, tmp_path: Path) -> None:
+    """Counted from the first of the saves that have failed since one did not."""
+    overrides = [f"out={tmp_path}", "checkpoint.every=1", "checkpoint.patience=1", *QUIET]
     made = trainer(recipe, overrides)
+    begun = waits_for_its_saves(made)
+    hours = iter([None, 0.0, 0.5, 1.5])
+
+    def failing(self: save.Saver) -> float | None:
+        return 3600 * (next(hours) or 0)
+
+    broken = mock.patch.object(save, "write", side_effect=StoreError("the disk is on fire"))
+    slow = mock.patch.object(save.Saver, "failing_s", property(failing))
+    with broken, slow, pytest.raises(SaveError, match=r"Saves have failed for 1\.5 h \(checkpoint\.patience=1\)"):
+        made.run()
+    assert len(begun) == 5
+
+
+def test_who_ends_a_run_that_cannot_be_saved_does_not_wait(recipe: str, tmp_path: Path) -> None:
+    made = trainer(recipe, [f"out={tmp_path}", "checkpoint.every=100", *QUIET])
+    on_step(made, lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == 3 else None)
+    with mock.patch.object(save, "write", side_effect=StoreError("no")), pytest.raises(SaveError, match="step 3 could"):
+        made.run()
+
+
+def no_room(recipe: str, overrides: list[str]) -> str:
+    made = trainer(recipe, [*overrides, IMPATIENT])
     with mock.patch.object(publish, "free_bytes", return_value=1000), pytest.raises(SaveError) as error:
         made.run()
     return str(error.value)
@@ -288,6 +363,7 @@ def test_no_room_is_said_by_all_ranks_before_anything_is_written(pool: Pool, rec
     overrides = [f"out={tmp_path / 'run'}", "checkpoint.every=2", *QUIET]
     for message in pool.run(2, no_room, recipe, overrides):
         assert message.startswith("cannot save step 2: ") and "make room" in message
+        assert "KiB and 1000 bytes are free" in message
     assert saved(tmp_path / "run") == []
 
 
@@ -297,8 +373,17 @@ def test_an_error_while_publishing_is_seen(recipe: str, tmp_path: Path, monkeypa
 
     monkeypatch.setattr(save, "write_file", refuse)
     with pytest.raises(SaveError, match=r"(?s)cannot save step 5:.rank 0 \(.*no index today"):
-        train(recipe, [f"out={tmp_path / 'run'}", "checkpoint.at_end=true", *QUIET])
+        train(recipe, [f"out={tmp_path / 'run'}", "checkpoint.at_end=true", IMPATIENT, *QUIET])
     assert saved(tmp_path / "run") == []
+
+
+def test_the_rest_of_a_checkpoint_is_in_nobody_s_way(recipe: str, tmp_path: Path) -> None:
+    """A folder of its name without an index is no checkpoint; what is in it is kept."""
+    rest = checkpoints.path_of(checkpoints.folder_of(tmp_path), 5)
+    (rest / "weights").mkdir(parents=True)
+    train(recipe, [f"out={tmp_path}", "checkpoint.at_end=true", "checkpoint.resume=auto", *QUIET])
+    assert saved_names(rest.parent) == ["step-00000005", "step-00000005.damaged"]
+    assert (rest.parent / "step-00000005.damaged" / "weights").is_dir() and opened(tmp_path, 5).index.step == 5
 
 
 def test_a_run_that_is_not_finite_any_more_is_not_saved_and_what_was_is(

@@ -200,6 +200,14 @@ def test_room_is_checked_first(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["fits"]
 
 
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.50 KiB"), (5 << 20, "5.00 MiB"), (7 << 30, "7.00 GiB")],
+)
+def test_sizes_are_in_units_that_say_something(size: int, words: str) -> None:
+    assert module.spelled(size) == words
+
+
 def test_the_room_of_a_leftover_counts(tmp_path, monkeypatch):
     usage = namedtuple("usage", "f_bavail f_frsize")
     old = leftover(tmp_path / "out") / "weights" / "old"
