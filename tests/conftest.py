@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,11 @@ from hypothesis import HealthCheck, settings
 from pool import Pool
 
 torch.set_num_threads(1)
+# gloo's loop threads poll their sockets while another thread holds the lock of the connection. Ranks share cores here,
+# and a thread that polls may have taken the core of the one that it waits for: jobs take two to three times as long.
+# Work of this class takes the core of nobody who is on it. Child processes inherit it.
+if sys.platform == "linux":
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 # Time depends on who else uses the machine.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
