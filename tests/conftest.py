@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from pool import Pool
 
+MOST_WORKERS = 8
 torch.set_num_threads(1)
 # gloo's loop threads poll their sockets while another thread holds the lock of the connection. Ranks share cores here,
 # and a thread that polls may have taken the core of the one that it waits for: jobs take two to three times as long.
@@ -21,6 +23,23 @@ if sys.platform == "linux":
 # Time depends on who else uses the machine.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Workers of a session: one for each core, but not very many, for each has ranks of its own.
+
+    None for single files, which would wait for the imports and the ranks of several workers; inside a worker, whose
+    core is taken; and with -s, for workers show nothing while they run.
+    """
+    files = all(str(argument).partition("::")[0].endswith(".py") for argument in config.args)
+    if files or config.getoption("capture") == "no" or "PYTEST_XDIST_WORKER" in os.environ:
+        return 0
+    return min(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1, MOST_WORKERS)
+
+
+def pytest_collection_finish() -> None:
+    # What is imported stays: no garbage collection need look at it again.
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 8
-TIMEOUT_S = 60
+TIMEOUT_S = 120
+"""Long, for cores are shared with other workers."""
 
 
 class RankError(AssertionError):
@@ -74,9 +75,15 @@ class Pool:
         self._workers = []
 
 
-def _start() -> tuple[multiprocessing.context.ForkServerProcess, Connection]:
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """Makes processes that have imported what tests need. A session has one server: what it imports is settled here."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "models.decoder", "megacore.step"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "models.decoder", "megacore.pretrain", "pytest"])
+    return context
+
+
+def _start() -> tuple[multiprocessing.context.ForkServerProcess, Connection]:
+    context = forkserver()
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine import train, write_recipe
+from pool import forkserver
 
 from megacore import checkpoints
 from megacore.store import audit
@@ -36,8 +36,7 @@ def newest(out: Path) -> int:
 @pytest.mark.slow
 def test_kills_while_saving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, out, rng = write_recipe(tmp_path), tmp_path / "run", random.Random(5)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "megacore.pretrain"])
+    context = forkserver()
     before, midway = 0, 0
     for _ in range(KILLS):
         process = context.Process(target=endless, args=(recipe, str(out), str(tmp_path / "stderr")))

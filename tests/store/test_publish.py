@@ -6,15 +6,17 @@ import errno
 import fcntl
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
 from collections import namedtuple
 from collections.abc import Callable
+from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+from pool import forkserver
 
 from megacore.store import publish as module
 from megacore.store.publish import LOCK, Publication, leftovers, partial, publish, remove_leftovers, write_file
@@ -411,31 +413,28 @@ def test_what_cannot_be_removed_stays_a_leftover(tmp_path, monkeypatch):
 # -- kills
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from megacore.store.publish import publish, write_file
-print("up", flush=True)
-for i in range(10**9):
-    with publish(Path(sys.argv[1]) / f"{i}") as folder:
-        (folder / "weights").mkdir()
-        for j in range(3):
-            write_file(folder / "weights" / f"{j}", b"x" * 1000)
-        write_file(folder / "index.json", b"{}")
-"""
+def write_on_and_on(folder: Path, up: Connection) -> None:
+    pytest.MonkeyPatch().setattr(os, "fsync", lambda file: None)  # a kill cuts no power
+    up.send(True)
+    for i in count():
+        with publish(folder / f"{i}") as made:
+            (made / "weights").mkdir()
+            for j in range(3):
+                write_file(made / "weights" / f"{j}", b"x" * 1000)
+            write_file(made / "index.json", b"{}")
 
 
 def test_kills(tmp_path):
     """kill -9 at 20 random moments: each published folder is whole, and the next writer goes on."""
-    chance, published = random.Random(0), 0
+    chance, published, context = random.Random(0), 0, forkserver()
     for _ in range(20):
-        process = subprocess.Popen([sys.executable, "-c", WRITER, tmp_path], cwd=ROOT, stdout=subprocess.PIPE)
-        assert process.stdout
-        process.stdout.readline()
+        ours, theirs = context.Pipe()
+        process = context.Process(target=write_on_and_on, args=(tmp_path, theirs))
+        process.start()
+        ours.recv()
         time.sleep(chance.uniform(0, 0.03))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        process.kill()
+        process.join()
         for folder in [path for path in tmp_path.iterdir() if not path.name.startswith(".")]:
             names = {str(path.relative_to(folder)) for path in folder.rglob("*")} - {LOCK}
             assert names == {"index.json", "weights", "weights/0", "weights/1", "weights/2"}
