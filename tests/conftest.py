@@ -37,6 +37,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1, MOST_WORKERS)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the grids, unless the expression of -m speaks of them."""
+    if "grid" not in str(config.getoption("markexpr")):
+        left_out = [item for item in items if item.get_closest_marker("grid")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
+
+
 def pytest_collection_finish() -> None:
     # What is imported stays: no garbage collection need look at it again.
     gc.freeze()

@@ -1,32 +1,50 @@
-"""kill -9 while a run trains and saves: what was published stays whole, and the run goes on as if never killed."""
+"""kill -9 of all processes of a run while it trains and saves: it goes on as if nobody had ever killed it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
 import time
+from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 import torch
-from engine import train, write_recipe
-from pool import forkserver
+import torch.distributed as dist
+from engine import RECIPE, write_recipe
+from pool import Pool, forkserver
 
-from megacore import checkpoints
+from megacore import checkpoints, pretrain
 from megacore.store import audit
 from megacore.store.checkpoint import Checkpoint
 
-KILLS = 30
-PRECISE = ["train.precision=fp32", "evaluate.every=0", "log.every=1000"]
+PRECISE = ["train.precision=fp32", "evaluate.every=0", "log.every=1000", "schedule.name=constant", "mesh.tp=2"]
+RANKS = 2
 
 
-def endless(recipe: str, out: str, stderr: str) -> None:
+def endless(rank: int, store: str, recipe: str, out: str, stderr: str) -> None:
     """Go on with the run and save after each step, until somebody puts an end to it."""
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     torch.set_num_threads(1)
-    steps = ["train.steps=100000", "schedule.name=constant"]
-    train(recipe, [f"out={out}", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.resume=auto", *steps, *PRECISE])
+    file = dist.FileStore(store, RANKS)
+    dist.init_process_group("gloo", store=file, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+    overrides = [f"out={out}", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.resume=auto"]
+    with contextlib.redirect_stdout(None):
+        setup = pretrain.check(recipe, [*overrides, "train.steps=100000", *PRECISE], RANKS, RANKS)
+        dist.barrier()  # in a real run every rank checks before there is a process group
+        pretrain.run(setup, torch.device("cpu"))
+
+
+def straight(recipe: str, out: str, steps: int) -> None:
+    """The same run to a step, which nobody disturbs."""
+    overrides = [f"out={out}", f"train.steps={steps}", "checkpoint.every=0", *PRECISE]
+    with contextlib.redirect_stdout(None):
+        setup = pretrain.check(recipe, overrides, RANKS, RANKS)
+        dist.barrier()
+        pretrain.run(setup, torch.device("cpu"))
 
 
 def newest(out: Path) -> int:
@@ -34,21 +52,28 @@ def newest(out: Path) -> int:
 
 
 @pytest.mark.slow
-def test_kills_while_saving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe, out, rng = write_recipe(tmp_path), tmp_path / "run", random.Random(5)
+@pytest.mark.parametrize("kills", [pytest.param(12, id="some"), pytest.param(100, id="all", marks=pytest.mark.grid)])
+def test_kills_while_saving(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], kills: int) -> None:
+    recipe, out, rng = write_recipe(tmp_path, RECIPE | {"checkpoint": {}}), tmp_path / "run", random.Random(5)
     context = forkserver()
     before, midway = 0, 0
-    for _ in range(KILLS):
-        process = context.Process(target=endless, args=(recipe, str(out), str(tmp_path / "stderr")))
-        process.start()
-        # It is alive once it has saved; then at any moment of its next steps.
+    for kill in range(kills):
+        ranks: list[ForkServerProcess] = []
+        for rank in range(RANKS):
+            arguments = (rank, str(tmp_path / f"store{kill}"), recipe, str(out), str(tmp_path / "stderr"))
+            ranks.append(context.Process(target=endless, args=arguments))
+            ranks[-1].start()
+        # It is alive once it has saved; then at any moment of its next steps, all at once, as a machine crashes.
         until = time.monotonic() + 60
-        while newest(out) <= before and process.is_alive() and time.monotonic() < until:
+        while newest(out) <= before and all(rank.is_alive() for rank in ranks) and time.monotonic() < until:
             time.sleep(0.001)
         time.sleep(rng.uniform(0, 0.1))
-        assert process.pid is not None and process.is_alive(), (tmp_path / "stderr").read_text()
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
+        assert all(rank.is_alive() for rank in ranks), (tmp_path / "stderr").read_text()
+        for process in ranks:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
+        for process in ranks:
+            process.join()
         folder = checkpoints.folder_of(out)
         found = checkpoints.complete(folder)
         assert max(found) > before
@@ -57,15 +82,15 @@ def test_kills_while_saving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         for path in found.values():
             assert not audit.check(Checkpoint.open(path), jobs=1)
     with capsys.disabled():
-        print(f" {KILLS} kills up to step {before}, {midway} of them in the middle of a save ", end="")
-    assert midway > KILLS // 10
-    # Nothing of all that shows in the numbers.
-    straight = tmp_path / "straight"
-    steps = [f"train.steps={before}", "schedule.name=constant", "checkpoint.at_end=true", "checkpoint.every=0"]
-    train(recipe, [f"out={straight}", *steps, *PRECISE])
-    one, other = (Checkpoint.open(checkpoints.path_of(checkpoints.folder_of(o), before)) for o in (out, straight))
-    for state in one.index.states:
-        assert one.fingerprints(state) == other.fingerprints(state), state
+        print(f" {kills} kills up to step {before}, {midway} of them in the middle of a save ", end="")
+    assert midway > kills // 10
+    # Nothing of all that shows in the numbers: not in a bit.
+    pool.run(RANKS, straight, recipe, str(tmp_path / "straight"), before)
+    one, other = (checkpoints.path_of(checkpoints.folder_of(each), before) for each in (out, tmp_path / "straight"))
+    files = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
+    assert len(files) == 3 * RANKS
+    for file in files:
+        assert (one / file).read_bytes() == (other / file).read_bytes(), file
     # What the kills have left is known for what it is, and removed as a run does when it goes on.
     checkpoints.clean(folder)
     assert {path.name for path in folder.iterdir()} == {path.name for path in checkpoints.complete(folder).values()}
