@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from models.context import Context
+from parallel.choices import check_choice
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.norm import LayerNorm, RMSNorm
 from parallel.parameters import Parameters
@@ -114,10 +115,15 @@ _ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class Mlp(nn.Module):
-    """Feed-forward network of two linears. x: [tokens/tp, embed] -> same."""
+    """Feed-forward network of two linears. x: [tokens/tp, embed] -> same.
+
+    Raises:
+        ValueError: there is no activation function of this name.
+    """
 
     def __init__(self, parameters: Parameters, name: str, activation: str) -> None:
         super().__init__()
+        check_choice("activation", activation, _ACTIVATIONS)
         self.up, self.down = column(parameters, f"{name}.up"), row(parameters, f"{name}.down")
         self.activation = Activation(_ACTIVATIONS[activation])
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from difflib import get_close_matches
 from typing import Any, ClassVar, Self
 
 from models import choose
 from models.tuning import EVERYTHING, Tuning
+from parallel.choices import nearest
 from parallel.schema import Param, Schema
 
 # Fields of any Hugging Face config that do not change what a forward in training computes: bookkeeping, generation.
@@ -157,7 +157,7 @@ class ModelConfig(ABC):
         readable = known | cls._consumed()
         given = {name for name, value in config.items() if value is not None}
         for name in sorted(given - readable - _HARMLESS - cls.harmless - set(cls.fixed) - set(_FIXED)):
-            problems.append(f"unknown field {name!r}{_nearest(name, readable)}")
+            problems.append(f"unknown field {name!r}{nearest(name, readable) or ', which may change the maths'}")
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
         problems += [f"field {name!r} is missing" for name in missing if name not in values]
         for field in fields(cls):
@@ -219,11 +219,6 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 def _bool_for_number(value: object, expected: tuple[type, ...]) -> bool:
     return isinstance(value, bool) and bool not in expected
-
-
-def _nearest(name: str, names: set[str]) -> str:
-    found = get_close_matches(name, sorted(names), n=1)
-    return f": did you mean {found[0]!r}?" if found else ", which may change the maths"
 
 
 def positive(config: ModelConfig, *names: str) -> list[str]:

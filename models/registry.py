@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from models.config import ModelConfig, ModelConfigError
+from parallel.choices import nearest
 
 if TYPE_CHECKING:
     from models.decoder import Decoder
@@ -36,7 +36,7 @@ def family(name: str) -> Family:
     """
     if name not in FAMILIES:
         raise ModelConfigError(
-            "model", [f"unknown family {name!r}{_nearest(name, FAMILIES)}; there are {_list(FAMILIES)}"]
+            "model", [f"unknown family {name!r}{nearest(name, FAMILIES)}; there are {_list(FAMILIES)}"]
         )
     return cast(Family, importlib.import_module(FAMILIES[name]))
 
@@ -67,7 +67,7 @@ def configure(section: Mapping[str, Any]) -> ModelConfig:
     if section.get("preset") is not None:
         known = presets()
         if section["preset"] not in known:
-            near = _nearest(str(section["preset"]), known)
+            near = nearest(str(section["preset"]), known)
             raise ModelConfigError("model", [f"unknown preset {section['preset']!r}{near}; there are {_list(known)}"])
         of_preset, values = known[section["preset"]]
         name, base = _agree(name, of_preset, "preset"), dict(values)
@@ -102,11 +102,6 @@ def _agree(given: str | None, found: str | None, where: str) -> str | None:
     if given is not None and found is not None and given != found:
         raise ModelConfigError("model", [f"family is {given!r}, but the {where} is of family {found!r}"])
     return given if found is None else found
-
-
-def _nearest(name: str, names: Mapping[str, object]) -> str:
-    found = get_close_matches(name, list(names), n=1)
-    return f": did you mean {found[0]!r}?" if found else ""
 
 
 def _list(names: Mapping[str, object]) -> str:

@@ -6,10 +6,11 @@ Fields carry their Hugging Face names. ``from_hugging_face`` reads both spelling
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from difflib import get_close_matches
-from typing import Any, ClassVar, Literal, TypeGuard
+from typing import Any, ClassVar, Literal, TypeGuard, get_args
+
+from parallel.choices import check_choice, nearest
 
 HUGGING_FACE_KEYS = (
     "rope_parameters",
@@ -19,6 +20,8 @@ HUGGING_FACE_KEYS = (
     "original_max_position_embeddings",
 )
 """The top-level keys of a config.json that ``from_hugging_face`` reads, beside ``max_position_embeddings``."""
+Spelling = Literal["rope_parameters", "rope_scaling"]
+"""The key of a config.json that holds the type and its numbers: as transformers 5 writes it, or as 4 did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,8 +196,7 @@ def from_hugging_face(config: Mapping[str, Any]) -> Rope:
     """
     given, problems = _flatten(config)
     rope_type = given.pop("rope_type", None) or "default"
-    if not isinstance(rope_type, str) or rope_type not in ROPE_TYPES:
-        raise ValueError(f"unknown rope_type {rope_type!r}{_nearest(rope_type, ROPE_TYPES)}")
+    check_choice("rope_type", rope_type, ROPE_TYPES)
     kind = ROPE_TYPES[rope_type]
 
     length = config.get("max_position_embeddings")
@@ -211,7 +213,7 @@ def from_hugging_face(config: Mapping[str, Any]) -> Rope:
     present = {name: value for name, value in given.items() if value is not None}
     values = {name: value for name, value in (derived | present).items() if name in optional and value is not None}
     problems += [
-        f"rope_type {rope_type!r} has no field {name!r}{_nearest(name, stored)}"
+        f"rope_type {rope_type!r} has no field {name!r}{nearest(name, stored)} (choose from {', '.join(stored)})"
         for name in present
         if name not in stored
     ]
@@ -223,11 +225,10 @@ def from_hugging_face(config: Mapping[str, Any]) -> Rope:
     return kind(**arguments)
 
 
-def to_hugging_face(
-    rope: Rope, spelling: Literal["rope_parameters", "rope_scaling"] = "rope_parameters"
-) -> dict[str, Any]:
+def to_hugging_face(rope: Rope, spelling: Spelling = "rope_parameters") -> dict[str, Any]:
     """The part of a config.json that says this rope: ``{"rope_parameters": ...}``, or as transformers 4 wrote it
     ``{"rope_theta": ..., "rope_scaling": ...}``. ``max_position_embeddings`` is the model's to write."""
+    check_choice("spelling", spelling, get_args(Spelling))
     values = {field.name: getattr(rope, field.name) for field in fields(rope) if field.name not in rope.from_model}
     stored = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v is not None}
     if spelling == "rope_parameters":
@@ -260,12 +261,6 @@ def _flatten(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         elif given[name] != value:
             problems.append(f"{name} is given twice, as {given[name]!r} and {value!r}: remove one")
     return given, problems
-
-
-def _nearest(name: object, known: Iterable[str]) -> str:
-    choices = sorted(known)
-    close = get_close_matches(str(name), choices, n=1)
-    return (f": did you mean {close[0]!r}?" if close else "") + f" (choose from {', '.join(choices)})"
 
 
 def _outside(rope: Rope, name: str, above: float, up_to: float = math.inf) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
+from parallel.choices import check_choice
 from parallel.pattern import Piece, Sizes
 from parallel.schema import PADDED, SPLIT, Param, Schema
 
@@ -72,12 +73,24 @@ class MeshShape:
         return rank
 
     def ranks(self, **fixed: Sequence[int]) -> tuple[int, ...]:
-        """Ranks whose coordinate along each named dimension is among the given ones; other dimensions are free."""
+        """Ranks whose coordinate along each named dimension is among the given ones; other dimensions are free.
+
+        Raises:
+            ValueError: there is no dimension of one of the names.
+        """
+        for dim in fixed:
+            check_choice("dimension of the mesh", dim, self.DIMS)
         free = (fixed.get(dim, range(self[dim])) for dim in self.DIMS)
         return tuple(self.rank(Place(*coordinates)) for coordinates in itertools.product(*free))
 
     def along(self, rank: int, *dims: str) -> tuple[int, ...]:
-        """The group of ``rank`` along some dimensions: ranks that differ from it in nothing else."""
+        """The group of ``rank`` along some dimensions: ranks that differ from it in nothing else.
+
+        Raises:
+            ValueError: there is no dimension of one of the names.
+        """
+        for dim in dims:
+            check_choice("dimension of the mesh", dim, self.DIMS)
         place = self.place(rank)
         return self.ranks(**{dim: (getattr(place, dim),) for dim in self.DIMS if dim not in dims})
 

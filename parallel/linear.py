@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from parallel.choices import check_choice
 from parallel.collectives import (
     gather,
     reduce,
@@ -30,6 +31,10 @@ from parallel.mesh import Group, Mesh
 
 Between = Literal["sequence", "replicated"]
 """What the ranks hold between layers: each a part of the tokens, or all of them the same."""
+ColumnOutput = Literal["split", "gathered"]
+"""What a column-parallel linear leaves: each rank its features, or all of them the same on every rank."""
+RowInput = Literal["split", "replicated"]
+"""What a row-parallel linear is given: each rank its features, or all of them the same on every rank."""
 
 
 class _Column(torch.autograd.Function):
@@ -124,7 +129,7 @@ class ColumnParallelLinear(_ParallelLinear):
         dtype: Of the parameters.
 
     Raises:
-        ValueError: ``out_features`` does not divide over tp.
+        ValueError: ``out_features`` does not divide over tp, or ``input`` or ``output`` is another word.
     """
 
     BETWEEN_BLOCKS: ClassVar[tuple[str, str]] = ("sequence", "split")
@@ -138,9 +143,11 @@ class ColumnParallelLinear(_ParallelLinear):
         mesh: Mesh,
         bias: bool = True,
         input: Between = "sequence",
-        output: Literal["split", "gathered"] = "split",
+        output: ColumnOutput = "split",
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_choice("input", input, get_args(Between))
+        check_choice("output", output, get_args(ColumnOutput))
         tp = mesh.shape.tp
         if out_features % tp:
             raise ValueError(f"cannot split out_features ({out_features}) over tp={tp}: choose a multiple of {tp}")
@@ -198,7 +205,7 @@ class RowParallelLinear(_ParallelLinear):
         dtype: Of the parameters.
 
     Raises:
-        ValueError: ``in_features`` does not divide over tp.
+        ValueError: ``in_features`` does not divide over tp, or ``input`` or ``output`` is another word.
     """
 
     BETWEEN_BLOCKS: ClassVar[tuple[str, str]] = ("split", "sequence")
@@ -211,10 +218,12 @@ class RowParallelLinear(_ParallelLinear):
         *,
         mesh: Mesh,
         bias: bool = True,
-        input: Literal["split", "replicated"] = "split",
+        input: RowInput = "split",
         output: Between = "sequence",
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_choice("input", input, get_args(RowInput))
+        check_choice("output", output, get_args(Between))
         tp = mesh.shape.tp
         if in_features % tp:
             raise ValueError(f"cannot split in_features ({in_features}) over tp={tp}: choose a multiple of {tp}")

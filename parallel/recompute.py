@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from parallel.choices import check_choice
 from parallel.saved import Back, HostMemory, Keep, Key, View, keep, keeping, key
 
 Recompute = Literal["none", "selective", "full"]
@@ -27,10 +28,16 @@ class Activations:
             made; the outputs of norms and activation functions are computed again, and nothing is communicated again.
             ``"full"`` keeps a block's input alone and runs its forward again, collectives and all.
         offload: Whether what is kept goes to host memory.
+
+    Raises:
+        ValueError: ``recompute`` is another word.
     """
 
     recompute: Recompute = "none"
     offload: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("recompute", self.recompute, get_args(Recompute))
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from parallel.choices import check_choice
 from parallel.collectives import (
     Pending,
     broadcast_,
@@ -87,7 +88,11 @@ def sharing(
         replicas: Groups of data parallel ranks that do not share with each other; they divide dp.
         bucket_bytes: Largest size of a bucket of more than one parameter.
         offload: Whether a rank's slice of shared out parameters lives in host memory.
+
+    Raises:
+        ValueError: ``shard`` is another word.
     """
+    check_choice("shard", shard, get_args(Shard))
     if shard == "none":
         return Gradients(parameters, chunks, dtype, bucket_bytes)
     return ShardedGradients(parameters, chunks, dtype, shard, replicas, bucket_bytes, offload)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from parallel.choices import check_choice
 from parallel.mesh import BACKWARD, FORWARD, Group, Mesh
 from parallel.pipeline.schedules import SCHEDULES, Action, Direction, Kind, Message, arrivals, forward_only
 
@@ -117,12 +118,18 @@ class Pipeline:
         chunks: This rank's modules, chunk by chunk: ``chunk(activations or None, microbatch) -> activations or loss``.
         dtype: Of the activations between stages.
         schedule: A name from :data:`~parallel.pipeline.schedules.SCHEDULES`.
+
+    Raises:
+        ValueError: there is no such schedule.
     """
 
     mesh: Mesh
     chunks: Sequence[nn.Module]
     dtype: torch.dtype
     schedule: str = "1f1b"
+
+    def __post_init__(self) -> None:
+        check_choice("schedule", self.schedule, SCHEDULES)
 
     def train(self, microbatches: Sequence[Microbatch], scale: Tensor) -> Tensor:
         """Forward and backward of a step; gradients accumulate on the parameters.

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
+from parallel.choices import check_choice
+
 Kind = Literal["F", "B"]
 Direction = Literal["forward", "backward"]
 
@@ -110,8 +112,7 @@ def in_flight_bound(name: str, stages: int, chunks: int, microbatches: int) -> t
 
     The numbers are reached, not only respected: memory can be planned with them.
     """
-    if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule {name!r}: choose from {', '.join(SCHEDULES)}")
+    check_choice("schedule", name, SCHEDULES)
     _check_sizes(stages, chunks, microbatches)
     total = chunks * microbatches
     if name == "gpipe":

@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {"tools": 5, "megacore": 4, "models": 3, "parallel": 2}
 LOWER = {
     **dict.fromkeys(("parallel.mesh", "parallel.collectives", "parallel.random"), 1),
-    **{f"parallel.{name}": 0 for name in ("fingerprint", "labels", "layout", "pattern", "schema", "transfer")},
+    **{
+        f"parallel.{name}": 0
+        for name in ("choices", "fingerprint", "labels", "layout", "pattern", "schema", "transfer")
+    },
     "parallel.pipeline.schedules": 0,
 }
 # Floor 0 computes with these; anything else is another floor's.

@@ -270,5 +270,5 @@ def test_errors_name_the_way_out() -> None:
     for call in (lambda: one_f_one_b(2, 3, 4), lambda: in_flight_bound("1f1b", 2, 3, 4)):
         with pytest.raises(ValueError, match="chunks=3: choose interleaved, or chunks=1"):
             call()
-    with pytest.raises(ValueError, match="'zb': choose from gpipe, 1f1b, interleaved"):
+    with pytest.raises(ValueError, match=r"'zb' \(choose from gpipe, 1f1b, interleaved\)"):
         in_flight_bound("zb", 2, 1, 4)

@@ -1,0 +1,23 @@
+"""Words that choose among a few things, and what to say of one that chooses none of them. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """``": did you mean 'sequence'?"`` of the choice that is spelled most alike; empty where none is."""
+    found = get_close_matches(word, list(choices), n=1)
+    return f": did you mean {found[0]!r}?" if found else ""
+
+
+def check_choice(argument: str, value: object, choices: Iterable[str]) -> None:
+    """Refuse a value that is not among the choices of an argument.
+
+    Raises:
+        ValueError: it is not; the message names the argument, the value and the choices.
+    """
+    known = list(choices)
+    if value not in known:
+        raise ValueError(f"unknown {argument} {value!r}{nearest(str(value), known)} (choose from {', '.join(known)})")
