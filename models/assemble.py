@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from models.adapt import adapt
 from models.blocks import CHEAP
@@ -52,6 +53,9 @@ class Model:
 
         ``hollow`` leaves the memory to a sharing of ``parameters``, so that the rank never holds all of them. The
         layout is that of the model with its adapters, where ``tuning`` has some.
+
+        Raises:
+            ValueError: this rank holds a parameter that none of its modules uses.
         """
         parameters = Parameters(layout, mesh, dtype, hollow)
         parameters.freeze(tuning.frozen(config.schema))
@@ -62,6 +66,7 @@ class Model:
             chunk.run = runner(activations or Activations(), chunk.layers.values(), CHEAP, mesh.device)
             if losses and chunk.head is not None:
                 chunk.head.losses = losses
+        _check_used(config.family, parameters, chunks)
         return cls(config, parameters, chunks)
 
     def train(self, mode: bool = True) -> None:
@@ -91,3 +96,15 @@ class Model:
             for block in chunk.layers.values():
                 # Not the call: hooks that gather its parameters run outside of it.
                 block.forward = torch.compile(block.forward)
+
+
+def _check_used(family: str, parameters: Parameters, chunks: Iterable[nn.Module]) -> None:
+    """Refuse a parameter that is declared, and so saved and exported, but has no part in what the chunks compute."""
+    used = {parameter for chunk in chunks for parameter in chunk.parameters()}
+    unused = dict.fromkeys(parameters.shards[name].param.name for name, held in parameters.items() if held not in used)
+    if unused:
+        rank, place = parameters.mesh.rank, parameters.mesh.place
+        raise ValueError(
+            f"{family}: no module of rank {rank} ({place}) uses {', '.join(unused)}: "
+            "use them in the family's build(), or do not declare them in its params()"
+        )

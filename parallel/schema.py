@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,6 +28,8 @@ NAMED = re.compile(r"\{(\w+)\}")
 """An axis that lives in a name."""
 WORDS = re.compile(r"\{(\w+(?:,\w+)+)\}")
 """Words in a Hugging Face name that spell one tensor for each piece."""
+_VARIES = re.compile(r"\{\w+\}|\b\d+\b")
+"""An axis or a number in a name."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,14 @@ class Param:
         return len(self.sentence.dims) > 1
 
     @cached_property
+    def hf_names(self) -> tuple[str, ...]:
+        """The name templates of the Hugging Face tensors that hold it: one, or one for each word."""
+        words = WORDS.search(self.hf)
+        if not words:
+            return (self.hf,)
+        return tuple(self.hf.replace(words.group(), word) for word in words.group(1).split(","))
+
+    @cached_property
     def hf_tensors(self) -> Mapping[str, tuple[str, Pattern]]:
         """{label: (name template, sentence)} of the Hugging Face tensors that hold the pieces.
 
@@ -81,27 +91,33 @@ class Param:
         """
         named = frozenset(NAMED.findall(self.hf))
         stored = Pattern.parse(self.hf_pattern) if self.hf_pattern else self.sentence
-        words = WORDS.search(self.hf)
-        if not words:
+        names = self.hf_names
+        if len(names) == 1:
             return dict.fromkeys(stored.labels, (self.hf, stored.without(named)))
-        names = words.group(1).split(",")
         if len(names) != len(stored.labels):
-            raise ValueError(f"{self.name}: {words.group()} names {len(names)} tensors for {len(stored.labels)} pieces")
+            raise ValueError(f"{self.name}: {self.hf} names {len(names)} tensors for {len(stored.labels)} pieces")
         return {
-            label: (self.hf.replace(words.group(), word), stored.select(label).without(named))
-            for label, word in zip(stored.labels, names, strict=True)
+            label: (name, stored.select(label).without(named)) for label, name in zip(stored.labels, names, strict=True)
         }
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The parameters of a model and the sizes of its axes; everything about its weights derives from these."""
+    """The parameters of a model and the sizes of its axes; everything about its weights derives from these.
+
+    Raises:
+        ValueError: a parameter is declared twice, two tensors have one Hugging Face name, an axis has no size or one
+            below 1, or the mesh would split two axes of one piece alike.
+    """
 
     params: tuple[Param, ...]
     sizes: Sizes
 
     def __post_init__(self) -> None:
         names = [param.name for param in self.params]
+        for axis, size in self.sizes.items():
+            if size < 1:
+                raise ValueError(f"axis {axis!r} has size {size}: it must be at least 1")
         for param in self.params:
             if names.count(param.name) > 1:
                 raise ValueError(f"{param.name} is declared twice")
@@ -109,6 +125,7 @@ class Schema:
                 if axis not in self.sizes:
                     raise ValueError(f"{param.name}: axis {axis!r} has no size; sizes are {dict(self.sizes)}")
             _check_splits(param)
+        _check_hf_names(self.params, self.sizes)
 
     def __getitem__(self, name: str) -> Param:
         return self.by_name[name]
@@ -132,6 +149,30 @@ class Schema:
     def parameters(self) -> int:
         """Number of parameters of the whole model; tied ones count once."""
         return sum(map(self.numel, self.params))
+
+
+def _check_hf_names(params: Sequence[Param], sizes: Sizes) -> None:
+    """Refuse two tensors with one Hugging Face name: both would be read from it, and one would not be written."""
+    alike: dict[str, list[tuple[Param, str]]] = {}
+    templates = ((param, template) for param in params if param.hf for template in param.hf_names)
+    for param, template in templates:
+        others = alike.setdefault(_VARIES.sub("#", template), [])
+        for other, theirs in others:
+            if name := _in_common(template, theirs, sizes):
+                raise ValueError(f"{other.name} and {param.name} have one Hugging Face name, {name}: rename one")
+        others.append((param, template))
+
+
+def _in_common(template: str, other: str, sizes: Sizes) -> str | None:
+    """A name that both of two templates spell, which are alike but for axes and numbers; None where there is none."""
+    numbers = []
+    for found in zip(_VARIES.findall(template), _VARIES.findall(other), strict=True):
+        spans = [(0, sizes[word[1:-1]]) if word.startswith("{") else (int(word), int(word) + 1) for word in found]
+        first = max(start for start, _ in spans)
+        if first >= min(stop for _, stop in spans):
+            return None
+        numbers.append(first)
+    return _VARIES.sub("{}", template).format(*numbers)
 
 
 def _check_splits(param: Param) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 
 import pytest
@@ -10,10 +13,14 @@ from torch import nn
 
 from models.assemble import Model
 from models.decoder import Losses
+from models.llama import LlamaConfig
+from models.lora import Lora
 from models.registry import configure
 from models.stages import default_layers, layout_of
+from models.tuning import EVERYTHING, Tuning
 from parallel.layout import MeshShape, balanced_layers
 from parallel.mesh import Mesh
+from parallel.schema import Param
 
 TINY = {"preset": "llama-tiny"}
 EIGHT_B = {"preset": "llama-3.1-8b"}
@@ -103,3 +110,43 @@ def test_compile_is_for_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny(chunks=3)
     model.compile()
     assert compiled == [block for chunk in model.chunks for block in chunk.layers.values()] and len(compiled) == 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Normed(LlamaConfig):
+    """Norms of queries and keys are declared, and built by LLaMA, which has none; so is a second final norm."""
+
+    def params(self) -> tuple[Param, ...]:
+        norms = (
+            Param(f"layers.{{layer}}.attn.{x}_norm.weight", "head", f"model.layers.{{layer}}.self_attn.{x}_norm.weight")
+            for x in "qk"
+        )
+        return (*super().params(), *norms, Param("extra.weight", "embed", "model.extra.weight", at="last", mean=1))
+
+
+def normed(stages: int = 1, stage: int = 0, hollow: bool = False, tuning: Tuning = EVERYTHING) -> Model:
+    config = Normed.from_hugging_face(configure(TINY).to_hugging_face())
+    mesh = Mesh(MeshShape(pp=stages), stage, torch.device("cpu"))
+    layout = layout_of(config, mesh.shape, tuning=tuning)
+    return Model.create(config, layout, mesh, torch.float32, hollow=hollow, tuning=tuning)
+
+
+Q_AND_K = "layers.{layer}.attn.q_norm.weight, layers.{layer}.attn.k_norm.weight"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (normed, f"{Q_AND_K}, extra.weight"),
+        (lambda: normed(hollow=True), f"{Q_AND_K}, extra.weight"),
+        (lambda: normed(tuning=Tuning(Lora(2, 4.0, ("attn.qkv",)))), f"{Q_AND_K}, extra.weight"),
+        # Every rank finds what it holds itself.
+        (lambda: normed(stages=2, stage=0), Q_AND_K),
+        (lambda: normed(stages=2, stage=1), f"{Q_AND_K}, extra.weight"),
+    ],
+    ids=["one", "hollow", "adapters", "first-stage", "last-stage"],
+)
+def test_a_parameter_that_no_module_uses_is_refused(make: Callable[[], Model], names: str) -> None:
+    with pytest.raises(ValueError, match=rf"llama: no module of rank \d \(.*\) uses {re.escape(names)}: use them in"):
+        make()

@@ -72,6 +72,39 @@ def test_names_are_declared_once() -> None:
         Schema((Param("a", "embed"), Param("a", "vocab")), SIZES)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("hf", "other", "name"),
+    [
+        ("wte", "wte", "wte"),
+        ("h.{layer}.w", "h.{layer}.w", "h.0.w"),
+        ("h.{layer}.w", "h.{experts}.w", "h.0.w"),
+        ("h.{layer}.w", "h.2.w", "h.2.w"),
+        ("h.{layer}.{q,k}.w", "h.{layer}.k.w", "h.0.k.w"),
+    ],
+)
+def test_hugging_face_names_are_given_once(hf: str, other: str, name: str) -> None:
+    """Else both are read from one tensor, and one of them is lost on the way back."""
+    with pytest.raises(ValueError, match=f"a and b have one Hugging Face name, {name}: rename one"):
+        Schema((Param("a", "(q: embed + k: embed) vocab", hf), Param("b", "embed", other)), SIZES)
+
+
+def test_two_pieces_have_two_hugging_face_names() -> None:
+    with pytest.raises(ValueError, match="a and a have one Hugging Face name, k: rename one"):
+        Schema((Param("a", "(q: embed + k: embed) vocab", "{k,k}"),), SIZES)
+
+
+def test_names_that_only_look_alike_are_taken() -> None:
+    names = ("h.{layer}.w", "h.3.w", "h.4.w", "h.{layer}.{q,k}.w", "h{layer}.w", "", "")
+    Schema(tuple(Param(str(i), "(q: embed + k: embed)", hf) for i, hf in enumerate(names)), SIZES)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_an_axis_has_a_positive_size(size: int) -> None:
+    with pytest.raises(ValueError, match=f"axis 'mlp' has size {size}: it must be at least 1"):
+        Schema((Param("a", "mlp embed"),), SIZES | {"mlp": size})
+
+
 def test_every_axis_needs_a_size() -> None:
     with pytest.raises(ValueError, match="a: axis 'position' has no size"):
         Schema((Param("a", "position embed"),), SIZES)
