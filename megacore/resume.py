@@ -186,9 +186,13 @@ def raw_of(model: ModelConfig, source: Folder | None) -> Mapping[str, Any]:
     ours = model.to_hugging_face()
     if source is None:
         return ours
-    theirs = source.config.to_hugging_face()
-    raw = {**source.raw, **{key: value for key, value in ours.items() if key not in theirs or theirs[key] != value}}
-    return raw if type(model).from_hugging_face(raw) == model else ours
+    theirs, kind = source.config.to_hugging_face(), type(model)
+    changed = {key: value for key, value in ours.items() if key not in theirs or theirs[key] != value}
+    raw = kind.override(source.raw, changed)
+    try:
+        return raw if kind.from_hugging_face(raw) == model else ours
+    except ModelConfigError:
+        return ours
 
 
 def _misfits(model: ModelConfig, source: Folder) -> Iterator[str]:

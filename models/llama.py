@@ -122,14 +122,8 @@ class LlamaConfig(ModelConfig):
 
     @classmethod
     def override(cls, base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-        """As the base class; a new ``rope_theta`` or ``rope_scaling`` replaces that part of either spelling."""
-        base, fields = dict(base), dict(fields)
-        if "rope_scaling" in fields or "rope_parameters" in fields:
-            for name in rope_config.HUGGING_FACE_KEYS:
-                base.pop(name, None)
-        elif "rope_theta" in fields and isinstance(base.get("rope_parameters"), Mapping):
-            base["rope_parameters"] = {**base["rope_parameters"], "rope_theta": fields.pop("rope_theta")}
-        return {**base, **fields}
+        """As the base class; of the rope, what the fields do not name stays (:func:`models.rope_config.override`)."""
+        return rope_config.override(base, fields)
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -22,6 +22,8 @@ HUGGING_FACE_KEYS = (
 """The top-level keys of a config.json that ``from_hugging_face`` reads, beside ``max_position_embeddings``."""
 Spelling = Literal["rope_parameters", "rope_scaling"]
 """The key of a config.json that holds the type and its numbers: as transformers 5 writes it, or as 4 did."""
+_BESIDE = ("rope_theta", "partial_rotary_factor")
+"""What the old spelling keeps beside the type and its numbers, not among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,13 +240,38 @@ def to_hugging_face(rope: Rope, spelling: Spelling = "rope_parameters") -> dict[
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
+def override(base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of which some fields are replaced; what they do not name of its rope stays, in the base's spelling.
+
+    ``rope_parameters`` and ``rope_scaling`` mean the same here: with a rope_type they replace the type and its numbers,
+    without one they replace the numbers that they name, and null takes the scaling away. ``rope_theta`` and
+    ``partial_rotary_factor`` stay until they are named themselves. What contradicts itself is left as it stands, for
+    :func:`from_hugging_face` to tell.
+    """
+    changed = {**base, **fields}
+    (held, wrong), (given, also_wrong) = _flatten(base), _flatten(fields)
+    if fields.keys().isdisjoint(HUGGING_FACE_KEYS) or wrong or also_wrong:
+        return changed
+    beside = [name for name in HUGGING_FACE_KEYS if name in _BESIDE or base.get(name) is not None]
+    scalings = [fields[key] for key in get_args(Spelling) if key in fields]
+    if "rope_type" in given or (scalings and not any(scalings)):
+        held = {name: value for name, value in held.items() if name in beside}
+    rope = {name: value for name, value in held.items() if name not in fields} | given
+    others = {name: value for name, value in changed.items() if name not in HUGGING_FACE_KEYS}
+    if base.get("rope_parameters") or base.keys().isdisjoint(HUGGING_FACE_KEYS):
+        return others | {"rope_parameters": rope}
+    if rope.get("rope_type") == "default":
+        del rope["rope_type"]
+    return others | {name: rope.pop(name) for name in beside if name in rope} | {"rope_scaling": rope or None}
+
+
 def _flatten(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """One dictionary in the new spelling, and what disagrees between the places a value may stand in."""
+    """One dictionary in the new spelling, and what is no mapping or disagrees between the places it may stand in."""
     problems: list[str] = []
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(value, Mapping):
-            raise ValueError(f"{name} is {value!r}: it must be a mapping with a rope_type, or null")
+            return {}, [f"{name} is {value!r}: it must be a mapping with a rope_type, or null"]
     if new and old and new != old:
         problems.append(f"rope_parameters {dict(new)} and rope_scaling {dict(old)} disagree: remove one")
     given = dict(new or old)

@@ -8,7 +8,8 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -18,14 +19,15 @@ from pool import Pool
 from resident_home import resident
 
 from megacore import checkpoints, metrics, pretrain
-from megacore.config import ConfigError, load
+from megacore.config import Config, ConfigError, load
 from megacore.progress import Progress
-from megacore.resume import find, raw_of, remarks
+from megacore.resume import find, model_of, raw_of, remarks
 from megacore.save import State
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
 from megacore.trainer import Trainer
 from models.decoder import Microbatch
+from models.registry import configure
 from models.stages import layout_of
 from parallel.layout import MeshShape
 from parallel.transfer import execute, native, plan
@@ -319,6 +321,39 @@ def test_the_config_of_the_source_comes_along(recipe: str, folder: Path, six: Pa
     changed = replace(setup.model, attention_dropout=0.5)  # type: ignore[call-arg]
     assert raw_of(changed, setup.start.source) == {**raw, "attention_dropout": 0.5}
     assert raw_of(setup.model, None) == setup.model.to_hugging_face()
+
+
+@pytest.mark.parametrize(
+    ("held", "given", "written"),
+    [
+        (
+            {"rope_theta": 1e5, "rope_scaling": None},
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_theta": 1e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        ),
+        (
+            {"rope_theta": 1e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_theta": 2e5},
+            {"rope_theta": 2e5, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e5}},
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e5, "factor": 2.0}},
+        ),
+    ],
+    ids=["scaling-over-old", "theta-over-old", "scaling-over-new"],
+)
+def test_a_rope_that_the_recipe_changes_is_written_as_the_source_spells_it(
+    held: dict[str, Any], given: dict[str, Any], written: dict[str, Any]
+) -> None:
+    raw = {name: value for name, value in LLAMA.items() if name != "family"} | {
+        "model_type": "llama",
+        "eos_token_id": 7,
+    }
+    source: Any = SimpleNamespace(raw=raw | held, config=configure({"family": "llama"} | raw | held), path="hf")
+    model = model_of(cast(Config, SimpleNamespace(model=given)), source)
+    assert raw_of(model, source) == raw | written
 
 
 # -- before anything starts

@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from models.rope_config import (
     LongRope,
     ProportionalRope,
     Rope,
+    Spelling,
     YarnRope,
     from_hugging_face,
+    override,
     to_hugging_face,
 )
 
@@ -314,6 +317,83 @@ def test_what_may_be_left_out() -> None:
     assert same == YarnRope(factor=2.0, original_max_position_embeddings=64)
     linear = {"rope_type": "linear", "factor": 2.0}
     assert from_hugging_face({"rope_parameters": linear, "rope_scaling": linear}) == LinearRope(factor=2.0)
+
+
+LLAMA3_1 = Llama3Rope(
+    rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+)
+PARTIAL = ProportionalRope(rope_theta=1e5, factor=2.0, partial_rotary_factor=0.5)
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+OVERRIDES: list[tuple[Rope, dict[str, Any], Rope]] = [
+    # The type and its numbers, by either name: theta stays.
+    (DefaultRope(rope_theta=1e5), {"rope_scaling": LINEAR}, LinearRope(rope_theta=1e5, factor=2.0)),
+    (DefaultRope(rope_theta=1e5), {"rope_parameters": LINEAR}, LinearRope(rope_theta=1e5, factor=2.0)),
+    (LLAMA3_1, {"rope_scaling": {"type": "linear", "factor": 2.0}}, LinearRope(rope_theta=5e5, factor=2.0)),
+    (LLAMA3_1, {"rope_scaling": None}, DefaultRope(rope_theta=5e5)),
+    (LLAMA3_1, {"rope_parameters": {}}, DefaultRope(rope_theta=5e5)),
+    (LLAMA3_1, {"rope_parameters": {"rope_type": "default"}}, DefaultRope(rope_theta=5e5)),
+    # An original length is a number of its type: the new type has its own, which is that of the model.
+    (
+        LLAMA3_1,
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        YarnRope(rope_theta=5e5, factor=4.0, original_max_position_embeddings=64),
+    ),
+    # Theta alone, or with the type.
+    (LLAMA3_1, {"rope_theta": 7.0}, replace(LLAMA3_1, rope_theta=7.0)),
+    (LLAMA3_1, {"rope_theta": None}, replace(LLAMA3_1, rope_theta=10000.0)),
+    (LLAMA3_1, {"rope_parameters": {"rope_theta": 7.0}}, replace(LLAMA3_1, rope_theta=7.0)),
+    (LLAMA3_1, {"rope_theta": 7.0, "rope_scaling": LINEAR}, LinearRope(rope_theta=7.0, factor=2.0)),
+    (LLAMA3_1, {"rope_parameters": LINEAR | {"rope_theta": 7.0}}, LinearRope(rope_theta=7.0, factor=2.0)),
+    # Numbers of the type that is there.
+    (LLAMA3_1, {"rope_scaling": {"factor": 32.0}}, replace(LLAMA3_1, factor=32.0)),
+    (LLAMA3_1, {"original_max_position_embeddings": 16}, replace(LLAMA3_1, original_max_position_embeddings=16)),
+    (PARTIAL, {"rope_theta": 7.0}, replace(PARTIAL, rope_theta=7.0)),
+    (PARTIAL, {"partial_rotary_factor": 0.25}, replace(PARTIAL, partial_rotary_factor=0.25)),
+    (PARTIAL, {"rope_scaling": {"rope_type": "proportional", "factor": 3.0}}, replace(PARTIAL, factor=3.0)),
+    (
+        PARTIAL,
+        {"rope_scaling": LINEAR, "partial_rotary_factor": None},
+        LinearRope(rope_theta=1e5, factor=2.0),
+    ),
+    # Nothing of it.
+    (LLAMA3_1, {"hidden_size": 8}, LLAMA3_1),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(("before", "given", "after"), OVERRIDES, ids=[str(given) for _, given, _ in OVERRIDES])
+def test_what_is_not_overridden_stays(before: Rope, given: dict[str, Any], after: Rope, spelling: Spelling) -> None:
+    base = {"max_position_embeddings": 64} | to_hugging_face(before, spelling)
+    made = override(base, given)
+    assert from_hugging_face(made) == after
+    assert ("rope_parameters" in made) == (spelling == "rope_parameters"), "a folder keeps its spelling"
+
+
+def test_a_length_beside_the_scaling_stays() -> None:
+    """As Phi-3 spells it; what the fields name themselves counts."""
+    base = {"original_max_position_embeddings": 16, "max_position_embeddings": 64, "rope_theta": 1e5}
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    assert from_hugging_face(override(base, {"rope_scaling": yarn})) == YarnRope(
+        rope_theta=1e5, factor=4.0, original_max_position_embeddings=16
+    )
+    named = override(base, {"rope_scaling": yarn | {"original_max_position_embeddings": 32}})
+    assert from_hugging_face(named) == YarnRope(rope_theta=1e5, factor=4.0, original_max_position_embeddings=32)
+
+
+@pytest.mark.parametrize(
+    ("base", "given", "message"),
+    [
+        ({"rope_parameters": {"rope_theta": 1e5}, "rope_theta": 1e4}, {"rope_scaling": LINEAR}, "disagree"),
+        ({"rope_theta": 1e4}, {"rope_scaling": LINEAR | {"rope_theta": 2.0}, "rope_theta": 3.0}, "given twice"),
+        ({"rope_theta": 1e4}, {"rope_scaling": "linear"}, "rope_scaling is 'linear': it must be a mapping"),
+        ({"rope_theta": 1e4}, {"rope_scaling": {"factor": 2.0}}, "rope_type 'default' has no field 'factor'"),
+        (to_hugging_face(PARTIAL), {"rope_scaling": LINEAR}, "'linear' has no field 'partial_rotary_factor'"),
+    ],
+)
+def test_an_override_hides_no_contradiction(base: dict[str, Any], given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_hugging_face(override(base, given))
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
