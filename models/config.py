@@ -57,7 +57,6 @@ _HARMLESS = frozenset(
         "output_attentions",
         "output_hidden_states",
         "output_scores",
-        "pad_token_id",
         "prefix",
         "problem_type",
         "pruned_heads",
@@ -183,7 +182,8 @@ class ModelConfig(ABC):
 
     def to_hugging_face(self) -> dict[str, Any]:
         """The ``config.json`` that means the same."""
-        head = {"architectures": [self.architecture], "model_type": self.family}
+        # Where nothing is said of padding, the default of transformers' class would come back.
+        head = {"architectures": [self.architecture], "model_type": self.family, "pad_token_id": None}
         return head | self._write() | dict(self.fixed)
 
     @classmethod

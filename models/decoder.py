@@ -71,11 +71,11 @@ class Losses:
 
 
 class TokenEmbedding(nn.Module):
-    """microbatch -> [tokens/tp, embed]."""
+    """microbatch -> [tokens/tp, embed]; the row of ``padding_idx`` gets no gradient from being looked up."""
 
-    def __init__(self, parameters: Parameters, name: str, vocab: int) -> None:
+    def __init__(self, parameters: Parameters, name: str, vocab: int, padding_idx: int | None = None) -> None:
         super().__init__()
-        self.tokens = VocabParallelEmbedding.of(parameters[name], vocab, parameters.mesh)
+        self.tokens = VocabParallelEmbedding.of(parameters[name], vocab, parameters.mesh, padding_idx)
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         return self.tokens(microbatch.tokens)

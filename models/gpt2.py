@@ -26,11 +26,13 @@ class Gpt2Config(ModelConfig):
 
     family: ClassVar[str] = "gpt2"
     architecture: ClassVar[str] = "GPT2LMHeadModel"
-    # How the scores are rounded, and heads for other tasks; neither changes the function that is computed.
+    # How the scores are rounded, and heads for other tasks; neither changes the function that is computed. Nor does the
+    # token for padding, whose embedding is trained as any other.
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
             "gradient_checkpointing",
             "n_ctx",
+            "pad_token_id",
             "reorder_and_upcast_attn",
             "summary_activation",
             "summary_first_dropout",

@@ -45,6 +45,8 @@ class LlamaConfig(ModelConfig):
     head_dim: int
     max_position_embeddings: int
     rms_norm_eps: float = 1e-6
+    # The token whose embedding gets no gradient from being looked up (padding_idx of transformers' nn.Embedding).
+    pad_token_id: int | None = None
     attention_bias: bool = False
     attention_dropout: float = 0.0
     mlp_bias: bool = False
@@ -110,6 +112,10 @@ class LlamaConfig(ModelConfig):
             *("num_key_value_heads", "head_dim", "max_position_embeddings"),
         )
         found += probabilities(self, "attention_dropout")
+        if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
+            found.append(
+                f"pad_token_id is {self.pad_token_id}: it must be below vocab_size ({self.vocab_size}), or null"
+            )
         if not found and self.num_attention_heads % self.num_key_value_heads:
             heads, kv = self.num_attention_heads, self.num_key_value_heads
             # Bounded, for the numbers may come from a hostile file.
@@ -181,7 +187,7 @@ def build(config: LlamaConfig, parameters: Parameters, chunk: int) -> Decoder:
     return Decoder.chunk(
         p,
         chunk,
-        embedding=lambda: TokenEmbedding(p, "embed.weight", config.vocab_size),
+        embedding=lambda: TokenEmbedding(p, "embed.weight", config.vocab_size, config.pad_token_id),
         block=block,
         head=lambda: Head(norm("norm"), p[table], config.vocab_size, mesh.tp),
         rotary=Rotary(config.rope_parameters, config.head_dim),

@@ -24,34 +24,54 @@ class VocabParallelEmbedding(nn.Module):
         vocab: Number of tokens.
         embed: Size of an embedding.
         mesh: The live mesh.
+        padding_idx: As ``nn.Embedding``'s: a token whose row starts as zeros and gets no gradient from being looked up;
+            negative ones count from the end of the vocabulary.
         dtype: Of the parameter.
+
+    Raises:
+        ValueError: ``padding_idx`` is not in the vocabulary.
     """
 
-    def __init__(self, vocab: int, embed: int, *, mesh: Mesh, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        vocab: int,
+        embed: int,
+        *,
+        mesh: Mesh,
+        padding_idx: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         start, stop = split_axis("vocab", vocab, mesh.shape.tp, mesh.place.tp)
         weight = torch.zeros(stop - start, embed, dtype=dtype, device=mesh.device)
         # Drawn in full and then cut: ranks that are seeded alike hold parts of one table, never the same part twice.
         whole = torch.empty(vocab, embed, dtype=dtype, device=mesh.device).normal_(std=1 / math.sqrt(embed))
         weight[: max(0, vocab - start)] = whole[start:stop]
-        self._assemble(nn.Parameter(weight), vocab, mesh)
+        self._assemble(nn.Parameter(weight), vocab, mesh, padding_idx)
+        if self.padding is not None:
+            weight[self.padding] = 0
 
     @classmethod
-    def of(cls, weight: nn.Parameter, vocab: int, mesh: Mesh) -> Self:
-        """The layer of a parameter that a layout has cut: weight [padded vocab/tp, embed]."""
+    def of(cls, weight: nn.Parameter, vocab: int, mesh: Mesh, padding_idx: int | None = None) -> Self:
+        """The layer of a parameter that a layout has cut: weight [padded vocab/tp, embed], whose values stay."""
         layer = cls.__new__(cls)
-        layer._assemble(weight, vocab, mesh)
+        layer._assemble(weight, vocab, mesh, padding_idx)
         return layer
 
-    def _assemble(self, weight: nn.Parameter, vocab: int, mesh: Mesh) -> None:
+    def _assemble(self, weight: nn.Parameter, vocab: int, mesh: Mesh, padding_idx: int | None) -> None:
+        if padding_idx is not None and not -vocab <= padding_idx < vocab:
+            raise ValueError(f"padding_idx is {padding_idx}: it must be below vocab ({vocab}), or None")
         nn.Module.__init__(self)
         self.weight, self.vocab, self.group = weight, vocab, mesh.tp
         self.start, self.stop = split_axis("vocab", vocab, mesh.shape.tp, mesh.place.tp)
+        row = None if padding_idx is None else padding_idx % vocab
+        self.padding = row - self.start if row is not None and self.start <= row < self.stop else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.group.size == 1:
-            return F.embedding(tokens, self.weight)
+            return F.embedding(tokens, self.weight, self.padding)
         mine = (tokens >= self.start) & (tokens < self.stop)
-        rows = F.embedding((tokens - self.start) * mine, self.weight)
+        # The others' tokens look up row 0, and what comes of it is dropped.
+        rows = F.embedding((tokens - self.start) * mine, self.weight, self.padding)
         return reduce_scatter(rows * mine[..., None], self.group)
 
     def extra_repr(self) -> str:

@@ -64,6 +64,7 @@ THEIRS: dict[str, tuple[type, dict[str, Any]]] = {
             },
         },
     ),
+    "llama padding": (LlamaConfig, {"pad_token_id": 3}),
     "llama head_dim": (LlamaConfig, {"hidden_size": 96, "num_attention_heads": 4, "head_dim": 64}),
     "gpt2 defaults": (GPT2Config, {}),
     "gpt2 other": (
@@ -95,6 +96,13 @@ def test_their_config_comes_and_goes(case: str) -> None:
     fields = theirs.to_dict() | {"architectures": [ours.architecture]}
     assert again.to_dict() == fields
     assert read(again.to_dict()) == read(written) == ours
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_padding_is_said(name: str) -> None:
+    """Else the default of transformers' class comes back, which may lie beyond the vocabulary."""
+    assert read(SMALL[name]).to_hugging_face()["pad_token_id"] is None
+    assert read(SMALL[name] | {"pad_token_id": None}).to_hugging_face()["pad_token_id"] is None
 
 
 def test_old_spelling_of_rope() -> None:
@@ -155,6 +163,7 @@ REFUSED = [
     ("llama", {"num_key_value_heads": 3}, "num_attention_heads (4) is not a multiple of num_key_value_heads (3)"),
     ("llama", {"head_dim": None, "hidden_size": 18}, "hidden_size (18) is not a multiple of num_attention_heads (4)"),
     ("llama", {"head_dim": 5}, "head_dim 5 is odd"),
+    ("llama", {"pad_token_id": 32}, "pad_token_id is 32: it must be below vocab_size (32), or null"),
     ("gpt2", {"n_head": 3}, "n_embd (16) is not a multiple of n_head (3)"),
     ("gpt2", {"n_inner": 0}, "n_inner is 0: it must be at least 1"),
     ("gpt2", {"resid_pdrop": -0.1}, "resid_pdrop is -0.1: it must lie in [0, 1)"),

@@ -77,6 +77,7 @@ def llama(seed: int) -> LlamaConfig:
         attention_bias=r.random() < 0.5,
         mlp_bias=r.random() < 0.5,
         tie_word_embeddings=r.random() < 0.5,
+        pad_token_id=(None, 5, -1)[seed % 3],
         rope_parameters={"rope_type": rope_type, "rope_theta": r.choice([10.0, 1e4])} | rope[rope_type],
     )
 
@@ -94,6 +95,7 @@ def gpt2(seed: int) -> GPT2Config:
         activation_function=ACTIVATIONS[seed % len(ACTIVATIONS)],
         layer_norm_epsilon=r.choice([1e-5, 1e-2]),
         tie_word_embeddings=r.random() < 0.6,
+        pad_token_id=(None, 5)[seed % 2],
     )
 
 
@@ -153,6 +155,8 @@ def test_logits_and_gradients(family: str, seed: int, monkeypatch: pytest.Monkey
     tokens = torch.randint(config.vocab_size, (SEQUENCES, LENGTH), generator=generator)
     labels = torch.randint(config.vocab_size, (SEQUENCES, LENGTH), generator=generator)
     labels[:, ::5] = IGNORE
+    if hf_config.pad_token_id is not None:
+        tokens[:, 4:6] = hf_config.pad_token_id % config.vocab_size
     want = theirs(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
     want_loss = F.cross_entropy(want, labels.flatten(), ignore_index=IGNORE, reduction="sum")
     want_loss.backward()
@@ -194,6 +198,9 @@ def test_the_random_models_cover_what_they_should() -> None:
         lambda c: c.num_key_value_heads < c.num_attention_heads,
         lambda c: c.num_key_value_heads == c.num_attention_heads,
         lambda c: c.tie_word_embeddings,
+        lambda c: c.pad_token_id is None,
+        lambda c: c.pad_token_id is not None and c.tie_word_embeddings,
+        lambda c: c.pad_token_id is not None and not c.tie_word_embeddings,
         lambda c: c.attention_bias,
         lambda c: c.mlp_bias,
         lambda c: c.head_dim * c.num_attention_heads != c.hidden_size,

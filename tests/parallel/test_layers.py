@@ -239,6 +239,8 @@ def test_a_frozen_linear_does_not_keep_its_input(pool: Pool) -> None:
 # -- the embedding
 
 VOCABS = (1, 5, VOCAB, 12)
+# The first row of a rank, one counted from the end, and one between; each is looked up.
+PADDING = {1: None, 5: 2, VOCAB: -2, 12: 7}
 
 
 def embeddings() -> Found:
@@ -246,7 +248,7 @@ def embeddings() -> Found:
     found: Found = {}
     for vocab, dims in product(VOCABS, (1, 2)):
         torch.manual_seed(mesh.rank)
-        layer = VocabParallelEmbedding(vocab, IN, mesh=mesh, dtype=WIDE)
+        layer = VocabParallelEmbedding(vocab, IN, mesh=mesh, padding_idx=PADDING[vocab], dtype=WIDE)
         y = layer(tokens(vocab, dims))
         y.backward(here(batch(dims + 1, IN, 2), "tokens", mesh))
         assert layer.weight.grad is not None
@@ -269,13 +271,21 @@ def test_embedding(pool: Pool, tp: int) -> None:
             for name, held in (("weight", "rows"), ("y", "tokens"), ("dweight", "rows"))
         )
         assert table.shape == (-(-vocab // tp) * tp, IN)
-        assert table[:vocab].all(1).all() and not table[vocab:].any()
+        padding = PADDING[vocab]
+        assert not table[vocab:].any() and (padding is None or not table[padding % vocab].any())
+        assert table[:vocab].any(1).sum() == vocab - (padding is not None)
         real = table[:vocab].clone().requires_grad_()
-        want = F.embedding(tokens(vocab, dims), real)
+        want = F.embedding(tokens(vocab, dims), real, padding)
         want.backward(batch(dims + 1, IN, 2))
         torch.testing.assert_close(got, want.detach(), rtol=0, atol=0)
         torch.testing.assert_close(gradient[:vocab], real.grad, rtol=1e-12, atol=1e-12)
         assert not gradient[vocab:].any()
+
+
+def test_a_padding_beyond_the_vocabulary_is_refused() -> None:
+    for padding in (VOCAB, -VOCAB - 1):
+        with pytest.raises(ValueError, match=rf"padding_idx is {padding}: it must be below vocab \({VOCAB}\), or None"):
+            VocabParallelEmbedding(VOCAB, IN, mesh=Mesh.single(), padding_idx=padding)
 
 
 # -- norms

@@ -30,13 +30,13 @@ CASES = [
     Case("llama", LLAMA, ignored=0.3),
     Case(
         "llama-tied-biases",
-        LLAMA | BIASES | {"tie_word_embeddings": True, "intermediate_size": 27},  # padded
+        LLAMA | BIASES | {"tie_word_embeddings": True, "intermediate_size": 27, "pad_token_id": 82},  # padded
         ignored=0.3,
         label_smoothing=0.1,
         z_loss=1e-2,
     ),
     Case("gpt2", GPT2 | NO_DROPOUT),
-    Case("llama-documents", LLAMA, ignored=0.3, documents=True),
+    Case("llama-documents", LLAMA | {"pad_token_id": -3}, ignored=0.3, documents=True),
     Case("gpt2-untied-documents", GPT2 | NO_DROPOUT | {"tie_word_embeddings": False, "n_inner": 51}, documents=True),
 ]
 MESHES = [
