@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from chats import FAMILIES, chat, write_jsonl, write_tokenizer
-from engine import LLAMA, RECIPE, Result, train
+from engine import LLAMA, RECIPE, Result, train, trainer
 from pool import Pool
 
 from megacore import checkpoints, pretrain
@@ -20,6 +22,7 @@ from megacore.config import ConfigError
 from megacore.control import Control
 from megacore.data.blend import Blend
 from megacore.data.packing import Packed
+from parallel.labels import IGNORE
 
 LENGTH, ROWS, EXAMPLES = 64, 4, 16
 MODEL = {**LLAMA, "vocab_size": 360, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
@@ -133,6 +136,34 @@ def test_without_documents_kept_apart_it_would_be_another_loss(pool: Pool, folde
     made = pretrain.trainer_of(setup, mesh, Control.create(mesh))
     stats = made.step.backward(made._microbatches(made.batches.microbatches(0), 1))
     assert abs(stats.loss.item() / alone.values("loss")[0] - 1) > 1e-4
+
+
+# -- validation
+
+
+def validation_loss(recipe: str) -> float:
+    return trainer(recipe, []).validation_loss()
+
+
+def test_the_validation_loss_is_one_mean_over_all_labels(pool: Pool, tmp_path: Path) -> None:
+    """However unequally batches, ranks and microbatches have them."""
+    recipe = write(tmp_path, chat={"pack": False}, batch={"global_size": 4}, evaluate={"batches": 3})
+    made = trainer(recipe, [])
+    assert made.held_out is not None
+    batches = list[list[torch.Tensor]]()
+    for number in range(3):
+        batches.append([])
+        for part in made._microbatches(made.held_out.microbatches(number), 0):
+            logits = made.model.logits(replace(part, wanted=None))
+            assert logits is not None
+            losses = torch.nn.functional.cross_entropy(logits, part.labels, reduction="none")
+            batches[-1].append(losses[part.labels != IGNORE])
+    means = [torch.cat(batch).mean() for batch in batches]
+    wanted = torch.cat([losses for batch in batches for losses in batch]).mean().item()
+    assert abs(torch.stack(means).mean().item() / wanted - 1) > 1e-4
+    assert all(len({len(losses) for losses in batch}) > 1 for batch in batches)
+    found = [validation_loss(recipe), *pool.run(2, validation_loss, recipe)]
+    assert found == pytest.approx([wanted] * 3, rel=1e-9)
 
 
 # -- a run

@@ -214,6 +214,21 @@ def test_training_goes_on_while_what_was_is_written(recipe: str, tmp_path: Path,
         assert np.array_equal(bits.view(np.float32), at_2[name]), name
 
 
+def test_a_checkpoint_that_is_to_go_stays_until_its_successor_is_there(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is killed while it publishes goes on from the one before."""
+    plain, before = publish.Publication.finish, list[list[int]]()
+
+    def noted(publication: publish.Publication) -> None:
+        before.append(list(checkpoints.complete(publication.target.parent)))
+        plain(publication)
+
+    monkeypatch.setattr(publish.Publication, "finish", noted)
+    train(recipe, [f"out={tmp_path / 'run'}", "checkpoint.every=2", "checkpoint.keep=1", *QUIET])
+    assert before == [[], [2]] and saved(tmp_path / "run") == [4]
+
+
 def on_step(made: Trainer, act: Callable[[int], object]) -> list[int]:
     """Does something in the middle of each step; the steps that were begun."""
     plain, seen = made.step.backward, list[int]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from types import MethodType
 
@@ -14,7 +15,7 @@ from pool import Pool
 from resident_home import resident
 
 from megacore.step import TrainStep
-from megacore.trainer import NonFinite
+from megacore.trainer import Interrupt, NonFinite
 from models import assemble
 from models.decoder import Microbatch
 from parallel.recompute import PLAIN, Activations, Runner
@@ -226,6 +227,19 @@ def test_one_rank_that_is_asked_to_end_ends_all_after_that_step(
     (last,) = results[0][0].records
     assert last["step"] == 3
     assert last["loss"] == pytest.approx(one.values("loss")[2], rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("passed_on", [signal.SIGINT, signal.SIGTERM])
+def test_the_two_signals_of_one_ctrl_c_ask_for_one_orderly_end(passed_on: signal.Signals) -> None:
+    """The terminal sends one to everybody, and the launcher passes its own on."""
+    interrupt = Interrupt()
+    try:
+        with interrupt.listening():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(passed_on)
+    except KeyboardInterrupt:
+        pytest.fail("the second signal has ended the run at once")
+    assert interrupt.asked
 
 
 # -- dropout

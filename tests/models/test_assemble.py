@@ -83,6 +83,13 @@ def test_the_parameters_are_the_schema_s() -> None:
     assert {id(p) for p in chunk.parameters()} == {id(p) for p in model.parameters.values()}
 
 
+def test_dropout_is_switched_in_every_chunk() -> None:
+    model = tiny(chunks=3)
+    for mode in (False, True):
+        model.train(mode)
+        assert {module.training for chunk in model.chunks for module in chunk.modules()} == {mode}
+
+
 def test_losses_arrive_at_the_head() -> None:
     losses = Losses(label_smoothing=0.1, z_loss=1e-4)
     head = tiny(chunks=2, losses=losses).chunks[-1].head
