@@ -1,35 +1,118 @@
-"""The suite can fail: faults are where their texts say, and some of them are seeded (``sensitivity.py`` seeds all)."""
+"""The suite can fail: faults are where the table says, and one of them is seeded (``sensitivity.py`` seeds all)."""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Sequence
+
 import pytest
-from sensitivity import FAULTS, ROOT, Fault, Stale, check, seeded
+import seeding
+from seeding import ROOT, TESTS, Edit, Fault, Stale, check, edited, find, node_id, seeded
+from sensitivity import FAULTS
+
+BY_NAME = {fault.name: fault for fault in FAULTS}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name.replace(" ", "-"))
 def test_every_fault_can_be_seeded(fault: Fault) -> None:
-    source = (ROOT / fault.file).read_text()
-    faulty = seeded(source, fault.edits, fault.file)
-    assert faulty != source
-    compile(faulty, fault.file, "exec")
+    for file, faulty in seeded(fault).items():
+        assert faulty != ast.unparse(ast.parse((ROOT / file).read_text()))
+        compile(faulty, file, "exec")
+    assert fault.tests and all(node_id(test).startswith("tests/") for test in fault.tests)
 
 
-def test_a_text_that_has_moved_is_no_fault() -> None:
-    for source in ("", "a = 1\na = 1\n"):
-        with pytest.raises(Stale, match="instead of once"):
-            seeded(source, [("a = 1", "a = 2")], "somewhere")
+def test_names_are_those_of_the_table() -> None:
+    assert len(BY_NAME) == len(FAULTS)
 
 
-@pytest.mark.slow
-def test_some_faults_are_seeded_and_caught(capsys: pytest.CaptureFixture[str]) -> None:
-    chosen = [fault for fault in FAULTS if fault.file in ("megacore/optimizer.py", "parallel/linear.py")][:3]
-    assert check(chosen) == 0
-    assert "3 of 3 faults are caught" in capsys.readouterr().out
+# -- places
 
 
-@pytest.mark.slow
-def test_a_fault_that_no_test_sees_survives(capsys: pytest.CaptureFixture[str]) -> None:
-    harmless = ("return F.silu(gate).mul_(up)", "return F.silu(gate).mul_(up)  # in place")
-    unseen = Fault("a comment", "models/blocks.py", (harmless,), ("tests/models/test_feed_forward.py",))
-    assert check([unseen]) == 1
-    assert "SURVIVES" in capsys.readouterr().out
+SOURCE = """
+class Model:
+    def loss(self, found):
+        total = sum(found["all"]) / len(found["all"])
+        if total:
+            # What it was.
+            self.last = total
+            self.note(total)
+        return total + 1
+
+def note(total):
+    return total + 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        ("sum( found['all'] )", "0", "total = 0 / len(found['all'])"),
+        ("sum(found['all']) / (\n len(found['all']))", "max(found)", "total = max(found)"),
+        ("total + 1", "(total + 1) * 2", "return (total + 1) * 2"),
+        ("self.note(total)", "self.note(0)", "self.note(0)"),
+        ("self.note(total)", "self.note(0)\nself.note(1)", "self.note(1)"),
+        ("self.last = total\nself.note(total)", "", "pass"),
+        ("if total:\n  self.last = total\n  self.note(total)", "self.last = 2", "self.last = 2"),
+    ],
+)
+def test_code_is_found_however_it_is_laid_out(before: str, after: str, line: str) -> None:
+    made = edited(SOURCE, ("Model", "loss"), Edit("Model.loss", before, after))
+    assert line in [each.strip() for each in made.splitlines()]
+    compile(made, "made", "exec")
+    assert made.endswith("def note(total):\n    return total + 1")
+
+
+@pytest.mark.parametrize(
+    ("before", "count"),
+    [("total - 1", 0), ("total", 4), ("self.note(total)\nself.last = total", 0), ("found['all']", 2)],
+)
+def test_what_is_not_there_exactly_once_is_no_fault(before: str, count: int) -> None:
+    with pytest.raises(Stale, match=f"Model.loss: says {count} times instead of once: "):
+        edited(SOURCE, ("Model", "loss"), Edit("Model.loss", before, "0"))
+
+
+def test_a_name_leads_to_one_place_in_any_file() -> None:
+    assert find("Interrupt.listening.ask").inside == ("Interrupt", "listening", "ask")
+    assert find("step.evaluate").file == "megacore/step.py"
+    assert find("megacore.step").inside == ()
+    with pytest.raises(Stale, match=r"evaluate: names .*megacore\.step\.evaluate and "):
+        find("evaluate")
+    with pytest.raises(Stale, match="luate: names nothing in megacore, "):
+        find("luate")
+    assert node_id("test_sensitivity.test_a_name_leads_to_one_place_in_any_file[a.b]") == (
+        "tests/parity/test_sensitivity.py::test_a_name_leads_to_one_place_in_any_file[a.b]"
+    )
+    assert node_id("parity.test_sensitivity") == find("parity.test_sensitivity", TESTS).file
+
+
+# -- the copy
+
+
+def test_a_fault_is_seeded_and_caught(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check([BY_NAME["evaluation drops out in all chunks but the first"]]) == 0
+    printed = capsys.readouterr().out
+    assert "1 tests pass without a fault" in printed and "1 of 1 faults are caught" in printed
+    assert "models/test_assemble.py::test_dropout_is_switched_in_every_chunk" in printed
+
+
+def test_a_fault_that_no_test_sees_survives(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(seeding, "run_tests", lambda *_: (0, ""))
+    assert check(FAULTS[:2]) == 2
+    assert capsys.readouterr().out.count("SURVIVES") == 2
+
+
+@pytest.mark.parametrize(("statuses", "message"), [([1], "without any fault"), ([0, 2], "pytest ended with status 2")])
+def test_tests_that_cannot_tell_are_an_error(
+    statuses: list[int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They fail anyway, or cannot run."""
+    left = iter(statuses)
+
+    def run(folder: object, tests: Sequence[str], *options: str) -> tuple[int, str]:
+        return next(left), "FAILED tests/test_x.py::test_x"
+
+    monkeypatch.setattr(seeding, "run_tests", run)
+    with pytest.raises(Stale, match=message):
+        check(FAULTS[:1])

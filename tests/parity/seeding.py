@@ -1,0 +1,265 @@
+"""Faults, and the copy of the tree in which they are seeded.
+
+A fault is found by the names of functions and by what their code says, wherever it stands and however it is laid out:
+code may move within its function, functions within their file, and to another one.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES, TESTS = ("megacore", "models", "parallel", "tools"), ("tests",)
+
+
+class Stale(Exception):
+    """A fault whose place or test is not there any more, or tests that fail without it."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of one function.
+
+    Args:
+        place: The end of its dotted name, as much of it as makes it the only one: ``counted_tokens``,
+            ``Decoder.chunk``, ``step.evaluate``. A class or a module is a place as well.
+        before: What its code says exactly once: an expression, or statements that follow each other. Blanks, line
+            breaks, quotes and needless parentheses do not count.
+        after: What it becomes; statements that become nothing are left out.
+    """
+
+    place: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A mistake, and who should see it.
+
+    Args:
+        name: In words.
+        edits: That make it.
+        tests: One of them must fail, by the end of its dotted name as a place, with ``[parameters]`` or all of them.
+    """
+
+    name: str
+    edits: tuple[Edit, ...]
+    tests: tuple[str, ...]
+
+
+# -- names
+
+
+@dataclass(frozen=True)
+class Definition:
+    """Where a name is defined: a file below the root, and the names that lead there inside of it."""
+
+    file: str
+    inside: tuple[str, ...]
+
+
+def find(name: str, folders: tuple[str, ...] = PACKAGES) -> Definition:
+    """The one definition whose dotted name ends so.
+
+    Raises:
+        Stale: there is none, or more than one.
+    """
+    found = [dotted for dotted in _definitions(folders) if f".{dotted}".endswith(f".{name}")]
+    places = [place for dotted in found for place in _definitions(folders)[dotted]]
+    if len(places) != 1:
+        raise Stale(f"{name}: names {' and '.join(sorted(found)) or 'nothing'} in {', '.join(folders)}")
+    return places[0]
+
+
+@cache
+def _definitions(folders: tuple[str, ...]) -> Mapping[str, Sequence[Definition]]:
+    made: dict[str, list[Definition]] = {}
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            file = path.relative_to(ROOT)
+            module = file.with_suffix("").parts
+            for inside, _ in _walk(ast.parse(path.read_text())):
+                made.setdefault(".".join(module + inside), []).append(Definition(str(file), inside))
+    return made
+
+
+def _walk(node: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ast.AST]]:
+    """(the names that lead there, node) of a module and of all classes and functions in it."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield inside, node
+    for child in ast.iter_child_nodes(node):
+        name = (child.name,) if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else ()
+        yield from _walk(child, inside + name)
+
+
+def node_id(test: str) -> str:
+    """A test's name as pytest takes it."""
+    name, bracket, parameters = test.partition("[")
+    found = find(name, TESTS)
+    return "::".join((found.file, *found.inside)) + bracket + parameters
+
+
+# -- edits
+
+
+def edited(source: str, inside: tuple[str, ...], edit: Edit) -> str:
+    """The source with the edit, made anew from what it says: its comments are gone.
+
+    Raises:
+        Stale: what is to be changed is not there exactly once.
+    """
+    tree = ast.parse(source)
+    (place,) = (node for names, node in _walk(tree) if names == inside)
+    before, after = ast.parse(edit.before).body, ast.parse(edit.after).body
+    match before, after:
+        case [ast.Expr(old)], [ast.Expr(new)]:
+            count = _replace_expression(place, old, new)
+        case _:
+            count = _replace_statements(place, before, after)
+    if count != 1:
+        raise Stale(f"{edit.place}: says {count} times instead of once: {edit.before!r}")
+    return ast.unparse(tree)
+
+
+def _replace_expression(place: ast.AST, before: ast.expr, after: ast.expr) -> int:
+    """How often it was there."""
+    wanted, count = ast.dump(before), 0
+
+    class Replace(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> ast.AST:
+            nonlocal count
+            if isinstance(node, ast.expr) and ast.dump(node) == wanted:
+                count += 1
+                return after
+            return self.generic_visit(node)
+
+    Replace().visit(place)
+    return count
+
+
+def _replace_statements(place: ast.AST, before: Sequence[ast.stmt], after: Sequence[ast.stmt]) -> int:
+    """How often they were there, one after the other."""
+    wanted, count = [ast.dump(each) for each in before], 0
+    for node in list(ast.walk(place)):
+        for _, block in ast.iter_fields(node):
+            if not isinstance(block, list) or not all(isinstance(each, ast.stmt) for each in block):
+                continue
+            said = [ast.dump(each) for each in block]
+            for start in reversed(range(len(block) - len(before) + 1)):
+                if said[start : start + len(before)] == wanted:
+                    count += 1
+                    block[start : start + len(before)] = after or [ast.Pass()]
+    return count
+
+
+def seeded(fault: Fault) -> dict[str, str]:
+    """{file: its source with the fault}.
+
+    Raises:
+        Stale: a place, or what it should say, is not there exactly once.
+    """
+    made: dict[str, str] = {}
+    for edit in fault.edits:
+        place = find(edit.place)
+        source = made.get(place.file) or (ROOT / place.file).read_text()
+        made[place.file] = edited(source, place.inside, edit)
+    return made
+
+
+# -- the copy
+
+
+# What hangs is caught as well; the copy need not wait as long for it.
+IMPATIENT = Edit("tests.pool", "TIMEOUT_S = 60", "TIMEOUT_S = 15")
+
+
+@contextmanager
+def copied(files: Iterable[str]) -> Iterator[Path]:
+    """A copy of what the tests need, with some files made anew from what they say, as :func:`edited` leaves them."""
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        for name in (*PACKAGES, *TESTS):
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", ".*"))
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        for file in files:
+            (folder / file).write_text(ast.unparse(ast.parse((ROOT / file).read_text())))
+        pool = find(IMPATIENT.place, TESTS)
+        (folder / pool.file).write_text(edited((ROOT / pool.file).read_text(), pool.inside, IMPATIENT))
+        yield folder
+
+
+def run_tests(folder: Path, tests: Sequence[str], *options: str) -> tuple[int, str]:
+    """(pytest's exit status, its output)."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=line", "-p", "no:cacheprovider", *options]
+    # Python tells stale bytecode by whole seconds and the size: faults can be quicker.
+    quiet = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(
+        [*command, *map(node_id, tests)],
+        cwd=folder,
+        env=os.environ | quiet,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def caught_by(folder: Path, fault: Fault) -> str | None:
+    """The first test that fails with the fault; None if it survives."""
+    faulty = seeded(fault)
+    sound = {file: (folder / file).read_text() for file in faulty}
+    _write(folder, faulty)
+    try:
+        status, output = run_tests(folder, fault.tests, "-x")
+    finally:
+        _write(folder, sound)
+    if status == 0:
+        return None
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
+    if status != 1 or found is None:
+        raise Stale(f"{fault.name}: pytest ended with status {status}:\n{output}")
+    return found[1].removeprefix("tests/")
+
+
+def _write(folder: Path, sources: Mapping[str, str]) -> None:
+    for file, source in sources.items():
+        (folder / file).write_text(source)
+
+
+def check(faults: Sequence[Fault]) -> int:
+    """Seed each fault, print the table -> how many survive.
+
+    Raises:
+        Stale: a fault cannot be seeded, or its tests fail without it.
+    """
+    survived = 0
+    with copied({file for fault in faults for file in seeded(fault)}) as folder:
+        start = time.perf_counter()
+        tests = sorted({test for fault in faults for test in fault.tests})
+        status, output = run_tests(folder, tests)
+        if status:
+            raise Stale(f"without any fault pytest ends with status {status}:\n{output}")
+        print(f"{len(tests)} tests pass without a fault ({time.perf_counter() - start:.0f} s)", flush=True)
+        width = max(len(fault.name) for fault in faults)
+        for fault in faults:
+            start = time.perf_counter()
+            catcher = caught_by(folder, fault)
+            survived += catcher is None
+            seconds = time.perf_counter() - start
+            print(f"{fault.name:<{width}}  {catcher or 'SURVIVES'}  ({seconds:.0f} s)", flush=True)
+    print(f"{len(faults) - survived} of {len(faults)} faults are caught")
+    return survived
