@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,6 +70,11 @@ class Definition:
     file: str
     inside: tuple[str, ...]
 
+    @cached_property
+    def name(self) -> str:
+        """With its dots."""
+        return ".".join((*Path(self.file).with_suffix("").parts, *self.inside))
+
 
 def find(name: str, folders: tuple[str, ...] = PACKAGES) -> Definition:
     """The one definition whose dotted name ends so.
@@ -77,23 +82,21 @@ def find(name: str, folders: tuple[str, ...] = PACKAGES) -> Definition:
     Raises:
         Stale: there is none, or more than one.
     """
-    found = [dotted for dotted in _definitions(folders) if f".{dotted}".endswith(f".{name}")]
-    places = [place for dotted in found for place in _definitions(folders)[dotted]]
-    if len(places) != 1:
-        raise Stale(f"{name}: names {' and '.join(sorted(found)) or 'nothing'} in {', '.join(folders)}")
-    return places[0]
+    found = [each for each in _definitions(folders) if f".{each.name}".endswith(f".{name}")]
+    if len(found) != 1:
+        names = " and ".join(each.name for each in found) or "nothing"
+        raise Stale(f"{name}: names {names} in {', '.join(folders)}")
+    return found[0]
 
 
 @cache
-def _definitions(folders: tuple[str, ...]) -> Mapping[str, Sequence[Definition]]:
-    made: dict[str, list[Definition]] = {}
-    for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            file = path.relative_to(ROOT)
-            module = file.with_suffix("").parts
-            for inside, _ in _walk(ast.parse(path.read_text())):
-                made.setdefault(".".join(module + inside), []).append(Definition(str(file), inside))
-    return made
+def _definitions(folders: tuple[str, ...]) -> Sequence[Definition]:
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [
+        Definition(str(path.relative_to(ROOT)), inside)
+        for path in paths
+        for inside, _ in _walk(ast.parse(path.read_text()))
+    ]
 
 
 def _walk(node: ast.AST, inside: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], ast.AST]]:
@@ -165,8 +168,8 @@ def _replace_statements(place: ast.AST, before: Sequence[ast.stmt], after: Seque
     return count
 
 
-def seeded(fault: Fault) -> dict[str, str]:
-    """{file: its source with the fault}.
+def seeded(fault: Fault, root: Path = ROOT) -> dict[str, str]:
+    """{file: its source with the fault}, of the tree or of a copy.
 
     Raises:
         Stale: a place, or what it should say, is not there exactly once.
@@ -174,7 +177,7 @@ def seeded(fault: Fault) -> dict[str, str]:
     made: dict[str, str] = {}
     for edit in fault.edits:
         place = find(edit.place)
-        source = made.get(place.file) or (ROOT / place.file).read_text()
+        source = made.get(place.file) or (root / place.file).read_text()
         made[place.file] = edited(source, place.inside, edit)
     return made
 
@@ -220,7 +223,7 @@ def run_tests(folder: Path, tests: Sequence[str], *options: str) -> tuple[int, s
 
 def caught_by(folder: Path, fault: Fault) -> str | None:
     """The first test that fails with the fault; None if it survives."""
-    faulty = seeded(fault)
+    faulty = seeded(fault, folder)
     sound = {file: (folder / file).read_text() for file in faulty}
     _write(folder, faulty)
     try:
