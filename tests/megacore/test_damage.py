@@ -23,7 +23,7 @@ from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from tools import main
 
-STEPS = ["train.steps=6", "train.precision=bf16", "evaluate.every=0", "checkpoint.keep=null"]
+STEPS = ["train.steps=6", "checkpoint.patience=0", "train.precision=bf16", "evaluate.every=0", "checkpoint.keep=null"]
 
 
 @pytest.fixture(scope="module")

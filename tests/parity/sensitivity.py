@@ -625,6 +625,70 @@ FAULTS = (
         "publication.finish()",
         "test_a_checkpoint_that_is_to_go_stays_until_its_successor_is_there",
     ),
+    # -- damage, and two runs in one folder
+    fault(
+        "moments are loaded without a look at their fingerprints",
+        "Loader._wrong",
+        "any(of_ranks)",
+        "read.state in ('weights', 'master')",
+        "test_one_bit_is_found_on_any_layout[2-mesh3-exp_avg-0]",
+    ),
+    fault(
+        "each data parallel rank trusts the first one's reading",
+        "Loader._wrong",
+        "of[label] != same[name][label]",
+        "False",
+        "test_a_rank_that_reads_something_else_is_found_though_the_files_are_sound",
+    ),
+    fault(
+        "what generates and evaluates does not verify",
+        "inference.load.model_from",
+        "loader.verify()",
+        "pass",
+        "test_what_computes_with_a_model_refuses_it[2]",
+    ),
+    fault(
+        "a run whose checkpoints are all damaged begins anew",
+        "resume.find",
+        "any((each.path / INDEX).exists() for each in damaged)",
+        "False",
+        "test_nothing_is_begun_anew_where_all_are_damaged",
+    ),
+    fault(
+        "damaged checkpoints are passed over and left in the way",
+        "pretrain._prepare",
+        "checkpoints.set_aside(each.path)",
+        "each.path",
+        "test_a_run_goes_on_from_the_newest_whole_checkpoint[cut]",
+    ),
+    fault(
+        "a lock that can be had is trusted on any machine",
+        "RunLock.take",
+        "local and found.machine == here.machine",
+        "local",
+        "test_a_lock_that_can_be_had_counts_only_when_the_heartbeat_stands_still",
+    ),
+    fault(
+        "the heartbeat stands still",
+        "RunLock._beat",
+        "self._holder.beat + 1",
+        "self._holder.beat",
+        "test_without_locks_the_heartbeat_alone_tells",
+    ),
+    fault(
+        "the folder is put in order before it is held",
+        "pretrain.run",
+        "control.attempt(lambda: stack.enter_context(RunLock.take(out)))",
+        "_prepare(setup, mesh)\ncontrol.attempt(lambda: stack.enter_context(RunLock.take(out)))",
+        "test_a_second_run_changes_nothing",
+    ),
+    fault(
+        "a save that fails is forgotten at the end",
+        "Trainer._steps",
+        "saving and self.saver.failing_s is not None",
+        "False",
+        "test_the_end_of_a_run_is_saved_again_and_again",
+    ),
 )
 
 
