@@ -11,6 +11,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,15 +32,18 @@ class ApexImpostor(UserWarning):
 
 @cache
 def apex_has(kernel: str) -> bool:
-    """Whether NVIDIA's apex is installed with the compiled module that ``kernel`` needs."""
-    if importlib.util.find_spec("apex") is None:
+    """Whether NVIDIA's apex is installed with the compiled module that ``kernel`` needs.
+
+    Nothing is imported to find out: what an impostor would do then is not known.
+    """
+    package = importlib.util.find_spec("apex")
+    if package is None:
         return False
     if importlib.util.find_spec(_COMPILED[kernel]) is not None:
         return True
-    package = importlib.import_module("apex")
-    if not hasattr(package, "optimizers") and importlib.util.find_spec("apex.optimizers") is None:
+    if not any((Path(folder) / "optimizers").is_dir() for folder in package.submodule_search_locations or ()):
         warnings.warn(
-            f"the package 'apex' at {package.__file__} is not NVIDIA apex (the one on PyPI is a Pyramid toolkit): "
+            f"the package 'apex' at {package.origin} is not NVIDIA apex (the one on PyPI is a Pyramid toolkit): "
             "uninstall it and build https://github.com/NVIDIA/apex from source, or ignore this: torch's kernels serve",
             ApexImpostor,
             stacklevel=2,

@@ -37,7 +37,7 @@ class FusedAdam:
             group["step"] += 1
 """,
 }
-IMPOSTOR = {"apex/__init__.py": "", "apex/auth.py": "", "apex/models.py": ""}
+IMPOSTOR = {"apex/__init__.py": "raise SystemExit('an impostor was run')", "apex/auth.py": "", "apex/models.py": ""}
 
 
 @pytest.fixture(autouse=True)
