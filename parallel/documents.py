@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from parallel import cpu
 
@@ -51,6 +50,8 @@ class Documents:
 
 def with_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, longest: int) -> Tensor:
     """By torch's kernel for CUDA; ``longest`` may be above the longest document's length."""
+    from torch.nn.attention.varlen import varlen_attn  # brings torch's compiler along, a second of imports
+
     starts, gqa = documents.device, k.shape[1] < q.shape[1]
     y = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=gqa)
     assert isinstance(y, Tensor)

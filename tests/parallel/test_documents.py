@@ -161,7 +161,7 @@ def test_torchs_kernel_for_cuda_is_asked_for_this(monkeypatch: pytest.MonkeyPatc
         assert enable_gqa or q.shape[1] == k.shape[1]
         return by_formula(q, k, v, starts.diff().tolist())
 
-    monkeypatch.setattr(module, "varlen_attn", stand_in)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
     qkv, documents = projected(heads, kv), Documents.of(LENGTHS, CPU)
     want = results(by_formula, qkv, heads, kv, LENGTHS)
     got = results(lambda q, k, v, d: with_varlen(q, k, v, d, len(q) // SEQUENCES), qkv, heads, kv, documents)
