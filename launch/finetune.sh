@@ -6,6 +6,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-usage="launch/finetune.sh RECIPE --init FOLDER [--export FOLDER] [--resume auto|CHECKPOINT] [section.key=value ...]"
-overrides "init export resume" "$@"
-train "${arguments[@]}"
+train finetune "$@"

@@ -4,7 +4,6 @@ Here a recipe is read and typed; whether its values fit each other, the model an
 `megacore.problems`. Nothing here imports torch.
 """
 
-import argparse
 import difflib
 import math
 import re
@@ -224,6 +223,9 @@ class TrainConfig:
     trained (null: all), and those that are not.
 
     `threads`: torch threads of each process; null leaves them to the environment (OMP_NUM_THREADS).
+
+    `timeout`: minutes that one rank waits for another before the run ends and says where each of them stands. What all
+    of them do takes as long as it takes.
     """
 
     steps: Int = 100
@@ -234,6 +236,7 @@ class TrainConfig:
     only: tuple[str, ...] | None = None
     freeze: tuple[str, ...] = ()
     threads: Int | None = None
+    timeout: Float = 10.0
 
     def device_type(self, gpus: int) -> Literal["cpu", "cuda"]:
         """Where a machine with `gpus` GPUs trains."""
@@ -474,7 +477,7 @@ def _keys(parents: Sequence[str | int]) -> list[str]:
     return [each.name for each in fields(section)]
 
 
-# -- for the launch scripts
+# -- for the launcher
 
 
 def processes(config: Config, nodes: int, gpus: int) -> int:
@@ -482,23 +485,3 @@ def processes(config: Config, nodes: int, gpus: int) -> int:
     if config.mesh.dp is None and config.train.device_type(gpus) == "cuda" and gpus:
         return gpus
     return max(1, math.ceil(config.mesh.model_ranks * (config.mesh.dp or 1) / nodes))
-
-
-def main() -> None:
-    """`python -m megacore.config processes RECIPE [overrides]`: for launch scripts, before any process is started."""
-    parser = argparse.ArgumentParser(prog="python -m megacore.config")
-    commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("processes", help="print the number of processes to start on each node")
-    command.add_argument("--nodes", type=int, default=1)
-    command.add_argument("--gpus", type=int, default=0, help="GPUs of each node")
-    command.add_argument("recipe", type=Path)
-    command.add_argument("overrides", nargs="*", metavar="section.key=value")
-    arguments = parser.parse_args()
-    try:
-        print(processes(load(arguments.recipe, arguments.overrides), arguments.nodes, arguments.gpus))
-    except ConfigError as error:
-        parser.exit(2, f"{error}\n")
-
-
-if __name__ == "__main__":
-    main()

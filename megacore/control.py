@@ -33,7 +33,9 @@ class Control:
     def create(cls, mesh: Mesh) -> Control:
         if mesh.shape.world == 1:
             return cls(mesh, None)
-        return cls(mesh, mesh.world.process_group if mesh.device.type == "cpu" else dist.new_group(backend="gloo"))
+        if mesh.device.type == "cpu":
+            return cls(mesh, mesh.world.process_group)
+        return cls(mesh, dist.new_group(timeout=mesh.timeout, backend="gloo"))
 
     def largest(self, *here: float) -> list[float]:
         """Of each number, the largest that any rank gives."""

@@ -1,17 +1,19 @@
-"""Pretrain what a recipe describes: ``python -m torch.distributed.run ... -m megacore.pretrain RECIPE [overrides]``.
+"""Pretrain what a recipe describes: ``python -m megacore.pretrain RECIPE [overrides]`` is one rank of the run.
 
-Everything that can be wrong with a run is found before a process group starts, and said once, by rank 0. With
-``--check PROCESSES PROCESSES_HERE`` before the recipe it is only looked for, without starting anything.
+launch/pretrain.sh starts them, and so may torchrun. Everything that can be wrong with a run is found before a process
+group starts, and said once, by the first rank of each node.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -19,23 +21,23 @@ import torch.distributed as dist
 
 from megacore import checkpoints, metrics
 from megacore.base import fingerprint
+from megacore.check import Setup, check
 from megacore.checkpoints import AUTO
-from megacore.config import Config, ConfigError, load
+from megacore.config import Config, ConfigError
 from megacore.control import Control
 from megacore.data.batches import TokenError
-from megacore.data.corpora import Corpora, facts, vocabulary_problems
-from megacore.data.spelling import ModelFiles
+from megacore.data.corpora import facts
 from megacore.export import export
 from megacore.hardware import peak_tflops
+from megacore.launcher import gpus
 from megacore.optimizer import Optimizer
-from megacore.problems import problems, surroundings
-from megacore.resume import Damaged, Start, companions, find, model_of, raw_of, remarks
+from megacore.rank import Here, join, leave
+from megacore.resume import Damaged, Start, companions, find, raw_of, remarks
 from megacore.resume import load as load_into
 from megacore.run_lock import RunLock
 from megacore.save import NAMES, Kept, SaveError, Saver, State
 from megacore.scaler import UNSCALED, Scaling
 from megacore.states.offload import Offload
-from megacore.states.room import room_problems
 from megacore.step import TrainStep
 from megacore.store.adapters import check_fingerprint
 from megacore.store.audit import DamageError
@@ -46,7 +48,7 @@ from megacore.store.strict_json import StoreError
 from megacore.store.tensors import os_errors
 from megacore.trainer import NonFinite, Trainer
 from models.assemble import Model
-from models.config import ModelConfig, ModelConfigError, flops_per_token
+from models.config import ModelConfig, flops_per_token
 from models.decoder import Losses
 from models.stages import layout_of
 from models.tuning import EVERYTHING
@@ -62,48 +64,6 @@ DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A run that has been checked: its config, its model, its data, and where it starts."""
-
-    config: Config
-    model: ModelConfig
-    corpora: Corpora
-    start: Start
-
-
-def check(recipe: str, overrides: Sequence[str], world_size: int, local_ranks: int) -> Setup:
-    """Read and check a run.
-
-    Raises:
-        ConfigError: all that is wrong.
-    """
-    config = load(recipe, overrides)
-    start, model, found = None, None, list[str]()
-    try:
-        start = find(config)
-    except StoreError as error:
-        found += [f"checkpoint: {error}"]
-    try:
-        # Where the source is broken, so may be the model that is to come from it.
-        model = model_of(config, start.source if start else None) if start or config.model else None
-    except ModelConfigError as error:
-        found += [f"model: {problem}" for problem in error.problems]
-    gpus = torch.cuda.device_count()
-    found += [*problems(config, world_size, model, gpus=gpus, local_ranks=local_ranks), *surroundings(config)]
-    if model is not None:
-        found += vocabulary_problems(config, model.vocab_size)
-    if found or model is None or start is None:
-        raise ConfigError(found)
-    if no_room := list(room_problems(config, model, world_size, local_ranks)):
-        raise ConfigError(no_room)
-    files = ModelFiles(companions(start, config), raw_of(model, start.source), model.vocab_size)
-    try:
-        return Setup(config, model, Corpora.open(config, files), start)
-    except ValueError as error:
-        raise ConfigError([f"data: {error}"]) from error
 
 
 def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
@@ -236,7 +196,8 @@ def run(setup: Setup, device: torch.device) -> int:
         StoreError: another run holds the folder, or what the run is to start from is damaged.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    mesh = Mesh.create(setup.config.mesh.shape(world), device)
+    timeout = timedelta(minutes=setup.config.train.timeout)
+    mesh = Mesh.create(setup.config.mesh.shape(world), device, timeout)
     control, out = Control.create(mesh), Path(setup.config.out)
     with ExitStack() as stack:
         if mesh.rank != 0:
@@ -287,58 +248,47 @@ def _prepare(setup: Setup, mesh: Mesh) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    only_check = arguments[:1] == ["--check"] and len(arguments) > 3
-    if not arguments or (arguments[0].startswith("-") and not only_check):
-        usage = "megacore.pretrain [--check PROCESSES PROCESSES_HERE] RECIPE [section.key=value ...]"
-        print(f"usage: {usage}", file=sys.stderr)
+    if not arguments or arguments[0].startswith("-"):
+        print("usage: megacore.pretrain RECIPE [section.key=value ...]", file=sys.stderr)
         return 2
-    # torchrun says in the environment who this process is: the one place where it is read.
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if only_check:
-        world, local_ranks, arguments = int(arguments[1]), int(arguments[2]), arguments[3:]
+    here = Here.now()
     try:
-        setup = check(arguments[0], arguments[1:], world, local_ranks)
+        setup = check(arguments[0], arguments[1:], here.world, here.local_world)
     except ConfigError as error:
-        if local_rank == 0:  # of each node: a file may be missing on one
+        if here.local_rank == 0:  # of each node: a file may be missing on one
             print(error, file=sys.stderr)
         return 2
-    if only_check:
-        return 0
     train = setup.config.train
-    kind = train.device_type(torch.cuda.device_count())
-    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    kind = train.device_type(gpus())
+    device = torch.device(kind, here.local_rank) if kind == "cuda" else torch.device(kind)
     if train.threads is not None:
         torch.set_num_threads(train.threads)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    if world > 1:
-        # Without device_id, so that a group's communicator is made by its members when they first use it, rather than
-        # split off the world's by everyone.
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    join(here, kind, timedelta(minutes=train.timeout))
     status, last, damaged = 0, 0, None
     try:
         last = run(setup, device)
     except ConfigError as error:  # on every rank
         status = 2
-        if rank == 0:
+        if here.rank == 0:
             print(error, file=sys.stderr)
     except (NonFinite, SaveError, StoreError) as error:  # on every rank
         status = 1
         damaged = error.path if isinstance(error, DamageError) else None
-        if rank == 0:
+        if here.rank == 0:
             print(error, file=sys.stderr)
-    except TokenError as error:  # on this rank alone: the others wait for it, until torchrun ends them
-        print(f"rank {rank}: {error}", file=sys.stderr, flush=True)
+    except TokenError as error:  # on this rank alone: the others wait for it, until the launcher ends them
+        print(f"rank {here.rank}: {error}", file=sys.stderr, flush=True)
         os._exit(1)
-    if world > 1:
-        # A gloo process that leaves while others still talk to it may abort them.
-        dist.barrier()
-        dist.destroy_process_group()
+    except KeyboardInterrupt:  # the second one: under the launcher it ends all ranks itself
+        print("Interrupted again: ended at once, without a checkpoint.", file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGINT)
+    leave(here)
     # After the group's end, so that no other rank waits for it: what reads many bytes may outlast their patience.
-    if rank == 0 and damaged is not None:
+    if here.rank == 0 and damaged is not None:
         print(checkpoints.instead_of(damaged), file=sys.stderr)
-    if rank == 0 and status == 0 and setup.config.checkpoint.export is not None:
+    if here.rank == 0 and status == 0 and setup.config.checkpoint.export is not None:
         try:
             print(export(setup.config, last), flush=True)
         except StoreError as error:

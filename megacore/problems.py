@@ -80,6 +80,7 @@ SEED = Bound("at least 0 and below 2^63", lambda value: 0 <= value < 2**63)
 ABOVE_0 = Bound("above 0", lambda value: value > 0)
 BELOW_1 = Bound("at least 0 and below 1", lambda value: 0 <= value < 1)
 UP_TO_1 = Bound("between 0 and 1", lambda value: 0 <= value <= 1)
+TIMEOUT = Bound("minutes above 0, and at most a day (1440)", lambda value: 0 < value <= 1440)
 POWER_OF_2 = Bound("a power of two up to 2^24", lambda value: 0 < value <= 2**24 and math.frexp(value)[0] == 0.5)
 
 RANGES: Mapping[str, Bound] = {
@@ -117,6 +118,7 @@ RANGES: Mapping[str, Bound] = {
     "train.steps": AT_LEAST_1,
     "train.seed": AT_LEAST_0,
     "train.threads": AT_LEAST_1,
+    "train.timeout": TIMEOUT,
     "evaluate.every": AT_LEAST_0,
     "evaluate.batches": AT_LEAST_1,
     "checkpoint.every": AT_LEAST_0,

@@ -54,10 +54,10 @@ class NonFinite(RuntimeError):
 
 @dataclass
 class Interrupt:
-    """SIGINT and SIGTERM ask for an end after the current step; another one, ``patience_s`` later, ends at once.
+    """SIGINT and SIGTERM ask for an end after the current step, SIGUSR1 for a checkpoint after it.
 
-    One Ctrl-C arrives twice: from the terminal, and from torchrun, which passes it on. SIGUSR1 asks for a checkpoint
-    after the current step.
+    Another SIGINT, ``patience_s`` later, ends at once: under torchrun one Ctrl-C arrives twice, from the terminal and
+    from torchrun, which passes it on. Our own launcher lets no SIGINT through.
     """
 
     asked: bool = False
@@ -70,7 +70,7 @@ class Interrupt:
 
         def ask(number: int, frame: FrameType | None) -> None:
             now = time.monotonic()
-            if first and now - first[0] > self.patience_s:
+            if number == signal.SIGINT and first and now - first[0] > self.patience_s:
                 raise KeyboardInterrupt
             first.append(now)
             self.asked = True
@@ -151,6 +151,8 @@ class Trainer:
     start: Progress
     log: Log | None
     interrupt: Interrupt = field(default_factory=Interrupt)
+    at: int = field(default=0, init=False)
+    """The step that is being done."""
 
     def run(self) -> int:
         """Train; returns the last step that was done.
@@ -167,6 +169,9 @@ class Trainer:
             except NonFinite:  # on every rank
                 self._tolerate(self.saver.finish)
                 raise
+            except RuntimeError as error:
+                error.add_note(f"at step {self.at}")  # where a rank that waits in vain says so
+                raise
 
     def _steps(self) -> int:
         config, total = self.config, self.config.train.steps
@@ -177,6 +182,7 @@ class Trainer:
             return first
         with prefetch(self.batches.steps(self.start.samples)) as ahead:
             for step, batch in enumerate(ahead, start=first + 1):
+                self.at = step
                 lr = learning_rate(step, config.schedule, config.optimizer.lr, total)
                 stats = self.step(self._microbatches(batch, step), lr, trouble.halted)
                 trouble.note(step, stats, config.optimizer.non_finite == "stop")

@@ -15,6 +15,9 @@ from parallel.layout import MeshShape, Place
 FORWARD: Literal["forward"] = "forward"
 BACKWARD: Literal["backward"] = "backward"
 
+TIMEOUT = timedelta(minutes=10)
+"""How long one rank waits for another, where nobody says otherwise."""
+
 
 @dataclass(frozen=True)
 class Group:
@@ -47,7 +50,7 @@ class Mesh:
     shape: MeshShape
     rank: int
     device: torch.device
-    timeout: timedelta = timedelta(minutes=10)
+    timeout: timedelta = TIMEOUT
     _made: set[tuple[int, ...]] = field(default_factory=set, init=False)
     _groups: dict[tuple[int, ...], Group] = field(default_factory=dict, init=False)
     _channels: dict[tuple[str, int], Group] = field(default_factory=dict, init=False)
@@ -58,8 +61,13 @@ class Mesh:
         return cls(MeshShape(), 0, torch.device(device))
 
     @classmethod
-    def create(cls, shape: MeshShape, device: torch.device | str = "cpu") -> Mesh:
+    def create(cls, shape: MeshShape, device: torch.device | str = "cpu", timeout: timedelta = TIMEOUT) -> Mesh:
         """The mesh over all processes of ``torch.distributed``, which must be initialised unless the world is one.
+
+        Args:
+            shape: Its sizes.
+            device: Of this process.
+            timeout: How long one rank waits for another in the groups that are made; not in the world, which is there.
 
         Raises:
             ValueError: the number of processes is not the mesh's.
@@ -68,7 +76,7 @@ class Mesh:
         if shape.world != world:
             sizes = " x ".join(f"{dim}={shape[dim]}" for dim in shape.DIMS)
             raise ValueError(f"the mesh {sizes} needs {shape.world} processes, but {world} run")
-        mesh = cls(shape, dist.get_rank() if dist.is_initialized() else 0, torch.device(device))
+        mesh = cls(shape, dist.get_rank() if dist.is_initialized() else 0, torch.device(device), timeout)
         for dims in (("tp",), ("dp", "ep", "cp"), shape.DIMS):
             mesh.make_groups(shape.along(rank, *dims) for rank in range(world))
         mesh._make_channels()

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from megacore.inference.reading import Reading, is_tokens
 from megacore.inference.texts import Texts
+from megacore.rank import Here
 from megacore.store.adapted import Whole
 from megacore.store.strict_json import StoreError
 from tools import folders, processes
-from tools.processes import Here
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
     from megacore.inference.evaluate import Measured, Windows

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.inference.texts import Stream, Texts
+from megacore.rank import Here
 from megacore.store.adapted import Whole
 from megacore.store.strict_json import StoreError
 from tools import folders, processes
-from tools.processes import Here
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
     from megacore.inference.generate import New

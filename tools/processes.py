@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megacore.launcher import Node, gpus, launch, threads
+from megacore.rank import Here, join, leave
 from megacore.store.adapted import Whole, open_model
 from megacore.store.dtypes import FLOATS
 from megacore.store.strict_json import StoreError
@@ -23,25 +22,6 @@ if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
     import torch
 
     from parallel.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class Here:
-    """Which process this is, as torchrun says it in the environment; the only one without it."""
-
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
-    launched: bool
-
-    @classmethod
-    def now(cls) -> Here:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        if names[0] not in os.environ:
-            return cls(0, 1, 0, 1, False)
-        rank, world, local_rank, local_world = (int(os.environ[name]) for name in names)
-        return cls(rank, world, local_rank, local_world, True)
 
 
 @contextmanager
@@ -113,13 +93,11 @@ def device(wanted: str, here: Here, processes: int) -> str:
     Raises:
         StoreError: there are too few GPUs.
     """
-    import torch
-
-    gpus = torch.cuda.device_count()
+    there = gpus()
     needed = here.local_world if here.launched else processes
-    if wanted == "cuda" and gpus < needed:
-        raise StoreError(f"{needed} processes need {needed} GPUs here, and there are {gpus}: choose --device cpu")
-    return "cuda" if wanted != "cpu" and gpus >= needed else "cpu"
+    if wanted == "cuda" and there < needed:
+        raise StoreError(f"{needed} processes need {needed} GPUs here, and there are {there}: choose --device cpu")
+    return "cuda" if wanted != "cpu" and there >= needed else "cpu"
 
 
 def dtype(name: str | None) -> torch.dtype | None:
@@ -132,11 +110,10 @@ def dtype(name: str | None) -> torch.dtype | None:
 
 def start(module: str, arguments: Sequence[str], processes: int) -> int:
     """Run a module in some processes on this machine -> their exit status."""
-    threads = max(1, (os.cpu_count() or 1) // processes)
-    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
-    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost"]
-    launcher = [sys.executable, "-m", "megacore.elastic", f"--nproc-per-node={processes}", *where]
-    return subprocess.run([*launcher, "-m", module, *arguments], env=environment, check=False).returncode
+    status = launch(module, arguments, Node(processes), threads(processes))
+    if status == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    return status
 
 
 @contextmanager
@@ -146,9 +123,8 @@ def live(shape: MeshShape, here: Here, kind: str) -> Iterator[Mesh]:
     A StoreError of its processes ends it in order: every one of them has found the same.
     """
     import torch
-    import torch.distributed as dist
 
-    from parallel.mesh import Mesh
+    from parallel.mesh import TIMEOUT, Mesh
 
     found = torch.device(kind, here.local_rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
@@ -156,14 +132,12 @@ def live(shape: MeshShape, here: Here, kind: str) -> Iterator[Mesh]:
     if shape.world == 1:
         yield Mesh.single(found)
         return
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    join(here, kind, TIMEOUT)
     problem = None
     try:
         yield Mesh.create(shape, found)
     except StoreError as error:
         problem = error
-    # A gloo process that leaves while others still talk to it may abort them.
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(here)
     if problem is not None:
         raise problem

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,6 +18,7 @@ import numpy as np
 
 from megacore.data.text import InputError
 from megacore.data.tokenizer import load
+from megacore.rank import Here, join, leave
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.folder import open_folder
 from megacore.store.hugging_face import HuggingFace
@@ -54,16 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # torchrun says in the environment who this process is.
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    here = Here.now()
     try:
-        pair, prompts, mesh = _prepare(arguments, world)
+        pair, prompts, mesh = _prepare(arguments, here.world)
     except StoreError:
-        if rank == 0:
+        if here.rank == 0:
             raise
         return 1  # every process finds the same, and one says it
-    report = _verify(pair, prompts, mesh, folders.jobs(arguments))
-    if rank == 0:
+    report = _verify(pair, prompts, mesh, here, folders.jobs(arguments))
+    if here.rank == 0:
         print(json.dumps(_data(pair, report), indent=1) if arguments.json else _text(pair, report))
     return 0 if report.passes else 1
 
@@ -81,19 +80,15 @@ def _prepare(arguments: argparse.Namespace, world: int) -> tuple[Pair, list[list
     return Pair(checkpoint, folder), encode(folder, texts, arguments.tokens, mesh.tp), mesh
 
 
-def _verify(pair: Pair, prompts: list[list[int]], shape: MeshShape, jobs: int) -> Report:
-    import torch.distributed as dist
-
+def _verify(pair: Pair, prompts: list[list[int]], shape: MeshShape, here: Here, jobs: int) -> Report:
     from megacore.verify import verify
-    from parallel.mesh import Mesh
+    from parallel.mesh import TIMEOUT, Mesh
 
     if shape.world == 1:
         return verify(pair, prompts, Mesh.single(), jobs)
-    dist.init_process_group("gloo")
+    join(here, "cpu", TIMEOUT)
     report = verify(pair, prompts, Mesh.create(shape), jobs)
-    # A gloo process that leaves while others still talk to it may abort them.
-    dist.barrier()
-    dist.destroy_process_group()
+    leave(here)
     return report
 
 

@@ -250,11 +250,11 @@ def test_without_a_tokenizer_or_a_template_there_are_no_chats(recipe: str, tmp_p
     assert "examples need the model's tokenizer, and none is there" in problems(recipe)
 
 
-def test_the_check_of_the_launcher_prepares(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_check_of_the_launcher_prepares(recipe: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    assert pretrain.main(["--check", "1", "1", recipe, f"out={out}"]) == 0
+    pretrain.check(recipe, [f"out={out}"], 1, 1)
     (folder,) = (out / "examples").glob("[!.]*")
     assert json.loads((folder / "examples.json").read_text())["examples"] == EXAMPLES
     before = (folder / "examples.bin").stat().st_mtime_ns
-    assert pretrain.main(["--check", "1", "1", recipe, f"out={out}"]) == 0
+    pretrain.check(recipe, [f"out={out}"], 1, 1)
     assert (folder / "examples.bin").stat().st_mtime_ns == before

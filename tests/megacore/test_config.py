@@ -126,6 +126,7 @@ BAD = [
     bad("schedule.decay_steps=0", "schedule.decay_steps (0): must be at least 1"),
     bad("train.steps=0", "train.steps (0): must be at least 1"),
     bad("train.threads=0", "train.threads (0): must be at least 1"),
+    bad("train.timeout=0.0", "train.timeout (0.0): must be minutes above 0, and at most a day (1440)"),
     bad("data.seed=-1", "data.seed (-1): must be at least 0"),
     bad("data.seed=9223372036854775808", "data.seed (9223372036854775808): must be at least 0 and below 2^63"),
     bad("train.seed=-1", "train.seed (-1): must be at least 0"),
@@ -356,18 +357,3 @@ def test_the_mesh_takes_what_the_world_leaves() -> None:
 )
 def test_processes_to_start(folder: Path, overrides: str, nodes: int, gpus: int, expected: int) -> None:
     assert processes(load(write(folder, RECIPE), overrides.split()), nodes, gpus) == expected
-
-
-def test_the_launch_helper_prints_a_number_or_the_problems(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = str(write(folder, RECIPE))
-    monkeypatch.setattr("sys.argv", ["config", "processes", "--nodes", "1", recipe, "mesh.dp=2"])
-    config_module.main()
-    assert capsys.readouterr().out == "8\n"
-
-    monkeypatch.setattr("sys.argv", ["config", "processes", recipe, "mesh.tpp=2"])
-    with pytest.raises(SystemExit) as exit:
-        config_module.main()
-    assert exit.value.code == 2
-    assert "did you mean mesh.tp?" in capsys.readouterr().err

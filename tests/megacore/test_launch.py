@@ -1,80 +1,145 @@
-"""The launch scripts: what they make of their arguments, with a Python that only writes down how it is called."""
+"""The launch scripts: what they make of their arguments and of the environment, and what is said before ranks start."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+from engine import write_recipe
+
+from megacore import launch as program
+from megacore.launcher import Node, threads
 
 ROOT = Path(__file__).parents[2]
-RECIPE = "launch/recipes/quickstart.yaml"
 PYTHON = """#!/usr/bin/env bash
-printf '%q ' "$@" >>"{log}"; echo >>"{log}"
-if [[ "$*" == *" processes "* ]]; then echo 2; elif [[ "$1" == -c ]]; then echo 0; fi
+printf '%q ' "$PYTHONSAFEPATH" "$@" >>"{log}"; echo >>"{log}"
 """
+Launched = Callable[..., tuple[int, dict[str, Any]]]
 
 
-def launch(folder: Path, *arguments: str, script: str = "pretrain") -> tuple[list[list[str]], str]:
-    """(the arguments of each call of Python, what was said)."""
-    log = folder / "calls"
-    log.unlink(missing_ok=True)
-    (folder / "bin").mkdir(exist_ok=True)
-    (folder / "bin" / "python").write_text(PYTHON.format(log=log))
-    (folder / "bin" / "python").chmod(0o755)
-    environment = os.environ | {"MEGACORE_VENV": str(folder)}
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """``launched(argument, ..., VARIABLE=value, ...)`` -> (status, what the launcher was given, if it came to that)."""
+    for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "SHUTDOWN_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments: str, **variables: str) -> tuple[int, dict[str, Any]]:
+        given: dict[str, Any] = {}
+
+        def launch(
+            module: str, arguments: list[str], node: Node, environment: Mapping[str, str], shutdown_s: float, way: str
+        ) -> int:
+            given.update(module=module, arguments=arguments, node=node, environment=environment, shutdown_s=shutdown_s)
+            return 7
+
+        with monkeypatch.context() as patch:
+            patch.setattr(program, "launch", launch)
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            return program.main(["pretrain", *arguments]), given
+
+    return run
+
+
+@pytest.mark.parametrize("script", ["pretrain", "finetune"])
+def test_scripts_hand_everything_to_the_launcher(tmp_path: Path, script: str) -> None:
+    """With a Python that only writes down how it is called."""
+    log = tmp_path / "calls"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").write_text(PYTHON.format(log=log))
+    (tmp_path / "bin" / "python").chmod(0o755)
     # As if Megacore had been installed there.
-    install = f'source launch/lib.sh && fingerprint >"{folder}/.megacore-run"'
-    subprocess.run(["bash", "-c", install], cwd=ROOT, env=environment, check=True)
-    done = subprocess.run(
-        [f"launch/{script}.sh", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    install = (
+        f'source launch/lib.sh && fingerprint >"{tmp_path}/.megacore-run" && exec launch/{script}.sh "a b" --init=c'
     )
-    return [shlex.split(line) for line in log.read_text().splitlines()] if log.exists() else [], done.stderr
+    subprocess.run(["bash", "-c", install], cwd=ROOT, env=os.environ | {"MEGACORE_VENV": str(tmp_path)}, check=True)
+    (call,) = log.read_text().splitlines()
+    assert shlex.split(call) == ["1", "-m", "megacore.launch", script, "a b", "--init=c"]
 
 
 @pytest.mark.parametrize(
-    ("given", "passed"),
+    ("script", "given", "overrides"),
     [
-        (["train.steps=3"], ["train.steps=3"]),
-        (["--init", "a b", "train.steps=3"], ["train.steps=3", "checkpoint.init=a b"]),
-        (["--resume=auto", "--init=x=y"], ["checkpoint.resume=auto", "checkpoint.init=x=y"]),
+        ("pretrain", ["r.yaml", "train.steps=3"], ["train.steps=3"]),
+        ("pretrain", ["r.yaml", "--init", "a b", "train.steps=3"], ["train.steps=3", "checkpoint.init=a b"]),
+        ("pretrain", ["--resume=auto", "r.yaml", "--init=x=y"], ["checkpoint.init=x=y", "checkpoint.resume=auto"]),
+        (
+            "finetune",
+            ["r.yaml", "--init", "a", "--export=b c", "a=1"],
+            ["a=1", "checkpoint.init=a", "checkpoint.export=b c"],
+        ),
     ],
 )
-def test_options_become_overrides_everywhere(tmp_path: Path, given: list[str], passed: list[str]) -> None:
-    calls, _ = launch(tmp_path, RECIPE, *given)
-    processes, check, run = calls[-3:]
-    assert processes[:3] == ["-m", "megacore.config", "processes"]
-    assert check[:3] == ["-m", "megacore.pretrain", "--check"]
-    assert run[:2] == ["-m", "megacore.elastic"]
-    for call in (processes, check, run):
-        assert call[-1 - len(passed) :] == [RECIPE, *passed]
-    assert "--shutdown-timeout=600" in run
-
-
-def test_an_option_may_come_first(tmp_path: Path) -> None:
-    assert launch(tmp_path, "--resume", "auto", RECIPE)[0][-1][-2:] == [RECIPE, "checkpoint.resume=auto"]
-
-
-def test_fine_tuning_is_the_same_run_with_an_export(tmp_path: Path) -> None:
-    given = [RECIPE, "--init", "a", "--export=b c", "train.steps=3"]
-    calls, _ = launch(tmp_path, *given, script="finetune")
-    passed = [RECIPE, "train.steps=3", "checkpoint.init=a", "checkpoint.export=b c"]
-    assert calls == launch(tmp_path, *passed)[0]
-    assert calls[-1][-4:] == passed
-    assert "usage: launch/finetune.sh" in launch(tmp_path, script="finetune")[1]
+def test_options_become_overrides(script: str, given: list[str], overrides: list[str]) -> None:
+    assert program.arguments(script, given) == ("r.yaml", overrides)
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "told"),
     [
-        ([], "usage: "),
-        (["--resume"], "--resume needs a folder"),
-        (["--resume", "auto"], "usage: "),
-        (["--x"], "usage: "),
+        ([], "usage: launch/pretrain.sh"),
+        (["r.yaml", "--resume"], "argument --resume: expected one argument"),
+        (["--resume", "auto"], "required: recipe"),
+        (["r.yaml", "--export", "x"], "unrecognized arguments: --export"),
     ],
 )
-def test_what_is_missing_is_said(tmp_path: Path, given: list[str], said: str) -> None:
-    calls, errors = launch(tmp_path, *given)
-    assert said in errors and not calls
+def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str], given: list[str], told: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program.main(["pretrain", *given])
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_a_run_is_started_on_as_many_ranks_as_its_mesh_takes(launched: Launched, tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path)
+    status, given = launched(recipe, f"out={tmp_path / 'run'}", "mesh.tp=2", MALLOC_TRIM_THRESHOLD_="5")
+    assert status == 7 and given["module"] == "megacore.pretrain" and given["node"] == Node(2)
+    assert given["arguments"] == [recipe, f"out={tmp_path / 'run'}", "mesh.tp=2"] and given["shutdown_s"] == 600
+    assert given["environment"].items() >= threads(2).items()
+    assert given["environment"]["MALLOC_TRIM_THRESHOLD_"] == "5"
+    assert given["environment"]["MALLOC_MMAP_THRESHOLD_"] == str(1 << 30)
+
+
+def test_the_environment_says_how_many_and_where(launched: Launched, tmp_path: Path) -> None:
+    arguments = [write_recipe(tmp_path), f"out={tmp_path / 'run'}"]
+    several = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host", "SHUTDOWN_TIMEOUT": "5"}
+    status, given = launched(*arguments, NPROC_PER_NODE="2", **several)
+    assert status == 7 and given["node"] == Node(2, 2, 1, ("host", 29500)) and given["shutdown_s"] == 5
+    assert launched(*arguments, MASTER_PORT="77", **several)[1]["node"] == Node(1, 2, 1, ("host", 77))
+
+
+def test_threads_share_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(6), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [threads(count)["OMP_NUM_THREADS"] for count in (1, 4, 8)] == ["6", "1", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads(4)["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "variables", "told"),
+    [
+        (["trian.steps=3"], {}, "trian: unknown key"),
+        (["data.train=nowhere", "mesh.tp=3"], {}, "4 problems in the config"),
+        ([], {"NPROC_PER_NODE": "3", "NNODES": "1"}, "cannot divide batch.global_size (8)"),
+        ([], {"NNODES": "2", "NODE_RANK": "0"}, "NNODES=2 also needs MASTER_ADDR, the host of node 0"),
+        ([], {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK, 0 to 1 on each"),
+        ([], {"NNODES": "two"}, "NNODES (two): must be a whole number from 1 on"),
+    ],
+)
+def test_problems_are_said_once_before_anything_starts(
+    launched: Launched,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    overrides: list[str],
+    variables: dict[str, str],
+    told: str,
+) -> None:
+    status, given = launched(write_recipe(tmp_path), f"out={tmp_path / 'run'}", *overrides, **variables)
+    assert status == 2 and not given and not (tmp_path / "run").exists()
+    shown = capsys.readouterr()
+    assert told in shown.err and not shown.out

@@ -110,14 +110,6 @@ def test_a_wrong_model_does_not_hide_what_else_is_wrong(recipe: str) -> None:
         assert any(word in problem for problem in found), word
 
 
-def test_only_a_check(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert pretrain.main(["--check", "1", "1", recipe]) == 0
-    assert pretrain.main(["--check", "3", "3", recipe, "mesh.pp=2"]) == 2
-    assert "cannot divide 3 ranks" in capsys.readouterr().err
-    assert pretrain.main(["--check", "1", "1"]) == 2
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_recipe_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert pretrain.main([]) == 2
     assert "usage" in capsys.readouterr().err
@@ -237,6 +229,7 @@ def test_a_signal_ends_a_run_after_its_step(recipe: str, tmp_path: Path, number:
 
 @pytest.mark.slow
 def test_a_signal_to_torchrun_ends_all_ranks_after_the_same_step(recipe: str, tmp_path: Path) -> None:
+    """Another launcher than ours; `test_start.py` has ours."""
     out = tmp_path / "run"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.pretrain"]
     process = start([sys.executable, *torchrun, recipe, f"out={out}", "train.steps=100000", "mesh.tp=2"])

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel import documents as module
 from parallel import kernels
 from parallel.documents import Documents, masked, on_cpu, one_by_one, with_varlen
 

@@ -44,13 +44,21 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def finetune(recipe: str, real: Path, chats: Path, out: Path, processes: int, overrides: Sequence[str]) -> list[float]:
     """A run as launch/finetune.sh starts it, exported to ``out``/export -> its losses on the held-out questions."""
-    launcher = [sys.executable, "-m", "megacore.elastic", "--standalone", f"--nproc-per-node={processes}"]
     data = [f"data.train={chats / 'train.jsonl'}", f"data.validation={chats / 'validation.jsonl'}", *SHORT]
     ends = [f"checkpoint.init={real}", f"checkpoint.export={out / 'export'}", "checkpoint.every=0", f"out={out}"]
     done = subprocess.run(
-        [*launcher, "-m", "megacore.pretrain", f"launch/recipes/{recipe}.yaml", *data, *ends, *overrides],
+        [
+            sys.executable,
+            "-m",
+            "megacore.launch",
+            "finetune",
+            f"launch/recipes/{recipe}.yaml",
+            *data,
+            *ends,
+            *overrides,
+        ],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // processes))},
+        env=os.environ | {"NPROC_PER_NODE": str(processes)},
         capture_output=True,
         text=True,
         check=False,

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pool import Pool
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from traps import set_traps
 
 from megacore.data import tokenizer
 from megacore.inference.generate import Ending, generate
@@ -28,7 +29,6 @@ from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from tools import generate as command
 
-ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [3, 8]]
 NEW = 9
@@ -297,11 +297,15 @@ def test_numbers_out_of_range(arguments: list[str], capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_starts_its_own_processes(llama: Path, capsys: Capture) -> None:
+def test_the_command_starts_its_own_processes(llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    """And none of them imports from the folder that it is called in."""
     given = [str(llama), "--prompt", "The sun", "--prompt", "a", "--max-new-tokens", "6"]
-    launcher = [sys.executable, "-m", "tools.main", "generate", *given, "--dtype", "float64", "--json", "--tp", "2"]
-    done = subprocess.run(launcher, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    program = str(Path(sys.executable).parent / "megacore")
+    launcher = [program, "generate", *given, "--dtype", "float64", "--json", "--tp", "2"]
+    mark = set_traps(tmp_path)
+    done = subprocess.run(launcher, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+    assert not mark.exists(), mark.read_text()
     assert [json.loads(line) for line in done.stdout.splitlines()] == data(capsys, *given)
 
 

@@ -1,0 +1,57 @@
+"""Everything that can be wrong with a run is looked for before any of its processes starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megacore.config import Config, ConfigError, load
+from megacore.data.corpora import Corpora, vocabulary_problems
+from megacore.data.spelling import ModelFiles
+from megacore.launcher import gpus
+from megacore.problems import problems, surroundings
+from megacore.resume import Start, companions, find, model_of, raw_of
+from megacore.states.room import room_problems
+from megacore.store.strict_json import StoreError
+from models.config import ModelConfig, ModelConfigError
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run that has been checked: its config, its model, its data, and where it starts."""
+
+    config: Config
+    model: ModelConfig
+    corpora: Corpora
+    start: Start
+
+
+def check(recipe: str, overrides: Sequence[str], world_size: int, local_ranks: int) -> Setup:
+    """Read and check a run.
+
+    Raises:
+        ConfigError: all that is wrong.
+    """
+    config = load(recipe, overrides)
+    start, model, found = None, None, list[str]()
+    try:
+        start = find(config)
+    except StoreError as error:
+        found += [f"checkpoint: {error}"]
+    try:
+        # Where the source is broken, so may be the model that is to come from it.
+        model = model_of(config, start.source if start else None) if start or config.model else None
+    except ModelConfigError as error:
+        found += [f"model: {problem}" for problem in error.problems]
+    found += [*problems(config, world_size, model, gpus=gpus(), local_ranks=local_ranks), *surroundings(config)]
+    if model is not None:
+        found += vocabulary_problems(config, model.vocab_size)
+    if found or model is None or start is None:
+        raise ConfigError(found)
+    if no_room := list(room_problems(config, model, world_size, local_ranks)):
+        raise ConfigError(no_room)
+    files = ModelFiles(companions(start, config), raw_of(model, start.source), model.vocab_size)
+    try:
+        return Setup(config, model, Corpora.open(config, files), start)
+    except ValueError as error:
+        raise ConfigError([f"data: {error}"]) from error
