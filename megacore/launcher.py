@@ -240,11 +240,11 @@ class _Ranks:
         """Of all together, once everyone has ended or been given up; says what the ranks have not said."""
         reports = {rank: report for rank in self.ended if (report := self._report(rank))}
         failed = {rank: status for rank, status in self.ended.items() if status and status != LOST}
-        if signalled:
-            return next((status for status in failed.values() if status > 0), 128 + signalled)
         if waiting := [rank for rank, status in self.ended.items() if status and self._waited_in_vain(rank)]:
             self._say_who_stands_still(waiting[0], reports, way_out)
             return 1
+        if signalled:
+            return next((status for status in failed.values() if status > 0), 128 + signalled)
         if failed:
             rank, status = next(iter(failed.items()))
             if status < 0:

@@ -20,7 +20,7 @@ from megacore import metrics, pretrain
 from megacore.config import ConfigError, load
 from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
-from megacore.trainer import Trainer
+from megacore.trainer import Interrupt, Trainer
 from models.registry import configure
 
 ROOT = Path(__file__).parents[2]
@@ -225,6 +225,35 @@ def test_a_signal_ends_a_run_after_its_step(recipe: str, tmp_path: Path, number:
     assert f"Done after step {last} of 100000." in shown
     assert "loss" in records[-1], "it does not wait for an evaluation"
     assert (out / "loss.png").is_file()
+
+
+def test_only_a_second_sigint_ends_at_once() -> None:
+    """SIGTERM, however often, leaves the time that a checkpoint takes; one Ctrl-C may arrive twice."""
+    hasty, patient = Interrupt(patience_s=0.0), Interrupt(patience_s=60.0)
+    with patient.listening():
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+            signal.raise_signal(number)
+    with hasty.listening():
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+            time.sleep(0.001)
+        assert hasty.asked and patient.asked
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_a_second_ctrl_c_without_a_launcher_is_a_line(
+    recipe: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pretrain, "run", interrupted)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as ended:
+        pretrain.main([recipe, f"out={tmp_path / 'run'}"])
+    assert ended.value.code == 130
+    assert capfd.readouterr().err == "Interrupted again: ended at once, without a checkpoint.\n"
 
 
 @pytest.mark.slow
