@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from typing import Any
 
-import torch
-
 from megacore.config import Config, MeshConfig
-from megacore.scaler import is_state
 from megacore.store.strict_json import StoreError
 from parallel.layout import MeshShape
 
@@ -61,9 +60,19 @@ class Progress:
         if wrong or not isinstance(tree.get("recipe"), dict):
             raise StoreError(f"{where}: has no {' and no '.join([*wrong, *([] if 'recipe' in tree else ['recipe'])])}")
         scaler = tree.get("scaler")
-        if not is_state(scaler):
+        if not is_scaler_state(scaler):
             raise StoreError(f"{where}: scaler is no state of a loss scale: {scaler!r:.80}")
         return cls(**{field: tree[name] for field, name in _FIELDS.items()}, scaler=scaler)
+
+
+def is_scaler_state(found: Any) -> bool:
+    """Whether something that was read is what :meth:`~megacore.scaler.Scaler.state` gives."""
+    if found is None:
+        return True
+    if not isinstance(found, Mapping):
+        return False
+    scale, good = found.get("scale"), found.get("good_steps")
+    return isinstance(scale, float) and math.frexp(scale)[0] == 0.5 and type(good) is int and good >= 0
 
 
 def recipe(config: Config, mesh: MeshShape) -> dict[str, Any]:
@@ -82,5 +91,5 @@ def document(progress: Progress, lr: float, config: Config, mesh: MeshShape) -> 
         "lr": lr,
         "scaler": progress.scaler,
         "recipe": recipe(config, mesh),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "versions": {"python": platform.python_version(), "torch": version("torch")},
     }

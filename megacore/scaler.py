@@ -7,7 +7,6 @@ device and moves there, by numbers that are the same on every rank: all ranks le
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -83,13 +82,3 @@ class Scaler:
         if state is not None and self.scaling.moves:
             self.scale.fill_(min(max(state["scale"], self.scaling.minimum), self.scaling.maximum))
             self.good_steps.fill_(state["good_steps"])
-
-
-def is_state(found: Any) -> bool:
-    """Whether something that was read is what :meth:`Scaler.state` gives."""
-    if found is None:
-        return True
-    if not isinstance(found, Mapping):
-        return False
-    scale, good = found.get("scale"), found.get("good_steps")
-    return isinstance(scale, float) and math.frexp(scale)[0] == 0.5 and type(good) is int and good >= 0

@@ -9,10 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megacore.store.index import MASTER, MOMENTS
 from parallel.sync import Elements, Part
-
-MASTER = "master"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)

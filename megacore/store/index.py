@@ -23,7 +23,8 @@ from parallel.schema import Param, Schema
 
 INDEX = "index.json"
 FORMAT, VERSION = "megacore", 1
-STATES = ("weights", "master", "exp_avg", "exp_avg_sq")
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+STATES = ("weights", MASTER, *MOMENTS)
 """Weights, their fp32 masters, and AdamW's two moments: each stored by the weights' own sentences and names."""
 
 _LONGEST_SENTENCE, _MOST_SUMS = 200, 8

@@ -15,7 +15,8 @@ from resident_home import resident
 from torch import Tensor
 
 from megacore import checkpoints, progress
-from megacore.scaler import UNSCALED, Scaler, Scaling, is_state
+from megacore.progress import is_scaler_state
+from megacore.scaler import UNSCALED, Scaler, Scaling
 from megacore.store.strict_json import StoreError
 from megacore.trainer import NonFinite
 
@@ -108,7 +109,7 @@ def test_it_goes_on_as_it_was() -> None:
     ],
 )
 def test_what_is_no_state_is_refused(broken: object) -> None:
-    assert not is_state(broken)
+    assert not is_scaler_state(broken)
     counts = {"step": 1, "consumed_samples": 8, "tokens": 64, "optimizer_steps": 1, "recipe": {}}
     assert progress.Progress.read({**counts, "scaler": None}, "t").scaler is None
     with pytest.raises(StoreError, match="scaler is no state of a loss scale"):
