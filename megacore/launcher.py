@@ -78,7 +78,8 @@ class Node:
 
 def gpus() -> int:
     """GPUs of this machine. torch, which is slow to import, is asked only where there is a driver."""
-    if not any(Path("/dev").glob(pattern) for pattern in ("nvidia*", "nvhost*", "dxg", "kfd")):
+    drivers = ("nvidia*", "nvhost*", "dxg", "kfd")
+    if not any(device for driver in drivers for device in Path("/dev").glob(driver)):
         return 0
     import torch
 

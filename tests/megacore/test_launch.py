@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 from engine import write_recipe
 
 from megacore import launch as program
-from megacore.launcher import Node, threads
+from megacore.launcher import Node, gpus, threads
 
 ROOT = Path(__file__).parents[2]
 PYTHON = """#!/usr/bin/env bash
@@ -110,6 +111,13 @@ def test_the_environment_says_how_many_and_where(launched: Launched, tmp_path: P
     status, given = launched(*arguments, NPROC_PER_NODE="2", **several)
     assert status == 7 and given["node"] == Node(2, 2, 1, ("host", 29500)) and given["shutdown_s"] == 5
     assert launched(*arguments, MASTER_PORT="77", **several)[1]["node"] == Node(1, 2, 1, ("host", 77))
+
+
+def test_gpus_are_counted_without_torch_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)  # whoever imports it fails
+    if any(Path("/dev").glob("nvidia*")):
+        pytest.skip("there is a driver")
+    assert gpus() == 0
 
 
 def test_threads_share_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
