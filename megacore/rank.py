@@ -56,11 +56,9 @@ class Here:
 
     @classmethod
     def now(cls) -> Here:
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        if names[0] not in os.environ:
-            return cls(0, 1, 0, 1, False)
-        rank, world, local_rank, local_world = (int(os.environ[name]) for name in names)
-        return cls(rank, world, local_rank, local_world, True)
+        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        rank, world, local_rank, local_world = (int(os.environ.get(name, one)) for name, one in alone.items())
+        return cls(rank, world, local_rank, local_world, "RANK" in os.environ)
 
 
 def join(here: Here, kind: str, timeout: timedelta) -> None:
