@@ -288,4 +288,5 @@ def _listed(ranks: Sequence[int] | Mapping[int, object]) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    # A progress bar may stand in the last line.
+    print(f"\n{text}", file=sys.stderr, flush=True)

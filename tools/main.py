@@ -32,8 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="megacore COMMAND --help tells which")
     command = parser.parse_args(arguments[:1]).command
-    # The processes that a command starts import nothing from the working folder, which may be one that was downloaded.
-    os.environ["PYTHONSAFEPATH"] = "1"
+    if argv is None:  # this process is the command's own
+        # Those that it starts import nothing from the working folder, which may be one that was downloaded.
+        os.environ["PYTHONSAFEPATH"] = "1"
     status: int = importlib.import_module(COMMANDS[command][0]).main(arguments[1:])
     return status
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,8 +37,10 @@ def test_arguments_go_on_as_they_are_and_the_status_comes_back(program: list[lis
 
 def test_the_command_line_is_that_of_the_process(program: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["megacore", "tokenize", "text"])
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
     assert main() == 7
     assert program == [["text"]]
+    assert os.environ["PYTHONSAFEPATH"] == "1", "what it starts would import from the working folder"
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
