@@ -188,6 +188,8 @@ class _Ranks:
         while self.alive:
             left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
             if not select.select([arriving], [], [], left)[0]:
+                if signalled:
+                    _say(f"Ranks {_listed(self.alive)} did not end within {shutdown_s:g} s of the signal: killed.")
                 break
             for number in os.read(arriving, 4096):
                 if number == signal.SIGUSR1:
@@ -206,8 +208,6 @@ class _Ranks:
                 break
             if failed and not signalled:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
-        if signalled and self.alive:
-            _say(f"Ranks {_listed(self.alive)} have not ended within {shutdown_s:g} s of the signal: ended at once.")
         return self._status(signalled, way_out)
 
     def show(self) -> dict[int, str]:

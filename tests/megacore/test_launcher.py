@@ -210,7 +210,7 @@ def test_ranks_that_do_not_end_in_time_are_ended(
     started = time.monotonic()
     assert launch(module(HANGS), [], Node(2), shutdown_s=0.2) == 143
     assert time.monotonic() - started < 15
-    assert "Ranks 0, 1 have not ended within 0.2 s" in capfd.readouterr().err
+    assert "Ranks 0, 1 did not end within 0.2 s of the signal: killed." in capfd.readouterr().err
 
 
 def test_a_wish_for_a_checkpoint_is_passed_on(module: Callable[[str], str], tmp_path: Path) -> None:
