@@ -11,23 +11,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megacore.control import Control
+from megacore.resume import Start
 from megacore.store import audit
 from megacore.store.accounting import summary
 from megacore.store.adapted import Adapted, Whole, source_of
 from megacore.store.checkpoint import Checkpoint, listed
 from megacore.store.dtypes import FLOATS
-from megacore.store.index import on_disk
+from megacore.store.folder import Folder
+from megacore.store.hugging_face import HuggingFace
+from megacore.store.index import MASTER, MOMENTS, on_disk
 from megacore.store.stream import assemble
 from megacore.store.strict_json import StoreError
 from parallel.fingerprint import Logical, ReplicasDiffer, add_up, spell
 from parallel.parameters import Parameters
-from parallel.transfer import native, plan
+from parallel.transfer import native, plan, whole_name
+
+if TYPE_CHECKING:  # what computes with a model needs none
+    from megacore.optimizer import Optimizer
 
 _Found = dict[str, dict[str, int]]
 """{tensor: {label: fingerprint}}"""
@@ -126,3 +133,49 @@ def _located(read: _Read, wrong: set[Logical]) -> tuple[str | None, list[str]]:
 
 def _tensor(dtype: str, bits: np.ndarray) -> Tensor:
     return torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(getattr(torch, FLOATS[dtype]))
+
+
+# -- a run
+
+
+def load(start: Start, parameters: Parameters, optimizer: Optimizer, seed: int, control: Control) -> None:
+    """Fill this rank's parameters, and of a run that goes on the optimizer, one tensor at a time.
+
+    Masters, where a checkpoint has them, are what the weights that are trained are rounded from, in whatever precision
+    they are now. What no folder has is drawn.
+
+    Raises:
+        DamageError, StoreError: as of :meth:`Loader.verify`; on every rank.
+    """
+    loader = Loader(parameters, control)
+    left = set(parameters)
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+
+    def fill() -> None:
+        for folder in (start.adapters, start.source):
+            for state, names in ((MASTER, trained), ("weights", left)):
+                if folder is not None:
+                    for name, tensor in loader.tensors(folder, state, names & left & _names(folder, state)):
+                        optimizer.load_weight(name, tensor)
+                        left.discard(name)
+        for name in sorted(left):
+            optimizer.load_weight(name, parameters.drawn(name, seed))
+        if start.trainer is not None:
+            going_on = start.adapters or start.source
+            assert going_on is not None  # it has said how far it is
+            for state in MOMENTS:
+                for name, tensor in loader.tensors(going_on, state, trained & _names(going_on, state)):
+                    optimizer.load_from(state, name, tensor)
+            optimizer.updates = start.progress.updates
+
+    control.attempt(fill)
+    loader.verify()
+
+
+def _names(folder: Folder, state: str) -> Set[str]:
+    """The tensors that have a state in a folder."""
+    if isinstance(folder, HuggingFace):
+        stored = folder.stored() if state == "weights" else ()
+    else:
+        stored = folder.stored(state) if state in folder.index.states else ()
+    return {whole_name(folder.schema, each) for each in stored}

@@ -30,10 +30,10 @@ from megacore.data.corpora import facts
 from megacore.export import export
 from megacore.hardware import peak_tflops
 from megacore.launcher import gpus
+from megacore.load import load as load_into
 from megacore.optimizer import Optimizer
 from megacore.rank import Here, join, leave
 from megacore.resume import Damaged, Start, companions, find, raw_of, remarks
-from megacore.resume import load as load_into
 from megacore.run_lock import RunLock
 from megacore.save import NAMES, Kept, SaveError, Saver, State
 from megacore.scaler import UNSCALED, Scaling

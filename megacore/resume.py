@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,11 @@ from typing import Any
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.config import Config
-from megacore.control import Control
 from megacore.data import tokenizer
-from megacore.load import Loader
-from megacore.optimizer import Optimizer
 from megacore.progress import Progress, recipe
-from megacore.states.home import MASTER, MOMENTS
 from megacore.store.checkpoint import TRAINER, Checkpoint
 from megacore.store.folder import Folder, open_folder
-from megacore.store.hugging_face import HuggingFace
-from megacore.store.index import INDEX, VersionError
+from megacore.store.index import INDEX, MOMENTS, VersionError
 from megacore.store.strict_json import StoreError
 from models import lora as lora_of
 from models.config import ModelConfig, ModelConfigError
@@ -27,8 +22,6 @@ from models.lora import Lora
 from models.registry import configure, family
 from parallel.fingerprint import spell
 from parallel.layout import MeshShape
-from parallel.parameters import Parameters
-from parallel.transfer import whole_name
 
 
 @dataclass(frozen=True)
@@ -277,49 +270,3 @@ def companions(start: Start, config: Config) -> Mapping[str, Path]:
     found = found or {name: folder / name for name in tokenizer.FILES if (folder / name).is_file()}
     template = config.chat.template
     return {**found, tokenizer.TEMPLATE: Path(template)} if template is not None and found else found
-
-
-# -- into the live shards
-
-
-def load(start: Start, parameters: Parameters, optimizer: Optimizer, seed: int, control: Control) -> None:
-    """Fill this rank's parameters, and of a run that goes on the optimizer, one tensor at a time.
-
-    Masters, where a checkpoint has them, are what the weights that are trained are rounded from, in whatever precision
-    they are now. What no folder has is drawn.
-
-    Raises:
-        DamageError, StoreError: as of :meth:`Loader.verify`; on every rank.
-    """
-    loader = Loader(parameters, control)
-    left = set(parameters)
-    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
-
-    def fill() -> None:
-        for folder in (start.adapters, start.source):
-            for state, names in ((MASTER, trained), ("weights", left)):
-                if folder is not None:
-                    for name, tensor in loader.tensors(folder, state, names & left & _names(folder, state)):
-                        optimizer.load_weight(name, tensor)
-                        left.discard(name)
-        for name in sorted(left):
-            optimizer.load_weight(name, parameters.drawn(name, seed))
-        if start.trainer is not None:
-            going_on = start.adapters or start.source
-            assert going_on is not None  # it has said how far it is
-            for state in MOMENTS:
-                for name, tensor in loader.tensors(going_on, state, trained & _names(going_on, state)):
-                    optimizer.load_from(state, name, tensor)
-            optimizer.updates = start.progress.updates
-
-    control.attempt(fill)
-    loader.verify()
-
-
-def _names(folder: Folder, state: str) -> Set[str]:
-    """The tensors that have a state in a folder."""
-    if isinstance(folder, HuggingFace):
-        stored = folder.stored() if state == "weights" else ()
-    else:
-        stored = folder.stored(state) if state in folder.index.states else ()
-    return {whole_name(folder.schema, each) for each in stored}

@@ -36,6 +36,7 @@ MODULES = {module(path): path for path in FILES}
 WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
     "parallel",
     "parallel.random",
+    "megacore.check",
     "megacore.launch",
     "megacore.launcher",
     "megacore.rank",

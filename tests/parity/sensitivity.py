@@ -597,7 +597,7 @@ FAULTS = (
     ),
     fault(
         "a run that goes on corrects its moments' bias as in the first step",
-        "resume.load",
+        "megacore.load.load",
         "optimizer.updates = start.progress.updates",
         "",
         "test_another_layout_goes_on_with_the_same_numbers[tp4]",
