@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ torch.set_num_threads(1)
 # Work of this class takes the core of nobody who is on it. Child processes inherit it.
 if sys.platform == "linux":
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+# What a script starts in the background ignores Ctrl-C, and so would all that it starts; tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Time depends on who else uses the machine.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")

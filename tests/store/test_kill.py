@@ -36,6 +36,7 @@ MEDIUM: Section = {**LLAMA, "hidden_size": 192, "intermediate_size": 512, "head_
 SERVER = f"""
 import json, os, signal, sys, time
 sys.path.insert(0, {str(ROOT)!r})
+os.fsync = lambda file: None  # a kill cuts no power
 from tools import convert, reshard
 programs = {{"convert": convert.main, "reshard": reshard.main}}
 for line in sys.stdin:

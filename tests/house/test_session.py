@@ -1,0 +1,40 @@
+"""A session of tests takes the cores that there are, and its processes let each other work."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import MOST_WORKERS, pytest_xdist_auto_num_workers
+from pool import Pool
+
+
+@pytest.mark.parametrize(
+    ("arguments", "capture", "cores", "workers"),
+    [
+        (["tests"], "fd", 2, 2),
+        (["tests/parity", "tests/store/test_kill.py"], "fd", 4, 4),
+        (["tests"], "fd", 64, MOST_WORKERS),
+        (["tests"], "no", 2, 0),
+        (["tests/store/test_kill.py", "tests/house/test_floors.py::test_imports_go_down"], "fd", 2, 0),
+    ],
+    ids=["all", "folders", "many cores", "output is shown", "files"],
+)
+def test_a_worker_for_each_core(
+    arguments: list[str], capture: str, cores: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {*range(cores)}, raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    config: Any = SimpleNamespace(args=arguments, getoption={"capture": capture}.get)
+    assert pytest_xdist_auto_num_workers(config) == workers
+    monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
+    assert pytest_xdist_auto_num_workers(config) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has this class")
+def test_ranks_take_no_core_from_each_other(pool: Pool) -> None:
+    assert pool.run(2, os.sched_getscheduler, 0) == [os.SCHED_BATCH] * 2
