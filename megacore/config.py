@@ -438,6 +438,31 @@ EXPECTED = {
     "dataclass_type": "a mapping",
 }
 
+OTHER_NAMES = {
+    "optimizer.lr": ("learning_rate", "max_lr"),
+    "optimizer.betas": ("beta1", "beta2", "adam_beta1", "adam_beta2"),
+    "optimizer.clip": ("max_grad_norm", "grad_clip", "clip_grad"),
+    "schedule.name": ("lr_scheduler", "lr_scheduler_type"),
+    "schedule.warmup_steps": ("warmup",),
+    "schedule.min_ratio": ("min_lr",),
+    "train.steps": ("max_steps", "num_steps", "train_iters"),
+    "train.precision": ("dtype",),
+    "batch.global_size": ("batch_size", "global_batch_size", "gradient_accumulation_steps"),
+    "batch.micro_size": ("micro_batch_size", "per_device_train_batch_size"),
+    "data.sequence_length": ("seq_len", "seq_length", "max_length", "max_seq_length"),
+    "mesh.tp": ("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"),
+    "mesh.pp": ("pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size"),
+    "memory.recompute": ("gradient_checkpointing", "activation_checkpointing"),
+    "evaluate.every": ("eval_steps", "eval_interval"),
+    "checkpoint.every": ("save_steps", "save_interval"),
+    "log.every": ("logging_steps", "log_interval"),
+    "model.vocab_size": ("vocab_size",),
+    "out": ("output_dir", "out_dir"),
+}
+"""{a key: what other trainers call it}."""
+NO_CHOICE = {f"optimizer.{key}": "the optimizer is AdamW, and there is no other: leave it out" for key in ("name", "type")}
+"""{what is no key because there is nothing to choose: how it is}."""
+
 
 def _explain(error: ErrorDetails) -> str:
     where, kind, value = error["loc"], error["type"], error["input"]
@@ -448,7 +473,8 @@ def _explain(error: ErrorDetails) -> str:
     if kind == "literal_error":
         return f"{_dotted(where)}: got {value!r}, choose {error['ctx']['expected']}"
     if kind in EXPECTED:
-        return f"{_dotted(where)}: expected {EXPECTED[kind]}, got {value!r}"
+        keys = f" of {', '.join(_keys(where))}" if kind == "dataclass_type" else ""
+        return f"{_dotted(where)}: expected {EXPECTED[kind]}{keys}, got {value!r}"
     return f"{_dotted(where)}: {error['msg']}, got {value!r}"
 
 
@@ -457,12 +483,16 @@ def _dotted(where: Sequence[str | int]) -> str:
 
 
 def _nearest(where: Sequence[str | int]) -> str:
-    """The keys that an unknown one may have meant: its name in another section, else one spelled alike beside it."""
+    """The keys that an unknown one may have meant: ours of another trainer's name, its name in another section, else one
+    spelled alike beside it."""
     *parents, key = where
+    if (how := NO_CHOICE.get(_dotted(where))) is not None:
+        return how
     beside = _keys(parents)
     alike = difflib.get_close_matches(str(key), beside, n=1)
     elsewhere = [f"{name}.{key}" for name in SECTIONS if key in _keys([name])]
-    meant = elsewhere or [_dotted([*parents, name]) for name in alike]
+    named = [ours for ours, theirs in OTHER_NAMES.items() if key in theirs]
+    meant = named or elsewhere or [_dotted([*parents, name]) for name in alike]
     if meant:
         return f"did you mean {' or '.join(meant)}?"
     return f"{_dotted(parents) or 'a recipe'} has {', '.join(beside)}"

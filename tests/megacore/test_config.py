@@ -80,6 +80,10 @@ BAD = [
     bad("optimizer.beta=[0.9,0.95]", "optimizer.beta: unknown key", "did you mean optimizer.betas?"),
     bad("lr=1", "lr: unknown key", "did you mean optimizer.lr?"),
     bad("train.warmup_steps=3", "train.warmup_steps", "schedule.warmup_steps?"),
+    bad("optimizer.learning_rate=1", "optimizer.learning_rate: unknown key", "did you mean optimizer.lr?"),
+    bad("batch_size=8", "batch_size: unknown key", "did you mean batch.global_size?"),
+    bad("optimizer.name=adam", "optimizer.name: unknown key", "the optimizer is AdamW", "leave it out"),
+    bad("optimizer=adamw", "optimizer: expected a mapping of lr, betas", "got 'adamw'"),
     bad("mesh.vocabulary=1", "mesh.vocabulary: unknown key", "mesh has pp, dp, cp, ep, tp"),
     bad("", "data.train[0].wieght", "did you mean data.train[0].weight?", recipe=corpora("[{path: a, wieght: 1}]")),
     bad("", "data.train[0].path", "missing", recipe=corpora("[{weight: 1}]")),
@@ -276,6 +280,12 @@ def test_all_spelling_and_type_problems_come_together(folder: Path) -> None:
     for words in ("optimizer?", "train.steps", "'nonsense'", "schedule.name", "data.train?"):
         assert words in messages
     assert len(found(folder, case)) == 5
+
+
+def test_what_other_trainers_call_a_key_leads_to_one_of_ours() -> None:
+    for key in config_module.OTHER_NAMES:
+        section, _, name = key.rpartition(".")
+        assert section == "model" or name in config_module._keys([section] if section else []), key
 
 
 def test_all_value_problems_come_together(folder: Path) -> None:
