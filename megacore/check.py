@@ -9,7 +9,7 @@ from megacore.config import Config, ConfigError, load
 from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.spelling import ModelFiles
 from megacore.launcher import gpus
-from megacore.problems import problems, surroundings
+from megacore.problems import problems, readable, surroundings
 from megacore.resume import Start, companions, find, model_of, raw_of
 from megacore.states.room import room_problems
 from megacore.store.strict_json import StoreError
@@ -44,13 +44,20 @@ def check(recipe: str, overrides: Sequence[str], world_size: int, local_ranks: i
     except ModelConfigError as error:
         found += [f"model: {problem}" for problem in error.problems]
     found += [*problems(config, world_size, model, gpus=gpus(), local_ranks=local_ranks), *surroundings(config)]
+    if start is not None and 0 < config.train.steps < start.progress.step:
+        found += [
+            f"train.steps ({config.train.steps}) is below the {start.progress.step} steps that are done: the run goes "
+            f"on to train.steps in all, choose more than {start.progress.step}, or begin another run by checkpoint.init"
+        ]
     if model is not None:
         found += vocabulary_problems(config, model.vocab_size)
-    if found or model is None or start is None:
+    if model is None or start is None or (found and not readable(config)):
         raise ConfigError(found)
+    files = ModelFiles(companions(start, config), raw_of(model, start.source), model.vocab_size)
+    if found:
+        raise ConfigError([*found, *(f"data: {problem}" for problem in Corpora.look(config, files))])
     if no_room := list(room_problems(config, model, world_size, local_ranks)):
         raise ConfigError(no_room)
-    files = ModelFiles(companions(start, config), raw_of(model, start.source), model.vocab_size)
     try:
         return Setup(config, model, Corpora.open(config, files), start)
     except ValueError as error:

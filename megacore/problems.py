@@ -7,6 +7,7 @@ machine: files, folders and installed packages. Nothing here imports torch.
 import importlib.util
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Protocol
 
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
-from megacore.config import Config
+from megacore.config import EXAMPLES, Config, Corpus
 from megacore.lr import decay_steps
 from megacore.run_lock import held, holder
 from models.tuning import EVERYTHING
@@ -461,17 +462,44 @@ def surroundings(config: Config) -> list[str]:
 def _missing_files(config: Config) -> Iterator[str]:
     for key, corpora in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         for corpus in corpora:
-            ends = ("",) if corpus.has_examples else (".bin", ".idx")
-            missing = [f"{corpus.path}{end}" for end in ends if not Path(f"{corpus.path}{end}").is_file()]
-            if missing and corpus.path.endswith((".bin", ".idx")):
-                yield f"{key}: {corpus.path} is a file: name the prefix, {corpus.path[:-4]}"
-            elif missing and corpus.has_examples:
-                yield f"{key}: there is no {corpus.path}"
-            elif missing:
-                yield f"{key}: there is no {' and no '.join(missing)}: make them with `megacore tokenize`"
+            yield from (f"{key}: {problem}" for problem in _missing(corpus))
     template = config.chat.template
     if template is not None and not Path(template).is_file():
         yield f"chat.template: there is no {template}: name a file, or leave it null for the model's own"
+
+
+def _missing(corpus: Corpus) -> Iterator[str]:
+    """Of a token file or a file of examples; and what a path that is there, and is neither, may have meant."""
+    path = Path(corpus.path)
+    ends = ("",) if corpus.has_examples else (".bin", ".idx")
+    missing = [f"{path}{end}" for end in ends if not Path(f"{path}{end}").is_file()]
+    if not missing:
+        return
+    if corpus.path.endswith((".bin", ".idx")):
+        yield f"{path} is a file: name the prefix, {path.with_suffix('')}"
+    elif path.is_dir():
+        held = [str(each.with_suffix("")) for each in sorted(path.glob("*.idx"))]
+        held += [str(each) for each in sorted(path.iterdir()) if each.name.endswith(EXAMPLES)]
+        yield f"{path} is a folder: name one of {', '.join(held)}" if held else f"{path} is a folder: {_KINDS}"
+    elif path.exists():
+        yield f"{path} is neither a token file nor a file of examples: {_KINDS}"
+    elif corpus.has_examples:
+        yield f"there is no {path}"
+    else:
+        yield f"there is no {' and no '.join(missing)}: make them with `megacore tokenize`"
+
+
+_KINDS = (
+    "token files are a pair NAME.bin, NAME.idx, named without the ending, which `megacore tokenize` makes of text, and "
+    f"files of examples end in {', '.join(EXAMPLES[:-1])} or {EXAMPLES[-1]}"
+)
+
+
+def readable(config: Config) -> bool:
+    """Whether the data can be looked at, whatever else is wrong with a config."""
+    numbers = (key for key in RANGES if key.startswith("data."))
+    wrong = (message for key in numbers for message in _range_problem(config, key, RANGES[key]))
+    return bool(config.data.train) and not any(wrong) and not any(_missing_files(config))
 
 
 def _unusable_out(config: Config) -> Iterator[str]:
@@ -491,11 +519,18 @@ def _unusable_out(config: Config) -> Iterator[str]:
 
 
 def _cannot_be_made(key: str, folder: Path) -> Iterator[str]:
-    parent = next(each for each in (folder, *folder.parents) if each.exists())
+    """Only making a folder tells: permissions do not say so of the superuser, of a full disk, or of /proc."""
+    parent = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
     if not parent.is_dir():
         yield f"{key} ({folder}) cannot be made, {parent} is not a folder: choose another {key}="
-    elif not os.access(parent, os.W_OK | os.X_OK):
-        yield f"{key} ({folder}) cannot be written to: make {parent} writable, or choose another {key}="
+        return
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".megacore-", dir=parent))
+    except OSError as error:
+        yield (
+            f"{key} ({folder}) cannot be written to, no folder can be made in {parent} ({error.strerror}): make that "
+            f"possible, or choose another {key}="
+        )
 
 
 def _unusable_export(config: Config) -> Iterator[str]:
@@ -529,14 +564,8 @@ def _not_its_own(out: Path, resume: Path) -> Iterator[str]:
 
 
 def _unusable_offload_folder(config: Config) -> Iterator[str]:
-    if config.memory.offload_folder is None:
-        return
-    folder = Path(config.memory.offload_folder)
-    parent = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    if not parent.is_dir():
-        yield f"memory.offload_folder ({folder}) cannot be made, {parent} is not a folder: choose another one"
-    elif not os.access(parent, os.W_OK | os.X_OK):
-        yield f"memory.offload_folder ({folder}) cannot be written to: make {parent} writable, or choose another one"
+    if config.memory.offload_folder is not None:
+        yield from _cannot_be_made("memory.offload_folder", Path(config.memory.offload_folder))
 
 
 def _missing_packages(config: Config) -> Iterator[str]:

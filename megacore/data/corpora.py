@@ -63,6 +63,20 @@ class Corpora:
         return cls._blended(config, train, validation or held_out, data.within_documents)
 
     @classmethod
+    def look(cls, config: Config, model: ModelFiles) -> Iterator[str]:
+        """What is wrong with the data of a run that will not start as it is: of files of examples, with their first
+        rows. Nothing is kept."""
+        data = config.data
+        for corpus in (*data.train, *data.validation):
+            try:
+                if corpus.has_examples:
+                    Preparation(Path(corpus.path), Path(), config.chat, data.sequence_length, model).look()
+                else:
+                    IndexedDataset(Path(corpus.path))
+            except ValueError as error:
+                yield str(error)
+
+    @classmethod
     def _of_examples(cls, config: Config, model: ModelFiles) -> Corpora:
         data = config.data
         folder, remarks = Path(config.out) / EXAMPLES, list[str]()

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +36,7 @@ FORMAT = 1
 NAME, FACTS = "examples", "examples.json"
 LISTED = 10  # bad lines that are spelled out
 WORKER = 2**23  # bytes of a file that are worth a process more
+LOOKED_AT = 1000  # rows of a file that is only looked at
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,18 @@ class Preparation:
         _within(found.facts.vocabulary, self.model.vocabulary, self.path)
         return found
 
+    def look(self) -> None:
+        """Prepare the first ``LOOKED_AT`` rows and keep nothing: for a run that will not start as it is.
+
+        Raises:
+            InputError: as :meth:`examples`, of these rows.
+        """
+        with self.model.folder() as folder:
+            facts = prepare(Task(text.cut(self.path), folder, self.chat, self.length, LOOKED_AT)).facts
+        _within(facts.vocabulary, self.model.vocabulary, self.path)
+        if facts.skipped:
+            self._refuse(facts)
+
     def fingerprint(self) -> str:
         """Of all that the prepared examples depend on; the file counts by its place, size and date."""
         known = self.path.stat()
@@ -185,12 +199,13 @@ def _lock(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Task:
-    """Pieces to prepare by the tokenizer in a folder."""
+    """Pieces to prepare by the tokenizer in a folder; no more than `most` rows of them."""
 
     pieces: list[Piece]
     folder: Path
     chat: ChatConfig
     length: int
+    most: int = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -274,15 +289,15 @@ def prepare(task: Task) -> Prepared:
 
 
 def _passages(task: Task, spelling: Spelling) -> Iterator[tuple[Row, Passage] | Fault]:
-    for piece in task.pieces:
-        for row in text.rows(piece):
-            if isinstance(row, Fault):
-                yield row
-                continue
-            try:
-                yield row, passage(row.values, lambda: spelling.template, task.chat.train_on)
-            except BadExample as error:
-                yield row.fault(str(error))
+    rows = (row for piece in task.pieces for row in text.rows(piece))
+    for row in islice(rows, task.most):
+        if isinstance(row, Fault):
+            yield row
+            continue
+        try:
+            yield row, passage(row.values, lambda: spelling.template, task.chat.train_on)
+        except BadExample as error:
+            yield row.fault(str(error))
 
 
 def _characters(found: tuple[Row, Passage] | Fault) -> int:

@@ -224,6 +224,22 @@ def test_bad_lines_are_problems_of_the_config(recipe: str, tmp_path: Path) -> No
     assert "chats.jsonl, line 1: has no messages" in said and "line 18: text is a int, not text" in said
 
 
+def test_bad_lines_are_said_beside_what_else_is_wrong_and_nothing_is_prepared(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_jsonl(tmp_path / "chats.jsonl", {"messages": []}, *rows(), {"text": 3})
+    overrides = [f"out={tmp_path / 'run'}", "optimizer.lr=0", "data.validation=[]"]
+    said = problems(recipe, *overrides)
+    assert said.startswith("2 problems") and "optimizer.lr (0.0)" in said
+    assert "2 bad line(s)" in said and "line 18: text is a int" in said
+    assert not (tmp_path / "run").exists()
+    # Of a long file only the beginning is looked at: what is wrong with a config is said soon.
+    monkeypatch.setattr("megacore.data.examples.LOOKED_AT", 5)
+    assert "1 bad line(s)" in problems(recipe, *overrides)
+    assert problems(recipe, *overrides, "chat.bad_lines=skip").startswith("1 problem ")
+    assert problems(recipe, *overrides, "data.sequence_length=0").startswith("2 problems")
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -175,6 +175,9 @@ BAD = [
     bad("data.train=corpus/txet", "no corpus/txet.bin and no corpus/txet.idx", "megacore tokenize"),
     bad("data.train=corpus/half", "no corpus/half.idx", "megacore tokenize"),
     bad("data.train=corpus/text.bin", "name the prefix, corpus/text"),
+    bad("data.train=notes/facts.json", "notes/facts.json is neither a token file", ".jsonl, .jsonl.gz or .parquet"),
+    bad("data.train=corpus", "corpus is a folder: name one of corpus/text"),
+    bad("data.train=notes", "notes is a folder: token files are a pair", "megacore tokenize"),
     bad("data.validation=corpus/held", "data.validation", "no corpus/held.bin"),
     bad("evaluate.every=10 data.validation_fraction=0", "evaluate.every (10)", "data.validation_fraction"),
     # the length of the run
@@ -195,6 +198,7 @@ BAD = [
         sizes=Sizes({**LLAMA.sizes, "layer": 2}),
     ),
     bad("out=done", "out (done) already holds a run (metrics.jsonl)", "another out"),
+    bad("out=/proc/x", "out (/proc/x)", "no folder can be made in /proc", "another out"),
     bad("out=corpus/text.bin/run", "corpus/text.bin is not a folder", "another out"),
     # what is exported at the end
     bad("checkpoint.export=hf checkpoint.at_end=false", "checkpoint.export (hf)", "checkpoint.at_end"),
@@ -207,8 +211,8 @@ BAD = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with one corpus, half of another, and a run."""
-    for name in ("corpus/text.bin", "corpus/text.idx", "corpus/half.bin", "done/metrics.jsonl"):
+    """A working directory with one corpus, half of another, a run, and what is none of them."""
+    for name in ("corpus/text.bin", "corpus/text.idx", "corpus/half.bin", "done/metrics.jsonl", "notes/facts.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)

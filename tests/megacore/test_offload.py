@@ -335,7 +335,7 @@ def test_a_folder_that_cannot_be_used_is_refused(recipe: str, tmp_path: Path, mo
     assert not said(tmp_path / "new" / "folder")
     assert said(tmp_path / "file" / "in") == [
         f"memory.offload_folder ({tmp_path / 'file' / 'in'}) cannot be made, {tmp_path / 'file'} is not a folder: "
-        "choose another one"
+        "choose another memory.offload_folder="
     ]
     config, model = load(recipe, run_of(tmp_path / "run", *offloaded(tmp_path))), configure(engine.LLAMA)
     assert not list(room.room_problems(config, model, 2, 2))

@@ -84,6 +84,12 @@ def test_a_damaged_corpus_is_found(recipe: str, tmp_path: Path) -> None:
     assert problem.startswith("data: ") and "it is no index" in problem
 
 
+def test_damaged_data_is_found_beside_what_else_is_wrong(recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "corpus.idx").write_bytes(b"not an index")
+    found = problems(recipe, "optimizer.lr=0")
+    assert len(found) == 2 and found[1].startswith("data: ") and "it is no index" in found[1]
+
+
 def test_problems_end_the_program_with_status_2_and_nothing_is_written(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

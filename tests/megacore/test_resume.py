@@ -366,7 +366,7 @@ def problems(recipe: str, *overrides: str, world: int = 1) -> tuple[str, ...]:
 
 
 def test_a_model_that_is_another_one_is_refused_and_each_difference_named(recipe: str, six: Path) -> None:
-    other = ["model.hidden_size=32", "model.num_hidden_layers=2", "model.attention_bias=true"]
+    other = ["model.hidden_size=32", "model.num_hidden_layers=2", "model.attention_bias=true", "train.steps=6"]
     for key in ("init", "resume"):
         found = problems(recipe, f"checkpoint.{key}={path_of(six, 6)}", *other)
         said = "\n".join(found)
@@ -420,6 +420,11 @@ def test_two_starts_are_one_too_many(recipe: str, six: Path) -> None:
     assert "both say where to start" in problem
 
 
+def test_a_run_is_not_gone_on_with_to_fewer_steps_than_are_done(recipe: str, six: Path) -> None:
+    (problem,) = problems(recipe, f"out={six}", "checkpoint.resume=auto", "train.steps=5")
+    assert "train.steps (5) is below the 6 steps that are done" in problem and "choose more than 6" in problem
+
+
 def test_auto_takes_the_newest_or_begins(recipe: str, six: Path, tmp_path: Path) -> None:
     empty = [f"out={tmp_path / 'new'}", "checkpoint.resume=auto"]
     folder = checkpoints.folder_of(tmp_path / "new")
@@ -451,9 +456,9 @@ def test_a_folder_that_holds_a_run_is_gone_on_with_or_left_alone(recipe: str, si
     # From an older one of its own, the newer ones would be another run's.
     (problem,) = problems(recipe, f"out={six}", f"checkpoint.resume={path_of(six, 3)}")
     assert "is older than step-00000006" in problem
-    pretrain.check(recipe, [f"out={six}", f"checkpoint.resume={path_of(six, 6)}"], 1, 1)
+    pretrain.check(recipe, [f"out={six}", f"checkpoint.resume={path_of(six, 6)}", "train.steps=6"], 1, 1)
     (tmp_path / "metrics.jsonl").touch()
-    (problem,) = problems(recipe, f"out={tmp_path}", f"checkpoint.resume={path_of(six, 6)}")
+    (problem,) = problems(recipe, f"out={tmp_path}", f"checkpoint.resume={path_of(six, 6)}", "train.steps=6")
     assert "is not a checkpoint of it" in problem
 
 
