@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megacore.store import audit
 from megacore.store.checkpoint import Checkpoint
+from megacore.store.hugging_face import CONFIG
 from megacore.store.index import INDEX
 from megacore.store.publish import remove_leftovers
 from megacore.store.strict_json import StoreError
@@ -64,6 +65,14 @@ def instead_of(damaged: Path) -> str:
             if path.resolve() != damaged.resolve() and not audit.check(Checkpoint.open(path), jobs=2):
                 return f"The newest whole checkpoint beside it is {path}"
     return "There is no whole checkpoint beside it"
+
+
+def newest_of(path: Path) -> Path:
+    """The newest checkpoint of a run's folder, or of the folder of its checkpoints; any other path is itself."""
+    if any((path / name).exists() for name in (INDEX, CONFIG)):
+        return path
+    found = complete(folder_of(path)) or complete(path)
+    return found[max(found)] if found else path
 
 
 def kept(steps: list[int], newest: int | None, every: int) -> set[int]:

@@ -460,7 +460,9 @@ OTHER_NAMES = {
     "out": ("output_dir", "out_dir"),
 }
 """{a key: what other trainers call it}."""
-NO_CHOICE = {f"optimizer.{key}": "the optimizer is AdamW, and there is no other: leave it out" for key in ("name", "type")}
+NO_CHOICE = {
+    f"optimizer.{key}": "the optimizer is AdamW, and there is no other: leave it out" for key in ("name", "type")
+}
 """{what is no key because there is nothing to choose: how it is}."""
 
 
@@ -483,7 +485,7 @@ def _dotted(where: Sequence[str | int]) -> str:
 
 
 def _nearest(where: Sequence[str | int]) -> str:
-    """The keys that an unknown one may have meant: ours of another trainer's name, its name in another section, else one
+    """The keys that an unknown one may have meant: what other trainers call so, its name in another section, else one
     spelled alike beside it."""
     *parents, key = where
     if (how := NO_CHOICE.get(_dotted(where))) is not None:

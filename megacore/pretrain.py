@@ -186,6 +186,10 @@ def _agree(control: Control, start: Start) -> None:
     if least != most:
         problem = f"ranks have found checkpoints to resume from of steps {least} to {most}"
         raise ConfigError([f"checkpoint.resume: {problem}: out must lie on a file system that all nodes share"])
+    sources = {*control.exchange(None if start.source is None else str(start.source.path))}
+    if len(sources) > 1:
+        found = ", ".join(sorted(map(str, sources)))
+        raise ConfigError([f"checkpoint.init: ranks have found different checkpoints of one run ({found}): name one"])
 
 
 def run(setup: Setup, device: torch.device) -> int:

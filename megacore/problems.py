@@ -513,7 +513,7 @@ def _unusable_out(config: Config) -> Iterator[str]:
             f"it by checkpoint.resume={AUTO}"
         )
     elif there and resume != AUTO:
-        yield from _not_its_own(out, Path(str(resume)))
+        yield from _not_its_own(out, checkpoints.newest_of(Path(str(resume))))
     else:
         yield from _cannot_be_made("out", out)
 

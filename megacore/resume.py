@@ -70,7 +70,7 @@ def find(config: Config, damaged: tuple[Damaged, ...] = ()) -> Start:
     if section.resume is None:
         return _from(section.init)
     if section.resume != AUTO:
-        return _go_on(config, Checkpoint.open(section.resume))
+        return _go_on(config, Checkpoint.open(checkpoints.newest_of(Path(section.resume))))
     folder = checkpoints.folder_of(config.out)
     for path in reversed(checkpoints.named(folder).values()):
         if any(path == each.path for each in damaged):
@@ -164,6 +164,9 @@ def model_of(config: Config, source: Folder | None) -> ModelConfig:
         ModelConfigError: everything that is wrong with it, and with its fit to the source.
     """
     section = config.model
+    if source is None and not section:
+        way_out = "name a Hugging Face folder or a checkpoint in checkpoint.init (--init FOLDER)"
+        raise ModelConfigError("model", [f"there is none: {way_out}, or set model.preset, model.family or .config"])
     if source is None or any(section.get(key) is not None for key in ("family", "preset", "config")):
         model = configure(section)
     else:

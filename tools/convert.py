@@ -13,7 +13,6 @@ from megacore.store.adapters import check_base, merged, to_peft
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.convert import Plan, Source, to_checkpoint, to_hugging_face
 from megacore.store.export import SHARD_SIZE, parse_size
-from megacore.store.folder import open_folder
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.strict_json import StoreError
 from tools import folders
@@ -37,12 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> int:
     out, dtype = arguments.to != "megacore", folders.dtype(arguments)
     # Adapters without their model are refused where a model is needed, in words that tell how to merge them.
-    source = open_folder(arguments.source, adapters=arguments.to == "peft" or arguments.base is not None)
+    source = folders.opened(arguments.source, adapters=arguments.to == "peft" or arguments.base is not None)
     if arguments.base is not None and arguments.to != "hf":
         raise StoreError("--base is for --to hf: it is the model that adapters are merged into")
     if out:
         if not isinstance(source, Checkpoint):
-            raise StoreError(f"{arguments.source} is a Hugging Face folder already")
+            raise StoreError(f"{source.path} is a Hugging Face folder already")
         if folders.has_layout(arguments):
             raise StoreError("a Hugging Face folder has no layout: leave out --tp, --pp, --ep, --chunks and the like")
         size = parse_size(arguments.max_shard_size or SHARD_SIZE)
@@ -55,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         if isinstance(source, Checkpoint):
             raise StoreError(
-                f"{arguments.source} is a checkpoint of ours: change its layout with `megacore reshard`, or make a "
+                f"{source.path} is a checkpoint of ours: change its layout with `megacore reshard`, or make a "
                 "Hugging Face folder of it with --to hf"
             )
         if arguments.max_shard_size is not None:
@@ -67,12 +66,12 @@ def run(arguments: argparse.Namespace) -> int:
             dtype=dtype,
             companions=source.companions(),
         )
-    folders.carry_out(plan, arguments.target, arguments)
+    folders.carry_out(plan, source.path, arguments.target, arguments)
     return 0
 
 
 def _merged(source: Checkpoint, arguments: argparse.Namespace, max_shard_bytes: int, dtype: str | None) -> Plan:
-    base = open_folder(arguments.base)
+    base = folders.opened(arguments.base)
     if not isinstance(base, HuggingFace):
         raise StoreError(f"{arguments.base} is a checkpoint: make a Hugging Face folder of it first, by --to hf")
     plan = merged(source, base, max_shard_bytes, dtype)

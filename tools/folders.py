@@ -16,6 +16,7 @@ from megacore import checkpoints
 from megacore.store.audit import DamageError
 from megacore.store.convert import Plan
 from megacore.store.dtypes import FLOATS
+from megacore.store.folder import Folder, open_folder
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
 from models.stages import layout_of
@@ -68,6 +69,24 @@ def layout(arguments: argparse.Namespace, config: ModelConfig) -> Layout:
     return layout_of(config, mesh, arguments.chunks, given)
 
 
+def opened(path: Path, adapters: bool = False, told: bool = True) -> Folder:
+    """As :func:`~megacore.store.folder.open_folder`; what a run's folder stands for is told.
+
+    Raises:
+        StoreError: likewise.
+    """
+    folder = open_folder(path, adapters)
+    if told:
+        tell(path, folder.path)
+    return folder
+
+
+def tell(given: Path, found: Path) -> None:
+    """Which checkpoint of a run is taken, where its folder was given."""
+    if found != given:
+        print(f"{given}: taking its newest checkpoint, {found}", file=sys.stderr)
+
+
 def add_jobs(parser: argparse.ArgumentParser) -> None:
     # Half of the time a thread waits for the disk.
     jobs = 2 * (os.cpu_count() or 1)
@@ -95,14 +114,14 @@ def dtype(arguments: argparse.Namespace) -> str | None:
     return next((name for name, kind in FLOATS.items() if kind == arguments.dtype), None)
 
 
-def carry_out(plan: Plan, target: Path, arguments: argparse.Namespace) -> None:
-    """Write the plan with a progress bar, or with ``--dry-run`` only show it.
+def carry_out(plan: Plan, source: Path, target: Path, arguments: argparse.Namespace) -> None:
+    """Write the plan of a source with a progress bar, or with ``--dry-run`` only show it.
 
     Raises:
         StoreError: as :meth:`Plan.write`, or the target lies in the source.
     """
-    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(arguments.source)):
-        raise StoreError(f"{target} lies in {arguments.source}, which is only read: choose a folder beside it")
+    if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
+        raise StoreError(f"{target} lies in {source}, which is only read: choose a folder beside it")
     if not arguments.dry_run:
         with bar(plan.size, target.name) as progress:
             plan.write(target, jobs(arguments), progress)

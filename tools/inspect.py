@@ -1,4 +1,5 @@
-"""`megacore inspect`: what a checkpoint or a Hugging Face folder holds, what tells two apart, and what is damaged."""
+"""`megacore inspect`: what a checkpoint, a Hugging Face folder or a token file holds, what tells two folders apart, and
+what is damaged."""
 
 from __future__ import annotations
 
@@ -12,13 +13,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from megacore.data.corpus import Corpus
+from megacore.data.indexed import IndexedDataset
 from megacore.store import accounting, audit, compare
 from megacore.store.audit import Damage
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.compare import Differences
 from megacore.store.dtypes import FLOATS
-from megacore.store.folder import Folder, open_folder
-from megacore.store.index import FORMAT, VERSION
+from megacore.store.folder import Folder
+from megacore.store.hugging_face import CONFIG
+from megacore.store.index import FORMAT, INDEX, VERSION
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
 from parallel.fingerprint import spell
@@ -30,7 +34,7 @@ from tools.tables import table
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megacore inspect", description=__doc__)
-    parser.add_argument("folder", type=Path, help="a checkpoint or a Hugging Face folder")
+    parser.add_argument("folder", type=Path, help="a checkpoint, a Hugging Face folder, or a token file")
     parser.add_argument("--tensors", action="store_true", help="list the tensors of the model")
     parser.add_argument(
         "--diff",
@@ -49,8 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = open_folder(arguments.folder, adapters=True)
-    other = open_folder(arguments.diff, adapters=True) if arguments.diff else None
+    if prefixes := token_files(arguments.folder):
+        return _show_tokens(prefixes, arguments)
+    folder = folders.opened(arguments.folder, adapters=True)
+    other = folders.opened(arguments.diff, adapters=True) if arguments.diff else None
     if arguments.check and not isinstance(folder, Checkpoint):
         raise StoreError(
             f"{folder.path} is a Hugging Face folder, and those have no fingerprints to check it by: compare it with "
@@ -75,6 +81,67 @@ def run(arguments: argparse.Namespace) -> int:
         if other is not None and differences is not None:
             print("\n".join(_diff_text(differences, folder, other)))
     return 1 if damage or differences else 0
+
+
+# -- token files
+
+
+def token_files(path: Path) -> list[Path]:
+    """The token files that a path names, without their endings: a pair, one of its two files, or a folder of pairs that
+    holds no model."""
+    if path.is_dir():
+        model = any((path / name).exists() for name in (INDEX, CONFIG))
+        found = [] if model else [each.with_suffix("") for each in sorted(path.glob("*.idx"))]
+    else:
+        found = [path.with_suffix("") if path.suffix in _PAIR else path]
+    return [prefix for prefix in found if all(Path(f"{prefix}{end}").is_file() for end in _PAIR)]
+
+
+_PAIR = (".bin", ".idx")
+
+
+def _show_tokens(prefixes: Sequence[Path], arguments: argparse.Namespace) -> int:
+    if arguments.tensors or arguments.diff or arguments.check:
+        raise StoreError(f"{arguments.folder} has tokens: --tensors, --diff and --check are for weights")
+    facts = [tokens(prefix) for prefix in prefixes]
+    print(json.dumps({"format": "tokens", "files": facts}, indent=1) if arguments.json else _tokens_text(facts))
+    return 0
+
+
+def tokens(prefix: Path) -> dict[str, Any]:
+    """What a token file holds; ``corpus`` is what `megacore tokenize` has written beside it, None of another origin.
+
+    Raises:
+        StoreError: it is damaged.
+    """
+    try:
+        dataset, known = IndexedDataset(prefix), Corpus.beside(prefix)
+    except ValueError as error:
+        raise StoreError(str(error)) from error
+    return {
+        "path": str(prefix),
+        "documents": dataset.documents,
+        "tokens": int(dataset.lengths.sum(dtype="int64")),
+        "dtype": dataset.dtype.name,
+        "bytes": sum(Path(f"{prefix}{end}").stat().st_size for end in _PAIR),
+        "corpus": None if known is None else asdict(known),
+    }
+
+
+def _tokens_text(facts: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for each in facts:
+        lines += [
+            f"{each['path']}: a token file (.bin, .idx), to train on by data.train={each['path']}",
+            f"  tokens      {each['tokens']:,} in {each['documents']:,} documents, as {each['dtype']}",
+        ]
+        if known := each["corpus"]:
+            lines += [
+                f"  vocabulary  {known['vocabulary']:,}, unigram entropy {known['unigram_entropy']:.4f} nats per token",
+                f"  text        {known['text_bytes']:,} bytes, {known['bytes_per_token']:.3f} bytes per token",
+            ]
+        lines += [f"  size        {each['bytes']:,} bytes in 2 files"]
+    return "\n".join(lines)
 
 
 # -- facts

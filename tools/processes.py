@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megacore.launcher import Node, gpus, launch, threads
 from megacore.rank import Here, join, leave
-from megacore.store.adapted import Whole, open_model
+from megacore.store.adapted import Adapted, Whole, open_model
 from megacore.store.dtypes import FLOATS
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
@@ -54,6 +54,14 @@ def model(arguments: argparse.Namespace) -> Whole:
         StoreError: as :func:`~megacore.store.adapted.open_model`.
     """
     return open_model(arguments.folder, arguments.base)
+
+
+def tell(arguments: argparse.Namespace, found: Whole, here: Here) -> None:
+    """Which checkpoints the model is of, where folders of runs were given."""
+    if here.rank == 0:
+        folders.tell(arguments.folder, found.path)
+        if isinstance(found, Adapted) and arguments.base is not None:
+            folders.tell(arguments.base, found.base.path)
 
 
 def add_mesh(parser: argparse.ArgumentParser, data: bool = False) -> None:

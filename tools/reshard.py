@@ -10,7 +10,6 @@ from pathlib import Path
 
 from megacore.store.checkpoint import TRAINER, Checkpoint
 from megacore.store.convert import Source, to_checkpoint
-from megacore.store.folder import open_folder
 from megacore.store.strict_json import StoreError
 from tools import folders
 
@@ -25,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    source = open_folder(arguments.source, adapters=True)
+    source = folders.opened(arguments.source, adapters=True)
     if not isinstance(source, Checkpoint):
         raise StoreError(f"{arguments.source} is a Hugging Face folder: use `megacore convert`")
     trainer = source.path / TRAINER
@@ -39,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         adapters=source.index.adapters,
         frozen=source.index.frozen,
     )
-    folders.carry_out(plan, arguments.target, arguments)
+    folders.carry_out(plan, source.path, arguments.target, arguments)
     return 0
 
 

@@ -20,7 +20,6 @@ from megacore.data.text import InputError
 from megacore.data.tokenizer import load
 from megacore.rank import Here, join, leave
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.folder import open_folder
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.strict_json import StoreError
 from tools import folders
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> int:
     here = Here.now()
     try:
-        pair, prompts, mesh = _prepare(arguments, here.world)
+        pair, prompts, mesh = _prepare(arguments, here.rank, here.world)
     except StoreError:
         if here.rank == 0:
             raise
@@ -67,8 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report.passes else 1
 
 
-def _prepare(arguments: argparse.Namespace, world: int) -> tuple[Pair, list[list[int]], MeshShape]:
-    checkpoint, folder = open_folder(arguments.checkpoint), open_folder(arguments.folder)
+def _prepare(arguments: argparse.Namespace, rank: int, world: int) -> tuple[Pair, list[list[int]], MeshShape]:
+    checkpoint, folder = (folders.opened(path, told=rank == 0) for path in (arguments.checkpoint, arguments.folder))
     if not isinstance(checkpoint, Checkpoint):
         raise StoreError(f"{arguments.checkpoint} is a Hugging Face folder: give a checkpoint first, then the folder")
     if not isinstance(folder, HuggingFace):

@@ -9,7 +9,6 @@ from pathlib import Path
 from megacore.config import Config, Corpus
 from megacore.data.batches import Batches
 from megacore.data.blend import Blend
-from megacore.data.corpus import CORPUS
 from megacore.data.corpus import Corpus as Facts
 from megacore.data.examples import Examples, Preparation
 from megacore.data.examples import Facts as ExampleFacts
@@ -139,9 +138,7 @@ def _blend(samples: list[Source], corpora: tuple[Corpus, ...]) -> Source:
 
 def facts(corpus: Corpus) -> Facts | None:
     """What `megacore tokenize` has written about a corpus; None for token files of other origin."""
-    prefix = Path(corpus.path)
-    known = Facts.read(prefix.parent) if (prefix.parent / CORPUS).is_file() else None
-    return known if known and known.name == prefix.name else None
+    return Facts.beside(Path(corpus.path))
 
 
 def vocabulary_problems(config: Config, vocab_size: int) -> Iterator[str]:

@@ -44,3 +44,9 @@ class Corpus:
     @classmethod
     def read(cls, folder: Path) -> Corpus:
         return cls(**json.loads((folder / CORPUS).read_text("utf-8")))
+
+    @classmethod
+    def beside(cls, prefix: Path) -> Corpus | None:
+        """What `megacore tokenize` has written about a token file; None of those of other origin."""
+        known = cls.read(prefix.parent) if (prefix.parent / CORPUS).is_file() else None
+        return known if known is not None and known.name == prefix.name else None

@@ -14,6 +14,7 @@ from megacore.store.adapted import Adapted, Whole, source_of
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import Folder
+from megacore.store.strict_json import StoreError
 from models.assemble import Model
 from models.stages import layout_of
 from models.tuning import EVERYTHING
@@ -33,9 +34,12 @@ def model_from(whole: Whole, mesh: Mesh, dtype: torch.dtype | None = None, verif
 
     Raises:
         DamageError: a checkpoint's bytes are not those that were written; on every rank, as all others.
-        StoreError: the adapters were trained on other weights than the base's, or a rank cannot read its part.
+        StoreError: the adapters were trained on other weights than the base's, a rank cannot read its part, or some
+            have found a newer checkpoint of a run than others.
     """
     control = Control.create(mesh)
+    if len(paths := {*control.exchange(str(whole.path))}) > 1:
+        raise StoreError(f"ranks have found different checkpoints of one run ({', '.join(sorted(paths))}): name one")
     if isinstance(whole, Adapted):
         whole.check(fingerprint(whole.base, control))
         base, tuning = whole.base, whole.tuning

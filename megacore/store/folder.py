@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+from megacore.checkpoints import FOLDER, newest_of
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.index import INDEX
@@ -16,15 +18,18 @@ def open_folder(path: Path, adapters: bool = False) -> Folder:
     """A checkpoint of ours, or a Hugging Face folder.
 
     Args:
-        path: The folder.
+        path: The folder; that of a run, or of its checkpoints, stands for its newest checkpoint.
         adapters: Whether a checkpoint of adapters will do, which is no model by itself.
 
     Raises:
         StoreError: it is neither, or is damaged, or holds adapters.
     """
+    path = newest_of(path)
     if not path.is_dir():
-        raise StoreError(f"{path} is not a folder")
+        raise StoreError(f"{path} is not a folder{_on_the_hub(path)}")
     if not (path / INDEX).exists():
+        if (path / FOLDER).is_dir():
+            raise StoreError(f"{path} is the folder of a run, and there is no checkpoint in {path / FOLDER} yet")
         return HuggingFace.open(path)
     checkpoint = Checkpoint.open(path)
     held = checkpoint.index.adapters
@@ -34,3 +39,10 @@ def open_folder(path: Path, adapters: bool = False) -> Folder:
             f"`megacore convert {path} FOLDER --to hf --base {held.base}` and take that folder"
         )
     return checkpoint
+
+
+def _on_the_hub(path: Path) -> str:
+    """How to get a model whose name was given in the place of a folder."""
+    if path.exists() or path.parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        return ""
+    return f": download a model of the Hugging Face hub by `hf download {path} --local-dir FOLDER`, and name FOLDER"

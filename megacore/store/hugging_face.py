@@ -250,6 +250,8 @@ def _no_weights(folder: Path) -> str:
         sorted(printable(file.name) for pattern in patterns for file in folder.glob(pattern))
         for patterns in (_PICKLED, ("*.gguf",), ("*.safetensors",))
     )
+    tokens = sorted(file.with_suffix("") for file in folder.glob("*.idx"))
+    pickled = [name for name in pickled if folder / name.removesuffix(".bin") not in tokens]
     if others:
         return f"{looked_for}, but {', '.join(others)}: if these are the model's, the index that names them is missing"
     if pickled:
@@ -258,6 +260,9 @@ def _no_weights(folder: Path) -> str:
             f"{looked_for}, but {', '.join(pickled)}: a pickle can run code when it is read, so none is read here. "
             f"If you trust it, make it safetensors, and copy the tokenizer's files: {command}"
         )
+    if tokens:
+        names = ", ".join(printable(f"{name}.bin, .idx") for name in tokens)
+        return f"{looked_for}, but {names}: a token file has tokens to train on (data.train={tokens[0]}), no weights"
     if gguf:
         return f"{looked_for}, but {', '.join(gguf)}: GGUF is not read here; take the model that it was made from"
     return looked_for

@@ -20,16 +20,19 @@ from resident_home import resident
 
 from megacore import checkpoints, metrics, pretrain
 from megacore.config import Config, ConfigError, load
+from megacore.inference.load import model_from
 from megacore.progress import Progress
 from megacore.resume import find, model_of, raw_of, remarks
 from megacore.save import State
 from megacore.store.checkpoint import Checkpoint
+from megacore.store.folder import open_folder
 from megacore.store.strict_json import StoreError
 from megacore.trainer import Trainer
 from models.decoder import Microbatch
 from models.registry import configure
 from models.stages import layout_of
 from parallel.layout import MeshShape
+from parallel.mesh import Mesh
 from parallel.transfer import execute, native, plan
 
 TOLERANCE = 1e-9
@@ -411,7 +414,8 @@ def test_without_a_model_the_checkpoint_s_is_taken(six: Path, tmp_path: Path) ->
     bare = write_recipe(tmp_path, {**RECIPE, "model": {}})
     changed = pretrain.check(bare, [f"checkpoint.init={path_of(six, 3)}", "model.attention_dropout=0.25"], 1, 1)
     assert changed.model == replace(setup.model, attention_dropout=0.25)  # type: ignore[call-arg]
-    assert any("give one of family" in problem for problem in problems(bare))
+    (problem,) = problems(bare)
+    assert "--init FOLDER" in problem and "model.preset" in problem
 
 
 def test_two_starts_are_one_too_many(recipe: str, six: Path) -> None:
@@ -446,6 +450,47 @@ def test_auto_takes_the_newest_or_begins(recipe: str, six: Path, tmp_path: Path)
         ]
     finally:
         (checkpoints.folder_of(six) / "step-00000007").rmdir()
+
+
+def test_a_runs_folder_stands_for_its_newest_checkpoint(recipe: str, six: Path, tmp_path: Path) -> None:
+    for folder in (six, checkpoints.folder_of(six)):
+        at = f"out={tmp_path / 'new'}"
+        assert said(recipe, at, f"checkpoint.init={folder}") == [f"Starting from the weights of {path_of(six, 6)}."]
+        resumed = said(recipe, at, f"checkpoint.resume={folder}", "train.steps=6")
+        assert resumed[0].endswith(f"from {path_of(six, 6)}.") and "after step 6" in resumed[0]
+        own = pretrain.check(recipe, [f"out={six}", f"checkpoint.resume={folder}", "train.steps=6"], 1, 1)
+        assert own.start.progress.step == 6
+    assert checkpoints.newest_of(path_of(six, 3)) == path_of(six, 3)
+    checkpoints.folder_of(tmp_path).mkdir()
+    (problem,) = problems(recipe, f"checkpoint.init={tmp_path}")
+    assert "is the folder of a run, and there is no checkpoint in" in problem
+
+
+def of_different_checkpoints(recipe: str, out: str, paths: list[Path]) -> tuple[str, str]:
+    """What is said where a run saves while ranks look for its newest checkpoint."""
+    mine = paths[torch.distributed.get_rank()]
+    with pytest.raises(ConfigError) as starting:
+        trainer(recipe, [out, f"checkpoint.init={mine}"])
+    with pytest.raises(StoreError) as loading:
+        model_from(open_folder(mine), Mesh.create(MeshShape(dp=2)))
+    return str(starting.value), str(loading.value)
+
+
+def test_ranks_that_find_different_checkpoints_of_one_run_do_not_mix_them(
+    pool: Pool, recipe: str, six: Path, tmp_path: Path
+) -> None:
+    paths = [path_of(six, 3), path_of(six, 6)]
+    for messages in pool.run(2, of_different_checkpoints, recipe, f"out={tmp_path / 'run'}", paths):
+        for message in messages:
+            assert f"different checkpoints of one run ({paths[0]}, {paths[1]})" in message
+
+
+@pytest.mark.quick
+def test_a_name_on_the_hub_is_no_folder(recipe: str) -> None:
+    (problem,) = problems(recipe, "checkpoint.init=some-org/Some-Model-1.5B")
+    assert "`hf download some-org/Some-Model-1.5B --local-dir FOLDER`" in problem
+    (problem,) = problems(recipe, "checkpoint.init=megacore/nowhere")
+    assert problem == "checkpoint: megacore/nowhere is not a folder"
 
 
 def test_a_folder_that_holds_a_run_is_gone_on_with_or_left_alone(recipe: str, six: Path, tmp_path: Path) -> None:

@@ -14,12 +14,14 @@ import pytest
 from hub import MODELS, change, converted, flip, of_a_run, save
 from safetensors.torch import load_file, save_file
 
+from megacore.data.corpus import Corpus
+from megacore.data.indexed import IndexedWriter
 from megacore.store.audit import fingerprints
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.convert import Source
 from megacore.store.hugging_face import HuggingFace
 from models.registry import FAMILIES
-from tools import inspect, reshard
+from tools import convert, evaluate, inspect, reshard, verify
 
 ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
@@ -258,6 +260,58 @@ def test_replicas_that_differ_though_each_is_as_it_was_written(tmp_path: Path, c
     assert status == 1 and (found["file"], found["tensor"]) == (file, name) and "replica" in found["reason"]
     assert inspect.main([str(path), "--diff", str(hf)]) == 1
     assert "replicas of the same elements differ" in capsys.readouterr().err
+
+
+# -- what is no model, and what stands for one
+
+
+def test_token_files_are_shown(tmp_path: Path, capsys: Capture) -> None:
+    for name in ("corpus", "other"):
+        with IndexedWriter(tmp_path / name, 50) as writer:
+            writer.write([1, 2, 3])
+            writer.write([4, 5])
+    Corpus("corpus", 2, 5, 21, 4.2, 50, None, 1.5, 0, 0).write(tmp_path)
+    for given in ("corpus", "corpus.bin", "corpus.idx"):
+        status, shown = text(capsys, tmp_path / given)
+        assert status == 0 and f"{tmp_path / 'corpus'}: a token file" in shown
+        assert "5 in 2 documents, as uint16" in shown and "vocabulary  50, unigram entropy 1.5000" in shown
+    status, facts = data(capsys, tmp_path)
+    assert status == 0 and facts["format"] == "tokens"
+    assert [each["path"] for each in facts["files"]] == [str(tmp_path / name) for name in ("corpus", "other")]
+    assert [each["tokens"] for each in facts["files"]] == [5, 5] and facts["files"][1]["corpus"] is None
+    (tmp_path / "corpus.idx").write_bytes(b"not an index")
+    for arguments, words in (([], "it is no index"), (["--check"], "are for weights")):
+        assert inspect.main([str(tmp_path), *arguments]) == 1
+        assert words in capsys.readouterr().err
+    # Where weights are looked for, a token file's data is no pickle.
+    assert convert.main([str(tmp_path), str(tmp_path / "out")]) == 1
+    shown = capsys.readouterr().err
+    assert "a token file has tokens to train on" in shown and "pickle" not in shown
+
+
+def test_a_runs_folder_stands_for_its_newest_checkpoint(tmp_path: Path, capsys: Capture) -> None:
+    hf, run = save("llama", tmp_path / "hf"), tmp_path / "run"
+    states = dict.fromkeys(("weights", "exp_avg", "exp_avg_sq"), hf)
+    older, newer = (of_a_run(states, run / "checkpoints" / f"step-{n:08d}", tp=1, pp=1, step=n) for n in (7, 9))
+    said = f"{run}: taking its newest checkpoint, {newer}\n"
+    for folder in (run, run / "checkpoints"):
+        status, facts = data(capsys, folder)
+        assert (status, facts["step"]) == (0, 9)
+    assert text(capsys, older)[1].startswith(f"{older}: a checkpoint")
+    commands: list[tuple[Callable[[list[str]], int], list[object]]] = [
+        (inspect.main, [run, "--diff", newer]),
+        (inspect.main, [newer, "--diff", run]),
+        (convert.main, [run, run / "hf", "--to", "hf"]),
+        (verify.main, [run, run / "hf"]),
+        (reshard.main, [run, tmp_path / "tp2", "--tp", 2]),
+        (evaluate.main, [run, "--data", tmp_path / "corpus"]),
+    ]
+    with IndexedWriter(tmp_path / "corpus", 40) as writer:
+        writer.write([1, 2, 3])
+    for main, arguments in commands:
+        capsys.readouterr()
+        assert main([*map(str, arguments)]) == 0, main
+        assert capsys.readouterr().err.startswith(said), main
 
 
 # -- refusals
