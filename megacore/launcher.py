@@ -253,7 +253,8 @@ class _Ranks:
                 hint = ": where memory ran out, the kernel's log (dmesg) says so" if number == signal.SIGKILL else ""
                 _say(f"Rank {rank} (process {self.processes[rank].pid}) was ended by {number.name}{hint}.")
                 return 128 + number
-            if status not in (1, 2):  # those two have said what was wrong
+            # Who ends with 1 or 2 has said what was wrong, and with 141 nobody reads its output any more.
+            if status not in (1, 2, 128 + signal.SIGPIPE):
                 _say(f"Rank {rank} (process {self.processes[rank].pid}) ended with status {status}.")
             return status
         for rank, report in reports.items():

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
             raise StoreError("there are no documents in the data")
         kind = processes.device(arguments.device, here, shape.world)
     if shape.world > 1 and not here.launched:
-        return processes.start("tools.evaluate", given, shape.world)
+        return processes.start("tools.main", ["evaluate", *given], shape.world)
     processes.tell(arguments, folder, here)
     from megacore.inference.evaluate import Windows, evaluate
     from megacore.inference.load import model_from

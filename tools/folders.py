@@ -167,6 +167,8 @@ def program(run: Callable[[argparse.Namespace], int], arguments: argparse.Namesp
         return run(arguments)
     except SaidElsewhere:
         return 1
+    except BrokenPipeError:  # of the output: see tools.main
+        raise
     except (StoreError, OSError) as error:
         # Names come from files.
         print(harmless(str(error)), file=sys.stderr)

@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         stops = texts.stops()
         kind = processes.device(arguments.device, here, shape.world)
     if shape.world > 1 and not here.launched:
-        return processes.start("tools.generate", given, shape.world)
+        return processes.start("tools.main", ["generate", *given], shape.world)
     processes.tell(arguments, folder, here)
     from megacore.inference.generate import Ending, generate
     from megacore.inference.load import model_from

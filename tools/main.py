@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -19,6 +20,8 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "plan": ("tools.plan", "memory, network traffic and time of a recipe, and what fits a cluster"),
 }
 """{command: (module with ``main(argv) -> exit status``, what it does)}."""
+CLOSED_PIPE = 128 + signal.SIGPIPE
+"""Exit status of a program whose output nobody reads any more."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,11 +34,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="megacore COMMAND --help tells which")
-    command = parser.parse_args(arguments[:1]).command
-    if argv is None:  # this process is the command's own
-        # Those that it starts import nothing from the working folder, which may be one that was downloaded.
-        os.environ["PYTHONSAFEPATH"] = "1"
-    status: int = importlib.import_module(COMMANDS[command][0]).main(arguments[1:])
+    try:
+        try:
+            command = parser.parse_args(arguments[:1]).command
+            if argv is None:  # this process is the command's own
+                # Those that it starts import nothing from the working folder, which may be one that was downloaded.
+                os.environ["PYTHONSAFEPATH"] = "1"
+            status: int = importlib.import_module(COMMANDS[command][0]).main(arguments[1:])
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read has gone, as `head` does: nobody is told, and what is still to be written is not tried again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
     return status
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from megacore.data.indexed import IndexedWriter
 from tools.main import COMMANDS, main
 
 
@@ -61,6 +64,39 @@ def test_what_is_no_command_is_refused_with_the_choices(
     shown = capsys.readouterr().err
     assert "command" in shown
     assert not arguments or "tokenize" in shown
+
+
+@contextmanager
+def closed() -> Iterator[None]:
+    """Standard output is a pipe whose reader has gone."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output, redirect_stdout(output):
+        yield
+        output.flush()  # as at exit: nothing is raised any more
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["inspect", "--help"],
+        ["plan", "launch/recipes/quickstart.yaml", "--json"],
+        ["inspect", "corpus"],
+        ["tokenize", "README.md", "--out", "corpus", "--train-vocab", "300", "--workers", "1", "--overwrite"],
+    ],
+    ids=["help", "help of a command", "plan", "inspect", "tokenize"],
+)
+def test_where_nobody_reads_on_nothing_is_said(
+    arguments: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if "corpus" in arguments:
+        with IndexedWriter(tmp_path / "corpus", 50) as writer:
+            writer.write([1])
+    given = [str(tmp_path / each) if each == "corpus" else each for each in arguments]
+    with closed():
+        assert main(given) == 141
+    assert "roken pipe" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
