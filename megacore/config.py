@@ -137,7 +137,11 @@ class BatchConfig:
 
 @dataclass(frozen=True, config=TYPED)
 class OptimizerConfig:
-    """AdamW. `clip` bounds the global gradient norm (null does not); `non_finite` is what a NaN or infinity does.
+    """AdamW. `clip` bounds the global gradient norm (null does not).
+
+    `non_finite`: a NaN or infinity in loss or gradient makes the run `stop`, or `skip` the step, which then changes
+    nothing; more than `max_skipped` such steps among 100 end it all the same (null: no number does). What overflows in
+    fp16 and only lowers the loss scale does not count.
 
     `moments`: `fp32` are as wide as what is updated, `bf16` rounded after each step.
     """
@@ -150,6 +154,7 @@ class OptimizerConfig:
     master_weights: Bool = True
     moments: Literal["fp32", "bf16"] = "fp32"
     non_finite: Literal["stop", "skip"] = "stop"
+    max_skipped: Int | None = 10
 
 
 @dataclass(frozen=True, config=TYPED)

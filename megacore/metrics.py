@@ -83,6 +83,7 @@ class ProgressBar:
             self._bar.write(f"step {step}: validation loss {loss:.4f}, perplexity {perplexity:.4g}")
         else:
             shown = {"loss": f"{record['loss']:.4f}", "tokens/s": f"{record['tokens_per_second']:,.0f}"}
+            shown |= {"skipped": f"{record['skipped_steps']:,}"} if record["skipped_steps"] else {}
             self._bar.set_postfix(shown, refresh=False)
 
     def tell(self, text: str) -> None:

@@ -328,6 +328,8 @@ def _report(config: Config, last: int) -> str:
         )
     if held_out:
         lines.append(f"  validation loss  {held_out[-1]:.4f}")
+    if skipped := [count for _, count in metrics.curve(records, "skipped_steps")][-1:]:
+        lines += [f"  skipped steps    {skipped[0]:,} of {last:,}, which changed nothing"] if skipped[0] else []
     if entropy is not None:
         lines.append(f"  unigram entropy  {entropy:.4f} (what knowing the tokens' frequencies alone would give)")
     paths = {"metrics": out / metrics.METRICS, "loss curve": out / metrics.PICTURE}

@@ -82,6 +82,7 @@ ABOVE_0 = Bound("above 0", lambda value: value > 0)
 BELOW_1 = Bound("at least 0 and below 1", lambda value: 0 <= value < 1)
 UP_TO_1 = Bound("between 0 and 1", lambda value: 0 <= value <= 1)
 TIMEOUT = Bound("minutes above 0, and at most a day (1440)", lambda value: 0 < value <= 1440)
+UP_TO_99 = Bound("between 1 and 99, or null", lambda value: 1 <= value <= 99)
 POWER_OF_2 = Bound("a power of two up to 2^24", lambda value: 0 < value <= 2**24 and math.frexp(value)[0] == 0.5)
 
 RANGES: Mapping[str, Bound] = {
@@ -113,6 +114,7 @@ RANGES: Mapping[str, Bound] = {
     "optimizer.eps": ABOVE_0,
     "optimizer.weight_decay": AT_LEAST_0,
     "optimizer.clip": ABOVE_0,
+    "optimizer.max_skipped": UP_TO_99,
     "schedule.warmup_steps": AT_LEAST_0,
     "schedule.decay_steps": AT_LEAST_1,
     "schedule.min_ratio": UP_TO_1,

@@ -47,9 +47,12 @@ _TOGETHER = 64
 _AGAIN_S = 30
 """Between two tries to save the end of a run."""
 
+WINDOW = 100
+"""Steps among which at most ``optimizer.max_skipped`` may be left out."""
+
 
 class NonFinite(RuntimeError):
-    """The loss or the gradient norm is not a number any more."""
+    """The loss or the gradient norm is not a number any more, or too often."""
 
 
 @dataclass
@@ -95,30 +98,40 @@ class Trouble:
     """Non-finite steps, counted on the device so that nobody waits for it.
 
     Args:
-        first: The first step whose loss or gradient norm was not finite, 0 if there is none; those that overflowed for
-            their loss scale do not count.
-        here: The first step at which this rank's own part of the loss was not finite, 0 if there is none.
+        first: The step from which on the weights do not change any more, 0 if there is none: the one that is not finite
+            and one more than ``allowed`` among the last ``WINDOW``. Those that overflowed for their loss scale do not
+            count.
+        here: Whether this rank's own part of the loss was not finite at that step.
         skipped: How many steps were left out.
-        halted: Whether the weights must not change any more: with ``stop``, from the first such step on.
+        halted: Whether there is such a step.
+        recent: Which of the last ``WINDOW`` steps were left out and count.
+        allowed: How many of them may be; None for any number.
     """
 
     first: Tensor
     here: Tensor
     skipped: Tensor
     halted: Tensor
+    recent: Tensor
+    allowed: int | None
 
     @classmethod
-    def none(cls, device: torch.device, skipped_before: int = 0) -> Trouble:
-        first, here, skipped = torch.tensor([0, 0, skipped_before], device=device).unbind()
-        return cls(first, here, skipped, torch.zeros((), dtype=torch.bool, device=device))
+    def none(cls, device: torch.device, allowed: int | None, skipped_before: int = 0) -> Trouble:
+        first, skipped = torch.tensor([0, skipped_before], device=device).unbind()
+        here, halted = torch.zeros(2, dtype=torch.bool, device=device).unbind()
+        return cls(first, here, skipped, halted, torch.zeros(WINDOW, dtype=torch.bool, device=device), allowed)
 
-    def note(self, step: int, stats: Stats, stop: bool) -> None:
+    def note(self, step: int, stats: Stats) -> None:
         bad = ~stats.finite
         self.skipped += bad
         bad &= ~stats.overflow
-        self.halted |= bad & stop
-        self.first = torch.where(bad & (self.first == 0), step, self.first)
-        self.here = torch.where(~torch.isfinite(stats.own_loss) & (self.here == 0), step, self.here)
+        self.recent[step % WINDOW] = bad
+        if self.allowed is None:
+            return
+        now = ~self.halted & (self.recent.sum() > self.allowed)
+        self.halted |= now
+        self.first = torch.where(now, step, self.first)
+        self.here |= now & ~torch.isfinite(stats.own_loss)
 
 
 @dataclass
@@ -158,8 +171,9 @@ class Trainer:
         """Train; returns the last step that was done.
 
         Raises:
-            NonFinite: with ``optimizer.non_finite=stop``, once a step has a loss or gradient that is not finite. The
-                weights are those before that step.
+            NonFinite: with ``optimizer.non_finite=stop``, once a step has a loss or gradient that is not finite; with
+                ``skip``, once more than ``optimizer.max_skipped`` of the last ``WINDOW`` steps have. The weights are
+                those before that step.
             SaveError: no checkpoint could be written for ``checkpoint.patience`` hours, or none before a signal ended
                 the run.
         """
@@ -176,7 +190,9 @@ class Trainer:
     def _steps(self) -> int:
         config, total = self.config, self.config.train.steps
         meter = _Meter(self)
-        trouble = Trouble.none(self.mesh.device, self.start.skipped)
+        section = config.optimizer
+        allowed = 0 if section.non_finite == "stop" else section.max_skipped
+        trouble = Trouble.none(self.mesh.device, allowed, self.start.skipped)
         step = first = self.start.step
         if first >= total:
             return first
@@ -185,7 +201,7 @@ class Trainer:
                 self.at = step
                 lr = learning_rate(step, config.schedule, config.optimizer.lr, total)
                 stats = self.step(self._microbatches(batch, step), lr, trouble.halted)
-                trouble.note(step, stats, config.optimizer.non_finite == "stop")
+                trouble.note(step, stats)
                 stop, save = self._listen()
                 stopping = step == total or stop
                 saving = self._saves(step, stop, save)
@@ -302,10 +318,10 @@ class Trainer:
 
     def _check(self, trouble: Trouble) -> None:
         step = int(trouble.first)
-        if not step or self.config.optimizer.non_finite == "skip":
+        if not step:
             return
         ranks = torch.zeros(self.mesh.shape.world, dtype=torch.int64, device=self.mesh.device)
-        ranks[self.mesh.rank] = trouble.here == step
+        ranks[self.mesh.rank] = trouble.here
         found = all_reduce_(ranks, self.mesh.world).nonzero().flatten().tolist()
         first, end = (self.start.at(number, self.config).samples for number in (step - 1, step))
         where = (
@@ -313,10 +329,15 @@ class Trainer:
             if found
             else "the loss is finite on every rank, the gradient is not" + self._at_the_smallest_scale()
         )
+        way_out = "or go on without such steps by optimizer.non_finite=skip"
+        if allowed := trouble.allowed:
+            way_out = (
+                f"or raise optimizer.max_skipped ({allowed}): with this one {allowed + 1} of the last {WINDOW} steps "
+                "were not finite, and left out"
+            )
         raise NonFinite(
             f"step {step}, samples {first} to {end - 1} of the training data: {where}. The weights "
-            "are those before this step. Lower optimizer.lr, look at these samples, or go on without such steps by "
-            "optimizer.non_finite=skip"
+            f"are those before this step. Lower optimizer.lr, look at these samples, {way_out}"
         )
 
     def _at_the_smallest_scale(self) -> str:
@@ -346,7 +367,7 @@ class _Meter:
         self._since, self._last_step = now, step
         speed = steps * self._tokens_per_step / seconds
         tflops = speed * self._flops / self._trainer.mesh.shape.world / 1e12
-        peak = self._trainer.peak_tflops
+        peak = self._peak_above(tflops, step)
         return {
             "loss": loss,
             "grad_norm": norm,
@@ -360,6 +381,26 @@ class _Meter:
             "skipped_steps": int(trouble.skipped),
             **({"loss_scale": stats.scale.item()} if self._trainer.step.scaling.moves else {}),
         }
+
+    def _peak_above(self, tflops: float, step: int) -> float | None:
+        """The device's peak, as long as it has not been exceeded: then it was none, which is said once."""
+        peak, trainer = self._trainer.peak_tflops, self._trainer
+        if peak is None or tflops <= peak:
+            return peak
+        trainer.peak_tflops = None
+        of = (
+            "log.peak_tflops"
+            if trainer.config.log.peak_tflops
+            else "measured at the start, while the machine was busy"
+            if trainer.mesh.device.type == "cpu"
+            else "of the table of devices"
+        )
+        if trainer.log is not None:
+            trainer.log.tell(
+                f"step {step}: {tflops:.3g} TFLOP/s on each device are above its peak of {peak:.3g} ({of}): mfu is "
+                "null from here on, and was too high before; log.peak_tflops sets the peak"
+            )
+        return None
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -206,6 +206,32 @@ def test_a_non_finite_loss_ends_with_status_1_and_the_reason(
     assert "Done" not in shown.out
 
 
+def test_skipped_steps_are_in_the_progress_and_in_the_report(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = pretrain.trainer_of
+
+    def poisoned(*arguments: object) -> Trainer:
+        made = plain(*arguments)  # type: ignore[arg-type]
+        train = made.step.pipeline.train
+        monkeypatch.setattr(made.step.pipeline, "train", lambda batch, scale: train(batch, scale * torch.nan))
+        return made
+
+    monkeypatch.setattr(pretrain, "trainer_of", poisoned)
+    arguments = [recipe, "optimizer.non_finite=skip", "train.precision=fp32"]
+    assert pretrain.main([*arguments, f"out={tmp_path / 'run'}"]) == 0
+    shown = capsys.readouterr()
+    assert "skipped steps    5 of 5, which changed nothing" in shown.out
+    assert "skipped=5" in shown.err
+    assert pretrain.main([*arguments, f"out={tmp_path / 'other'}", "optimizer.max_skipped=3"]) == 1
+    shown = capsys.readouterr()
+    assert (
+        "step 4, samples 24 to 31" in shown.err
+        and "raise optimizer.max_skipped (3): with this one 4 of the last" in shown.err
+    )
+    assert "Done" not in shown.out
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_a_run_after_its_step(recipe: str, tmp_path: Path, number: signal.Signals) -> None:
     out = tmp_path / "run"

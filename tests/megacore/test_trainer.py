@@ -14,8 +14,8 @@ from engine import GPT2, LLAMA, RECIPE, Result, train, trainer, weights, write_r
 from pool import Pool
 from resident_home import resident
 
-from megacore.step import TrainStep
-from megacore.trainer import Interrupt, NonFinite
+from megacore.step import Stats, TrainStep
+from megacore.trainer import Interrupt, NonFinite, Trouble
 from models import assemble
 from models.decoder import Microbatch
 from parallel.recompute import PLAIN, Activations, Runner
@@ -183,6 +183,38 @@ def test_skipping_goes_on_and_counts(pool: Pool, recipe: str, tmp_path: Path) ->
             assert "NaN" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
+def test_too_many_skipped_steps_end_the_run_on_all_ranks(pool: Pool, recipe: str) -> None:
+    """After step 4 the weights do not change any more, although step 5 is sound and nobody looks before step 6."""
+    overrides = ["train.steps=8", "mesh.tp=2", "mesh.pp=2", "log.every=6"]
+    overrides += ["optimizer.non_finite=skip", "optimizer.max_skipped=2"]
+    for message, untouched, moved in pool.run(4, stop_at, recipe, overrides, 3, {1, 2, 4}, 3):
+        assert message.startswith("step 4, samples 24 to 31 of the training data: the loss is not finite on rank 3 (")
+        assert "raise optimizer.max_skipped (2): with this one 3 of the last 100 steps" in message
+        assert untouched and moved
+
+
+def stats_of(loss: float, overflow: bool = False) -> Stats:
+    norm = torch.tensor(torch.inf if overflow else 1.0)
+    one = torch.tensor(loss)
+    return Stats(one, norm, torch.tensor(1), one, torch.tensor(1.0), torch.tensor(overflow))
+
+
+@pytest.mark.quick
+def test_skipped_steps_are_forgotten_after_a_hundred_and_overflows_do_not_count() -> None:
+    def ended(allowed: int | None, period: int, overflow: bool = False) -> tuple[int, int]:
+        trouble = Trouble.none(torch.device("cpu"), allowed, skipped_before=7)
+        for step in range(1, 1001):
+            bad = step % period == 0
+            trouble.note(step, stats_of(torch.nan if bad and not overflow else 1.0, bad and overflow))
+        return int(trouble.first), int(trouble.skipped) - 7
+
+    assert ended(10, 10) == (0, 100)  # 10 of any 100, for ever
+    assert ended(10, 9) == (99, 111)  # the 11th, 88 steps after the first
+    assert ended(None, 2) == (0, 500)
+    assert ended(1, 2, overflow=True) == (0, 500)
+    assert ended(0, 700) == (700, 1)
+
+
 def test_a_skipped_step_changes_nothing(recipe: str) -> None:
     """Neither weights nor moments: going on with the data of the steps that were not skipped gives the same."""
 
@@ -196,6 +228,22 @@ def test_a_skipped_step_changes_nothing(recipe: str) -> None:
         if step != 1:
             without.step(batches(without, step), 1e-2)
     assert all(np.array_equal(value, weights(without)[name]) for name, value in weights(with_gap).items())
+
+
+# -- what is recorded
+
+
+@pytest.mark.parametrize("peak", ["1e-12", "1"], ids=["exceeded", "above"])
+def test_the_utilisation_is_never_above_1_without_a_word(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], peak: str
+) -> None:
+    records = train(recipe, [f"out={tmp_path / 'run'}", f"log.peak_tflops={peak}"]).records
+    known = [record["mfu"] for record in records if "loss" in record]
+    said = capsys.readouterr().out.count("mfu is null from here on")
+    if peak == "1":
+        assert not said and all(mfu is not None and 0 < mfu < 1 for mfu in known)
+    else:
+        assert said == 1 and known == [None] * 5
 
 
 # -- ending early
