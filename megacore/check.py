@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megacore.config import Config, ConfigError, load
 from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.spelling import ModelFiles
-from megacore.launcher import gpus
+from megacore.launcher import gpus, memory_of_gpus
 from megacore.problems import problems, readable, surroundings
 from megacore.resume import Start, companions, find, model_of, raw_of
 from megacore.states.room import room_problems
@@ -43,7 +43,8 @@ def check(recipe: str, overrides: Sequence[str], world_size: int, local_ranks: i
         model = model_of(config, start.source if start else None) if start or config.model else None
     except ModelConfigError as error:
         found += [f"model: {problem}" for problem in error.problems]
-    found += [*problems(config, world_size, model, gpus=gpus(), local_ranks=local_ranks), *surroundings(config)]
+    there = gpus()
+    found += [*problems(config, world_size, model, gpus=there, local_ranks=local_ranks), *surroundings(config)]
     if start is not None and 0 < config.train.steps < start.progress.step:
         found += [
             f"train.steps ({config.train.steps}) is below the {start.progress.step} steps that are done: the run goes "
@@ -56,7 +57,8 @@ def check(recipe: str, overrides: Sequence[str], world_size: int, local_ranks: i
     files = ModelFiles(companions(start, config), raw_of(model, start.source), model.vocab_size)
     if found:
         raise ConfigError([*found, *(f"data: {problem}" for problem in Corpora.look(config, files))])
-    if no_room := list(room_problems(config, model, world_size, local_ranks)):
+    device = memory_of_gpus() if config.train.device_type(there) == "cuda" else None
+    if no_room := list(room_problems(config, model, world_size, local_ranks, device)):
         raise ConfigError(no_room)
     try:
         return Setup(config, model, Corpora.open(config, files), start)

@@ -86,6 +86,13 @@ def gpus() -> int:
     return torch.cuda.device_count()
 
 
+def memory_of_gpus() -> int:
+    """Bytes of the largest GPU of this machine, which has one."""
+    import torch
+
+    return max(torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count()))
+
+
 def threads(processes: int) -> Mapping[str, str]:
     """Threads of each of some processes, for the environment: the cores shared out evenly, unless it says already."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -234,16 +234,18 @@ def run(args: argparse.Namespace) -> int:
         return 1
     finally:
         signal.signal(signal.SIGTERM, before)
-    print(summary(outcome, options.out))
+    print(summary(outcome, options.out, options.train_vocab))
     return 0
 
 
-def summary(outcome: Outcome, out: Path) -> str:
+def summary(outcome: Outcome, out: Path, train_vocab: int | None = None) -> str:
     corpus, faults = outcome.corpus, outcome.faults
+    fewer = f" (not {train_vocab:,}: the text has no more pairs to join)" if train_vocab else ""
+    fewer = fewer if train_vocab != corpus.vocabulary else ""
     lines = [
         f"{out / corpus.name}.bin, .idx: {corpus.tokens:,} tokens in {corpus.documents:,} documents",
         f"{corpus.text_bytes:,} bytes of text, {corpus.bytes_per_token:.3f} bytes per token",
-        f"vocabulary {corpus.vocabulary:,}, unigram entropy {corpus.unigram_entropy:.4f} nats per token",
+        f"vocabulary {corpus.vocabulary:,}{fewer}, unigram entropy {corpus.unigram_entropy:.4f} nats per token",
         f"{corpus.empty:,} empty documents left out, {corpus.skipped:,} skipped because they could not be read",
         *(f"  {fault}" for fault in faults[:5]),
         *([f"  and {len(faults) - 5:,} more"] if len(faults) > 5 else []),

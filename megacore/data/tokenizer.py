@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -112,12 +113,19 @@ def fetch(source: str, folder: Path) -> None:
             if (Path(source) / name).is_file():
                 shutil.copyfile(Path(source) / name, folder / name)
         return
+    beside = "/" in source and Path(source).parent.exists()
+    if not Path(source).exists() and (beside or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source)):
+        raise InputError(
+            f"there is no folder {source}: name one with a tokenizer.json, or a tokenizer by its name on the Hugging "
+            "Face hub (gpt2, org/name)"
+        )
     from transformers import AutoTokenizer
 
     try:
         AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise InputError(f"no tokenizer in {source}: {error}") from error
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"no tokenizer in {source}: {reason}") from error
 
 
 def train(texts: Iterable[str], vocabulary: int, folder: Path) -> None:

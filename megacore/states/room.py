@@ -1,25 +1,39 @@
-"""Whether the disk of a node has room for what its ranks will keep there, before any of them starts. No torch."""
+"""Whether a node has room for what its ranks will keep, in memory and on disk, before any of them starts. No torch."""
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megacore.config import Config
 from megacore.plan.of_config import setting_of
-from megacore.plan.state import Held, state
+from megacore.plan.setting import Setting
+from megacore.plan.state import Held, State, state
 from models.config import ModelConfig
 
 
-def room_problems(config: Config, model: ModelConfig, world_size: int, local_ranks: int) -> Iterator[str]:
-    """Of ``memory.offload_folder``; `megacore.problems` has nothing to say any more."""
+def room_problems(
+    config: Config, model: ModelConfig, world_size: int, local_ranks: int, device_memory: int | None = None
+) -> Iterator[str]:
+    """Where the state of training alone has no room; activations are not counted, so that no run that works is refused.
+    `megacore.problems` has nothing to say any more.
+
+    Args:
+        config: Of the run.
+        model: Its model.
+        world_size: Ranks in all.
+        local_ranks: Ranks on this node.
+        device_memory: Bytes of a GPU here; None where the CPU computes.
+    """
+    setting = setting_of(config, model, world_size, "cuda" if device_memory else "cpu")
+    states = [state(held, setting) for held in Held.of(setting).stages]
+    yield from _memory_problems(setting, states, local_ranks, device_memory)
     if config.memory.offload_folder is None:
         return
     folder = Path(config.memory.offload_folder)
     there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    setting = setting_of(config, model, world_size, "cuda")
-    states = [state(held, setting) for held in Held.of(setting).stages]
     needed = local_ranks * max(each.masters + each.moments for each in states)
     free = shutil.disk_usage(there).free
     if needed > free:
@@ -28,3 +42,58 @@ def room_problems(config: Config, model: ModelConfig, world_size: int, local_ran
             f"{local_ranks} ranks take {needed / 1e9:,.2f} GB: free some, name another folder, share them out over "
             "more ranks (data.shard), or set optimizer.moments=bf16"
         )
+
+
+def _memory_problems(
+    setting: Setting, states: Sequence[State], local_ranks: int, device_memory: int | None
+) -> Iterator[str]:
+    """On several nodes it is not known which ranks are here: those that hold least are counted."""
+    disk = setting.offload_optimizer == "file"
+    on_device = [each.device(setting).total if device_memory else 0 for each in states]
+    on_host = [
+        each.total - device - (each.masters + each.moments) * disk
+        for each, device in zip(states, on_device, strict=True)
+    ]
+    per_stage = setting.layout.mesh.world // setting.layout.mesh.pp
+    here, device = (
+        sorted(size for size in sizes for _ in range(per_stage))[:local_ranks] for sizes in (on_host, on_device)
+    )
+    host, needed = host_memory(), sum(here)
+    way_out = (
+        "`megacore plan` shows what it is: take a smaller model (model.vocab_size, layers), more ranks that share it "
+        "out (mesh.tp, mesh.pp, data.shard), or memory.offload_optimizer"
+    )
+    if device_memory and max(device) > device_memory:
+        yield (
+            f"a GPU here has {device_memory / 1e9:,.2f} GB, and weights, gradients and optimizer state of one rank "
+            f"take {max(device) / 1e9:,.2f} GB: {way_out}"
+        )
+    if host is not None and needed > host:
+        ranks = "1 process" if local_ranks == 1 else f"{local_ranks} processes"
+        yield (
+            f"this machine, or this container, has {host / 1e9:,.2f} GB of memory, and weights, gradients and "
+            f"optimizer state of the {ranks} here take {needed / 1e9:,.2f} GB: {way_out}"
+        )
+
+
+def host_memory(
+    proc: Path = Path("/proc"), own: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Bytes that the processes of this machine, or of this container, can hold together, swap included; None where
+    Linux does not say so."""
+    try:
+        known = dict(re.findall(r"^(\w+): +(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE))
+        memory, swap = (1024 * int(known.get(name, 0)) for name in ("MemTotal", "SwapTotal"))
+        lines = (own / "cgroup").read_text().splitlines() if (own / "cgroup").exists() else []
+        limits = [memory]
+        for _, controllers, path in (line.split(":", 2) for line in lines):
+            if controllers in ("", "memory"):
+                root, name = (groups / controllers, "memory.limit_in_bytes" if controllers else "memory.max")
+                inside = root / path.lstrip("/")
+                files = [folder / name for folder in (inside, *inside.parents) if folder.is_relative_to(root)]
+                limits += [
+                    int(each) for file in files if file.is_file() and (each := file.read_text().strip()) != "max"
+                ]
+    except (OSError, ValueError):
+        return None
+    return min(limits) + swap

@@ -20,6 +20,7 @@ from megacore import metrics, pretrain
 from megacore.config import ConfigError, load
 from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
+from megacore.states import room
 from megacore.trainer import Interrupt, Trainer
 from models.registry import configure
 
@@ -88,6 +89,53 @@ def test_damaged_data_is_found_beside_what_else_is_wrong(recipe: str, tmp_path: 
     (tmp_path / "corpus.idx").write_bytes(b"not an index")
     found = problems(recipe, "optimizer.lr=0")
     assert len(found) == 2 and found[1].startswith("data: ") and "it is no index" in found[1]
+
+
+def test_a_model_that_cannot_fit_is_found(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its state alone, of all ranks here: 8 bytes each of weight, gradient and two moments."""
+    needed = 32 * configure(load(recipe).model).schema.parameters
+    pretrain.check(recipe, [], 1, 1)
+    monkeypatch.setattr(room, "host_memory", lambda: needed)
+    pretrain.check(recipe, [], 1, 1)
+    monkeypatch.setattr(room, "host_memory", lambda: needed - 1)
+    (problem,) = problems(recipe)
+    assert "the 1 process here" in problem and "model.vocab_size" in problem and "megacore plan" in problem
+    # Two ranks hold it twice; where one of them is elsewhere, or each holds half, there is room.
+    monkeypatch.setattr(room, "host_memory", lambda: 2 * needed - 1)
+    assert problems(recipe, "mesh.dp=2", world=2)
+    pretrain.check(recipe, ["mesh.dp=2"], 2, 1)
+    pretrain.check(recipe, ["mesh.pp=2"], 2, 2)
+    monkeypatch.undo()
+    assert any("GB" in problem for problem in problems(recipe, "model.vocab_size=100000000000"))
+
+
+def test_a_gpu_is_asked_too(recipe: str) -> None:
+    config = load(recipe, ["train.device=cuda", "train.precision=fp32"])
+    model = configure(config.model)
+    needed = 16 * model.schema.parameters
+    assert not list(room.room_problems(config, model, 1, 1, needed))
+    (problem,) = room.room_problems(config, model, 1, 1, needed - 1)
+    assert "a GPU here has" in problem
+
+
+def test_the_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal:  1000 kB\nMemFree: 3 kB\nSwapTotal:  24 kB\n")
+    (tmp_path / "cgroup").write_text("0::/job/step\n4:memory:/old\n")
+    groups = tmp_path / "groups"
+
+    def found() -> int | None:
+        return room.host_memory(tmp_path, tmp_path, groups)
+
+    assert found() == 1024 * 1024
+    (groups / "job" / "step").mkdir(parents=True)
+    (groups / "job" / "step" / "memory.max").write_text("max\n")
+    assert found() == 1024 * 1024
+    (groups / "job" / "memory.max").write_text("4096\n")
+    assert found() == 4096 + 24 * 1024
+    (groups / "memory" / "old").mkdir(parents=True)
+    (groups / "memory" / "old" / "memory.limit_in_bytes").write_text("2048\n")
+    assert found() == 2048 + 24 * 1024
+    assert room.host_memory(tmp_path / "nowhere", tmp_path, groups) is None
 
 
 def test_problems_end_the_program_with_status_2_and_nothing_is_written(
