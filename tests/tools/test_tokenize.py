@@ -212,6 +212,25 @@ def test_a_vocabulary_too_small_is_named(tmp_path, capsys):
     assert "choose 257 or more" in capsys.readouterr().err
 
 
+def test_a_vocabulary_that_the_text_does_not_fill_is_said(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("ab ab ab")
+    given = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--workers", "1", "--train-vocab"]
+    assert main([*given, "10000000"]) == 0
+    found = Corpus.read(tmp_path / "out").vocabulary
+    assert f"vocabulary {found:,} (not 10,000,000: the text has no more pairs to join)" in capsys.readouterr().out
+    assert main([*given, str(found), "--overwrite"]) == 0
+    assert f"vocabulary {found:,}, unigram" in capsys.readouterr().out
+
+
+def test_a_tokenizer_that_is_nowhere_is_named(tmp_path, monkeypatch, capsys):
+    """Without a look at the hub."""
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
+    (tmp_path / "a.txt").write_text("a")
+    for name in ("/nonexistent", f"{tmp_path}/nowhere", "./nowhere", "tests/nowhere", "a/b/c"):
+        status, _ = tokenize(tmp_path / "a.txt", name)
+        assert status == 1 and f"there is no folder {name}: name one with a tokenizer.json" in capsys.readouterr().err
+
+
 def test_without_an_end_of_document(tmp_path, trained, capsys):
     bare = tmp_path / "bare"
     bare.mkdir()
