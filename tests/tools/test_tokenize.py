@@ -227,8 +227,8 @@ def test_a_tokenizer_that_is_nowhere_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
     (tmp_path / "a.txt").write_text("a")
     for name in ("/nonexistent", f"{tmp_path}/nowhere", "./nowhere", "tests/nowhere", "a/b/c"):
-        status, _ = tokenize(tmp_path / "a.txt", name)
-        assert status == 1 and f"there is no folder {name}: name one with a tokenizer.json" in capsys.readouterr().err
+        assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--tokenizer", name]) == 1
+        assert f"there is no folder {name}: name one with a tokenizer.json" in capsys.readouterr().err
 
 
 def test_without_an_end_of_document(tmp_path, trained, capsys):
