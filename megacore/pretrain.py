@@ -288,10 +288,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # the second one: under the launcher it ends all ranks itself
         print("Interrupted again: ended at once, without a checkpoint.", file=sys.stderr, flush=True)
         os._exit(128 + signal.SIGINT)
-    leave(here)
-    # After the group's end, so that no other rank waits for it: what reads many bytes may outlast their patience.
-    if here.rank == 0 and damaged is not None:
+    if here.rank == 0 and damaged is not None:  # while the others wait, for the launcher ends one that is left over
         print(checkpoints.instead_of(damaged), file=sys.stderr)
+    leave(here)
+    # After the group's end, so that no other rank waits for it: an export of many bytes may outlast their patience.
     if here.rank == 0 and status == 0 and setup.config.checkpoint.export is not None:
         try:
             print(export(setup.config, last), flush=True)

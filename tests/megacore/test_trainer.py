@@ -239,7 +239,7 @@ def test_the_utilisation_is_never_above_1_without_a_word(
 ) -> None:
     records = train(recipe, [f"out={tmp_path / 'run'}", f"log.peak_tflops={peak}"]).records
     known = [record["mfu"] for record in records if "loss" in record]
-    said = capsys.readouterr().out.count("mfu is null from here on")
+    said = capsys.readouterr().err.count("mfu is null from here on")
     if peak == "1":
         assert not said and all(mfu is not None and 0 < mfu < 1 for mfu in known)
     else:

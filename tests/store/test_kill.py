@@ -170,7 +170,7 @@ def test_a_disk_that_is_too_small(small_disk: Path, tmp_path: Path, capsys: pyte
     hugging_face_folder(tmp_path / "hf", {**MEDIUM, "vocab_size": 13})
     assert convert.main([str(tmp_path / "hf"), str(small_disk / "c")]) == 1
     said = capsys.readouterr().err
-    assert str(small_disk / "c") in said and "needs 0.0" in said and "make room" in said and "Traceback" not in said
+    assert str(small_disk / "c") in said and "MiB are free" in said and "make room" in said and "Traceback" not in said
     assert list(small_disk.iterdir()) == []
 
 
