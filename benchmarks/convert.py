@@ -1,12 +1,14 @@
 """Converting, resharding and exporting a checkpoint, beside a copy of its bytes and what others need for it.
 
-    python benchmarks/convert.py [--size 2] [--rounds 5] [--folder DIR] [--json results.json]
+    python benchmarks/convert.py [--size 2] [--rounds 5] [--states cold ...] [--folder DIR] [--json results.json]
     python benchmarks/convert.py --setup                         # makes the environments of the peers, with pip
 
 The checkpoint has the shape of TinyLlama 1.1B in bf16, with the layers that the size asks for, in five files. All runs
-are processes of their own, start-up included, and take turns. Before each, what it reads is read once, so that it is in
-the cache, and memory for what it writes is taken and given back, so that the machine has it ready. A copy (`cp -r`) is
-synced file by file, for what we write is on the disk too; what the others write is not.
+are processes of their own, start-up included, and take turns. Each of our commands has a copy (`cp -r`) of what it
+reads beside it, in the same state. Cold: put out of the page cache before each of the two. Warm: read once before each,
+and memory for what is written taken and given back, so that the machine has it ready. Chained: as the command before
+has left it; the copies come after the chain, cold, for what we write goes around the cache. A copy is synced file by
+file, for what we write is on the disk too; what the others write is not, and they run warm.
 
 Memory is that of all processes of a run together, without the cache of files; it is measured again for a checkpoint of
 twice the size. In the end the exported tensors are compared with the source's, bit for bit.
@@ -42,7 +44,8 @@ ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
 FILES = 5
 LITGPT = "tiny-llama-1.1b"
-COPY, CONVERT, RESHARD, EXPORT = "copy and sync", "convert to tp=2 x pp=2", "reshard to tp=4 x pp=1", "export"
+COLD, WARM, CHAINED = "cold", "warm", "chained"
+COPY, CONVERT, RESHARD, EXPORT = "copy and sync beside", "convert to tp=2 x pp=2", "reshard to tp=4 x pp=1", "export"
 TRANSFORMERS = "transformers: load and save"
 
 # The bars.
@@ -136,6 +139,15 @@ def read_once(folder: Path) -> None:
                     pass
 
 
+def put_out(folder: Path) -> None:
+    """So that its files are not in the cache."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with open(path, "rb", buffering=0) as file:
+                os.fsync(file.fileno())  # what is not on the disk yet stays
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def touch(size: int) -> None:
     """Take so much memory and give it back, so that a virtual machine's host has it ready.
 
@@ -169,29 +181,52 @@ def _same(ours: tuple[str, np.ndarray], theirs: tuple[str, np.ndarray]) -> bool:
 
 @dataclass(frozen=True)
 class Program:
-    """One row of the table: what it is, the folders that it reads and makes, and the command that does it."""
+    """What it is, the folders that it reads and makes, the command that does it, and the state of what it reads."""
 
     name: str
     reads: Path
     makes: Path
     command: tuple[str, ...]
+    state: str = WARM
+
+    def prepare(self) -> None:
+        shutil.rmtree(self.makes, ignore_errors=True)
+        os.sync()  # what others have left to write
+        if self.state == COLD:
+            put_out(self.reads)
+        elif self.state == WARM:
+            read_once(self.reads)
+            touch(_bytes_in(self.reads) * 3 // 2)
 
 
-def ours(folder: Path) -> list[Program]:
+def ours(folder: Path, state: str = WARM) -> list[Program]:
     """From the checkpoint ``source`` in the folder; each reads what the one before has made."""
     source, made, resharded, exported = (folder / name for name in ("source", "tp2-pp2", "tp4-pp1", "exported"))
     convert, reshard = ((sys.executable, "-m", f"tools.{tool}") for tool in ("convert", "reshard"))
+    # The first of a chain reads what lay there before.
+    first = COLD if state == CHAINED else state
+    named = [f"{name}, {state}" for name in (CONVERT, RESHARD, EXPORT)]
     return [
-        Program(CONVERT, source, made, (*convert, str(source), str(made), "--tp", "2", "--pp", "2")),
-        Program(RESHARD, made, resharded, (*reshard, str(made), str(resharded), "--tp", "4", "--pp", "1")),
-        Program(EXPORT, resharded, exported, (*convert, str(resharded), str(exported), "--to", "hf")),
+        Program(named[0], source, made, (*convert, str(source), str(made), "--tp", "2", "--pp", "2"), first),
+        Program(named[1], made, resharded, (*reshard, str(made), str(resharded), "--tp", "4", "--pp", "1"), state),
+        Program(named[2], resharded, exported, (*convert, str(resharded), str(exported), "--to", "hf"), state),
     ]
 
 
-def copy(folder: Path) -> Program:
-    source, target = folder / "source", folder / "copy"
-    script = 'cp -r "$0" "$1" && sync "$1"/* "$1"'
-    return Program(COPY, source, target, ("bash", "-c", script, str(source), str(target)))
+def copy(program: Program) -> Program:
+    """A copy of what a program reads, in the same state; what has just been written around the cache is cold."""
+    target = program.makes.with_name("copy")
+    script = 'cp -r "$0" "$1" && find "$1" -exec sync {} +'
+    command = ("bash", "-c", script, str(program.reads), str(target))
+    return Program(f"{COPY} {program.name}", program.reads, target, command, WARM if program.state == WARM else COLD)
+
+
+def in_turns(folder: Path, state: str) -> list[Program]:
+    """Ours and their copies; of a chain the copies come after it, for they would warm what it reads."""
+    programs = ours(folder, state)
+    if state == CHAINED:
+        return [*programs, *map(copy, programs)]
+    return [step for program in programs for step in (copy(program), program)]
 
 
 def peers(folder: Path, pythons: Mapping[str, Path]) -> Iterator[Program]:
@@ -235,10 +270,7 @@ def measure(programs: Sequence[Program], rounds: int) -> dict[str, Row]:
             row = rows[program.name]
             if row.failure:
                 continue
-            shutil.rmtree(program.makes, ignore_errors=True)
-            os.sync()  # what others have left to write
-            read_once(program.reads)
-            touch(_bytes_in(program.reads) * 3 // 2)
+            program.prepare()
             load = os.getloadavg()[0]
             try:
                 usage = run(program.command, ROOT)
@@ -248,11 +280,17 @@ def measure(programs: Sequence[Program], rounds: int) -> dict[str, Row]:
                 continue
             row.runs.append(usage)
             print(
-                f"  round {turn + 1}: {program.name:28s} {usage.seconds:6.2f} s, user {usage.user:5.2f}, "
+                f"  round {turn + 1}: {program.name:58s} {usage.seconds:6.2f} s, user {usage.user:5.2f}, "
                 f"system {usage.system:5.2f}, {usage.peak / 1e6:7.1f} MB   (load before: {load:.1f})",
                 flush=True,
             )
     return rows
+
+
+def of_copy(rows: Mapping[str, Row], name: str) -> float | None:
+    """The time of a program over that of the copy of what it read, in the same state."""
+    beside = rows.get(f"{COPY} {name}")
+    return rows[name].seconds / beside.seconds if beside and beside.runs else None
 
 
 def table(rows: Mapping[str, Row], doubled: Mapping[str, Row]) -> str:
@@ -265,7 +303,7 @@ def table(rows: Mapping[str, Row], doubled: Mapping[str, Row]) -> str:
             continue
         seconds = [usage.seconds for usage in row.runs]
         cpu = statistics.median(usage.user + usage.system for usage in row.runs)
-        ratio = f"{row.seconds / rows[COPY].seconds:.2f}" if rows[COPY].runs else ""
+        ratio = f"{found:.2f}" if (found := of_copy(rows, row.name)) else ""
         twice = f"{doubled[row.name].peak / 1e6:,.0f}" if row.name in doubled and doubled[row.name].runs else ""
         lines.append(
             f"| {row.name} | {row.seconds:.2f} | {min(seconds):.2f} .. {max(seconds):.2f} | {ratio} | {cpu:.1f} | "
@@ -281,15 +319,15 @@ def judged(rows: Mapping[str, Row], doubled: Mapping[str, Row]) -> str:
     def bar(what: str, met: bool) -> None:
         lines.append(f"- {'met' if met else 'MISSED'}: {what}")
 
-    for name in (CONVERT, RESHARD, EXPORT):
-        row = rows[name]
+    for name, row in rows.items():
+        if not name.startswith((CONVERT, RESHARD, EXPORT)):
+            continue
         if not row.runs:
             bar(f"{name} failed", False)
             continue
-        if rows[COPY].runs:
-            ratio = row.seconds / rows[COPY].seconds
+        if ratio := of_copy(rows, name):
             bar(f"{name} takes {ratio:.2f}x the time of the copy (bar: {SLOWER_THAN_COPY}x)", ratio <= SLOWER_THAN_COPY)
-        if TRANSFORMERS in rows and rows[TRANSFORMERS].runs:
+        if name.endswith(WARM) and TRANSFORMERS in rows and rows[TRANSFORMERS].runs:
             ratio = rows[TRANSFORMERS].seconds / row.seconds
             what = f"{name} is {ratio:.1f}x as fast as transformers (bar: {FASTER_THAN_TRANSFORMERS}x)"
             bar(what, ratio >= FASTER_THAN_TRANSFORMERS)
@@ -304,6 +342,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=float, default=2.0, metavar="GIB", help="of the checkpoint (2)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of all programs (5)")
+    states = (COLD, WARM, CHAINED)
+    parser.add_argument("--states", nargs="+", choices=states, default=states, help="of what is read (all)")
     parser.add_argument("--folder", type=Path, help="where there is room for eight times the size (/tmp)")
     parser.add_argument("--no-peers", action="store_true", help="only the copy and this project")
     parser.add_argument("--no-double", action="store_true", help="leave out the memory for twice the size")
@@ -326,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_checkpoint(once / "source", size)
         weights = _bytes_in(once / "source")
         print(f"{weights / GIB:.2f} GiB in {FILES} files, {os.cpu_count()} cores", flush=True)
-        turns = [step for program in ours(once) for step in (copy(once), program)]
+        turns = [step for state in arguments.states for step in in_turns(once, state)]
         rows = measure([*turns, *([] if arguments.no_peers else peers(once, pythons))], arguments.rounds)
         wrong = differing(once / "source", once / "exported")
         shutil.rmtree(once)

@@ -14,13 +14,17 @@ from megacore.store.tensors import TensorFile
 
 def test_it_copies_converts_reshards_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "results.json"
-    arguments = ["--size", "0.01", "--rounds", "1", "--no-peers", "--no-double"]
+    arguments = ["--size", "0.01", "--rounds", "1", "--no-peers", "--no-double", "--states", "cold", "chained"]
     convert.main([*arguments, "--folder", str(tmp_path), "--json", str(results)])
     rows = json.loads(results.read_text())["rows"]
-    assert list(rows) == [convert.COPY, convert.CONVERT, convert.RESHARD, convert.EXPORT]
-    assert [len(runs) for runs in rows.values()] == [3, 1, 1, 1]
+    ours = [convert.CONVERT, convert.RESHARD, convert.EXPORT]
+    cold, chained = ([f"{name}, {state}" for name in ours] for state in (convert.COLD, convert.CHAINED))
+    copies = [[f"{convert.COPY} {name}" for name in names] for names in (cold, chained)]
+    # Beside each its own copy, which would warm what a chain reads: there it comes afterwards.
+    assert list(rows) == [*(name for pair in zip(copies[0], cold, strict=True) for name in pair), *chained, *copies[1]]
+    assert all(len(runs) == 1 for runs in rows.values())
     assert all(0 < run["seconds"] < 60 for runs in rows.values() for run in runs)
-    assert all(run["peak"] > 5e6 for name in rows if name != convert.COPY for run in rows[name])
+    assert all(run["peak"] > 5e6 for name in rows if not name.startswith(convert.COPY) for run in rows[name])
     assert "met: the export is the source, bit for bit" in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == [results]  # gigabytes are not left behind
 
@@ -48,16 +52,18 @@ def test_bars_are_judged() -> None:
     def row(name: str, seconds: float, peak: float = 1e6) -> convert.Row:
         return convert.Row(name, [processes.Usage(seconds, 1.0, 1.0, int(peak))])
 
-    rows = {convert.COPY: row(convert.COPY, 2.0), convert.TRANSFORMERS: row(convert.TRANSFORMERS, 10.0)}
-    rows |= {name: row(name, 2.0) for name in (convert.RESHARD, convert.EXPORT)}
-    rows[convert.CONVERT] = row(convert.CONVERT, 2.7, 301e6)
-    doubled = {convert.RESHARD: row(convert.RESHARD, 4.0, 1.2e6)}
+    copies = [f"{convert.COPY} {name}, warm" for name in (convert.CONVERT, convert.RESHARD, convert.EXPORT)]
+    rows = {name: row(name, 2.0) for name in copies} | {convert.TRANSFORMERS: row(convert.TRANSFORMERS, 10.0)}
+    rows |= {name: row(name, 2.0) for name in (f"{convert.RESHARD}, warm", f"{convert.EXPORT}, warm")}
+    slow = f"{convert.CONVERT}, warm"
+    rows[slow] = row(slow, 2.7, 301e6)
+    doubled = {name: row(name, 4.0, 1.2e6) for name in [f"{convert.RESHARD}, warm"]}
     missed = [line for line in convert.judged(rows, doubled).splitlines() if "MISSED" in line]
     assert [line.split(": ")[1] for line in missed] == [
-        "convert to tp=2 x pp=2 takes 1.35x the time of the copy (bar",
-        "convert to tp=2 x pp=2 is 3.7x as fast as transformers (bar",
-        "convert to tp=2 x pp=2 peaks at 301 MB (bar",
-        "reshard to tp=4 x pp=1 peaks at 1.20x of that for twice the size (bar",
+        "convert to tp=2 x pp=2, warm takes 1.35x the time of the copy (bar",
+        "convert to tp=2 x pp=2, warm is 3.7x as fast as transformers (bar",
+        "convert to tp=2 x pp=2, warm peaks at 301 MB (bar",
+        "reshard to tp=4 x pp=1, warm peaks at 1.20x of that for twice the size (bar",
     ]
 
 
