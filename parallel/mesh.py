@@ -118,8 +118,10 @@ class Mesh:
         """Make the groups of several rank sets at once; every rank of the world calls this with the same sets.
 
         torch names a group by how many the process has made (with ``use_local_synchronization`` too), so all ranks must
-        take part in making all groups, in one order.
+        take part in making all groups, in one order. Each is used once before this returns, so that its members connect
+        now rather than in the middle of a step.
         """
+        made = []
         for ranks in sorted(set(rank_sets)):
             if len(ranks) > 1 and ranks not in self._made:
                 self._made.add(ranks)
@@ -127,6 +129,10 @@ class Mesh:
                 group = self._of(ranks, world) if world else self._new_group(ranks)
                 if self.rank in ranks:
                     self._groups[ranks] = group
+                    made.append(group)
+        # In the same order on all ranks, and after all are made: those that share no rank connect at the same time.
+        for group in made:
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group.process_group)
 
     def channel(self, direction: str, source: int) -> Group:
         """The one-way channel that leaves pipeline stage ``source``: to the next stage (forward) or the one before.
@@ -151,6 +157,7 @@ class Mesh:
     def _make_channels(self) -> None:
         if self.shape.pp == 1:
             return
+        made = []
         for first in self.shape.ranks(pp=(0,)):
             pipeline = self.shape.along(first, "pp")
             for source, rank in enumerate(pipeline):
@@ -159,3 +166,12 @@ class Mesh:
                     group = self._new_group((min(rank, target), max(rank, target)))
                     if self.rank in (rank, target):
                         self._channels[direction, source] = group
+                        made.append((group.process_group, rank, target))
+        # NCCL connects a pair at its first message, and each host waits there for the other. In a step the two would
+        # begin with different channels, and wait for ever.
+        for process_group, sender, receiver in made:
+            first = torch.zeros(1, device=self.device)
+            if self.rank == sender:
+                dist.send(first, receiver, group=process_group)
+            else:
+                dist.recv(first, sender, group=process_group)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from connections import connecting_at_first_use
 from pool import Pool
 from torch import Tensor, nn
 
@@ -110,9 +111,14 @@ class Seen:
 
 
 def train(chunks: int, counts: Sequence[int], schedule: str) -> list[Seen]:
+    """As on NCCL: a first message waits for its receiver to ask for it, and a step has no first messages."""
     stages = torch.distributed.get_world_size()
-    mesh = Mesh.create(MeshShape(pp=stages))
-    return [step(mesh, chunks, microbatches, schedule) for microbatches in counts]
+    with connecting_at_first_use() as connected:
+        mesh = Mesh.create(MeshShape(pp=stages))
+        before = len(connected)
+        seen = [step(mesh, chunks, microbatches, schedule) for microbatches in counts]
+        assert len(connected) == before > 0, connected
+    return seen
 
 
 def step(mesh: Mesh, chunks: int, microbatches: int, schedule: str) -> Seen:
