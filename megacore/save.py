@@ -111,16 +111,16 @@ class Snapshot:
         replicas = mesh.shape.along(mesh.rank, "dp", "cp")
         shares = share_out({name: file.size for name, file in files.items()}, len(replicas))
         self.files = {name: files[name] for name in shares[replicas.index(mesh.rank)]}
-        self._on_device = mesh.device.type == "cuda"
+        self._device, on_device = mesh.device, mesh.device.type == "cuda"
         self._host = {
             name: _copies(
                 {s.name: (s.shape, state.dtypes[name][s.name]) for s in held if s.name in state.dtypes[name]},
-                self._on_device,
+                on_device,
                 state.folder,
             )
             for name in self.files
         }
-        self._taken = torch.cuda.Event() if self._on_device else None
+        self._taken = torch.cuda.Event() if on_device else None
 
     def take(self) -> None:
         """Copy what is to be written. On a GPU the host does not wait: later steps come after it in the stream."""
@@ -133,6 +133,8 @@ class Snapshot:
     def write(self, folder: Path) -> list[tuple[str, int, dict[str, dict[str, int]]]]:
         """Write what was taken -> (path, bytes, fingerprints) of each file."""
         if self._taken is not None:
+            # This is a thread of its own, which would wait through a context on GPU 0, and take memory for it there.
+            torch.cuda.set_device(self._device)
             self._taken.synchronize()
         found = write(folder, self.files.values(), self.schema)
         return [(file.path, file.size, found[file.path]) for file in self.files.values()]

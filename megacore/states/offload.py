@@ -118,7 +118,7 @@ class Offloaded:
         self._shelf: Shelf = (
             HostShelf([window.numel for window in self._windows], kept, pinned)
             if offload.folder is None or not self._windows
-            else FileShelf(offload.folder, len(self._windows), numel, kept, pinned)
+            else FileShelf(offload.folder, len(self._windows), numel, kept, device)
         )
         if self.masters:
             for part in parts:

@@ -100,24 +100,27 @@ class FileShelf:
         count: Windows.
         numel: Elements of a window.
         kept: {state: dtype}.
-        pinned: Whether a device copies from the buffer.
+        device: That copies from the buffer.
 
     Raises:
         StoreError: there is no room for the file.
     """
 
-    def __init__(self, folder: Path, count: int, numel: int, kept: Mapping[str, torch.dtype], pinned: bool) -> None:
+    def __init__(
+        self, folder: Path, count: int, numel: int, kept: Mapping[str, torch.dtype], device: torch.device
+    ) -> None:
         sizes = {state: -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT for state, dtype in kept.items()}
         self._record = sum(sizes.values())
         self._file = Scratch(folder, count * self._record, "the optimizer's states of a rank")
         self._places = []
         for _ in range(min(count, BUFFERS)):
-            memory = _bytes(self._record, pinned)
+            memory = _bytes(self._record, device.type != "cpu")
             parts = dict(zip(sizes, memory.split(list(sizes.values())), strict=True))
             tensors = {state: part.view(kept[state])[:numel] for state, part in parts.items()}
             self._places.append(_Place(memory.numpy(), tensors))
         self._all_here = count <= BUFFERS
-        self._threads = ThreadPoolExecutor(2, "offload")
+        # A thread begins on GPU 0: waiting for an event there would make a context, and take memory for it.
+        self._threads = ThreadPoolExecutor(2, "offload", torch.get_device_module(device).set_device, (device,))
 
     def fetch(self, number: int) -> None:
         place = self._place(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import gc
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from megacore.config import Config, MemoryConfig, load
 from megacore.optimizer import Optimizer
 from megacore.plan.setting import SHARDS
 from megacore.problems import problems, surroundings
-from megacore.states import room
+from megacore.states import room, shelves
 from megacore.states.home import MASTER
 from megacore.states.offload import Offload, Offloaded
 from megacore.states.shelves import BUFFERS, FileShelf
@@ -154,7 +155,7 @@ def test_a_window_is_read_after_it_was_written_and_one_that_fails_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = {"a": torch.float32, "b": torch.bfloat16}
-    shelf = FileShelf(tmp_path, 11, 100, kept, False)
+    shelf = FileShelf(tmp_path, 11, 100, kept, torch.device("cpu"))
     for turn in range(3):
         for number in range(11):
             shelf.fetch((number + 2) % 11)
@@ -172,6 +173,24 @@ def test_a_window_is_read_after_it_was_written_and_one_that_fails_says_so(
     with pytest.raises(OSError, match="the disk is gone"):
         for number in range(11):
             shelf.open(number)
+
+
+def test_threads_wait_for_events_on_the_device_of_their_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread of CUDA begins on GPU 0."""
+    current, waited = threading.local(), list[object]()
+
+    class Left:
+        def synchronize(self) -> None:
+            waited.append(getattr(current, "device", None))
+
+    device = torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
+    monkeypatch.setattr(shelves, "_bytes", lambda size, pinned: torch.zeros(size, dtype=torch.uint8))
+    shelf = FileShelf(tmp_path, 2 * BUFFERS, 100, {"a": torch.float32}, device)
+    for number in range(2 * BUFFERS):
+        shelf.open(number)
+        shelf.changed(number, Left())
+    assert waited == [device] * BUFFERS
 
 
 # -- memory

@@ -157,6 +157,24 @@ def test_replicas_share_out_the_writing_and_copy_no_more(pool: Pool, recipe: str
         checkpoint.fingerprints(state)  # replicated pieces agree
 
 
+def test_the_thread_that_writes_waits_on_the_device_of_its_rank(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each thread of CUDA begins on GPU 0."""
+    snapshot = save.Snapshot(trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET]).saver._state)
+    snapshot.take()
+    did = list[object]()
+
+    class Taken:
+        def synchronize(self) -> None:
+            did.append("waited")
+
+    monkeypatch.setattr(torch.cuda, "set_device", did.append)
+    device = snapshot._device = torch.device("cuda", 3)
+    snapshot._taken = Taken()  # type: ignore[assignment]
+    assert snapshot.write(tmp_path) and did == [device, "waited"]
+
+
 def test_when_it_saves(recipe: str, tmp_path: Path) -> None:
     def steps(name: str, *overrides: str) -> list[int]:
         train(recipe, [f"out={tmp_path / name}", "train.steps=7", *QUIET, *overrides])
