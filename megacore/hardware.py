@@ -1,4 +1,4 @@
-"""What the device could do: the peak that utilisation is measured against, and memory."""
+"""The device of this process: how it is taken, the peak that utilisation is measured against, and memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,18 @@ import time
 import torch
 
 from megacore.plan.devices import PEAK_TFLOPS
+
+
+def claim(kind: str, number: int) -> torch.device:
+    """Make a device this process's own, of GPUs the one with this number; its matrix products are summed in fp32."""
+    if kind != "cuda":
+        return torch.device(kind)
+    device = torch.device(kind, number)
+    torch.cuda.set_device(device)
+    # By default parts of a sum may be added in the dtype of the product.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    return device
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:

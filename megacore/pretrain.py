@@ -28,7 +28,7 @@ from megacore.control import Control
 from megacore.data.batches import TokenError
 from megacore.data.corpora import facts
 from megacore.export import export
-from megacore.hardware import peak_tflops
+from megacore.hardware import claim, peak_tflops
 from megacore.launcher import gpus
 from megacore.load import load as load_into
 from megacore.optimizer import Optimizer
@@ -264,11 +264,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     train = setup.config.train
     kind = train.device_type(gpus())
-    device = torch.device(kind, here.local_rank) if kind == "cuda" else torch.device(kind)
+    device = claim(kind, here.local_rank)
     if train.threads is not None:
         torch.set_num_threads(train.threads)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
     join(here, kind, timedelta(minutes=train.timeout))
     status, last, damaged = 0, 0, None
     try:

@@ -130,13 +130,10 @@ def live(shape: MeshShape, here: Here, kind: str) -> Iterator[Mesh]:
 
     A StoreError of its processes ends it in order: every one of them has found the same.
     """
-    import torch
-
+    from megacore.hardware import claim
     from parallel.mesh import TIMEOUT, Mesh
 
-    found = torch.device(kind, here.local_rank) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(found)
+    found = claim(kind, here.local_rank)
     if shape.world == 1:
         yield Mesh.single(found)
         return

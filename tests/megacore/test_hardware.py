@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megacore.hardware import PEAK_TFLOPS, peak_memory_gib, peak_tflops
+from megacore.hardware import PEAK_TFLOPS, claim, peak_memory_gib, peak_tflops
 
 CUDA = torch.device("cuda", 0)
 
@@ -61,3 +61,17 @@ def test_peak_memory_counts_what_is_let_go_too() -> None:
     held = np.ones(size, np.uint8)
     del held
     assert peak_memory_gib(torch.device("cpu")) > before + 0.2
+
+
+@pytest.mark.parametrize("name", ["allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"])
+def test_products_on_a_gpu_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """By default torch lets cuBLAS add parts of a sum in less."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    matmul = torch.backends.cuda.matmul
+    before = getattr(matmul, name)
+    setattr(matmul, name, True)
+    try:
+        assert claim("cpu", 3) == torch.device("cpu") and getattr(matmul, name)
+        assert claim("cuda", 3) == torch.device("cuda", 3) and not getattr(matmul, name)
+    finally:
+        setattr(matmul, name, before)
