@@ -24,11 +24,13 @@ OPTIONS = {
 # would zero its pages each time: keep them in the heap instead.
 #
 # Tensor, data and pipeline parallel messages each have a CUDA stream. With fewer hardware queues than streams a message
-# that waits could hold up the kernels that it waits for.
+# that waits could hold up the kernels that it waits for. So could the first use of a kernel, were it loaded only then:
+# that waits for the device.
 VARIABLES = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "CUDA_MODULE_LOADING": "EAGER",
 }
 """Of the environment of each rank, where it does not say otherwise."""
 
