@@ -66,9 +66,8 @@ def one_by_one(q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout: f
 
 
 def _one(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    gqa = k.shape[1] < q.shape[1]
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=gqa)[0].transpose(0, 1)
+    return scaled_dot_product(q, k, v, dropout)[0].transpose(0, 1)
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int, dropout: float) -> Tensor:
@@ -76,10 +75,26 @@ def masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int
     number = torch.bucketize(torch.arange(len(q), device=q.device), documents.device, right=True)
     number = number.view(sequences, 1, -1)
     mask = (number[..., None] == number[..., None, :]).tril()
-    gqa = k.shape[1] < q.shape[1]
     q, k, v = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=gqa)
-    return y.transpose(1, 2).flatten(0, 1)
+    return scaled_dot_product(q, k, v, dropout, mask).transpose(1, 2).flatten(0, 1)
+
+
+def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None) -> Tensor:
+    """q: [b, heads, s, head], k, v: [b, kv, s, head] -> [b, heads, s, head]; causal without a mask."""
+    if not fused_takes_groups(q.device.type, q.dtype, mask is not None):
+        k, v = _shared(k, q), _shared(v, q)
+    gqa = k.shape[1] < q.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=gqa
+    )
+
+
+def fused_takes_groups(device: str, dtype: torch.dtype, masked: bool) -> bool:
+    """Whether torch has a fused kernel for queries that share keys and values; else it would make s x s scores.
+
+    On CUDA it is flash attention, for numbers of two bytes and without a mask. The other one takes both, and no groups.
+    """
+    return device != "cuda" or (dtype.itemsize == 2 and not masked)
 
 
 def on_cpu(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:

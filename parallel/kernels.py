@@ -87,8 +87,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -
     """
     if not dropout and q.device.type == "cpu" and cpu.is_faster(q):
         return cpu.causal_attention(q, k, v)
-    gqa = k.shape[1] < q.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=gqa)
+    return within.scaled_dot_product(q, k, v, dropout)
 
 
 def documents_attention(

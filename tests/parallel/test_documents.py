@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel import documents as within
 from parallel import kernels
 from parallel.documents import Documents, masked, on_cpu, one_by_one, with_varlen
 
@@ -174,6 +175,32 @@ def test_torchs_kernel_for_cuda_takes_narrow_heads_of_eighths() -> None:
     assert not off.varlen_takes(torch.empty(2, 1, 64, dtype=torch.bfloat16))
     for head, dtype in ((64, torch.float32), (20, torch.bfloat16), (264, torch.bfloat16)):
         assert not on.varlen_takes(torch.empty(2, 1, head, dtype=dtype))
+
+
+@pytest.mark.parametrize(("heads", "kv"), HEADS)
+@pytest.mark.parametrize("way", ["one-by-one", "masked"])
+def test_keys_and_values_are_repeated_where_no_fused_kernel_shares_them(
+    monkeypatch: pytest.MonkeyPatch, way: str, heads: int, kv: int
+) -> None:
+    shared, real = list[bool](), F.scaled_dot_product_attention
+
+    def record(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Tensor:
+        shared.append(more["enable_gqa"] or k.shape[1] != q.shape[1])
+        return real(q, k, v, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    monkeypatch.setattr(within, "fused_takes_groups", lambda *_: False)
+    qkv, documents = projected(heads, kv), Documents.of(LENGTHS, CPU)
+    got = results(WAYS[way], qkv, heads, kv, documents)
+    assert max(distances(got, results(by_formula, qkv, heads, kv, LENGTHS))) < 1e-14
+    assert shared and not any(shared)
+
+
+def test_which_fused_kernels_share_keys_and_values() -> None:
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert within.fused_takes_groups("cuda", bf16, False) and within.fused_takes_groups("cpu", fp32, True)
+    assert not within.fused_takes_groups("cuda", fp32, False)
+    assert not within.fused_takes_groups("cuda", bf16, True)
 
 
 def test_as_torch_has_it() -> None:
