@@ -9,12 +9,14 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, field, fields
+from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.grammar_parser import OmegaConfGrammarParser, parse
 from pydantic import BeforeValidator, ConfigDict, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
@@ -374,6 +376,9 @@ def _numbered(problems: Sequence[str]) -> Iterator[str]:
 
 # -- reading
 
+DEEPEST = 32
+"""Levels of lists and mappings in a recipe."""
+
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Reads a recipe and applies dotted overrides in order: `optimizer.lr=1e-3`, `data.train[0].weight=2`.
@@ -386,9 +391,17 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     tree = _read(Path(recipe))
     problems = [problem for override in overrides for problem in _override(tree, override)]
     try:
+        # Before anything is resolved: the values end in config.yaml, in checkpoints and in messages.
+        if computed := list(_computed(OmegaConf.to_container(tree))):
+            raise ConfigError([*problems, *computed])
         plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
+        deep = _depth(plain) > DEEPEST
     except OmegaConfBaseException as error:
         raise ConfigError([*problems, f"{error.full_key}: {_first_line(error)}"]) from error
+    except RecursionError:
+        deep = True
+    if deep:
+        raise ConfigError([*problems, f"{recipe}: its references are nested more than {DEEPEST} levels deep"])
     assert isinstance(plain, dict)
     try:
         config = TypeAdapter(Config).validate_python({"out": f"runs/{Path(recipe).stem}", **plain})
@@ -401,14 +414,16 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def _read(recipe: Path) -> DictConfig:
     try:
-        tree = OmegaConf.load(recipe)
+        text = recipe.read_text("utf-8")
+        _check_depth(text)
+        tree = OmegaConf.load(StringIO(text))
     except FileNotFoundError as error:
         raise ConfigError([f"there is no recipe {recipe}"]) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{recipe}:{mark.line + 1}:{mark.column + 1}" if mark else str(recipe)
         raise ConfigError([f"{where}: {error.problem}"]) from error
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError([f"cannot read {recipe}: {_first_line(error)}"]) from error
     if not isinstance(tree, DictConfig):
         raise ConfigError([f"{recipe}: a recipe is a mapping of sections ({', '.join(SECTIONS)}), not a list"])
@@ -421,9 +436,43 @@ def _override(tree: DictConfig, override: str) -> Iterator[str]:
         yield f"override {override!r} is not of the form section.key=value"
         return
     try:
+        key, _, value = override.partition("=")
+        _check_depth(value, key.count(".") + key.count("["))
         tree.merge_with_dotlist([override])
     except (OmegaConfBaseException, yaml.YAMLError, IndexError, TypeError, ValueError) as error:
         yield f"override {override!r}: {_first_line(error)}"
+
+
+def _check_depth(text: str, depth: int = 0) -> None:
+    """ValueError for YAML that goes, from a depth, deeper than `DEEPEST`: what composes it can overflow the stack."""
+    for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            line = event.start_mark.line + 1 if event.start_mark else 1
+            raise ValueError(f"line {line} is nested more than {DEEPEST} levels deep, and no recipe needs to be")
+
+
+def _depth(value: object) -> int:
+    """Levels of lists and mappings in a value."""
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
+
+
+def _computed(value: object, where: tuple[str | int, ...] = ()) -> Iterator[str]:
+    """What is wrong with each text that asks for more than another key's value, such as one of the environment."""
+    if isinstance(value, dict | list):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _computed(each, (*where, key))
+    elif isinstance(value, str) and "${" in value:
+        names, waiting = set[str](), list[Any]([parse(value)])
+        while waiting:
+            node = waiting.pop()
+            waiting += getattr(node, "children", None) or ()
+            if isinstance(node, OmegaConfGrammarParser.InterpolationResolverContext):
+                names.add(node.resolverName().getText())
+        for name in sorted(names):
+            yield f"{_dotted(where)}: ${{{name}:...}} is not resolved: only ${{section.key}} is, another key's value"
 
 
 def _first_line(error: Exception) -> str:

@@ -59,6 +59,7 @@ def corpora(blend: str) -> str:
     return RECIPE.replace("corpus/text", blend)
 
 
+CHAIN = "\n".join(["model:", *(f"  a{i}: {{b: '${{model.a{i + 1}}}'}}" for i in range(99)), "  a99: 1"])
 TWO = corpora("[corpus/text, {path: corpus/text, weight: 2}]")
 
 BAD = [
@@ -75,6 +76,14 @@ BAD = [
     bad("data.train=[a] data.train[3].weight=2", "override 'data.train[3].weight=2'", "out of range"),
     bad("out=${no.where}", "out: ", "no.where"),
     bad("out=???", "out: ", "issing"),
+    # nothing but other keys is resolved, and nothing is deep enough to overflow the stack
+    bad("out=${oc.env:MEGACORE_CANARY}", "out: ${oc.env:...} is not resolved", "${section.key}"),
+    bad("", "out: ${oc.env:...} is not", recipe="out: 'x-${oc.env:MEGACORE_CANARY}-${oc.env:HOME,none}'"),
+    bad("", "data.train[0].path: ${oc.decode:...} is", recipe=corpora("[{path: '${oc.decode:${mesh.pp}}'}]")),
+    bad("", "out: ${${a.b}:...} is not", recipe="a: {b: oc.env}\nout: '${${a.b}:MEGACORE_CANARY}'"),
+    bad("", "recipe.yaml: line 2 is nested more than 32 levels deep", recipe="model:\n  " + "[" * 10**5),
+    bad("", "recipe.yaml: its references are nested more than 32 levels deep", recipe=CHAIN),
+    bad("", "recipe.yaml: line 1 is nested more than 32 levels", recipe="model: " + "{a: " * 99 + "1" + "}" * 99),
     # unknown keys, with the nearest spelling
     bad("optimzer.lr=1", "optimzer: unknown key", "did you mean optimizer?"),
     bad("optimizer.beta=[0.9,0.95]", "optimizer.beta: unknown key", "did you mean optimizer.betas?"),
@@ -310,6 +319,12 @@ def test_all_value_problems_come_together(folder: Path) -> None:
         "train.device",
     ):
         assert any(words in message for message in messages), words
+
+
+@pytest.mark.parametrize("override", ["=" + "[" * 10**5, ".a" * 100 + "=1", ".a" * 2000 + "=1"], ids=len)
+def test_overrides_that_are_nested_too_deeply(folder: Path, override: str) -> None:
+    with pytest.raises(ConfigError, match=r"nested more than 32 levels deep"):
+        load(write(folder, RECIPE), [f"model{override}"])
 
 
 def test_the_error_numbers_its_problems() -> None:
