@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -21,6 +22,27 @@ PYTHON = """#!/usr/bin/env bash
 printf '%q ' "$PYTHONSAFEPATH" "$@" >>"{log}"; echo >>"{log}"
 """
 Launched = Callable[..., tuple[int, dict[str, Any]]]
+
+
+def calls(root: Path, script: str, *arguments: str) -> list[list[str]]:
+    """How a script of a checkout calls Python, as if Megacore had been installed: one that only writes that down."""
+    venv = root / "venv"
+    (venv / "bin").mkdir(parents=True, exist_ok=True)
+    (venv / "bin" / "python").write_text(PYTHON.format(log=venv / "calls"))
+    (venv / "bin" / "python").chmod(0o755)
+    install = f'source launch/lib.sh && fingerprint >"$venv/.megacore-run" && exec launch/{script}.sh "$@"'
+    command = ["bash", "-c", install, "bash", *arguments]
+    subprocess.run(command, cwd=root, env=os.environ | {"MEGACORE_VENV": str(venv)}, check=True)
+    return [shlex.split(line) for line in (venv / "calls").read_text().splitlines()]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What the scripts need of a checkout."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    for name in ("pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    return tmp_path
 
 
 @pytest.fixture
@@ -48,19 +70,25 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
 
 @pytest.mark.parametrize("script", ["pretrain", "finetune"])
-def test_scripts_hand_everything_to_the_launcher(tmp_path: Path, script: str) -> None:
-    """With a Python that only writes down how it is called."""
-    log = tmp_path / "calls"
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").write_text(PYTHON.format(log=log))
-    (tmp_path / "bin" / "python").chmod(0o755)
-    # As if Megacore had been installed there.
-    install = (
-        f'source launch/lib.sh && fingerprint >"{tmp_path}/.megacore-run" && exec launch/{script}.sh "a b" --init=c'
-    )
-    subprocess.run(["bash", "-c", install], cwd=ROOT, env=os.environ | {"MEGACORE_VENV": str(tmp_path)}, check=True)
-    (call,) = log.read_text().splitlines()
-    assert shlex.split(call) == ["1", "-m", "megacore.launch", script, "a b", "--init=c"]
+def test_scripts_hand_everything_to_the_launcher(checkout: Path, script: str) -> None:
+    assert calls(checkout, script, "a b", "--init=c") == [["1", "-m", "megacore.launch", script, "a b", "--init=c"]]
+
+
+def test_the_quickstart_leaves_runs_that_are_there_alone(checkout: Path) -> None:
+    runs = checkout / "elsewhere"
+    (checkout / "runs").symlink_to(runs)
+    (runs / "quickstart/data").mkdir(parents=True)
+    (runs / "quickstart/data/stdlib.idx").touch()
+    given = ["1", "-m", "megacore.launch", "pretrain", "launch/recipes/quickstart.yaml"]
+    assert calls(checkout, "quickstart", "--help")[-1] == [*given, "out=runs/quickstart", "--help"]
+    for there, following in {"quickstart": "quickstart-2", "quickstart-2": "quickstart-3"}.items():
+        (runs / there / "checkpoints").mkdir(parents=True)
+        for name in ("config.yaml", "metrics.jsonl", "loss.png"):
+            (runs / there / name).touch()
+        before = sorted(runs.rglob("*"))
+        assert calls(checkout, "quickstart", "a=b c")[-1] == [*given, f"out=runs/{following}", "a=b c"]
+        assert sorted(runs.rglob("*")) == before
+    assert calls(checkout, "quickstart", "--resume", "auto")[-1] == [*given, "out=runs/quickstart", "--resume", "auto"]
 
 
 @pytest.mark.parametrize(
