@@ -13,6 +13,7 @@ from megacore.config import Config
 from megacore.data import tokenizer
 from megacore.progress import Progress, recipe
 from megacore.store.checkpoint import TRAINER, Checkpoint
+from megacore.store.companions import inside
 from megacore.store.folder import Folder, open_folder
 from megacore.store.index import INDEX, MOMENTS, VersionError
 from megacore.store.strict_json import StoreError
@@ -270,6 +271,6 @@ def companions(start: Start, config: Config) -> Mapping[str, Path]:
     """
     found = start.source.companions() if start.source is not None else {}
     folder = Path(config.data.train[0].path).parent
-    found = found or {name: folder / name for name in tokenizer.FILES if (folder / name).is_file()}
+    found = found or {name: inside(folder, name) for name in tokenizer.FILES if (folder / name).is_file()}
     template = config.chat.template
     return {**found, tokenizer.TEMPLATE: Path(template)} if template is not None and found else found

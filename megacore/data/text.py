@@ -17,6 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, cast
 
+from megacore.store.companions import inside
+from megacore.store.strict_json import StoreError
+
 WHOLE = (".txt", ".md", ".py")
 SUFFIXES = (*WHOLE, ".jsonl", ".parquet")
 LINES = 4 * 2**20  # bytes of a piece of a .jsonl file
@@ -75,8 +78,9 @@ class Row:
 def find_files(inputs: Sequence[Path], exclude: Sequence[str] = ()) -> list[Path]:
     """The files among the inputs, and in the folders among them, in the order of the inputs, each once.
 
-    A folder is walked in sorted order, without hidden entries and those whose name matches a pattern of `exclude`.
-    InputError names an input that does not exist, is of another type, or holds no such file.
+    A folder is walked in sorted order, without hidden entries, those whose name matches a pattern of `exclude`, and
+    links that leave it, which are said on stderr. InputError names an input that does not exist, is of another type, or
+    holds no such file.
     """
     found: dict[Path, Path] = {}
     types = " ".join(SUFFIXES)
@@ -86,11 +90,23 @@ def find_files(inputs: Sequence[Path], exclude: Sequence[str] = ()) -> list[Path
         if given.is_file() and given.suffix not in SUFFIXES:
             raise InputError(f"{given} is not of a known type: {types}")
         files = list(_walk(given, exclude)) if given.is_dir() else [given]
+        if given.is_dir() and (left := [file for file in files if _leaves(file, given)]):
+            files = [file for file in files if not _leaves(file, given)]
+            print(f"{given}: {len(left):,} links that lead out of it are left out, such as {left[0]}", file=sys.stderr)
         if not files:
             raise InputError(f"{given} has no file of a known type ({types}) that is not hidden or excluded")
         for file in files:
             found.setdefault(file.resolve(), file)
     return list(found.values())
+
+
+def _leaves(file: Path, folder: Path) -> bool:
+    try:
+        if file.is_symlink():
+            inside(folder, file.relative_to(folder))
+    except StoreError:
+        return True
+    return False
 
 
 def _walk(folder: Path, exclude: Sequence[str]) -> Iterator[Path]:

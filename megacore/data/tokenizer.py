@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megacore.data.text import InputError
+from megacore.store.companions import companions
+from megacore.store.strict_json import StoreError
 
 END = "<|endoftext|>"
 LONGEST = 2**20  # characters encoded at once: an encoding takes a hundred times the memory of its text
@@ -108,10 +110,14 @@ def _load_slow(folder: Path) -> Tokenizer:
 
 def fetch(source: str, folder: Path) -> None:
     """Copies the tokenizer of a Hugging Face folder, or of a name on its hub, to `folder`. InputError if none."""
-    if (Path(source) / "tokenizer.json").is_file():
+    try:
+        found = companions(Path(source), Path(source))
+    except StoreError as error:
+        raise InputError(str(error)) from error
+    if "tokenizer.json" in found:
         for name in FILES:
-            if (Path(source) / name).is_file():
-                shutil.copyfile(Path(source) / name, folder / name)
+            if name in found:
+                shutil.copyfile(found[name], folder / name)
         return
     beside = "/" in source and Path(source).parent.exists()
     if not Path(source).exists() and (beside or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source)):

@@ -19,7 +19,7 @@ import numpy as np
 from megacore.store.audit import Progress, fingerprints, silent
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.compare import config_differences
-from megacore.store.convert import Part, Plan, Source, beside, expected, hugging_face_folder, tensors
+from megacore.store.convert import Part, Plan, Source, expected, hugging_face_folder, tensors
 from megacore.store.dtypes import as_dtype
 from megacore.store.folder import Folder
 from megacore.store.hugging_face import ADAPTER, HuggingFace
@@ -99,7 +99,7 @@ def to_peft(checkpoint: Checkpoint, dtype: str | None = None) -> Plan:
     files = (File(WEIGHTS, tuple(tensors(schema, source, hugging_face(schema), dtype)), source.read),)
     texts = {ADAPTER: json.dumps(_config(checkpoint, held), indent=2, allow_nan=False).encode() + b"\n"}
     part = Part(files, expected(schema, source, files))
-    return Plan(schema, {"weights": part}, lambda found: texts, beside(checkpoint, {*texts, WEIGHTS}))
+    return Plan(schema, {"weights": part}, lambda found: texts, checkpoint.companions())
 
 
 def _config(checkpoint: Checkpoint, held: Adapters) -> dict[str, object]:

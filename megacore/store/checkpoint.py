@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from megacore.store.accounting import summary
+from megacore.store.companions import companions, inside
 from megacore.store.dtypes import FLOATS
 from megacore.store.index import INDEX, STATES, Index, file_name, read_index
 from megacore.store.stream import Read
@@ -56,8 +57,8 @@ class Checkpoint:
             StoreError: it is no checkpoint, or is damaged; sizes and headers of all files are compared with the index.
         """
         path = Path(path)
-        index = read_index(path / INDEX)
-        trainer = read_json(path / TRAINER) if (path / TRAINER).exists() else None
+        index = read_index(inside(path, INDEX))
+        trainer = read_json(inside(path, TRAINER)) if (path / TRAINER).exists() else None
         if trainer is not None and not isinstance(trainer, dict):
             raise StoreError(f"{path / TRAINER} does not hold a JSON object")
         if trainer is None and index.step is not None:
@@ -111,8 +112,7 @@ class Checkpoint:
 
     def companions(self) -> Mapping[str, Path]:
         """{name: file} of what travels with the model: tokenizer, generation config, chat templates."""
-        folder = self.path / COMPANIONS
-        return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        return companions(self.path / COMPANIONS, self.path)
 
     def fingerprints(self, state: str) -> dict[Logical, int]:
         """Of the logical pieces, as they were when the files were written.
@@ -171,5 +171,5 @@ class _Files(dict[str, TensorFile]):
         self.folder = folder
 
     def __missing__(self, name: str) -> TensorFile:
-        self[name] = TensorFile.open(self.folder / name)
+        self[name] = TensorFile.open(inside(self.folder, name))
         return self[name]

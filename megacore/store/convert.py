@@ -7,7 +7,7 @@ it into a folder that appears under its name only when all of it is there and is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -200,23 +200,8 @@ def hugging_face_folder(
         schema,
         {"weights": Part(files, expected(schema, source, files))},
         lambda found: texts,
-        beside(checkpoint, {*texts, *(file.path for file in files)}),
+        checkpoint.companions(),
     )
-
-
-def beside(checkpoint: Checkpoint, own: Set[str]) -> Mapping[str, Path]:
-    """What travels with a checkpoint's model into a folder that has some files of its own.
-
-    Raises:
-        StoreError: they have the same names.
-    """
-    companions = checkpoint.companions()
-    if taken := companions.keys() & own:
-        raise StoreError(
-            f"{checkpoint.path / COMPANIONS} holds {', '.join(sorted(taken))}, and the Hugging Face folder has its "
-            "own: remove it there"
-        )
-    return companions
 
 
 def tensors(schema: Schema, source: Source, targets: Iterable[Stored], dtype: str | None) -> Iterator[Tensor]:

@@ -5,7 +5,6 @@ All that can be known without reading the weights is checked when it is opened. 
 
 from __future__ import annotations
 
-import itertools
 import os
 import shlex
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from megacore.store.accounting import Account, Held, account, ignorable_by, printable, summary
+from megacore.store.companions import companions, inside, travelling
 from megacore.store.strict_json import StoreError, read_json
 from megacore.store.tensors import TensorFile
 from models.config import ModelConfig, ModelConfigError
@@ -25,29 +25,7 @@ from parallel.schema import Schema
 from parallel.transfer import Stored, hugging_face
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-ADAPTER, TEMPLATES = "adapter_config.json", "additional_chat_templates"
-
-COMPANIONS = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "*.tiktoken",
-    "chat_template.jinja",
-    "chat_template.json",
-    f"{TEMPLATES}/*.jinja",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
-)
-"""Files that travel with the weights: what text needs to become tokens and back, how to generate, and the terms of use,
-which licences want to see passed on. Not the model card: it describes the model that the weights were, with its
-results."""
+ADAPTER = "adapter_config.json"
 
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TO_SAFETENSORS = (
@@ -96,7 +74,12 @@ class HuggingFace:
                 found = account(config, tensors)
         if os.path.lexists(path / ADAPTER):
             problems.append(f"{ADAPTER}: an adapter changes what the weights compute: merge it into them and save that")
-        problems += [f"{name} is a link to nothing" for name in _dangling(path)] + found.problems
+        problems += [f"{name} is a link to nothing" for name in travelling(path) if not (path / name).exists()]
+        try:
+            companions(path, path)
+        except StoreError as error:
+            problems.append(str(error))
+        problems += found.problems
         if problems or config is None:
             raise StoreError("\n- ".join([f"{path} cannot be used:", *problems]))
         return cls(path, raw, config, found.weights, found.ignored)
@@ -119,8 +102,8 @@ class HuggingFace:
         return held.entry.dtype, held.file.array(held.name)
 
     def companions(self) -> Mapping[str, Path]:
-        """{name within the folder: file} of those that travel along, :data:`COMPANIONS`."""
-        return {str(file.relative_to(self.path)): file for file in _companions(self.path) if file.is_file()}
+        """{name within the folder: file} of those that travel along."""
+        return companions(self.path, self.path)
 
 
 @dataclass(frozen=True)
@@ -136,7 +119,7 @@ def _config(folder: Path, problems: list[str]) -> tuple[dict[str, Any], type[Mod
     raw: dict[str, Any] = {}
     kind = None
     try:
-        raw = _object(folder / CONFIG)
+        raw = _object(folder, CONFIG)
         name = raw.get("model_type")
         if not isinstance(name, str):
             problems.append(f"{CONFIG} has model_type={name!r}: the families are {', '.join(FAMILIES)}")
@@ -150,7 +133,8 @@ def _config(folder: Path, problems: list[str]) -> tuple[dict[str, Any], type[Mod
     return raw, kind, None
 
 
-def _object(file: Path) -> dict[str, Any]:
+def _object(folder: Path, name: str) -> dict[str, Any]:
+    file = inside(folder, name)
     if not os.path.isfile(file):  # what is neither a file nor a link to one may block whoever reads it
         raise StoreError(f"{file} is not there, or is no file")
     found = read_json(file)
@@ -165,13 +149,13 @@ def _files(folder: Path, problems: list[str]) -> _Files | None:
     Where there are both a single file and an index, the single file counts, as for transformers.
     """
     if os.path.lexists(folder / WEIGHTS):
-        opened = _open([folder / WEIGHTS], problems)
+        opened = _open(folder, [WEIGHTS], problems)
         return _Files(opened, None) if opened else None
     if not os.path.lexists(folder / INDEX):
         problems.append(_no_weights(folder))
         return None
     try:
-        named = _weight_map(_object(folder / INDEX))
+        named = _weight_map(_object(folder, INDEX))
     except StoreError as error:
         problems.append(str(error))
         return None
@@ -179,18 +163,18 @@ def _files(folder: Path, problems: list[str]) -> _Files | None:
     absent = [name for name in names if not os.path.isfile(folder / name)]  # False for any name
     if absent:
         problems.append(f"{INDEX} names files that are not there: {', '.join(absent)}")
-    opened = _open([folder / name for name in names if name not in absent], problems)
+    opened = _open(folder, [name for name in names if name not in absent], problems)
     if len(opened) < len(names):
         return None
     by_name = dict(zip(names, opened, strict=True))
     return _Files(opened, {tensor: by_name[name] for tensor, name in named.items()})
 
 
-def _open(paths: list[Path], problems: list[str]) -> tuple[TensorFile, ...]:
+def _open(folder: Path, files: list[str], problems: list[str]) -> tuple[TensorFile, ...]:
     opened = []
-    for path in paths:
+    for name in files:
         try:
-            opened.append(TensorFile.open(path))
+            opened.append(TensorFile.open(inside(folder, name)))
         except StoreError as error:
             problems.append(str(error))
     return tuple(opened)
@@ -266,13 +250,3 @@ def _no_weights(folder: Path) -> str:
     if gguf:
         return f"{looked_for}, but {', '.join(gguf)}: GGUF is not read here; take the model that it was made from"
     return looked_for
-
-
-def _companions(folder: Path) -> list[Path]:
-    # Not by glob, which passes over links to nothing.
-    inside = itertools.chain(folder.iterdir(), (folder / TEMPLATES).glob("*"))
-    return sorted(file for file in inside if any(file.relative_to(folder).match(pattern) for pattern in COMPANIONS))
-
-
-def _dangling(folder: Path) -> list[str]:
-    return [str(file.relative_to(folder)) for file in _companions(folder) if not file.exists()]

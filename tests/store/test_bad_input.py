@@ -343,9 +343,26 @@ def foreign_partial(folder: Path) -> None:
     (folder / ".target.partial/precious").write_text("mine")
 
 
-def config_among_companions(folder: Path) -> None:
-    (folder / "ckpt/tokenizer").mkdir()
-    (folder / "ckpt/tokenizer/config.json").write_text("{}")
+def leading_out(name: str) -> Change:
+    """A file of a folder is moved out of it, and a link there leads to it."""
+
+    def change(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+        (folder / name).rename(folder / "secret")
+        (folder / name).symlink_to(folder / "secret")
+
+    return change
+
+
+def folder_leading_out(folder: Path) -> None:
+    (folder / "ckpt/weights").rename(folder / "weights")
+    (folder / "ckpt/weights").symlink_to("../weights")
+
+
+def large_companion(folder: Path) -> None:
+    with open(folder / "hf/LICENSE", "wb") as file:
+        file.truncate(2**30)
 
 
 def link_inside(folder: Path) -> None:
@@ -459,7 +476,17 @@ ARGUMENTS: Mapping[str, Case] = {
     "target-name-too-long": case(f"convert hf {'x' * 300}", "too long"),
     "partial-of-someone-else": case(RESHARD, ".target.partial", "remove it", change=foreign_partial),
     # -- companions
-    "companion-in-the-way": case(EXPORT, "tokenizer", "config.json", change=config_among_companions),
+    "companion-of-another-folder": case(CONVERT, "LICENSE leads to", "secret", change=leading_out("hf/LICENSE")),
+    "template-of-another-folder": case(
+        CONVERT, "x.jinja leads to", "secret", change=leading_out("hf/additional_chat_templates/x.jinja")
+    ),
+    "config-of-another-folder": case(CONVERT, "config.json leads to", "secret", change=leading_out("hf/config.json")),
+    "own-companion-of-another-folder": case(
+        EXPORT, "LICENSE leads to", "secret", change=leading_out("ckpt/tokenizer/LICENSE")
+    ),
+    "index-of-another-folder": case(EXPORT, "index.json leads to", "secret", change=leading_out("ckpt/index.json")),
+    "weights-of-another-folder": case(EXPORT, "leads to", "outside of", change=folder_leading_out),
+    "large-companion": case(CONVERT, "LICENSE has 1073741824 bytes", change=large_companion),
     # -- a Hugging Face folder
     "hf-config-missing": case(CONVERT, "config.json", change=lambda f: (f / "hf/config.json").unlink()),
     "hf-config-pipe": case(CONVERT, "config.json", change=lambda f: instead(os.mkfifo)(f / "hf/config.json")),
@@ -556,13 +583,13 @@ def test_a_parent_that_cannot_be_written(
 
 
 def test_companions_that_are_links_are_followed_and_others_left(given_folders: Path, tmp_path: Path) -> None:
-    """The hub's cache is made of links, to files. A folder or a pipe of such a name is none of ours to read."""
+    """Links within the folder. A folder or a pipe of such a name is none of ours to read."""
     folder = tmp_path / "here"
     shutil.copytree(given_folders, folder)
-    (folder / "blob").write_text("words")
     for at in ("hf", "ckpt/tokenizer"):
         (folder / at).mkdir(exist_ok=True)
-        (folder / at / "vocab.json").symlink_to(folder / "blob")
+        (folder / at / "blob").write_text("words")
+        (folder / at / "vocab.json").symlink_to("blob")
         (folder / at / "merges.txt").mkdir()
         os.mkfifo(folder / at / "vocab.txt")
     assert call("convert hf a", folder) == 0
@@ -570,7 +597,7 @@ def test_companions_that_are_links_are_followed_and_others_left(given_folders: P
     assert call("convert b c --to hf", folder) == 0
     for at in ("a/tokenizer", "b/tokenizer", "c"):
         assert (folder / at / "vocab.json").read_text() == "words" and not (folder / at / "vocab.json").is_symlink()
-        assert not (folder / at / "merges.txt").exists() and not (folder / at / "vocab.txt").exists()
+        assert not any((folder / at / name).exists() for name in ("merges.txt", "vocab.txt", "blob"))
 
 
 def test_many_jobs(given_folders: Path, tmp_path: Path) -> None:

@@ -81,6 +81,27 @@ def test_an_uncommon_tokenizer_folder_is_fetched_through_transformers(trained, t
     assert not (tmp_path / "out").exists()
 
 
+def test_links_out_of_a_folder_are_left_out_and_said(trained, tmp_path, capsys):
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "a.txt").write_text("a")
+    (tmp_path / "secret").write_text("secret")
+    for name in ("b.txt", "c.jsonl"):
+        (source / name).symlink_to("../secret")
+    status, out = tokenize(source, trained)
+    assert status == 0 and read(out) == ["a"]
+    assert f"{source}: 2 links that lead out of it are left out, such as {source}/b.txt" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_leads_out_of_its_folder_is_refused(trained, tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("a")
+    stranger = tmp_path / "stranger"
+    stranger.mkdir()
+    (stranger / "tokenizer.json").symlink_to(trained / "tokenizer.json")
+    status, out = tokenize(tmp_path / "a.txt", stranger)
+    assert status == 1 and "tokenizer.json leads to" in capsys.readouterr().err and not out.exists()
+
+
 def test_every_kind_of_file_in_sorted_order_without_hidden_and_excluded(trained, tmp_path):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     source = tmp_path / "in"
