@@ -170,8 +170,8 @@ class Mesh:
         # NCCL connects a pair at its first message, and each host waits there for the other. In a step the two would
         # begin with different channels, and wait for ever.
         for process_group, sender, receiver in made:
-            first = torch.zeros(1, device=self.device)
+            message = torch.zeros(1, device=self.device)
             if self.rank == sender:
-                dist.send(first, receiver, group=process_group)
+                dist.send(message, receiver, group=process_group)
             else:
-                dist.recv(first, sender, group=process_group)
+                dist.recv(message, sender, group=process_group)

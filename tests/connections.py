@@ -29,7 +29,9 @@ def connecting_at_first_use() -> Iterator[list[str]]:
     store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
 
     def meet(group: dist.ProcessGroup | None, kind: str, ranks: list[int]) -> None:
-        name = f"{(group or dist.group.WORLD).group_name}, {kind} of {sorted(ranks)}"
+        group = group or dist.group.WORLD
+        assert group is not None
+        name = f"{group.group_name}, {kind} of {sorted(ranks)}"
         if name not in connected:
             store.set(f"{name}/{rank}", "here")
             store.wait([f"{name}/{other}" for other in ranks], PATIENCE)
