@@ -18,9 +18,10 @@ from megacore import checkpoints
 from megacore.control import Control
 from megacore.optimizer import Optimizer
 from megacore.store.checkpoint import COMPANIONS, TRAINER
+from megacore.store.companions import copy_companion
 from megacore.store.dtypes import FLOATS
 from megacore.store.index import INDEX, STATES, Adapters, FileRecord, Index, file_name, on_disk
-from megacore.store.publish import Publication, copy_file, write_file
+from megacore.store.publish import Publication, write_file
 from megacore.store.scratch import mapped
 from megacore.store.stream import File, write
 from megacore.store.stream import Tensor as Written
@@ -353,7 +354,7 @@ class Saver:
         index = replace(self._index, step=saving.step, files=records)
         write_file(folder / TRAINER, json.dumps(saving.trainer, indent=1, allow_nan=False).encode() + b"\n")
         for name, path in self._companions.items():
-            copy_file(path, folder / COMPANIONS / name)
+            copy_companion(path, folder / COMPANIONS / name)
         write_file(folder / INDEX, index.to_json())
         publication.finish()
         checkpoints.prune(self.folder, self._kept.newest, self._kept.every)

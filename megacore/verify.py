@@ -270,7 +270,9 @@ def transformers_model(pair: Pair) -> nn.Module:
     logging.set_verbosity_error()
     path, schema, dtypes = pair.folder.path, pair.folder.config.schema, pair.dtypes()
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise StoreError(f"transformers cannot load {path}: {error}") from error
     model.eval()

@@ -61,7 +61,7 @@ class Spelling:
         from transformers import AutoTokenizer
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # whatever its files lead to
             raise InputError(f"the model's tokenizer cannot be loaded: {error}") from error
         if not self._tokenizer.is_fast:

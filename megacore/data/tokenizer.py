@@ -97,7 +97,7 @@ def _end_token(folder: Path) -> str | None:
 def _load_slow(folder: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    slow = AutoTokenizer.from_pretrained(folder)
+    slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
     def encode_batch(texts: list[str]) -> list[list[int]]:
         encoded: list[list[int]] = slow(
@@ -128,7 +128,10 @@ def fetch(source: str, folder: Path) -> None:
     from transformers import AutoTokenizer
 
     try:
-        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        # Only what is no folder is a name, and asked for.
+        local = Path(source).exists()
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
+        tokenizer.save_pretrained(folder)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"no tokenizer in {source}: {reason}") from error

@@ -38,7 +38,8 @@ class Texts:
 
         try:
             with files_of(folder).folder() as files:
-                return cls(folder, AutoTokenizer.from_pretrained(files, local_files_only=True))
+                tokenizer = AutoTokenizer.from_pretrained(files, local_files_only=True, trust_remote_code=False)
+                return cls(folder, tokenizer)
         except InputError as error:
             raise StoreError(f"{folder.path} has no tokenizer among its files: put those of the model there") from error
         except Exception as error:  # whatever its files lead to

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from megacore.store.strict_json import StoreError
+from megacore.store.publish import copy_file, write_file
+from megacore.store.strict_json import StoreError, read_json
 
 TEMPLATES = "additional_chat_templates"
 COMPANIONS = (
@@ -74,3 +76,16 @@ def companions(folder: Path, root: Path) -> Mapping[str, Path]:
         if (size := file.stat().st_size) > LARGEST:
             raise StoreError(f"{file} has {size} bytes, and no file that goes with a model has more than {LARGEST}")
     return found
+
+
+def copy_companion(file: Path, path: Path) -> None:
+    """Copy a companion into a folder; of a tokenizer's config, all but the name of code to load it with.
+
+    Raises:
+        StoreError: it cannot be read or written.
+    """
+    found = read_json(file) if path.name == "tokenizer_config.json" else None
+    if isinstance(found, dict) and found.pop("auto_map", None) is not None:
+        write_file(path, json.dumps(found, indent=2, ensure_ascii=False).encode() + b"\n")
+    else:
+        copy_file(file, path)

@@ -15,9 +15,10 @@ from typing import Any
 
 from megacore.store import export
 from megacore.store.checkpoint import COMPANIONS, TRAINER, Checkpoint
+from megacore.store.companions import copy_companion
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.index import INDEX, Adapters, FileRecord, Index, file_name, on_disk
-from megacore.store.publish import copy_file, publish, write_file
+from megacore.store.publish import publish, write_file
 from megacore.store.stream import File, Fingerprints, Read, Tensor, write
 from megacore.store.strict_json import StoreError
 from parallel.fingerprint import Logical, add_up, spell
@@ -99,7 +100,7 @@ class Plan:
             for state, part in self.parts.items():
                 self._compare(state, part, found)
             for name, companion in self.companions.items():
-                copy_file(companion, folder / name)
+                copy_companion(companion, folder / name)
             for name, content in self.texts(found).items():
                 write_file(folder / name, content)
 

@@ -77,12 +77,13 @@ def texts(raw: Mapping[str, Any], shards: Sequence[Shard], dtypes: Mapping[str, 
 
 
 def config_json(raw: Mapping[str, Any]) -> bytes:
-    """A ``config.json`` with all fields of ``raw``, and the class to load it with where those do not name one.
+    """A ``config.json`` with all fields of ``raw`` but the name of code, and a class to load where none is named.
 
     Args:
         raw: Fields of a config of one of the families.
     """
     architecture = family(raw["model_type"]).CONFIG.architecture
+    raw = {key: value for key, value in raw.items() if key != "auto_map"}
     return _json({**raw, "architectures": raw.get("architectures") or [architecture]})
 
 

@@ -600,6 +600,30 @@ def test_companions_that_are_links_are_followed_and_others_left(given_folders: P
         assert not any((folder / at / name).exists() for name in ("merges.txt", "vocab.txt", "blob"))
 
 
+def test_no_code_travels(given_folders: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    shutil.copytree(given_folders, folder)
+    code = {"auto_map": {"AutoTokenizer": ["stranger--code.T", None]}}
+    for at in ("hf", "ckpt/tokenizer"):
+        (folder / at).mkdir(exist_ok=True)
+        (folder / at / "tokenizer_config.json").write_text(json.dumps({"eos_token": "é"} | code))
+        for name in ("code.py", "adapter_model.bin", "README.md"):
+            (folder / at / name).write_text("boom()")
+    (folder / "ckpt/tokenizer/adapter_config.json").write_text("{}")
+    (folder / "ckpt/tokenizer/config.json").write_text("{}")
+    config = json.loads((folder / "hf/config.json").read_text())
+    (folder / "hf/config.json").write_text(json.dumps(config | code))
+    assert call("convert hf a", folder) == 0
+    assert call("convert a b --to hf", folder) == 0
+    assert call("convert ckpt c --to hf", folder) == 0
+    for at in ("a/tokenizer", "b", "c"):
+        assert json.loads((folder / at / "tokenizer_config.json").read_text()) == {"eos_token": "é"}
+        assert not {"code.py", "adapter_model.bin", "adapter_config.json"} & {*os.listdir(folder / at)}
+    for at in ("b", "c"):
+        made = json.loads((folder / at / "config.json").read_text())
+        assert "auto_map" not in made and made["model_type"] == config["model_type"]
+
+
 def test_many_jobs(given_folders: Path, tmp_path: Path) -> None:
     shutil.copytree(given_folders, tmp_path / "here")
     assert call("convert hf target --jobs 999999999", tmp_path / "here") == 0
