@@ -91,10 +91,12 @@ def test_a_lock_that_can_be_had_counts_only_when_the_heartbeat_stands_still(tmp_
     thread = threading.Thread(target=beat)
     thread.start()
     said: list[str] = []
-    with pytest.raises(StoreError, match="is held by a run, process 77 on node7"):
-        RunLock.take(tmp_path, QUICK, said.append, silent)
-    end.set()
-    thread.join()
+    try:
+        with pytest.raises(StoreError, match="is held by a run, process 77 on node7"):
+            RunLock.take(tmp_path, QUICK, said.append, silent)
+    finally:
+        end.set()
+        thread.join()
     assert said == [f"{tmp_path} was held by {record}; waiting for 0.12 s to see whether it still is"]
     with RunLock.take(tmp_path, QUICK, said.append):
         assert len(said) == 2
