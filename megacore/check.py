@@ -54,7 +54,10 @@ def check(recipe: str, overrides: Sequence[str], world_size: int, local_ranks: i
         found += vocabulary_problems(config, model.vocab_size)
     if model is None or start is None or (found and not readable(config)):
         raise ConfigError(found)
-    files = ModelFiles(companions(start, config), raw_of(model, start.source), model.vocab_size)
+    try:
+        files = ModelFiles(companions(start, config), raw_of(model, start.source), model.vocab_size)
+    except StoreError as error:
+        raise ConfigError([*found, f"data: {error}"]) from error
     if found:
         raise ConfigError([*found, *(f"data: {problem}" for problem in Corpora.look(config, files))])
     device = memory_of_gpus() if config.train.device_type(there) == "cuda" else None

@@ -79,6 +79,12 @@ def test_a_corpus_that_is_too_short_is_found(recipe: str, tmp_path: Path) -> Non
     assert problem.startswith("data: ") and "one sample of length 64 takes 65" in problem
 
 
+def test_a_tokenizer_beside_the_corpus_that_leads_elsewhere_is_refused(recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").symlink_to("/proc/self/environ")
+    (problem,) = problems(recipe)
+    assert problem.startswith("data: ") and "tokenizer.json" in problem
+
+
 def test_a_damaged_corpus_is_found(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "corpus.idx").write_bytes(b"not an index")
     (problem,) = problems(recipe)
