@@ -26,8 +26,15 @@ class Setup:
     start: Start
 
 
-def check(recipe: str, overrides: Sequence[str], world_size: int, local_ranks: int) -> Setup:
+def check(recipe: str, overrides: Sequence[str], world_size: int, local_ranks: int, checked: bool = False) -> Setup:
     """Read and check a run.
+
+    Args:
+        recipe: Its path.
+        overrides: Of the recipe.
+        world_size: Ranks of the run.
+        local_ranks: Those on this machine.
+        checked: Whether another process of this machine does so too: what takes longer for more data is left to it.
 
     Raises:
         ConfigError: all that is wrong.
@@ -64,6 +71,6 @@ def check(recipe: str, overrides: Sequence[str], world_size: int, local_ranks: i
     if no_room := list(room_problems(config, model, world_size, local_ranks, device)):
         raise ConfigError(no_room)
     try:
-        return Setup(config, model, Corpora.open(config, files), start)
+        return Setup(config, model, Corpora.open(config, files, start.progress.order, checked), start)
     except ValueError as error:
         raise ConfigError([f"data: {error}"]) from error

@@ -257,7 +257,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     here = Here.now()
     try:
-        setup = check(arguments[0], arguments[1:], here.world, here.local_world)
+        # One rank of each node reads the indexes of the data for all.
+        setup = check(arguments[0], arguments[1:], here.world, here.local_world, checked=here.local_rank > 0)
     except ConfigError as error:
         if here.local_rank == 0:  # of each node: a file may be missing on one
             print(error, file=sys.stderr)

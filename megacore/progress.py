@@ -10,11 +10,13 @@ from importlib.metadata import version
 from typing import Any
 
 from megacore.config import Config, MeshConfig
+from megacore.data.samples import ORDER
 from megacore.store.strict_json import StoreError
 from parallel.layout import MeshShape
 
 _FIELDS = {"step": "step", "samples": "consumed_samples", "tokens": "tokens", "updates": "optimizer_steps"}
 """{field of Progress: its name in the file}."""
+_ORDER = "data_order"
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class Progress:
         tokens: Tokens of them.
         updates: Steps that have changed the weights: those with a gradient that was not finite have not.
         scaler: The state of the loss scale; None where losses are not scaled.
+        order: The version of the order of the data that the samples are counted in.
     """
 
     step: int = 0
@@ -34,6 +37,7 @@ class Progress:
     tokens: int = 0
     updates: int = 0
     scaler: Mapping[str, Any] | None = None
+    order: int = ORDER
 
     @property
     def skipped(self) -> int:
@@ -43,14 +47,15 @@ class Progress:
         """At a later step of a run that goes on from here with this config."""
         samples = (step - self.step) * config.batch.global_size
         tokens = samples * config.data.sequence_length
-        return Progress(step, self.samples + samples, self.tokens + tokens, updates, scaler)
+        return Progress(step, self.samples + samples, self.tokens + tokens, updates, scaler, self.order)
 
     @classmethod
     def read(cls, tree: Mapping[str, Any], where: object) -> Progress:
         """From a ``trainer.json``.
 
         Raises:
-            StoreError: a count is missing or none, or the state of the loss scale is none.
+            StoreError: a count is missing or none, the state of the loss scale is none, or the order of the data is
+                not known.
         """
         wrong = [
             name
@@ -62,7 +67,13 @@ class Progress:
         scaler = tree.get("scaler")
         if not is_scaler_state(scaler):
             raise StoreError(f"{where}: scaler is no state of a loss scale: {scaler!r:.80}")
-        return cls(**{field: tree[name] for field, name in _FIELDS.items()}, scaler=scaler)
+        order = tree.get(_ORDER, 1)  # the first one had no number
+        if type(order) is not int or not 1 <= order <= ORDER:
+            raise StoreError(
+                f"{where}: {_ORDER} is {order!r:.80}, and those from 1 to {ORDER} are known: go on with the version of "
+                "megacore that wrote it, or a later one"
+            )
+        return cls(**{field: tree[name] for field, name in _FIELDS.items()}, scaler=scaler, order=order)
 
 
 def is_scaler_state(found: Any) -> bool:
@@ -88,6 +99,7 @@ def document(progress: Progress, lr: float, config: Config, mesh: MeshShape) -> 
     """
     return {
         **{name: getattr(progress, field) for field, name in _FIELDS.items()},
+        _ORDER: progress.order,
         "lr": lr,
         "scaler": progress.scaler,
         "recipe": recipe(config, mesh),

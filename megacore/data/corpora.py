@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megacore.config import Config, Corpus
+from megacore.data import first_order, samples
 from megacore.data.batches import Batches
 from megacore.data.blend import Blend
 from megacore.data.corpus import Corpus as Facts
@@ -14,7 +15,7 @@ from megacore.data.examples import Examples, Preparation
 from megacore.data.examples import Facts as ExampleFacts
 from megacore.data.indexed import IndexedDataset, Integers
 from megacore.data.packing import Packed
-from megacore.data.samples import Samples, Source, Split, split_documents
+from megacore.data.samples import ORDER, Source, split_documents
 from megacore.data.spelling import ModelFiles
 from megacore.data.text import InputError
 
@@ -35,8 +36,17 @@ class Corpora:
     remarks: tuple[str, ...] = ()
 
     @classmethod
-    def open(cls, config: Config, model: ModelFiles | None = None) -> Corpora:
+    def open(
+        cls, config: Config, model: ModelFiles | None = None, order: int = ORDER, checked: bool = False
+    ) -> Corpora:
         """Map the token files and split them; of files of examples, those that are made for ``model``.
+
+        Args:
+            config: Of the run.
+            model: What prepares examples.
+            order: The version of the order of the data that the run is in.
+            checked: Whether another process of this machine reads the indexes of the token files, so that this one
+                need not.
 
         Raises:
             ValueError: a file is damaged, or too short for one sample; examples are bad, or the model's tokenizer or
@@ -46,18 +56,18 @@ class Corpora:
         if data.train[0].has_examples:
             if model is None:
                 raise InputError(f"{data.train[0].path} has examples, and there is no model to prepare them for")
-            return cls._of_examples(config, model)
+            return cls._of_examples(config, model, order)
+        parts = samples.parts if order == ORDER else first_order.parts
         train: list[Source] = []
         held_out: list[Source] = []
         for corpus in data.train:
-            dataset = IndexedDataset(Path(corpus.path))
-            split = _split(config, dataset.documents)
-            for part, documents, made in (("train", split.train, train), ("validation", split.validation, held_out)):
-                if documents.size or part == "train":
-                    name = f"the {part} part of {corpus.path}"
-                    made.append(Samples(dataset, data.sequence_length, data.seed, documents, name))
+            dataset = IndexedDataset(Path(corpus.path), checked)
+            kept, held = parts(dataset, data.sequence_length, data.seed, _held_out(config), corpus.path)
+            train.append(kept)
+            held_out += [held] if held else []
         validation: list[Source] = [
-            Samples(IndexedDataset(Path(c.path)), data.sequence_length, data.seed, name=c.path) for c in data.validation
+            parts(IndexedDataset(Path(each.path), checked), data.sequence_length, data.seed, 0.0, each.path)[0]
+            for each in data.validation
         ]
         return cls._blended(config, train, validation or held_out, data.within_documents)
 
@@ -76,9 +86,10 @@ class Corpora:
                 yield str(error)
 
     @classmethod
-    def _of_examples(cls, config: Config, model: ModelFiles) -> Corpora:
+    def _of_examples(cls, config: Config, model: ModelFiles, order: int) -> Corpora:
         data = config.data
         folder, remarks = Path(config.out) / EXAMPLES, list[str]()
+        epoch_order = samples.epoch_order if order == ORDER else first_order.epoch_order
 
         def prepared(corpus: Corpus) -> Examples:
             examples = Preparation(Path(corpus.path), folder, config.chat, data.sequence_length, model).examples()
@@ -86,7 +97,7 @@ class Corpora:
             return examples
 
         def packed(examples: Examples, chosen: Integers | None, name: str) -> Source:
-            made = Packed(examples, data.sequence_length, data.seed, chosen, config.chat.pack, name)
+            made = Packed(examples, data.sequence_length, data.seed, chosen, config.chat.pack, name, epoch_order)
             size = examples.count if chosen is None else chosen.size
             rows = f"{made.per_epoch:,} rows of {made.length:,} tokens, {made.fill:.1%} full"
             remarks.append(f"  {name}: {size:,} examples in {rows}")
@@ -96,7 +107,7 @@ class Corpora:
         held_out: list[Source] = []
         for corpus in data.train:
             examples = prepared(corpus)
-            split = _split(config, examples.count)
+            split = split_documents(examples.count, _held_out(config), data.seed)
             train.append(packed(examples, split.train, "to train on"))
             if split.validation.size:
                 held_out.append(packed(examples, split.validation, "held out"))
@@ -117,10 +128,9 @@ class Corpora:
         return Batches(source, batch.global_size, batch.micro_size, data_rank, data_size, self.separate, vocabulary)
 
 
-def _split(config: Config, documents: int) -> Split:
-    """None is held out where there are validation corpora."""
-    data = config.data
-    return split_documents(documents, 0.0 if data.validation else data.validation_fraction, data.seed)
+def _held_out(config: Config) -> float:
+    """The fraction that is; none where there are validation corpora."""
+    return 0.0 if config.data.validation else config.data.validation_fraction
 
 
 def _remarks(path: str, known: ExampleFacts, length: int) -> list[str]:
@@ -132,8 +142,8 @@ def _remarks(path: str, known: ExampleFacts, length: int) -> list[str]:
     return lines
 
 
-def _blend(samples: list[Source], corpora: tuple[Corpus, ...]) -> Source:
-    return samples[0] if len(samples) == 1 else Blend(samples, [corpus.weight for corpus in corpora])
+def _blend(sources: list[Source], corpora: tuple[Corpus, ...]) -> Source:
+    return sources[0] if len(sources) == 1 else Blend(sources, [corpus.weight for corpus in corpora])
 
 
 def facts(corpus: Corpus) -> Facts | None:

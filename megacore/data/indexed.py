@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import struct
 from array import array
+from bisect import bisect_left, bisect_right
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +28,8 @@ VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 # Codes 6 and 7 are float64 and float32, which hold no tokens.
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+CHUNK = 2**18
+"""Entries of an index that are checked together."""
 
 
 def token_dtype(vocabulary: int) -> np.dtype[Any]:
@@ -111,13 +114,17 @@ class IndexedWriter:
 
 
 class IndexedDataset:
-    """A memory-mapped pair `PREFIX.bin`, `PREFIX.idx`, checked when it is opened.
+    """A memory-mapped pair `PREFIX.bin`, `PREFIX.idx`.
 
-    lengths int32 [sequences], pointers int64 [sequences] and bounds int64 [documents + 1] are views of the file.
+    lengths int32 [sequences], pointers int64 [sequences] and bounds
+    int64 [documents + 1] are views of the file. All of them are checked, unless another process does (``checked``).
     FileNotFoundError if either file is missing, ValueError if they are not a whole index and the data it points to.
+
+    Most files have the sequences one after the other: their tokens are one stream. Where they do not, ``scattered``
+    says so.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, checked: bool = False) -> None:
         data, index = _pair(prefix)
         for file in (index, data):
             if not file.is_file():
@@ -146,21 +153,62 @@ class IndexedDataset:
         self.pointers = np.frombuffer(raw, "<i8", sequences, HEADER.size + 4 * sequences)
         self.bounds = np.frombuffer(raw, "<i8", bounds, HEADER.size + 12 * sequences)
         self._bytes = np.memmap(data, mode="r", dtype=np.uint8) if data.stat().st_size else np.empty(0, np.uint8)
-        self._check(index, data)
+        self.scattered = "" if checked else self._check(index, data)
 
-    def _check(self, index: Path, data: Path) -> None:
-        bounds, room = self.bounds, self._bytes.size - self.dtype.itemsize * self.lengths.astype(np.int64)
-        if not bounds.size or bounds[0] != 0 or bounds[-1] != self.sequences or (bounds[1:] < bounds[:-1]).any():
+    def _check(self, index: Path, data: Path) -> str:
+        """Reads all entries, by chunks, so that their memory does not grow with the corpus -> what is scattered."""
+        bounds, width, size = self.bounds, self.dtype.itemsize, self._bytes.size
+        chunks = (slice(at, at + CHUNK + 1) for at in range(0, bounds.size, CHUNK))
+        climb = all((part[1:] >= part[:-1]).all() for part in map(bounds.__getitem__, chunks))
+        if not bounds.size or bounds[0] != 0 or bounds[-1] != self.sequences or not climb:
             raise ValueError(
                 f"{index}: the bounds of its documents do not climb from 0 to its {self.sequences} sequences"
             )
-        outside = np.flatnonzero((self.lengths < 0) | (self.pointers < 0) | (self.pointers > room))
-        if outside.size:
-            bad = int(outside[0])
-            raise ValueError(
-                f"{index} puts sequence {bad} ({self.lengths[bad]} tokens of {self.dtype.itemsize} bytes) at byte "
-                f"{self.pointers[bad]} of {data.name}, which has {self._bytes.size}: the data is truncated or another's"
-            )
+        end, scattered = int(self.pointers[0]) if self.sequences else 0, ""
+        for at in range(0, self.sequences, CHUNK):
+            lengths, begins = self.lengths[at : at + CHUNK].astype(np.int64), self.pointers[at : at + CHUNK]
+            ends = begins + width * lengths
+            outside = np.flatnonzero((lengths < 0) | (begins < 0) | (ends < 0) | (ends > size))
+            if outside.size:
+                bad = int(outside[0])
+                raise ValueError(
+                    f"{index} puts sequence {at + bad} ({lengths[bad]} tokens of {width} bytes) at byte "
+                    f"{begins[bad]} of {data.name}, which has {size}: the data is truncated or another's"
+                )
+            before = np.concatenate([np.array([end]), ends[:-1]])
+            apart = np.flatnonzero(begins != before)
+            if apart.size and not scattered:
+                place = int(apart[0])
+                scattered = (
+                    f"{index} puts sequence {at + place} at byte {begins[place]} of {data.name}, and the one before it "
+                    f"ends at {before[place]}"
+                )
+            end = int(ends[-1])
+        return scattered
+
+    def start(self, document: int) -> int:
+        """Where a document begins in the stream of all tokens; of the number after the last one, where it ends."""
+        sequence = int(self.bounds[document])
+        if sequence < self.sequences:
+            place = int(self.pointers[sequence])
+        elif self.sequences:
+            place = int(self.pointers[-1]) + self.dtype.itemsize * int(self.lengths[-1])
+        else:
+            return 0
+        return (place - int(self.pointers[0])) // self.dtype.itemsize
+
+    def starts_within(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Where in the stream documents begin, after token `start` and before `stop`; ascending, empty ones too."""
+        documents = range(self.documents)
+        first = bisect_right(documents, start, key=self.start)
+        last = bisect_left(documents, stop, first, key=self.start)
+        places = self.pointers[self.bounds[first:last]]
+        return (places - self.pointers[0]) // self.dtype.itemsize if last > first else places
+
+    def tokens(self, start: int, stop: int) -> Integers:
+        """Tokens [start, stop) of the stream of all documents: a view of the file."""
+        first = int(self.pointers[0]) + start * self.dtype.itemsize
+        return np.frombuffer(self._bytes, self.dtype, stop - start, first)
 
     def sequence(self, sequence: int) -> Integers:
         """One sequence, [lengths[sequence]] in the file's dtype: a view of the file."""

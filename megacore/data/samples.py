@@ -1,15 +1,17 @@
-"""Training samples of one corpus: documents shuffled, joined to one stream, cut to length, and shuffled again."""
+"""Training samples of one corpus: its stream of tokens, cut to length, and shuffled by a formula."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, SupportsInt
 
 import numpy as np
 import numpy.typing as npt
 
-from megacore.data.indexed import IndexedDataset, Integers
+from megacore.data.indexed import IndexedDataset
+from megacore.data.permutation import ROUNDS, Permutation
 
 
 class Purpose(IntEnum):
@@ -19,6 +21,7 @@ class Purpose(IntEnum):
     SAMPLES = 1
     SPLIT = 2
     TOKENIZER = 3
+    STREAM = 4
 
 
 def draw(count: int, seed: int, purpose: Purpose, epoch: int = 0) -> npt.NDArray[np.uint64]:
@@ -41,6 +44,12 @@ class Sample:
     tokens: npt.NDArray[np.int64]
     documents: npt.NDArray[np.int32]
     counted: npt.NDArray[np.bool_]
+
+
+class Places(Protocol):
+    """Where each of 0, 1, ... goes."""
+
+    def __getitem__(self, index: int, /) -> SupportsInt: ...
 
 
 class Source(Protocol):
@@ -82,60 +91,128 @@ def split_documents(documents: int, fraction: float, seed: int) -> Split:
     return Split(np.flatnonzero(~held_out), np.flatnonzero(held_out))
 
 
+ORDER = 2
+"""The version of the order in which samples come. Runs that began in 1 go on in it."""
+BLOCKS = 4096
+"""The most that the documents of a corpus are held out in."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Documents [first, stop) of a corpus, several times: int64 [runs, 2], ascending."""
+
+    bounds: npt.NDArray[np.int64]
+
+    @classmethod
+    def all_of(cls, documents: int) -> Runs:
+        return cls(np.array([[0, documents]]))
+
+    @property
+    def documents(self) -> int:
+        return int((self.bounds[:, 1] - self.bounds[:, 0]).sum())
+
+
+def split_runs(documents: int, fraction: float, seed: int) -> tuple[Runs, Runs]:
+    """(to train on, held out): as :func:`split_documents`, by blocks of successive documents, up to BLOCKS of them.
+
+    So what is known of the split does not grow with the corpus. Up to BLOCKS documents, each is a block. A document
+    stays on its side when others are appended, as long as there are no more than BLOCKS blocks of the same size.
+    """
+    size = 1
+    while size * BLOCKS < documents:
+        size *= 2
+    split = split_documents(-(-documents // size), fraction, seed)
+    return _runs(split.train, size, documents), _runs(split.validation, size, documents)
+
+
+def _runs(blocks: npt.NDArray[np.int64], size: int, documents: int) -> Runs:
+    """Neighbouring blocks of documents together."""
+    first = np.flatnonzero(np.diff(blocks, prepend=-2) != 1)
+    last = np.append(first[1:], blocks.size) - 1
+    stops = np.minimum((blocks[last] + 1) * size, documents) if blocks.size else blocks
+    return Runs(np.stack([blocks[first] * size, stops], axis=1))
+
+
 @dataclass(frozen=True)
 class _Epoch:
     number: int
-    documents: npt.NDArray[np.int64]  # in the order of the stream
-    ends: npt.NDArray[np.int64]  # where each ends in the stream
-    samples: npt.NDArray[np.int64]  # in the order they are handed out
+    samples: Permutation  # in the order they are handed out
+    begin: int  # of the first one, in the stream
+
+
+def parts(
+    dataset: IndexedDataset, length: int, seed: int, fraction: float, name: str
+) -> tuple[Samples, Samples | None]:
+    """The samples to train on and those held out, a fraction of the documents; None where that is 0."""
+    train, held_out = split_runs(dataset.documents, fraction, seed)
+    if not held_out.documents:
+        return Samples(dataset, length, seed, name=name), None
+    kept = Samples(dataset, length, seed, train, f"the train part of {name}")
+    return kept, Samples(dataset, length, seed, held_out, f"the validation part of {name}")
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> Permutation:
+    """The order of the samples of an epoch: a permutation of range(count) that belongs to (seed, epoch)."""
+    return Permutation(count, draw(ROUNDS, seed, Purpose.SAMPLES, epoch).tolist())
 
 
 class Samples:
     """The samples of one corpus, in epochs of `per_epoch`, each in an order that belongs to (seed, epoch).
 
-    An epoch joins the documents in a shuffled order into one stream of tokens. Its sample i is the tokens
-    [i length, (i + 1) length + 1), so the labels are the tokens shifted by one and each is counted once; what is
-    left at the end of the stream, fewer than `length` tokens, waits for another epoch's order. The samples are then
-    shuffled. Only the orders of the current epoch are held in memory. ValueError if there is not one whole sample.
+    The documents, in the order of the file, are one stream of tokens that goes on at its beginning when it ends. An
+    epoch begins somewhere in it, which belongs to (seed, epoch) too. Its sample i is the tokens [i length,
+    (i + 1) length + 1) from there, so the labels are the tokens shifted by one and each is counted once at the most;
+    fewer than `length` + 1 are left. The samples are then shuffled. All of this is computed for the sample that is
+    asked for; what is held in memory does not grow with the corpus. ValueError if there is not one whole sample, or
+    the sequences of the dataset do not lie one after the other.
     """
 
     def __init__(
-        self, dataset: IndexedDataset, length: int, seed: int, documents: Integers | None = None, name: str = "corpus"
+        self, dataset: IndexedDataset, length: int, seed: int, runs: Runs | None = None, name: str = "corpus"
     ) -> None:
         self.length = length
         self._dataset = dataset
         self._seed = seed
-        self._documents = np.arange(dataset.documents) if documents is None else documents.astype(np.int64)
-        self.tokens = int(dataset.document_lengths()[self._documents].sum(dtype=np.int64))
+        if dataset.scattered:
+            raise ValueError(f"{dataset.scattered}: to train on it, write it anew, one sequence after the other")
+        runs = runs or Runs.all_of(dataset.documents)
+        self._starts = [dataset.start(first) for first in runs.bounds[:, 0].tolist()]
+        stops = [dataset.start(stop) for stop in runs.bounds[:, 1].tolist()]
+        lengths = [stop - start for start, stop in zip(self._starts, stops, strict=True)]
+        self._ends = np.cumsum(lengths, dtype=np.int64).tolist()  # of the runs, in the stream
+        self.tokens: int = self._ends[-1] if self._ends else 0
         self.per_epoch = max(self.tokens - 1, 0) // length
         if self.per_epoch == 0:
             raise ValueError(
-                f"{name} has {self.tokens} tokens in {self._documents.size} document(s), and one sample of length "
+                f"{name} has {self.tokens} tokens in {runs.documents} document(s), and one sample of length "
                 f"{length} takes {length + 1}: add text, shorten the samples, or give this split a larger fraction"
             )
         self._epoch: _Epoch | None = None
-
-    def _order(self, epoch: int) -> _Epoch:
-        documents = self._documents[shuffled(self._documents.size, self._seed, Purpose.DOCUMENTS, epoch)]
-        ends = np.cumsum(self._dataset.document_lengths()[documents], dtype=np.int64)
-        return _Epoch(epoch, documents, ends, shuffled(self.per_epoch, self._seed, Purpose.SAMPLES, epoch))
 
     def sample(self, index: int) -> Sample:
         """Sample `index` >= 0 of the endless sequence of epochs."""
         number, within = divmod(index, self.per_epoch)
         epoch = self._epoch
         if epoch is None or epoch.number != number:
-            epoch = self._epoch = self._order(number)
-        begin = int(epoch.samples[within]) * self.length
+            epoch = self._epoch = self._begin(number)
+        return self._cut((epoch.begin + epoch.samples[within] * self.length) % self.tokens)
+
+    def _begin(self, epoch: int) -> _Epoch:
+        (word,) = draw(1, self._seed, Purpose.STREAM, epoch).tolist()
+        return _Epoch(epoch, epoch_order(self.per_epoch, self._seed, epoch), word * self.tokens >> 64)
+
+    def _cut(self, at: int) -> Sample:
+        """The sample that begins at a token of the stream."""
         tokens = np.empty(self.length + 1, np.int64)
-        documents = np.empty(self.length + 1, np.int32)
-        filled, count = 0, 0
-        place = int(np.searchsorted(epoch.ends, begin, side="right"))
-        offset = begin - (int(epoch.ends[place - 1]) if place else 0)
+        begins = np.zeros(self.length + 1, np.int32)  # 1 where another document begins
+        filled = 0
         while filled < tokens.size:
-            part = self._dataset.document(int(epoch.documents[place]), offset, offset + tokens.size - filled)
-            tokens[filled : filled + part.size] = part
-            documents[filled : filled + part.size] = count
-            filled, count = filled + part.size, count + bool(part.size)
-            place, offset = place + 1, 0
-        return Sample(tokens, documents, np.ones(tokens.size, np.bool_))
+            run = bisect_right(self._ends, at)
+            start = self._starts[run] + at - (self._ends[run - 1] if run else 0)
+            count = min(self._ends[run] - at, tokens.size - filled)
+            tokens[filled : filled + count] = self._dataset.tokens(start, start + count)
+            begins[filled] = 1
+            begins[filled - start + self._dataset.starts_within(start, start + count)] = 1
+            filled, at = filled + count, (at + count) % self.tokens
+        begins[0] = 0
+        return Sample(tokens, np.cumsum(begins, dtype=np.int32), np.ones(tokens.size, np.bool_))

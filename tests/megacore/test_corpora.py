@@ -16,8 +16,11 @@ from megacore.data.blend import Blend
 from megacore.data.corpora import Corpora, facts, vocabulary_problems
 from megacore.data.corpus import CORPUS
 from megacore.data.corpus import Corpus as Facts
-from megacore.data.indexed import IndexedWriter
-from megacore.data.samples import Source
+from megacore.data.first_order import ShuffledDocuments
+from megacore.data.indexed import IndexedDataset, IndexedWriter
+from megacore.data.samples import ORDER, Source, split_documents
+from megacore.progress import Progress
+from megacore.store.strict_json import StoreError
 
 FACTS = Facts("corpus", 60, 1440, 5000, 3.5, VOCAB, None, 4.0, 0, 0)
 
@@ -72,6 +75,21 @@ def test_several_corpora_are_blended_by_weight_on_both_sides(tmp_path: Path) -> 
         assert sum(of_b) == 10
 
 
+def test_a_run_of_the_first_order_goes_on_in_it(tmp_path: Path) -> None:
+    plain = config(write(tmp_path / "a", *[10] * 50), fraction=0.3)
+    split = split_documents(50, 0.3, plain.data.seed)
+    first = ShuffledDocuments(IndexedDataset(tmp_path / "a"), 8, plain.data.seed, split.train)
+    for order in (1, ORDER):
+        corpora = Corpora.open(plain, order=order)
+        same = [corpora.train.sample(i).tokens.tolist() == first.sample(i).tokens.tolist() for i in range(20)]
+        assert all(same) if order == 1 else sum(same) < 3
+    recipe = {"recipe": {}, "step": 1, "consumed_samples": 8, "tokens": 64, "optimizer_steps": 1}
+    assert Progress.read(recipe, "trainer.json").order == 1
+    assert Progress.read(recipe | {"data_order": 2}, "trainer.json").at(2, plain).order == 2
+    with pytest.raises(StoreError, match=r"trainer\.json: data_order is 3, and those from 1 to 2 are known"):
+        Progress.read(recipe | {"data_order": 3}, "trainer.json")
+
+
 def test_batches_are_of_this_rank_and_section(tmp_path: Path) -> None:
     plain = config(write(tmp_path / "a", *[10] * 50))
     corpora = Corpora.open(plain)
@@ -88,8 +106,8 @@ def test_batches_are_of_this_rank_and_section(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lengths", "fraction", "words"),
     [
-        ((8,), 0.0, ("the train part of", "8 tokens in 1 document", "takes 9")),
-        ((), 0.0, ("the train part of", "0 tokens in 0 document")),
+        ((8,), 0.0, ("short has", "8 tokens in 1 document", "takes 9")),
+        ((), 0.0, ("short has", "0 tokens in 0 document")),
         ((50, 3), 0.3, ("part of", "3 tokens in 1 document")),
         ((50,), 0.3, ("hold out", "1 document")),
     ],

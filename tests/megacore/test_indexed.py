@@ -8,7 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megacore.data import indexed
 from megacore.data.indexed import IndexedDataset, IndexedWriter
+from megacore.data.samples import Samples
 
 CORPUS = [[[1, 2, 3], [4]], [[]], [], [[5, 6]], [[7], [], [8, 9, 10]]]
 
@@ -58,6 +60,27 @@ def test_reads_every_token_dtype_in_any_order_of_sequences(tmp_path, code, form)
     dataset = IndexedDataset(tmp_path / "a")
     assert dataset.document(0).tolist() == [4, 5, 1, 2]
     assert dataset.document(1).tolist() == [2]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 100])
+def test_the_stream_of_tokens_begins_where_the_first_sequence_does(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr(indexed, "CHUNK", chunk)
+    data = b"\xff" + struct.pack("<6H", *range(6))
+    by_hand(tmp_path / "a", code=8, lengths=[2, 0, 3, 1], pointers=[1, 5, 5, 11], bounds=[0, 2, 2, 3, 4, 4], data=data)
+    dataset = IndexedDataset(tmp_path / "a")
+    assert not dataset.scattered and [dataset.start(d) for d in range(6)] == [0, 2, 2, 5, 6, 6]
+    assert dataset.tokens(1, 6).tolist() == [1, 2, 3, 4, 5]
+    assert dataset.starts_within(0, 6).tolist() == [2, 2, 5] and not dataset.starts_within(2, 5).size
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 100])
+@pytest.mark.parametrize("pointers", [[0, 6, 10], [0, 2, 8], [4, 0, 8], [0, 4, 6]])
+def test_what_is_scattered_is_no_stream_to_train_on(tmp_path, monkeypatch, chunk, pointers):
+    monkeypatch.setattr(indexed, "CHUNK", chunk)
+    data = struct.pack("<6H", *range(6))
+    by_hand(tmp_path / "a", code=8, lengths=[2, 2, 1], pointers=pointers, bounds=[0, 1, 3], data=data)
+    with pytest.raises(ValueError, match=r"a.idx puts sequence \d at byte \d+ of a.bin, and the one before it ends at"):
+        Samples(IndexedDataset(tmp_path / "a"), 2, seed=0)
 
 
 def test_documents_of_several_and_of_no_sequences(tmp_path):

@@ -20,6 +20,8 @@ from resident_home import resident
 
 from megacore import checkpoints, metrics, pretrain
 from megacore.config import Config, ConfigError, load
+from megacore.data.first_order import ShuffledDocuments
+from megacore.data.samples import Samples
 from megacore.inference.load import model_from
 from megacore.progress import Progress
 from megacore.resume import find, model_of, raw_of, remarks
@@ -204,6 +206,20 @@ def test_another_batch_size_goes_on_with_the_next_sample(recipe: str, six: Path,
     assert (told["consumed_samples"], told["tokens"]) == (32, 32 * LENGTH)
     tokens = metrics.curve(metrics.read(tmp_path / "run" / "metrics.jsonl"), "tokens")
     assert tokens == [(4, 28 * LENGTH), (5, 32 * LENGTH)]
+
+
+def test_the_samples_go_on_in_the_order_that_the_run_began_in(recipe: str, six: Path, tmp_path: Path) -> None:
+    old = tmp_path / "step-3"
+    shutil.copytree(path_of(six, 3), old)
+    told = json.loads((old / "trainer.json").read_text())
+    assert told.pop("data_order") == 2
+    (old / "trainer.json").write_text(json.dumps(told))  # as it was before orders had a version
+    overrides = [f"out={tmp_path / 'run'}", "train.steps=4", "checkpoint.at_end=true", *OFF]
+    new, made = (trainer(recipe, [*overrides, f"checkpoint.resume={path}"]) for path in (path_of(six, 3), old))
+    assert isinstance(new.batches._source, Samples) and isinstance(made.batches._source, ShuffledDocuments)
+    made.run()
+    again = trainer(recipe, [*overrides, "checkpoint.resume=auto", "train.steps=5"])
+    assert isinstance(again.batches._source, ShuffledDocuments)
 
 
 def test_masters_are_the_weights_of_a_wider_run_and_the_other_way_round(recipe: str, tmp_path: Path) -> None:

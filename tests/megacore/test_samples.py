@@ -1,12 +1,15 @@
 """Samples: every token of an epoch once as a label, the same order everywhere, documents known, splits disjoint."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megacore.data.first_order import ShuffledDocuments
 from megacore.data.indexed import IndexedDataset, IndexedWriter
-from megacore.data.samples import Purpose, Samples, draw, shuffled, split_documents
+from megacore.data.samples import BLOCKS, Purpose, Runs, Samples, draw, shuffled, split_documents, split_runs
 
 
 def dataset_of(prefix, lengths, sequences: int = 1) -> IndexedDataset:
@@ -30,18 +33,50 @@ def test_streams_differ_by_seed_purpose_and_epoch():
     assert draw(10, 7, Purpose.SPLIT).tolist() == draw(20, 7, Purpose.SPLIT).tolist()[:10]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=12),
-    length=st.integers(1, 9),
-    sequences=st.integers(1, 3),
-    seed=st.integers(0, 2**64 - 1),
-)
-def test_an_epoch_labels_every_token_once(tmp_path, lengths, length, sequences, seed):
+CORPORA = {
+    "lengths": st.lists(st.integers(0, 12), min_size=1, max_size=12),
+    "length": st.integers(1, 9),
+    "sequences": st.integers(1, 3),
+    "seed": st.integers(0, 2**64 - 1),
+}
+many = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@many
+@given(**CORPORA, kept=st.lists(st.booleans(), min_size=13, max_size=13))
+def test_a_sample_is_a_piece_of_the_ring_of_documents(tmp_path, lengths, length, sequences, seed, kept):
+    """Held against a stream that is put together by hand, for any documents, sequences, and documents left out."""
+    kept = np.array(kept[: len(lengths)])
+    if sum(np.array(lengths)[kept]) <= length:
+        lengths, kept = [*lengths, length + 1], np.append(kept, True)
+    dataset = dataset_of(tmp_path / "a", lengths, sequences)
+    spans = np.flatnonzero(np.diff(np.concatenate([[False], kept, [False]]))).reshape(-1, 2)
+    samples = Samples(dataset, length, seed, Runs(spans))
+    ends = np.cumsum(lengths)
+    chosen = [np.arange(ends[d] - lengths[d], ends[d]) for d in np.flatnonzero(kept)]
+    stream = np.concatenate(chosen)
+    document = np.repeat(np.arange(len(chosen)), [part.size for part in chosen])
+    assert samples.tokens == stream.size and samples.per_epoch == (stream.size - 1) // length
+    for epoch in range(2):
+        labelled: list[int] = []
+        for i in range(samples.per_epoch):
+            sample = samples.sample(epoch * samples.per_epoch + i)
+            places = (np.flatnonzero(stream == sample.tokens[0])[0] + np.arange(length + 1)) % stream.size
+            assert np.array_equal(sample.tokens, stream[places])
+            # Another document, or the same one from its beginning where the stream goes on at its own.
+            other = (np.diff(document[places]) != 0) | (np.diff(places) < 0)
+            assert sample.documents.tolist() == [0, *np.cumsum(other)] and sample.counted.all()
+            labelled += places[1:].tolist()
+        assert len(labelled) == len(set(labelled)) == samples.per_epoch * length
+
+
+@many
+@given(**CORPORA)
+def test_an_epoch_of_the_first_order_labels_every_token_once(tmp_path, lengths, length, sequences, seed):
     if sum(lengths) <= length:
         lengths = [*lengths, length + 1]
     dataset = dataset_of(tmp_path / "a", lengths, sequences)
-    samples = Samples(dataset, length, seed)
+    samples = ShuffledDocuments(dataset, length, seed)
     assert samples.per_epoch == (sum(lengths) - 1) // length
     document_of = np.repeat(np.arange(len(lengths)), lengths)
     starts = set((np.cumsum(lengths) - lengths).tolist())
@@ -62,64 +97,67 @@ def test_an_epoch_labels_every_token_once(tmp_path, lengths, length, sequences, 
         assert sum(int(sample.tokens[-1]) not in by_first for sample in drawn) == 1
 
 
-def test_epochs_differ_and_any_order_of_access_gives_the_same(tmp_path):
+@pytest.mark.parametrize("kind", [Samples, ShuffledDocuments])
+def test_epochs_differ_and_any_order_of_access_gives_the_same(tmp_path, kind):
     dataset = dataset_of(tmp_path / "a", [5] * 40)
-    one, other = Samples(dataset, 8, seed=3), Samples(dataset, 8, seed=3)
+    one, other = kind(dataset, 8, seed=3), kind(dataset, 8, seed=3)
     n = one.per_epoch
     forward = [one.sample(i).tokens.tolist() for i in range(3 * n)]
     backward = [other.sample(i).tokens.tolist() for i in reversed(range(3 * n))]
     assert forward == backward[::-1]
-    assert forward[:n] != [Samples(dataset, 8, seed=4).sample(i).tokens.tolist() for i in range(n)]
-    # Documents in another order are cut into other samples; one document's samples are the same in another order.
+    assert forward[:n] != [kind(dataset, 8, seed=4).sample(i).tokens.tolist() for i in range(n)]
+    # Each epoch cuts the stream into other samples.
     assert sorted(forward[:n]) != sorted(forward[n : 2 * n]) != sorted(forward[2 * n :])
-    alone = Samples(dataset_of(tmp_path / "b", [200]), 8, seed=3)
-    first, second = ([alone.sample(e * 24 + i).tokens.tolist() for i in range(24)] for e in range(2))
-    assert first != second and sorted(first) == sorted(second)
 
 
-def test_samples_and_documents_are_both_shuffled(tmp_path):
-    samples = Samples(dataset_of(tmp_path / "a", [10] * 100), 20, seed=0)
+@pytest.mark.parametrize("kind", [Samples, ShuffledDocuments])
+def test_samples_are_shuffled(tmp_path, kind):
+    samples = kind(dataset_of(tmp_path / "a", [10] * 100), 20, seed=0)
+    drawn = [samples.sample(i) for i in range(samples.per_epoch)]
+    # Neighbours in the stream are apart in the order of training.
+    assert sum(one.tokens[-1] == other.tokens[0] for one, other in pairwise(drawn)) < 5
+
+
+def test_what_is_left_out_of_an_epoch_is_somewhere_else_in_each(tmp_path):
+    samples = Samples(dataset_of(tmp_path / "a", [7] * 5), 16, seed=1)
+    assert samples.per_epoch == 2
+    labels = [{int(t) for i in (0, 1) for t in samples.sample(2 * epoch + i).tokens[1:]} for epoch in range(60)]
+    assert set.union(*labels) == set(range(35)) and len({min(set(range(35)) - each) for each in labels}) > 10
+
+
+def test_the_order_is_pinned(tmp_path):
+    samples = Samples(dataset_of(tmp_path / "a", [10] * 10), 9, seed=7)
+    assert [int(samples.sample(i).tokens[0]) for i in range(22)] == [
+        *(73, 55, 64, 36, 18, 45, 0, 82, 27, 91, 9),
+        *(92, 83, 74, 37, 55, 46, 19, 28, 10, 1, 64),
+    ]
+
+
+def test_the_first_order_shuffles_documents_too(tmp_path):
+    samples = ShuffledDocuments(dataset_of(tmp_path / "a", [10] * 100), 20, seed=0)
     drawn = [samples.sample(i) for i in range(samples.per_epoch)]
     first = np.array([sample.tokens[0] for sample in drawn])
-    followed = sum(drawn[i].tokens[-1] == drawn[i + 1].tokens[0] for i in range(len(drawn) - 1))
-    assert followed < 5  # neighbours in the stream are apart in the order of training
     jumps = np.concatenate([np.diff(sample.tokens)[np.diff(sample.documents) == 1] for sample in drawn])
     assert (jumps == 1).sum() < 10 and first.size == 49  # and neighbours on disk are apart in the stream
 
 
-def test_a_subset_of_documents(tmp_path):
-    samples = Samples(dataset_of(tmp_path / "a", [10] * 10), 4, seed=0, documents=np.array([2, 7]))
-    tokens = {int(token) for i in range(samples.per_epoch) for token in samples.sample(i).tokens}
-    assert samples.tokens == 20 and tokens <= {*range(20, 30), *range(70, 80)}
+@given(st.integers(2, 40_000), st.floats(1e-9, 1 - 2**-53), st.integers(0, 2**64 - 1))
+def test_runs_of_documents_are_a_split(documents, fraction, seed):
+    train, held_out = split_runs(documents, fraction, seed)
+    sides = np.zeros(documents, np.int64)
+    for runs, side in ((train, 1), (held_out, 2)):
+        for first, stop in runs.bounds:
+            assert (sides[first:stop] == 0).all() and first < stop
+            sides[first:stop] = side
+    assert (sides > 0).all() and set(sides) == {1, 2} and train.documents == (sides == 1).sum()
+    assert len(train.bounds) + len(held_out.bounds) <= BLOCKS
+    if documents <= BLOCKS:
+        assert np.array_equal(np.flatnonzero(sides == 2), split_documents(documents, fraction, seed).validation)
 
 
-def test_too_few_tokens_are_named(tmp_path):
-    dataset = dataset_of(tmp_path / "a", [4, 4])
-    with pytest.raises(ValueError, match=r"news has 8 tokens in 2 document\(s\), and one sample of length 8 takes 9"):
-        Samples(dataset, 8, seed=0, name="news")
-    assert Samples(dataset, 7, seed=0).per_epoch == 1
-
-
-@given(st.integers(2, 400), st.floats(1e-9, 1 - 2**-53), st.integers(0, 2**64 - 1))
-def test_a_split_is_a_partition_with_two_sides(documents, fraction, seed):
-    split = split_documents(documents, fraction, seed)
-    assert split.train.size and split.validation.size
-    assert sorted([*split.train, *split.validation]) == list(range(documents))
-
-
-def test_a_split_follows_its_fraction_is_scattered_and_survives_appending():
-    split = split_documents(10_000, 0.1, 5)
-    assert 900 < split.validation.size < 1100
-    assert all((split.validation // 1000 == block).sum() > 60 for block in range(10))
-    grown = split_documents(20_000, 0.1, 5)
-    assert np.array_equal(grown.validation[grown.validation < 10_000], split.validation)
-    assert not np.array_equal(split_documents(10_000, 0.1, 6).validation, split.validation)
-
-
-def test_bad_splits_are_named():
-    assert split_documents(1, 0, 0).train.tolist() == [0] and split_documents(1, 0, 0).validation.size == 0
-    with pytest.raises(ValueError, match=r"a fraction of 0.1 from 1 document\(s\)"):
-        split_documents(1, 0.1, 0)
-    for fraction in (-0.1, 1.0, float("nan")):
-        with pytest.raises(ValueError, match="choose it from"):
-            split_documents(9, fraction, 0)
+def test_runs_hold_out_their_fraction_and_survive_appending():
+    _, held_out = split_runs(10_000_000, 0.1, 5)
+    assert 0.08 < held_out.documents / 10_000_000 < 0.12
+    assert split_runs(9, 0, 5)[0].bounds.tolist() == [[0, 9]] and split_runs(9, 0, 5)[1].documents == 0
+    first, grown = (split_runs(documents, 0.1, 5)[1].bounds for documents in (5000, 8000))
+    assert grown[: len(first) - 1].tolist() == first[:-1].tolist()

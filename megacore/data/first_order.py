@@ -1,0 +1,87 @@
+"""The first order of the data, in arrays: runs that began in it go on in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megacore.data.indexed import IndexedDataset, Integers
+from megacore.data.samples import Purpose, Sample, shuffled, split_documents
+
+
+def parts(
+    dataset: IndexedDataset, length: int, seed: int, fraction: float, name: str
+) -> tuple[ShuffledDocuments, ShuffledDocuments | None]:
+    """The samples to train on and those held out, a fraction of the documents; None where that is 0."""
+    split = split_documents(dataset.documents, fraction, seed)
+    if not split.validation.size:
+        return ShuffledDocuments(dataset, length, seed, name=name), None
+    kept = ShuffledDocuments(dataset, length, seed, split.train, f"the train part of {name}")
+    return kept, ShuffledDocuments(dataset, length, seed, split.validation, f"the validation part of {name}")
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """The order of the samples of an epoch: a permutation of range(count), [count], that belongs to (seed, epoch)."""
+    return shuffled(count, seed, Purpose.SAMPLES, epoch)
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    number: int
+    documents: npt.NDArray[np.int64]  # in the order of the stream
+    ends: npt.NDArray[np.int64]  # where each ends in the stream
+    samples: npt.NDArray[np.int64]  # in the order they are handed out
+
+
+class ShuffledDocuments:
+    """The samples of one corpus, in epochs of `per_epoch`, each in an order that belongs to (seed, epoch).
+
+    An epoch joins the documents in a shuffled order into one stream of tokens. Its sample i is the tokens
+    [i length, (i + 1) length + 1), so the labels are the tokens shifted by one and each is counted once; what is
+    left at the end of the stream, fewer than `length` tokens, waits for another epoch's order. The samples are then
+    shuffled. The orders of the current epoch are held in memory, 24 bytes for each document and 8 for each sample.
+    ValueError if there is not one whole sample.
+    """
+
+    def __init__(
+        self, dataset: IndexedDataset, length: int, seed: int, documents: Integers | None = None, name: str = "corpus"
+    ) -> None:
+        self.length = length
+        self._dataset = dataset
+        self._seed = seed
+        self._documents = np.arange(dataset.documents) if documents is None else documents.astype(np.int64)
+        self.tokens = int(dataset.document_lengths()[self._documents].sum(dtype=np.int64))
+        self.per_epoch = max(self.tokens - 1, 0) // length
+        if self.per_epoch == 0:
+            raise ValueError(
+                f"{name} has {self.tokens} tokens in {self._documents.size} document(s), and one sample of length "
+                f"{length} takes {length + 1}: add text, shorten the samples, or give this split a larger fraction"
+            )
+        self._epoch: _Epoch | None = None
+
+    def _order(self, epoch: int) -> _Epoch:
+        documents = self._documents[shuffled(self._documents.size, self._seed, Purpose.DOCUMENTS, epoch)]
+        ends = np.cumsum(self._dataset.document_lengths()[documents], dtype=np.int64)
+        return _Epoch(epoch, documents, ends, epoch_order(self.per_epoch, self._seed, epoch))
+
+    def sample(self, index: int) -> Sample:
+        """Sample `index` >= 0 of the endless sequence of epochs."""
+        number, within = divmod(index, self.per_epoch)
+        epoch = self._epoch
+        if epoch is None or epoch.number != number:
+            epoch = self._epoch = self._order(number)
+        begin = int(epoch.samples[within]) * self.length
+        tokens = np.empty(self.length + 1, np.int64)
+        documents = np.empty(self.length + 1, np.int32)
+        filled, count = 0, 0
+        place = int(np.searchsorted(epoch.ends, begin, side="right"))
+        offset = begin - (int(epoch.ends[place - 1]) if place else 0)
+        while filled < tokens.size:
+            part = self._dataset.document(int(epoch.documents[place]), offset, offset + tokens.size - filled)
+            tokens[filled : filled + part.size] = part
+            documents[filled : filled + part.size] = count
+            filled, count = filled + part.size, count + bool(part.size)
+            place, offset = place + 1, 0
+        return Sample(tokens, documents, np.ones(tokens.size, np.bool_))
