@@ -1,0 +1,163 @@
+"""What a cluster's size costs each rank, on one machine: small, large, and the bar.
+
+    python benchmarks/scale.py [--sections data] [--json results.json]
+
+Corpora have a real index and a sparse file of tokens. Each measurement is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import numpy as np
+
+from megacore.data.indexed import HEADER, MAGIC, VERSION
+
+LENGTH = 4096
+TOKENS_PER_DOCUMENT = 1000
+SMALL, LARGE = 10**8, 10**10
+"""Tokens of the corpora."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of a small and of a large case, and the most that the large one may take; None: no bar."""
+
+    what: str
+    unit: str
+    small: float
+    large: float
+    bar: float | None = None
+    least: bool = False
+
+    @property
+    def met(self) -> bool | None:
+        if self.bar is None:
+            return None
+        return self.large >= self.bar if self.least else self.large <= self.bar
+
+
+# -- data
+
+
+def write_corpus(prefix: Path, tokens: int) -> None:
+    """A corpus of ``tokens`` zeros in documents of random lengths: a whole index, and a file without blocks."""
+    documents = tokens // TOKENS_PER_DOCUMENT
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(1, 2 * TOKENS_PER_DOCUMENT, documents, dtype=np.int32)
+    ends = np.cumsum(lengths, dtype=np.int64) * 2
+    with open(f"{prefix}.idx", "wb") as file:
+        file.write(HEADER.pack(MAGIC, VERSION, 8, documents, documents + 1))
+        file.write(lengths.tobytes())
+        file.write(np.concatenate([np.zeros(1, np.int64), ends[:-1]]).tobytes())
+        file.write(np.arange(documents + 1, dtype=np.int64).tobytes())
+    with open(f"{prefix}.bin", "wb") as file:
+        file.truncate(int(ends[-1]))
+
+
+OPENED = """
+import json, sys, time
+sys.path.insert(0, sys.argv[1])
+from megacore.config import Config, Corpus, DataConfig
+from megacore.data.corpora import Corpora
+prefix, length, order, checked = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "checked"
+
+def anonymous():
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
+
+config = Config(data=DataConfig((Corpus(prefix),), (), 0.01, length))
+before, begin = anonymous(), time.perf_counter()
+corpora = Corpora.open(config, order=order, checked=checked)
+opened = time.perf_counter() - begin
+corpora.train.sample(0)
+begin, per_epoch = time.perf_counter(), corpora.train.per_epoch
+corpora.train.sample(5 * per_epoch + per_epoch // 2)
+seek = time.perf_counter() - begin
+begin = time.thread_time()
+count = 2000
+for index in range(count):
+    corpora.train.sample(index + 7)
+rate = count * length / (time.thread_time() - begin)
+print(json.dumps({"open": opened, "seek": seek, "memory": anonymous() - before, "rate": rate}))
+"""
+
+
+def opened(prefix: Path, order: int, checked: bool) -> dict[str, float]:
+    """Medians of three processes."""
+    arguments = [str(ROOT), str(prefix), str(LENGTH), str(order), "checked" if checked else ""]
+    found = [_json_of([sys.executable, "-c", OPENED, *arguments]) for _ in range(3)]
+    return {key: statistics.median(each[key] for each in found) for key in found[0]}
+
+
+def data(folder: Path) -> Iterator[Row]:
+    """Opening a corpus, reaching a sample, and the memory of both; of a rank that need not check the index."""
+    for name, tokens in (("small", SMALL), ("large", LARGE)):
+        write_corpus(folder / name, tokens)
+    small, large = (opened(folder / name, order=2, checked=True) for name in ("small", "large"))
+    yield Row("data: open, each rank", "s", small["open"], large["open"], 1)
+    first_small, first = (opened(folder / name, order=2, checked=False) for name in ("small", "large"))
+    yield Row("data: open and check the index, one rank of a node", "s", first_small["open"], first["open"], 1)
+    yield Row("data: memory of a rank", "MB", small["memory"] / 1e6, large["memory"] / 1e6, 20)
+    yield Row("data: memory of the rank that checks", "MB", first_small["memory"] / 1e6, first["memory"] / 1e6, 20)
+    yield Row("data: to a sample in the middle of epoch 5", "ms", small["seek"] * 1e3, large["seek"] * 1e3, 10)
+    yield Row("data: samples of 4,096, a thread", "Mtokens/s", small["rate"] / 1e6, large["rate"] / 1e6, 20, least=True)
+    before_small, before = (opened(folder / name, order=1, checked=True) for name in ("small", "large"))
+    yield Row("  the first order: open", "s", before_small["open"], before["open"])
+    yield Row("  the first order: memory", "MB", before_small["memory"] / 1e6, before["memory"] / 1e6)
+    yield Row("  the first order: to a sample of epoch 5", "ms", before_small["seek"] * 1e3, before["seek"] * 1e3)
+
+
+# -- all
+
+
+SECTIONS: dict[str, Callable[[Path], Iterator[Row]]] = {"data": data}
+
+
+def _json_of(command: Sequence[str]) -> dict[str, Any]:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{command[-1]} failed:\n{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = ["| | small | large | bar | |", "|---|---:|---:|---:|---|"]
+    for row in rows:
+        bar = "" if row.bar is None else f"{'>=' if row.least else '<='} {row.bar:,g}"
+        met = {None: "", True: "met", False: "MISSED"}[row.met]
+        lines.append(f"| {row.what}, {row.unit} | {row.small:,.3g} | {row.large:,.3g} | {bar} | {met} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0 if every bar is met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sections", nargs="+", choices=tuple(SECTIONS), default=tuple(SECTIONS))
+    parser.add_argument("--json", type=Path, help="where the results are written")
+    arguments = parser.parse_args(argv)
+    rows = list[Row]()
+    with tempfile.TemporaryDirectory(prefix="scale-") as folder:
+        for name in arguments.sections:
+            rows += SECTIONS[name](Path(folder))
+    print(table(rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    return int(any(row.met is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
