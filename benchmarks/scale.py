@@ -1,6 +1,6 @@
 """What a cluster's size costs each rank, on one machine: small, large, and the bar.
 
-    python benchmarks/scale.py [--sections data] [--json results.json]
+    python benchmarks/scale.py [--sections data groups] [--json results.json]
 
 Corpora have a real index and a sparse file of tokens. Each measurement is a process of its own.
 """
@@ -18,13 +18,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
 from megacore.data.indexed import HEADER, MAGIC, VERSION
 
+ROOT = Path(__file__).resolve().parent.parent
 LENGTH = 4096
 TOKENS_PER_DOCUMENT = 1000
 SMALL, LARGE = 10**8, 10**10
@@ -120,10 +120,48 @@ def data(folder: Path) -> Iterator[Row]:
     yield Row("  the first order: to a sample of epoch 5", "ms", before_small["seek"] * 1e3, before["seek"] * 1e3)
 
 
+# -- start-up
+
+
+GROUPS = """
+import json, sys, time
+sys.path.insert(0, sys.argv[1])
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from models.registry import configure
+from models.stages import layout_of
+from parallel.layout import MeshShape
+from parallel.mesh import Mesh
+shape = MeshShape(pp=8, dp=int(sys.argv[2]) // 64, tp=8)
+config = configure({"preset": "llama-3.1-70b"})
+dist.init_process_group("fake", rank=shape.world // 2, world_size=shape.world, store=FakeStore())
+real, calls = dist.new_group, 0
+def new_group(*given, **more):
+    global calls
+    calls += 1
+    return real(*given, **more)
+dist.new_group = new_group
+begin = time.process_time()
+mesh = Mesh.create(shape)
+mesh.make_groups(layout_of(config, shape, 1).replica_sets())
+print(json.dumps({"calls": calls, "seconds": time.process_time() - begin}))
+"""
+
+
+def groups(folder: Path) -> Iterator[Row]:
+    """The groups of one rank of a 70B, on a backend that talks to nobody."""
+    small, large, larger = (
+        _json_of([sys.executable, "-c", GROUPS, str(ROOT), str(world)]) for world in (1024, 4096, 16384)
+    )
+    yield Row("start: calls for groups, 1,024 and 4,096 ranks", "calls", small["calls"], large["calls"], 20)
+    yield Row("start: CPU time for groups, 1,024 and 4,096 ranks", "s", small["seconds"], large["seconds"], 2)
+    yield Row("start: CPU time for groups, 4,096 and 16,384 ranks", "s", large["seconds"], larger["seconds"], 2)
+
+
 # -- all
 
 
-SECTIONS: dict[str, Callable[[Path], Iterator[Row]]] = {"data": data}
+SECTIONS: dict[str, Callable[[Path], Iterator[Row]]] = {"data": data, "groups": groups}
 
 
 def _json_of(command: Sequence[str]) -> dict[str, Any]:

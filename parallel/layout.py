@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 from parallel.choices import check_choice
@@ -80,8 +80,7 @@ class MeshShape:
         """
         for dim in fixed:
             check_choice("dimension of the mesh", dim, self.DIMS)
-        free = (fixed.get(dim, range(self[dim])) for dim in self.DIMS)
-        return tuple(self.rank(Place(*coordinates)) for coordinates in itertools.product(*free))
+        return _ranks(self, *(tuple(fixed.get(dim, range(self[dim]))) for dim in self.DIMS))
 
     def along(self, rank: int, *dims: str) -> tuple[int, ...]:
         """The group of ``rank`` along some dimensions: ranks that differ from it in nothing else.
@@ -93,6 +92,23 @@ class MeshShape:
             check_choice("dimension of the mesh", dim, self.DIMS)
         place = self.place(rank)
         return self.ranks(**{dim: (getattr(place, dim),) for dim in self.DIMS if dim not in dims})
+
+    def all_along(self, *dims: str) -> list[tuple[int, ...]]:
+        """The groups of all ranks along some dimensions, each once; they share no rank.
+
+        Raises:
+            ValueError: there is no dimension of one of the names.
+        """
+        return [self.along(first, *dims) for first in self.ranks(**dict.fromkeys(dims, (0,)))]
+
+
+@lru_cache(maxsize=4096)
+def _ranks(shape: MeshShape, *coordinates: Sequence[int]) -> tuple[int, ...]:
+    """Those of all combinations of coordinates, given for each dimension. Asked for again and again, and long."""
+    ranks = [0]
+    for dim, chosen in zip(shape.DIMS, coordinates, strict=True):
+        ranks = [rank * shape[dim] + coordinate for rank in ranks for coordinate in chosen]
+    return tuple(ranks)
 
 
 def split_axis(axis: str, size: int, parts: int, part: int) -> tuple[int, int]:

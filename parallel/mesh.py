@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
@@ -12,8 +13,11 @@ import torch.distributed as dist
 
 from parallel.layout import MeshShape, Place
 
+Direction = Literal["forward", "backward"]
 FORWARD: Literal["forward"] = "forward"
 BACKWARD: Literal["backward"] = "backward"
+STEP: dict[Direction, int] = {FORWARD: 1, BACKWARD: -1}
+"""From the stage that sends to the one that receives."""
 
 TIMEOUT = timedelta(minutes=10)
 """How long one rank waits for another, where nobody says otherwise."""
@@ -78,7 +82,7 @@ class Mesh:
             raise ValueError(f"the mesh {sizes} needs {shape.world} processes, but {world} run")
         mesh = cls(shape, dist.get_rank() if dist.is_initialized() else 0, torch.device(device), timeout)
         for dims in (("tp",), ("dp", "ep", "cp"), shape.DIMS):
-            mesh.make_groups(shape.along(rank, *dims) for rank in range(world))
+            mesh.make_groups(shape.all_along(*dims))
         mesh._make_channels()
         return mesh
 
@@ -117,19 +121,16 @@ class Mesh:
     def make_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
         """Make the groups of several rank sets at once; every rank of the world calls this with the same sets.
 
-        torch names a group by how many the process has made (with ``use_local_synchronization`` too), so all ranks must
-        take part in making all groups, in one order. Each is used once before this returns, so that its members connect
-        now rather than in the middle of a step.
+        Each is used once before this returns, so that its members connect now rather than in the middle of a step.
         """
+        new = {ranks for ranks in rank_sets if len(ranks) > 1} - self._made
+        self._made |= new
         made = []
-        for ranks in sorted(set(rank_sets)):
-            if len(ranks) > 1 and ranks not in self._made:
-                self._made.add(ranks)
-                world = dist.group.WORLD if len(ranks) == self.shape.world else None
-                group = self._of(ranks, world) if world else self._new_group(ranks)
-                if self.rank in ranks:
-                    self._groups[ranks] = group
-                    made.append(group)
+        for disjoint in in_rounds(new):
+            group = self._make_own(disjoint)
+            if group.size > 1:
+                self._groups[group.ranks] = group
+                made.append(group)
         # In the same order on all ranks, and after all are made: those that share no rank connect at the same time.
         for group in made:
             dist.all_reduce(torch.zeros(1, device=self.device), group=group.process_group)
@@ -137,7 +138,7 @@ class Mesh:
     def channel(self, direction: str, source: int) -> Group:
         """The one-way channel that leaves pipeline stage ``source``: to the next stage (forward) or the one before.
 
-        Each has its own communicator, so that it is a queue which no other message can block.
+        It is a queue which no other message can block: gloo has one for each pair of a group, and NCCL a communicator.
         """
         return self._channels[direction, source]
 
@@ -146,32 +147,59 @@ class Mesh:
         place = self.place
         return self.shape.rank(Place(stage % self.shape.pp, place.dp, place.ep, place.cp, place.tp))
 
-    def _new_group(self, ranks: tuple[int, ...]) -> Group:
-        return self._of(ranks, dist.new_group(list(ranks), timeout=self.timeout))
+    def _make_own(self, disjoint: Sequence[tuple[int, ...]]) -> Group:
+        """Make, of sets that share no rank, the one of this rank; or a group of itself, if it is in none.
 
-    def _of(self, ranks: tuple[int, ...], group: dist.ProcessGroup) -> Group:
-        if self.rank not in ranks:
-            return ALONE
+        A rank makes the groups that it is in, and no others: thousands of ranks make a handful each. torch names such
+        a group by its ranks and by how many groups the process has, so all ranks must always have as many.
+        """
+        ranks = next((each for each in disjoint if self.rank in each), (self.rank,))
+        if len(ranks) == self.shape.world:
+            return self._of(ranks, dist.group.WORLD)
+        return self._of(ranks, self._new_group(ranks))
+
+    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+        return made
+
+    def _of(self, ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> Group:
         return Group(ranks, ranks.index(self.rank), group, pairwise=dist.get_backend(group) == "gloo")
 
     def _make_channels(self) -> None:
-        if self.shape.pp == 1:
+        """The pipeline of this rank has a group for each direction: in it, each pair has a queue of its own.
+
+        In a pipeline of two stages both are the pair of each other, and so each has its own group.
+        """
+        stages = self.shape.pp
+        if stages == 1:
             return
-        made = []
-        for first in self.shape.ranks(pp=(0,)):
-            pipeline = self.shape.along(first, "pp")
-            for source, rank in enumerate(pipeline):
-                for direction, step in ((FORWARD, 1), (BACKWARD, -1)):
-                    target = pipeline[(source + step) % self.shape.pp]
-                    group = self._new_group((min(rank, target), max(rank, target)))
-                    if self.rank in (rank, target):
-                        self._channels[direction, source] = group
-                        made.append((group.process_group, rank, target))
+        pipeline = self.shape.along(self.rank, "pp")
+        directions: tuple[Direction, Direction] = (FORWARD, BACKWARD)
+        kinds = 2 if stages == 2 else 1
+        groups = {(way, kind): self._new_group(pipeline) for way in directions for kind in range(kinds)}
         # NCCL connects a pair at its first message, and each host waits there for the other. In a step the two would
         # begin with different channels, and wait for ever.
-        for process_group, sender, receiver in made:
+        for source, direction in itertools.product(range(stages), directions):
+            sender, receiver = pipeline[source], pipeline[(source + STEP[direction]) % stages]
+            if self.rank not in (sender, receiver):
+                continue
+            channel = self._of(pipeline, groups[direction, source % kinds])
+            self._channels[direction, source] = channel
             message = torch.zeros(1, device=self.device)
             if self.rank == sender:
-                dist.send(message, receiver, group=process_group)
+                dist.send(message, receiver, group=channel.process_group)
             else:
-                dist.recv(message, sender, group=process_group)
+                dist.recv(message, sender, group=channel.process_group)
+
+
+def in_rounds(rank_sets: Iterable[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Sets of ranks, parted so that no two of a round share a rank; the same for the same sets in any order."""
+    rounds = list[tuple[list[tuple[int, ...]], set[int]]]()
+    for ranks in sorted(rank_sets):
+        chosen = next((each for each in rounds if each[1].isdisjoint(ranks)), None)
+        if chosen is None:
+            chosen = [], set()
+            rounds.append(chosen)
+        chosen[0].append(ranks)
+        chosen[1].update(ranks)
+    return [sets for sets, _ in rounds]

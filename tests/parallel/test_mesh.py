@@ -1,11 +1,19 @@
-"""The live mesh: whoever talks in a step has talked before."""
+"""The live mesh: whoever talks in a step has talked before, and a group has the same name in all of its ranks."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
 from connections import connecting_at_first_use
 from pool import Pool
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megacore.optimizer import Optimizer
 from megacore.step import TrainStep
@@ -14,9 +22,9 @@ from models.decoder import Microbatch
 from models.registry import configure
 from models.stages import layout_of
 from parallel.layout import MeshShape
-from parallel.mesh import Mesh
+from parallel.mesh import Mesh, in_rounds
 from parallel.pipeline.run import Pipeline
-from parallel.zero import Shard, sharing
+from parallel.zero import Shard, divide, sharing
 
 
 def connected_in_a_step(shape: MeshShape, shard: Shard, replicas: int) -> tuple[int, list[str]]:
@@ -50,3 +58,67 @@ def test_all_connections_are_made_before_the_first_step(
     """NCCL makes them at first use, where each host waits for the others: in a step they may never meet."""
     for before, within in pool.run(shape.world, connected_in_a_step, shape, shard, replicas):
         assert before and not within
+
+
+@contextmanager
+def groups_made(world: int, rank: int) -> Iterator[list[tuple[int, ...]]]:
+    """In this block, as one rank of a world that is not there -> the ranks of each group that it makes."""
+    made, real = list[tuple[int, ...]](), dist.new_group
+
+    def new_group(ranks: list[int], **options: Any) -> dist.ProcessGroup | None:
+        made.append(tuple(ranks))
+        group: dist.ProcessGroup | None = real(ranks, **options)
+        return group
+
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        with patch.object(dist, "new_group", new_group):
+            yield made
+    finally:
+        dist.destroy_process_group()
+
+
+def make_all(shape: MeshShape, preset: str, layers: int, tied: bool, parts: int) -> None:
+    """The groups that a run of a model makes, hybrid sharding included."""
+    mesh = Mesh.create(shape)
+    config = configure({"preset": preset, "num_hidden_layers": layers, "tie_word_embeddings": tied})
+    sets = layout_of(config, shape, 1).replica_sets()
+    mesh.make_groups(sets)
+    ranks = set[tuple[int, ...]]()
+    for each in sets:
+        shares = divide(shape, each, parts)
+        ranks |= {*shares, *(tuple(sorted(same)) for same in zip(*shares, strict=True))}
+    mesh.make_groups(ranks)
+
+
+@pytest.mark.parametrize(
+    "shape", [MeshShape(pp=4, dp=2, tp=2), MeshShape(pp=2, dp=4, tp=1), MeshShape(pp=3, dp=4, tp=4)], ids=str
+)
+def test_all_ranks_of_a_group_make_it_as_the_same_one_of_theirs(shape: MeshShape) -> None:
+    """torch names it by its ranks and the number of groups that a process has. Tied tables are on two of the stages:
+    the others make none for them, and must count on all the same."""
+    made = []
+    for rank in range(shape.world):
+        with groups_made(shape.world, rank) as own:
+            make_all(shape, "llama-tiny", 2 * shape.pp, tied=True, parts=2)
+        made.append(own)
+    for rank, own in enumerate(made):
+        for number, ranks in enumerate(own):
+            assert rank in ranks and all(made[other][number] == ranks for other in ranks)
+    assert len({len(own) for own in made}) == 1
+
+
+@pytest.mark.parametrize("shape", [MeshShape(pp=8, dp=64, tp=8), MeshShape(pp=16, dp=128, tp=8)], ids=str)
+def test_thousands_of_ranks_make_a_handful_of_groups_each(shape: MeshShape) -> None:
+    with groups_made(shape.world, shape.world // 2 + 1) as own:
+        make_all(shape, "llama-3.1-70b", 80, tied=False, parts=4)
+    assert 4 < len(own) <= 12
+
+
+def test_rounds_share_no_rank_and_are_the_same_in_any_order() -> None:
+    sets = [(0, 1), (2, 3), (0, 3), (1, 2), (0, 1, 2, 3), (4, 5)]
+    rounds = in_rounds(sets)
+    assert rounds == in_rounds(sets[::-1]) and sorted(itertools.chain(*rounds)) == sorted(sets)
+    for each in rounds:
+        ranks = [rank for one in each for rank in one]
+        assert len(ranks) == len(set(ranks))
