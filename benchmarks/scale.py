@@ -1,6 +1,6 @@
 """What a cluster's size costs each rank, on one machine: small, large, and the bar.
 
-    python benchmarks/scale.py [--sections data groups] [--json results.json]
+    python benchmarks/scale.py [--sections data groups control] [--json results.json]
 
 Corpora have a real index and a sparse file of tokens. Each measurement is a process of its own.
 """
@@ -158,10 +158,48 @@ def groups(folder: Path) -> Iterator[Row]:
     yield Row("start: CPU time for groups, 4,096 and 16,384 ranks", "s", large["seconds"], larger["seconds"], 2)
 
 
+# -- between steps
+
+
+CONTROL = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from megacore.control import Control
+from parallel.layout import MeshShape
+from parallel.mesh import Mesh
+world = int(sys.argv[2])
+dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+dist.new_group = lambda ranks, **_: dist.group.WORLD
+mesh = Mesh(MeshShape(dp=world), 0, torch.device("cuda"))
+print(json.dumps([group.size for group in Control.create(mesh).levels]))
+"""
+MESSAGE_S = 50e-6
+"""Assumed of a small message between hosts over TCP."""
+
+
+def rounds(sizes: Sequence[int]) -> int:
+    """Messages one after the other until all know the largest of a number: gloo sums around a ring, and tells by
+    halves."""
+    return sum(2 * (size - 1) for size in sizes) + sum((size - 1).bit_length() for size in sizes[:-1])
+
+
+def control(folder: Path) -> Iterator[Row]:
+    """What ranks tell each other in each step, beside what one group of all would take."""
+    small, large = (_json_of([sys.executable, "-c", CONTROL, str(ROOT), str(world)]) for world in (1024, 16384))
+    sockets = [sum(size - 1 for size in sizes) for sizes in (small, large)]
+    yield Row("control: sockets of rank 0, 1,024 and 16,384 ranks", "sockets", *sockets, 64)
+    seconds = [rounds(sizes) * MESSAGE_S * 1e3 for sizes in (small, large)]
+    yield Row("control: a step, at 50 us a message, 1,024 and 16,384 ranks", "ms", *seconds, 10)
+    flat = [rounds([world]) * MESSAGE_S * 1e3 for world in (1024, 16384)]
+    yield Row("  one group of all: a step", "ms", *flat)
+
+
 # -- all
 
 
-SECTIONS: dict[str, Callable[[Path], Iterator[Row]]] = {"data": data, "groups": groups}
+SECTIONS: dict[str, Callable[[Path], Iterator[Row]]] = {"data": data, "groups": groups, "control": control}
 
 
 def _json_of(command: Sequence[str]) -> dict[str, Any]:

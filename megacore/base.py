@@ -30,4 +30,4 @@ def fingerprint(base: Folder, control: Control) -> int:
     # Dealt out in turn, so taken back in turn.
     found = [each for each in itertools.chain(*itertools.zip_longest(*gathered)) if each is not None]
     known = combined(add_up(base.schema, zip(stored, found, strict=True))) if rank == 0 else 0
-    return int(control.exchange(f"{known:x}")[0], 16)
+    return int(control.tell(f"{known:x}"), 16)

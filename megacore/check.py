@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megacore import open_files
 from megacore.config import Config, ConfigError, load
 from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.spelling import ModelFiles
@@ -68,9 +69,16 @@ def check(recipe: str, overrides: Sequence[str], world_size: int, local_ranks: i
     if found:
         raise ConfigError([*found, *(f"data: {problem}" for problem in Corpora.look(config, files))])
     device = memory_of_gpus() if config.train.device_type(there) == "cuda" else None
-    if no_room := list(room_problems(config, model, world_size, local_ranks, device)):
+    no_room = list(room_problems(config, model, world_size, local_ranks, device))
+    if no_room := [*no_room, *open_files.problems(files_of(config, world_size, local_ranks))]:
         raise ConfigError(no_room)
     try:
         return Setup(config, model, Corpora.open(config, files, start.progress.order, checked), start)
     except ValueError as error:
         raise ConfigError([f"data: {error}"]) from error
+
+
+def files_of(config: Config, world_size: int, local_ranks: int) -> int:
+    """How many files a rank of a run has open at once, at the most."""
+    shape, kind = config.mesh.shape(world_size), config.train.device_type(gpus())
+    return open_files.needed(shape, kind, nodes=world_size // local_ranks)

@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megacore.store.strict_json import StoreError
-from parallel.mesh import Mesh
+from parallel.mesh import Group, Mesh
 
 Made = TypeVar("Made")
+
+FAN_OUT = 16
+"""Groups that meet in one of the next level: gloo passes numbers around a ring, and has a socket for each pair."""
 
 
 @dataclass(frozen=True)
@@ -23,46 +25,71 @@ class Control:
 
     Args:
         mesh: The mesh.
-        group: All ranks, for host tensors; None for one process.
+        levels: Groups for host tensors: of this rank's node; if it is the first there, of such ranks; and so on.
+        depth: How many levels there are; rank 0 is in all of them. One process has none.
     """
 
     mesh: Mesh
-    group: dist.ProcessGroup | None
+    levels: tuple[Group, ...]
+    depth: int
 
     @classmethod
-    def create(cls, mesh: Mesh) -> Control:
+    def create(cls, mesh: Mesh, node: int = 8) -> Control:
+        """Every rank calls this.
+
+        Args:
+            mesh: The mesh.
+            node: How many successive ranks share a machine.
+        """
         if mesh.shape.world == 1:
-            return cls(mesh, None)
-        if mesh.device.type == "cpu":
-            return cls(mesh, mesh.world.process_group)
-        return cls(mesh, dist.new_group(timeout=mesh.timeout, backend="gloo"))
+            return cls(mesh, (), 0)
+        if mesh.shape.world <= node and mesh.device.type == "cpu":
+            return cls(mesh, (mesh.world,), 1)
+        levels, depth = list[Group](), 0
+        members, size = list(range(mesh.shape.world)), node if node > 1 else FAN_OUT
+        while len(members) > 1:
+            sets = [tuple(members[at : at + size]) for at in range(0, len(members), size)]
+            group = mesh.host_group(sets)
+            if mesh.rank in members:
+                levels.append(group)
+            members, size, depth = [ranks[0] for ranks in sets], FAN_OUT, depth + 1
+        return cls(mesh, tuple(levels), depth)
 
     def largest(self, *here: float) -> list[float]:
         """Of each number, the largest that any rank gives."""
         said = torch.tensor(here, dtype=torch.float64)
-        if self.group is not None:
-            dist.all_reduce(said, dist.ReduceOp.MAX, group=self.group)
+        for level, group in enumerate(self.levels, start=1):
+            if level == self.depth:
+                dist.all_reduce(said, dist.ReduceOp.MAX, group=group.process_group)
+            else:
+                dist.reduce(said, group.ranks[0], dist.ReduceOp.MAX, group=group.process_group)
+        for group in reversed(self.levels[: self.depth - 1]):
+            dist.broadcast(said, group.ranks[0], group=group.process_group)
         values: list[float] = said.tolist()
         return values
 
     def gather(self, here: object) -> list[Any]:
         """What each rank gives, in their order, on rank 0; nothing on the others. It travels as JSON."""
-        if self.group is None:
-            return [here]
-        mine, sizes = self._padded(here)
-        first = self.mesh.rank == 0
-        received = [torch.empty_like(mine) for _ in sizes] if first else None
-        dist.gather(mine, received, dst=0, group=self.group)
-        return _read(received, sizes) if received else []
+        found = [here]
+        for group in self.levels:
+            found = _gathered(found, group)
+        return found if self.mesh.rank == 0 else []
+
+    def tell(self, here: object) -> Any:
+        """What rank 0 gives, on all. It travels as JSON."""
+        data = torch.frombuffer(bytearray(json.dumps(here).encode()), dtype=torch.uint8)
+        for group in reversed(self.levels):
+            size = torch.tensor(len(data))
+            dist.broadcast(size, group.ranks[0], group=group.process_group)
+            if group.index:
+                data = torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(data, group.ranks[0], group=group.process_group)
+        return json.loads(data.numpy().tobytes())
 
     def exchange(self, here: object) -> list[Any]:
-        """What each rank gives, in their order, on all of them; for little. It travels as JSON."""
-        if self.group is None:
-            return [here]
-        mine, sizes = self._padded(here)
-        received = [torch.empty_like(mine) for _ in sizes]
-        dist.all_gather(received, mine, group=self.group)
-        return _read(received, sizes)
+        """What each rank gives, in their order, on all of them; for little, and seldom. It travels as JSON."""
+        told: list[Any] = self.tell(self.gather(here))
+        return told
 
     def attempt(self, make: Callable[[], Made]) -> Made:
         """What each rank makes for itself, or nobody: ranks that go on would wait for one that does not.
@@ -70,31 +97,34 @@ class Control:
         Raises:
             StoreError: ranks have raised it; what they say, on all of them.
         """
-        if self.group is None:
-            return make()
         made, problem = list[Made](), None
         try:
             made.append(make())
         except StoreError as error:
+            if not self.levels:
+                raise
             problem = str(error)
-        said = {reason: self.who(rank) for rank, reason in enumerate(self.exchange(problem)) if reason is not None}
-        if said:
+        if self.largest(problem is not None)[0]:
+            problems = self.exchange(problem)
+            said = {reason: self.who(rank) for rank, reason in enumerate(problems) if reason is not None}
             raise StoreError("\n".join(f"{who}: {reason}" for reason, who in said.items()))
         return made[0]
 
     def who(self, rank: int) -> str:
         return f"rank {rank} ({self.mesh.shape.place(rank)})"
 
-    def _padded(self, here: object) -> tuple[Tensor, list[int]]:
-        """(this rank's bytes, as many as the longest has; how many are each rank's)."""
-        data = torch.frombuffer(bytearray(json.dumps(here).encode()), dtype=torch.uint8)
-        sizes = torch.zeros(self.mesh.shape.world, dtype=torch.int64)
-        sizes[self.mesh.rank] = len(data)
-        dist.all_reduce(sizes, group=self.group)
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-        padded[: len(data)] = data
-        return padded, sizes.tolist()
 
-
-def _read(received: list[Tensor], sizes: list[int]) -> list[Any]:
-    return [json.loads(data[:size].numpy().tobytes()) for data, size in zip(received, sizes, strict=True)]
+def _gathered(found: list[Any], group: Group) -> list[Any]:
+    """What all of a group have found, on its first rank."""
+    data = torch.frombuffer(bytearray(json.dumps(found).encode()), dtype=torch.uint8)
+    sizes = torch.zeros(group.size, dtype=torch.int64)
+    sizes[group.index] = len(data)
+    dist.all_reduce(sizes, group=group.process_group)
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    padded[: len(data)] = data
+    received = None if group.index else [torch.empty_like(padded) for _ in group.ranks]
+    dist.gather(padded, received, dst=group.ranks[0], group=group.process_group)
+    read = (
+        json.loads(each[:size].numpy().tobytes()) for each, size in zip(received or (), sizes.tolist(), strict=False)
+    )
+    return [each for part in read for each in part]

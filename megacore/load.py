@@ -91,7 +91,7 @@ class Loader:
             if (wrong := self._wrong(read, of_ranks)) and damaged is None:
                 damaged, found = _located(read, wrong)
                 problems += found
-        damaged, problems = self._control.exchange([damaged, problems])[0]
+        damaged, problems = self._control.tell([damaged, problems])
         if damaged is not None:
             raise audit.DamageError(Path(damaged), problems)
         if problems:

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megacore import checkpoints, metrics
+from megacore import checkpoints, metrics, open_files
 from megacore.base import fingerprint
-from megacore.check import Setup, check
+from megacore.check import Setup, check, files_of
 from megacore.checkpoints import AUTO
 from megacore.config import Config, ConfigError
 from megacore.control import Control
@@ -186,14 +186,19 @@ def _agree(control: Control, start: Start) -> None:
     if least != most:
         problem = f"ranks have found checkpoints to resume from of steps {least} to {most}"
         raise ConfigError([f"checkpoint.resume: {problem}: out must lie on a file system that all nodes share"])
-    sources = {*control.exchange(None if start.source is None else str(start.source.path))}
+    sources = control.tell([*{*control.gather(None if start.source is None else str(start.source.path))}])
     if len(sources) > 1:
         found = ", ".join(sorted(map(str, sources)))
         raise ConfigError([f"checkpoint.init: ranks have found different checkpoints of one run ({found}): name one"])
 
 
-def run(setup: Setup, device: torch.device) -> int:
+def run(setup: Setup, device: torch.device, node: int = 8) -> int:
     """One run on the processes that there are; returns the last step that was done.
+
+    Args:
+        setup: The run.
+        device: Of this process.
+        node: How many successive ranks share a machine.
 
     Raises:
         ConfigError: the ranks have found different checkpoints to start from.
@@ -202,7 +207,7 @@ def run(setup: Setup, device: torch.device) -> int:
     world = dist.get_world_size() if dist.is_initialized() else 1
     timeout = timedelta(minutes=setup.config.train.timeout)
     mesh = Mesh.create(setup.config.mesh.shape(world), device, timeout)
-    control, out = Control.create(mesh), Path(setup.config.out)
+    control, out = Control.create(mesh, node), Path(setup.config.out)
     with ExitStack() as stack:
         if mesh.rank != 0:
             control.attempt(lambda: None)
@@ -268,10 +273,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = claim(kind, here.local_rank)
     if train.threads is not None:
         torch.set_num_threads(train.threads)
+    said = open_files.allow(files_of(setup.config, here.world, here.local_world))
+    if said is not None and here.local_rank == 0:
+        print(said, flush=True)
     join(here, kind, timedelta(minutes=train.timeout))
     status, last, damaged = 0, 0, None
     try:
-        last = run(setup, device)
+        last = run(setup, device, here.local_world)
     except ConfigError as error:  # on every rank
         status = 2
         if here.rank == 0:

@@ -249,7 +249,7 @@ class Saver:
                 begun = {"folder": str(publication.folder)}
             except (StoreError, OSError) as error:
                 begun = {"error": str(error)}
-        begun = self._control.exchange(begun)[0]
+        begun = self._control.tell(begun)
         if "error" in begun:
             raise self._failed(f"cannot save step {step}: {begun['error']}")
         folder = Path(begun["folder"])

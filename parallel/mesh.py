@@ -147,19 +147,32 @@ class Mesh:
         place = self.place
         return self.shape.rank(Place(stage % self.shape.pp, place.dp, place.ep, place.cp, place.tp))
 
-    def _make_own(self, disjoint: Sequence[tuple[int, ...]]) -> Group:
-        """Make, of sets that share no rank, the one of this rank; or a group of itself, if it is in none.
+    def host_group(self, disjoint: Sequence[tuple[int, ...]]) -> Group:
+        """Make groups for tensors in host memory, of sets that share no rank; every rank of the world calls this.
 
-        A rank makes the groups that it is in, and no others: thousands of ranks make a handful each. torch names such
-        a group by its ranks and by how many groups the process has, so all ranks must always have as many.
+        Returns:
+            The one of this rank; a group of itself, if it is in none.
         """
-        ranks = next((each for each in disjoint if self.rank in each), (self.rank,))
-        if len(ranks) == self.shape.world:
-            return self._of(ranks, dist.group.WORLD)
-        return self._of(ranks, self._new_group(ranks))
+        ranks = self._own(disjoint)
+        return self._of(ranks, self._new_group(ranks, "gloo"))
 
-    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        made: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=True)
+    def _make_own(self, disjoint: Sequence[tuple[int, ...]]) -> Group:
+        """Make, of sets that share no rank, the one of this rank."""
+        ranks = self._own(disjoint)
+        return self._of(ranks, dist.group.WORLD if len(ranks) == self.shape.world else self._new_group(ranks))
+
+    def _own(self, disjoint: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        return next((each for each in disjoint if self.rank in each), (self.rank,))
+
+    def _new_group(self, ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
+        """A rank makes the groups that it is in, and no others: thousands of ranks make a handful each.
+
+        torch names such a group by its ranks and by how many groups the process has, so all ranks must always have as
+        many: one that is in none of several makes a group of itself.
+        """
+        made: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=True
+        )
         return made
 
     def _of(self, ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> Group:

@@ -1,0 +1,63 @@
+"""How many files a rank has open at once: each rank that it talks to over gloo takes a socket for each group.
+
+A limit of 1,024 is common, and whoever meets it while ranks connect waits without a word.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from parallel.layout import MeshShape
+
+OWN = 512
+"""Of a rank by itself: its data, checkpoints, libraries, and what NCCL opens."""
+
+
+def needed(shape: MeshShape, kind: str, nodes: int = 1) -> int:
+    """Files of the rank that has most open: the first one, which others ask to find each other.
+
+    Args:
+        shape: Of the mesh.
+        kind: Of the devices; on CPUs all groups are gloo's.
+        nodes: Machines; ranks of one find each other by a file.
+    """
+    store = shape.world if nodes > 1 else 0
+    if kind != "cpu":
+        return OWN + store  # between hosts ranks talk over levels of small groups
+    data = shape.dp * shape.ep * shape.cp
+    # The world, tp, dp; the replicas of tensors that tp splits and of those that it does not, whole and in parts; and
+    # the channels of a pipeline.
+    groups = shape.world + shape.tp + data + 2 * (data + data * shape.tp) + 4 * shape.pp
+    return OWN + store + groups
+
+
+def problems(files: int) -> Iterator[str]:
+    """Why this machine cannot have so many files open."""
+    if files > (most := _limits()[1]):
+        yield (
+            f"a rank has up to {files:,} files open (a socket for each rank that it talks to), and this machine allows "
+            f"{most:,}: raise the hard limit (ulimit -Hn, LimitNOFILE of a service, or limits.conf), or use fewer ranks"
+        )
+
+
+def allow(files: int) -> str | None:
+    """Raise the limit of this process, and of those that it starts -> what to say; None where it was high enough."""
+    soft, hard = _limits()
+    if files <= soft or files > hard:
+        return None
+    import resource
+
+    _, real = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, real))
+    return f"The limit of open files was {soft:,}, and is {files:,} for this run."
+
+
+def _limits() -> tuple[int, int]:
+    """(of this process, what it may be raised to)."""
+    if sys.platform == "win32":
+        return sys.maxsize, sys.maxsize
+    import resource
+
+    soft, hard = (sys.maxsize if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_NOFILE))
+    return soft, hard
