@@ -188,12 +188,11 @@ def rounds(sizes: Sequence[int]) -> int:
 def control(folder: Path) -> Iterator[Row]:
     """What ranks tell each other in each step, beside what one group of all would take."""
     small, large = (_json_of([sys.executable, "-c", CONTROL, str(ROOT), str(world)]) for world in (1024, 16384))
-    sockets = [sum(size - 1 for size in sizes) for sizes in (small, large)]
-    yield Row("control: sockets of rank 0, 1,024 and 16,384 ranks", "sockets", *sockets, 64)
-    seconds = [rounds(sizes) * MESSAGE_S * 1e3 for sizes in (small, large)]
-    yield Row("control: a step, at 50 us a message, 1,024 and 16,384 ranks", "ms", *seconds, 10)
-    flat = [rounds([world]) * MESSAGE_S * 1e3 for world in (1024, 16384)]
-    yield Row("  one group of all: a step", "ms", *flat)
+    few, many = (sum(size - 1 for size in sizes) for sizes in (small, large))
+    yield Row("control: sockets of rank 0, 1,024 and 16,384 ranks", "sockets", few, many, 64)
+    short, long, flat_short, flat_long = (rounds(sizes) * MESSAGE_S * 1e3 for sizes in (small, large, [1024], [16384]))
+    yield Row("control: a step, at 50 us a message, 1,024 and 16,384 ranks", "ms", short, long, 10)
+    yield Row("  one group of all: a step", "ms", flat_short, flat_long)
 
 
 # -- all
