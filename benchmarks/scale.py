@@ -187,8 +187,9 @@ def rounds(sizes: Sequence[int]) -> int:
 
 def control(folder: Path) -> Iterator[Row]:
     """What ranks tell each other in each step, beside what one group of all would take."""
-    small, large = (_json_of([sys.executable, "-c", CONTROL, str(ROOT), str(world)]) for world in (1024, 16384))
-    few, many = (sum(size - 1 for size in sizes) for sizes in (small, large))
+    command = [sys.executable, "-c", CONTROL, str(ROOT)]
+    small, large = (list[int](_json_of([*command, str(world)])) for world in (1024, 16384))
+    few, many = (float(sum(size - 1 for size in sizes)) for sizes in (small, large))
     yield Row("control: sockets of rank 0, 1,024 and 16,384 ranks", "sockets", few, many, 64)
     short, long, flat_short, flat_long = (rounds(sizes) * MESSAGE_S * 1e3 for sizes in (small, large, [1024], [16384]))
     yield Row("control: a step, at 50 us a message, 1,024 and 16,384 ranks", "ms", short, long, 10)
@@ -201,12 +202,11 @@ def control(folder: Path) -> Iterator[Row]:
 SECTIONS: dict[str, Callable[[Path], Iterator[Row]]] = {"data": data, "groups": groups, "control": control}
 
 
-def _json_of(command: Sequence[str]) -> dict[str, Any]:
+def _json_of(command: Sequence[str]) -> Any:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{command[-1]} failed:\n{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    return json.loads(done.stdout)
 
 
 def table(rows: Sequence[Row]) -> str:
