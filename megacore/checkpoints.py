@@ -34,10 +34,11 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def named(folder: Path) -> dict[int, Path]:
-    """{step: folder with the name of a checkpoint} in ascending order, whatever is in it."""
-    found = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*"))
-    steps = sorted(int(match.group(1)) for match in found if match)
-    return {step: path_of(folder, step) for step in steps}
+    """{step: folder with the name of a checkpoint} in ascending order, whatever is in it; links are none of a run's."""
+    found = {int(path.name[5:]): path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,18}", path.name)}
+    return {
+        step: path for step, path in sorted(found.items()) if path == path_of(folder, step) and not path.is_symlink()
+    }
 
 
 def complete(folder: Path) -> dict[int, Path]:

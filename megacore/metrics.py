@@ -7,13 +7,16 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from io import BytesIO
 from pathlib import Path
 from typing import Protocol
 
 from tqdm import tqdm
 
 from megacore.config import Config
+from megacore.store.files import append, open_file
 from megacore.store.publish import replace_file
+from megacore.store.tensors import os_errors
 
 METRICS, PICTURE = "metrics.jsonl", "loss.png"
 
@@ -30,11 +33,12 @@ class JsonLines:
     """One line of JSON for each record, flushed at once. JSON has no NaN: a number that is not finite is null."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        with os_errors(path):
+            self._file = append(path)
 
     def write(self, step: int, record: Record) -> None:
         plain = {key: value if value is not None and math.isfinite(value) else None for key, value in record.items()}
-        self._file.write(json.dumps({"step": step, **plain}, allow_nan=False) + "\n")
+        self._file.write(json.dumps({"step": step, **plain}, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -142,10 +146,11 @@ def drop_after(path: Path, step: int) -> int:
     """
     if not path.exists():
         return 0
-    lines = path.read_text("utf-8", errors="replace").splitlines(keepends=True)
+    with os_errors(path), open_file(path, path.parent) as file:
+        lines = file.read().decode(errors="replace").splitlines(keepends=True)
     steps = [_step(line) if line.endswith("\n") else None for line in lines]
     kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
-    replace_file(path, "".join(kept))
+    replace_file(path, "".join(kept).encode())
     return sum(at is None for line, at in zip(lines, steps, strict=True) if line.endswith("\n"))
 
 
@@ -153,9 +158,10 @@ def _step(line: str) -> int | None:
     """The step of a line's record; None if the line is none."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    step = record.get("step") if isinstance(record, dict) else None
+    numbers = isinstance(record, dict) and all(isinstance(value, int | float | None) for value in record.values())
+    step = record.get("step") if numbers else None
     return step if isinstance(step, int) else None
 
 
@@ -190,5 +196,7 @@ def draw(records: Sequence[Record], picture: Path, reference: float | None = Non
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
-    figure.savefig(picture, dpi=120)
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", dpi=120)
     pyplot.close(figure)
+    replace_file(picture, drawn.getvalue())

@@ -211,11 +211,13 @@ def run(setup: Setup, device: torch.device, node: int = 8) -> int:
     with ExitStack() as stack:
         if mesh.rank != 0:
             control.attempt(lambda: None)
-            return _built(setup, mesh, control)[1].run()
+            trainer = _built(setup, mesh, control)[1]
+            control.attempt(lambda: None)
+            return trainer.run()
         control.attempt(lambda: stack.enter_context(RunLock.take(out)))
         print(_headline(setup.config, setup.model, mesh), flush=True)
         setup, trainer = _built(setup, mesh, control)
-        log = stack.enter_context(metrics.Log(setup.config, setup.start.progress.step))
+        log = control.attempt(lambda: stack.enter_context(metrics.Log(setup.config, setup.start.progress.step)))
         last = replace(trainer, log=log).run()
         stack.close()
         print(_report(setup.config, last), flush=True)
@@ -251,7 +253,7 @@ def _prepare(setup: Setup, mesh: Mesh) -> None:
         print(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.path}: {each.reason}", flush=True)
     with os_errors(out):
         checkpoints.clean(checkpoints.folder_of(out))
-        replace_file(out / "config.yaml", config.to_yaml())
+        replace_file(out / "config.yaml", config.to_yaml().encode())
     print("\n".join([*remarks(start, config, setup.model, mesh.shape), *setup.corpora.remarks]), flush=True)
 
 

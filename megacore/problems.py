@@ -18,12 +18,15 @@ from megacore.checkpoints import AUTO
 from megacore.config import EXAMPLES, Config, Corpus
 from megacore.lr import decay_steps
 from megacore.run_lock import held, holder
+from megacore.store.files import leaves
 from models.tuning import EVERYTHING
 from parallel.layout import MeshShape, split_problems
 from parallel.schema import Schema
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", checkpoints.FOLDER)
 """What a run leaves in its folder; a folder that has one of them is not written to again, unless the run goes on."""
+FOLDERS = (checkpoints.FOLDER, "examples", "tensorboard", "wandb")
+"""Those that a run makes in its folder."""
 
 
 class ModelSizes(Protocol):
@@ -507,7 +510,10 @@ def readable(config: Config) -> bool:
 def _unusable_out(config: Config) -> Iterator[str]:
     out, resume = Path(config.out), config.checkpoint.resume
     there = [name for name in RUN_FILES if (out / name).exists()]
-    if who := holder(out):
+    if elsewhere := [name for name in FOLDERS if leaves(out / name, out)]:
+        links = ", ".join(f"{name} leads to {os.path.realpath(out / name)}" for name in elsewhere)
+        yield f"out ({out}): {links}, and a run writes to its own folder alone: put all of it there, by out="
+    elif who := holder(out):
         yield held(out, who)
     elif there and resume is None:
         yield (

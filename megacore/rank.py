@@ -97,7 +97,7 @@ def main() -> None:
     folder, launcher, module, *arguments = sys.argv[1:]
     die_with(int(launcher))
     rank = int(os.environ["RANK"])
-    stacks = stacks_of(Path(folder), rank).open("w")
+    stacks = stacks_of(Path(folder), rank).open("x")
     faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
     sys.argv[1:] = arguments
@@ -107,7 +107,8 @@ def main() -> None:
         report = parted(error)
         if report is None:
             raise
-        report_of(Path(folder), rank).write_text(json.dumps(report))
+        with report_of(Path(folder), rank).open("x") as file:
+            json.dump(report, file)
         sys.stdout.flush()
         os._exit(LOST)  # without the destructors of what is broken
 

@@ -13,7 +13,7 @@ from megacore.config import Config
 from megacore.data import tokenizer
 from megacore.progress import Progress, recipe
 from megacore.store.checkpoint import TRAINER, Checkpoint
-from megacore.store.companions import inside
+from megacore.store.companions import Companion
 from megacore.store.folder import Folder, open_folder
 from megacore.store.index import INDEX, MOMENTS, VersionError
 from megacore.store.strict_json import StoreError
@@ -264,13 +264,15 @@ def _drops(model: ModelConfig) -> bool:
     return any("drop" in field.name and getattr(model, field.name) for field in fields(model))
 
 
-def companions(start: Start, config: Config) -> Mapping[str, Path]:
+def companions(start: Start, config: Config) -> Mapping[str, Companion]:
     """{name: file} of what travels with the model: the source's files, or the tokenizer beside the first corpus.
 
     A chat template that the recipe names takes the place of theirs.
     """
     found = start.source.companions() if start.source is not None else {}
     folder = Path(config.data.train[0].path).parent
-    found = found or {name: inside(folder, name) for name in tokenizer.FILES if (folder / name).is_file()}
+    found = found or {name: Companion(folder / name, folder) for name in tokenizer.FILES if (folder / name).is_file()}
+    for companion in found.values():
+        companion.open().close()  # now, rather than when it is needed
     template = config.chat.template
-    return {**found, tokenizer.TEMPLATE: Path(template)} if template is not None and found else found
+    return {**found, tokenizer.TEMPLATE: Companion(Path(template))} if template is not None and found else found

@@ -24,6 +24,7 @@ from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
+from megacore.store.files import open_file, open_lock
 from megacore.store.lock import NoLocks, flock, hold
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import os_errors
@@ -77,8 +78,9 @@ def _machine() -> str:
 def read(path: Path) -> Holder | None:
     """What a lock's file says; None where it says nothing."""
     try:
-        found = Holder(**json.loads(path.read_text("utf-8")))
-    except (OSError, ValueError, TypeError):  # not there, or just being written
+        with open_file(path, path.parent) as file:
+            found = Holder(**json.loads(file.read(_BYTES)))
+    except (OSError, ValueError, TypeError, RecursionError):  # not there, or just being written
         return None
     return found
 
@@ -87,7 +89,7 @@ def holder(out: Path) -> str | None:
     """Who holds a folder, as far as this machine's locks tell; None if nobody does. Takes nothing."""
     path = out / LOCK
     try:
-        with FileIO(path) as file:
+        with open_file(path, out) as file:
             return None if flock(file, fcntl.LOCK_SH) else str(read(path) or "another process")
     except (OSError, StoreError):
         return None
@@ -195,7 +197,7 @@ def _open(path: Path) -> tuple[FileIO, bool]:
                 if file := hold(path):
                     return file, True
         except NoLocks:
-            return FileIO(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+"), False
+            return open_lock(path), False
         time.sleep(0.05)
     raise StoreError(held(path.parent, str(read(path) or "another process")))
 

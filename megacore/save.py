@@ -18,7 +18,7 @@ from megacore import checkpoints
 from megacore.control import Control
 from megacore.optimizer import Optimizer
 from megacore.store.checkpoint import COMPANIONS, TRAINER
-from megacore.store.companions import copy_companion
+from megacore.store.companions import Companion, copy_companion
 from megacore.store.dtypes import FLOATS
 from megacore.store.index import INDEX, STATES, Adapters, FileRecord, Index, file_name, on_disk
 from megacore.store.publish import Publication, write_file
@@ -213,7 +213,7 @@ class Saver:
         folder: Path,
         state: State,
         raw: Mapping[str, Any],
-        companions: Mapping[str, Path],
+        companions: Mapping[str, Companion],
         control: Control,
         kept: Kept,
         adapters: Adapters | None = None,
@@ -243,7 +243,8 @@ class Saver:
         if self._control.mesh.rank == 0:
             try:
                 path = checkpoints.path_of(self.folder, step)
-                if path.is_dir() and not (path / INDEX).exists():  # the rest of one, and this run's own name for it
+                # A link, or the rest of one: this run's own name for it.
+                if path.is_symlink() or (path.is_dir() and not (path / INDEX).exists()):
                     checkpoints.set_aside(path)
                 publication = Publication.begin(path, self._bytes())
                 begun = {"folder": str(publication.folder)}
@@ -353,8 +354,9 @@ class Saver:
                 )
         index = replace(self._index, step=saving.step, files=records)
         write_file(folder / TRAINER, json.dumps(saving.trainer, indent=1, allow_nan=False).encode() + b"\n")
-        for name, path in self._companions.items():
-            copy_companion(path, folder / COMPANIONS / name)
+        (folder / COMPANIONS).mkdir(exist_ok=True)
+        for name, companion in self._companions.items():
+            copy_companion(companion, folder / COMPANIONS / name)
         write_file(folder / INDEX, index.to_json())
         publication.finish()
         checkpoints.prune(self.folder, self._kept.newest, self._kept.every)

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from megacore.store.publish import write_file
+
 CORPUS = "corpus.json"
 
 
@@ -39,7 +41,7 @@ class Corpus:
     skipped: int
 
     def write(self, folder: Path) -> None:
-        (folder / CORPUS).write_text(json.dumps(asdict(self), indent=2) + "\n", "utf-8")
+        write_file(folder / CORPUS, (json.dumps(asdict(self), indent=2) + "\n").encode())
 
     @classmethod
     def read(cls, folder: Path) -> Corpus:

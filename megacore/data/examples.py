@@ -30,6 +30,7 @@ from megacore.data.encode import grouped, in_order
 from megacore.data.indexed import IndexedDataset, IndexedWriter, Integers
 from megacore.data.spelling import ModelFiles, Spelling, Tokens
 from megacore.data.text import Fault, InputError, Piece, Row
+from megacore.store.files import open_lock
 from megacore.store.publish import publish, write_file
 
 FORMAT = 1
@@ -105,6 +106,8 @@ class Preparation:
             StoreError: the folder cannot be written.
         """
         target = self.folder / f"{self.path.name.partition('.')[0]}-{self.fingerprint()}"
+        if target.is_symlink():
+            raise InputError(f"{target} is a link, and what is prepared lies in the run's own folder: remove it")
         if not target.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
             with _lock(self.folder / f".{target.name}.lock"):
@@ -121,7 +124,8 @@ class Preparation:
             InputError: as :meth:`examples`, of these rows.
         """
         with self.model.folder() as folder:
-            facts = prepare(Task(text.cut(self.path), folder, self.chat, self.length, LOOKED_AT)).facts
+            pieces = text.cut(text.without_link(self.path))
+            facts = prepare(Task(pieces, folder, self.chat, self.length, LOOKED_AT)).facts
         _within(facts.vocabulary, self.model.vocabulary, self.path)
         if facts.skipped:
             self._refuse(facts)
@@ -132,12 +136,12 @@ class Preparation:
         rules = replace(self.chat, pack=True, template=None)  # packing comes later, and the template is with the files
         facts = [FORMAT, str(self.path.resolve()), known.st_size, known.st_mtime_ns, asdict(rules), self.length]
         kind = [self.model.config.get(key) for key in ("model_type", "tokenizer_class")]
-        files = [[name, blake2b(file.read_bytes()).hexdigest()] for name, file in sorted(self.model.files.items())]
+        files = [[name, blake2b(file.read()).hexdigest()] for name, file in sorted(self.model.files.items())]
         versions = [version("transformers"), version("tokenizers")]
         return blake2b(json.dumps([facts, kind, files, versions]).encode(), digest_size=8).hexdigest()
 
     def _prepare(self, target: Path) -> None:
-        pieces = text.cut(self.path)
+        pieces = text.cut(text.without_link(self.path))
         size = sum(piece.size for piece in pieces)
         workers = max(1, min(os.cpu_count() or 1, len(pieces), size // WORKER))
         bar = tqdm(
@@ -189,7 +193,7 @@ def _within(found: int, known: int, path: Path) -> None:
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """Held by one process at a time; it ends with the process."""
-    with open(path, "w") as file:
+    with open_lock(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -14,6 +14,7 @@ import os
 import struct
 from array import array
 from bisect import bisect_left, bisect_right
+from io import BufferedWriter
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,6 +36,11 @@ CHUNK = 2**18
 def token_dtype(vocabulary: int) -> np.dtype[Any]:
     """The dtype Megatron stores tokens of this vocabulary in."""
     return np.dtype("<u2" if vocabulary < 65500 else "<i4")
+
+
+def _new(path: Path) -> BufferedWriter:
+    path.unlink(missing_ok=True)  # of a process that was killed, and had the number of this one
+    return open(path, "xb")
 
 
 def _sync(path: Path) -> None:
@@ -72,7 +78,7 @@ class IndexedWriter:
         self._bounds = array("q", [0])
 
     def __enter__(self) -> IndexedWriter:
-        self._file = open(self._temporary, "wb")
+        self._file = _new(self._temporary)
         return self
 
     def write(self, *sequences: npt.ArrayLike) -> None:
@@ -107,7 +113,7 @@ class IndexedWriter:
         ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
         pointers = np.concatenate([np.zeros(1, "<i8"), ends[:-1]])[: lengths.size]
         code = next(code for code, name in DTYPES.items() if name == self.dtype.name)
-        with open(path, "wb") as file:
+        with _new(path) as file:
             file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._bounds)))
             for part in (lengths, pointers, np.array(self._bounds, dtype="<i8")):
                 file.write(part.tobytes())

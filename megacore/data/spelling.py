@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,8 @@ import numpy.typing as npt
 
 from megacore.data.chat import BadExample, Message, Passage, Span, Template
 from megacore.data.text import InputError
+from megacore.store.companions import Companion, copy_companion
+from megacore.store.publish import write_file
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -26,7 +27,7 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class ModelFiles:
     """What travels with a model's weights: {name: file}, its Hugging Face config, and how many tokens it knows."""
 
-    files: Mapping[str, Path]
+    files: Mapping[str, Companion]
     config: Mapping[str, Any]
     vocabulary: int
 
@@ -43,10 +44,9 @@ class ModelFiles:
             )
         with tempfile.TemporaryDirectory(prefix="megacore-tokenizer-") as folder:
             for name, file in self.files.items():
-                (Path(folder) / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, Path(folder) / name)
+                copy_companion(file, Path(folder) / name, durable=False)
             # Which class of tokenizer it is may be said by the kind of model alone.
-            (Path(folder) / "config.json").write_text(json.dumps(dict(self.config)), "utf-8")
+            write_file(Path(folder) / "config.json", json.dumps(dict(self.config)).encode(), durable=False)
             yield Path(folder)
 
 

@@ -11,14 +11,14 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, cast
 
-from megacore.store.companions import inside
-from megacore.store.strict_json import StoreError
+from megacore.store.files import leaves, open_file
 
 WHOLE = (".txt", ".md", ".py")
 SUFFIXES = (*WHOLE, ".jsonl", ".parquet")
@@ -90,23 +90,19 @@ def find_files(inputs: Sequence[Path], exclude: Sequence[str] = ()) -> list[Path
         if given.is_file() and given.suffix not in SUFFIXES:
             raise InputError(f"{given} is not of a known type: {types}")
         files = list(_walk(given, exclude)) if given.is_dir() else [given]
-        if given.is_dir() and (left := [file for file in files if _leaves(file, given)]):
-            files = [file for file in files if not _leaves(file, given)]
+        if given.is_dir() and (left := [file for file in files if file.is_symlink() and leaves(file, given)]):
+            files = [file for file in files if file not in left]
             print(f"{given}: {len(left):,} links that lead out of it are left out, such as {left[0]}", file=sys.stderr)
         if not files:
             raise InputError(f"{given} has no file of a known type ({types}) that is not hidden or excluded")
         for file in files:
-            found.setdefault(file.resolve(), file)
+            found.setdefault(file.resolve(), without_link(file))
     return list(found.values())
 
 
-def _leaves(file: Path, folder: Path) -> bool:
-    try:
-        if file.is_symlink():
-            inside(folder, file.relative_to(folder))
-    except StoreError:
-        return True
-    return False
+def without_link(path: Path) -> Path:
+    """What a link leads to now: pieces are read without following any."""
+    return path.resolve() if path.is_symlink() else path
 
 
 def _walk(folder: Path, exclude: Sequence[str]) -> Iterator[Path]:
@@ -140,7 +136,8 @@ def cut(path: Path) -> list[Piece]:
 def documents(piece: Piece, text_key: str) -> Iterator[str | Fault]:
     """The documents of a piece: their text, or why there is none. InputError if a table has no column `text_key`."""
     if piece.path.suffix in WHOLE:
-        yield _decoded(piece.path, piece.path.read_bytes(), None)
+        with _open(piece.path) as file:
+            yield _decoded(piece.path, file.read(), None)
     elif piece.path.suffix == ".jsonl":
         for at, line in _lines(piece):
             if line.strip():
@@ -194,10 +191,10 @@ def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
             at += len(line)
 
 
-def _open(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(path))
-    return path.open("rb")
+@contextmanager
+def _open(path: Path) -> Iterator[IO[bytes]]:
+    with open_file(path, path.parent) as file:
+        yield cast(IO[bytes], gzip.GzipFile(fileobj=file)) if path.suffix == ".gz" else file
 
 
 def _object(path: Path, at: int, line: bytes) -> dict[str, Any] | Fault:

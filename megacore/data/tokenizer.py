@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megacore.data.text import InputError
-from megacore.store.companions import companions
+from megacore.store.companions import companions, copy_companion
+from megacore.store.publish import write_file
 from megacore.store.strict_json import StoreError
 
 END = "<|endoftext|>"
@@ -117,7 +117,7 @@ def fetch(source: str, folder: Path) -> None:
     if "tokenizer.json" in found:
         for name in FILES:
             if name in found:
-                shutil.copyfile(found[name], folder / name)
+                copy_companion(found[name], folder / name)
         return
     beside = "/" in source and Path(source).parent.exists()
     if not Path(source).exists() and (beside or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source)):
@@ -164,4 +164,4 @@ def train(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
         "eos_token": END,
         "clean_up_tokenization_spaces": False,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    write_file(folder / "tokenizer_config.json", (json.dumps(config, indent=2) + "\n").encode())

@@ -10,7 +10,7 @@ from megacore.data.spelling import ModelFiles
 from megacore.data.text import InputError
 from megacore.data.tokenizer import parts_of
 from megacore.store.adapted import Whole
-from megacore.store.strict_json import StoreError, read_json
+from megacore.store.strict_json import StoreError, parse_json
 
 GENERATION = "generation_config.json"
 
@@ -81,7 +81,7 @@ class Texts:
             StoreError: they are no token ids.
         """
         file = self.folder.companions().get(GENERATION)
-        given = read_json(file) if file else {}
+        given = parse_json(file.read(), file.path) if file else {}
         raw = files_of(self.folder).config
         key = "eos_token_id"
         of_config = given.get(key) if isinstance(given, dict) else None

@@ -11,6 +11,7 @@ import numpy as np
 
 from megacore.store.adapters import adapters_of, check_fingerprint, check_model
 from megacore.store.checkpoint import Checkpoint
+from megacore.store.companions import Companion
 from megacore.store.convert import Source
 from megacore.store.folder import Folder, open_folder
 from megacore.store.hugging_face import HuggingFace
@@ -64,7 +65,7 @@ class Adapted:
         """
         check_fingerprint(self.adapters, self.base.path, fingerprint)
 
-    def companions(self) -> Mapping[str, Path]:
+    def companions(self) -> Mapping[str, Companion]:
         """What travels with the adapters, for the run may have had a chat template of its own; else with the base."""
         return self.adapters.companions() or self.base.companions()
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megacore.store.accounting import summary
-from megacore.store.companions import companions, inside
+from megacore.store.companions import Companion, companions
 from megacore.store.dtypes import FLOATS
 from megacore.store.index import INDEX, STATES, Index, file_name, read_index
 from megacore.store.stream import Read
@@ -57,8 +57,8 @@ class Checkpoint:
             StoreError: it is no checkpoint, or is damaged; sizes and headers of all files are compared with the index.
         """
         path = Path(path)
-        index = read_index(inside(path, INDEX))
-        trainer = read_json(inside(path, TRAINER)) if (path / TRAINER).exists() else None
+        index = read_index(path / INDEX)
+        trainer = read_json(path / TRAINER, path) if (path / TRAINER).exists() else None
         if trainer is not None and not isinstance(trainer, dict):
             raise StoreError(f"{path / TRAINER} does not hold a JSON object")
         if trainer is None and index.step is not None:
@@ -110,7 +110,7 @@ class Checkpoint:
 
         return read
 
-    def companions(self) -> Mapping[str, Path]:
+    def companions(self) -> Mapping[str, Companion]:
         """{name: file} of what travels with the model: tokenizer, generation config, chat templates."""
         return companions(self.path / COMPANIONS, self.path)
 
@@ -171,5 +171,5 @@ class _Files(dict[str, TensorFile]):
         self.folder = folder
 
     def __missing__(self, name: str) -> TensorFile:
-        self[name] = TensorFile.open(inside(self.folder, name))
+        self[name] = TensorFile.open(self.folder / name, self.folder)
         return self[name]

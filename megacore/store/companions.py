@@ -6,10 +6,14 @@ import itertools
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
-from megacore.store.publish import copy_file, write_file
-from megacore.store.strict_json import StoreError, read_json
+from megacore.store.files import open_file
+from megacore.store.publish import write_file
+from megacore.store.strict_json import StoreError, parse_json
+from megacore.store.tensors import os_errors
 
 TEMPLATES = "additional_chat_templates"
 COMPANIONS = (
@@ -37,19 +41,42 @@ LARGEST = 256 << 20
 """Bytes of such a file; those of the largest tokenizers have a tenth of it."""
 
 
-def inside(folder: Path, name: str | Path) -> Path:
-    """A file of a folder, whose links may lead to another file of the folder.
+@dataclass(frozen=True)
+class Companion:
+    """A file that travels with a model.
 
-    The hub's cache counts as one: there, files in ``snapshots/REVISION`` are links to those in ``blobs``.
-
-    Raises:
-        StoreError: its links lead out, so that whoever made the folder would have us read what is not theirs.
+    Args:
+        path: Where it is.
+        root: The folder that its links may not leave; None where the user has named the file.
     """
-    root, target = (Path(os.path.realpath(path)) for path in (folder, folder / name))
-    homes = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-    if target.exists() and not any(target.is_relative_to(home) for home in homes):
-        raise StoreError(f"{folder / name} leads to {target}, outside of {root}: put the file itself there")
-    return folder / name
+
+    path: Path
+    root: Path | None = None
+
+    def open(self) -> BufferedReader:
+        """To be read.
+
+        Raises:
+            StoreError: it cannot be, its links lead out, or it is too large for what it is called.
+        """
+        with os_errors(self.path):
+            file = open_file(self.path, self.root)
+            if (size := os.fstat(file.fileno()).st_size) > LARGEST:
+                file.close()
+                raise StoreError(
+                    f"{self.path} has {size} bytes, and no file that goes with a model has more than {LARGEST}"
+                )
+            return file
+
+    def read(self) -> bytes:
+        """Its content; errors as of :meth:`open`."""
+        with self.open() as file, os_errors(self.path):
+            return file.read(LARGEST)
+
+    @property
+    def size(self) -> int:
+        with self.open() as file:
+            return os.fstat(file.fileno()).st_size
 
 
 def travelling(folder: Path) -> list[str]:
@@ -60,7 +87,7 @@ def travelling(folder: Path) -> list[str]:
     return sorted(str(name) for name in each if any(name.match(pattern) for pattern in COMPANIONS))
 
 
-def companions(folder: Path, root: Path) -> Mapping[str, Path]:
+def companions(folder: Path, root: Path) -> Mapping[str, Companion]:
     """{name within the folder: file} of those that travel along.
 
     Args:
@@ -70,22 +97,28 @@ def companions(folder: Path, root: Path) -> Mapping[str, Path]:
     Raises:
         StoreError: links do, or a file is too large for what it is called.
     """
-    within = folder.relative_to(root)
-    found = {name: inside(root, within / name) for name in travelling(folder) if (folder / name).is_file()}
-    for file in found.values():
-        if (size := file.stat().st_size) > LARGEST:
-            raise StoreError(f"{file} has {size} bytes, and no file that goes with a model has more than {LARGEST}")
+    found = {name: Companion(folder / name, root) for name in travelling(folder) if (folder / name).is_file()}
+    for companion in found.values():
+        companion.open().close()
     return found
 
 
-def copy_companion(file: Path, path: Path) -> None:
+def copy_companion(file: Companion, path: Path, durable: bool = True) -> None:
     """Copy a companion into a folder; of a tokenizer's config, all but the name of code to load it with.
+
+    Args:
+        file: The companion.
+        path: The new file.
+        durable: Whether it is on the disk afterwards.
 
     Raises:
         StoreError: it cannot be read or written.
     """
-    found = read_json(file) if path.name == "tokenizer_config.json" else None
-    if isinstance(found, dict) and found.pop("auto_map", None) is not None:
-        write_file(path, json.dumps(found, indent=2, ensure_ascii=False).encode() + b"\n")
-    else:
-        copy_file(file, path)
+    data = file.read()
+    if path.name == "tokenizer_config.json":
+        found = parse_json(data, file.path)
+        if isinstance(found, dict) and found.pop("auto_map", None) is not None:
+            data = json.dumps(found, indent=2, ensure_ascii=False).encode() + b"\n"
+    with os_errors(path):
+        path.parent.mkdir(exist_ok=True)
+    write_file(path, data, durable)

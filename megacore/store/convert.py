@@ -15,7 +15,7 @@ from typing import Any
 
 from megacore.store import export
 from megacore.store.checkpoint import COMPANIONS, TRAINER, Checkpoint
-from megacore.store.companions import copy_companion
+from megacore.store.companions import Companion, copy_companion
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.index import INDEX, Adapters, FileRecord, Index, file_name, on_disk
 from megacore.store.publish import publish, write_file
@@ -77,7 +77,7 @@ class Plan:
     schema: Schema
     parts: Mapping[str, Part]
     texts: Callable[[Mapping[str, Fingerprints]], Mapping[str, bytes]]
-    companions: Mapping[str, Path]
+    companions: Mapping[str, Companion]
 
     @property
     def files(self) -> Iterator[File]:
@@ -86,7 +86,7 @@ class Plan:
     @property
     def size(self) -> int:
         """Bytes of all files but the texts."""
-        copied = sum(companion.stat().st_size for companion in self.companions.values())
+        copied = sum(companion.size for companion in self.companions.values())
         return copied + sum(file.size for file in self.files)
 
     def write(self, target: Path, jobs: int, progress: Callable[[int], object] = lambda written: None) -> None:
@@ -128,7 +128,7 @@ def to_checkpoint(
     dtype: str | None = None,
     step: int | None = None,
     trainer: bytes | None = None,
-    companions: Mapping[str, Path] = MappingProxyType({}),
+    companions: Mapping[str, Companion] = MappingProxyType({}),
     adapters: Adapters | None = None,
     frozen: frozenset[str] = frozenset(),
 ) -> Plan:

@@ -87,4 +87,4 @@ def aligned_memory(size: int) -> Bytes:
 
 
 def _open(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_DIRECT)
+    return os.open(path, flags | os.O_DIRECT | os.O_NOFOLLOW)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from megacore.store.accounting import Account, Held, account, ignorable_by, printable, summary
-from megacore.store.companions import companions, inside, travelling
+from megacore.store.companions import Companion, companions, travelling
 from megacore.store.strict_json import StoreError, read_json
 from megacore.store.tensors import TensorFile
 from models.config import ModelConfig, ModelConfigError
@@ -101,7 +101,7 @@ class HuggingFace:
         held = self.weights[stored.name]
         return held.entry.dtype, held.file.array(held.name)
 
-    def companions(self) -> Mapping[str, Path]:
+    def companions(self) -> Mapping[str, Companion]:
         """{name within the folder: file} of those that travel along."""
         return companions(self.path, self.path)
 
@@ -134,10 +134,10 @@ def _config(folder: Path, problems: list[str]) -> tuple[dict[str, Any], type[Mod
 
 
 def _object(folder: Path, name: str) -> dict[str, Any]:
-    file = inside(folder, name)
-    if not os.path.isfile(file):  # what is neither a file nor a link to one may block whoever reads it
+    file = folder / name
+    if not os.path.isfile(file):
         raise StoreError(f"{file} is not there, or is no file")
-    found = read_json(file)
+    found = read_json(file, folder)
     if not isinstance(found, dict):
         raise StoreError(f"{file} does not hold a JSON object")
     return found
@@ -174,7 +174,7 @@ def _open(folder: Path, files: list[str], problems: list[str]) -> tuple[TensorFi
     opened = []
     for name in files:
         try:
-            opened.append(TensorFile.open(inside(folder, name)))
+            opened.append(TensorFile.open(folder / name, folder))
         except StoreError as error:
             problems.append(str(error))
     return tuple(opened)

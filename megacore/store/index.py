@@ -176,7 +176,7 @@ def read_index(path: Path) -> Index:
     Raises:
         StoreError: it is missing, damaged, of a later version, or describes a model that cannot be.
     """
-    tree = _Tree(path, "the index", read_json(path))
+    tree = _Tree(path, "the index", read_json(path, path.parent))
     if tree.get("format", str) != FORMAT:
         raise tree.error(f"has format {short(tree.tree['format'])} instead of {FORMAT!r}")
     if tree.get("version", int) != VERSION:

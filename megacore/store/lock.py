@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 
+from megacore.store.files import open_lock
 from megacore.store.strict_json import StoreError
 
 
@@ -23,7 +24,7 @@ def hold(path: Path) -> FileIO | None:
         FileNotFoundError: the file or its folder has just gone.
         NoLocks: its filesystem has none.
     """
-    lock = FileIO(path, "r+", opener=_create)
+    lock = open_lock(path)
     try:
         if flock(lock, fcntl.LOCK_EX) and is_at(lock, path):
             return lock
@@ -34,16 +35,12 @@ def hold(path: Path) -> FileIO | None:
     return None
 
 
-def _create(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-
-
 def is_at(lock: FileIO, path: Path) -> bool:
     """Whether the file that was opened still stands under its path."""
     return os.path.samestat(os.fstat(lock.fileno()), os.stat(path))
 
 
-def flock(lock: FileIO, kind: int) -> bool:
+def flock(lock: FileIO | BufferedReader, kind: int) -> bool:
     """Whether the lock of this kind is now held.
 
     Raises:

@@ -1,8 +1,8 @@
 """Folders that appear under their name all at once: what a kill leaves is the old state or nothing, never a half.
 
-A folder is written as its hidden sibling ``.NAME.partial``, made durable, and renamed. Who writes it holds the flock on
-the file ``.lock`` inside, which ends with the process however it dies: a partial folder that no one holds is a
-leftover, and the next writer of the same name takes it over.
+A folder is written as its hidden sibling ``.NAME.partial``, which nobody else may enter, made durable, and renamed. Who
+writes it holds the flock on the file ``.lock`` inside, which ends with the process however it dies: a partial folder of
+ours that no one holds is a leftover, and the next writer of the same name takes it over.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
+from megacore.store.files import open_file, replacing
 from megacore.store.lock import flock, hold, is_at
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import free_bytes, os_errors
@@ -63,6 +64,7 @@ class Publication:
     def finish(self) -> None:
         """Renames the folder to its target. Its files are durable already (:func:`write_file`); its folders are now."""
         with os_errors(self.target):
+            self.folder.chmod(_usual_mode(self.folder))
             for folder, _, _ in os.walk(self.folder, topdown=False):
                 _sync(Path(folder))
             _refuse_taken(self.target)
@@ -92,31 +94,20 @@ def publish(target: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
         raise
 
 
-def write_file(path: Path, data: bytes) -> None:
-    """Writes a new file, which is on the disk afterwards; StoreError if it exists or there is no room."""
+def write_file(path: Path, data: bytes, durable: bool = True) -> None:
+    """Writes a new file, which is on the disk afterwards if that is asked for; StoreError if it exists or there is no
+    room."""
     with os_errors(path, len(data)), open(path, "xb") as file:
         file.write(data)
         file.flush()
-        os.fsync(file.fileno())
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Writes a file, or writes it anew: under its name stands the old text or the new one. StoreError as above."""
-    new = path.with_name(f".{path.name}.new")
-    with os_errors(path, len(text)):
-        new.unlink(missing_ok=True)
-        write_file(new, text.encode())
-        new.replace(path)
-
-
-def copy_file(source: Path, path: Path) -> None:
-    """Copies a file into a folder, which is made; on the disk afterwards. StoreError as :func:`write_file`."""
-    with os_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(source, "rb") as reading, open(path, "xb") as file:
-            shutil.copyfileobj(reading, file)
-            file.flush()
+        if durable:
             os.fsync(file.fileno())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes a file, or writes it anew: under its name stands the old one or the new one. StoreError as above."""
+    with os_errors(path, len(data)), replacing(path) as file:
+        file.write(data)
 
 
 def partial(target: str | Path) -> Path:
@@ -200,11 +191,14 @@ def spelled(size: int) -> str:
 def _make_and_hold(folder: Path) -> FileIO:
     """The lock of the folder, held, whether it was there or not; StoreError if another writer holds it."""
     while True:
+        made = False
         with suppress(FileExistsError):
-            folder.mkdir()
+            folder.mkdir(0o700)
+            made = True
         # A folder that has just gone was published or abandoned: then it is this one's turn.
         with suppress(FileNotFoundError):
-            if not _is_ours(folder):
+            # What was just made is ours, even where a filesystem gives all files one owner and one mode.
+            if not (made or _is_ours(folder)):
                 raise StoreError(f"{folder}: is in the way and was not made here: remove it")
             if lock := hold(folder / LOCK):
                 return lock
@@ -212,21 +206,32 @@ def _make_and_hold(folder: Path) -> FileIO:
 
 
 def _is_ours(folder: Path) -> bool:
-    """A real folder, not a link, that is empty or has the lock: nothing else is ever emptied.
+    """A real folder, not a link, that is this user's, that nobody else may write to, and that is empty or has the lock:
+    nothing else is ever emptied or published.
 
     FileNotFoundError if it is not there.
     """
-    if not stat.S_ISDIR(folder.lstat().st_mode):
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return False
     names = os.listdir(folder)
     return not names or LOCK in names
+
+
+def _usual_mode(folder: Path) -> int:
+    """Of a folder that is made in this one: the system keeps the umask for the process, and tells it by changing it."""
+    inner = folder / ".mode"
+    inner.mkdir()
+    mode = stat.S_IMODE(inner.lstat().st_mode)
+    inner.rmdir()
+    return mode
 
 
 def _is_leftover(folder: Path) -> bool:
     try:
         if not _is_ours(folder):
             return False
-        with FileIO(folder / LOCK) as lock:
+        with open_file(folder / LOCK, folder) as lock:
             return flock(lock, fcntl.LOCK_SH)
     except FileNotFoundError:  # killed before it could make the lock
         return folder.exists()

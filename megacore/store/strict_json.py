@@ -9,6 +9,8 @@ from pathlib import Path
 from reprlib import Repr
 from typing import Any
 
+from megacore.store.files import open_file
+
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
 
@@ -59,16 +61,19 @@ def parse_json(data: bytes, where: object) -> Any:
         raise StoreError(f"{where} is not JSON: {error}") from error
 
 
-def read_json(path: Path, limit: int = 256 << 20) -> Any:
+def read_json(path: Path, root: Path | None = None, *, limit: int = 256 << 20) -> Any:
     """The value in a JSON file of at most ``limit`` bytes.
+
+    Args:
+        path: Which one.
+        root: The folder that its links may not leave, see :func:`~megacore.store.files.open_file`.
+        limit: Of its bytes.
 
     Raises:
         StoreError: it cannot be read.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe would wait for a writer
-            raise StoreError(f"{path} is no file")
-        with path.open("rb") as file:
+        with open_file(path, root) as file:
             data = file.read(limit + 1)
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error

@@ -15,7 +15,6 @@ import math
 import mmap
 import operator
 import os
-import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.store.direct import DirectFile
+from megacore.store.files import open_file
 from megacore.store.strict_json import StoreError, parse_json, short
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
@@ -128,21 +128,20 @@ class TensorFile:
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
     size: int
+    root: Path | None = None
 
     @classmethod
-    def open(cls, path: str | Path) -> TensorFile:
-        """Reads and checks the header, and nothing else; StoreError names all that is wrong with it."""
+    def open(cls, path: str | Path, root: Path | None = None) -> TensorFile:
+        """Reads and checks the header, and nothing else; StoreError names all that is wrong with it.
+
+        Its links may not leave `root`, see :func:`~megacore.store.files.open_file`.
+        """
         path = Path(path)
-        with os_errors(path):
-            mode = path.stat().st_mode
-            # Not merely opened and tried: a pipe would wait for a writer, and a device may act.
-            if not stat.S_ISREG(mode):
-                raise StoreError(f"{path}: is a {_kind(mode)}: name a .safetensors file")
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                start = LENGTH.size + _header_length(path, file.read(64), size)
-                file.seek(LENGTH.size)
-                header = _parse(path, file.read(start - LENGTH.size))
+        with os_errors(path), open_file(path, root) as file:
+            size = os.fstat(file.fileno()).st_size
+            start = LENGTH.size + _header_length(path, file.read(64), size)
+            file.seek(LENGTH.size)
+            header = _parse(path, file.read(start - LENGTH.size))
         metadata = header.pop(METADATA, {})
         problems = [] if _is_strings(metadata) else [f"{METADATA} is {short(metadata)}, not strings by name"]
         entries = {}
@@ -153,7 +152,7 @@ class TensorFile:
                 problems.append(f"tensor {short(name)} {error}")
         if problems or (problems := list(_gaps(entries, start, size))):
             _listed(path, problems)
-        return cls(path, entries, metadata, size)
+        return cls(path, entries, metadata, size, root)
 
     def array(self, name: str) -> Bits:
         """The bits of one tensor, [shape] in DTYPES[dtype]: a read-only view of the file, a copy if it is unaligned."""
@@ -172,14 +171,10 @@ class TensorFile:
 
     @cached_property
     def _map(self) -> mmap.mmap:
-        with os_errors(self.path), open(self.path, "rb") as file:
+        with os_errors(self.path), open_file(self.path, self.root) as file:
             if (size := os.fstat(file.fileno()).st_size) != self.size:
                 raise StoreError(f"{self.path}: had {self.size} bytes and now has {size}: something writes to it")
             return mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ)
-
-
-def _kind(mode: int) -> str:
-    return "folder" if stat.S_ISDIR(mode) else "pipe" if stat.S_ISFIFO(mode) else "device or socket"
 
 
 def _header_length(path: Path, head: bytes, size: int) -> int:

@@ -20,6 +20,7 @@ from megacore.data import text
 from megacore.data.examples import Examples, Preparation
 from megacore.data.spelling import ModelFiles
 from megacore.data.text import InputError
+from megacore.store.companions import Companion
 
 VOCABULARY = 400
 
@@ -28,7 +29,7 @@ VOCABULARY = 400
 def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
     family = FAMILIES["chatml"]
     folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), family.template, family.end)
-    return ModelFiles({path.name: path for path in folder.iterdir()}, {"model_type": "llama"}, VOCABULARY)
+    return ModelFiles({path.name: Companion(path) for path in folder.iterdir()}, {"model_type": "llama"}, VOCABULARY)
 
 
 def prepared(path: Path, files: ModelFiles, length: int = 200, **rules: Any) -> Examples:
@@ -131,7 +132,7 @@ def test_bad_lines_are_skipped_and_counted_by_choice(tmp_path: Path, files: Mode
 def test_an_example_of_which_nothing_counts_is_a_bad_line(tmp_path: Path, files: ModelFiles) -> None:
     marks = tmp_path / "chat_template.jinja"
     marks.write_text("{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}")
-    files = replace(files, files={**files.files, marks.name: marks})
+    files = replace(files, files={**files.files, marks.name: Companion(marks)})
     with pytest.raises(InputError, match="line 1: the loss would count none of its tokens"):
         prepared(write_jsonl(tmp_path / "a.jsonl", SIZES[0]), files)
 
@@ -211,7 +212,7 @@ def test_they_are_made_once_and_again_when_something_has_changed(
             (files, {"too_long": "drop"}),
             (files, {"bad_lines": "skip"}),
             (files, {"length": 150}),
-            (replace(files, files={**files.files, marks.name: marks}), {}),
+            (replace(files, files={**files.files, marks.name: Companion(marks)}), {}),
         ],
         start=1,
     ):

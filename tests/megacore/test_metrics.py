@@ -14,6 +14,7 @@ from PIL import Image
 from megacore import metrics
 from megacore.config import Config, LogConfig, TrainConfig
 from megacore.metrics import Log
+from megacore.store.strict_json import StoreError
 from models.config import flops_per_token
 from models.registry import configure
 
@@ -189,3 +190,30 @@ def test_the_picture_is_a_png(tmp_path: Path, records: list[dict[str, float | No
         assert picture.format == "PNG" and picture.width > 600
         colors = picture.convert("RGB").getcolors(1 << 20)
         assert colors is not None and len(colors) > 10
+
+
+# -- a folder that somebody else has made
+
+
+def test_links_in_a_run_s_folder_are_not_followed(tmp_path: Path) -> None:
+    """What they lead to is neither read nor written: the picture takes the link's place, and records are not added."""
+    (tmp_path / "run").mkdir()
+    secret = tmp_path / "secret"
+    secret.write_text('{"step": 1}\n')
+    for name in (metrics.METRICS, metrics.PICTURE):
+        (tmp_path / "run" / name).symlink_to(secret)
+    metrics.draw([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}], tmp_path / "run" / metrics.PICTURE)
+    with pytest.raises(StoreError, match=r"metrics\.jsonl: leads to"):
+        metrics.drop_after(tmp_path / "run" / metrics.METRICS, 1)
+    with pytest.raises(StoreError, match=r"metrics\.jsonl: Too many levels of symbolic links"):
+        metrics.JsonLines(tmp_path / "run" / metrics.METRICS)
+    assert secret.read_text() == '{"step": 1}\n'
+    assert Image.open(tmp_path / "run" / metrics.PICTURE).format == "PNG"
+
+
+def test_records_of_no_numbers_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / metrics.METRICS
+    lines = ['{"step": 1, "loss": 2.0}', '{"step": 1, "loss": "x"}', '{"step": 1, "loss": [[]]}', "[" * 100_000]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    assert metrics.drop_after(path, 1) == 3
+    assert metrics.read(path) == [{"step": 1, "loss": 2.0}]

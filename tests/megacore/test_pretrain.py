@@ -85,6 +85,15 @@ def test_a_tokenizer_beside_the_corpus_that_leads_elsewhere_is_refused(recipe: s
     assert problem.startswith("data: ") and "tokenizer.json" in problem
 
 
+@pytest.mark.parametrize("name", ["checkpoints", "examples", "tensorboard", "wandb"])
+def test_a_run_s_folder_that_leads_elsewhere_is_refused(recipe: str, tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / name).symlink_to("../elsewhere")
+    (problem,) = problems(recipe, f"out={tmp_path / 'run'}", "checkpoint.resume=auto")
+    assert f"{name} leads to {tmp_path / 'elsewhere'}, and a run writes to its own folder alone" in problem
+
+
 def test_a_damaged_corpus_is_found(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "corpus.idx").write_bytes(b"not an index")
     (problem,) = problems(recipe)

@@ -476,15 +476,15 @@ ARGUMENTS: Mapping[str, Case] = {
     "target-name-too-long": case(f"convert hf {'x' * 300}", "too long"),
     "partial-of-someone-else": case(RESHARD, ".target.partial", "remove it", change=foreign_partial),
     # -- companions
-    "companion-of-another-folder": case(CONVERT, "LICENSE leads to", "secret", change=leading_out("hf/LICENSE")),
+    "companion-of-another-folder": case(CONVERT, "LICENSE: leads to", "secret", change=leading_out("hf/LICENSE")),
     "template-of-another-folder": case(
-        CONVERT, "x.jinja leads to", "secret", change=leading_out("hf/additional_chat_templates/x.jinja")
+        CONVERT, "x.jinja: leads to", "secret", change=leading_out("hf/additional_chat_templates/x.jinja")
     ),
-    "config-of-another-folder": case(CONVERT, "config.json leads to", "secret", change=leading_out("hf/config.json")),
+    "config-of-another-folder": case(CONVERT, "config.json: leads to", "secret", change=leading_out("hf/config.json")),
     "own-companion-of-another-folder": case(
-        EXPORT, "LICENSE leads to", "secret", change=leading_out("ckpt/tokenizer/LICENSE")
+        EXPORT, "LICENSE: leads to", "secret", change=leading_out("ckpt/tokenizer/LICENSE")
     ),
-    "index-of-another-folder": case(EXPORT, "index.json leads to", "secret", change=leading_out("ckpt/index.json")),
+    "index-of-another-folder": case(EXPORT, "index.json: leads to", "secret", change=leading_out("ckpt/index.json")),
     "weights-of-another-folder": case(EXPORT, "leads to", "outside of", change=folder_leading_out),
     "large-companion": case(CONVERT, "LICENSE has 1073741824 bytes", change=large_companion),
     # -- a Hugging Face folder

@@ -146,7 +146,7 @@ def test_without_a_run(tmp_path: Path) -> None:
     assert opened.trainer is None and opened.index.step is None and opened.index.states == ("weights",)
     names = ["LICENSE", "additional_chat_templates/tool.jinja", "tokenizer.json"]
     assert sorted(opened.companions()) == names
-    assert all(path == tmp_path / "c/tokenizer" / name for name, path in opened.companions().items())
+    assert all(each.path == tmp_path / "c/tokenizer" / name for name, each in opened.companions().items())
 
 
 def test_the_index_says_the_same_for_the_same(tmp_path: Path) -> None:

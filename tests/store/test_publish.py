@@ -107,6 +107,25 @@ def test_a_link_to_another_disk_is_written_beside_what_it_leads_to(tmp_path):
     assert content(tmp_path / "out") == FILLED and (tmp_path / "out").is_symlink()
 
 
+def test_nobody_else_sees_it_before_it_appears(tmp_path):
+    """Then it is a folder like any other: as the umask has it, which is not ours to change, or the folder around it."""
+    (tmp_path / "group").mkdir()
+    (tmp_path / "group").chmod(0o2775)
+    for mask in (0o022, 0o027, 0o002):
+        before = os.umask(mask)
+        try:
+            for around in (tmp_path, tmp_path / "group"):
+                (around / f"like{mask}").mkdir()
+                with publish(around / f"out{mask}") as folder:
+                    assert folder.stat().st_mode & 0o777 == 0o700
+                    write_file(folder / "a", b"A")
+                assert (around / f"out{mask}").stat().st_mode == (around / f"like{mask}").stat().st_mode
+                assert (around / f"out{mask}/a").stat().st_mode & 0o777 == 0o666 & ~mask
+                assert content(around / f"out{mask}") == {"a": "A"}
+        finally:
+            os.umask(before)
+
+
 def test_everything_is_on_the_disk_before_it_appears(tmp_path, monkeypatch):
     """Files and folders are synced, inner ones first, then renamed, then the parent is synced."""
     events: list[str] = []
@@ -332,9 +351,28 @@ def make_link(path: Path) -> None:
     path.symlink_to(elsewhere)
 
 
-@pytest.mark.parametrize("make", [make_strange, make_file, make_link, lambda path: path.symlink_to("gone")])
+def make_theirs(path: Path) -> None:
+    """A leftover as another user would make it for us to go on with."""
+    (path / LOCK).parent.mkdir()
+    (path / LOCK).touch()
+    if os.geteuid() == 0:
+        os.chown(path, 65534, 65534)
+    else:  # as if
+        path.chmod(0o777)
+
+
+def make_open(path: Path) -> None:
+    """Others may put into it what we would publish."""
+    path.mkdir()
+    path.chmod(0o775)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [make_strange, make_file, make_link, make_theirs, make_open, lambda path: path.symlink_to("gone")],
+)
 def test_what_is_not_ours_is_not_removed(tmp_path, make):
-    """A folder without our lock, a file, a link to a folder (even to one like ours), a link to nothing."""
+    """A folder without our lock, a file, a link to a folder (even to one like ours), somebody's, a link to nothing."""
     make(partial(tmp_path / "out"))
     before = content(tmp_path)
     with pytest.raises(StoreError, match=r"\.out\.partial: is in the way and was not made here: remove it"):

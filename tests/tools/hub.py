@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from megacore.store.audit import fingerprints
+from megacore.store.companions import Companion
 from megacore.store.convert import Source, to_checkpoint
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.index import Adapters
@@ -71,7 +72,7 @@ def converted(source: Path, target: Path, *arguments: str) -> Path:
     return target
 
 
-def adapted(folder: Path, target: Path, lora: Lora, companions: Mapping[str, Path] | None = None) -> Path:
+def adapted(folder: Path, target: Path, lora: Lora, companions: Mapping[str, Companion] | None = None) -> Path:
     """A checkpoint of adapters of a folder, on tp=2 x pp=2, every weight of them random."""
     base = HuggingFace.open(folder)
     layout, schema = layout_of(base.config, MeshShape(tp=2, pp=2)), Tuning(lora).kept(base.schema)

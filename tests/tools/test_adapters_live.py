@@ -27,6 +27,7 @@ from megacore.inference.generate import Ending, generate
 from megacore.inference.reading import Document
 from megacore.inference.sampling import Greedy
 from megacore.store.adapted import open_model
+from megacore.store.companions import Companion
 from megacore.store.strict_json import StoreError
 from models.decoder import Microbatch
 from models.lora import Lora
@@ -228,7 +229,8 @@ def test_the_commands_compute_them_with_the_text_of_the_base(chat: Folders, tmp_
 def test_a_chat_template_of_the_run_goes_before_the_bases(chat: Folders, tmp_path: Path, capsys: Capture) -> None:
     asked = ["--chat", "--prompt", "a?", "--max-new-tokens", 9]
     (tmp_path / "own").write_text("{% for m in messages %}{{ m.content }}{% endfor %}!")
-    files = {file.name: file for file in chat.base.glob("*token*")} | {"chat_template.jinja": tmp_path / "own"}
+    files = {file.name: Companion(file) for file in chat.base.glob("*token*")}
+    files["chat_template.jinja"] = Companion(tmp_path / "own")
     run = adapted(chat.base, tmp_path / "run", LORAS["llama"], files)
     found = answer(capsys, generating.main, run, *asked)
     assert found["tokens"] == answer(capsys, generating.main, run, "--prompt", "a?!", *asked[3:])["tokens"]

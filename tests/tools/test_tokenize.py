@@ -99,7 +99,7 @@ def test_a_tokenizer_that_leads_out_of_its_folder_is_refused(trained, tmp_path, 
     stranger.mkdir()
     (stranger / "tokenizer.json").symlink_to(trained / "tokenizer.json")
     status, out = tokenize(tmp_path / "a.txt", stranger)
-    assert status == 1 and "tokenizer.json leads to" in capsys.readouterr().err and not out.exists()
+    assert status == 1 and "tokenizer.json: leads to" in capsys.readouterr().err and not out.exists()
 
 
 def test_every_kind_of_file_in_sorted_order_without_hidden_and_excluded(trained, tmp_path):
