@@ -25,8 +25,8 @@ from megacore.store.folder import Folder
 from megacore.store.hugging_face import ADAPTER, HuggingFace
 from megacore.store.index import Adapters
 from megacore.store.stream import File, assemble
-from megacore.store.strict_json import StoreError
-from megacore.store.tensors import DTYPES
+from megacore.store.strict_json import StoreError, read_json
+from megacore.store.tensors import DTYPES, TensorFile
 from models.lora import linears, peft_names, targets
 from parallel.fingerprint import combined
 from parallel.transfer import Stored, hugging_face, plan
@@ -99,7 +99,12 @@ def to_peft(checkpoint: Checkpoint, dtype: str | None = None) -> Plan:
     files = (File(WEIGHTS, tuple(tensors(schema, source, hugging_face(schema), dtype)), source.read),)
     texts = {ADAPTER: json.dumps(_config(checkpoint, held), indent=2, allow_nan=False).encode() + b"\n"}
     part = Part(files, expected(schema, source, files))
-    return Plan(schema, {"weights": part}, lambda found: texts, checkpoint.companions())
+    return Plan(schema, {"weights": part}, lambda found: texts, checkpoint.companions(), _read_peft)
+
+
+def _read_peft(folder: Path) -> None:
+    TensorFile.open(folder / WEIGHTS, folder)
+    read_json(folder / ADAPTER, folder)
 
 
 def _config(checkpoint: Checkpoint, held: Adapters) -> dict[str, object]:

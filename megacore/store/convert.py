@@ -72,12 +72,14 @@ class Plan:
         parts: {state: its files}.
         texts: (fingerprints of each file) -> {path: content} of the small files.
         companions: {path: the file that is copied there}.
+        reader: Opens such a folder, StoreError if it is none: asked before the folder is published.
     """
 
     schema: Schema
     parts: Mapping[str, Part]
     texts: Callable[[Mapping[str, Fingerprints]], Mapping[str, bytes]]
     companions: Mapping[str, Companion]
+    reader: Callable[[Path], object]
 
     @property
     def files(self) -> Iterator[File]:
@@ -93,7 +95,8 @@ class Plan:
         """Make the folder.
 
         Raises:
-            StoreError: it exists, there is no room, or what was written is not what the source was; nothing is left.
+            StoreError: it exists, there is no room, or what was written is not what the source was or is not what we
+                would read; nothing is left.
         """
         with publish(target, self.size) as folder:
             found = write(folder, self.files, self.schema, jobs, progress)
@@ -103,6 +106,10 @@ class Plan:
                 copy_companion(companion, folder / name)
             for name, content in self.texts(found).items():
                 write_file(folder / name, content)
+            try:
+                self.reader(folder)
+            except StoreError as error:
+                raise StoreError(f"{target} is not published, for it could not be read again: {error}") from error
 
     def _compare(self, state: str, part: Part, found: Mapping[str, Fingerprints]) -> None:
         of_boxes = [(t.stored, found[file.path][t.stored.name]) for file in part.files for t in file.tensors]
@@ -166,7 +173,8 @@ def to_checkpoint(
         records = {file.path: FileRecord(file.size, found[file.path]) for part in parts.values() for file in part.files}
         return {INDEX: replace(made, files=records).to_json()} | ({TRAINER: trainer} if trainer is not None else {})
 
-    return Plan(schema, parts, texts, {f"{COMPANIONS}/{name}": path for name, path in companions.items()})
+    beside = {f"{COMPANIONS}/{name}": companion for name, companion in companions.items()}
+    return Plan(schema, parts, texts, beside, Checkpoint.open)
 
 
 def to_hugging_face(checkpoint: Checkpoint, max_shard_bytes: int, dtype: str | None = None) -> Plan:
@@ -202,6 +210,7 @@ def hugging_face_folder(
         {"weights": Part(files, expected(schema, source, files))},
         lambda found: texts,
         checkpoint.companions(),
+        HuggingFace.open,
     )
 
 

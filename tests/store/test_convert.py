@@ -39,7 +39,7 @@ from tiny import (
     whole,
 )
 
-from megacore.store import audit
+from megacore.store import audit, export
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.convert import Source, to_checkpoint, to_hugging_face
 from megacore.store.index import INDEX
@@ -325,6 +325,25 @@ def flip(file: Path, at: int = -1, bit: int = 1) -> None:
     raw = bytearray(file.read_bytes())
     raw[at] ^= bit
     file.write_bytes(raw)
+
+
+@pytest.mark.parametrize("lost", ["config.json", "nothing"])
+def test_what_we_could_not_read_again_is_not_published(
+    lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An export with a file too few, or with a config that means something that no reader knows."""
+    run_checkpoint(tmp_path / "ckpt", GPT2, layout_of(GPT2))
+    made = export.texts
+
+    def texts(raw: Section, *others: Any) -> dict[str, bytes]:
+        found = made({**raw, "logit_scale": 2.0}, *others)
+        return {name: content for name, content in found.items() if name != lost}
+
+    monkeypatch.setattr(export, "texts", texts)
+    plan = to_hugging_face(Checkpoint.open(tmp_path / "ckpt"), 1 << 20)
+    with pytest.raises(StoreError, match=r"(?s)out is not published, for it could not be read again: .*config\.json"):
+        plan.write(tmp_path / "out", jobs=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
 
 
 @pytest.mark.parametrize("bit", [1, 128])
