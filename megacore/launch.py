@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from megacore.config import ConfigError, load, processes
 from megacore.launcher import Node, gpus, launch, threads
+from megacore.say import err
 
 OPTIONS = {
     "init": "take the weights of a Hugging Face folder or a checkpoint",
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         check(recipe, overrides, node.world, node.processes)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        err(error)
         return 2
     environment = {**{name: os.environ.get(name, value) for name, value in VARIABLES.items()}, **threads(here)}
     return launch("megacore.pretrain", [recipe, *overrides], node, environment, shutdown_s, WAY_OUT)

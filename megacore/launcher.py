@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore.rank import LOST, STORE, WAITING, report_of, stacks_of
+from megacore.say import err
 
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BLOCKED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -297,4 +298,4 @@ def _listed(ranks: Sequence[int] | Mapping[int, object]) -> str:
 
 def _say(text: str) -> None:
     # A progress bar may stand in the last line.
-    print(f"\n{text}", file=sys.stderr, flush=True)
+    err(f"\n{text}")

@@ -14,6 +14,7 @@ from typing import Protocol
 from tqdm import tqdm
 
 from megacore.config import Config
+from megacore.say import harmless, say
 from megacore.store.files import append, open_file
 from megacore.store.publish import replace_file
 from megacore.store.tensors import os_errors
@@ -91,7 +92,7 @@ class ProgressBar:
             self._bar.set_postfix(shown, refresh=False)
 
     def tell(self, text: str) -> None:
-        self._bar.write(text, file=sys.stderr)
+        self._bar.write(harmless(text), file=sys.stderr)
 
     def close(self) -> None:
         self._bar.close()
@@ -108,7 +109,7 @@ class Log:
     def __init__(self, config: Config, after: int = 0) -> None:
         out = Path(config.out)
         if dropped := drop_after(out / METRICS, after):
-            print(f"{out / METRICS}: {dropped} lines were no records and are dropped.", flush=True)
+            say(f"{out / METRICS}: {dropped} lines were no records and are dropped.")
         self._bar = ProgressBar(config.train.steps, after)
         self._sinks: list[Sink] = [JsonLines(out / METRICS), self._bar]
         if config.log.tensorboard:

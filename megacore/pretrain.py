@@ -36,6 +36,7 @@ from megacore.rank import Here, join, leave
 from megacore.resume import Damaged, Start, companions, find, raw_of, remarks
 from megacore.run_lock import RunLock
 from megacore.save import NAMES, Kept, SaveError, Saver, State
+from megacore.say import err, say
 from megacore.scaler import UNSCALED, Scaling
 from megacore.states.offload import Offload
 from megacore.step import TrainStep
@@ -215,12 +216,12 @@ def run(setup: Setup, device: torch.device, node: int = 8) -> int:
             control.attempt(lambda: None)
             return trainer.run()
         control.attempt(lambda: stack.enter_context(RunLock.take(out)))
-        print(_headline(setup.config, setup.model, mesh), flush=True)
+        say(_headline(setup.config, setup.model, mesh))
         setup, trainer = _built(setup, mesh, control)
         log = control.attempt(lambda: stack.enter_context(metrics.Log(setup.config, setup.start.progress.step)))
         last = replace(trainer, log=log).run()
         stack.close()
-        print(_report(setup.config, last), flush=True)
+        say(_report(setup.config, last))
     return last
 
 
@@ -250,17 +251,17 @@ def _prepare(setup: Setup, mesh: Mesh) -> None:
     """Put the run's folder in order, and say what the run starts from."""
     config, start, out = setup.config, setup.start, Path(setup.config.out)
     for each in start.damaged:
-        print(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.path}: {each.reason}", flush=True)
+        say(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.path}: {each.reason}")
     with os_errors(out):
         checkpoints.clean(checkpoints.folder_of(out))
         replace_file(out / "config.yaml", config.to_yaml().encode())
-    print("\n".join([*remarks(start, config, setup.model, mesh.shape), *setup.corpora.remarks]), flush=True)
+    say("\n".join([*remarks(start, config, setup.model, mesh.shape), *setup.corpora.remarks]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0].startswith("-"):
-        print("usage: megacore.pretrain RECIPE [section.key=value ...]", file=sys.stderr)
+        err("usage: megacore.pretrain RECIPE [section.key=value ...]")
         return 2
     here = Here.now()
     try:
@@ -268,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         setup = check(arguments[0], arguments[1:], here.world, here.local_world, checked=here.local_rank > 0)
     except ConfigError as error:
         if here.local_rank == 0:  # of each node: a file may be missing on one
-            print(error, file=sys.stderr)
+            err(error)
         return 2
     train = setup.config.train
     kind = train.device_type(gpus())
@@ -285,28 +286,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:  # on every rank
         status = 2
         if here.rank == 0:
-            print(error, file=sys.stderr)
+            err(error)
     except (NonFinite, SaveError, StoreError) as error:  # on every rank
         status = 1
         damaged = error.path if isinstance(error, DamageError) else None
         if here.rank == 0:
-            print(error, file=sys.stderr)
+            err(error)
     except TokenError as error:  # on this rank alone: the others wait for it, until the launcher ends them
-        print(f"rank {here.rank}: {error}", file=sys.stderr, flush=True)
+        err(f"rank {here.rank}: {error}")
         os._exit(1)
     except KeyboardInterrupt:  # the second one: under the launcher it ends all ranks itself
-        print("Interrupted again: ended at once, without a checkpoint.", file=sys.stderr, flush=True)
+        err("Interrupted again: ended at once, without a checkpoint.")
         os._exit(128 + signal.SIGINT)
     if here.rank == 0 and damaged is not None:  # while the others wait, for the launcher ends one that is left over
-        print(checkpoints.instead_of(damaged), file=sys.stderr)
+        err(checkpoints.instead_of(damaged))
     leave(here)
     # After the group's end, so that no other rank waits for it: an export of many bytes may outlast their patience.
     if here.rank == 0 and status == 0 and setup.config.checkpoint.export is not None:
         try:
-            print(export(setup.config, last), flush=True)
+            say(export(setup.config, last))
         except StoreError as error:
             status = 1
-            print(error, file=sys.stderr)
+            err(error)
     return status
 
 

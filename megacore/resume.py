@@ -12,6 +12,7 @@ from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.data import tokenizer
 from megacore.progress import Progress, recipe
+from megacore.say import brief
 from megacore.store.checkpoint import TRAINER, Checkpoint
 from megacore.store.companions import Companion
 from megacore.store.folder import Folder, open_folder
@@ -220,11 +221,11 @@ def remarks(start: Start, config: Config, model: ModelConfig, mesh: MeshShape) -
     before = asdict(start.source.config)
     for name, value in asdict(model).items():
         if value != before.get(name):
-            lines.append(f"  model.{name} is {value}, and was {before.get(name)}")
+            lines.append(f"  model.{name} is {brief(value)}, and was {brief(before.get(name))}")
     if start.trainer is not None:
         was, now = _flat(start.trainer["recipe"]), _flat(_plain(recipe(config, mesh)))
         changed = [key for key in now if key in was and now[key] != was[key]]
-        lines += [f"  {key} is {now[key]}, and was {was[key]}" for key in changed if key.startswith(_TOLD)]
+        lines += [f"  {key} is {now[key]}, and was {brief(was[key])}" for key in changed if key.startswith(_TOLD)]
         if _drops(model) and any(key.startswith(_LAYOUT) for key in changed):
             lines.append("  the layout or microbatch has changed: dropout draws other masks than it would have drawn")
     return lines

@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import platform
-import sys
 import threading
 import time
 import uuid
@@ -24,6 +23,7 @@ from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
+from megacore.say import brief, err
 from megacore.store.files import open_file, open_lock
 from megacore.store.lock import NoLocks, flock, hold
 from megacore.store.strict_json import StoreError
@@ -64,7 +64,7 @@ class Holder:
         return cls(platform.node(), os.getpid(), _machine(), uuid.uuid4().hex, now)
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}, since {self.since}"
+        return f"process {brief(self.pid)} on {brief(self.host)}, since {brief(self.since)}"
 
 
 def _machine() -> str:
@@ -120,7 +120,7 @@ class RunLock:
         cls,
         out: Path,
         interval_s: float = INTERVAL_S,
-        tell: Callable[[str], object] = lambda said: print(said, file=sys.stderr, flush=True),
+        tell: Callable[[str], object] = err,
         lost: Callable[[str], object] | None = None,
     ) -> RunLock:
         """Hold a folder, which is made if it is not there.
@@ -221,5 +221,5 @@ def _is_alive(path: Path, found: Holder, seconds: float, step: float) -> bool:
 
 def _end_at_once(said: str) -> None:
     # Whatever this process writes from here on, it would write into another run's folder.
-    print(said, file=sys.stderr, flush=True)
+    err(said)
     os._exit(1)

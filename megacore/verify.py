@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megacore import pretrained
 from megacore.control import Control
 from megacore.inference.load import model_from
 from megacore.store.audit import file_of, padding
@@ -263,18 +264,8 @@ def transformers_model(pair: Pair) -> nn.Module:
     Raises:
         StoreError: transformers cannot load it.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    path, schema, dtypes = pair.folder.path, pair.folder.config.schema, pair.dtypes()
-    try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise StoreError(f"transformers cannot load {path}: {error}") from error
+    schema, dtypes = pair.folder.config.schema, pair.dtypes()
+    model: nn.Module = pretrained.model(pair.folder.path, dtype=torch.float32)
     model.eval()
     with torch.no_grad():
         for stored in pair.folder.stored():

@@ -7,7 +7,6 @@ first; --stride gives the windows of long documents context from the one before.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megacore.inference.reading import Reading, is_tokens
 from megacore.inference.texts import Texts
 from megacore.rank import Here
+from megacore.say import err, say, say_data
 from megacore.store.adapted import Whole
 from megacore.store.strict_json import StoreError
 from tools import folders, processes
@@ -88,8 +88,11 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
             raise StoreError("the data has no token to predict: no document has more than one")
     if here.rank == 0:
         data = _data(found, windows)
-        print(json.dumps(data, indent=1) if arguments.json else _text(data))
-        print(f"{found.tokens / (time.perf_counter() - started):,.0f} tokens per second", file=sys.stderr)
+        if arguments.json:
+            say_data(data, indent=1)
+        else:
+            say(_text(data))
+        err(f"{found.tokens / (time.perf_counter() - started):,.0f} tokens per second")
     return 0
 
 

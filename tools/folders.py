@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megacore import checkpoints
+from megacore.say import err, harmless, say, say_data
 from megacore.store.audit import DamageError
 from megacore.store.convert import Plan
 from megacore.store.dtypes import FLOATS
@@ -84,7 +84,7 @@ def opened(path: Path, adapters: bool = False, told: bool = True) -> Folder:
 def tell(given: Path, found: Path) -> None:
     """Which checkpoint of a run is taken, where its folder was given."""
     if found != given:
-        print(f"{given}: taking its newest checkpoint, {found}", file=sys.stderr)
+        err(f"{given}: taking its newest checkpoint, {found}")
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
@@ -128,11 +128,11 @@ def carry_out(plan: Plan, source: Path, target: Path, arguments: argparse.Namesp
     if arguments.json:
         files = [{"path": file.path, "bytes": file.size, "tensors": len(file.tensors)} for file in plan.files]
         told = {"target": str(target), "written": not arguments.dry_run, "bytes": plan.size, "files": files}
-        print(json.dumps(told, indent=2))
+        say_data(told, indent=2)
     elif arguments.dry_run:
         for file in plan.files:
-            print(f"{file.path}  {file.size:,} bytes, {len(file.tensors)} tensors")
-        print(f"{plan.size:,} bytes would be written to {target}")
+            say(f"{file.path}  {file.size:,} bytes, {len(file.tensors)} tensors")
+        say(f"{plan.size:,} bytes would be written to {target}")
 
 
 @contextmanager
@@ -143,7 +143,7 @@ def bar(size: int, name: str) -> Iterator[Callable[[int], object]]:
         return
     from tqdm import tqdm
 
-    with tqdm(total=size, unit="B", unit_scale=True, unit_divisor=1024, desc=name) as drawn:
+    with tqdm(total=size, unit="B", unit_scale=True, unit_divisor=1024, desc=harmless(name)) as drawn:
         yield drawn.update
 
 
@@ -153,7 +153,7 @@ def watched(items: Iterable[Item], name: str, unit: str) -> Iterable[Item]:
         return items
     from tqdm import tqdm
 
-    counted: Iterable[Item] = tqdm(items, desc=name, unit=unit)
+    counted: Iterable[Item] = tqdm(items, desc=harmless(name), unit=unit)
     return counted
 
 
@@ -170,19 +170,13 @@ def program(run: Callable[[argparse.Namespace], int], arguments: argparse.Namesp
     except BrokenPipeError:  # of the output: see tools.main
         raise
     except (StoreError, OSError) as error:
-        # Names come from files.
-        print(harmless(str(error)), file=sys.stderr)
+        err(error)
         if isinstance(error, DamageError):
-            print(harmless(checkpoints.instead_of(error.path)), file=sys.stderr)
+            err(checkpoints.instead_of(error.path))
         return 1
     except KeyboardInterrupt:
-        print("interrupted; nothing was left behind", file=sys.stderr)
+        err("interrupted; nothing was left behind")
         return 130
-
-
-def harmless(text: str) -> str:
-    """Without what may do something to a terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def lines(path: Path) -> list[str]:

@@ -6,7 +6,6 @@ For checking a checkpoint or a Hugging Face folder, not for serving: docs/genera
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from megacore.inference.texts import Stream, Texts
 from megacore.rank import Here
+from megacore.say import err, say_data, write_out
 from megacore.store.adapted import Whole
 from megacore.store.strict_json import StoreError
 from tools import folders, processes
@@ -78,10 +78,10 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
                 page.add(new)
     if here.rank == 0:
         for answer in page.answers if arguments.json else ():
-            print(json.dumps(answer.data(stops), ensure_ascii=False))
+            say_data(answer.data(stops))
         seconds, count = time.perf_counter() - loaded, sum(len(answer.ids) for answer in page.answers)
         speed = f"{count:,} tokens in {seconds:.1f} s, {count / seconds:,.1f} per second"
-        print(f"{speed} (loaded in {loaded - started:.1f} s)", file=sys.stderr)
+        err(f"{speed} (loaded in {loaded - started:.1f} s)")
     return 0
 
 
@@ -204,7 +204,7 @@ class Page:
 
     def _print(self, text: str) -> None:
         if self._shown:
-            print(folders.harmless(text) if sys.stdout.isatty() else text, end="", flush=True)
+            write_out(text)
 
 
 def _above_0(text: str) -> float:

@@ -4,7 +4,6 @@ what is damaged."""
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections import Counter
@@ -15,6 +14,7 @@ from typing import Any
 
 from megacore.data.corpus import Corpus
 from megacore.data.indexed import IndexedDataset
+from megacore.say import brief, say, say_data
 from megacore.store import accounting, audit, compare
 from megacore.store.audit import Damage
 from megacore.store.checkpoint import Checkpoint
@@ -73,13 +73,13 @@ def run(arguments: argparse.Namespace) -> int:
         differences = _compared(folder, other, folders.jobs(arguments))
         facts["diff"] = _differences(differences, other)
     if arguments.json:
-        print(json.dumps(facts, indent=1))
+        say_data(facts, indent=1)
     else:
-        print("\n".join(_text(facts)))
+        say("\n".join(_text(facts)))
         if damage is not None:
-            print(_check_text(damage))
+            say(_check_text(damage))
         if other is not None and differences is not None:
-            print("\n".join(_diff_text(differences, folder, other)))
+            say("\n".join(_diff_text(differences, folder, other)))
     return 1 if damage or differences else 0
 
 
@@ -104,7 +104,10 @@ def _show_tokens(prefixes: Sequence[Path], arguments: argparse.Namespace) -> int
     if arguments.tensors or arguments.diff or arguments.check:
         raise StoreError(f"{arguments.folder} has tokens: --tensors, --diff and --check are for weights")
     facts = [tokens(prefix) for prefix in prefixes]
-    print(json.dumps({"format": "tokens", "files": facts}, indent=1) if arguments.json else _tokens_text(facts))
+    if arguments.json:
+        say_data({"format": "tokens", "files": facts}, indent=1)
+    else:
+        say(_tokens_text(facts))
     return 0
 
 
@@ -335,7 +338,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if held := facts["adapters"]:
         scale = "alpha / sqrt(rank)" if held["rslora"] else "alpha / rank"
         yield "adapters", f"LoRA, rank {held['rank']}, alpha {held['alpha']:g} (scaled by {scale})"
-        yield "of", f"{held['base']} (fingerprint {held['base_fingerprint']}): {', '.join(held['targets'])}"
+        targets = ", ".join(map(brief, held["targets"]))
+        yield "of", f"{brief(held['base'])} (fingerprint {held['base_fingerprint']}): {targets}"
     if facts["frozen"]:
         yield "frozen", f"{len(facts['frozen'])} tensors, without optimizer state"
     for state, dtypes in facts["dtypes"].items():
@@ -350,10 +354,10 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "step", f"{facts['step']:,}"
     for name, value in (facts["training"] or {}).items():
         if isinstance(value, int | float | str) and name != "step":
-            yield name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value)
+            yield brief(name.replace("_", " ")), f"{value:,}" if isinstance(value, int) else brief(value)
     yield "size", f"{facts['bytes']:,} bytes in {len(facts['files'])} files"
     if facts["companions"]:
-        yield "beside", ", ".join(facts["companions"])
+        yield "beside", ", ".join(map(brief, facts["companions"]))
     if facts["ignored"]:
         yield "ignored", f"{', '.join(accounting.summary(facts['ignored']))} (no weights)"
 

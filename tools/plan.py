@@ -7,7 +7,6 @@ model and global batch, estimated fastest first.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +22,7 @@ from megacore.plan.state import Held
 from megacore.plan.step_time import Cluster, Estimate, estimate
 from megacore.plan.traffic import Traffic, traffic
 from megacore.problems import problems
+from megacore.say import err, say, say_data
 from models.config import ModelConfig, ModelConfigError
 from models.registry import configure
 from models.tuning import EVERYTHING
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(arguments)
     except (ConfigError, ModelConfigError) as error:
-        print(error, file=sys.stderr)
+        err(error)
         return 2
 
 
@@ -99,7 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
     if found:
         raise ConfigError(found)
     plan = Plan.of(setting_of(config, model, world, "cpu" if name == CPU else "cuda"), cluster)
-    print(json.dumps(as_data(plan), indent=2) if arguments.json else show(plan, name))
+    if arguments.json:
+        say_data(as_data(plan), indent=2)
+    else:
+        say(show(plan, name))
     return 0
 
 
@@ -261,20 +264,20 @@ def _gb(size: float) -> str:
 
 def _show_fit(found: Sequence[Candidate], world: int, name: str, cluster: Cluster, as_json: bool) -> None:
     if as_json:
-        print(json.dumps([_candidate(each, cluster) for each in found], indent=2))
+        say_data([_candidate(each, cluster) for each in found], indent=2)
         return
     if not found:
-        print(
+        say(
             f"Nothing fits {world} x {name}: take more nodes, set memory.loss_chunk, or choose a batch.global_size "
             "that divides over the ranks"
         )
         return
-    print(f"What fits {world} x {name} less {MARGIN:.0%} of memory, estimated fastest first")
+    say(f"What fits {world} x {name} less {MARGIN:.0%} of memory, estimated fastest first")
     rows = [
         (f"{each.time.total:,.2f}", f"{_mfu(each, cluster):.1%}", _gb(each.fullest.peak), _pasted(each))
         for each in found
     ]
-    print(table(("s", "MFU", "GB", "overrides"), rows))
+    say(table(("s", "MFU", "GB", "overrides"), rows))
 
 
 def _pasted(each: Candidate) -> str:

@@ -24,6 +24,7 @@ from megacore.data.indexed import IndexedWriter, publish
 from megacore.data.samples import Purpose, shuffled
 from megacore.data.text import Fault, InputError, Piece
 from megacore.data.tokenizer import FILES, fetch, load, train
+from megacore.say import err, say
 
 SAMPLE = 2**25  # bytes of text that a tokenizer is trained on
 
@@ -224,17 +225,17 @@ def run(args: argparse.Namespace) -> int:
     try:
         outcome = tokenize(options)
     except KeyboardInterrupt:
-        print("megacore tokenize: interrupted", file=sys.stderr)
+        err("megacore tokenize: interrupted")
         return 130
     except BrokenProcessPool:
-        print("megacore tokenize: a worker was killed, likely for memory: use fewer --workers", file=sys.stderr)
+        err("megacore tokenize: a worker was killed, likely for memory: use fewer --workers")
         return 1
     except (InputError, OSError) as error:
-        print(f"megacore tokenize: {error}", file=sys.stderr)
+        err(f"megacore tokenize: {error}")
         return 1
     finally:
         signal.signal(signal.SIGTERM, before)
-    print(summary(outcome, options.out, options.train_vocab))
+    say(summary(outcome, options.out, options.train_vocab))
     return 0
 
 

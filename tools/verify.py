@@ -7,7 +7,6 @@ if anything differs beyond the rounding of float32.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,6 +18,7 @@ import numpy as np
 from megacore.data.text import InputError
 from megacore.data.tokenizer import load
 from megacore.rank import Here, join, leave
+from megacore.say import say, say_data
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.strict_json import StoreError
@@ -62,7 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
         return 1  # every process finds the same, and one says it
     report = _verify(pair, prompts, mesh, here, folders.jobs(arguments))
     if here.rank == 0:
-        print(json.dumps(_data(pair, report), indent=1) if arguments.json else _text(pair, report))
+        if arguments.json:
+            say_data(_data(pair, report), indent=1)
+        else:
+            say(_text(pair, report))
     return 0 if report.passes else 1
 
 

@@ -30,6 +30,7 @@ from megacore.data.encode import grouped, in_order
 from megacore.data.indexed import IndexedDataset, IndexedWriter, Integers
 from megacore.data.spelling import ModelFiles, Spelling, Tokens
 from megacore.data.text import Fault, InputError, Piece, Row
+from megacore.say import harmless
 from megacore.store.files import open_lock
 from megacore.store.publish import publish, write_file
 
@@ -146,7 +147,7 @@ class Preparation:
         workers = max(1, min(os.cpu_count() or 1, len(pieces), size // WORKER))
         bar = tqdm(
             total=size,
-            desc=f"prepare {self.path.name}",
+            desc=harmless(f"prepare {self.path.name}"),
             unit="B",
             unit_scale=True,
             mininterval=0.1 if sys.stderr.isatty() else 30,

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megacore import pretrained
 from megacore.data.chat import BadExample, Message, Passage, Span, Template
 from megacore.data.text import InputError
 from megacore.store.companions import Companion, copy_companion
 from megacore.store.publish import write_file
+from megacore.store.strict_json import StoreError
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -58,11 +60,9 @@ class Spelling:
     """The tokenizer in a folder. InputError if it cannot be loaded, or does not say where its tokens are."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoTokenizer
-
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # whatever its files lead to
+            self._tokenizer: Any = pretrained.tokenizer(folder)
+        except StoreError as error:
             raise InputError(f"the model's tokenizer cannot be loaded: {error}") from error
         if not self._tokenizer.is_fast:
             raise InputError(

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, cast
 
+from megacore.say import err
 from megacore.store.files import leaves, open_file
 
 WHOLE = (".txt", ".md", ".py")
@@ -92,7 +93,7 @@ def find_files(inputs: Sequence[Path], exclude: Sequence[str] = ()) -> list[Path
         files = list(_walk(given, exclude)) if given.is_dir() else [given]
         if given.is_dir() and (left := [file for file in files if file.is_symlink() and leaves(file, given)]):
             files = [file for file in files if file not in left]
-            print(f"{given}: {len(left):,} links that lead out of it are left out, such as {left[0]}", file=sys.stderr)
+            err(f"{given}: {len(left):,} links that lead out of it are left out, such as {left[0]}")
         if not files:
             raise InputError(f"{given} has no file of a known type ({types}) that is not hidden or excluded")
         for file in files:

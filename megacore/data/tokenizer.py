@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megacore import pretrained
 from megacore.data.text import InputError
 from megacore.store.companions import companions, copy_companion
 from megacore.store.publish import write_file
@@ -95,9 +96,10 @@ def _end_token(folder: Path) -> str | None:
 
 
 def _load_slow(folder: Path) -> Tokenizer:
-    from transformers import AutoTokenizer
-
-    slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        slow = pretrained.tokenizer(folder)
+    except StoreError as error:
+        raise InputError(str(error)) from error
 
     def encode_batch(texts: list[str]) -> list[list[int]]:
         encoded: list[list[int]] = slow(
@@ -125,13 +127,9 @@ def fetch(source: str, folder: Path) -> None:
             f"there is no folder {source}: name one with a tokenizer.json, or a tokenizer by its name on the Hugging "
             "Face hub (gpt2, org/name)"
         )
-    from transformers import AutoTokenizer
-
     try:
         # Only what is no folder is a name, and asked for.
-        local = Path(source).exists()
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=False)
-        tokenizer.save_pretrained(folder)
+        pretrained.tokenizer(source, hub=not Path(source).exists()).save_pretrained(folder)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"no tokenizer in {source}: {reason}") from error

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megacore import pretrained
 from megacore.data.spelling import ModelFiles
 from megacore.data.text import InputError
 from megacore.data.tokenizer import parts_of
@@ -34,15 +35,12 @@ class Texts:
         Raises:
             StoreError: there is none, or it cannot be used.
         """
-        from transformers import AutoTokenizer
-
         try:
             with files_of(folder).folder() as files:
-                tokenizer = AutoTokenizer.from_pretrained(files, local_files_only=True, trust_remote_code=False)
-                return cls(folder, tokenizer)
+                return cls(folder, pretrained.tokenizer(files))
         except InputError as error:
             raise StoreError(f"{folder.path} has no tokenizer among its files: put those of the model there") from error
-        except Exception as error:  # whatever its files lead to
+        except StoreError as error:
             raise StoreError(f"{folder.path}: the tokenizer cannot be used: {error}") from error
 
     def encode(self, text: str) -> list[int]:

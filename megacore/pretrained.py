@@ -1,0 +1,41 @@
+"""What transformers makes of a folder: none of its code runs, and nothing is looked for anywhere else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megacore.store.strict_json import StoreError
+
+
+def tokenizer(source: str | Path, hub: bool = False) -> Any:
+    """The tokenizer of a folder, or with ``hub`` of a name on the Hugging Face hub.
+
+    Raises:
+        StoreError: whatever its files lead to.
+    """
+    from transformers import AutoTokenizer
+
+    return _load(AutoTokenizer, source, not hub)
+
+
+def model(folder: Path, **options: Any) -> Any:
+    """The model of a folder.
+
+    Raises:
+        StoreError: whatever its files lead to.
+    """
+    from transformers import AutoModelForCausalLM
+
+    return _load(AutoModelForCausalLM, folder, True, **options)
+
+
+def _load(kind: Any, source: str | Path, local: bool, **options: Any) -> Any:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()  # warnings quote the files
+    try:
+        return kind.from_pretrained(source, local_files_only=local, trust_remote_code=False, **options)
+    except Exception as error:
+        raise StoreError(f"transformers cannot load {source}: {error}") from error

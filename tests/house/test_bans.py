@@ -1,0 +1,90 @@
+"""What could follow a link, run a stranger's code or print one's text stands in one module, where it is done right.
+
+What the name of a module tells is banned by the linter (pyproject.toml); this knows methods and modes.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(
+    path for package in ("megacore", "models", "parallel", "tools") for path in (ROOT / package).rglob("*.py")
+)
+
+METHODS = {
+    "from_pretrained": "megacore.pretrained",
+    "write_text": "megacore.store.publish",
+    "write_bytes": "megacore.store.publish",
+    "touch": "megacore.store.publish",
+}
+"""{method: the module that does instead what it is for}."""
+MODES = re.compile(r"(?=.*[wa+])[rwatb+]{1,3}")
+"""Of open() and the like: all that write, but for "x", which makes a file or fails."""
+COPIES = {"copy", "copy2", "copyfile", "copytree", "move"}
+FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT"}
+
+OPENING = {"megacore/store/files.py", "megacore/store/direct.py"}
+"""The one module that opens, and a second way into a file that is open already."""
+DEVNULL = "tools/main.py"
+
+
+def bans(text: str, path: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        name, owner = _name(node)
+        if isinstance(node, ast.Call) and name in METHODS and path != f"{METHODS[name].replace('.', '/')}.py":
+            yield f"{path}:{node.lineno}: {name}: {METHODS[name]} does it"
+        elif isinstance(node, ast.Call) and name in COPIES and owner == "shutil":
+            yield f"{path}:{node.lineno}: {name} follows links: open with megacore.store.files"
+        elif isinstance(node, ast.Call) and name in ("open", "FileIO", "fdopen") and path not in OPENING:
+            given = (*node.args, *(word.value for word in node.keywords))
+            values = [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            if any(MODES.fullmatch(value) for value in values):
+                yield f"{path}:{node.lineno}: open(..., {values[-1]!r}): megacore.store.files and .publish write"
+        elif isinstance(node, ast.Attribute) and name in FLAGS and path not in {*OPENING, DEVNULL}:
+            yield f"{path}:{node.lineno}: {name}: megacore.store.files opens"
+
+
+def _name(node: ast.AST) -> tuple[str, str]:
+    """(name of what is called or looked up, what it belongs to)."""
+    found = node.func if isinstance(node, ast.Call) else node
+    if isinstance(found, ast.Attribute):
+        return found.attr, found.value.id if isinstance(found.value, ast.Name) else ""
+    return (found.id, "") if isinstance(found, ast.Name) else ("", "")
+
+
+@pytest.mark.quick
+def test_the_house_keeps_to_it() -> None:
+    found = [ban for path in FILES for ban in bans(path.read_text(), str(path.relative_to(ROOT)))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'open(path, "w")',
+        'open(path, mode="ab")',
+        'path.open("r+")',
+        'FileIO(path, "a")',
+        'path.write_text("x")',
+        "path.write_bytes(data)",
+        "path.touch()",
+        "os.open(path, os.O_RDWR)",
+        "shutil.copyfile(a, b)",
+        "Model.from_pretrained(folder, local_files_only=True)",
+    ],
+)
+def test_what_is_banned(text: str) -> None:
+    assert len(list(bans(text, "megacore/trainer.py"))) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ['open(path, "xb")', 'names["w"].open(1)', "path.open()", 'gzip.open(path, "rb")', "a.copy()"]
+)
+def test_what_is_not(text: str) -> None:
+    assert not list(bans(text, "megacore/trainer.py"))

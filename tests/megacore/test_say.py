@@ -1,0 +1,65 @@
+"""What files say can do nothing to a terminal, and never breaks the line that tells it."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+
+import pytest
+
+from megacore import say as module
+from megacore.say import brief, err, harmless, say, say_data, write_out
+
+Capture = pytest.CaptureFixture[str]
+EVIL = "a\x1b[2J\x9b1m\r\x07\x00\u202eb\ud800\u2028"
+
+
+def test_control_characters_are_spelled_out(capsys: Capture) -> None:
+    say(f"{EVIL}\nb\tc")
+    err(EVIL)
+    found = capsys.readouterr()
+    assert found.out == "a\\x1b[2J\\x9b1m\\r\\x07\\x00\\u202eb\\ud800\\u2028\nb\tc\n"
+    assert found.err == found.out.replace("\nb\tc", "")
+
+
+def test_languages_stay_as_they_are() -> None:
+    text = "déjà vu, 日本\u3000語, نمی‌خواهم, 👩‍💻, 12\u202f000\u00a0€\n"
+    assert harmless(text) == text
+
+
+def test_data_is_json_of_printable_characters(capsys: Capture) -> None:
+    value = {EVIL: [EVIL, 1, None], "é": "日\U000e0001"}
+    for indent in (None, 1):
+        say_data(value, indent)
+        shown = capsys.readouterr().out
+        assert json.loads(shown) == value and "é" in shown and "日" in shown
+        assert all(char.isprintable() or char == "\n" for char in shown)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_terminals_that_know_fewer_characters(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding))
+    say("日")
+    say_data("日")
+    assert raw.getvalue() == b'\\u65e5\n"\\u65e5"\n'
+
+
+def test_values_are_told_in_a_line() -> None:
+    assert brief("plain é") == "plain é" and brief(7) == "7" and brief(None) == "None"
+    assert brief("a\nSound: every tensor is what it was") == "'a\\nSound: every tensor is what it was'"
+    assert brief("") == "''" and brief("\x1b[2J") == "'\\x1b[2J'"
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for long in ("x" * 10**6, {"x": ["y" * 10**6] * 10**4}, 10**4000, deep):
+        assert len(brief(long)) < 1000
+
+
+def test_a_model_s_text_is_wanted_as_it_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_out("a\x1b[2J")
+    assert capsys.readouterr().out == "a\x1b[2J"
+    monkeypatch.setattr(module.sys.stdout, "isatty", lambda: True)
+    write_out("a\x1b[2J")
+    assert capsys.readouterr().out == "a\\x1b[2J"
