@@ -79,7 +79,10 @@ def configure(section: Mapping[str, Any]) -> ModelConfig:
             "model", [f"give one of family ({_list(FAMILIES)}), preset ({_list(presets())}) or config"]
         )
     kind = family(name).CONFIG
-    return kind.from_hugging_face(kind.override(base, fields))
+    try:
+        return kind.from_hugging_face(kind.override(base, fields))
+    except RecursionError as error:
+        raise ModelConfigError(kind.family, ["its values are nested too deeply"]) from error
 
 
 def build(config: ModelConfig, parameters: Parameters, chunk: int) -> Decoder:
@@ -91,7 +94,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
         content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelConfigError("model", [f"cannot read {file}: {error}"]) from error
     if not isinstance(content, dict):
         raise ModelConfigError("model", [f"{file} does not hold a JSON object"])

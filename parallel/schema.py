@@ -121,7 +121,7 @@ class Schema:
         for param in self.params:
             if names.count(param.name) > 1:
                 raise ValueError(f"{param.name} is declared twice")
-            for axis in (*param.sentence.axes, *param.named_axes):
+            for axis in (*param.sentence.axes, *param.named_axes, *NAMED.findall(param.hf)):
                 if axis not in self.sizes:
                     raise ValueError(f"{param.name}: axis {axis!r} has no size; sizes are {dict(self.sizes)}")
             _check_splits(param)

@@ -25,6 +25,7 @@ from megacore.data.samples import Purpose, shuffled
 from megacore.data.text import Fault, InputError, Piece
 from megacore.data.tokenizer import FILES, fetch, load, train
 from megacore.say import err, say
+from megacore.store.strict_json import StoreError
 
 SAMPLE = 2**25  # bytes of text that a tokenizer is trained on
 
@@ -230,7 +231,7 @@ def run(args: argparse.Namespace) -> int:
     except BrokenProcessPool:
         err("megacore tokenize: a worker was killed, likely for memory: use fewer --workers")
         return 1
-    except (InputError, OSError) as error:
+    except (InputError, StoreError, OSError) as error:
         err(f"megacore tokenize: {error}")
         return 1
     finally:

@@ -18,6 +18,7 @@ from megacore.data.packing import Packed
 from megacore.data.samples import ORDER, Source, split_documents
 from megacore.data.spelling import ModelFiles
 from megacore.data.text import InputError
+from megacore.store.strict_json import StoreError
 
 EXAMPLES = "examples"
 """The folder of a run that prepared examples are kept in."""
@@ -155,7 +156,11 @@ def vocabulary_problems(config: Config, vocab_size: int) -> Iterator[str]:
     """Corpora with token ids that the model does not have."""
     for key, corpora in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         for corpus in corpora:
-            known = facts(corpus)
+            try:
+                known = facts(corpus)
+            except StoreError as error:
+                yield f"{key}: {error}"
+                continue
             if known and known.vocabulary > vocab_size:
                 yield (
                     f"{key}: the token ids of {corpus.path} go up to {known.vocabulary - 1}, and the model's "

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megacore.store.publish import write_file
+from megacore.store.strict_json import StoreError, read_json
 
 CORPUS = "corpus.json"
 
@@ -45,10 +48,31 @@ class Corpus:
 
     @classmethod
     def read(cls, folder: Path) -> Corpus:
-        return cls(**json.loads((folder / CORPUS).read_text("utf-8")))
+        """What is known of the corpus in a folder; StoreError if that is nothing that was written here."""
+        path = folder / CORPUS
+        found = read_json(path, folder)
+        if (
+            not isinstance(found, dict)
+            or found.keys() != _KINDS.keys()
+            or not all(map(_is_known, found, found.values()))
+        ):
+            raise StoreError(f"{path} is not as `megacore tokenize` writes it: remove it, or tokenize the text again")
+        return cls(**found)
 
     @classmethod
     def beside(cls, prefix: Path) -> Corpus | None:
         """What `megacore tokenize` has written about a token file; None of those of other origin."""
         known = cls.read(prefix.parent) if (prefix.parent / CORPUS).is_file() else None
         return known if known is not None and known.name == prefix.name else None
+
+
+_TYPES = {"int": int, "float": int | float, "int | None": int | None, "str": str}
+_KINDS: Mapping[str, Any] = {field.name: _TYPES[str(field.type)] for field in fields(Corpus)}
+
+
+def _is_known(name: str, value: Any) -> bool:
+    return (
+        isinstance(value, _KINDS[name])
+        and not isinstance(value, bool)
+        and (isinstance(value, str | None) or value >= 0)
+    )

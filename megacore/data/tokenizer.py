@@ -13,7 +13,7 @@ from megacore import pretrained
 from megacore.data.text import InputError
 from megacore.store.companions import companions, copy_companion
 from megacore.store.publish import write_file
-from megacore.store.strict_json import StoreError
+from megacore.store.strict_json import StoreError, read_json, short
 
 END = "<|endoftext|>"
 LONGEST = 2**20  # characters encoded at once: an encoding takes a hundred times the memory of its text
@@ -62,7 +62,7 @@ def parts_of(text: str) -> list[str]:
 
 
 def load(folder: Path) -> Tokenizer:
-    """The tokenizer of a folder."""
+    """The tokenizer of a folder; InputError if it is none."""
     if not (folder / "tokenizer.json").is_file():
         return _load_slow(folder)
     import tokenizers
@@ -78,9 +78,11 @@ def load(folder: Path) -> Tokenizer:
     def encode_batch(texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in fast.encode_batch_fast(texts, add_special_tokens=False)]
 
-    end = _end_token(folder)
+    ids, end = fast.get_vocab(with_added_tokens=True).values(), _end_token(folder)
+    if not ids:
+        raise InputError("tokenizer.json has no tokens")
     return Tokenizer(
-        1 + max(fast.get_vocab(with_added_tokens=True).values()),
+        1 + max(ids),
         None if end is None else fast.token_to_id(end),
         encode_batch,
     )
@@ -89,9 +91,17 @@ def load(folder: Path) -> Tokenizer:
 def _end_token(folder: Path) -> str | None:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
-            token: Any = json.loads((folder / name).read_text("utf-8")).get("eos_token")
-            if token is not None:
-                return str(token["content"] if isinstance(token, dict) else token)
+            try:
+                said = read_json(folder / name)
+            except StoreError as error:
+                raise InputError(str(error)) from error
+            token: Any = said.get("eos_token") if isinstance(said, dict) else said
+            if token is None:
+                continue
+            text = token.get("content") if isinstance(token, dict) else token
+            if not isinstance(text, str) or any("\ud800" <= char <= "\udfff" for char in text):
+                raise InputError(f"{name} has eos_token={short(token)}, which is no text")
+            return text
     return None
 
 

@@ -11,7 +11,7 @@ from megacore.data.spelling import ModelFiles
 from megacore.data.text import InputError
 from megacore.data.tokenizer import parts_of
 from megacore.store.adapted import Whole
-from megacore.store.strict_json import StoreError, parse_json
+from megacore.store.strict_json import StoreError, parse_json, short
 
 GENERATION = "generation_config.json"
 
@@ -76,18 +76,21 @@ class Texts:
         """The tokens that end an answer: the generation config's, else the model config's, else the tokenizer's.
 
         Raises:
-            StoreError: they are no token ids.
+            StoreError: they are no ids of the model's tokens.
         """
         file = self.folder.companions().get(GENERATION)
         given = parse_json(file.read(), file.path) if file else {}
         raw = files_of(self.folder).config
-        key = "eos_token_id"
+        key, vocabulary = "eos_token_id", self.folder.config.vocab_size
         of_config = given.get(key) if isinstance(given, dict) else None
-        known = [ids for ids in (of_config, raw.get(key), self.tokenizer.eos_token_id) if ids is not None]
-        found = known[0] if known else []
+        said = {GENERATION: of_config, "config.json": raw.get(key), "the tokenizer": self.tokenizer.eos_token_id}
+        where, found = next(((where, ids) for where, ids in said.items() if ids is not None), ("", []))
         ids: list[Any] = found if isinstance(found, list) else [found]
-        if not all(isinstance(token, int) for token in ids):
-            raise StoreError(f"{self.folder.path}: {key} is {found!r}, and must be a token id or a list of them")
+        if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
+            raise StoreError(
+                f"{self.folder.path}: {key} of {where} is {short(found)}, and must be a token id from 0 to "
+                f"{vocabulary - 1} or a list of them"
+            )
         return frozenset(ids)
 
 

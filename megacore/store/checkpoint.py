@@ -63,8 +63,9 @@ class Checkpoint:
             raise StoreError(f"{path / TRAINER} does not hold a JSON object")
         if trainer is None and index.step is not None:
             raise StoreError(f"{path / TRAINER} is missing, and {INDEX} says that this is step {index.step} of a run")
-        if trainer is not None and index.step is not None and trainer.get("step", index.step) != index.step:
-            raise StoreError(f"{path} is damaged: {TRAINER} has step {short(trainer['step'])}, {INDEX} {index.step}")
+        step = None if trainer is None else trainer.get("step")
+        if trainer is not None and (type(step) is not int or step != index.step):
+            raise StoreError(f"{path} is damaged: {TRAINER} has step {short(step)}, {INDEX} {index.step}")
         made = cls(path, index, trainer)
         problems = [problem for state in index.states for rank in made.ranks for problem in made._problems(state, rank)]
         if problems:

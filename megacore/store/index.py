@@ -29,6 +29,8 @@ STATES = ("weights", MASTER, *MOMENTS)
 
 _LONGEST_SENTENCE, _MOST_SUMS = 200, 8
 _LONGEST_NAME, _MOST_TARGETS = 200, 1000
+# What is in braces is an axis, or a word for each piece: no attribute, index or width of Python's format strings.
+_HUGGING_FACE = re.compile(r"(?:[\w.-]|\{\w+(?:,\w+)*\})*", re.ASCII)
 
 
 def file_name(state: str, place: Place) -> str:
@@ -261,6 +263,8 @@ def _param(tree: _Tree, value: object) -> Param:
         # Fused groups multiply, and parentheses nest: a damaged sentence must not take for ever.
         if len(sentence) > _LONGEST_SENTENCE or sentence.count("+") > _MOST_SUMS:
             raise declared.error(f"has the sentence {short(sentence)}")
+    if not _HUGGING_FACE.fullmatch(declared.get("hf", str)):
+        raise declared.error(f"has hf={short(declared.tree['hf'])}, which names no tensors")
     return Param(*(declared.get(key, str) for key in ("name", "pattern", "hf", "hf_pattern", "at")))
 
 

@@ -15,6 +15,10 @@ _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
 
 
+DEEPEST = 50
+"""Levels of a JSON text; ours have a tenth of it. Whatever walks through more may end at Python's limit."""
+
+
 class StoreError(ValueError):
     """A file or folder that cannot be read or written as asked."""
 
@@ -52,13 +56,24 @@ def parse_json(data: bytes, where: object) -> Any:
         return float(text)
 
     try:
-        return json.loads(
+        found = json.loads(
             data.decode(), object_pairs_hook=unique, parse_constant=constant, parse_int=integer, parse_float=number
         )
     except StoreError:
         raise
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{where} is not JSON: {error}") from error
+    if _is_deeper(found, DEEPEST):
+        raise StoreError(f"{where} is nested more than {DEEPEST} levels deep")
+    return found
+
+
+def _is_deeper(value: object, levels: int) -> bool:
+    inner = [value] if isinstance(value, dict | list) else []
+    for _ in range(levels):
+        held = (each.values() if isinstance(each, dict) else each for each in inner)
+        inner = [each for values in held for each in values if isinstance(each, dict | list)]
+    return bool(inner)
 
 
 def read_json(path: Path, root: Path | None = None, *, limit: int = 256 << 20) -> Any:

@@ -413,6 +413,14 @@ def test_what_has_changed_is_said_in_a_line_each(recipe: str, six: Path, tmp_pat
         "  optimizer.lr is 0.5, and was 0.01",
         "  schedule.warmup_steps is 1, and was 2",
     ]
+    # What the file says of the run before is told in its line, and does nothing to a terminal.
+    evil = shutil.copytree(path_of(six, 3), tmp_path / "evil")
+    trainer = json.loads((evil / "trainer.json").read_text())
+    trainer["recipe"]["optimizer"]["lr"] = "\x1b[2J\nDone."
+    (evil / "trainer.json").write_text(json.dumps(trainer))
+    assert said(recipe, "train.steps=6", f"checkpoint.resume={evil}", f"out={tmp_path / 'run'}")[1:] == [
+        r"  optimizer.lr is 0.01, and was '\x1b[2J\nDone.'"
+    ]
     # Masks differ only where there are some.
     assert said(recipe, *same, mesh=MeshShape(dp=2)) == [resuming]
     first, dropout, masks = said(recipe, *same, "model.attention_dropout=0.1", mesh=MeshShape(dp=2))

@@ -231,8 +231,12 @@ def test_a_config_json_must_be_an_object(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelConfigError, match="does not hold a JSON object"):
         configure({"config": str(tmp_path)})
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelConfigError, match="cannot read"):
+    for text in ("{", "[" * 99_999, "\udcff"):
+        (tmp_path / "config.json").write_text(text, errors="surrogateescape")
+        with pytest.raises(ModelConfigError, match="cannot read"):
+            configure({"config": str(tmp_path)})
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "rope_scaling": ' + "[" * 950 + "]" * 950 + "}")
+    with pytest.raises(ModelConfigError):
         configure({"config": str(tmp_path)})
 
 

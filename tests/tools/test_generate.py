@@ -24,6 +24,7 @@ from megacore.inference.load import model_from
 from megacore.inference.sampling import Choice, Greedy, Sampling
 from megacore.inference.texts import Stream, Texts
 from megacore.store.folder import open_folder
+from megacore.store.strict_json import StoreError
 from models.registry import FAMILIES
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
@@ -334,3 +335,8 @@ def test_stops_are_the_generation_configs_then_the_models_then_the_tokenizers(ll
     assert stops() == {4, 5}
     (llama / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
     assert stops() == {0}
+    (llama / "config.json").write_text(json.dumps(config))
+    for wrong in (-1, 2**62, config["vocab_size"], True, "7", [7, [8]], {"7": 7}, 7.0):
+        (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": wrong}))
+        with pytest.raises(StoreError, match=r"eos_token_id of generation_config\.json is .*, and must be a token id"):
+            stops()

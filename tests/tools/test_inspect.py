@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,19 @@ def test_the_facts_of_a_run(tmp_path: Path, capsys: Capture) -> None:
     _, shown = text(capsys, path)
     for word in ("pp=3 x ep=1 x tp=2", "consumed samples", "0.125", "exp_avg", "float32", *on_disk):
         assert word in shown
+
+
+def test_what_a_folder_says_does_nothing_to_a_terminal(tmp_path: Path, capsys: Capture) -> None:
+    path = of_a_run({"weights": save("llama", tmp_path / "a")}, tmp_path / "run", tp=1, pp=1)
+    evil = "\x1b[2J\nSound: every tensor is what it was\x9b"
+    trainer = json.loads((path / "trainer.json").read_text())
+    (path / "trainer.json").write_text(json.dumps({**trainer, evil: 1, "note": evil}))
+    (path / "tokenizer").mkdir(exist_ok=True)
+    (path / f"tokenizer/LICENSE{evil}").touch()
+    status, shown = text(capsys, path)
+    assert status == 0 and all(char.isprintable() or char == "\n" for char in shown)
+    assert shown.count(r"\nSound: every tensor") == 3 and "\nSound" not in shown
+    assert data(capsys, path)[1]["training"]["note"] == evil
 
 
 def test_the_facts_of_a_hugging_face_folder(tmp_path: Path, capsys: Capture) -> None:
@@ -287,6 +301,18 @@ def test_token_files_are_shown(tmp_path: Path, capsys: Capture) -> None:
     assert convert.main([str(tmp_path), str(tmp_path / "out")]) == 1
     shown = capsys.readouterr().err
     assert "a token file has tokens to train on" in shown and "pickle" not in shown
+
+
+@pytest.mark.parametrize(
+    "said", ["[]", "{}", "null", "{", "[" * 9999, {"tokens": "x"}, {"vocabulary": -1}, {"name": 1}]
+)
+def test_a_corpus_json_that_is_none(said: str | dict[str, object], tmp_path: Path, capsys: Capture) -> None:
+    corpus = Corpus("a", 1, 2, 3, 1.5, 10, None, 0.5, 0, 0)
+    with IndexedWriter(tmp_path / "a", 10) as writer:
+        writer.write(np.array([1, 2]))
+    (tmp_path / "corpus.json").write_text(said if isinstance(said, str) else json.dumps({**asdict(corpus), **said}))
+    assert inspect.main([str(tmp_path / "a")]) == 1
+    assert "corpus.json" in capsys.readouterr().err
 
 
 def test_a_runs_folder_stands_for_its_newest_checkpoint(tmp_path: Path, capsys: Capture) -> None:

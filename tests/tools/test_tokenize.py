@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,6 +101,36 @@ def test_a_tokenizer_that_leads_out_of_its_folder_is_refused(trained, tmp_path, 
     (stranger / "tokenizer.json").symlink_to(trained / "tokenizer.json")
     status, out = tokenize(tmp_path / "a.txt", stranger)
     assert status == 1 and "tokenizer.json: leads to" in capsys.readouterr().err and not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", "[" * 99_999),
+        ("tokenizer_config.json", '{"eos_token": {}}'),
+        ("tokenizer_config.json", '{"eos_token": "\\ud800"}'),
+        ("special_tokens_map.json", '{"eos_token": ["\\u001b[2J"]}'),
+        ("tokenizer.json", "\x1b[2J"),
+    ],
+)
+def test_a_tokenizer_that_is_none_is_refused_in_words(trained, tmp_path, capsys, name, content):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "stranger").mkdir()
+    shutil.copy(trained / "tokenizer.json", tmp_path / "stranger")
+    (tmp_path / "stranger" / name).write_text(content)
+    status, out = tokenize(tmp_path / "a.txt", tmp_path / "stranger")
+    said = capsys.readouterr().err
+    assert status == 1 and name in said and "\x1b" not in said and not out.exists()
+
+
+def test_names_that_are_no_text_are_told(trained, tmp_path, capsys):
+    source = tmp_path / "in"
+    source.mkdir()
+    with open(os.fsencode(source) + b"/\xff\x1b[2J\n.txt", "wb") as file:
+        file.write(b"\xff")
+    assert tokenize(source, trained)[0] == 1
+    assert r"\udcff\x1b[2J" in capsys.readouterr().err
 
 
 def test_every_kind_of_file_in_sorted_order_without_hidden_and_excluded(trained, tmp_path):
