@@ -13,7 +13,7 @@ from megacore.store import audit
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.hugging_face import CONFIG
 from megacore.store.index import INDEX
-from megacore.store.publish import remove_leftovers
+from megacore.store.publish import PARTIAL, remove_leftovers
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import os_errors
 
@@ -92,8 +92,20 @@ def prune(folder: Path, newest: int | None, every: int) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove what a killed run has left behind half written or half removed."""
-    if folder.is_dir():
-        remove_leftovers(folder)
-        for doomed in folder.glob(_DOOMED.format("step-*")):
+    """Remove what a killed run has left behind half written or half removed.
+
+    Raises:
+        StoreError: something that is no run's lies where checkpoints will be written.
+    """
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():
+        raise StoreError(f"{folder} is no folder, and checkpoints are to lie in it: move it away")
+    remove_leftovers(folder)
+    for doomed in folder.glob(_DOOMED.format("step-*")):
+        if doomed.is_dir() and not doomed.is_symlink():
             shutil.rmtree(doomed)
+        else:
+            doomed.unlink()
+    for strange in folder.glob(PARTIAL.format("step-*")):
+        raise StoreError(f"{strange} was not made by this user, or is still being written: remove it")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import threading
 import time
 from dataclasses import asdict, replace
@@ -112,6 +113,20 @@ def test_without_locks_the_heartbeat_alone_tells(tmp_path: Path, monkeypatch: py
     assert not (tmp_path / LOCK).exists()
     with RunLock.take(tmp_path, QUICK, silent):
         pass
+
+
+def test_a_lock_that_is_none_is_refused_and_what_it_says_told_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / LOCK
+    os.mkfifo(path)
+    assert holder(tmp_path) is None  # and nobody waits for one that writes into the pipe
+    with pytest.raises(StoreError, match=r"run\.lock|is a pipe"):
+        RunLock.take(tmp_path)
+    path.unlink()
+    evil: dict[str, Any] = {"host": "\x1b[2J\nx", "pid": [[]], "machine": "m", "token": "t", "since": None, "beat": 1}
+    path.write_text(json.dumps(evil))
+    assert str(read(path)) == r"process [[]] on '\x1b[2J\nx', since None"
+    path.write_text("[" * 1024)
+    assert read(path) is None
 
 
 def test_who_has_lost_the_folder_ends(tmp_path: Path) -> None:

@@ -419,6 +419,41 @@ def test_the_rest_of_a_checkpoint_is_in_nobody_s_way(recipe: str, tmp_path: Path
     assert (rest.parent / "step-00000005.damaged" / "weights").is_dir() and opened(tmp_path, 5).index.step == 5
 
 
+@pytest.mark.parametrize("target", ["elsewhere", "nowhere"])
+def test_a_link_of_a_checkpoint_s_name_is_set_aside(recipe: str, tmp_path: Path, target: str) -> None:
+    """Neither is what it leads to taken for a checkpoint of the run, nor is anything written there, or removed."""
+    folder = checkpoints.folder_of(tmp_path / "run")
+    folder.mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "index.json").write_text("precious")
+    for step in (4, 5):
+        checkpoints.path_of(folder, step).symlink_to(tmp_path / target)
+    assert checkpoints.named(folder) == {}
+    train(recipe, [f"out={tmp_path / 'run'}", "checkpoint.at_end=true", "checkpoint.resume=auto", *QUIET])
+    assert saved_names(folder) == ["step-00000004", "step-00000005", "step-00000005.damaged"]
+    assert (folder / "step-00000005.damaged").is_symlink() and opened(tmp_path / "run", 5).index.step == 5
+    assert saved_names(tmp_path) == ["elsewhere", "run"] and saved_names(tmp_path / "elsewhere") == ["index.json"]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("..")], ids=["pipe", "link"])
+def test_what_lies_where_checkpoints_will_is_said_when_the_run_starts(
+    tmp_path: Path, make: Callable[[Path], object]
+) -> None:
+    """Not at its end, when it would wait for room; nor does anything of it hold the start up."""
+    make(tmp_path / ".step-00000001.doomed")
+    checkpoints.clean(tmp_path)
+    assert saved_names(tmp_path) == []
+    make(tmp_path / ".step-00000001.partial")
+    with pytest.raises(
+        StoreError, match=r"\.step-00000001\.partial was not made by this user, or is still being written"
+    ):
+        checkpoints.clean(tmp_path)
+    make(tmp_path / "checkpoints")
+    if not (tmp_path / "checkpoints").is_dir():
+        with pytest.raises(StoreError, match="checkpoints is no folder"):
+            checkpoints.clean(tmp_path / "checkpoints")
+
+
 def test_a_run_that_is_not_finite_any_more_is_not_saved_and_what_was_is(
     recipe: str, tmp_path: Path, slow: Slow
 ) -> None:
