@@ -111,13 +111,23 @@ def causal_attention_backward(
         dv[:, :stop] += torch.bmm(p.mT, dys[:, own, :head])
         dk[:, :stop] += torch.bmm(ds.mT, queries[:, own, :head])
         dq[:, own] = torch.bmm(ds, keys[:, :stop, :head])
-    dq = dq.mul_(scale).unflatten(1, (length, share)).transpose(1, 2).reshape(q.shape)
-    return dq, dk.mul_(scale).to(k.dtype, copy=True).view(k.shape), dv.to(v.dtype, copy=True).view(v.shape)
+    return (
+        _apart(dq.mul_(scale), q, share),
+        dk.mul_(scale).to(k.dtype, copy=True).view(k.shape),
+        dv.to(v.dtype, copy=True).view(v.shape),
+    )
 
 
 @causal_attention_backward.register_fake
 def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    (batch, heads, length, head), kv = q.shape, k.shape[1]
+    dq = q.new_empty(batch * kv, length * heads // kv, head)
+    return _apart(dq, q, heads // kv), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _apart(rows: Tensor, q: Tensor, share: int) -> Tensor:
+    """[batch * kv, length * share, head] -> [batch, heads, length, head]; with one kv head it is a view."""
+    return rows.unflatten(1, (-1, share)).transpose(1, 2).reshape(q.shape)
 
 
 def _less(x: Tensor, y: Tensor | None = None) -> Tensor:

@@ -105,3 +105,11 @@ def test_rms_norm_leaves_its_inputs_alone() -> None:
     kept = dy.clone()
     y.backward(dy)
     assert torch.equal(x, before[0]) and torch.equal(weight, before[1]) and torch.equal(dy, kept)
+
+
+@pytest.mark.parametrize("kv", [1, 2])
+def test_the_backward_gives_what_the_compiler_is_told(kv: int) -> None:
+    """Strides too: a compiled block is made for those."""
+    q, k, v = (x.bfloat16().contiguous() for x in attention_inputs(4, kv, 32, 16))
+    inputs = q, q, k, v, q, torch.zeros(q.shape[:3])
+    torch.library.opcheck(cpu.causal_attention_backward, inputs, test_utils="test_faketensor")
