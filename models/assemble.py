@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,7 +96,15 @@ class Model:
         for chunk in self.chunks:
             for block in chunk.layers.values():
                 # Not the call: hooks that gather its parameters run outside of it.
-                block.forward = torch.compile(block.forward)
+                block.forward = torch.compile(block.forward, options=_OVERLAP)
+
+
+# Collectives start as early and are waited for as late as the graph allows. The compiler's own order goes by memory and
+# by what it has fused: it waits for some of them where they start.
+_OVERLAP: dict[str, Any] = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
+}
 
 
 def _check_used(family: str, parameters: Parameters, chunks: Iterable[nn.Module]) -> None:

@@ -13,6 +13,9 @@ that is replicated counts once.
 
 The first two are what sequence parallelism is made of; the others serve layers whose surroundings are replicated.
 ``start_*`` are asynchronous and return a :class:`Pending`. Over a group of one everything is the identity.
+
+Under torch.compile they are torch's functional collectives, which are nodes of the graph: started where they stand, and
+waited for where their result is used.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from parallel.mesh import Group
 # torch 2.13 renamed these two.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_functional = torch.ops._c10d_functional
 
 
 @dataclass
@@ -46,11 +50,22 @@ class Pending:
         return self.finish()
 
 
-def start_all_gather(x: Tensor, group: Group) -> Pending:
-    """x: [t/n, ...] of each rank -> [t, ...], concatenated in the order of ranks."""
+def start_all_gather(x: Tensor, group: Group, after: Tensor | None = None) -> Pending:
+    """x: [t/n, ...] of each rank -> [t, ...], concatenated in the order of ranks.
+
+    Args:
+        x: This rank's.
+        group: Of the ranks.
+        after: What must be there before the compiler gathers. It takes a gather in a backward that needs nothing of the
+            backward for the forward's, and keeps what that has given.
+    """
     if group.size == 1:
         return Pending([], lambda: x)
     x = x.contiguous()
+    if torch.compiler.is_compiling():
+        if after is None:
+            return _node(_functional.all_gather_into_tensor(x, group.size, group.name))
+        return _node(_gather_after(x, group.size, group.name, after))
     out = x.new_empty(group.size * x.shape[0], *x.shape[1:])
     if not group.pairwise:
         return Pending(_works(_all_gather_single(out, x, group=group.process_group, async_op=True)), lambda: out)
@@ -84,6 +99,8 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
             f"cannot scatter {x.shape[0]} tokens over {group.size} ranks: choose a multiple of {group.size}"
         )
     x = x.contiguous()
+    if torch.compiler.is_compiling():
+        return _node(_functional.reduce_scatter_tensor(x, "sum", group.size, group.name))
     shape = (x.shape[0] // group.size, *x.shape[1:])
     if not group.pairwise:
         out = x.new_empty(shape)
@@ -110,6 +127,9 @@ def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist
     """x: [...] partial -> [...], the sum (or ``op``) over the group, in place."""
     if group.size == 1:
         return Pending([], lambda: x)
+    if torch.compiler.is_compiling():
+        there = _node(_functional.all_reduce(x, _OPERATIONS[op], group.name))
+        return Pending([], lambda: x.copy_(there.wait()))
     return Pending(_works(dist.all_reduce(x, op, group=group.process_group, async_op=True)), lambda: x)
 
 
@@ -123,6 +143,24 @@ def broadcast_(x: Tensor, group: Group, source: int) -> Tensor:
     if group.size > 1:
         dist.broadcast(x, group.ranks[source], group=group.process_group)
     return x
+
+
+_OPERATIONS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max"}
+
+
+def _node(started: Tensor) -> Pending:
+    return Pending([], lambda: _functional.wait_tensor(started))
+
+
+@torch.library.custom_op("megacore::all_gather_after", mutates_args=())
+def _gather_after(x: Tensor, size: int, name: str, after: Tensor) -> Tensor:
+    gathered: Tensor = _functional.all_gather_into_tensor(x, size, name)
+    return gathered
+
+
+@_gather_after.register_fake
+def _(x: Tensor, size: int, name: str, after: Tensor) -> Tensor:
+    return x.new_empty(size * x.shape[0], *x.shape[1:])
 
 
 def _works(work: dist.Work | None) -> list[dist.Work]:

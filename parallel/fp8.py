@@ -95,9 +95,9 @@ def _largest(group: Group, *tensors: Tensor) -> Tensor:
     return all_reduce_(torch.stack(here), group, dist.ReduceOp.MAX)
 
 
-def _start_gather(x: Quantised, group: Group) -> Pending:
+def _start_gather(x: Quantised, group: Group, after: Tensor | None = None) -> Pending:
     """The values of all ranks' tokens; they travel as bytes."""
-    pending = start_all_gather(x.values.view(torch.uint8), group)
+    pending = start_all_gather(x.values.view(torch.uint8), group, after)
     return Pending(pending.works, lambda: pending.finish().view(x.values.dtype))
 
 
@@ -122,7 +122,7 @@ class _Column(torch.autograd.Function):
         values, weight, both = ctx.saved_tensors
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
         x, group = Quantised(values, both[0]), ctx.group
-        again = _start_gather(x, group) if ctx.sequence and need_dw else None
+        again = _start_gather(x, group, after=dy) if ctx.sequence and need_dw else None
         narrow = quantise(dy, units(_largest(group, dy), E5M2)[0], E5M2)
         dx = None
         if need_dx:

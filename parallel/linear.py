@@ -53,7 +53,7 @@ class _Column(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        again = start_all_gather(x, ctx.group) if ctx.sequence and need_dw else None
+        again = start_all_gather(x, ctx.group, after=dy) if ctx.sequence and need_dw else None
         dx = None
         if need_dx:
             partial = dy @ weight

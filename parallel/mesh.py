@@ -43,6 +43,12 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def name(self) -> str:
+        """By which torch's functional collectives find the process group."""
+        assert self.process_group is not None  # what is the identity needs none
+        return self.process_group.group_name
+
 
 ALONE = Group((0,), 0, None)
 

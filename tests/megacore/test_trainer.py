@@ -487,7 +487,7 @@ def test_compile_reaches_every_block(recipe: str, monkeypatch: pytest.MonkeyPatc
     """The quick look; the numbers are the slow one's."""
     compiled: list[torch.nn.Module] = []
 
-    def note(forward: MethodType) -> MethodType:
+    def note(forward: MethodType, options: object) -> MethodType:
         assert isinstance(forward.__self__, torch.nn.Module)
         compiled.append(forward.__self__)
         return forward

@@ -108,7 +108,7 @@ def test_training_mode_is_that_of_every_chunk() -> None:
 def test_compile_is_for_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[nn.Module] = []
 
-    def note(forward: MethodType) -> MethodType:
+    def note(forward: MethodType, options: object) -> MethodType:
         assert isinstance(forward.__self__, nn.Module)
         compiled.append(forward.__self__)
         return forward

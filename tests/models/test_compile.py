@@ -1,0 +1,163 @@
+"""Blocks of tensor parallel ranks under torch.compile: one graph, in which communication still runs beside products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from models.assemble import Model
+from models.decoder import Microbatch
+from models.lora import Lora
+from models.registry import configure
+from models.stages import layout_of
+from models.tuning import Tuning
+from parallel import fp8
+from parallel.layout import MeshShape
+from parallel.mesh import Mesh
+from parallel.recompute import Activations, Recompute
+
+TOKENS, EMBED = 64, 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """What blocks are made of, and how far numbers may be from those that are not compiled."""
+
+    name: str
+    tuning: Tuning = field(default_factory=Tuning)
+    fp8: bool = False
+    documents: tuple[int, ...] | None = None
+    recompute: Recompute = "none"
+    tolerance: float = 1e-12
+
+
+CASES = [
+    Case("plain"),
+    Case("selective", documents=(20, 12, 32), recompute="selective"),
+    # Where sums are rounded otherwise, so are some of the numbers in fp8.
+    Case("lora-fp8", Tuning(lora=Lora(4, 8.0, ("*",))), True, (5, 27, 32), "full", tolerance=1e-2),
+]
+
+
+@dataclass
+class Graphs:
+    """What the compiler is given, run as it is."""
+
+    forward: list[fx.Graph] = field(default_factory=list)
+    backward: list[fx.Graph] = field(default_factory=list)
+
+    @property
+    def backend(self) -> Callable[..., Any]:
+        def taken(graphs: list[fx.Graph]) -> Callable[..., Any]:
+            def compiler(module: fx.GraphModule, inputs: Any) -> Any:
+                graphs.append(module.graph)
+                return make_boxed_func(module.forward)
+
+            return compiler
+
+        backend: Callable[..., Any] = aot_autograd(
+            fw_compiler=taken(self.forward),
+            bw_compiler=taken(self.backward),
+            partition_fn=min_cut_rematerialization_partition,  # the real compiler's
+        )
+        return backend
+
+
+@contextmanager
+def compiling_with(backend: Callable[..., Any]) -> Iterator[None]:
+    real = torch.compile
+    torch.compiler.reset()
+    counters.clear()
+    with patch.object(torch, "compile", lambda forward, options: real(forward, backend=backend)):
+        yield
+    torch.compiler.reset()
+
+
+def gradients(case: Case, mesh: Mesh, dtype: torch.dtype, compiled: bool) -> list[Tensor]:
+    """Of the input of two blocks, and of what is trained."""
+    config = configure({"preset": "llama-tiny", "num_hidden_layers": 2})
+    layout, activations = layout_of(config, mesh.shape, tuning=case.tuning), Activations(case.recompute)
+    model = Model.create(config, layout, mesh, dtype, activations=activations, tuning=case.tuning)
+    model.parameters.initialise(0)
+    for name, parameter in model.parameters.items():
+        if name.endswith("lora_b"):  # they start as zeros, and no gradient would reach their As
+            nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(1))
+    (chunk,) = model.chunks
+    if case.fp8:
+        fp8.use(chunk.layers.modules(), mesh.device)
+    if compiled:
+        model.compile()
+    tokens, positions = torch.zeros(TOKENS, dtype=torch.int64), torch.arange(TOKENS // 2).repeat(2)
+    x = torch.randn(TOKENS // 2, EMBED, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+    microbatch = Microbatch(tokens, tokens, positions, 2, tuple(x.shape), documents=case.documents)
+    chunk.run(chunk.layers.values(), x, chunk.context(microbatch)).square().sum().backward()
+    return [leaf.grad for leaf in (x, *chunk.parameters()) if leaf.grad is not None]
+
+
+@pytest.fixture
+def fake_mesh() -> Iterator[Mesh]:
+    """Of rank 0 of two that tensors are split over; the other one answers nothing."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield Mesh.create(MeshShape(tp=2))
+    dist.destroy_process_group()
+
+
+def calls(graph: fx.Graph) -> list[str]:
+    return [node.target.__name__.partition(".")[0] for node in graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_blocks_are_one_graph(fake_mesh: Mesh, case: Case) -> None:
+    graphs = Graphs()
+    with compiling_with(graphs.backend):
+        gradients(case, fake_mesh, torch.bfloat16, compiled=True)
+        assert not counters["graph_break"], dict(counters["graph_break"])
+    (there,), (back,) = graphs.forward, graphs.backward
+    # What column-parallel products have gathered is not kept: for the gradients of two weights it is gathered again.
+    assert calls(back).count("all_gather_after") == 2
+    assert calls(there).count("all_gather_into_tensor") == (4 if case.tuning.lora else 2)
+
+
+def test_collectives_of_the_backward_run_beside_products(fake_mesh: Mesh) -> None:
+    """As they are written: each gather of an input, and each scatter of its gradient, has a product to hide behind."""
+    graphs = Graphs()
+    with compiling_with(graphs.backend):
+        gradients(CASES[0], fake_mesh, torch.bfloat16, compiled=True)
+    (graph,) = graphs.backward
+    names, nodes = calls(graph), [node for node in graph.nodes if node.op == "call_function"]
+    beside = []
+    for start, (name, node) in enumerate(zip(names, nodes, strict=True)):
+        if name in ("all_gather_after", "reduce_scatter_tensor"):
+            (wait,) = node.users
+            beside.append(names[start : nodes.index(wait)].count("mm"))
+    assert beside == [1, 1] * 2
+
+
+def compared(cases: list[Case]) -> list[float]:
+    """The largest distance between gradients with the compiler and without, relative to their sizes."""
+    mesh, found = Mesh.create(MeshShape(tp=2)), []
+    for case in cases:
+        dtype = torch.float32 if case.fp8 else torch.float64
+        with compiling_with(Graphs().backend):
+            pairs = zip(*(gradients(case, mesh, dtype, compiled) for compiled in (True, False)), strict=True)
+            found.append(max(float((mine - want).norm() / want.norm()) for mine, want in pairs))
+    return found
+
+
+def test_compiled_ranks_compute_the_same(pool: Pool) -> None:
+    for found in pool.run(2, compared, CASES):
+        assert all(distance < case.tolerance for case, distance in zip(CASES, found, strict=True)), found
