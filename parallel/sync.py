@@ -173,11 +173,16 @@ class Span:
 
 @dataclass(eq=False)
 class Bucket:
-    """A flat buffer of gradients that are summed over the same group in one message."""
+    """A flat buffer of gradients that are summed over the same group in one message.
+
+    ``late`` ones wait for the end of the step: the other end of the pipeline has its gradients when what this one sends
+    last has gone all the way. A sum that waited for it meanwhile would hold the device, which the host may wait for.
+    """
 
     group: Group
     flat: Tensor
     spans: list[Span]
+    late: bool = False
     waiting: int = 0
     pending: Pending | None = None
 
@@ -234,7 +239,7 @@ class Gradients:
         for arrivals in self._arrivals.values():
             arrivals.seen, arrivals.expected = 0, arrivals.uses * microbatches
         for bucket in self.buckets:
-            bucket.waiting, bucket.pending = len(bucket.spans), None
+            bucket.waiting, bucket.pending = len(bucket.spans) + bucket.late, None
         self._launched = 0
 
     def finish(self) -> None:
@@ -299,7 +304,7 @@ class Gradients:
         self.parameters[name].detach().copy_(host)
 
     def _make_buckets(self) -> list[Bucket]:
-        """Buckets in the order in which the backward completes them; one of ends of the pipeline comes last."""
+        """Buckets in the order in which the backward completes them; those of ends of the pipeline come last."""
         # A parameter whose spans differ goes into buckets as a whole: its gradient leaves autograd's hands at once.
         taken = {s.name for s in self.spans if len(s.replicas) > 1 or s.parameter.dtype != self.dtype}
         order = deepest_first(self.parameters, (s for s in self.spans if s.name in taken))
@@ -320,7 +325,7 @@ class Gradients:
 
     def _make_bucket(self, spans: list[Span]) -> Bucket:
         flat = torch.zeros(sum(s.numel for s in spans), dtype=self.dtype, device=self._mesh.device)
-        bucket = Bucket(self._mesh.group(spans[0].replicas), flat, spans)
+        bucket = Bucket(self._mesh.group(spans[0].replicas), flat, spans, self._crosses_stages(spans[0]))
         offset = 0
         for span in spans:
             span.bucket, span.offset = bucket, offset

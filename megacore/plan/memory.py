@@ -23,7 +23,7 @@ TERMS = (
 )
 """What the peak is the sum of."""
 _MESSAGES = 3
-"""Activations that a stage of a pipeline holds for each neighbour: two receives posted, one on its way out."""
+"""Activations that a stage of a pipeline holds for each neighbour: up to two asked for, one on its way out."""
 
 
 _UNDER_WAY = 2

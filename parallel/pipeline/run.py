@@ -6,7 +6,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from functools import lru_cache
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel.choices import check_choice
 from parallel.mesh import BACKWARD, FORWARD, Group, Mesh
-from parallel.pipeline.schedules import SCHEDULES, Action, Direction, Kind, Message, arrivals, forward_only
+from parallel.pipeline.schedules import (
+    SCHEDULES,
+    Action,
+    Direction,
+    Kind,
+    Message,
+    Request,
+    Schedule,
+    arrivals,
+    forward_only,
+    requests,
+)
 
 STEP: Mapping[Direction, int] = {FORWARD: 1, BACKWARD: -1}
 """Where each channel leads, in stages."""
@@ -37,43 +49,40 @@ M = TypeVar("M", bound=Microbatch)
 
 @dataclass
 class Inbox:
-    """Receives the messages of one channel in the order in which they are sent, some ahead of their use.
+    """Receives the messages of one channel in the order in which they are sent.
 
     Args:
         channel: Where they come from.
         source: Global rank of the sender.
         sent_at: After which of its actions the sender sends each message, in the order of sending.
         allocate: Makes the buffer of a message.
-        ahead: How many receives are posted.
     """
 
     channel: Group
     source: int
     sent_at: Mapping[Message, int]
     allocate: Callable[[Message], Tensor]
-    ahead: int = 2
-    expected: deque[Message] = field(init=False)
+    room: deque[tuple[Message, Tensor]] = field(default_factory=deque)
     posted: deque[tuple[Message, dist.Work | None, Tensor]] = field(default_factory=deque)
     arrived: dict[Message, Tensor] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.expected = deque(self.sent_at)
+    def make_room(self, message: Message) -> None:
+        """Allocate what will hold the next message."""
+        self.room.append((message, self.allocate(message)))
 
     def post(self) -> None:
-        while self.expected and len(self.posted) < self.ahead:
-            message = self.expected.popleft()
-            buffer = self.allocate(message)
-            work = dist.irecv(buffer, self.source, group=self.channel.process_group)
-            self.posted.append((message, work, buffer))
+        """Ask for the messages that there is room for."""
+        while self.room:
+            message, buffer = self.room.popleft()
+            self.posted.append((message, dist.irecv(buffer, self.source, group=self.channel.process_group), buffer))
 
     def take(self, message: Message) -> Tensor:
-        """Wait for a message."""
+        """Wait for a message that has been asked for."""
         while message not in self.arrived:
             first, work, buffer = self.posted.popleft()
             if work:
                 work.wait()
             self.arrived[first] = buffer
-            self.post()
         return self.arrived.pop(message)
 
 
@@ -84,12 +93,12 @@ class Outbox:
     Args:
         channel: Where the messages go.
         target: Global rank of the receiver.
-        taken_at: At which of its actions the receiver takes each message.
+        asked_at: After how many of its actions the receiver asks for each message.
     """
 
     channel: Group
     target: int
-    taken_at: Mapping[Message, int]
+    asked_at: Mapping[Message, int]
     leaving: dict[Message, tuple[dist.Work | None, Tensor]] = field(default_factory=dict)
 
     def send(self, message: Message, tensor: Tensor) -> None:
@@ -97,11 +106,11 @@ class Outbox:
         self.leaving[message] = dist.isend(tensor, self.target, group=self.channel.process_group), tensor
 
     def reached(self, position: float) -> None:
-        """The receiver is known to have done its actions up to this one, so what they take has arrived.
+        """The receiver is known to have done its actions up to this one, so what it asked for before them arrives.
 
         A gloo send would not tell, and waiting for one that has arrived costs nothing.
         """
-        for message in [message for message in self.leaving if self.taken_at[message] <= position]:
+        for message in [message for message in self.leaving if self.asked_at[message] <= position]:
             work, _ = self.leaving.pop(message)
             if work:
                 work.wait()
@@ -141,14 +150,12 @@ class Pipeline:
         Returns:
             This rank's part of the step's loss, a scalar; the loss is the sum over all ranks.
         """
-        schedule = SCHEDULES[self.schedule](self.mesh.shape.pp, len(self.chunks), len(microbatches))
-        return _Run(self, schedule, microbatches, scale).run()
+        return _Run(self, SCHEDULES[self.schedule], microbatches, scale).run()
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[Microbatch], scale: Tensor) -> Tensor:
         """Forward only; arguments and result as :meth:`train`'s."""
-        schedule = forward_only(self.mesh.shape.pp, len(self.chunks), len(microbatches))
-        return _Run(self, schedule, microbatches, scale).run()
+        return _Run(self, forward_only, microbatches, scale).run()
 
 
 def forward(
@@ -177,26 +184,38 @@ def forward(
     return y if stage == stages - 1 else None
 
 
+@lru_cache(maxsize=16)
+def _planned(
+    build: Callable[[int, int, int], Schedule], stages: int, chunks: int, microbatches: int
+) -> tuple[Schedule, tuple[tuple[tuple[Request, ...], ...], ...]]:
+    """A schedule, and when its stages ask for messages: the same in every step."""
+    schedule = build(stages, chunks, microbatches)
+    return schedule, requests(schedule)
+
+
 class _Run:
     """One step: what is in flight, and nothing that outlives it."""
 
     def __init__(
         self,
         pipeline: Pipeline,
-        schedule: tuple[tuple[Action, ...], ...],
+        build: Callable[[int, int, int], Schedule],
         microbatches: Sequence[Microbatch],
         scale: Tensor,
     ) -> None:
         self.pipeline, self.microbatches = pipeline, microbatches
         mesh = pipeline.mesh
         self.stages, self.stage = mesh.shape.pp, mesh.place.pp
-        self.actions = schedule[self.stage]
+        schedule, asked = _planned(build, self.stages, len(pipeline.chunks), len(microbatches))
+        self.actions, self.requests = schedule[self.stage], asked[self.stage]
         self.loss = torch.zeros((), dtype=torch.promote_types(pipeline.dtype, torch.float32), device=mesh.device)
         self.scale = scale.to(self.loss.dtype)
         # (input, edge of the output) of each forward whose backward is still to come; the output itself is let go. It
         # has no edge where the first chunk trains nothing.
         self.alive: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
         self.local: dict[tuple[Direction, Message], Tensor] = {}
+        self.on: Any = torch.get_device_module(mesh.device)
+        self.receiving = self.on.Stream()
         self.inboxes: dict[Direction, Inbox] = {}
         self.outboxes: dict[Direction, Outbox] = {}
         if self.stages > 1:
@@ -209,25 +228,40 @@ class _Run:
                     message: at[Action(kind, self._neighbour(message.chunk, -step), message.microbatch)]
                     for message in expected[direction]
                 }
-                taken_at = {
-                    Message(action.chunk, action.microbatch): position
-                    for position, action in enumerate(schedule[target])
-                    if action.kind == kind
+                asked_at = {
+                    request.message: position
+                    for position, found in enumerate(asked[target])
+                    for request in found
+                    if request.direction == direction
                 }
                 self.inboxes[direction] = Inbox(
                     mesh.channel(direction, source), mesh.peer(source), sent_at, self._buffer
                 )
-                self.outboxes[direction] = Outbox(mesh.channel(direction, self.stage), mesh.peer(target), taken_at)
+                self.outboxes[direction] = Outbox(mesh.channel(direction, self.stage), mesh.peer(target), asked_at)
 
     def run(self) -> Tensor:
-        for inbox in self.inboxes.values():
-            inbox.post()
         step = {"F": self._forward, "B": self._backward}
-        for action in self.actions:
+        self._make_room(0)
+        self._ask()
+        for position, action in enumerate(self.actions, 1):
+            self._make_room(position)
             step[action.kind](action.chunk, action.microbatch)
+            self._ask()
         for outbox in self.outboxes.values():
             outbox.reached(math.inf)
         return self.loss
+
+    def _make_room(self, position: int) -> None:
+        """For what is asked for after so many actions. It may come while the last of them computes: allocated before
+        that is launched, the memory is that of nobody who runs later."""
+        for direction, message in self.requests[position]:
+            self.inboxes[direction].make_room(message)
+            self.receiving.wait_stream(self.on.current_stream())
+
+    def _ask(self) -> None:
+        for inbox in self.inboxes.values():
+            with self.on.stream(self.receiving):
+                inbox.post()
 
     def _forward(self, chunk: int, m: int) -> None:
         x = None if self._virtual(chunk) == 0 else self._take(FORWARD, chunk, m)

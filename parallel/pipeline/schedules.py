@@ -289,6 +289,13 @@ class Message(NamedTuple):
     microbatch: int
 
 
+class Request(NamedTuple):
+    """What a stage asks a neighbour for: a message, on one of the two channels that lead to it."""
+
+    direction: Direction
+    message: Message
+
+
 def messages(schedule: Schedule) -> tuple[dict[Direction, tuple[Message, ...]], ...]:
     """Per stage, what it sends on its two channels, in the order in which it sends.
 
@@ -296,19 +303,32 @@ def messages(schedule: Schedule) -> tuple[dict[Direction, tuple[Message, ...]], 
     to (s - 1) % stages and carries input gradients. Each is a FIFO of its own: with two stages both channels of a stage
     lead to the same peer and are still two. A single stage sends nothing; its chunks hand over locally.
     """
-    stages = len(schedule)
-    last = max(action.chunk for row in schedule for action in row) * stages + stages - 1
+    stages, last = len(schedule), _last(schedule)
     plans: list[dict[Direction, tuple[Message, ...]]] = []
     for stage, row in enumerate(schedule):
-        sent: dict[Direction, list[Message]] = {"forward": [], "backward": []}
-        for action in row if stages > 1 else ():
-            virtual = action.chunk * stages + stage
-            if action.kind == "F" and virtual < last:
-                sent["forward"].append(Message((virtual + 1) // stages, action.microbatch))
-            elif action.kind == "B" and virtual > 0:
-                sent["backward"].append(Message((virtual - 1) // stages, action.microbatch))
-        plans.append({direction: tuple(order) for direction, order in sent.items()})
+        sent = [_sent(action, stage, stages, last) for action in row]
+        plans.append(
+            {
+                "forward": tuple(x.message for x in sent if x and x.direction == "forward"),
+                "backward": tuple(x.message for x in sent if x and x.direction == "backward"),
+            }
+        )
     return tuple(plans)
+
+
+def _last(schedule: Schedule) -> int:
+    """The last virtual stage."""
+    return max(action.chunk for row in schedule for action in row) * len(schedule) + len(schedule) - 1
+
+
+def _sent(action: Action, stage: int, stages: int, last: int) -> Request | None:
+    """What a stage sends after an action, if it sends anything."""
+    virtual = action.chunk * stages + stage
+    if stages > 1 and action.kind == "F" and virtual < last:
+        return Request("forward", Message((virtual + 1) // stages, action.microbatch))
+    if stages > 1 and action.kind == "B" and virtual > 0:
+        return Request("backward", Message((virtual - 1) // stages, action.microbatch))
+    return None
 
 
 def arrivals(schedule: Schedule, stage: int) -> dict[Direction, tuple[Message, ...]]:
@@ -318,6 +338,29 @@ def arrivals(schedule: Schedule, stage: int) -> dict[Direction, tuple[Message, .
         "forward": plans[(stage - 1) % stages]["forward"],
         "backward": plans[(stage + 1) % stages]["backward"],
     }
+
+
+def requests(schedule: Schedule) -> tuple[tuple[tuple[Request, ...], ...], ...]:
+    """Per stage, what it asks its neighbours for after 0, 1, 2, ... of its actions.
+
+    It is what they send between two actions of the stage, in one order of the actions of all stages, that of
+    :func:`simulate`. So a stage may wait before each of its actions for all that it has sent and asked for: what this
+    depends on comes before the action, on every stage. If it asked earlier, it might wait for what itself has yet to
+    run; if it asked later, its neighbour might wait for it to ask.
+    """
+    stages, last = len(schedule), _last(schedule)
+    order = sorted(
+        (span.start, stage, at) for stage, row in enumerate(simulate(schedule).spans) for at, span in enumerate(row)
+    )
+    asked: list[list[list[Request]]] = [[[] for _ in range(len(row) + 1)] for row in schedule]
+    run = [0] * stages
+    for _, stage, at in order:
+        run[stage] += 1
+        sent = _sent(schedule[stage][at], stage, stages, last)
+        if sent:
+            target = (stage + (1 if sent.direction == "forward" else -1)) % stages
+            asked[target][run[target]].append(sent)
+    return tuple(tuple(tuple(after) for after in row) for row in asked)
 
 
 # -- the drawing
