@@ -23,7 +23,7 @@ from parallel import documents as within
 from parallel.adamw import NarrowAdamW
 from parallel.documents import Documents
 
-_COMPILED = {"FusedLayerNorm": "fused_layer_norm_cuda", "FusedRMSNorm": "fused_layer_norm_cuda", "FusedAdam": "amp_C"}
+_COMPILED = {"FusedLayerNorm": "fused_layer_norm_cuda", "FusedRMSNorm": "fused_layer_norm_cuda"}
 
 
 class ApexImpostor(UserWarning):
@@ -41,7 +41,7 @@ def apex_has(kernel: str) -> bool:
         return False
     if importlib.util.find_spec(_COMPILED[kernel]) is not None:
         return True
-    if not any((Path(folder) / "optimizers").is_dir() for folder in package.submodule_search_locations or ()):
+    if not any((Path(folder) / "normalization").is_dir() for folder in package.submodule_search_locations or ()):
         warnings.warn(
             f"the package 'apex' at {package.origin} is not NVIDIA apex (the one on PyPI is a Pyramid toolkit): "
             "uninstall it and build https://github.com/NVIDIA/apex from source, or ignore this: torch's kernels serve",
@@ -59,25 +59,31 @@ def rms_norm(device: torch.device) -> Callable[[Tensor, Tensor, float], Tensor]:
     """(x: [..., n], weight: [n], eps) -> [..., n]; the mean square is taken in fp32 (fp64 for fp64)."""
     if _use_apex("FusedRMSNorm", device):
         apply = importlib.import_module("apex.normalization.fused_layer_norm").fused_rms_norm_affine
-        return lambda x, weight, eps: apply(x, weight, weight.shape, eps)
-    return _cpu_rms_norm if device.type == "cpu" else _torch_rms_norm
-
-
-def _torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def _cpu_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    # The compiler fuses torch's formula with its neighbours.
-    return _torch_rms_norm(x, weight, eps) if torch.compiler.is_compiling() else cpu.rms_norm(x, weight, eps)
+        return _unless_compiled(lambda x, weight, eps: apply(x, weight, weight.shape, eps), _torch_rms_norm)
+    return _unless_compiled(cpu.rms_norm, _torch_rms_norm) if device.type == "cpu" else _torch_rms_norm
 
 
 def layer_norm(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
     """(x: [..., n], weight: [n], bias: [n], eps) -> [..., n]; statistics in fp32 (fp64 for fp64)."""
     if _use_apex("FusedLayerNorm", device):
         apply = importlib.import_module("apex.normalization.fused_layer_norm").fused_layer_norm_affine
-        return lambda x, weight, bias, eps: apply(x, weight, bias, weight.shape, eps)
-    return lambda x, weight, bias, eps: F.layer_norm(x, weight.shape, weight, bias, eps)
+        return _unless_compiled(
+            lambda x, weight, bias, eps: apply(x, weight, bias, weight.shape, eps), _torch_layer_norm
+        )
+    return _torch_layer_norm
+
+
+def _torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def _unless_compiled(kernel: Callable[..., Tensor], formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The kernel; for the compiler torch's formula, which it fuses with its neighbours."""
+    return lambda *inputs: formula(*inputs) if torch.compiler.is_compiling() else kernel(*inputs)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
@@ -113,53 +119,38 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     moments: torch.dtype | None = None,
-) -> torch.optim.Optimizer:
+) -> torch.optim.AdamW:
     """AdamW over parameter groups, in one fused kernel for each dtype.
 
     Its moments are there from the start, as ``state[parameter]["exp_avg"]`` and ``["exp_avg_sq"]``. They have the dtype
-    of the parameters, or that of ``moments``, for which no library has a kernel.
+    of the parameters, or that of ``moments``, for which no library has a kernel. It is never apex's: there the host
+    says whether it steps, and so would wait for the norm.
     """
     groups = list(groups)
     if moments is not None and any(p.dtype != moments for group in groups for p in group["params"]):
-        optimizer: torch.optim.Optimizer = NarrowAdamW(groups, lr=lr, betas=betas, eps=eps)
-    elif _use_apex("FusedAdam", device):
-        fused_adam = importlib.import_module("apex.optimizers").FusedAdam
-        optimizer = fused_adam(groups, lr=lr, betas=betas, eps=eps, adam_w_mode=True)
+        optimizer: torch.optim.AdamW = NarrowAdamW(groups, lr=lr, betas=betas, eps=eps)
     else:
         optimizer = torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
-    ours = isinstance(optimizer, torch.optim.AdamW)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            dtype = moments or parameter.dtype if ours else torch.float32  # apex's kernel takes no others
+            dtype = moments or parameter.dtype
             state = {moment: torch.zeros_like(parameter, dtype=dtype) for moment in ("exp_avg", "exp_avg_sq")}
-            if ours:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-            optimizer.state[parameter] = state
-    set_updates(optimizer, 0)
+            optimizer.state[parameter] = state | {"step": torch.zeros((), dtype=torch.float32, device=device)}
     return optimizer
 
 
-def updates(optimizer: torch.optim.Optimizer) -> int:
+def updates(optimizer: torch.optim.AdamW) -> int:
     """The steps that :func:`adamw`'s optimizer has taken, without those left out; reading it waits for the device."""
-    if isinstance(optimizer, torch.optim.AdamW):
-        return int(next(iter(optimizer.state.values()))["step"])
-    return int(optimizer.param_groups[0]["step"])
+    return int(next(iter(optimizer.state.values()))["step"])
 
 
-def set_updates(optimizer: torch.optim.Optimizer, count: int) -> None:
+def set_updates(optimizer: torch.optim.AdamW, count: int) -> None:
     """Say how many steps were taken: what the correction of the moments' bias goes by."""
-    if isinstance(optimizer, torch.optim.AdamW):
-        for state in optimizer.state.values():
-            state["step"].fill_(count)
-    else:
-        for group in optimizer.param_groups:
-            group["step"] = count
+    for state in optimizer.state.values():
+        state["step"].fill_(count)
 
 
-def step_if(optimizer: torch.optim.Optimizer, go: Tensor) -> None:
-    """Take the optimizer's step where ``go`` (a bool scalar on its device) is true; torch's kernel asks no host."""
-    if isinstance(optimizer, torch.optim.AdamW):
-        optimizer.found_inf = (~go).to(torch.float32)  # type: ignore[attr-defined]
-        optimizer.step()
-    elif bool(go):
-        optimizer.step()
+def step_if(optimizer: torch.optim.AdamW, go: Tensor) -> None:
+    """Take the optimizer's step where ``go`` (a bool scalar on its device) is true; the host is not asked."""
+    optimizer.found_inf = (~go).to(torch.float32)  # type: ignore[attr-defined]
+    optimizer.step()

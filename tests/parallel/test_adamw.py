@@ -16,7 +16,7 @@ LR, BETAS, EPS, DECAY = 0.1, (0.9, 0.95), 1e-8, 0.1
 pytestmark = pytest.mark.quick
 
 
-def made(parameter: Tensor, moments: torch.dtype | None = torch.bfloat16) -> torch.optim.Optimizer:
+def made(parameter: Tensor, moments: torch.dtype | None = torch.bfloat16) -> torch.optim.AdamW:
     return kernels.adamw([{"params": [parameter], "weight_decay": DECAY}], CPU, LR, BETAS, EPS, moments)
 
 
@@ -25,7 +25,7 @@ def gradients(steps: int) -> list[Tensor]:
     return [torch.randn(5, 40, generator=generator) for _ in range(steps)]
 
 
-def go(optimizer: torch.optim.Optimizer, parameter: Tensor, gradient: Tensor, yes: bool = True) -> None:
+def go(optimizer: torch.optim.AdamW, parameter: Tensor, gradient: Tensor, yes: bool = True) -> None:
     parameter.grad = gradient.clone()
     kernels.step_if(optimizer, torch.tensor(yes))
 

@@ -16,7 +16,7 @@ from parallel import kernels
 from parallel.kernels import ApexImpostor, adamw, apex_has, layer_norm, rms_norm, set_updates, step_if, updates
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-KERNELS = ("FusedLayerNorm", "FusedRMSNorm", "FusedAdam")
+KERNELS = ("FusedLayerNorm", "FusedRMSNorm")
 NVIDIA = {
     "apex/__init__.py": "",
     "apex/normalization/__init__.py": "",
@@ -26,15 +26,6 @@ def fused_rms_norm_affine(input, weight, normalized_shape, eps=1e-6, memory_effi
 
 def fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, memory_efficient=False):
     return "apex layer", tuple(normalized_shape), eps
-""",
-    "apex/optimizers/__init__.py": """
-class FusedAdam:
-    def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8, adam_w_mode=False):
-        self.param_groups, self.state, self.arguments = params, {}, (lr, betas, eps, adam_w_mode)
-
-    def step(self):
-        for group in self.param_groups:
-            group["step"] += 1
 """,
 }
 IMPOSTOR = {"apex/__init__.py": "raise SystemExit('an impostor was run')", "apex/auth.py": "", "apex/models.py": ""}
@@ -84,7 +75,7 @@ def test_without_apex_torch_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_impostor_is_recognised_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, IMPOSTOR)
     with pytest.warns(ApexImpostor, match=rf"'apex' at {tmp_path}.* is not NVIDIA apex .*Pyramid"):
-        assert not apex_has("FusedAdam")
+        assert not apex_has("FusedLayerNorm")
     with pytest.warns(ApexImpostor):
         norm = rms_norm(CUDA)
     x, weight = torch.randn(3, 8), torch.randn(8)
@@ -95,7 +86,7 @@ def test_it_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     install(tmp_path, monkeypatch, IMPOSTOR)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert [apex_has("FusedAdam") for _ in range(3)] == [False] * 3
+        assert [apex_has("FusedRMSNorm") for _ in range(3)] == [False] * 3
     assert len(said) == 1
 
 
@@ -107,40 +98,31 @@ def test_apex_without_its_compiled_modules_is_not_an_impostor(tmp_path: Path, mo
         assert not any(map(apex_has, KERNELS))
 
 
-def test_each_kernel_needs_its_own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, NVIDIA | {"amp_C.py": ""})
-    assert [apex_has(kernel) for kernel in KERNELS] == [False, False, True]
-
-
 @pytest.mark.quick
 def test_nvidia_apex_is_chosen_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, NVIDIA | {"amp_C.py": "", "fused_layer_norm_cuda.py": ""})
+    install(tmp_path, monkeypatch, NVIDIA | {"fused_layer_norm_cuda.py": ""})
     assert all(map(apex_has, KERNELS))
     x, weight, bias = torch.randn(3, 8), torch.randn(8), torch.randn(8)
-    chosen: object = rms_norm(CUDA)(x, weight, 1e-5)
-    assert chosen == ("apex rms", (8,), 1e-5)
-    chosen = layer_norm(CUDA)(x, weight, bias, 1e-6)
-    assert chosen == ("apex layer", (8,), 1e-6)
-    optimizer = adamw([{"params": [weight]}], CUDA, 1e-3, (0.9, 0.95), 1e-8)
-    assert type(optimizer).__name__ == "FusedAdam"
-    assert optimizer.arguments == (1e-3, (0.9, 0.95), 1e-8, True)  # type: ignore[attr-defined]
-    step_if(optimizer, torch.tensor(False))
-    assert updates(optimizer) == 0
-    step_if(optimizer, torch.tensor(True))
-    assert updates(optimizer) == 1
-    set_updates(optimizer, 7)
-    step_if(optimizer, torch.tensor(True))
-    assert updates(optimizer) == 8
-    assert {moment: tensor.dtype for moment, tensor in optimizer.state[weight].items()} == dict.fromkeys(
-        ("exp_avg", "exp_avg_sq"), torch.float32
-    )
+    rms, layer = rms_norm(CUDA), layer_norm(CUDA)
+    chosen: tuple[object, object] = rms(x, weight, 1e-5), layer(x, weight, bias, 1e-6)
+    assert chosen == (("apex rms", (8,), 1e-5), ("apex layer", (8,), 1e-6))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # who cannot look into a kernel
+    assert torch.equal(rms(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
+    assert torch.equal(layer(x, weight, bias, 1e-6), F.layer_norm(x, (8,), weight, bias, 1e-6))
+
+
+def test_no_optimizer_is_chosen_that_asks_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apex's, whatever is installed: whether it steps is for the host to say."""
+    install(tmp_path, monkeypatch, NVIDIA | {"amp_C.py": "", "apex/optimizers/__init__.py": "FusedAdam = None"})
+    monkeypatch.setattr(torch, "zeros", lambda *size, device, dtype: torch.empty(*size, dtype=dtype))  # there is no GPU
+    optimizer = adamw([{"params": [torch.randn(8)]}], CUDA, 1e-3, (0.9, 0.95), 1e-8)
+    assert isinstance(optimizer, torch.optim.AdamW) and optimizer.defaults["fused"]
 
 
 def test_apex_is_not_for_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(tmp_path, monkeypatch, NVIDIA | {"amp_C.py": "", "fused_layer_norm_cuda.py": ""})
+    install(tmp_path, monkeypatch, NVIDIA | {"fused_layer_norm_cuda.py": ""})
     x, weight = torch.randn(3, 8), torch.randn(8)
     torch.testing.assert_close(rms_norm(CPU)(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
-    assert isinstance(adamw([{"params": [weight]}], CPU, 1e-3, (0.9, 0.95), 1e-8), torch.optim.AdamW)
 
 
 @pytest.mark.parametrize("go", [True, False])
