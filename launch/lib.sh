@@ -1,10 +1,11 @@
 # Sourced by the scripts beside it, from bash: finds a Python and keeps the virtual environment.
-# MEGACORE_VENV names another folder than .venv for it.
+# MEGACORE_VENV names another folder than .venv for it, MEGACORE_CONSTRAINTS another file than constraints.txt.
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="${MEGACORE_VENV:-$root/.venv}"
 [[ "$venv" == /* ]] || venv="$PWD/$venv"
 python="$venv/bin/python"
+constraints="${MEGACORE_CONSTRAINTS:-$root/constraints.txt}"
 
 # The working folder is on nobody's import path: it may be one that was downloaded.
 export PYTHONSAFEPATH=1
@@ -33,7 +34,7 @@ make_venv() {
 }
 
 # What an environment was installed from: when one of these changes, it is installed again.
-fingerprint() { { printf '%s\n' "$root"; cat "$root/pyproject.toml" "$root/constraints.txt"; } | cksum; }
+fingerprint() { { printf '%s\n' "$root"; cat "$root/pyproject.toml" "$constraints"; } | cksum; }
 
 installed() { [[ -f "$venv/.megacore-$1" && "$(<"$venv/.megacore-$1")" == "$(fingerprint)" ]]; }
 
@@ -42,7 +43,7 @@ install() {
     [[ "$kind" == dev ]] && wanted="$root[dev]"
     make_venv || return
     say "Installing into $venv (once; a few minutes)"
-    "$python" -m pip install -q -c "$root/constraints.txt" -e "$wanted" >&2 || return
+    "$python" -m pip install -q -c "$constraints" -e "$wanted" >&2 || return
     fingerprint >"$venv/.megacore-$kind"
 }
 

@@ -128,7 +128,7 @@ def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist
     if group.size == 1:
         return Pending([], lambda: x)
     if torch.compiler.is_compiling():
-        there = _node(_functional.all_reduce(x, _OPERATIONS[op], group.name))
+        there = _node(_functional.all_reduce(x, op.name.lower(), group.name))
         return Pending([], lambda: x.copy_(there.wait()))
     return Pending(_works(dist.all_reduce(x, op, group=group.process_group, async_op=True)), lambda: x)
 
@@ -143,9 +143,6 @@ def broadcast_(x: Tensor, group: Group, source: int) -> Tensor:
     if group.size > 1:
         dist.broadcast(x, group.ranks[source], group=group.process_group)
     return x
-
-
-_OPERATIONS = {dist.ReduceOp.SUM: "sum", dist.ReduceOp.MAX: "max"}
 
 
 def _node(started: Tensor) -> Pending:

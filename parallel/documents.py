@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -25,11 +26,13 @@ class Documents:
         host: int32 [documents + 1], from 0 to t.
         device: The same, where the tokens are.
         varlen: Whether the device has torch's kernel for documents.
+        groups: Whether queries may share keys and values there, as in torch 2.11 they may not.
     """
 
     host: Tensor
     device: Tensor
     varlen: bool = False
+    groups: bool = True
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Documents:
@@ -38,7 +41,8 @@ class Documents:
         if device.type != "cuda":
             return cls(host, host.to(device))
         varlen = torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device)[0] >= 8
-        return cls(host, host.pin_memory().to(device, non_blocking=True), varlen)
+        groups = varlen and _varlen_shares()
+        return cls(host, host.pin_memory().to(device, non_blocking=True), varlen, groups)
 
     def varlen_takes(self, q: Tensor) -> bool:
         """Whether torch's kernel takes heads like q's, [t, heads, head]."""
@@ -52,10 +56,20 @@ def with_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, longest: 
     """By torch's kernel for CUDA; ``longest`` may be above the longest document's length."""
     from torch.nn.attention.varlen import varlen_attn  # brings torch's compiler along, a second of imports
 
-    starts, gqa = documents.device, k.shape[1] < q.shape[1]
-    y = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), enable_gqa=gqa)
+    more: dict[str, Any] = {"enable_gqa": k.shape[1] < q.shape[1]} if documents.groups else {}
+    if not documents.groups:
+        k, v = _shared(k, q), _shared(v, q)
+    starts = documents.device
+    y = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **more)
     assert isinstance(y, Tensor)
     return y
+
+
+@cache
+def _varlen_shares() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout: float) -> Tensor:

@@ -100,6 +100,21 @@ def test_floor_0_is_integers(name: str) -> None:
         assert ours(imported) or imported.partition(".")[0] in INTEGERS, f"{name}:{line}: imports {imported}"
 
 
+def test_a_bare_step_needs_torch_and_little_else() -> None:
+    """Images with GPUs have torch, and often neither pydantic nor omegaconf: recipes alone need them."""
+    wanted = {
+        "megacore.step",
+        "megacore.hardware",
+        *(name for name in MODULES if not name.startswith(("megacore", "tools"))),
+    }
+    found: set[str] = set()
+    while wanted - found:
+        found |= (new := wanted - found)
+        wanted |= {other for name in new for _, other in imports(MODULES[name]) if ours(other)}
+    others = {other.partition(".")[0] for name in found for _, other in imports(MODULES[name]) if not ours(other)}
+    assert others - sys.stdlib_module_names == {"torch", "numpy", "einops"}
+
+
 def test_every_listed_module_exists() -> None:
     assert {*LOWER, *WITHOUT_TORCH} <= set(MODULES)
 

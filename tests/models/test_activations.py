@@ -138,9 +138,9 @@ def counted(counts: Counter[str]) -> Iterator[None]:
     before = {name: getattr(linear, name) for name in ("start_all_gather", "start_reduce_scatter")}
 
     def counting(name: str) -> Any:
-        def call(*arguments: Any) -> collectives.Pending:
+        def call(*arguments: Any, **named: Any) -> collectives.Pending:
             counts[name] += 1
-            return before[name](*arguments)
+            return before[name](*arguments, **named)
 
         return call
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,24 +149,33 @@ def test_with_dropout_too() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("groups", [True, False])
 @pytest.mark.parametrize(("heads", "kv"), HEADS)
-def test_torchs_kernel_for_cuda_is_asked_for_this(monkeypatch: pytest.MonkeyPatch, heads: int, kv: int) -> None:
-    """It is not there on a CPU: what it is given is checked, and computed by the formula."""
+def test_torchs_kernel_for_cuda_is_asked_for_this(
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv: int, groups: bool
+) -> None:
+    """It is not there on a CPU: what it is given is checked, and computed by the formula. In torch 2.11 it knows no
+    groups."""
 
-    def stand_in(
-        q: Tensor, k: Tensor, v: Tensor, *given: Any, window_size: tuple[int, int], enable_gqa: bool
-    ) -> Tensor:
+    def stand_in(q: Tensor, k: Tensor, v: Tensor, *given: Any, window_size: tuple[int, int], **more: bool) -> Tensor:
         starts, same, longest, same_again = given
         assert starts is same and longest == same_again >= max(LENGTHS)
         assert starts.dtype == torch.int32 and window_size == (-1, 0)
-        assert enable_gqa or q.shape[1] == k.shape[1]
+        assert more.keys() == ({"enable_gqa"} if groups else set())
+        assert more.get("enable_gqa", False) or q.shape[1] == k.shape[1]
         return by_formula(q, k, v, starts.diff().tolist())
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
-    qkv, documents = projected(heads, kv), Documents.of(LENGTHS, CPU)
+    qkv, documents = projected(heads, kv), replace(Documents.of(LENGTHS, CPU), groups=groups)
     want = results(by_formula, qkv, heads, kv, LENGTHS)
     got = results(lambda q, k, v, d: with_varlen(q, k, v, d, len(q) // SEQUENCES), qkv, heads, kv, documents)
     assert max(distances(got, want)) < 1e-14
+
+
+def test_torch_is_asked_what_its_kernel_takes() -> None:
+    """Of the versions that the tests are run with."""
+    known = {"2.11": False, "2.13": True}
+    assert within._varlen_shares() is known[torch.__version__[:4]]
 
 
 def test_torchs_kernel_for_cuda_takes_narrow_heads_of_eighths() -> None:

@@ -532,7 +532,7 @@ FAULTS = (
     ),
     fault(
         "an activation goes to the wrong chunk",
-        "schedules.messages",
+        "schedules._sent",
         "Message((virtual + 1) // stages, action.microbatch)",
         "Message(action.chunk, action.microbatch)",
         "test_schedules",
