@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.collectives import Pending, all_reduce_, start_all_reduce
+from parallel.layout import MeshShape
 from parallel.mesh import Group, Mesh
 from parallel.parameters import Parameters, view
 from parallel.pattern import Piece
@@ -319,21 +320,26 @@ class Gradients:
         position = {id(span): i for i, span in enumerate(order)}
         full = sorted(
             [*full, *filling.values()],
-            key=lambda spans: (self._crosses_stages(spans[0]), max(position[id(span)] for span in spans)),
+            key=lambda spans: (
+                crosses_stages(self._mesh.shape, spans[0].replicas),
+                max(position[id(span)] for span in spans),
+            ),
         )
         return [self._make_bucket(spans) for spans in full]
 
     def _make_bucket(self, spans: list[Span]) -> Bucket:
         flat = torch.zeros(sum(s.numel for s in spans), dtype=self.dtype, device=self._mesh.device)
-        bucket = Bucket(self._mesh.group(spans[0].replicas), flat, spans, self._crosses_stages(spans[0]))
+        bucket = Bucket(
+            self._mesh.group(spans[0].replicas), flat, spans, crosses_stages(self._mesh.shape, spans[0].replicas)
+        )
         offset = 0
         for span in spans:
             span.bucket, span.offset = bucket, offset
             offset += span.numel
         return bucket
 
-    def _crosses_stages(self, span: Span) -> bool:
-        return len({self._mesh.shape.place(rank).pp for rank in span.replicas}) > 1
+    def _late(self, span: Span) -> bool:
+        return crosses_stages(self._mesh.shape, span.replicas)
 
     def _accumulate(self, parameter: Tensor) -> None:
         arrivals = self._arrivals[parameter]  # type: ignore[index]
@@ -395,6 +401,11 @@ def on_gradient(parameter: nn.Parameter, receive: Callable[[Tensor], None]) -> N
             method(parameter)
 
     parameter.register_post_accumulate_grad_hook(received)
+
+
+def crosses_stages(shape: MeshShape, ranks: Iterable[int]) -> bool:
+    """Whether some ranks belong to several stages of a pipeline: the ends, which hold a tied table each."""
+    return len({shape.place(rank).pp for rank in ranks}) > 1
 
 
 def trained_spans(parameters: Parameters) -> list[Span]:

@@ -15,8 +15,8 @@ waits for his own: the next forward runs beside it.
 
 Sharing goes by replicas, not by data parallel ranks alone: tp ranks share out the norms that they all hold. Only
 pipeline stages do not share with each other: they run microbatches in other orders, so their messages would not meet.
-The ends of the pipeline each share out their copy of a tied table among their own ranks, and sum the slices at the end
-of the step; so do the groups of replicas of HSDP (``replicas``).
+The groups of replicas of HSDP (``replicas``) do not either: they sum a slice as soon as the group has. The ends of the
+pipeline each share out their copy of a tied table among their own ranks, and sum the slices at the end of the step.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from parallel.sync import (
     Part,
     Sharing,
     Span,
+    crosses_stages,
     deepest_first,
     frozen_spans,
     norm_of,
@@ -252,6 +253,7 @@ class Bucket(Flat):
         across: The ranks that own the same slice.
         dtype: Of the gradients.
         keeps: Whether the whole gradient stays from microbatch to microbatch.
+        late: Whether slices are summed at the end of the step, as those of :class:`parallel.sync.Bucket` are.
     """
 
     def __init__(
@@ -261,11 +263,12 @@ class Bucket(Flat):
         across: Group,
         dtype: torch.dtype,
         keeps: bool,
+        late: bool,
         lets_go: bool,
         home: SliceHome,
     ) -> None:
         super().__init__(spans, group, lets_go, home)
-        self.across, self.dtype, self.keeps = across, dtype, keeps
+        self.across, self.dtype, self.keeps, self.late = across, dtype, keeps, late
         self.full = self._zeros(self.numel) if keeps else None
         own = self.numel // group.size
         self.gradient = self.full.chunk(group.size)[group.index] if self.full is not None else self._zeros(own)
@@ -322,6 +325,11 @@ class Bucket(Flat):
         if not self.keeps:
             _ = self.gradient.add_(found) if self.summed else self.gradient.copy_(found)
         self.summed += 1
+
+    @property
+    def summable(self) -> bool:
+        """Whether the group has summed all of this step's gradients."""
+        return self.summed == (1 if self.keeps else self.expected)
 
 
 @dataclass(eq=False)
@@ -392,6 +400,7 @@ class ShardedGradients:
                 *self._groups_of(spans[0].replicas, replicas),
                 dtype,
                 keeps=shard == "optimizer",
+                late=crosses_stages(self._mesh.shape, spans[0].replicas),
                 lets_go=shard == "parameters",
                 home=home,
             )
@@ -417,6 +426,7 @@ class ShardedGradients:
         ]
         self._waiting: deque[Bucket] = deque()
         self._under_way: deque[tuple[Bucket, Pending]] = deque()
+        self._sums: deque[Pending] = deque()
         self._hook()
         for flat in (*self.buckets, *self.frozen):
             flat.let_go()
@@ -435,9 +445,9 @@ class ShardedGradients:
                 self._end_round(bucket)
         while self._under_way:
             self._take()
-        sums = [start_all_reduce(bucket.gradient, bucket.across) for bucket in self.buckets]
-        for each in sums:
-            each.wait()
+        self._sums += [start_all_reduce(bucket.gradient, bucket.across) for bucket in self.buckets if bucket.late]
+        while self._sums:
+            self._sums.popleft().wait()
 
     def norm(self) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
@@ -468,6 +478,8 @@ class ShardedGradients:
     def _take(self) -> None:
         bucket, pending = self._under_way.popleft()
         bucket.take(pending)
+        if bucket.summable and not bucket.late:
+            self._sums.append(start_all_reduce(bucket.gradient, bucket.across))
 
     # -- parameters
 
@@ -631,7 +643,7 @@ class ShardedGradients:
         for span in order:
             used = tuple(dict.fromkeys(users[span.parameter]))
             # The other end of the pipeline uses a tied parameter elsewhere, and must come to the same buckets.
-            tied = span.name if len({self._mesh.shape.place(rank).pp for rank in span.replicas}) > 1 else ""
+            tied = span.name if crosses_stages(self._mesh.shape, span.replicas) else ""
             key = span.replicas, used, tied, span.piece is None
             filled = filling.setdefault(key, [])
             if filled and not shards and sum(s.numel for s in [*filled, span]) * self.dtype.itemsize > bucket_bytes:

@@ -6,11 +6,15 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import Pool
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from parallel import zero
+from parallel.collectives import Pending
 from parallel.layout import Layout, MeshShape
-from parallel.mesh import Mesh
+from parallel.mesh import Group, Mesh
 from parallel.parameters import Parameters
 from parallel.schema import Param, Schema
 from parallel.zero import Shard, ShardedGradients, sharing
@@ -121,3 +125,28 @@ def test_a_gradient_that_does_not_come_is_zero(pool: Pool, shard: Shard) -> None
         for step in range(STEPS):
             for name in NAMES:
                 torch.testing.assert_close(found[step][name], want[step][name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shard", RUNGS[1:])
+def test_groups_of_replicas_sum_their_slices_beside_the_backward(monkeypatch: pytest.MonkeyPatch, shard: Shard) -> None:
+    """All but the last few are summed, or on their way, when it is over; then the others follow in their order."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    mesh = Mesh.create(MeshShape(dp=4))
+    weights = Parameters(Layout(SCHEMA, mesh.shape, (1,)), mesh, torch.float64)
+    model = Chain(weights)
+    gradients = ShardedGradients(weights, [model], torch.float64, shard, replicas=2, bucket_bytes=1)
+    summed: list[int] = []
+    start = zero.start_all_reduce
+
+    def note(x: Tensor, group: Group) -> Pending:
+        summed.append(x.data_ptr())
+        return start(x, group)
+
+    monkeypatch.setattr(zero, "start_all_reduce", note)
+    gradients.begin(2)
+    for _ in range(2):
+        model(torch.ones(5, 7, dtype=torch.float64), True).sum().backward()
+    beside = len(summed)
+    gradients.finish()
+    dist.destroy_process_group()
+    assert beside > 0 and summed == [bucket.gradient.data_ptr() for bucket in gradients.buckets]

@@ -178,11 +178,18 @@ FAULTS = (
         *ladder("llama-dp2-gradients"),
     ),
     fault(
-        "groups of replicas and the ends of the pipeline do not sum their slices",
-        "ShardedGradients.finish",
-        "[start_all_reduce(bucket.gradient, bucket.across) for bucket in self.buckets]",
-        "[]",
+        "groups of replicas do not sum their slices",
+        "ShardedGradients._take",
+        "bucket.summable and not bucket.late",
+        "False",
         *ladder("llama-dp4-x2-optimizer"),
+    ),
+    fault(
+        "the ends of the pipeline do not sum their slices",
+        "ShardedGradients.finish",
+        "[start_all_reduce(bucket.gradient, bucket.across) for bucket in self.buckets if bucket.late]",
+        "[]",
+        *ladder("gpt2-pp2-dp2-optimizer"),
     ),
     fault(
         "the same slices count each in the norm",
