@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(train.threads)
     said = open_files.allow(files_of(setup.config, here.world, here.local_world))
     if said is not None and here.local_rank == 0:
-        print(said, flush=True)
+        say(said)
     join(here, kind, timedelta(minutes=train.timeout))
     status, last, damaged = 0, 0, None
     try:
