@@ -186,6 +186,17 @@ def test_another_layout_goes_on_with_the_same_numbers(
         assert relative(value, forth.weights[name]) < TOLERANCE, name
 
 
+def test_the_middle_of_the_second_epoch_goes_on_on_another_layout(pool: Pool, recipe: str, tmp_path: Path) -> None:
+    """Epochs of less than four steps, so that seven are in the second one, and thirteen in the fourth."""
+    common = ["batch.global_size=48", "batch.micro_size=4", "train.steps=13", "checkpoint.every=7", *OFF]
+    straight = train(recipe, [f"out={tmp_path / 'straight'}", *common])
+    start = f"checkpoint.resume={path_of(tmp_path / 'straight', 7)}"
+    epoch = trainer(recipe, [f"out={tmp_path / 'other'}", start, *common]).batches._source
+    assert isinstance(epoch, Samples) and 7 * 48 % epoch.per_epoch and 7 * 48 // epoch.per_epoch == 2
+    ranks: list[Result] = pool.run(4, train, recipe, [f"out={tmp_path / 'run'}", start, "mesh.tp=2", *common])
+    np.testing.assert_allclose(ranks[0].values("loss"), straight.values("loss")[7:], rtol=TOLERANCE)
+
+
 # -- other batches, other precision, left out steps
 
 
