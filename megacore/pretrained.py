@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megacore.store.strict_json import StoreError
+from megacore.store.strict_json import StoreError, short
 
 
 def tokenizer(source: str | Path, hub: bool = False) -> Any:
@@ -16,7 +16,15 @@ def tokenizer(source: str | Path, hub: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    return _load(AutoTokenizer, source, not hub)
+    found = _load(AutoTokenizer, source, not hub)
+    templates, longest = found.chat_template, found.model_max_length
+    texts = templates.values() if isinstance(templates, dict) else [templates]
+    if not all(isinstance(text, str | None) for text in texts) or not isinstance(longest, int | float):
+        raise StoreError(
+            f"{source}: the tokenizer has chat_template={short(templates)} and model_max_length={short(longest)}: they "
+            "must be text and a number"
+        )
+    return found
 
 
 def model(folder: Path, **options: Any) -> Any:

@@ -288,6 +288,16 @@ def test_what_a_folder_may_lack(llama: Path, tmp_path: Path, capsys: Capture) ->
         assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("said", [{"model_max_length": "\x1b[2J"}, {"chat_template": 1}])
+def test_a_tokenizer_s_config_that_says_nonsense(said: dict[str, Any], llama: Path, capsys: Capture) -> None:
+    (llama / "chat_template.jinja").unlink()
+    config = json.loads((llama / "tokenizer_config.json").read_text())
+    (llama / "tokenizer_config.json").write_text(json.dumps({**config, **said}))
+    assert command.main([str(llama), "--prompt", "The sun"]) == 1
+    shown = capsys.readouterr().err
+    assert f"{next(iter(said))}=" in shown and "\x1b" not in shown
+
+
 @pytest.mark.parametrize(
     "arguments", [["--temperature", "0"], ["--top-p", "1.5"], ["--top-k", "0"], ["--temperature", "hot"]]
 )
