@@ -59,6 +59,8 @@ def _escaped(found: re.Match[str]) -> str:
     return found[0] if _is_plain(found[0]) else json.dumps(found[0])[1:-1]
 
 
-def _print(text: str, to: TextIO) -> None:
+def _print(text: str, to: TextIO | None) -> None:
+    if to is None:  # a process without it
+        return
     encoding = to.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), end="", file=to, flush=True)

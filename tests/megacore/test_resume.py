@@ -571,7 +571,8 @@ def test_progress_is_read_as_it_was_written() -> None:
     later = progress.at(9, config, updates=8)
     assert later == Progress(9, 70, 400 + 20 * config.data.sequence_length, 8) and later.skipped == 1
     tree = {"step": 7, "consumed_samples": 50, "tokens": 400, "optimizer_steps": 6, "recipe": {}}
-    assert Progress.read(tree, "here") == progress
+    assert Progress.read(tree, "here") == replace(progress, order=1)
+    assert Progress.read(tree | {"data_order": 2}, "here") == progress
     broken: list[Mapping[str, Any]] = [{**tree, "step": None}, {**tree, "step": True}, {**tree, "recipe": 3}]
     for wrong in broken:
         with pytest.raises(StoreError, match="here: has no"):

@@ -146,11 +146,11 @@ def dangling(path: Path) -> None:
 
 PLACES: list[tuple[str, Callable[[Path], object], str]] = [
     ("missing", lambda path: None, "No such file or directory"),
-    ("folder", folder, "is a folder: name a .safetensors file"),
+    ("folder", folder, "is a folder, and no file"),
     ("pipe", os.mkfifo, "is a pipe"),
     ("device", lambda path: path.symlink_to("/dev/zero"), "is a device or socket"),
     ("dangling link", dangling, "is a link to .*gone, which does not exist"),
-    ("circular link", lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+    ("circular link", lambda path: path.symlink_to(path), "is a link, and no file"),
 ]
 
 
