@@ -178,7 +178,7 @@ class _Forward:
         found, storage = key(tensor), tensor.untyped_storage()
         parcel = self._of[found][1]() if found in self._of else None
         if parcel is None:
-            flat = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
             parcel = _Parcel(self, len(self._parcels), flat)
             self._parcels.append(weakref.ref(parcel))
             self._of[found] = StorageWeakRef(storage), weakref.ref(parcel)

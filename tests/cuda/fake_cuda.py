@@ -1,0 +1,318 @@
+"""CUDA without a GPU: fake tensors that say they are on one, and a watch over what is done with them.
+
+A fake tensor has a shape, a dtype and a device, and no numbers. A CPU build of torch needs little to run a whole
+training step on them, backward included; streams, events, pinned memory and messages are played. What it cannot see:
+the order of streams, NCCL, which attention kernel runs in the end, numbers.
+
+It is for a process of its own, as torch believes in the GPU from then on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ROOT = Path(__file__).parents[2]
+DEVICE = torch.device("cuda", 0)
+
+aten = torch.ops.aten
+
+_KEPT: list[object] = []
+"""What C++ holds pointers to."""
+
+
+def pretend() -> None:
+    """Have torch believe that there is CUDA, until the process ends.
+
+    Autograd and the dispatcher ask two C++ objects that a build without CUDA lacks. For the first, a device's guard,
+    torch has a stand-in for fake tensors, which it puts where a guard counts no devices: so there must be a guard. The
+    second, the hooks, says whether there is CUDA. Both get a table of methods that return 0; of the hooks, the one that
+    says so, which is found by trying, returns 1.
+
+    Raises:
+        RuntimeError: there is a GPU, or this torch is made in another way.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("there is a GPU: fake ones are for machines without")
+    folder = Path(torch.__file__).parent / "lib"
+    core, cpu = (ctypes.CDLL(str(folder / name)) for name in ("libc10.so", "libtorch_cpu.so"))
+    # Functions in C, as autograd calls them without Python's lock.
+    no, yes = (
+        ctypes.cast(function, ctypes.c_void_p).value
+        for function in (ctypes.CDLL(None).sched_yield, ctypes.pythonapi.Py_IsInitialized)
+    )
+    methods = (ctypes.c_void_p * 128)(*[no] * 128)
+    thing = ctypes.c_void_p(ctypes.addressof(methods))
+    _KEPT.extend((methods, thing, _as_built_for_cuda()))
+    guards = (ctypes.c_void_p * 2).in_dll(core, "_ZN3c104impl26device_guard_impl_registryE")
+    guards[1] = ctypes.addressof(thing)
+    torch._C._ensureCUDADeviceGuardSet()
+    hooks = cpu._ZN2at6detail12getCUDAHooksEv
+    hooks.restype = ctypes.c_void_p
+    ctypes.c_void_p.from_address(hooks()).value = ctypes.addressof(methods)
+    for number in range(2, len(methods)):  # the first two are destructors
+        methods[number] = yes
+        if torch._C._accelerator_getAccelerator().type == "cuda":
+            return
+        methods[number] = no
+    raise RuntimeError(f"torch {torch.__version__} asks in another way whether there is CUDA")
+
+
+def _as_built_for_cuda() -> torch.library.Library:
+    """Operators that a build for CUDA has kernels of, and others take apart: they are not taken apart here."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def fused(*arguments: object) -> None:
+        raise AssertionError("fake tensors need no kernel")
+
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        dropout: float = 0.0,
+        causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """The choice of torch on an H100, cuDNN aside."""
+        if q.dtype.itemsize == 2 and mask is None:
+            return aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, scale=scale)[0]
+        if q.dtype.itemsize <= 4 and q.shape[1] == k.shape[1]:
+            bias = mask if mask is None or mask.is_floating_point() else torch.zeros_like(mask, dtype=q.dtype)
+            if bias is not None:
+                bias = bias.expand(*q.shape[:3], k.shape[2])
+            return aten._scaled_dot_product_efficient_attention(
+                q, k, v, bias, q.requires_grad, dropout, causal, scale=scale
+            )[0]
+        return aten._scaled_dot_product_attention_math(
+            q, k, v, mask, dropout, causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+    library.impl("_fused_rms_norm", fused, "CUDA")
+    for key in ("CUDA", "AutogradCUDA"):
+        library.impl("scaled_dot_product_attention", attention, key)
+    return library
+
+
+class _Anything:
+    """A stream, an event: takes any call."""
+
+    def __init__(self, *arguments: object, **keywords: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments, **keywords: True
+
+
+def _pin(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().pinned = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def _pinning(make: Any) -> Any:
+    def made(*arguments: Any, pin_memory: bool = False, **keywords: Any) -> Tensor:
+        tensor: Tensor = make(*arguments, **keywords)
+        return _pin(tensor) if pin_memory else tensor
+
+    return made
+
+
+class _Graphs:
+    """A backend of torch.compile that runs each graph, forward and backward apart, as if it were one kernel.
+
+    How many kernels a compiler makes of it is the compiler's affair; a break in the graph is one more.
+    """
+
+    def __init__(self) -> None:
+        self.calls = self.running = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        return aot_autograd(fw_compiler=self._part, bw_compiler=self._part)(graph, inputs)
+
+    def _part(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        def run(*arguments: Any) -> Any:
+            self.calls += 1
+            self.running += 1
+            try:
+                return graph.forward(*arguments)
+            finally:
+                self.running -= 1
+
+        return make_boxed_func(run)
+
+
+_graphs = _Graphs()
+
+
+@contextmanager
+def fake_cuda(world: int = 1, rank: int = 0) -> Iterator[None]:
+    """All tensors are fake, and this process is a rank of a process group whose messages say nothing."""
+    if world > 1:
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    stubs: tuple[tuple[Any, str, Any], ...] = (
+        (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+        (torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3"),
+        (torch.cuda, "set_device", lambda device: None),
+        (torch.cuda, "synchronize", lambda device=None: None),
+        (torch.cuda, "Stream", _Anything),
+        (torch.cuda, "Event", _Anything),
+        (torch.cuda, "current_stream", lambda device=None: _Anything()),
+        (torch.cuda, "stream", lambda stream: nullcontext()),
+        (torch, "compile", partial(torch.compile, backend=_graphs)),
+        (torch.backends.cuda, "is_flash_attention_available", lambda: True),
+        (torch.Tensor, "pin_memory", _pin),
+        (torch, "empty", _pinning(torch.empty)),
+        (torch, "zeros", _pinning(torch.zeros)),
+    )
+    try:
+        with ExitStack() as on:
+            for where, name, new in stubs:
+                on.enter_context(patch.object(where, name, new))
+            on.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            yield
+    finally:
+        if world > 1:
+            dist.destroy_process_group()
+
+
+class Fault(AssertionError):
+    """What a step must not do, and which function of ours does it."""
+
+
+class Watch(TorchDispatchMode):
+    """Counts what reaches the device, and refuses what makes the host wait for it.
+
+    Args:
+        reads: {place: answer} of host reads that may be.
+        downloads: Places of copies to the host that may be; they must be asynchronous all the same.
+        waits: Places of copies to the device that need not.
+
+    Attributes:
+        launches: {operator: how often} of those that do something on the device. Operators of torch, not its kernels:
+            some are several.
+        messages: The same of those that other ranks take part in.
+        uploads, downloaded: {place: how often} of copies from and to the host.
+    """
+
+    def __init__(
+        self, reads: Mapping[str, Any], downloads: frozenset[str], waits: frozenset[str] = frozenset()
+    ) -> None:
+        super().__init__()
+        self._reads, self._downloads, self._waits = reads, downloads, waits
+        self.launches, self.messages = Counter[str](), Counter[str]()
+        self.uploads, self.downloaded = Counter[str](), Counter[str]()
+
+    def __enter__(self) -> Self:
+        _graphs.calls = 0
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if _graphs.calls:
+            self.launches["compiled"] = _graphs.calls
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """It watches what compiled code does, so that torch.compile may go on below it."""
+        return True
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _graphs.running:
+            return op(*args, **kwargs)
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if given and not any(isinstance(x, FakeTensor) for x in given) and not _to_device(kwargs):
+            with unset_fake_temporarily():  # what the host computes from numbers that it has
+                return op(*args, **kwargs)
+        if any(x.is_meta for x in given):
+            raise Fault(f"{place()} has a tensor that does not know its device any more")
+        if op is aten._local_scalar_dense.default and _on_device(args[0]):
+            if (where := place()) not in self._reads:
+                raise Fault(f"{where} asks the device for a number, and the host waits for it")
+            return self._reads[where]
+        try:
+            out = op(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise Fault(f"{place()}: the host waits for {error.func}") from error
+        name = op._schema.name.partition("::")[2]
+        if op.namespace == "c10d":
+            self.messages[name] += 1
+        elif op in (aten.copy_.default, aten._to_copy.default):
+            self._copy(name, *((args[1], args[0]) if op is aten.copy_.default else (args[0], out)), kwargs, args)
+        elif any(map(_on_device, given)) and any(x.device.type == "cpu" and x.dim() for x in given):
+            raise Fault(f"{place()} gives {name} a tensor of the host beside one of the device")
+        elif _works(op, name) and any(_on_device(x) and x.numel() for x in tree_leaves(out)):
+            self.launches[name] += 1
+        return out
+
+    def _copy(self, name: str, source: Tensor, target: Tensor, kwargs: Any, args: Any) -> None:
+        devices = source.device.type, target.device.type
+        if devices == ("cuda", "cuda"):
+            self.launches[name] += bool(target.numel())
+        if devices not in (("cpu", "cuda"), ("cuda", "cpu")):
+            return
+        where = place()
+        host = source if devices[0] == "cpu" else target
+        if devices[0] == "cuda" and where not in self._downloads:
+            raise Fault(f"{where} copies a tensor {tuple(source.shape)} to the host")
+        asynchronous = kwargs.get("non_blocking", False) or (name == "copy_" and args[2:] == (True,))
+        pinned = getattr(host.untyped_storage(), "pinned", False)
+        if not (asynchronous and pinned) and where not in self._waits:
+            how = "from memory that is not pinned" if asynchronous else "without non_blocking"
+            raise Fault(f"{where} copies a tensor {tuple(source.shape)} {how}: the host waits")
+        (self.uploads if devices[0] == "cpu" else self.downloaded)[where] += 1
+
+
+_FREE = frozenset(
+    ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "set_", "resize_", "_unsafe_view")
+)
+
+
+def _works(op: Any, name: str) -> bool:
+    """Whether an operator has a kernel: allocations and views have none."""
+    return name not in _FREE and not op.is_view and op.namespace != "prim"
+
+
+def _to_device(kwargs: Mapping[str, Any]) -> bool:
+    return kwargs.get("device") is not None and kwargs["device"].type == "cuda"
+
+
+def _on_device(x: object) -> bool:
+    return isinstance(x, Tensor) and x.device.type == "cuda"
+
+
+def place() -> str:
+    """The function of ours that is being run, as ``file:function``; ``autograd`` where that runs torch's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(f"{ROOT}/") and path != __file__ and "site-packages" not in path:
+            return f"{Path(path).relative_to(ROOT)}:{frame.f_code.co_qualname}"
+        frame = frame.f_back
+    return "autograd"

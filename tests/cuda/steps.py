@@ -1,0 +1,308 @@
+"""Training steps of whole runs on fake CUDA tensors: the cases, and what each launches.
+
+    .venv/bin/python tests/cuda/steps.py            # the table, beside what launches.txt says
+    .venv/bin/python tests/cuda/steps.py --write    # and into launches.txt
+
+A case has two microbatches, and a pipeline two for each stage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass, fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock, patch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import fake_cuda
+import numpy as np
+import torch
+from fake_cuda import DEVICE, Watch
+
+from megacore import pretrain
+from megacore.check import Setup
+from megacore.config import Config, load
+from megacore.control import Control
+from megacore.data.batches import Batch
+from megacore.resume import Start
+from megacore.store.direct import aligned_memory
+from megacore.trainer import Trainer, Trouble
+from models.registry import configure
+from parallel.labels import IGNORE
+from parallel.mesh import Mesh
+
+READS: Mapping[str, Any] = {
+    # The CPU is to update: it must know whether to, and have the gradients.
+    "megacore/states/offload.py:Offloaded.update": True,
+}
+"""{where a step may ask the device for a number: the answer}."""
+DOWNLOADS = frozenset({"megacore/states/offload.py:Offloaded._send", "parallel/saved.py:HostMemory.send"})
+"""Where a step may copy to the host: gradients that the CPU updates by, activations that are kept there."""
+ONCE = frozenset({"models/rope.py:tables"})
+"""Where the first step may wait for a copy to the device: of tables that are made once."""
+
+GPT2 = "model.family=gpt2 model.vocab_size=512 model.n_positions=32 model.n_embd=64 model.n_head=4"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run.
+
+    Args:
+        overrides: Of a recipe that has nothing else.
+        rank: Which one is traced.
+        layers: Of each chunk.
+        labels: The share of the tokens that have a label.
+        documents: Lengths of the documents of a sequence.
+    """
+
+    overrides: str = ""
+    rank: int = 0
+    layers: int = 1
+    labels: float = 1.0
+    documents: tuple[int, ...] | None = None
+
+
+DROPS = GPT2 + " model.embd_pdrop=0.1 model.attn_pdrop=0.1 model.resid_pdrop=0.1"
+LORA = "lora.rank=4"
+FEW = 0.1
+TEXTS = (20, 5, 7)
+
+CASES: Mapping[str, Case] = {
+    "bf16": Case(),
+    "bf16, no masters": Case("optimizer.master_weights=false"),
+    "bf16 moments": Case("optimizer.moments=bf16"),
+    "fp16": Case("train.precision=fp16"),
+    "fp32": Case("train.precision=fp32"),
+    "fp64": Case("train.precision=fp64"),
+    "fp8": Case("train.precision=fp8", layers=2),
+    "no clipping": Case("optimizer.clip=null"),
+    "smoothing, z-loss": Case("loss.label_smoothing=0.1 loss.z_loss=1e-4"),
+    "tied": Case("model.tie_word_embeddings=true"),
+    "gpt2": Case(GPT2),
+    "gpt2, dropout": Case(DROPS),
+    "gpt2, dropout, full": Case(f"{DROPS} memory.recompute=full"),
+    "selective": Case("memory.recompute=selective"),
+    "full": Case("memory.recompute=full"),
+    "activations on host": Case("memory.offload_activations=true"),
+    "selective, activations on host": Case("memory.recompute=selective memory.offload_activations=true"),
+    "full, activations on host": Case("memory.recompute=full memory.offload_activations=true"),
+    "loss chunks": Case("memory.loss_chunk=16"),
+    "few labels": Case("data.sequence_length=256", labels=FEW),
+    "documents": Case(documents=TEXTS),
+    "documents, fp32": Case("train.precision=fp32", documents=TEXTS),
+    "documents, selective": Case("memory.recompute=selective", documents=TEXTS),
+    "lora": Case(LORA),
+    "lora, dropout, full": Case(f"{LORA} lora.dropout=0.1 memory.recompute=full"),
+    "lora, fp8": Case(f"{LORA} train.precision=fp8", layers=2),
+    "frozen embedding": Case("train.freeze=[embed]"),
+    "states on host": Case("memory.offload_optimizer=host"),
+    "states on host, no masters": Case("memory.offload_optimizer=host optimizer.master_weights=false"),
+    "states in a file": Case("memory.offload_optimizer=file memory.offload_folder=FOLDER"),
+    "compiled": Case("train.compile=true"),
+    "compiled, selective": Case("train.compile=true memory.recompute=selective"),
+    "compiled, full": Case("train.compile=true memory.recompute=full"),
+    "compiled, documents": Case("train.compile=true", documents=TEXTS),
+    "compiled, lora": Case(f"train.compile=true {LORA}"),
+    "compiled, fp8": Case("train.compile=true train.precision=fp8", layers=2),
+    "dp": Case("mesh.dp=2"),
+    "dp, optimizer": Case("mesh.dp=2 data.shard=optimizer"),
+    "dp, gradients": Case("mesh.dp=2 data.shard=gradients"),
+    "dp, parameters": Case("mesh.dp=2 data.shard=parameters"),
+    "dp, parameters, fp16": Case("mesh.dp=2 data.shard=parameters train.precision=fp16"),
+    "dp, parameters, full": Case("mesh.dp=2 data.shard=parameters memory.recompute=full"),
+    "dp, parameters, lora": Case(f"mesh.dp=2 data.shard=parameters {LORA}"),
+    "dp, parameters, compiled": Case("mesh.dp=2 data.shard=parameters train.compile=true"),
+    "dp, parameters and states on host": Case(
+        "mesh.dp=2 data.shard=parameters memory.offload_parameters=true memory.offload_optimizer=host"
+    ),
+    "dp, everything on host": Case(
+        "mesh.dp=2 data.shard=parameters memory.offload_parameters=true memory.offload_optimizer=host "
+        "memory.offload_activations=true"
+    ),
+    "hsdp, optimizer": Case("mesh.dp=4 data.replicas=2 data.shard=optimizer"),
+    "hsdp, gradients": Case("mesh.dp=4 data.replicas=2 data.shard=gradients"),
+    "hsdp, parameters": Case("mesh.dp=4 data.replicas=2 data.shard=parameters"),
+    "tp": Case("mesh.tp=2"),
+    "tp, shared kv heads": Case("mesh.tp=4"),
+    "tp, fp8": Case("mesh.tp=2 train.precision=fp8", layers=2),
+    "tp, lora": Case(f"mesh.tp=2 {LORA}"),
+    "tp, full": Case("mesh.tp=2 memory.recompute=full"),
+    "tp, selective": Case("mesh.tp=2 memory.recompute=selective"),
+    "tp, loss chunks": Case("mesh.tp=2 memory.loss_chunk=16"),
+    "tp, documents": Case("mesh.tp=2", documents=TEXTS),
+    "tp, few labels": Case("mesh.tp=2 data.sequence_length=512", labels=FEW),
+    "tp, compiled": Case("mesh.tp=2 train.compile=true"),
+    "tp, compiled, fp8": Case("mesh.tp=2 train.compile=true train.precision=fp8", layers=2),
+    "tp, gpt2": Case(f"mesh.tp=2 {GPT2}"),
+    "tp, dp, parameters": Case("mesh.tp=2 mesh.dp=2 data.shard=parameters"),
+    "tp, ep, optimizer": Case("mesh.tp=2 mesh.ep=2 data.shard=optimizer"),
+    "1f1b, first": Case("mesh.pp=2"),
+    "1f1b, last": Case("mesh.pp=2", rank=1),
+    "1f1b, middle": Case("mesh.pp=4", rank=1),
+    "1f1b, tied, first": Case("mesh.pp=2 model.tie_word_embeddings=true"),
+    "1f1b, tied, last": Case("mesh.pp=2 model.tie_word_embeddings=true", rank=1),
+    "1f1b, full": Case("mesh.pp=2 memory.recompute=full"),
+    "1f1b, gradients": Case("mesh.pp=2 mesh.dp=2 data.shard=gradients"),
+    "1f1b, compiled": Case("mesh.pp=2 train.compile=true"),
+    "gpipe, first": Case("mesh.pp=2 pipeline.schedule=gpipe"),
+    "gpipe, last": Case("mesh.pp=2 pipeline.schedule=gpipe", rank=1),
+    "interleaved, first": Case("mesh.pp=2 pipeline.schedule=interleaved pipeline.chunks=2"),
+    "interleaved, last": Case("mesh.pp=2 pipeline.schedule=interleaved pipeline.chunks=2", rank=1),
+    "tp, pp, dp, optimizer": Case("mesh.tp=2 mesh.pp=2 mesh.dp=2 data.shard=optimizer"),
+}
+"""Runs of which one rank is traced; the recipe has nothing but what is said."""
+
+
+@dataclass(frozen=True, order=True)
+class Launches:
+    """What a step launches on a rank.
+
+    Args:
+        step: Operators on the device; compiled code is one for each graph, forward and backward.
+        block: Those of one block more.
+        messages: Those that communicate.
+        uploads, downloads: Copies from and to the host.
+    """
+
+    step: int
+    block: int
+    messages: int
+    uploads: int
+    downloads: int
+
+
+def launches(case: Case) -> Launches:
+    """Trace two steps of a run, of which the second counts, and one of a run with a block more in each chunk.
+
+    Raises:
+        Fault: a step waits for the device; also errors of torch, where tensors are on different ones.
+    """
+    (first, second), chunks = trace(case, 2)
+    (deeper,), _ = trace(replace(case, layers=case.layers + 1), 1)
+    block, rest = divmod(deeper.launches.total() - first.launches.total(), chunks)
+    assert not rest, "the chunks' blocks launch different numbers"
+    counts = (second.messages, second.uploads, second.downloaded)
+    return Launches(second.launches.total(), block, *(count.total() for count in counts))
+
+
+def trace(case: Case, steps: int, fault: Callable[[Trainer], None] = lambda trainer: None) -> tuple[list[Watch], int]:
+    """(what each of some steps did, chunks on the rank).
+
+    Args:
+        case: The run.
+        steps: How many.
+        fault: Does something to the run before.
+    """
+    config = _config(case)
+    world = config.mesh.model_ranks * (config.mesh.dp or 1)
+    watches = []
+    torch._dynamo.reset()  # it compiles the same code for a few cases alone
+    with tempfile.TemporaryDirectory() as folder, fake_cuda.fake_cuda(world, case.rank):
+        config = replace(config, memory=replace(config.memory, offload_folder=folder)) if _in_file(config) else config
+        trainer = _trainer(config, Mesh.create(config.mesh.shape(world), DEVICE))
+        fault(trainer)
+        trouble = Trouble.none(DEVICE, config.optimizer.max_skipped)
+        for number in range(1, steps + 1):
+            batches = list(_batches(case, config))
+            with Watch(READS, DOWNLOADS, ONCE if number == 1 else frozenset()) as watch:
+                # As Trainer does it between two records.
+                stats = trainer.step(trainer._microbatches(batches, number), 1e-3, trouble.halted)
+                trouble.note(number, stats)
+            watches.append(watch)
+    return watches, config.pipeline.chunks
+
+
+def _config(case: Case) -> Config:
+    overrides = case.overrides.split()
+    model = [] if any("model.family" in each for each in overrides) else ["model.preset=llama-tiny"]
+    config = load(os.devnull, [*model, "data.sequence_length=32", "data.train=none", *overrides])
+    layers = case.layers * config.pipeline.chunks * config.mesh.pp
+    key = "n_layer" if config.model.get("family") == "gpt2" else "num_hidden_layers"
+    return replace(config, model=config.model | {key: layers})
+
+
+def _in_file(config: Config) -> bool:
+    return config.memory.offload_optimizer == "file"
+
+
+def _trainer(config: Config, mesh: Mesh) -> Trainer:
+    """As a rank makes it, but for data, checkpoints and initial values."""
+    corpora: Any = SimpleNamespace(train=None, validation=None, batches=lambda *arguments: None)
+    setup = Setup(config, configure(config.model), corpora, Start())
+    with (
+        patch.object(pretrain, "load_into", lambda *arguments: None),
+        patch.object(pretrain, "Saver", lambda *arguments: Mock()),
+        # What the buffer of a file holds does not matter, but that there is memory for it does.
+        patch.object(torch.Tensor, "numpy", lambda tensor: aligned_memory(tensor.nbytes)),
+    ):
+        return pretrain.trainer_of(setup, mesh, Control(mesh, None))
+
+
+def _batches(case: Case, config: Config) -> Iterator[Batch]:
+    length, rng = config.data.sequence_length, np.random.default_rng(0)
+    for _ in range(2 * config.mesh.pp):
+        labels = np.where(np.arange(length) < case.labels * length, 1, IGNORE)[None]
+        yield Batch(rng.integers(0, 512, (1, length)), labels, np.arange(length)[None], case.documents)
+
+
+# -- the table
+
+TABLE = Path(__file__).with_name("launches.txt")
+HOW = "python tests/cuda/steps.py --write"
+
+
+def read() -> tuple[str, dict[str, Launches]]:
+    """(the torch that it was counted with, {case: what it may launch})."""
+    version, _, *lines = TABLE.read_text().splitlines()
+    rows = (line.rsplit(maxsplit=len(_COLUMNS)) for line in lines)
+    return version.removeprefix("torch "), {name: Launches(*map(int, numbers)) for name, *numbers in rows}
+
+
+def table(rows: Mapping[str, Launches]) -> str:
+    """The rows under each other."""
+    width = max(map(len, rows))
+    lines = [" " * width + "".join(f"{column:>11}" for column in _COLUMNS)]
+    lines += [f"{name:{width}}" + "".join(f"{n:11}" for n in astuple(row)) for name, row in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def excess(name: str, row: Launches, allowed: Launches) -> list[str]:
+    """What a case launches more than it may."""
+    return [
+        f"{name}: {column} {now}, {before} in {TABLE.name}"
+        for column, now, before in zip(_COLUMNS, astuple(row), astuple(allowed), strict=True)
+        if now > before
+    ]
+
+
+_COLUMNS = tuple(field.name for field in fields(Launches))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help="some of them; all without")
+    parser.add_argument("--write", action="store_true", help="all of them into launches.txt")
+    arguments = parser.parse_args()
+    fake_cuda.pretend()
+    found = {name: launches(CASES[name]) for name in (not arguments.write and arguments.cases) or CASES}
+    print(table(found), end="")
+    if arguments.write:
+        TABLE.write_text(f"torch {torch.__version__.partition('+')[0]}\n{table(found)}")
+    else:
+        allowed = read()[1]
+        for name, row in found.items():
+            print(*excess(name, row, allowed[name]), sep="\n", end="")
+    sys.stdout.flush()
+    os._exit(0)  # what C++ takes down at an end is not made for this
+
+
+if __name__ == "__main__":
+    main()
