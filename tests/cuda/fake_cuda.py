@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -153,9 +151,13 @@ class _Graphs:
         self.calls = self.running = 0
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        from torch._dynamo.backends.common import aot_autograd  # a second of imports
+
         return aot_autograd(fw_compiler=self._part, bw_compiler=self._part)(graph, inputs)
 
     def _part(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        from torch._functorch.aot_autograd import make_boxed_func
+
         def run(*arguments: Any) -> Any:
             self.calls += 1
             self.running += 1
@@ -179,6 +181,7 @@ def fake_cuda(world: int = 1, rank: int = 0) -> Iterator[None]:
         (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         (torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3"),
         (torch.cuda, "set_device", lambda device: None),
+        (torch.cuda, "set_sync_debug_mode", lambda mode: None),
         (torch.cuda, "synchronize", lambda device=None: None),
         (torch.cuda, "Stream", _Anything),
         (torch.cuda, "Event", _Anything),
@@ -221,7 +224,7 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(
-        self, reads: Mapping[str, Any], downloads: frozenset[str], waits: frozenset[str] = frozenset()
+        self, reads: Mapping[str, Any], downloads: Container[str], waits: Container[str] = frozenset()
     ) -> None:
         super().__init__()
         self._reads, self._downloads, self._waits = reads, downloads, waits

@@ -1,0 +1,103 @@
+"""The program for the first minutes with a GPU runs, tiny and on a CPU; what it finds, only a GPU can tell."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu_first
+from benchmarks.gpu import profile, rows, work
+from benchmarks.gpu.rows import Machine, Row
+
+TINY = Machine.of("cpu", tiny=True)
+RUN = ("ceilings", "correctness", "waits", "1b: ours", "1b: Hugging Face", "1b: ours, compiled", "profile 1b")
+
+
+def test_a_call_takes_six_minutes_at_most() -> None:
+    seconds = Counter[int]()
+    for section in gpu_first.SECTIONS.values():
+        seconds[section.call] += section.limit
+    assert sorted(seconds) == [1, 2, 3, 4, 5]
+    assert max(seconds.values()) <= gpu_first.CALL_S
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_a_section_runs(name: str, tmp_path: Path) -> None:
+    gpu_first.run(name, TINY, tmp_path)
+    found = rows.read(tmp_path / gpu_first.ROWS)[name]
+    assert found and not [row for row in found if row.good is False]
+
+
+def test_a_run_is_resumed_to_the_same_losses(tmp_path: Path) -> None:
+    gpu_first.run("pretraining", TINY, tmp_path)
+    found = {row.what: row for row in rows.read(tmp_path / gpu_first.ROWS)["pretraining"]}
+    assert found["resumed at half of it: losses apart"].measured == 0
+    assert all(row.good is not False for row in found.values())
+
+
+def test_steps_of_the_peers_begin_like_ours() -> None:
+    """With the loss of a model that knows nothing, and a lower one on the same tokens later."""
+    shape, device = work.SHAPES["tiny"], torch.device("cpu")
+    for step in (
+        work.ours(shape, device, work.Way()),
+        work.like_torchtitan(shape, device, compiled=False),
+        work.hugging_face(shape, device, compiled=False),
+    ):
+        losses = [step().item() for _ in range(4)]
+        assert losses[0] == pytest.approx(math.log(512), rel=0.02)
+        assert losses[-1] < losses[0]
+
+
+def test_what_is_missing_is_skipped_and_said(tmp_path: Path) -> None:
+    """On a machine with torch, numpy and einops alone; nothing else is imported before it is needed."""
+    for name in ("pydantic", "omegaconf", "transformers"):
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('there is no {name} here')")
+    arguments = ("--device", "cpu", "--tiny", "--out", str(tmp_path), "--run", "pretraining")
+    command = [sys.executable, gpu_first.__file__, *arguments]
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}, cwd=tmp_path)
+    (row,) = rows.read(tmp_path / gpu_first.ROWS)["pretraining"]
+    assert row.note in ("skipped: there is no omegaconf here", "skipped: there is no pydantic here")
+
+
+def test_a_section_that_takes_too_long_is_ended_and_said(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(out=tmp_path, device="cpu", tiny=True)
+    # What it has found before it is run again is forgotten.
+    for name in ("ceilings", "waits"):
+        (tmp_path / gpu_first.ROWS).open("a").write(rows.write(name, Row("before")))
+    gpu_first.in_a_process("ceilings", 0.01, arguments)
+    found = rows.read(tmp_path / gpu_first.ROWS)
+    assert found["waits"] == [Row("before")]
+    assert found["ceilings"] == [Row("ceilings", good=False, note="it took longer than 0.01 s: see log.txt")]
+
+
+def test_the_table_ends_with_what_is_bad(tmp_path: Path) -> None:
+    found = [Row("speed", 50.0, 100.0, "tokens/s"), Row("weights", 1e-9, 0.0, "", False), rows.skipped("fp8", "none")]
+    (tmp_path / gpu_first.ROWS).write_text("".join(rows.write("a", row) for row in found))
+    lines = gpu_first.show([tmp_path]).splitlines()
+    assert lines[1].split() == ["speed", "50.000", "100.000", "0.50x", "tokens/s"]
+    assert lines[3].split() == ["fp8", "skipped:", "none"]
+    assert lines[5] == "1 of 3 rows are bad:" and "BAD" in lines[-1] and "weights" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    {
+        "nvjet_tst_256x128_64x4_2x1_v_bz_coopA_TNN": "products",
+        "void pytorch_flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel": "attention",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>": "elementwise",
+        "Memcpy HtoD (Pinned -> Device)": "copies and casts",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp>": "sums",
+        "void (anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
+        "something new": "others",
+    }.items(),
+)
+def test_kernels_are_grouped_by_their_names(kernel: str, group: str) -> None:
+    assert profile.group(kernel) == group
