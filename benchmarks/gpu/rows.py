@@ -99,6 +99,7 @@ class Machine:
     @classmethod
     def of(cls, kind: str, tiny: bool) -> Machine:
         device = claim(kind, 0)
+        torch.set_num_threads(1)  # what a CPU computes here is tiny
         if device.type == "cpu":
             # Round numbers of a small machine, as `megacore plan --gpu cpu` has them.
             return cls(device, tiny, Device("A10G", None, 16e9, 50e9, 5e9, 1e9, 50e9))

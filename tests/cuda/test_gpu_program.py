@@ -10,13 +10,13 @@ from typing import Any
 import fake_cuda
 import pytest
 import torch
-from test_trace import in_a_process
+from test_trace import in_a_process, pytestmark
 
 from benchmarks.gpu import correctness
 from benchmarks.gpu.rows import Machine
 from benchmarks.gpu_first import SECTIONS
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real GPU: run it there")
+__all__ = ["pytestmark"]
 
 NUMBERS = ("correctness", "repeats", "pretraining")
 """Sections that read numbers, which fake tensors have not."""
