@@ -150,7 +150,7 @@ class _Graphs:
     def __init__(self) -> None:
         self.calls = self.running = 0
 
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any], **options: object) -> Any:
         from torch._dynamo.backends.common import aot_autograd  # a second of imports
 
         return aot_autograd(fw_compiler=self._part, bw_compiler=self._part)(graph, inputs)
@@ -247,6 +247,10 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        name = op._schema.name.partition("::")[2]
+        if op.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
+            self.messages[name] += 1
+            return op(*args, **kwargs)
         if _graphs.running:
             return op(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -263,10 +267,7 @@ class Watch(TorchDispatchMode):
             out = op(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise Fault(f"{place()}: the host waits for {error.func}") from error
-        name = op._schema.name.partition("::")[2]
-        if op.namespace == "c10d":
-            self.messages[name] += 1
-        elif op in (aten.copy_.default, aten._to_copy.default):
+        if op in (aten.copy_.default, aten._to_copy.default):
             self._copy(name, *((args[1], args[0]) if op is aten.copy_.default else (args[0], out)), kwargs, args)
         elif any(map(_on_device, given)) and any(x.device.type == "cpu" and x.dim() for x in given):
             raise Fault(f"{place()} gives {name} a tensor of the host beside one of the device")
