@@ -77,6 +77,8 @@ class Control:
 
     def tell(self, here: object) -> Any:
         """What rank 0 gives, on all. It travels as JSON."""
+        if not self.levels:
+            return here
         data = torch.frombuffer(bytearray(json.dumps(here).encode()), dtype=torch.uint8)
         for group in reversed(self.levels):
             size = torch.tensor(len(data))

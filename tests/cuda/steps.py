@@ -243,7 +243,7 @@ def _trainer(config: Config, mesh: Mesh) -> Trainer:
         # What the buffer of a file holds does not matter, but that there is memory for it does.
         patch.object(torch.Tensor, "numpy", lambda tensor: aligned_memory(tensor.nbytes)),
     ):
-        return pretrain.trainer_of(setup, mesh, Control(mesh, None))
+        return pretrain.trainer_of(setup, mesh, Control.create(Mesh.single()))
 
 
 def _batches(case: Case, config: Config) -> Iterator[Batch]:
