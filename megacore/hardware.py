@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,15 +16,37 @@ from megacore.plan.devices import PEAK_TFLOPS
 
 
 def claim(kind: str, number: int) -> torch.device:
-    """Make a device this process's own, of GPUs the one with this number; its matrix products are summed in fp32."""
+    """Make a device this process's own, of GPUs the one with this number; its matrix products are summed in fp32.
+
+    The process stays on the CPUs that are near a GPU: launches, pinned memory and offloaded states cross no socket.
+    """
     if kind != "cuda":
         return torch.device(kind)
     device = torch.device(kind, number)
     torch.cuda.set_device(device)
+    stay_on(near(device))
     # By default parts of a sum may be added in the dtype of the product.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     return device
+
+
+def near(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
+    """The CPUs on the NUMA node of a GPU; none where the system does not say."""
+    at: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack these
+    found = devices / f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0" / "local_cpulist"
+    try:
+        spans = [span.split("-") for span in found.read_text().strip().split(",") if span]
+    except OSError:
+        return set()
+    return {cpu for span in spans for cpu in range(int(span[0]), int(span[-1]) + 1)}
+
+
+def stay_on(cpus: set[int]) -> None:
+    """Run on these CPUs alone, as far as this process may: threads from here on, and no more of torch's than CPUs."""
+    if sys.platform == "linux" and (own := cpus & os.sched_getaffinity(0)):
+        os.sched_setaffinity(0, own)
+        torch.set_num_threads(min(torch.get_num_threads(), len(own)))
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:

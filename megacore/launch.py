@@ -26,12 +26,14 @@ OPTIONS = {
 #
 # Tensor, data and pipeline parallel messages each have a CUDA stream. With fewer hardware queues than streams a message
 # that waits could hold up the kernels that it waits for. So could the first use of a kernel, were it loaded only then:
-# that waits for the device.
+# that waits for the device. And so does memory that is freed because what is free is in pieces, none large enough:
+# segments that expand are not in pieces.
 VARIABLES = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",
     "CUDA_MODULE_LOADING": "EAGER",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 """Of the environment of each rank, where it does not say otherwise."""
 

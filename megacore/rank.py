@@ -65,6 +65,8 @@ def join(here: Here, kind: str, timeout: timedelta) -> None:
     """Make the process group of all ranks, on one kind of device; each waits for another for ``timeout`` at most."""
     import torch.distributed as dist
 
+    from parallel.mesh import urgent
+
     if here.world == 1:
         return
     store = os.environ.get(STORE)
@@ -76,6 +78,7 @@ def join(here: Here, kind: str, timeout: timedelta) -> None:
         rank=here.rank,
         world_size=here.world,
         timeout=timeout,
+        pg_options=urgent(timeout) if kind == "cuda" else None,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import signal
 import time
@@ -47,8 +48,23 @@ _TOGETHER = 64
 _AGAIN_S = 30
 """Between two tries to save the end of a run."""
 
+COLLECT_EVERY = 50
+"""Steps between collections of Python's garbage."""
+
 WINDOW = 100
 """Steps among which at most ``optimizer.max_skipped`` may be left out."""
+
+
+@contextmanager
+def _collecting_together() -> Iterator[None]:
+    """Python collects no garbage by itself: a host stands still for it, each rank's at another time, and all wait."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 class NonFinite(RuntimeError):
@@ -196,7 +212,7 @@ class Trainer:
         step = first = self.start.step
         if first >= total:
             return first
-        with prefetch(self.batches.steps(self.start.samples)) as ahead:
+        with prefetch(self.batches.steps(self.start.samples)) as ahead, _collecting_together():
             for step, batch in enumerate(ahead, start=first + 1):
                 self.at = step
                 lr = learning_rate(step, config.schedule, config.optimizer.lr, total)
@@ -215,6 +231,8 @@ class Trainer:
                     with meter.paused():
                         loss = self.validation_loss()
                         self._write(step, {"validation_loss": loss, "validation_perplexity": perplexity(loss)})
+                if step % COLLECT_EVERY == 0:
+                    gc.collect(1)
                 if stopping:
                     break
         self._tolerate(self.saver.finish)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,17 @@ class Group:
 
 
 ALONE = Group((0,), 0, None)
+
+
+def urgent(timeout: timedelta) -> Any:
+    """Options of a process group of NCCL: its kernels run on a stream of high priority.
+
+    They take few of the device's units. But behind a product that fills the device they would wait for some, and who
+    waits for the message would wait for the product.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns where it is not that of the group
+    return options
 
 
 @dataclass
@@ -176,8 +187,10 @@ class Mesh:
         torch names such a group by its ranks and by how many groups the process has, so all ranks must always have as
         many: one that is in none of several makes a group of itself.
         """
+        nccl = backend is None and self.device.type == "cuda" and dist.get_backend() == "nccl"
+        options = urgent(self.timeout) if nccl else None
         made: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout=self.timeout, backend=backend, use_local_synchronization=True
+            list(ranks), timeout=self.timeout, backend=backend, pg_options=options, use_local_synchronization=True
         )
         return made
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from megacore.hardware import PEAK_TFLOPS, claim, peak_memory_gib, peak_tflops
+from megacore import hardware
+from megacore.hardware import PEAK_TFLOPS, claim, near, peak_memory_gib, peak_tflops, stay_on
 
 CUDA = torch.device("cuda", 0)
 
@@ -67,6 +72,7 @@ def test_peak_memory_counts_what_is_let_go_too() -> None:
 def test_products_on_a_gpu_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """By default torch lets cuBLAS add parts of a sum in less."""
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(hardware, "near", lambda device: set())
     matmul = torch.backends.cuda.matmul
     before = getattr(matmul, name)
     setattr(matmul, name, True)
@@ -75,3 +81,26 @@ def test_products_on_a_gpu_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch, n
         assert claim("cuda", 3) == torch.device("cuda", 3) and not getattr(matmul, name)
     finally:
         setattr(matmul, name, before)
+
+
+def test_cpus_near_a_gpu_are_those_of_its_numa_node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    at = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: at)
+    assert near(CUDA, tmp_path) == set()
+    listed = tmp_path / "0000:c1:00.0" / "local_cpulist"
+    listed.parent.mkdir()
+    for text, cpus in (("0-3,8,10-11\n", {0, 1, 2, 3, 8, 10, 11}), ("\n", set())):
+        listed.write_text(text)
+        assert near(CUDA, tmp_path) == cpus
+
+
+def test_a_process_stays_on_cpus_that_it_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    stays, threads = list[set[int]](), list[int]()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 4}, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cpus: stays.append(cpus), raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    for near_it in ({0, 1, 2, 3}, {0, 1}, set[int]()):
+        stay_on(near_it)
+    assert (stays, threads) == ([{2, 3}], [2])

@@ -132,6 +132,7 @@ def test_a_run_is_started_on_as_many_ranks_as_its_mesh_takes(launched: Launched,
     assert given["environment"]["MALLOC_TRIM_THRESHOLD_"] == "5"
     assert given["environment"]["MALLOC_MMAP_THRESHOLD_"] == str(1 << 30)
     assert given["environment"]["CUDA_MODULE_LOADING"] == "EAGER"
+    assert given["environment"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
 
 def test_the_environment_says_how_many_and_where(launched: Launched, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from types import MethodType
 
@@ -461,6 +463,24 @@ def test_the_recipe_s_memory_arrives(recipe: str, monkeypatch: pytest.MonkeyPatc
     head = trainer(recipe, overrides).model.chunks[-1].head
     assert head is not None and head.losses.chunk == 3
     assert arrived == [Activations("selective", offload=True)]
+
+
+# -- the host
+
+
+def test_all_ranks_collect_garbage_at_the_same_steps(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, seen = trainer(recipe, ["train.steps=5", "evaluate.every=0"]), list[bool | int]()
+    backward = made.step.backward
+
+    def noted(microbatches: Sequence[Microbatch]) -> Stats:
+        seen.append(gc.isenabled())
+        return backward(microbatches)
+
+    monkeypatch.setattr(made.step, "backward", noted)
+    monkeypatch.setattr("megacore.trainer.COLLECT_EVERY", 2)
+    monkeypatch.setattr(gc, "collect", seen.append)
+    made.run()
+    assert seen == [False, False, 1, False, False, 1, False] and gc.isenabled()
 
 
 # -- compiled blocks

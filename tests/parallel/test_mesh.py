@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +17,7 @@ from pool import Pool
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megacore.optimizer import Optimizer
+from megacore.rank import Here, join
 from megacore.step import TrainStep
 from models.assemble import Model
 from models.decoder import Microbatch
@@ -25,6 +27,31 @@ from parallel.layout import MeshShape
 from parallel.mesh import Mesh, in_rounds
 from parallel.pipeline.run import Pipeline
 from parallel.zero import Shard, divide, sharing
+
+
+class NCCL:
+    """Stands for torch's, which a build for CPUs has not."""
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool) -> None:
+            self.urgent, self._timeout = is_high_priority_stream, timedelta(0)
+
+
+def test_every_group_of_nccl_has_urgent_streams_and_the_one_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[dict[str, Any]]()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NCCL, raising=False)
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **given: made.append(given))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: made.append(given))
+    minutes = timedelta(minutes=7)
+    join(Here(0, 2, 0, 2, True), "cuda", minutes)
+    Mesh(MeshShape(dp=2), 0, torch.device("cuda", 0), minutes)._new_group((0, 1))
+    assert [(each["timeout"], each["pg_options"].urgent, each["pg_options"]._timeout) for each in made] == [
+        (minutes, True, minutes)
+    ] * 2
+    join(Here(0, 2, 0, 2, True), "cpu", minutes)
+    Mesh(MeshShape(dp=2), 0, torch.device("cpu"), minutes)._new_group((0, 1))
+    assert [(each["timeout"], each["pg_options"]) for each in made[2:]] == [(minutes, None)] * 2
 
 
 def connected_in_a_step(shape: MeshShape, shard: Shard, replicas: int) -> tuple[int, list[str]]:
