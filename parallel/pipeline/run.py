@@ -139,6 +139,8 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         check_choice("schedule", self.schedule, SCHEDULES)
+        self.on: Any = torch.get_device_module(self.mesh.device)
+        self.receiving = self.on.Stream()
 
     def train(self, microbatches: Sequence[Microbatch], scale: Tensor) -> Tensor:
         """Forward and backward of a step; gradients accumulate on the parameters.
@@ -214,8 +216,6 @@ class _Run:
         # has no edge where the first chunk trains nothing.
         self.alive: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
         self.local: dict[tuple[Direction, Message], Tensor] = {}
-        self.on: Any = torch.get_device_module(mesh.device)
-        self.receiving = self.on.Stream()
         self.inboxes: dict[Direction, Inbox] = {}
         self.outboxes: dict[Direction, Outbox] = {}
         if self.stages > 1:
@@ -256,11 +256,11 @@ class _Run:
         that is launched, the memory is that of nobody who runs later."""
         for direction, message in self.requests[position]:
             self.inboxes[direction].make_room(message)
-            self.receiving.wait_stream(self.on.current_stream())
+            self.pipeline.receiving.wait_stream(self.pipeline.on.current_stream())
 
     def _ask(self) -> None:
         for inbox in self.inboxes.values():
-            with self.on.stream(self.receiving):
+            with self.pipeline.on.stream(self.pipeline.receiving):
                 inbox.post()
 
     def _forward(self, chunk: int, m: int) -> None:
