@@ -15,7 +15,7 @@ from typing import Any
 from megacore.config import Config, ConfigError, Corpus, load
 from megacore.plan.devices import DEVICES, Device
 from megacore.plan.fit import MARGIN, Candidate, fit
-from megacore.plan.memory import TERMS, Memory, memory
+from megacore.plan.memory import COMMUNICATOR, TERMS, Memory, groups, memory
 from megacore.plan.of_config import setting_of
 from megacore.plan.setting import Setting
 from megacore.plan.state import Held
@@ -211,6 +211,12 @@ def _memory(plan: Plan) -> Iterator[str]:
         f"  The fullest ranks are those of stage {most.stage}: {_gb(most.peak)} GB, most of it {most.largest} "
         f"({_gb(most.terms[most.largest])} GB). It {fits} {_gb(room)} GB less {MARGIN:.0%}."
     )
+    number = groups(plan.setting)
+    if number and plan.setting.device == "cuda":
+        yield (
+            f"  Of these {_gb(room * MARGIN)} GB NCCL takes about {_gb(number * COMMUNICATOR)} GB, for the {number} "
+            f"group{'s' * (number > 1)} of a rank (an assumption, not measured)."
+        )
     if most.host:
         yield f"  In host memory, for each rank: {_gb(most.host)} GB."
     if most.disk:

@@ -90,6 +90,42 @@ def _covers(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return one[0] == other[0] and all(a >= b for a, b in zip(one, other, strict=True))
 
 
+COMMUNICATOR = 500_000_000
+"""Bytes that NCCL takes for a group, beside what torch allocates. It depends on links and versions, and nothing here
+has measured it: others have seen 0.54 to 0.69 GB on an A100 with NVLink (github.com/NVIDIA/nccl/issues/964)."""
+
+
+def groups(setting: Setting) -> int:
+    """The most groups that a rank talks in, each of which is a communicator of NCCL: those of the mesh, the channels of
+    the pipeline, and who holds the same of some piece, or shares it out."""
+    mesh = setting.layout.mesh
+    return max(len(_groups(setting, rank)) for rank in mesh.ranks(dp=(0,), ep=(0,), cp=(0,))) + 4 * (mesh.pp > 1)
+
+
+def _groups(setting: Setting, rank: int) -> set[tuple[int, ...]]:
+    layout, mesh = setting.layout, setting.layout.mesh
+    found = {mesh.along(rank, *dims) for dims in (("tp",), ("dp", "ep", "cp"), mesh.DIMS)}
+    sets = {
+        layout.replicas(shard, label)
+        for shard in layout.shards(mesh.place(rank))
+        for label in shard.param.sentence.labels
+    }
+    if setting.shard == "none":
+        return {ranks for ranks in found | sets if len(ranks) > 1}
+
+    def part(other: int) -> tuple[int, int]:
+        """Who shares with whom: ranks of one stage, of one group of replicas."""
+        place = mesh.place(other)
+        return place.pp, place.dp * setting.replicas // mesh.dp
+
+    for ranks in sets:
+        own = tuple(other for other in ranks if part(other) == part(rank))
+        at = own.index(rank)
+        parts = {part(other): [each for each in ranks if part(each) == part(other)] for other in ranks}
+        found |= {own, tuple(sorted(each[at] for each in parts.values()))}
+    return {ranks for ranks in found if len(ranks) > 1}
+
+
 def memory(setting: Setting, held: Held) -> tuple[Memory, ...]:
     """Of every stage, whose ranks hold what they hold."""
     act = Activations(setting, held)

@@ -437,6 +437,7 @@ def test_every_recipe_has_a_plan(recipe: str, capsys: pytest.CaptureFixture[str]
     assert main(["plan", str(RECIPES / f"{recipe}.yaml"), "--gpu", gpu, "--world", "4" if gpu == "cpu" else "8"]) == 0
     out = capsys.readouterr().out
     assert "Memory at the peak" in out and "A step is estimated" in out
+    assert ("NCCL takes about" in out) == (gpu != "cpu")
 
 
 def test_the_plan_of_adapters_needs_no_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,13 +8,15 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import Pool
 from resident_home import resident
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracked import Tracked
 
 from megacore.optimizer import Optimizer
-from megacore.plan.memory import TERMS, Memory, memory
+from megacore.plan.memory import TERMS, Memory, groups, memory
 from megacore.plan.setting import SHARDS, Recompute, Setting, Shard, Widths
 from megacore.plan.state import Held
 from megacore.states.home import MOMENTS
@@ -272,3 +274,26 @@ def test_the_peak_of_a_step_is_what_the_plan_says(pool: Pool, world: int, cases:
             if plan[stage].peak != pytest.approx(peak, rel=0.1):
                 wrong.append((case, stage, peak, plan[stage]))
     assert not wrong, "\n".join(f"{c}, stage {s}: {p:,} bytes, planned {m.peak:,}: {m}" for c, s, p, m in wrong)
+
+
+GROUPS = [
+    Case(MeshShape(dp=2)),
+    Case(MeshShape(tp=2, dp=2), shard="parameters"),
+    Case(MeshShape(pp=2, dp=2), tied=True),
+    Case(MeshShape(tp=2, pp=2, dp=2), tied=True, shard="optimizer"),
+    Case(MeshShape(tp=2, dp=4), shard="gradients", replicas=2),
+]
+
+
+@pytest.mark.parametrize("case", GROUPS, ids=str)
+def test_nccl_has_a_communicator_for_each_group_of_a_rank(case: Case) -> None:
+    """As many as the engine makes, on a mesh whose messages nobody answers."""
+    found, config = [], case.setting.model
+    for rank in range(case.mesh.world):
+        dist.init_process_group("fake", rank=rank, world_size=case.mesh.world, store=FakeStore())
+        mesh = Mesh.create(case.mesh)
+        model = Model.create(config, layout_of(config, case.mesh), mesh, torch.float32)
+        sharing(model.parameters, model.chunks, torch.float32, case.shard, case.replicas)
+        found.append(len(mesh._groups) + len(mesh._channels))
+        dist.destroy_process_group()
+    assert max(found) == groups(case.setting)
