@@ -35,7 +35,7 @@ LARGE: Mapping[str, Any] = {
 TINY: Mapping[str, Any] = {
     "model": {"preset": "llama-tiny"},
     "data": {"sequence_length": 32},
-    "batch": {"global_size": 2, "micro_size": 1},
+    "batch": {"global_size": 16, "micro_size": 8},
     "optimizer": {"lr": 1e-2},
 }
 
@@ -48,7 +48,7 @@ def pretraining(machine: Machine) -> Iterator[Row]:
     except ImportError as error:
         yield skipped("pretraining", error)
         return
-    steps = 4 if machine.tiny else 40
+    steps = 12 if machine.tiny else 40
     base = TINY if machine.tiny else LARGE
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
