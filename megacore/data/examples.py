@@ -33,6 +33,7 @@ from megacore.data.text import Fault, InputError, Piece, Row
 from megacore.say import harmless
 from megacore.store.files import open_lock
 from megacore.store.publish import publish, write_file
+from megacore.store.strict_json import StoreError, read_json
 
 FORMAT = 1
 NAME, FACTS = "examples", "examples.json"
@@ -72,8 +73,11 @@ class Examples:
 
     def __init__(self, folder: Path) -> None:
         self._dataset = IndexedDataset(folder / NAME)
-        known = json.loads((folder / FACTS).read_text("utf-8"))
-        self.facts = Facts(**known | {"faults": tuple(known["faults"])})
+        try:
+            known = read_json(folder / FACTS, folder)
+            self.facts = Facts(**known | {"faults": tuple(known["faults"])})
+        except (StoreError, KeyError, TypeError) as error:
+            raise InputError(f"{folder} is not as it was prepared: remove it ({error})") from error
         self.count, self.lengths = self._dataset.documents, self._dataset.document_lengths()
 
     def example(self, index: int) -> tuple[Integers, npt.NDArray[np.bool_]]:

@@ -58,6 +58,21 @@ def test_examples_come_back_with_what_counts(tmp_path: Path, files: ModelFiles) 
     assert (found.facts.cut, found.facts.dropped, found.facts.skipped) == (0, 0, 0)
 
 
+def test_prepared_examples_of_others_are_told(tmp_path: Path, files: ModelFiles) -> None:
+    """In the folder of a run that somebody else has made."""
+    path = write_jsonl(tmp_path / "a.jsonl", *SIZES)
+    prepared(path, files)
+    (folder,) = (tmp_path / "examples").glob("a-*")
+    for said in ("[]", '{"faults": 1}', '{"faults": [], "x": 1}', "[" * 9999):
+        (folder / module.FACTS).write_text(said)
+        with pytest.raises(InputError, match="is not as it was prepared: remove it"):
+            prepared(path, files)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="is a link"):
+        prepared(path, files)
+
+
 def test_what_is_too_long_is_cut_to_its_beginning(tmp_path: Path, files: ModelFiles) -> None:
     """A line keeps its first tokens while one of them counts; what would keep none that counts is dropped."""
     long = turns("hi", "a b c d e f g", "more", "never seen " * 20)
