@@ -35,7 +35,8 @@ def model(folder: Path, **options: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    return _load(AutoModelForCausalLM, folder, True, **options)
+    # A config may name an attention that would be fetched from the hub, code and all.
+    return _load(AutoModelForCausalLM, folder, True, attn_implementation="sdpa", **options)
 
 
 def _load(kind: Any, source: str | Path, local: bool, **options: Any) -> Any:

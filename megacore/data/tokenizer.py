@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +109,8 @@ def _end_token(folder: Path) -> str | None:
 
 def _load_slow(folder: Path) -> Tokenizer:
     try:
-        slow = pretrained.tokenizer(folder)
+        with _copied(folder) as files:
+            slow = pretrained.tokenizer(files)
     except StoreError as error:
         raise InputError(str(error)) from error
 
@@ -118,6 +121,19 @@ def _load_slow(folder: Path) -> Tokenizer:
         return encoded
 
     return Tokenizer(1 + max(slow.get_vocab().values()), slow.eos_token_id, encode_batch)
+
+
+@contextmanager
+def _copied(folder: Path) -> Iterator[Path]:
+    """A temporary folder that transformers loads the tokenizer of another one from, and nothing else."""
+    with tempfile.TemporaryDirectory(prefix="megacore-tokenizer-") as made:
+        for name, companion in companions(folder, folder).items():
+            copy_companion(companion, Path(made) / name, durable=False)
+        config = read_json(folder / "config.json", folder) if (folder / "config.json").is_file() else None
+        if isinstance(config, dict):
+            kind = {key: config[key] for key in ("model_type", "tokenizer_class") if key in config}
+            write_file(Path(made) / "config.json", json.dumps(kind).encode(), durable=False)
+        yield Path(made)
 
 
 def fetch(source: str, folder: Path) -> None:
@@ -138,8 +154,11 @@ def fetch(source: str, folder: Path) -> None:
             "Face hub (gpt2, org/name)"
         )
     try:
-        # Only what is no folder is a name, and asked for.
-        pretrained.tokenizer(source, hub=not Path(source).exists()).save_pretrained(folder)
+        if Path(source).exists():
+            with _copied(Path(source)) as files:
+                pretrained.tokenizer(files).save_pretrained(folder)
+        else:  # only what is no folder is a name, and asked for
+            pretrained.tokenizer(source, hub=True).save_pretrained(folder)
     except (OSError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"no tokenizer in {source}: {reason}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BufferedReader
@@ -36,6 +37,9 @@ COMPANIONS = (
 )
 """What text needs to become tokens and back, how to generate, and the terms of use, which licences want to see passed
 on. Not the model card: it describes the model that the weights were, with its results. And no code."""
+
+_NAMES = re.compile(r"auto_map|init_inputs|\w*_files?")
+"""Fields of a tokenizer's config that name code, or files wherever they are."""
 
 LARGEST = 256 << 20
 """Bytes of such a file; those of the largest tokenizers have a tenth of it."""
@@ -104,7 +108,7 @@ def companions(folder: Path, root: Path) -> Mapping[str, Companion]:
 
 
 def copy_companion(file: Companion, path: Path, durable: bool = True) -> None:
-    """Copy a companion into a folder; of a tokenizer's config, all but the name of code to load it with.
+    """Copy a companion into a folder; of a tokenizer's config, all but the names of code and files to load it with.
 
     Args:
         file: The companion.
@@ -117,8 +121,14 @@ def copy_companion(file: Companion, path: Path, durable: bool = True) -> None:
     data = file.read()
     if path.name == "tokenizer_config.json":
         found = parse_json(data, file.path)
-        if isinstance(found, dict) and found.pop("auto_map", None) is not None:
-            data = json.dumps(found, indent=2, ensure_ascii=False).encode() + b"\n"
+        named = (
+            {key for key in found if found[key] is not None and _NAMES.fullmatch(key)}
+            if isinstance(found, dict)
+            else ()
+        )
+        if named:
+            kept = {key: value for key, value in found.items() if key not in named}
+            data = (json.dumps(kept, indent=2) + "\n").encode()
     with os_errors(path):
         path.parent.mkdir(exist_ok=True)
     write_file(path, data, durable)

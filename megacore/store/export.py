@@ -26,6 +26,9 @@ Shard = tuple[str, tuple[Stored, ...]]
 SHARD_SIZE = "5GB"
 """Of a weight file, where nothing else is asked for."""
 
+CODE = ("auto_map", "attn_implementation")
+"""Fields that may name code, in the folder or on the hub."""
+
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{unit}": base**power
     for power, prefix in enumerate("KMGT", 1)
@@ -77,13 +80,13 @@ def texts(raw: Mapping[str, Any], shards: Sequence[Shard], dtypes: Mapping[str, 
 
 
 def config_json(raw: Mapping[str, Any]) -> bytes:
-    """A ``config.json`` with all fields of ``raw`` but the name of code, and a class to load where none is named.
+    """A ``config.json`` with all fields of ``raw`` but the names of code, and a class to load where none is named.
 
     Args:
         raw: Fields of a config of one of the families.
     """
     architecture = family(raw["model_type"]).CONFIG.architecture
-    raw = {key: value for key, value in raw.items() if key != "auto_map"}
+    raw = {key: value for key, value in raw.items() if key not in CODE}
     return _json({**raw, "architectures": raw.get("architectures") or [architecture]})
 
 

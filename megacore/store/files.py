@@ -14,7 +14,7 @@ from io import BufferedReader, BufferedWriter, FileIO
 from pathlib import Path
 
 _FOLDER: int = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY
-_KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFLNK: "link"}
+_KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe"}
 
 
 # -- to read
@@ -79,6 +79,8 @@ def _opened(path: Path, flags: int, name: str | None = None, folder: int | None 
 
 
 def _check_regular(found: os.stat_result, path: Path) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     if not stat.S_ISREG(found.st_mode):
         kind = _KINDS.get(stat.S_IFMT(found.st_mode), "device or socket")
         raise OSError(errno.EINVAL, f"is a {kind}, and no file", str(path))

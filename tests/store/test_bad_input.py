@@ -618,10 +618,13 @@ def test_companions_that_are_links_are_followed_and_others_left(given_folders: P
 def test_no_code_travels(given_folders: Path, tmp_path: Path) -> None:
     folder = tmp_path / "here"
     shutil.copytree(given_folders, folder)
-    code = {"auto_map": {"AutoTokenizer": ["stranger--code.T", None]}}
+    code = {"auto_map": {"AutoTokenizer": ["stranger--code.T", None]}, "attn_implementation": "stranger/kernel"}
+    files = {"init_inputs": ["/etc/passwd"], "vocab_file": "/etc/passwd", "fast_tokenizer_files": ["x"]}
     for at in ("hf", "ckpt/tokenizer"):
         (folder / at).mkdir(exist_ok=True)
-        (folder / at / "tokenizer_config.json").write_text(json.dumps({"eos_token": "é"} | code))
+        (folder / at / "tokenizer_config.json").write_text(
+            json.dumps({"eos_token": "é", "auto_map": code["auto_map"]} | files)
+        )
         for name in ("code.py", "adapter_model.bin", "README.md"):
             (folder / at / name).write_text("boom()")
     (folder / "ckpt/tokenizer/adapter_config.json").write_text("{}")
@@ -636,7 +639,7 @@ def test_no_code_travels(given_folders: Path, tmp_path: Path) -> None:
         assert not {"code.py", "adapter_model.bin", "adapter_config.json"} & {*os.listdir(folder / at)}
     for at in ("b", "c"):
         made = json.loads((folder / at / "config.json").read_text())
-        assert "auto_map" not in made and made["model_type"] == config["model_type"]
+        assert not code.keys() & made.keys() and made["model_type"] == config["model_type"]
 
 
 def test_many_jobs(given_folders: Path, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_what_is_exchanged_while_it_is_looked_at(
         return found
 
     monkeypatch.setattr(module.os.path, "realpath", racing)
-    with pytest.raises(OSError, match=r"Too many levels|Not a directory|is a link"):
+    with pytest.raises(OSError, match=r"Too many levels|Not a directory"):
         open_file(folder / ("a" if at == "a" else "inner/a"), folder)
 
 

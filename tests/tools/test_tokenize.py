@@ -14,6 +14,8 @@ import pytest
 from megacore.data import encode, text, tokenizer
 from megacore.data.corpus import Corpus
 from megacore.data.indexed import IndexedDataset
+from megacore.data.text import InputError
+from megacore.store.strict_json import StoreError
 from tools.tokenize import main
 
 TEXTS = ["def f(x):\n    return x + 1\n", "Zwölf Boxkämpfer 拳击手 🥊\r\n", "a <|endoftext|> b", "x" * 40]
@@ -122,6 +124,29 @@ def test_a_tokenizer_that_is_none_is_refused_in_words(trained, tmp_path, capsys,
     status, out = tokenize(tmp_path / "a.txt", tmp_path / "stranger")
     said = capsys.readouterr().err
     assert status == 1 and name in said and "\x1b" not in said and not out.exists()
+
+
+def test_files_that_a_tokenizer_names_are_not_read(tmp_path, monkeypatch):
+    """transformers is shown what is read of a folder, which names no file wherever it is, and no class of its own."""
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "secret.py").touch()
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"vocab_file": "/etc/passwd", "init_inputs": ["x"], "eos_token": "x"}'
+    )
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "auto_map": {"AutoTokenizer": "secret.T"}}')
+    seen = []
+
+    def look(folder, hub=False):
+        assert not hub
+        seen.append({path.name: json.loads(path.read_text()) for path in folder.iterdir()})
+        raise StoreError("enough")
+
+    monkeypatch.setattr(tokenizer.pretrained, "tokenizer", look)
+    for use in (tokenizer.load, lambda folder: tokenizer.fetch(str(folder), tmp_path / "out")):
+        with pytest.raises(InputError, match="enough"):
+            use(tmp_path)
+    files = {"vocab.json": {}, "tokenizer_config.json": {"eos_token": "x"}, "config.json": {"model_type": "gpt2"}}
+    assert seen == [files, files]
 
 
 def test_names_that_are_no_text_are_told(trained, tmp_path, capsys):

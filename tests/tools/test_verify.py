@@ -247,6 +247,9 @@ def with_tokenizer(folder: Path, words: list[str]) -> Path:
 
 
 def test_texts_go_through_the_tokenizer(llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    """And transformers computes with its own attention, whatever is named for it to fetch."""
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "attn_implementation": "kernels-community/flash-attn"}))
     target = converted(with_tokenizer(llama, ["?", "the", "boats", "sea"]), tmp_path / "sharded")
     (tmp_path / "prompts").write_text("the sea the boats\n\nsea\n")
     status, facts = data(capsys, target, llama, "--prompts", tmp_path / "prompts", "--prompt", "boats the")
