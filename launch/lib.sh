@@ -36,6 +36,15 @@ make_venv() {
 # What an environment was installed from: when one of these changes, it is installed again.
 fingerprint() { { printf '%s\n' "$root"; cat "$root/pyproject.toml" "$constraints"; } | cksum; }
 
+# For CI: wheels alone, whose hashes are known. What is built is only Megacore itself, by what is installed by then.
+install_locked() {
+    local pip=("$python" -m pip install -q)
+    "${pip[@]}" --require-hashes --only-binary :all: --no-deps -r "$root/.ci/requirements.txt" &&
+        "${pip[@]}" --only-binary :all: -c "$root/constraints.txt" torch &&
+        "${pip[@]}" --no-deps --no-build-isolation -e "$root" &&
+        "$python" -m pip check
+}
+
 installed() { [[ -f "$venv/.megacore-$1" && "$(<"$venv/.megacore-$1")" == "$(fingerprint)" ]]; }
 
 install() {
@@ -43,11 +52,16 @@ install() {
     [[ "$kind" == dev ]] && wanted="$root[dev]"
     make_venv || return
     say "Installing into $venv (once; a few minutes)"
-    "$python" -m pip install -q -c "$constraints" -e "$wanted" >&2 || return
+    if [[ "$kind" == ci ]]; then
+        install_locked >&2 || return
+        kind=dev # it has all of that
+    else
+        "$python" -m pip install -q -c "$constraints" -e "$wanted" >&2 || return
+    fi
     fingerprint >"$venv/.megacore-$kind"
 }
 
-# prepare run | prepare dev: afterwards $python has Megacore, with the development tools for dev.
+# prepare run | dev | ci: afterwards $python has Megacore, with the development tools for dev; for ci, by hashes.
 prepare() {
     local kind="$1"
     if installed "$kind" || installed dev; then return; fi

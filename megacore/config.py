@@ -16,13 +16,15 @@ from typing import Annotated, Any, Literal
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from omegaconf.grammar_parser import OmegaConfGrammarParser, parse
 from pydantic import BeforeValidator, ConfigDict, Strict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from pydantic_core import ErrorDetails
 
+from megacore.references import ReferenceProblem, References, dotted, escaped
+from megacore.store.strict_json import StoreError, read_file
 from models.lora import Lora
 from models.tuning import Tuning
+from parallel import limits
 from parallel.layout import MeshShape
 
 # -- the sections of a recipe
@@ -339,7 +341,7 @@ class Config:
 
     def to_yaml(self) -> str:
         """A recipe that loads back as this very config."""
-        return OmegaConf.to_yaml(OmegaConf.create(asdict(self)))
+        return OmegaConf.to_yaml(OmegaConf.create(escaped(asdict(self))))
 
 
 SECTIONS = {
@@ -365,9 +367,9 @@ class ConfigError(ValueError):
     """Everything that is wrong with a config, at once."""
 
     def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
+        self.problems = tuple(map(limits.cut, problems))
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("\n".join([f"{count} in the config:", *_numbered(problems)]))
+        super().__init__("\n".join([f"{count} in the config:", *_numbered(self.problems)]))
 
 
 def _numbered(problems: Sequence[str]) -> Iterator[str]:
@@ -375,9 +377,6 @@ def _numbered(problems: Sequence[str]) -> Iterator[str]:
 
 
 # -- reading
-
-DEEPEST = 32
-"""Levels of lists and mappings in a recipe."""
 
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -391,17 +390,11 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     tree = _read(Path(recipe))
     problems = [problem for override in overrides for problem in _override(tree, override)]
     try:
-        # Before anything is resolved: the values end in config.yaml, in checkpoints and in messages.
-        if computed := list(_computed(OmegaConf.to_container(tree))):
-            raise ConfigError([*problems, *computed])
-        plain = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
-        deep = _depth(plain) > DEEPEST
+        plain = References(OmegaConf.to_container(tree, throw_on_missing=True)).resolved()
     except OmegaConfBaseException as error:
         raise ConfigError([*problems, f"{error.full_key}: {_first_line(error)}"]) from error
-    except RecursionError:
-        deep = True
-    if deep:
-        raise ConfigError([*problems, f"{recipe}: its references are nested more than {DEEPEST} levels deep"])
+    except ReferenceProblem as error:
+        raise ConfigError([*problems, str(error)]) from error
     assert isinstance(plain, dict)
     try:
         config = TypeAdapter(Config).validate_python({"out": f"runs/{Path(recipe).stem}", **plain})
@@ -414,11 +407,11 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def _read(recipe: Path) -> DictConfig:
     try:
-        text = recipe.read_text("utf-8")
+        text = read_file(recipe, limits.RECIPE).decode()
         _check_depth(text)
         tree = OmegaConf.load(StringIO(text))
-    except FileNotFoundError as error:
-        raise ConfigError([f"there is no recipe {recipe}"]) from error
+    except StoreError as error:
+        raise ConfigError([str(error) if recipe.exists() else f"there is no recipe {recipe}"]) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{recipe}:{mark.line + 1}:{mark.column + 1}" if mark else str(recipe)
@@ -444,35 +437,12 @@ def _override(tree: DictConfig, override: str) -> Iterator[str]:
 
 
 def _check_depth(text: str, depth: int = 0) -> None:
-    """ValueError for YAML that goes, from a depth, deeper than `DEEPEST`: what composes it can overflow the stack."""
+    """ValueError for YAML that goes, from a depth, deeper than the limit: what composes it can overflow the stack."""
     for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEEPEST:
+        if depth > limits.DEEPEST:
             line = event.start_mark.line + 1 if event.start_mark else 1
-            raise ValueError(f"line {line} is nested more than {DEEPEST} levels deep, and no recipe needs to be")
-
-
-def _depth(value: object) -> int:
-    """Levels of lists and mappings in a value."""
-    if not isinstance(value, dict | list):
-        return 0
-    return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
-
-
-def _computed(value: object, where: tuple[str | int, ...] = ()) -> Iterator[str]:
-    """What is wrong with each text that asks for more than another key's value, such as one of the environment."""
-    if isinstance(value, dict | list):
-        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _computed(each, (*where, key))
-    elif isinstance(value, str) and "${" in value:
-        names, waiting = set[str](), list[Any]([parse(value)])
-        while waiting:
-            node = waiting.pop()
-            waiting += getattr(node, "children", None) or ()
-            if isinstance(node, OmegaConfGrammarParser.InterpolationResolverContext):
-                names.add(node.resolverName().getText())
-        for name in sorted(names):
-            yield f"{_dotted(where)}: ${{{name}:...}} is not resolved: only ${{section.key}} is, another key's value"
+            raise ValueError(f"line {line} is nested more than {limits.DEEPEST} levels deep, and no recipe needs to be")
 
 
 def _first_line(error: Exception) -> str:
@@ -523,35 +493,31 @@ NO_CHOICE = {
 def _explain(error: ErrorDetails) -> str:
     where, kind, value = error["loc"], error["type"], error["input"]
     if kind == "unexpected_keyword_argument":
-        return f"{_dotted(where)}: unknown key; {_nearest(where)}"
+        return f"{dotted(where)}: unknown key; {_nearest(where)}"
     if kind == "missing":
-        return f"{_dotted(where)}: is missing"
+        return f"{dotted(where)}: is missing"
     if kind == "literal_error":
-        return f"{_dotted(where)}: got {value!r}, choose {error['ctx']['expected']}"
+        return f"{dotted(where)}: got {value!r}, choose {error['ctx']['expected']}"
     if kind in EXPECTED:
         keys = f" of {', '.join(_keys(where))}" if kind == "dataclass_type" else ""
-        return f"{_dotted(where)}: expected {EXPECTED[kind]}{keys}, got {value!r}"
-    return f"{_dotted(where)}: {error['msg']}, got {value!r}"
-
-
-def _dotted(where: Sequence[str | int]) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).removeprefix(".")
+        return f"{dotted(where)}: expected {EXPECTED[kind]}{keys}, got {value!r}"
+    return f"{dotted(where)}: {error['msg']}, got {value!r}"
 
 
 def _nearest(where: Sequence[str | int]) -> str:
     """The keys that an unknown one may have meant: what other trainers call so, its name in another section, else one
     spelled alike beside it."""
     *parents, key = where
-    if (how := NO_CHOICE.get(_dotted(where))) is not None:
+    if (how := NO_CHOICE.get(dotted(where))) is not None:
         return how
     beside = _keys(parents)
-    alike = difflib.get_close_matches(str(key), beside, n=1)
+    alike = difflib.get_close_matches(str(key)[:100], beside, n=1)
     elsewhere = [f"{name}.{key}" for name in SECTIONS if key in _keys([name])]
     named = [ours for ours, theirs in OTHER_NAMES.items() if key in theirs]
-    meant = named or elsewhere or [_dotted([*parents, name]) for name in alike]
+    meant = named or elsewhere or [dotted([*parents, name]) for name in alike]
     if meant:
         return f"did you mean {' or '.join(meant)}?"
-    return f"{_dotted(parents) or 'a recipe'} has {', '.join(beside)}"
+    return f"{dotted(parents) or 'a recipe'} has {', '.join(beside)}"
 
 
 def _keys(parents: Sequence[str | int]) -> list[str]:

@@ -22,6 +22,7 @@ from models import lora as lora_of
 from models.config import ModelConfig, ModelConfigError
 from models.lora import Lora
 from models.registry import configure, family
+from parallel import limits
 from parallel.fingerprint import spell
 from parallel.layout import MeshShape
 
@@ -228,7 +229,7 @@ def remarks(start: Start, config: Config, model: ModelConfig, mesh: MeshShape) -
         lines += [f"  {key} is {now[key]}, and was {brief(was[key])}" for key in changed if key.startswith(_TOLD)]
         if _drops(model) and any(key.startswith(_LAYOUT) for key in changed):
             lines.append("  the layout or microbatch has changed: dropout draws other masks than it would have drawn")
-    return lines
+    return [limits.cut(line) for line in lines]
 
 
 _TOLD = (

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 
 from models import choose
 from models.tuning import EVERYTHING, Tuning
+from parallel import limits
 from parallel.choices import nearest
 from parallel.schema import Param, Schema
 
@@ -98,8 +99,8 @@ class ModelConfigError(ValueError):
     """A model configuration that cannot be built; ``problems`` names all reasons."""
 
     def __init__(self, family: str, problems: Sequence[str]) -> None:
-        super().__init__(f"{family}: " + "; ".join(problems))
-        self.problems = list(problems)
+        self.problems = [limits.cut(problem) for problem in problems]
+        super().__init__(limits.cut(f"{family}: " + "; ".join(self.problems)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from models.config import ModelConfig, ModelConfigError
+from parallel import limits
 from parallel.choices import nearest
 
 if TYPE_CHECKING:
@@ -93,7 +94,11 @@ def build(config: ModelConfig, parameters: Parameters, chunk: int) -> Decoder:
 def _read_json(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(file.read_text())
+        with file.open("rb") as stream:
+            text = stream.read(limits.JSON + 1)
+        if len(text) > limits.JSON:
+            raise ValueError(f"it has more than {limits.JSON:,} bytes")
+        content = json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ModelConfigError("model", [f"cannot read {file}: {error}"]) from error
     if not isinstance(content, dict):

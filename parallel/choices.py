@@ -8,7 +8,8 @@ from difflib import get_close_matches
 
 def nearest(word: str, choices: Iterable[str]) -> str:
     """``": did you mean 'sequence'?"`` of the choice that is spelled most alike; empty where none is."""
-    found = get_close_matches(word, list(choices), n=1)
+    # What takes the square of a word's length to compare must not be given a word of megabytes.
+    found = get_close_matches(word[:100], list(choices), n=1)
     return f": did you mean {found[0]!r}?" if found else ""
 
 

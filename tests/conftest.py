@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The library uses no threads in processes that are forked from one that has used them, and says so unless told.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch

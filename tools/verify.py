@@ -121,7 +121,7 @@ def encode(folder: HuggingFace, texts: Sequence[str], most: int, multiple: int) 
         return [generator.integers(config.vocab_size, size=longest).tolist() for _ in TEXTS]
     texts = texts or TEXTS
     try:
-        encoded = load(path).encode(list(texts))
+        encoded = [ids.tolist() for ids in load(path).encode(list(texts))]
     except (InputError, OSError, ValueError) as error:
         raise StoreError(f"{path}: the tokenizer cannot be used: {error}") from error
     for text, ids in zip(texts, encoded, strict=True):

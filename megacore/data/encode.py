@@ -67,7 +67,7 @@ def encode(task: Task) -> Encoded:
         texts = [document for document in group if isinstance(document, str) and document]
         empty += group.count("")
         text_bytes += sum(len(document.encode()) for document in texts)
-        encoded += [np.array(ids + end, dtype) for ids in loaded.encode(texts)]
+        encoded += [np.append(ids, end).astype(dtype) for ids in loaded.encode(texts)]
     return Encoded(
         np.concatenate([np.empty(0, dtype), *encoded]),
         np.array([document.size for document in encoded], np.int64),

@@ -25,10 +25,9 @@ from tqdm import tqdm
 
 from megacore.config import ChatConfig
 from megacore.data import text
-from megacore.data.chat import BadExample, Passage, passage
 from megacore.data.encode import grouped, in_order
 from megacore.data.indexed import IndexedDataset, IndexedWriter, Integers
-from megacore.data.spelling import ModelFiles, Spelling, Tokens
+from megacore.data.spelling import Guarded, ModelFiles, Tokens
 from megacore.data.text import Fault, InputError, Piece, Row
 from megacore.say import harmless
 from megacore.store.files import open_lock
@@ -273,21 +272,24 @@ def _until_counted(tokens: Tokens) -> Tokens:
     return ids[:size], counted[:size]
 
 
-_load = lru_cache(maxsize=1)(Spelling)  # once in each process
+_load = lru_cache(maxsize=1)(Guarded)  # once in each process
 
 
 def prepare(task: Task) -> Prepared:
     """Prepares one task in this process."""
     spelling, made = _load(task.folder), _Made(task)
-    for group in grouped(_passages(task, spelling), _characters):
-        encoded = iter(spelling.encode([each[1] for each in group if not isinstance(each, Fault)]))
-        for each in group:
-            if isinstance(each, Fault):
-                made.skip(each)
-            elif (tokens := next(encoded))[1].any():
-                made.add(tokens)
+    rows = islice((row for piece in task.pieces for row in text.rows(piece)), task.most)
+    for group in grouped(rows, lambda row: 0 if isinstance(row, Fault) else row.size):
+        encoded = iter(spelling.examples([each for each in group if isinstance(each, Row)], task.chat.train_on))
+        for row in group:
+            found = row if isinstance(row, Fault) else next(encoded)
+            if isinstance(found, Fault):
+                made.skip(found)
+            elif found[1].any():
+                made.add(found)
             else:
-                made.skip(each[0].fault("the loss would count none of its tokens"))
+                assert isinstance(row, Row)
+                made.skip(row.fault("the loss would count none of its tokens"))
     return Prepared(
         np.concatenate([np.empty(0, np.int64), *made.tokens]),
         np.concatenate([np.empty(0, np.int64), *made.runs]),
@@ -295,19 +297,3 @@ def prepare(task: Task) -> Prepared:
         made.facts,
         sum(piece.size for piece in task.pieces),
     )
-
-
-def _passages(task: Task, spelling: Spelling) -> Iterator[tuple[Row, Passage] | Fault]:
-    rows = (row for piece in task.pieces for row in text.rows(piece))
-    for row in islice(rows, task.most):
-        if isinstance(row, Fault):
-            yield row
-            continue
-        try:
-            yield row, passage(row.values, lambda: spelling.template, task.chat.train_on)
-        except BadExample as error:
-            yield row.fault(str(error))
-
-
-def _characters(found: tuple[Row, Passage] | Fault) -> int:
-    return 0 if isinstance(found, Fault) else len(found[1].text)

@@ -170,7 +170,7 @@ class IndexedDataset:
             raise ValueError(
                 f"{index}: the bounds of its documents do not climb from 0 to its {self.sequences} sequences"
             )
-        end, scattered = int(self.pointers[0]) if self.sequences else 0, ""
+        end, total, scattered = int(self.pointers[0]) if self.sequences else 0, 0, ""
         for at in range(0, self.sequences, CHUNK):
             lengths, begins = self.lengths[at : at + CHUNK].astype(np.int64), self.pointers[at : at + CHUNK]
             ends = begins + width * lengths
@@ -189,7 +189,12 @@ class IndexedDataset:
                     f"{index} puts sequence {at + place} at byte {begins[place]} of {data.name}, and the one before it "
                     f"ends at {before[place]}"
                 )
-            end = int(ends[-1])
+            end, total = int(ends[-1]), total + int(lengths.sum())
+        if total > size // width:
+            raise ValueError(
+                f"{index} has sequences of {total} tokens in all, and {data.name} holds {size // width}: they overlap, "
+                "or the data is truncated or another's"
+            )
         return scattered
 
     def start(self, document: int) -> int:

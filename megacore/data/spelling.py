@@ -16,8 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore import pretrained
-from megacore.data.chat import BadExample, Message, Passage, Span, Template
-from megacore.data.text import InputError
+from megacore.data.chat import BadExample, Message, Passage, Span, Template, TrainOn, passage
+from megacore.data.text import Fault, InputError, Row
+from megacore.data.tokenizer import import_transformers
+from megacore.guard import Guard, GuardError
 from megacore.store.companions import Companion, copy_companion
 from megacore.store.publish import write_file
 from megacore.store.strict_json import StoreError
@@ -131,6 +133,44 @@ class Spelling:
                 counted[:1] = False
                 found[index] = np.array(ids, np.int64), counted
         return [each for each in found if each is not None]
+
+    def examples(self, rows: Sequence[Mapping[str, Any]], train_on: TrainOn) -> list[Tokens | str]:
+        """The tokens of the example in each row, or why there is none.
+
+        InputError if it takes a chat template, and there is none.
+        """
+        made: list[Passage | str] = []
+        for row in rows:
+            try:
+                made.append(passage(row, lambda: self.template, train_on))
+            except BadExample as error:
+                made.append(str(error))
+        encoded = iter(self.encode([each for each in made if isinstance(each, Passage)]))
+        return [next(encoded) if isinstance(each, Passage) else each for each in made]
+
+
+class Guarded:
+    """The tokenizer in a folder, held by another process, see `megacore.guard`. InputError as of Spelling."""
+
+    def __init__(self, folder: Path) -> None:
+        import_transformers()
+        try:
+            self._guard = Guard(lambda: Spelling(folder), (InputError,))
+        except GuardError as error:
+            raise InputError(f"the model's tokenizer cannot be loaded: {error}") from error
+
+    def examples(self, rows: Sequence[Row], train_on: TrainOn) -> list[Tokens | Fault]:
+        """The tokens of the example in each row, or why there is none.
+
+        InputError if the tokenizer or its template take too much for them, or there is no template for chats.
+        """
+        try:
+            found = self._guard.call("examples", [row.values for row in rows], train_on)
+        except GuardError as error:
+            more = f", or on one of the {len(rows) - 1:,} after it" if len(rows) > 1 else ""
+            reason = f"the model's tokenizer or chat template fails on it{more}: {error}"
+            raise InputError(str(rows[0].fault(reason))) from error
+        return [row.fault(each) if isinstance(each, str) else each for row, each in zip(rows, found, strict=True)]
 
 
 def counts(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:

@@ -6,6 +6,7 @@ A .jsonl file may be compressed (.jsonl.gz) where its rows are read.
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import sys
@@ -16,10 +17,11 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any, cast
+from typing import Any
 
 from megacore.say import err
 from megacore.store.files import leaves, open_file
+from parallel import limits
 
 WHOLE = (".txt", ".md", ".py")
 SUFFIXES = (*WHOLE, ".jsonl", ".parquet")
@@ -27,7 +29,10 @@ LINES = 4 * 2**20  # bytes of a piece of a .jsonl file
 
 
 class InputError(ValueError):
-    """The user's input is at fault; the message says what, where, and the way out."""
+    """The user's input is at fault; the message says what, where, and the way out; of a long one, the middle is cut."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(limits.cut(message))
 
 
 @dataclass(frozen=True)
@@ -53,24 +58,26 @@ class Fault:
 
     def __str__(self) -> str:
         if self.row is not None:
-            return f"{self.path}, row {self.row}: {self.reason}"
+            return limits.cut(f"{self.path}, row {self.row}: {self.reason}")
         if self.line_at is None:
-            return f"{self.path}: {self.reason}"
+            return limits.cut(f"{self.path}: {self.reason}")
         with _open(self.path) as file:
             line = 1 + sum(
                 file.read(min(2**20, self.line_at - at)).count(b"\n") for at in range(0, self.line_at, 2**20)
             )
-        return f"{self.path}, line {line}: {self.reason}"
+        return limits.cut(f"{self.path}, line {line}: {self.reason}")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a .jsonl file that begins at byte `line_at`, or row `row` of a table: an object with these values."""
+    """A line of a .jsonl file that begins at byte `line_at`, or row `row` of a table: an object with these values, of
+    about `size` bytes."""
 
     values: Mapping[str, Any]
     path: Path
     line_at: int | None = None
     row: int | None = None
+    size: int = 0
 
     def fault(self, reason: str) -> Fault:
         return Fault(self.path, reason, self.line_at, self.row)
@@ -126,19 +133,40 @@ def cut(path: Path) -> list[Piece]:
     if path.suffix == ".gz":
         return [Piece(path, 0, sys.maxsize, size)]
     parquet = _parquet()
-    try:
+    with _table_errors(path):
         metadata = parquet.read_metadata(path)
-    except ValueError as error:
-        raise InputError(f"{path} is no parquet file: {error}") from error
     groups = range(metadata.num_row_groups)
-    return [Piece(path, group, group + 1, metadata.row_group(group).total_byte_size) for group in groups]
+    pieces = [Piece(path, group, group + 1, metadata.row_group(group).total_byte_size) for group in groups]
+    if any(piece.size > _unpacked(path) for piece in pieces):
+        raise InputError(_too_much(path))
+    return pieces
+
+
+def _unpacked(path: Path) -> int:
+    """Bytes that a compressed file may become."""
+    return limits.LINE + limits.UNPACKED * path.stat().st_size
+
+
+def _too_much(path: Path) -> str:
+    how = "unpack it yourself, by gunzip," if path.suffix == ".gz" else "raise the limit in parallel/limits.py"
+    return f"{path} unpacks to more than {limits.UNPACKED} times its size, and text does not: {how} if you trust it"
+
+
+@contextmanager
+def _table_errors(path: Path) -> Iterator[None]:
+    """In this block what pyarrow says of a file that is damaged becomes an InputError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (ValueError, OSError, MemoryError, NotImplementedError) as error:
+        raise InputError(f"{path} is no parquet file that can be read: {error}") from error
 
 
 def documents(piece: Piece, text_key: str) -> Iterator[str | Fault]:
     """The documents of a piece: their text, or why there is none. InputError if a table has no column `text_key`."""
     if piece.path.suffix in WHOLE:
-        with _open(piece.path) as file:
-            yield _decoded(piece.path, file.read(), None)
+        yield _whole(piece.path)
     elif piece.path.suffix == ".jsonl":
         for at, line in _lines(piece):
             if line.strip():
@@ -159,19 +187,29 @@ def rows(piece: Piece) -> Iterator[Row | Fault]:
         for at, line in _lines(piece):
             if line.strip():
                 found = _object(piece.path, at, line)
-                yield found if isinstance(found, Fault) else Row(found, piece.path, at)
+                yield found if isinstance(found, Fault) else Row(found, piece.path, at, size=len(line))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"{piece.path} is no whole gzip file: {error}") from error
 
 
 def _table_rows(piece: Piece) -> Iterator[Row]:
     parquet = _parquet()
-    with parquet.ParquetFile(piece.path) as file:
+    with _table_errors(piece.path), parquet.ParquetFile(piece.path) as file:
         row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
-        for batch in file.iter_batches(row_groups=[piece.start]):
+        for batch in _batches(file, piece):
             for values in batch.to_pylist():
-                yield Row(values, piece.path, row=row)
+                yield Row(values, piece.path, row=row, size=batch.nbytes // batch.num_rows)
                 row += 1
+
+
+def _batches(file: Any, piece: Piece, columns: list[str] | None = None) -> Iterator[Any]:
+    """Some rows at a time. InputError where a few values are so many rows that they were no text."""
+    most = _unpacked(piece.path)
+    for batch in file.iter_batches(limits.ROWS, row_groups=[piece.start], columns=columns):
+        most -= batch.nbytes
+        if most < 0:
+            raise InputError(_too_much(piece.path))
+        yield batch
 
 
 def _decoded(path: Path, data: bytes, line_at: int | None) -> str | Fault:
@@ -181,24 +219,49 @@ def _decoded(path: Path, data: bytes, line_at: int | None) -> str | Fault:
         return Fault(path, f"not UTF-8: byte {data[error.start]:#04x} at {error.start}", line_at)
 
 
+def _whole(path: Path) -> str | Fault:
+    with path.open("rb") as file:
+        data = file.read(limits.DOCUMENT + 1)
+    if len(data) > limits.DOCUMENT:
+        reason = f"more than {limits.DOCUMENT:,} bytes, and a text file is one document: cut it into several"
+        return Fault(path, reason)
+    return _decoded(path, data, None)
+
+
 def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
+    """Where each line begins, and the line; of one that is longer than `limits.LINE`, a byte more than that. Empty
+    lines are left out.
+
+    InputError if a compressed file unpacks to more than text does.
+    """
+    # Not in one go: a line may be as long as the file, and have no end in many of its pieces.
+    most = _unpacked(piece.path) if piece.path.suffix == ".gz" else sys.maxsize
     with _open(piece.path) as file:
         at = max(piece.start - 1, 0)
         file.seek(at)
-        if piece.start:
-            at += len(file.readline())  # the rest of a line that begins in the piece before
-        while at < piece.stop and (line := file.readline()):
-            yield at, line
+        inside = piece.start > 0  # a line that begins in the piece before
+        while at < piece.stop and (line := file.readline(limits.LINE + 1)):
+            if not inside and line != b"\n":
+                yield at, line
             at += len(line)
+            if line == b"\n":  # of which a bomb has a hundred million
+                more = file.peek()
+                at += len(file.read(len(more) - len(more.lstrip(b"\n"))))
+            inside = not line.endswith(b"\n")
+            if at > most:
+                raise InputError(_too_much(piece.path))
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[IO[bytes]]:
+def _open(path: Path) -> Iterator[io.BufferedReader]:
     with open_file(path, path.parent) as file:
-        yield cast(IO[bytes], gzip.GzipFile(fileobj=file)) if path.suffix == ".gz" else file
+        # Lines of a BufferedReader are found in C.
+        yield io.BufferedReader(gzip.GzipFile(fileobj=file)) if path.suffix == ".gz" else file
 
 
 def _object(path: Path, at: int, line: bytes) -> dict[str, Any] | Fault:
+    if len(line) > limits.LINE:
+        return Fault(path, f"longer than {limits.LINE:,} bytes", at)
     decoded = _decoded(path, line, at)
     if isinstance(decoded, Fault):
         return decoded
@@ -235,12 +298,12 @@ def _text(path: Path, value: object, what: str, line_at: int | None) -> str | Fa
 
 
 def _rows(piece: Piece, text_key: str) -> Iterator[str | Fault]:
-    with _parquet().ParquetFile(piece.path) as file:
+    parquet = _parquet()
+    with _table_errors(piece.path), parquet.ParquetFile(piece.path) as file:
         if text_key not in file.schema_arrow.names:
             names = ", ".join(map(repr, file.schema_arrow.names))
             raise InputError(f"{piece.path}: no column {text_key!r} among {names}: name the one with --text-key")
-        batches = file.iter_batches(row_groups=[piece.start], columns=[text_key])
-        values = (value for batch in batches for value in batch.column(0).to_pylist())
+        values = (value for batch in _batches(file, piece, [text_key]) for value in batch.column(0).to_pylist())
         for row, value in enumerate(values):
             yield _text(piece.path, value, f"{text_key!r} in row {row} of row group {piece.start}", None)
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from megacore import pretrained
+from megacore.data.indexed import Integers
 from megacore.data.text import InputError
-from megacore.store.companions import companions, copy_companion
+from megacore.guard import Guard, GuardError
+from megacore.store.companions import companions, copy_companion, read_settings
 from megacore.store.publish import write_file
 from megacore.store.strict_json import StoreError, read_json, short
+from parallel import limits
 
 END = "<|endoftext|>"
 LONGEST = 2**20  # characters encoded at once: an encoding takes a hundred times the memory of its text
@@ -36,18 +41,44 @@ FILES = (
 class Tokenizer:
     """vocabulary: 1 + the largest id. end: the id that ends a document, if there is one.
 
-    `encode` adds no special tokens, and text that spells one is text.
+    `encode` adds no special tokens, and text that spells one is text. It is done by another process, see
+    `megacore.guard`.
     """
 
     vocabulary: int
     end: int | None
-    encode_batch: Callable[[list[str]], list[list[int]]]
+    guard: Guard
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text. One longer than LONGEST is encoded in parts that end with lines where they can."""
+    def encode(self, texts: list[str]) -> list[Integers]:
+        """The ids of each text, int32. One longer than LONGEST is encoded in parts that end with lines where they can.
+
+        InputError if the tokenizer fails.
+        """
         parts = [parts_of(text) for text in texts]
-        ids = iter(self.encode_batch([part for text in parts for part in text]))
-        return [[token for _ in text for token in next(ids)] if len(text) > 1 else next(ids) for text in parts]
+        batches = _batches(part for text in parts for part in text)
+        ids = iter([each for batch in batches for each in self._batch(batch)])
+        return [next(ids) if len(text) == 1 else np.concatenate([next(ids) for _ in text]) for text in parts]
+
+    def _batch(self, texts: list[str]) -> list[Integers]:
+        try:
+            flat, lengths = self.guard.call("batch", texts)
+        except GuardError as error:
+            size = sum(map(len, texts))
+            raise InputError(f"the tokenizer fails on {len(texts):,} texts of {size:,} characters: {error}") from error
+        return np.split(flat, np.cumsum(lengths)[:-1])
+
+
+def _batches(parts: Iterable[str]) -> Iterator[list[str]]:
+    """Successive parts, until they have 8 times LONGEST characters: a long text of parts takes time and memory too."""
+    batch, size = list[str](), 0
+    for part in parts:
+        batch.append(part)
+        size += len(part)
+        if size >= 8 * LONGEST:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def parts_of(text: str) -> list[str]:
@@ -64,40 +95,61 @@ def parts_of(text: str) -> list[str]:
 
 
 def load(folder: Path) -> Tokenizer:
-    """The tokenizer of a folder; InputError if it is none."""
-    if not (folder / "tokenizer.json").is_file():
-        return _load_slow(folder)
-    import tokenizers
-
+    """The tokenizer of a folder. InputError if it cannot be used."""
+    kind: type[_Fast] | type[_Slow] = _Fast if (folder / "tokenizer.json").is_file() else _Slow
+    if kind is _Slow:
+        import_transformers()
+    end = _end_token(folder)
     try:
-        fast = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # the library raises nothing narrower
-        raise InputError(f"tokenizer.json is not one that the tokenizers library reads: {error}") from error
-    fast.no_truncation()
-    fast.no_padding()
-    fast.encode_special_tokens = True
+        guard = Guard(lambda: kind(folder))
+        vocabulary: int = guard.call("vocabulary")
+        found = Tokenizer(vocabulary, guard.call("end", end), guard)
+    except GuardError as error:
+        name = "tokenizer.json" if kind is _Fast else "the tokenizer"
+        raise InputError(f"{name} is not one that the tokenizers library reads: {error}") from error
+    if vocabulary > limits.VOCABULARY:
+        raise InputError(f"the tokenizer has ids up to {vocabulary - 1}, and no vocabulary has {limits.VOCABULARY}")
+    return found
 
-    def encode_batch(texts: list[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in fast.encode_batch_fast(texts, add_special_tokens=False)]
 
-    ids, end = fast.get_vocab(with_added_tokens=True).values(), _end_token(folder)
-    if not ids:
-        raise InputError("tokenizer.json has no tokens")
-    return Tokenizer(
-        1 + max(ids),
-        None if end is None else fast.token_to_id(end),
-        encode_batch,
-    )
+def import_transformers() -> None:
+    """What is slow to import is imported here, and not again in each process that is forked."""
+    from transformers import AutoTokenizer, GPT2Config, LlamaConfig  # noqa: F401
+
+
+class _Fast:
+    """As the tokenizers library reads ``tokenizer.json``."""
+
+    def __init__(self, folder: Path) -> None:
+        import tokenizers
+
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+
+    def vocabulary(self) -> int:
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def end(self, token: str | None) -> int | None:
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+    def batch(self, texts: list[str]) -> tuple[Integers, list[int]]:
+        """(the ids of all, how many each has)."""
+        return _flat([each.ids for each in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)])
+
+
+def _flat(ids: list[list[int]]) -> tuple[Integers, list[int]]:
+    return np.concatenate([np.empty(0, np.int32), *(np.array(each, np.int32) for each in ids)]), list(map(len, ids))
 
 
 def _end_token(folder: Path) -> str | None:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
             try:
-                said = read_json(folder / name)
+                token = read_settings(folder / name).get("eos_token")
             except StoreError as error:
                 raise InputError(str(error)) from error
-            token: Any = said.get("eos_token") if isinstance(said, dict) else said
             if token is None:
                 continue
             text = token.get("content") if isinstance(token, dict) else token
@@ -107,20 +159,27 @@ def _end_token(folder: Path) -> str | None:
     return None
 
 
-def _load_slow(folder: Path) -> Tokenizer:
-    try:
+class _Slow:
+    """As transformers reads other files."""
+
+    def __init__(self, folder: Path) -> None:
         with _copied(folder) as files:
-            slow = pretrained.tokenizer(files)
-    except StoreError as error:
-        raise InputError(str(error)) from error
+            self._tokenizer = pretrained.tokenizer(files)
 
-    def encode_batch(texts: list[str]) -> list[list[int]]:
-        encoded: list[list[int]] = slow(
-            texts, add_special_tokens=False, split_special_tokens=True, truncation=False, verbose=False
-        )["input_ids"]
-        return encoded
+    def vocabulary(self) -> int:
+        return 1 + max(self._tokenizer.get_vocab().values())
 
-    return Tokenizer(1 + max(slow.get_vocab().values()), slow.eos_token_id, encode_batch)
+    def end(self, token: str | None) -> int | None:
+        found: int | None = self._tokenizer.eos_token_id
+        return found
+
+    def batch(self, texts: list[str]) -> tuple[Integers, list[int]]:
+        """As of _Fast."""
+        return _flat(
+            self._tokenizer(
+                texts, add_special_tokens=False, split_special_tokens=True, truncation=False, verbose=False
+            )["input_ids"]
+        )
 
 
 @contextmanager
@@ -153,15 +212,21 @@ def fetch(source: str, folder: Path) -> None:
             f"there is no folder {source}: name one with a tokenizer.json, or a tokenizer by its name on the Hugging "
             "Face hub (gpt2, org/name)"
         )
+    import_transformers()
     try:
-        if Path(source).exists():
-            with _copied(Path(source)) as files:
-                pretrained.tokenizer(files).save_pretrained(folder)
-        else:  # only what is no folder is a name, and asked for
-            pretrained.tokenizer(source, hub=True).save_pretrained(folder)
-    except (OSError, ValueError) as error:
+        Guard(lambda: _save(source, folder))
+    except GuardError as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"no tokenizer in {source}: {reason}") from error
+
+
+def _save(source: str, folder: Path) -> None:
+    """Save what transformers makes of a folder, or of a name."""
+    if Path(source).exists():
+        with _copied(Path(source)) as files:
+            pretrained.tokenizer(files).save_pretrained(folder)
+    else:  # only what is no folder is a name, and asked for
+        pretrained.tokenizer(source, hub=True).save_pretrained(folder)
 
 
 def train(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
@@ -185,6 +250,8 @@ def train(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
         vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     fast.train_from_iterator(texts, trainer)
+    # In processes that are forked from one that has used threads, the library uses none, and says so unless told.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     fast.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

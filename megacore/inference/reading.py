@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.data import text
-from megacore.data.chat import BadExample, TrainOn, passage
+from megacore.data.chat import TrainOn
 from megacore.data.indexed import IndexedDataset
-from megacore.data.spelling import Spelling
+from megacore.data.spelling import Guarded
 from megacore.data.text import Fault, InputError, Piece
 from megacore.inference.texts import Texts, files_of
 from megacore.store.strict_json import StoreError
@@ -63,19 +63,26 @@ class Reading:
         """
         try:
             for path in self.paths:
-                for document in _of_tokens(path, self.texts) if is_tokens(path) else self._of_files(path):
-                    self._check(path, document)
-                    yield document
+                yield from self._of_tokens(path) if is_tokens(path) else self._of_files(path)
         except (InputError, OSError, ValueError) as error:
             raise StoreError(str(error)) from error
 
-    def _check(self, path: Path, document: Document) -> None:
-        largest = int(document.tokens.max(initial=0))
-        if largest >= self.vocabulary or document.tokens.min(initial=0) < 0:
+    def _checked(self, path: Path, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        least, largest = int(tokens.min(initial=0)), int(tokens.max(initial=0))
+        if least < 0 or largest >= self.vocabulary:
             raise InputError(
-                f"{path} has the token {largest}, and the model's vocabulary ends at {self.vocabulary - 1}: it is of "
-                "another model's tokenizer, or the file is damaged"
+                f"{path} has the token {least if least < 0 else largest}, and the model's vocabulary goes from 0 to "
+                f"{self.vocabulary - 1}: it is of another model's tokenizer, or the file is damaged"
             )
+        return tokens
+
+    def _of_tokens(self, path: Path) -> Iterator[Document]:
+        dataset = IndexedDataset(path)
+        for index in range(dataset.documents):
+            # Before they are decoded, which takes no negative ids.
+            tokens = self._checked(path, dataset.document(index).astype(np.int64))
+            size = None if self.texts is None else len(self.texts.decode(tokens[1:].tolist()).encode())
+            yield Document(tokens, np.ones(tokens.size, np.bool_), size)
 
     def _of_files(self, path: Path) -> Iterator[Document]:
         for file in text.find_files([path]):
@@ -87,11 +94,11 @@ class Reading:
                 for found in text.documents(piece, self.text_key):
                     if isinstance(found, Fault):
                         raise InputError(str(found))
-                    yield self._of_text(found)
+                    yield self._of_text(path, found)
 
-    def _of_text(self, found: str) -> Document:
+    def _of_text(self, path: Path, found: str) -> Document:
         assert self.texts is not None  # it is there for texts
-        tokens = np.array(self.texts.encode(found), np.int64)
+        tokens = self._checked(path, np.array(self.texts.encode(found), np.int64))
         # Without a token that begins all texts, nothing predicts the first characters.
         pairs = zip(found, self.texts.decode(tokens[:1].tolist()), strict=False)
         unseen = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -100,16 +107,15 @@ class Reading:
     def _examples(self, pieces: Sequence[Piece]) -> Iterator[Document]:
         assert self.texts is not None
         with files_of(self.texts.folder).folder() as folder:
-            spelling = Spelling(folder)
+            spelling = Guarded(folder)
         for row in (row for piece in pieces for row in text.rows(piece)):
             if isinstance(row, Fault):
                 raise InputError(str(row))
-            try:
-                found = passage(row.values, lambda: spelling.template, self.count)
-            except BadExample as error:
-                raise InputError(str(row.fault(str(error)))) from error
-            ((tokens, counted),) = spelling.encode([found])
-            yield Document(tokens, counted, None)
+            (found,) = spelling.examples([row], self.count)
+            if isinstance(found, Fault):
+                raise InputError(str(found))
+            tokens, counted = found
+            yield Document(self._checked(row.path, tokens), counted, None)
 
 
 def is_tokens(path: Path) -> bool:
@@ -122,11 +128,3 @@ def _has_examples(pieces: Sequence[Piece]) -> bool:
         return False
     first = next(text.rows(pieces[0]), None)
     return first is not None and not isinstance(first, Fault) and any(key in first.values for key in EXAMPLE)
-
-
-def _of_tokens(path: Path, texts: Texts | None) -> Iterator[Document]:
-    dataset = IndexedDataset(path)
-    for index in range(dataset.documents):
-        tokens = dataset.document(index).astype(np.int64)
-        size = None if texts is None else len(texts.decode(tokens[1:].tolist()).encode())
-        yield Document(tokens, np.ones(tokens.size, np.bool_), size)

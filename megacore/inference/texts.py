@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from megacore import pretrained
 from megacore.data.spelling import ModelFiles
 from megacore.data.text import InputError
-from megacore.data.tokenizer import parts_of
+from megacore.data.tokenizer import import_transformers, parts_of
+from megacore.guard import Guard, GuardError
 from megacore.store.adapted import Whole
 from megacore.store.strict_json import StoreError, parse_json, short
 
@@ -18,15 +20,17 @@ GENERATION = "generation_config.json"
 
 @dataclass(frozen=True)
 class Texts:
-    """The tokenizer of a folder.
+    """The tokenizer of a folder, which another process holds, see `megacore.guard`.
 
     Args:
         folder: The model.
-        tokenizer: As transformers loads it.
+        guard: Of a :class:`_Tokenizer`.
+        end: What the tokenizer says of the token that ends a text.
     """
 
     folder: Whole
-    tokenizer: Any
+    guard: Guard
+    end: Any
 
     @classmethod
     def of(cls, folder: Whole) -> Texts:
@@ -35,20 +39,28 @@ class Texts:
         Raises:
             StoreError: there is none, or it cannot be used.
         """
+        import_transformers()
         try:
             with files_of(folder).folder() as files:
-                return cls(folder, pretrained.tokenizer(files))
+                guard = Guard(lambda: _Tokenizer(files))
+                return cls(folder, guard, guard.call("end"))
         except InputError as error:
             raise StoreError(f"{folder.path} has no tokenizer among its files: put those of the model there") from error
-        except StoreError as error:
+        except GuardError as error:
             raise StoreError(f"{folder.path}: the tokenizer cannot be used: {error}") from error
+
+    def _ask(self, method: str, *arguments: object, fails: str = "the tokenizer fails") -> Any:
+        try:
+            return self.guard.call(method, *arguments)
+        except GuardError as error:
+            raise StoreError(f"{self.folder.path}: {fails}: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, with the special ones that the tokenizer puts around it; a very long one in parts."""
         first, *others = parts_of(text)
-        ids: list[int] = self.tokenizer(first, verbose=False)["input_ids"]
+        ids: list[int] = self._ask("encode", first, True)
         for part in others:
-            ids += self.tokenizer(part, verbose=False, add_special_tokens=False)["input_ids"]
+            ids += self._ask("encode", part, False)
         return ids
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -57,19 +69,14 @@ class Texts:
         Raises:
             StoreError: there is no chat template, or it does not take these messages.
         """
-        if not self.tokenizer.chat_template:
+        ids: list[int] | None = self._ask("chat", messages, fails="the chat template does not take the messages")
+        if ids is None:
             raise StoreError(f"{self.folder.path} has no chat template: it is no chat model; leave out --chat")
-        try:
-            ids: list[int] = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        except Exception as error:  # a template is a program
-            raise StoreError(f"{self.folder.path}: the chat template does not take the messages: {error}") from error
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some tokens, special ones left out."""
-        text: str = self.tokenizer.decode(list(ids), skip_special_tokens=True)
+        text: str = self._ask("decode", list(ids))
         return text
 
     def stops(self) -> frozenset[int]:
@@ -83,7 +90,7 @@ class Texts:
         raw = files_of(self.folder).config
         key, vocabulary = "eos_token_id", self.folder.config.vocab_size
         of_config = given.get(key) if isinstance(given, dict) else None
-        said = {GENERATION: of_config, "config.json": raw.get(key), "the tokenizer": self.tokenizer.eos_token_id}
+        said = {GENERATION: of_config, "config.json": raw.get(key), "the tokenizer": self.end}
         where, found = next(((where, ids) for where, ids in said.items() if ids is not None), ("", []))
         ids: list[Any] = found if isinstance(found, list) else [found]
         if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
@@ -92,6 +99,32 @@ class Texts:
                 f"{vocabulary - 1} or a list of them"
             )
         return frozenset(ids)
+
+
+class _Tokenizer:
+    """The tokenizer in a folder, as transformers loads it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = pretrained.tokenizer(folder)
+
+    def end(self) -> Any:
+        return self._tokenizer.eos_token_id
+
+    def encode(self, text: str, special: bool) -> list[int]:
+        ids: list[int] = self._tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
+        return ids
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int] | None:
+        if not self._tokenizer.chat_template:
+            return None
+        ids: list[int] = self._tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=True)
+        return text
 
 
 def files_of(folder: Whole) -> ModelFiles:

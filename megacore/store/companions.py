@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 from megacore.store.files import open_file
 from megacore.store.publish import write_file
-from megacore.store.strict_json import StoreError, parse_json
+from megacore.store.strict_json import StoreError, read_file
 from megacore.store.tensors import os_errors
+from parallel import limits
 
 TEMPLATES = "additional_chat_templates"
 COMPANIONS = (
@@ -41,9 +43,6 @@ on. Not the model card: it describes the model that the weights were, with its r
 _NAMES = re.compile(r"auto_map|init_inputs|\w*_files?")
 """Fields of a tokenizer's config that name code, or files wherever they are."""
 
-LARGEST = 256 << 20
-"""Bytes of such a file; those of the largest tokenizers have a tenth of it."""
-
 
 @dataclass(frozen=True)
 class Companion:
@@ -65,17 +64,18 @@ class Companion:
         """
         with os_errors(self.path):
             file = open_file(self.path, self.root)
-            if (size := os.fstat(file.fileno()).st_size) > LARGEST:
+            if (size := os.fstat(file.fileno()).st_size) > limits.COMPANION:
                 file.close()
                 raise StoreError(
-                    f"{self.path} has {size} bytes, and no file that goes with a model has more than {LARGEST}"
+                    f"{self.path} has {size} bytes, and no file that goes with a model has more than "
+                    f"{limits.COMPANION} (if it is sound, raise the limit in parallel/limits.py)"
                 )
             return file
 
     def read(self) -> bytes:
         """Its content; errors as of :meth:`open`."""
         with self.open() as file, os_errors(self.path):
-            return file.read(LARGEST)
+            return file.read(limits.COMPANION)
 
     @property
     def size(self) -> int:
@@ -107,6 +107,26 @@ def companions(folder: Path, root: Path) -> Mapping[str, Companion]:
     return found
 
 
+def read_settings(file: Path, root: Path | None = None) -> dict[str, Any]:
+    """The JSON object in a file of a tokenizer's settings; errors as of :func:`settings`."""
+    return settings(read_file(file, limits.JSON, root), file)
+
+
+def settings(data: bytes, where: Path) -> dict[str, Any]:
+    """The JSON object of a tokenizer's settings, whose numbers may be of any size: 10^30 is no limit there.
+
+    Raises:
+        StoreError: it holds something else.
+    """
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{where} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise StoreError(f"{where} does not hold a JSON object")
+    return found
+
+
 def copy_companion(file: Companion, path: Path, durable: bool = True) -> None:
     """Copy a companion into a folder; of a tokenizer's config, all but the names of code and files to load it with.
 
@@ -120,15 +140,10 @@ def copy_companion(file: Companion, path: Path, durable: bool = True) -> None:
     """
     data = file.read()
     if path.name == "tokenizer_config.json":
-        found = parse_json(data, file.path)
-        named = (
-            {key for key in found if found[key] is not None and _NAMES.fullmatch(key)}
-            if isinstance(found, dict)
-            else ()
-        )
-        if named:
+        found = settings(data, file.path)
+        if named := {key for key in found if found[key] is not None and _NAMES.fullmatch(key)}:
             kept = {key: value for key, value in found.items() if key not in named}
-            data = (json.dumps(kept, indent=2) + "\n").encode()
+            data = json.dumps(kept, indent=2, ensure_ascii=False).encode() + b"\n"
     with os_errors(path):
         path.parent.mkdir(exist_ok=True)
     write_file(path, data, durable)

@@ -163,7 +163,7 @@ def _files(folder: Path, problems: list[str]) -> _Files | None:
     absent = [name for name in names if not os.path.isfile(folder / name)]  # False for any name
     if absent:
         problems.append(f"{INDEX} names files that are not there: {', '.join(absent)}")
-    opened = _open(folder, [name for name in names if name not in absent], problems)
+    opened = _open(folder, sorted({*names}.difference(absent)), problems)
     if len(opened) < len(names):
         return None
     by_name = dict(zip(names, opened, strict=True))

@@ -10,6 +10,7 @@ from reprlib import Repr
 from typing import Any
 
 from megacore.store.files import open_file
+from parallel import limits
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
@@ -20,7 +21,10 @@ DEEPEST = 50
 
 
 class StoreError(ValueError):
-    """A file or folder that cannot be read or written as asked."""
+    """A file or folder that cannot be read or written as asked; of a long message, the middle is cut."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(limits.cut(message))
 
 
 def short(value: object) -> str:
@@ -76,7 +80,7 @@ def _is_deeper(value: object, levels: int) -> bool:
     return bool(inner)
 
 
-def read_json(path: Path, root: Path | None = None, *, limit: int = 256 << 20) -> Any:
+def read_json(path: Path, root: Path | None = None, *, limit: int = limits.JSON) -> Any:
     """The value in a JSON file of at most ``limit`` bytes.
 
     Args:
@@ -87,11 +91,23 @@ def read_json(path: Path, root: Path | None = None, *, limit: int = 256 << 20) -
     Raises:
         StoreError: it cannot be read.
     """
+    return parse_json(read_file(path, limit, root), path)
+
+
+def read_file(path: Path, limit: int, root: Path | None = None) -> bytes:
+    """What is in a file of at most ``limit`` bytes; of ``root`` as :func:`read_json`.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
     try:
         with open_file(path, root) as file:
             data = file.read(limit + 1)
     except OSError as error:
         raise StoreError(f"cannot read {path}: {error.strerror}") from error
     if len(data) > limit:
-        raise StoreError(f"{path} has more than {limit} bytes: that is no description of a model")
-    return parse_json(data, path)
+        raise StoreError(
+            f"{path} has more than {limit:,} bytes, which no such file needs (if it is sound, raise the limit in "
+            "parallel/limits.py)"
+        )
+    return data

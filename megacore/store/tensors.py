@@ -31,6 +31,7 @@ import numpy.typing as npt
 from megacore.store.direct import DirectFile
 from megacore.store.files import open_file
 from megacore.store.strict_json import StoreError, parse_json, short
+from parallel import limits
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 Declared = tuple[str, str, tuple[int, ...]]  # name, safetensors dtype, shape
@@ -49,7 +50,6 @@ DTYPES: Mapping[str, np.dtype[Any]] = {
 METADATA = "__metadata__"
 KEYS = {"dtype", "shape", "data_offsets"}
 LENGTH = struct.Struct("<Q")
-MAX_HEADER = 100_000_000  # as the safetensors library has it
 MAX_DIMENSIONS = 64  # of a numpy array
 MAX_INTEGER = 2**63 - 1
 LISTED = 10  # problems of one file that are spelled out
@@ -180,16 +180,17 @@ class TensorFile:
 def _header_length(path: Path, head: bytes, size: int) -> int:
     """Bytes of the header, from the beginning of the file."""
     length = LENGTH.unpack_from(head)[0] if size >= LENGTH.size else None
-    if length is None or length > MAX_HEADER:
+    if length is None or length > limits.JSON:
         # Only here: the length of a sound header may begin with any of these bytes.
         for magic, words in OTHERS.items():
             if head.startswith(magic):
                 raise StoreError(f"{path}: is {words}")
     if length is None:
         raise StoreError(f"{path}: has {size} bytes, fewer than the {LENGTH.size} that say how long the header is")
-    if length > MAX_HEADER:
+    if length > limits.JSON:
         raise StoreError(
-            f"{path}: claims a header of {length} bytes, above the limit of {MAX_HEADER}: it is no safetensors file"
+            f"{path}: claims a header of {length} bytes, above the limit of {limits.JSON}: it is no safetensors file, "
+            "or one of so many tensors that the limit in parallel/limits.py must be raised"
         )
     if length > size - LENGTH.size:
         raise StoreError(
@@ -371,8 +372,8 @@ def _lay_out(tensors: Iterable[Declared], metadata: Mapping[str, str]) -> tuple[
         at = stop
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER:
-        raise StoreError(f"{len(declared)} tensors take a header of {len(text)} bytes, above {MAX_HEADER}: split them")
+    if len(text) > limits.JSON:
+        raise StoreError(f"{len(declared)} tensors take a header of {len(text)} bytes, above {limits.JSON}: split them")
     data = LENGTH.size + len(text)
     entries = {name: Entry(dtype, shape, data + at, data + stop) for name, (dtype, shape, at, stop) in spans.items()}
     return LENGTH.pack(len(text)) + text, entries, data + at

@@ -60,6 +60,14 @@ def corpora(blend: str) -> str:
 
 
 CHAIN = "\n".join(["model:", *(f"  a{i}: {{b: '${{model.a{i + 1}}}'}}" for i in range(99)), "  a99: 1"])
+
+
+def bomb(four: str) -> str:
+    """A recipe of which each of 10 keys has the next one four times."""
+    keys = [f"  a{i}: {four.format(f'${{model.a{i + 1}}}')}" for i in range(10)]
+    return "\n".join(["model:", *keys, "  a10: 1"])
+
+
 TWO = corpora("[corpus/text, {path: corpus/text, weight: 2}]")
 
 BAD = [
@@ -82,7 +90,18 @@ BAD = [
     bad("", "data.train[0].path: ${oc.decode:...} is", recipe=corpora("[{path: '${oc.decode:${mesh.pp}}'}]")),
     bad("", "out: ${${a.b}:...} is not", recipe="a: {b: oc.env}\nout: '${${a.b}:MEGACORE_CANARY}'"),
     bad("", "recipe.yaml: line 2 is nested more than 32 levels deep", recipe="model:\n  " + "[" * 10**5),
-    bad("", "recipe.yaml: its references are nested more than 32 levels deep", recipe=CHAIN),
+    bad("", "model: its references are nested more than 32 levels deep", recipe=CHAIN),
+    bad("", "model: its references are nested more than 32", recipe=CHAIN.replace("{b: ", "").replace("'}", "'")),
+    bad(
+        "",
+        "model: the references of the recipe stand for more than 100,000",
+        recipe=bomb("['{0}', '{0}', '{0}', '{0}']"),
+    ),
+    bad("", "model: the references of the recipe stand for more than 100,000", recipe=bomb("'{0}{0}{0}{0}'")),
+    bad("model.a=${model.b} model.b=x${model.a}", "model.a: ${model.b} refers to itself"),
+    bad("out=x${mesh}", "out: ${mesh} is no value that fits into a text"),
+    bad("out=${mesh.${a}}", "out: ${mesh.${a} is not resolved"),
+    bad("", "recipe.yaml has more than 1,048,576 bytes", recipe="a: 1\n" * 2**18),
     bad("", "recipe.yaml: line 1 is nested more than 32 levels", recipe="model: " + "{a: " * 99 + "1" + "}" * 99),
     # unknown keys, with the nearest spelling
     bad("optimzer.lr=1", "optimzer: unknown key", "did you mean optimizer?"),
@@ -359,6 +378,22 @@ def test_a_missing_recipe_is_named(folder: Path) -> None:
 def test_a_config_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         Config().train.steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        (r"\${oc.env:HOME}", "${oc.env:HOME}"),
+        (r"a\\\${mesh.pp}\${", r"a\${mesh.pp}${"),
+        (r"\${a} ${mesh.pp} \\${mesh.pp}", r"${a} 2 \2"),
+        (r"a\b$c{d}\\", r"a\b$c{d}\\"),
+    ],
+)
+def test_what_is_escaped_stays_text(folder: Path, text: str, meant: str) -> None:
+    """Also when the run's config.yaml is read again."""
+    config = load(write(folder, f"{RECIPE}\nout: '{text}'\n"))
+    assert config.out == meant
+    assert load(write(folder, config.to_yaml())) == config
 
 
 @pytest.mark.parametrize("text", ["1e3", "true", "null", "010", "a: b", "2020-01-01", "naïve", "- x", "#"])

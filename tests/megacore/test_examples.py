@@ -21,6 +21,7 @@ from megacore.data.examples import Examples, Preparation
 from megacore.data.spelling import ModelFiles
 from megacore.data.text import InputError
 from megacore.store.companions import Companion
+from parallel import limits
 
 VOCABULARY = 400
 
@@ -164,7 +165,9 @@ def same(one: Examples, two: Examples) -> bool:
     return one.count == two.count and all(np.array_equal(a[0], b[0]) and np.array_equal(a[1], b[1]) for a, b in pairs)
 
 
-def test_compressed_lines_are_the_same_examples(tmp_path: Path, files: ModelFiles) -> None:
+def test_compressed_lines_are_the_same_examples(
+    tmp_path: Path, files: ModelFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", *SIZES)
     packed = tmp_path / "b.jsonl.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
@@ -174,6 +177,11 @@ def test_compressed_lines_are_the_same_examples(tmp_path: Path, files: ModelFile
     with pytest.raises(InputError, match=r"c\.jsonl\.gz, line 3: not JSON"):
         prepared(bad, files)
     packed.write_bytes(packed.read_bytes()[:-20])
+    monkeypatch.setattr(limits, "LINE", 1000)
+    with pytest.raises(InputError, match=r"d\.jsonl\.gz unpacks to more than 100 times its size"):
+        bomb = tmp_path / "d.jsonl.gz"
+        bomb.write_bytes(gzip.compress(b"\n" * 10**6))
+        prepared(bomb, files)
     with pytest.raises(InputError, match=r"b\.jsonl\.gz is no whole gzip file"):
         prepared(packed, files)
 

@@ -130,6 +130,10 @@ BAD = {
         "sequence 0 .3 tokens of 2 bytes. at byte 4611",
     ),
     "negative pointer": (lambda raw: raw[:62] + struct.pack("<q", -2) + raw[70:], "at byte -2 of a.bin, which has 20"),
+    "overlapping": (
+        lambda raw: raw[:34] + struct.pack("<i", 10) + raw[38:],
+        "17 tokens in all, and a.bin holds 10: they",
+    ),
     "negative length": (lambda raw: raw[:34] + struct.pack("<i", -1) + raw[38:], "sequence 0 .-1 tokens"),
 }
 

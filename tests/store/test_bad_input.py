@@ -60,6 +60,9 @@ def index(change: Callable[[dict[str, Any]], object]) -> Change:
     return lambda folder: edit_index(folder / "ckpt", change)
 
 
+LONG = "k" * 3 * 10**6
+
+
 def put(value: object, *path: str | int) -> Change:
     """A value in the place of another one in the index."""
 
@@ -506,6 +509,8 @@ ARGUMENTS: Mapping[str, Case] = {
     "hf-config-missing": case(CONVERT, "config.json", change=lambda f: (f / "hf/config.json").unlink()),
     "hf-config-pipe": case(CONVERT, "config.json", change=lambda f: instead(os.mkfifo)(f / "hf/config.json")),
     "hf-weights-missing": case(CONVERT, "model.safetensors", change=lambda f: (f / "hf/model.safetensors").unlink()),
+    "hf-long-key": case(CONVERT, "unknown field 'kk", "k [...] k", change=edit_config(lambda c: c.update({LONG: 1}))),
+    "hf-long-number": case(CONVERT, "not of type int", change=edit_config(lambda c: c.update(vocab_size=LONG))),
     "hf-unknown-field": case(CONVERT, "logit_scale", change=edit_config(lambda c: c.update(logit_scale=2.0))),
     "hf-truncated": case(CONVERT, "truncated", change=text("hf/model.safetensors", lambda raw: raw[:-2])),
     "hf-shapes": case(CONVERT, "embed_tokens.weight", "[13, 6]", change=edit_config(lambda c: c.update(vocab_size=14))),
@@ -620,10 +625,11 @@ def test_no_code_travels(given_folders: Path, tmp_path: Path) -> None:
     shutil.copytree(given_folders, folder)
     code = {"auto_map": {"AutoTokenizer": ["stranger--code.T", None]}, "attn_implementation": "stranger/kernel"}
     files = {"init_inputs": ["/etc/passwd"], "vocab_file": "/etc/passwd", "fast_tokenizer_files": ["x"]}
+    settings = {"eos_token": "é", "model_max_length": 10**30}  # as transformers writes where there is no limit
     for at in ("hf", "ckpt/tokenizer"):
         (folder / at).mkdir(exist_ok=True)
         (folder / at / "tokenizer_config.json").write_text(
-            json.dumps({"eos_token": "é", "auto_map": code["auto_map"]} | files)
+            json.dumps(settings | {"auto_map": code["auto_map"]} | files)
         )
         for name in ("code.py", "adapter_model.bin", "README.md"):
             (folder / at / name).write_text("boom()")
@@ -635,7 +641,7 @@ def test_no_code_travels(given_folders: Path, tmp_path: Path) -> None:
     assert call("convert a b --to hf", folder) == 0
     assert call("convert ckpt c --to hf", folder) == 0
     for at in ("a/tokenizer", "b", "c"):
-        assert json.loads((folder / at / "tokenizer_config.json").read_text()) == {"eos_token": "é"}
+        assert json.loads((folder / at / "tokenizer_config.json").read_text()) == settings
         assert not {"code.py", "adapter_model.bin", "adapter_config.json"} & {*os.listdir(folder / at)}
     for at in ("b", "c"):
         made = json.loads((folder / at / "config.json").read_text())

@@ -23,6 +23,7 @@ from megacore.store import tensors
 from megacore.store.direct import DirectFile
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES, TensorFile, TensorWriter, file_size
+from parallel import limits
 
 TORCH = {
     "BOOL": torch.bool,
@@ -311,7 +312,7 @@ def test_writes_only_what_was_declared(tmp_path, name, start, array, message):
         ([("__metadata__", "F32", (1,))], {}, "__metadata__ names no tensor"),
         ([("\ud800", "F32", (1,))], {}, "surrogates not allowed"),
         ([], {"a": 1}, "metadata {'a': 1} must be strings"),
-        ([], {"a": "x" * 100_000_001}, r"a header of 10000\d+ bytes, above 100000000"),
+        ([], {"a": "x" * limits.JSON}, r"a header of 335544\d+ bytes, above 33554432"),
     ],
     ids=["twice", "dtypes", "negative", "metadata name", "surrogate", "metadata", "huge"],
 )

@@ -262,10 +262,14 @@ def test_what_cannot_be_evaluated(llama: Path, tmp_path: Path, capsys: Capture) 
     good = rows(tmp_path / "good.jsonl", {"text": "The sun"})
     with IndexedWriter(tmp_path / "foreign", 70_000) as writer:
         writer.write(np.array([1, 60_000], np.int32))
+    with IndexedWriter(tmp_path / "negative", 70_000) as writer:
+        writer.write(np.array([1, 2], np.int32))
+    (tmp_path / "negative.bin").write_bytes(np.array([1, -7], np.int32).tobytes())
     bare = save("gpt2", tmp_path / "bare")
     cases: Sequence[tuple[Path, Path, list[str], str]] = [
         (llama, tmp_path / "nowhere", [], "nowhere does not exist"),
-        (llama, tmp_path / "foreign", [], "60000, and the model's vocabulary ends at 289"),
+        (llama, tmp_path / "foreign", [], "60000, and the model's vocabulary goes from 0 to 289"),
+        (llama, tmp_path / "negative", [], "has the token -7, and the model's vocabulary"),
         (llama, rows(tmp_path / "bad.jsonl", {"text": "a b"}, {"body": "c"}), [], "bad.jsonl, line 2: no key 'text'"),
         (llama, rows(tmp_path / "chat.jsonl", {"messages": []}), [], "chat.jsonl, line 1: has no messages"),
         (llama, rows(tmp_path / "one.jsonl", {"text": ""}), [], "no token to predict"),

@@ -16,6 +16,7 @@ from megacore.data.corpus import Corpus
 from megacore.data.indexed import IndexedDataset
 from megacore.data.text import InputError
 from megacore.store.strict_json import StoreError
+from parallel import limits
 from tools.tokenize import main
 
 TEXTS = ["def f(x):\n    return x + 1\n", "Zwölf Boxkämpfer 拳击手 🥊\r\n", "a <|endoftext|> b", "x" * 40]
@@ -71,10 +72,12 @@ def test_the_tokens_are_those_of_transformers(trained, tmp_path):
     assert IndexedDataset(out / "corpus").document(0).tolist() == [*expected, 0]
 
 
-def test_a_tokenizer_without_tokenizer_json_is_read_by_transformers(trained, tmp_path):
-    fast, slow = tokenizer.load(trained), tokenizer._load_slow(trained)
+def test_a_tokenizer_without_tokenizer_json_is_read_by_transformers(trained, tmp_path, monkeypatch):
+    fast = tokenizer.load(trained)
+    monkeypatch.setattr(tokenizer, "_Fast", tokenizer._Slow)
+    slow = tokenizer.load(trained)
     assert (slow.vocabulary, slow.end) == (fast.vocabulary, fast.end)
-    assert slow.encode(TEXTS) == fast.encode(TEXTS)
+    assert [each.tolist() for each in slow.encode(TEXTS)] == [each.tolist() for each in fast.encode(TEXTS)]
 
 
 def test_an_uncommon_tokenizer_folder_is_fetched_through_transformers(trained, tmp_path, capsys):
@@ -222,6 +225,21 @@ def test_a_long_document_is_encoded_in_parts(tmp_path, trained, monkeypatch):
     source.write_text(long)
     _, out = tokenize(source, trained)
     assert read(out) == [long]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "b.jsonl"])
+def test_a_document_that_is_too_long_is_one_that_cannot_be_read(tmp_path, trained, monkeypatch, capsys, name):
+    for limit in ("DOCUMENT", "LINE"):
+        monkeypatch.setattr(limits, limit, 30)
+    monkeypatch.setattr(text, "LINES", 50)  # pieces that begin within the line, and end within it
+    lines = ['{"text": "one"}\n', '{"text": "' + "x" * 200 + '"}\n', '{"text": "three"}\n']
+    (tmp_path / name).write_text("".join(lines if name != "b.jsonl" else [lines[0], lines[1].strip()]))
+    status, out = tokenize(tmp_path / name, trained, "--on-error", "skip")
+    if name == "a.txt":
+        assert status == 1 and "0 documents are empty and 1 unreadable" in capsys.readouterr().err
+        return
+    assert status == 0 and f"{name}, line 2: longer than 30 bytes" in capsys.readouterr().out
+    assert read(out) == (["one", "three"] if name == "a.jsonl" else ["one"])
 
 
 BAD = {

@@ -1,0 +1,57 @@
+"""What a file may ask for, whoever made it: one place for all limits, each with its reason. No torch.
+
+A description of kilobytes can ask for gigabytes: numbers that claim sizes, texts that unpack, references that double.
+Each limit lies far above what sound files have, and keeps one file below about a gigabyte of memory. What exceeds one
+is an error that names it; whoever knows the file to be sound raises the number here.
+"""
+
+from __future__ import annotations
+
+MIB = 1 << 20
+
+RECIPE = MIB
+"""Bytes of a recipe. Large ones, with hundreds of corpora, have a tenth of it, and YAML takes seconds for it."""
+DEEPEST = 32
+"""Levels of lists and mappings in a recipe, and of its references to each other: what composes them recurses."""
+REFERENCES = 100_000
+"""Values, and characters of texts, that the references of a recipe stand for in all: a line each, they can double."""
+
+JSON = 32 * MIB
+"""Bytes of a JSON file or of a safetensors header. In memory, small objects take thirty times their text. The largest
+that are known, indices and headers of tens of thousands of expert tensors, have less than 10 MiB."""
+COMPANION = 64 * MIB
+"""Bytes of a file that travels with a model. The largest tokenizers have half of it."""
+
+DOCUMENT = 128 * MIB
+"""Bytes of a text file, which is one document. Its characters take up to four times as much, and so do its tokens."""
+LINE = 32 * MIB
+"""Bytes of a line of .jsonl: of a JSON text, as above."""
+UNPACKED = 100
+"""Bytes that a byte of a compressed file may become: text becomes 3 to 20, and zeros a thousand."""
+VOCABULARY = 1 << 24
+"""Tokens of a tokenizer. The largest have 300,000, and what counts tokens holds a number of each."""
+ROWS = 64
+"""Rows of a table that are in memory at once, as Python's objects."""
+
+SECONDS = 60
+"""Of computing, for a tokenizer to load, or to encode some MiB of text: the slowest takes 20. See `megacore.guard`."""
+PATIENCE = 600
+"""Seconds that are waited for that, whatever else the machine has to do."""
+MEMORY = 3 << 30
+"""Bytes for a tokenizer and what it does: a MiB of text takes a hundred, and the largest vocabularies a GiB."""
+
+MESSAGE_LINES, MESSAGE_LINE = 100, 2000
+"""Lines of an error, and characters of each. Names that files give to things stand in them."""
+
+
+def cut(text: str) -> str:
+    """A message without what is too long of it: the middle of a line, and the last lines."""
+    lines = text.split("\n", MESSAGE_LINES)
+    if len(lines) > MESSAGE_LINES:
+        lines[MESSAGE_LINES] = "... and more"
+    return "\n".join(map(_cut_line, lines))
+
+
+def _cut_line(line: str) -> str:
+    half = MESSAGE_LINE // 2
+    return line if len(line) <= MESSAGE_LINE else f"{line[:half]} [...] {line[-half:]}"

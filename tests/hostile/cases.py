@@ -1,0 +1,732 @@
+"""The corpus: what strangers may have put into folders, files and recipes, each a change of sound ones (`ground`).
+
+A find of the fuzzer becomes a line here, and is mended. A case that is known to fail names what it waits for in `OPEN`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Change = Callable[[Path], object]
+
+OUTSIDE = "canary-outside-of-all-folders-77ab"
+MARK = "../mark"
+"""Made by code that runs, of which there must be none."""
+ESCAPE = "\x1b]0;title\x07\x1b[31mred"
+
+OPEN: Mapping[str, str] = {
+    "run-loss.png": "6",
+    "run-checkpoints": "6",
+    "run-lock-deep": "11",
+    "data-name": "11",
+    "template-raises": "11",
+    "trainer-recipe-escapes": "11",
+    "recipe-key-escapes": "11",
+    "recipe-path-escapes": "11",
+    "corpus-deep": "11",
+    "corpus-large": "11",
+    "corpus-list": "12",
+    "corpus-fields": "12",
+    "corpus-escapes": "12",
+}
+"""{case: the item of the list of holes that it waits for}, each a strict xfail."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A change of sound folders, the command that meets it, and what is said; sound: whether it may well succeed."""
+
+    change: Change
+    command: str
+    says: tuple[str, ...]
+    sound: bool
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(name: str, command: str, change: Change, *says: str, sound: bool = False) -> None:
+    assert name not in CASES, name
+    CASES[name] = Case(change, command, says, sound)
+
+
+# -- changes
+
+
+def write(name: str, content: bytes | str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
+
+    return change
+
+
+def edit(name: str, how: Callable[[Any], object]) -> Change:
+    """Change a JSON file in place."""
+
+    def change(folder: Path) -> None:
+        tree = json.loads((folder / name).read_text())
+        how(tree)
+        (folder / name).write_text(json.dumps(tree))
+
+    return change
+
+
+def put(name: str, value: object, *keys: str | int) -> Change:
+    def how(tree: Any) -> None:
+        for key in keys[:-1]:
+            tree = tree[key]
+        tree[keys[-1]] = value
+
+    return edit(name, how)
+
+
+def raw(name: str, how: Callable[[bytes], bytes]) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).write_bytes(how((folder / name).read_bytes()))
+
+    return change
+
+
+def link(name: str, target: str) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+
+    return change
+
+
+def instead(name: str, make: Callable[[Path], object]) -> Change:
+    def change(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        make(folder / name)
+
+    return change
+
+
+def huge(file: Path) -> None:
+    """A file of a TiB, all of it a hole."""
+    file.touch()
+    os.truncate(file, 1 << 40)
+
+
+def both(*changes: Change) -> Change:
+    return lambda folder: [change(folder) for change in changes]
+
+
+def header(how: Callable[[dict[str, Any]], object], name: str = "hf/model.safetensors") -> Change:
+    """Change the header of a safetensors file."""
+
+    def changed(content: bytes) -> bytes:
+        (length,) = struct.unpack("<Q", content[:8])
+        tree = json.loads(content[8 : 8 + length])
+        how(tree)
+        made = json.dumps(tree).encode()
+        return struct.pack("<Q", len(made)) + made + content[8 + length :]
+
+    return raw(name, changed)
+
+
+def first(tree: dict[str, Any], **values: object) -> None:
+    """Change what a header says of its first tensor."""
+    next(value for key, value in tree.items() if key != "__metadata__").update(values)
+
+
+def headed(made: bytes, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(made) if length is None else length) + made
+
+
+DEEP = b'{"a":' * 100_000
+LARGE = b'{"a": "' + b"x" * (40 << 20) + b'"}'
+LONG = "k" * 3_000_000
+
+# -- weights: convert, inspect, generate
+
+WEIGHTS: Mapping[str, tuple[Change, str]] = {
+    "empty": (write("hf/model.safetensors", b""), "fewer than the 8"),
+    "short": (raw("hf/model.safetensors", lambda content: content[:-1]), "truncated"),
+    "longer": (raw("hf/model.safetensors", lambda content: content + bytes(9)), "model.safetensors"),
+    "length-2^63": (write("hf/model.safetensors", headed(b"{}", 1 << 63)), "claims a header of 9223372036854775808"),
+    "length-50-MB": (write("hf/model.safetensors", headed(b"{}" + bytes(50 << 20), 50 << 20)), "above the limit"),
+    "no-json": (write("hf/model.safetensors", headed(b"{'a': 1}")), "not JSON"),
+    "no-utf-8": (write("hf/model.safetensors", headed(b'{"\xff": 1}')), "not JSON"),
+    "deep": (write("hf/model.safetensors", headed(DEEP)), "not JSON"),
+    "list": (write("hf/model.safetensors", headed(b"[1, 2]")), "not tensors by name"),
+    "twice": (write("hf/model.safetensors", headed(b'{"a": 1, "a": 2}')), "stands twice"),
+    "twice-long": (write("hf/model.safetensors", headed(f'{{"{LONG}":1,"{LONG}":2}}'.encode())), "stands twice"),
+    "pickle": (write("hf/model.safetensors", b"\x80\x04" + b"cos\nsystem\n(S'touch ../mark'\ntR." * 9), "pickle"),
+    "zip": (write("hf/model.safetensors", b"PK\x03\x04" + bytes(99)), "zip archive"),
+    "web-page": (write("hf/model.safetensors", b"<html>" + bytes(99)), "web page"),
+    "lfs": (write("hf/model.safetensors", b"version https://git-lfs.github.com/spec/v1\n"), "git lfs pull"),
+    "dtype": (header(lambda tree: first(tree, dtype="F128")), "F128"),
+    "dtype-escapes": (header(lambda tree: first(tree, dtype=ESCAPE)), "dtype"),
+    "shape-huge": (header(lambda tree: first(tree, shape=[1 << 62, 4])), "model.safetensors"),
+    "shape-negative": (header(lambda tree: first(tree, shape=[-1])), "model.safetensors"),
+    "shape-many": (header(lambda tree: first(tree, shape=[1] * 100_000)), "model.safetensors"),
+    "offsets-beyond": (header(lambda tree: first(tree, data_offsets=[0, 1 << 60])), "model.safetensors"),
+    "offsets-overlap": (header(lambda tree: first(tree, data_offsets=[4, 8])), "model.safetensors"),
+    "metadata": (header(lambda tree: tree.update(__metadata__={"a": 1})), "__metadata__"),
+    "name-escapes": (header(lambda tree: tree.update({ESCAPE: next(iter(tree.values()))})), "model.safetensors"),
+    "name-long": (header(lambda tree: tree.update({LONG: next(iter(tree.values()))})), "model.safetensors"),
+    "pipe": (instead("hf/model.safetensors", os.mkfifo), "pipe"),
+    "folder": (instead("hf/model.safetensors", os.mkdir), "folder"),
+    "device": (link("hf/model.safetensors", "/dev/zero"), "leads to"),
+    "outside": (link("hf/model.safetensors", "../../outside/secret.txt"), "leads to"),
+}
+for number, (name, (change, says)) in enumerate(WEIGHTS.items()):
+    command = ("convert hf made", "inspect hf", "generate hf --prompt few")[number % 3]
+    case(f"weights-{name}", command, change, says)
+
+# -- config.json and the hub's index
+
+CONFIG: Mapping[str, tuple[Change, str]] = {
+    "empty": (write("hf/config.json", b""), "not JSON"),
+    "list": (write("hf/config.json", b"[]"), "JSON object"),
+    "deep": (write("hf/config.json", DEEP), "not JSON"),
+    "large": (write("hf/config.json", LARGE), "more than 33,554,432 bytes"),
+    "nan": (write("hf/config.json", b'{"model_type": NaN}'), "NaN"),
+    "number-endless": (write("hf/config.json", b'{"a": ' + b"9" * 10**6 + b"}"), "64 bits"),
+    "number-float": (write("hf/config.json", b'{"a": 0.' + b"9" * 10**6 + b"}"), "model_type"),
+    "family": (put("hf/config.json", ESCAPE, "model_type"), "family"),
+    "family-long": (put("hf/config.json", LONG, "model_type"), "family"),
+    "family-list": (put("hf/config.json", ["llama"], "model_type"), "model_type"),
+    "key-long": (put("hf/config.json", 1, LONG), "unknown field"),
+    "key-escapes": (put("hf/config.json", 1, ESCAPE), "unknown field"),
+    "value-escapes": (put("hf/config.json", ESCAPE, "hidden_size"), "hidden_size"),
+    "value-long": (put("hf/config.json", LONG, "hidden_act"), "hidden_act"),
+    "layers-10^18": (put("hf/config.json", 10**18, "num_hidden_layers"), "hf"),
+    "layers-10^7": (put("hf/config.json", 10**7, "num_hidden_layers"), "hf"),
+    "layers-negative": (put("hf/config.json", -1, "num_hidden_layers"), "num_hidden_layers"),
+    "heads-zero": (put("hf/config.json", 0, "num_attention_heads"), "num_attention_heads"),
+    "vocabulary-10^18": (put("hf/config.json", 10**18, "vocab_size"), "embed_tokens"),
+    "rope-nonsense": (put("hf/config.json", {"rope_type": "evil", "factor": []}, "rope_scaling"), "rope"),
+    "rope-deep": (put("hf/config.json", json.loads("[" * 900 + "]" * 900), "rope_scaling"), "config.json"),
+    "rope-escapes": (put("hf/config.json", {ESCAPE: ESCAPE}, "rope_scaling"), "rope"),
+    "positions-10^18": (put("hf/config.json", 10**18, "max_position_embeddings"), ""),
+    "quantized": (put("hf/config.json", {"quant_method": "evil"}, "quantization_config"), "quantization_config"),
+    "index-outside": (write("hf/model.safetensors.index.json", b'{"weight_map": {"a": "../../x.safetensors"}}'), ""),
+    "pipe": (instead("hf/config.json", os.mkfifo), "config.json"),
+    "outside": (link("hf/config.json", "../../outside/secret.txt"), "leads to"),
+    "environment": (link("hf/config.json", "/proc/self/environ"), "leads to"),
+}
+for number, (name, (change, says)) in enumerate(CONFIG.items()):
+    command = ("convert hf made", "inspect hf", "evaluate hf --data data/texts.jsonl", "pretrain tuning.yaml")[
+        number % 4
+    ]
+    case(f"config-{name}", command, change, says, sound=not says)
+
+
+def indexed(weight_map: object) -> Change:
+    """A folder of several files."""
+
+    def change(folder: Path) -> None:
+        (folder / "hf/model.safetensors").rename(folder / "hf/a.safetensors")
+        (folder / "hf/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+    return change
+
+
+for name, weight_map in {
+    "parent": {"a": "../../outside/secret.safetensors"},
+    "absolute": {"a": "/etc/passwd.safetensors"},
+    "escapes": {"a": f"{ESCAPE}.safetensors"},
+    "backslash": {"a": "..\\a.safetensors"},
+    "list": ["a.safetensors"],
+    "numbers": {"a": 1},
+    "long": {"a": f"{LONG}.safetensors"},
+    "long-key": {LONG: "a.safetensors"},
+    "many": {f"{i}": f"{i}.safetensors" for i in range(100_000)},
+}.items():
+    case(f"hub-index-{name}", "inspect hf" if "long" in name else "convert hf made", indexed(weight_map), "hf")
+
+# -- index.json and trainer.json of checkpoints
+
+INDEX: Mapping[str, tuple[Change, str]] = {
+    "deep": (write("ckpt/index.json", DEEP), "not JSON"),
+    "large": (write("ckpt/index.json", LARGE), "more than 33,554,432 bytes"),
+    "format-escapes": (put("ckpt/index.json", ESCAPE, "format"), "format"),
+    "format-long": (put("ckpt/index.json", LONG, "format"), "format"),
+    "version-10^18": (put("ckpt/index.json", 10**18, "version"), "version"),
+    "step-2^62": (put("ckpt/index.json", 1 << 62, "step"), ""),
+    "mesh-10^18": (put("ckpt/index.json", 10**18, "mesh", "tp"), "mesh"),
+    "layers-10^7": (put("ckpt/index.json", 10**7, "sizes", "layer"), "index.json"),
+    "vocabulary-10^18": (put("ckpt/index.json", 10**18, "config", "vocab_size"), "index.json"),
+    "sentence": (put("ckpt/index.json", "(" * 150 + "embed" + ")" * 45, "parameters", 0, "pattern"), "index.json"),
+    "sums": (put("ckpt/index.json", "(a + b) " * 8, "parameters", 0, "pattern"), "index.json"),
+    "name-escapes": (put("ckpt/index.json", ESCAPE, "parameters", 0, "name"), "index.json"),
+    "name-long": (put("ckpt/index.json", LONG, "parameters", 0, "name"), "index.json"),
+    "hub-name-format": (put("ckpt/index.json", "{layer.__class__.__init__}", "parameters", 1, "hf"), ""),
+    "hub-name-escapes": (put("ckpt/index.json", ESCAPE, "parameters", 0, "hf"), ""),
+    "file-outside": (edit("ckpt/index.json", lambda t: t["files"].update({"../../outside": {}})), "index.json"),
+    "states-escapes": (put("ckpt/index.json", ["weights", ESCAPE], "states"), "states"),
+    "frozen-long": (put("ckpt/index.json", [LONG], "frozen"), "frozen"),
+    "adapters": (put("ckpt/index.json", {"rank": 1, "base": {"path": "/etc"}}, "adapters"), "adapters"),
+    "family-gpt2": (put("ckpt/index.json", "gpt2", "config", "model_type"), "index.json"),
+    "outside": (link("ckpt/index.json", "../../outside/secret.txt"), "leads to"),
+    "weights-outside": (link("ckpt/weights/pp0-ep0-tp0.safetensors", "../../../outside/secret.txt"), "leads to"),
+    "bit": (raw("ckpt/weights/pp0-ep0-tp0.safetensors", lambda b: b[:-1] + bytes([b[-1] ^ 1])), "damaged"),
+}
+for number, (name, (change, says)) in enumerate(INDEX.items()):
+    command = ("reshard ckpt made", "convert ckpt made --to hf", "generate ckpt --prompt few")[number % 3]
+    case(f"index-{name}", command, change, says, sound=not says)
+
+case("index-shown", "inspect ckpt --tensors", put("ckpt/index.json", ESCAPE, "parameters", 0, "hf"), sound=True)
+case("index-verified", "verify ckpt hf", put("ckpt/index.json", 10**9, "sizes", "mlp"), "index.json")
+case("index-checked", "inspect ckpt --check", put("ckpt/index.json", "0" * 16, "files"), "files")
+case("trainer-escapes", "inspect state", put("state/trainer.json", {"out": ESCAPE}, "recipe"), sound=True)
+
+RESUME = "pretrain recipe.yaml train.steps=8 checkpoint.resume=state"
+TRAINER: Mapping[str, tuple[Change, str]] = {
+    "empty": (write("state/trainer.json", b""), "trainer.json"),
+    "deep": (write("state/trainer.json", DEEP), "trainer.json"),
+    "large": (write("state/trainer.json", LARGE), "more than"),
+    "list": (write("state/trainer.json", b"[]"), "trainer.json"),
+    "step-text": (put("state/trainer.json", ESCAPE, "step"), "step"),
+    "step-2^62": (put("state/trainer.json", 1 << 62, "step"), "step"),
+    "samples-2^62": (put("state/trainer.json", 1 << 62, "consumed_samples"), ""),
+    "scaler": (put("state/trainer.json", {"scale": ESCAPE}, "scaler"), "scaler"),
+    "scaler-long": (put("state/trainer.json", {"scale": LONG}, "scaler"), "scaler"),
+    "recipe-escapes": (put("state/trainer.json", {"data": {"seed": ESCAPE}}, "recipe"), ""),
+    "recipe-long": (put("state/trainer.json", {"data": {"seed": LONG}}, "recipe"), ""),
+    "recipe-deep": (put("state/trainer.json", json.loads('{"a":' * 900 + "1" + "}" * 900), "recipe"), ""),
+    "outside": (link("state/trainer.json", "../../outside/secret.txt"), "leads to"),
+}
+for name, (change, says) in TRAINER.items():
+    case(f"trainer-{name}", RESUME, change, says, sound=not says)
+
+# -- what travels along, and links
+
+for name in ("LICENSE", "tokenizer.json", "generation_config.json", "additional_chat_templates/a.jinja"):
+    for kind, target in {
+        "outside": f"{'../' * name.count('/')}../../outside/secret.txt",
+        "environment": "/proc/self/environ",
+    }.items():
+        case(f"companion-{name}-{kind}", "convert hf made", link(f"hf/{name}", target), "leads to")
+case("companion-ckpt", "reshard ckpt made", link("ckpt/tokenizer/LICENSE", "/proc/self/environ"), "leads to")
+case(
+    "companion-export",
+    "convert ckpt made --to hf",
+    link("ckpt/tokenizer/NOTICE", "../../../outside/secret.txt"),
+    "leads to",
+)
+case(
+    "companion-large",
+    "convert hf made",
+    instead("hf/LICENSE", huge),
+    "LICENSE",
+)
+case("companion-pipe", "convert hf made", instead("hf/NOTICE", os.mkfifo), sound=True)
+case(
+    "template-large",
+    "generate hf --chat --prompt few",
+    instead("hf/chat_template.jinja", huge),
+    "jinja",
+)
+CODE = "import os\nopen('../mark', 'w')\nopen('../../mark', 'w')\nclass T: pass\n"
+AUTO = {"AutoTokenizer": ["code.T", "code.T"], "AutoConfig": "code.T", "AutoModelForCausalLM": "code.T"}
+for command in ("convert hf made", "generate hf --prompt few", "verify ckpt hf", "pretrain tuning.yaml"):
+    coded = both(
+        write("hf/code.py", CODE),
+        put("hf/config.json", AUTO, "auto_map"),
+        put("hf/tokenizer_config.json", AUTO, "auto_map"),
+    )
+    case(f"code-{command.split()[0]}", command, coded, sound=True)
+case(
+    "code-tokenizer",
+    "tokenize data/texts.jsonl --out made --workers 1 --tokenizer hf",
+    both(
+        write("hf/code.py", CODE),
+        put("hf/tokenizer_config.json", AUTO, "auto_map"),
+        instead("hf/tokenizer.json", lambda f: None),
+    ),
+    "tokenizer",
+)
+case("generation-deep", "generate hf --prompt few", write("hf/generation_config.json", DEEP), "not JSON")
+case(
+    "generation-escapes",
+    "generate hf --prompt few",
+    write("hf/generation_config.json", json.dumps({"eos_token_id": ESCAPE})),
+    "eos_token_id",
+)
+case(
+    "generation-long",
+    "generate hf --prompt few",
+    write("hf/generation_config.json", json.dumps({"eos_token_id": LONG})),
+    "eos_token_id",
+)
+case(
+    "generation-ids",
+    "generate hf --prompt few --max-new-tokens 2",
+    write("hf/generation_config.json", '{"eos_token_id": [-5, 18446744073709551615]}'),
+    sound=True,
+)
+
+# -- tokenizers and chat templates: they are programs
+
+GENERATE, TOKENIZE = "generate hf --prompt {0}", "tokenize data/texts.jsonl --out made --workers 1 --tokenizer hf"
+EVALUATE, TUNE = "evaluate hf --data data/texts.jsonl", "pretrain tuning.yaml"
+STEP = {"type": "Replace", "pattern": {"String": "e"}, "content": "eeeeeeeeeeeeeeee"}
+
+
+def splitting(pattern: str) -> Change:
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    texts = write("data/texts.jsonl", json.dumps({"text": "a" * 5000 + "!"}))
+    return both(put("hf/tokenizer.json", split, "pre_tokenizer"), texts)
+
+
+EXPLODE = splitting("(a|a|a|a|aa)+$")
+BLOW_UP = put("hf/tokenizer.json", {"type": "Sequence", "normalizers": [STEP] * 9}, "normalizer")
+case("tokenizer-regex", TOKENIZE, EXPLODE, "the tokenizer fails")
+case("tokenizer-regex-evaluated", EVALUATE, EXPLODE, "hf: the tokenizer")
+case("tokenizer-replace", TOKENIZE, BLOW_UP, "the tokenizer fails")
+case("tokenizer-replace-generated", "generate hf --prompt few", BLOW_UP, "hf: the tokenizer")
+case(
+    "tokenizer-decoder",
+    "generate hf --prompt few --max-new-tokens 9",
+    put(
+        "hf/tokenizer.json",
+        {"type": "Sequence", "decoders": [{"type": "ByteLevel"}, *[STEP | {"pattern": {"Regex": "."}}] * 9]},
+        "decoder",
+    ),
+    "hf: the tokenizer",
+)
+case("tokenizer-empty", TOKENIZE, write("hf/tokenizer.json", b""), "tokenizer.json")
+case("tokenizer-no-json", EVALUATE, write("hf/tokenizer.json", ESCAPE), "tokenizer")
+case("tokenizer-deep", TOKENIZE, write("hf/tokenizer.json", DEEP), "tokenizer.json")
+case("tokenizer-large", TOKENIZE, write("hf/tokenizer.json", b" " * (65 << 20)), "tokenizer.json has 68157440 bytes")
+case(
+    "tokenizer-model",
+    "generate hf --prompt few",
+    put("hf/tokenizer.json", {"type": "Evil" + ESCAPE}, "model"),
+    "tokenizer",
+)
+case("tokenizer-ids", TOKENIZE, put("hf/tokenizer.json", 4_000_000_000, "model", "vocab", "a"), "", sound=True)
+case(
+    "tokenizer-ids-generated",
+    "generate hf --prompt a",
+    put("hf/tokenizer.json", 4_000_000_000, "model", "vocab", "a"),
+    "",
+)
+case(
+    "tokenizer-added",
+    "generate hf --prompt a",
+    put(
+        "hf/tokenizer.json",
+        [
+            {
+                "id": 4_294_967_295,
+                "content": "a",
+                "special": True,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+            }
+        ],
+        "added_tokens",
+    ),
+    sound=True,
+)
+case(
+    "tokenizer-postprocessor",
+    TUNE,
+    put(
+        "hf/tokenizer.json",
+        {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}},
+        "post_processor",
+    ),
+    sound=True,
+)
+case("tokenizer-empty-vocabulary", TOKENIZE, put("hf/tokenizer.json", {}, "model", "vocab"), "")
+case("tokenizer-settings-list", TOKENIZE, write("hf/tokenizer_config.json", b"[]"), "tokenizer_config.json")
+case("tokenizer-settings-deep", "convert hf made", write("hf/tokenizer_config.json", DEEP), "tokenizer_config.json")
+case("tokenizer-settings-class", EVALUATE, put("hf/tokenizer_config.json", "os.system", "tokenizer_class"), sound=True)
+case("tokenizer-settings-end", TOKENIZE, put("hf/tokenizer_config.json", {"content": ["x"]}, "eos_token"), "")
+case("tokenizer-settings-escapes", TOKENIZE, put("hf/tokenizer_config.json", ESCAPE, "eos_token"), "")
+case("tokenizer-settings-long", EVALUATE, put("hf/tokenizer_config.json", LONG, "eos_token"), sound=True)
+
+CHAT = "generate hf --chat --prompt few"
+TEMPLATES: Mapping[str, str] = {
+    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "product": "{{ 'a' * 10000000000 }}",
+    "doubling": "{% set n = namespace(x='a') %}{% for i in range(40) %}{% set n.x = n.x + n.x %}{% endfor %}{{ n.x }}",
+    "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "system": "{{ cycler.__init__.__globals__.os.system('touch ../mark') }}",
+    "joiner": "{{ joiner.__init__.__globals__['__builtins__']['open']('../mark', 'w') }}",
+    "lipsum": "{{ lipsum.__globals__['os'].environ }}",
+    "format": "{{ '{0.__class__.__init__.__globals__}'.format(messages) }}",
+    "include": "{% include '/etc/passwd' %}",
+    "import": "{% import '../../outside/secret.txt' as x %}{{ x }}",
+    "raises": "{{ raise_exception('" + ESCAPE + "') }}",
+    "raises-long": "{{ raise_exception('x' * 3000000) }}",
+    "syntax": "{% for %}",
+    "recursion": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    "deep": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "number": "{{ 3 }}",
+    "surrogate": "{{ '\\ud800' }}",
+    "wide": "{{ '%1000000000s' % 'a' }}",
+    "centre": "{{ 'a'.center(10000000000) }}",
+}
+for number, (name, text) in enumerate(TEMPLATES.items()):
+    command = CHAT if number % 2 else TUNE
+    case(f"template-{name}", command, write("hf/chat_template.jinja", text), sound=True)
+case("template-none", CHAT, instead("hf/chat_template.jinja", lambda f: None), "no chat template")
+
+# -- data
+
+JSONL: Mapping[str, tuple[bytes, str]] = {
+    "deep": (DEEP, "nested too deeply"),
+    "no-json": (b"{\n", "not JSON"),
+    "no-utf-8": (b'{"text": "\xff"}', "not UTF-8"),
+    "nul": (bytes(1000), "not JSON"),
+    "number": (b'{"text": ' + b"9" * 10_000 + b"}", "line 1"),
+    "line-long": (b'{"text": "' + b"x" * (33 << 20) + b'"}', "longer than 33,554,432 bytes"),
+    "keys-long": (json.dumps({LONG: 1}).encode(), "no key 'text'"),
+    "keys-escapes": (json.dumps({ESCAPE: 1}).encode(), "no key 'text'"),
+    "keys-many": (json.dumps({str(i): 1 for i in range(200_000)}).encode(), "no key 'text'"),
+    "surrogate": (b'{"text": "\\ud800"}', "surrogate"),
+    "list": (b"[" * 500 + b"]" * 500, "not an object"),
+    "empty": (b"", "no text"),
+}
+for name, (content, says) in JSONL.items():
+    case(f"jsonl-{name}", TOKENIZE, write("data/texts.jsonl", content), says)
+
+for name, row in {
+    "role-escapes": {"messages": [{"role": ESCAPE, "content": "x"}]},
+    "role-long": {"messages": [{"role": LONG, "content": "x"}]},
+    "messages-text": {"messages": ESCAPE},
+    "content-deep": {"messages": [{"role": "user", "content": json.loads("[" * 900 + "]" * 900)}]},
+    "tools-deep": {"messages": [{"role": "assistant", "content": "x"}], "tools": "[" * 100_000},
+    "tools-number": {"messages": [{"role": "assistant", "content": "x"}], "tools": [{"a": 10**300}]},
+    "keys-escapes": {ESCAPE: 1},
+    "empty": {"prompt": "", "completion": ""},
+}.items():
+    command = TUNE if "tools" not in name else "evaluate hf --data data/chats.jsonl"
+    case(f"chats-{name}", command, write("data/chats.jsonl", json.dumps(row)), "", sound="tools" in name)
+
+PACKED = "pretrain tuning.yaml data.train=data/a.jsonl.gz"
+case(
+    "gz-bomb", PACKED, write("data/a.jsonl.gz", gzip.compress(b"\n" * (300 << 20), 1)), "unpacks to more than 100 times"
+)
+case(
+    "gz-bomb-line",
+    PACKED,
+    write("data/a.jsonl.gz", gzip.compress(b" " * (300 << 20), 1)),
+    "unpacks to more than 100 times",
+)
+case(
+    "gz-bomb-example",
+    PACKED,
+    write("data/a.jsonl.gz", gzip.compress(b'{"text": "' + b"x" * (34 << 20), 1)),
+    "longer than",
+)
+case("gz-truncated", PACKED, write("data/a.jsonl.gz", gzip.compress(b"{}\n" * 99)[:-9]), "no whole gzip file")
+case("gz-garbage", PACKED, write("data/a.jsonl.gz", b"\x1f\x8b" + bytes(99)), "no whole gzip file")
+case(
+    "parquet-garbage",
+    "evaluate hf --data data/a.parquet",
+    write("data/a.parquet", b"PAR1" + bytes(99) + b"PAR1"),
+    "parquet",
+)
+case(
+    "parquet-footer",
+    "evaluate hf --data data/a.parquet",
+    write("data/a.parquet", b"PAR1" + bytes(99) + struct.pack("<I", 1 << 31) + b"PAR1"),
+    "parquet",
+)
+
+
+def repeating(folder: Path) -> None:
+    """A table of a hundred rows that all are the same MiB, which is in the file once."""
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"text": ["x" * 2**20] * 100})
+    pyarrow.parquet.write_table(table, folder / "data/a.parquet", compression="zstd")
+
+
+case("parquet-bomb", "evaluate hf --data data/a.parquet", repeating, "unpacks to more than 100 times")
+case(
+    "parquet-bomb-tokenized",
+    "tokenize data/a.parquet --out made --workers 1 --tokenizer hf",
+    repeating,
+    "unpacks to more than 100 times",
+)
+case("data-pipe", TOKENIZE, instead("data/texts.jsonl", os.mkfifo), "", sound=False)
+case("data-device", "tokenize data --out made --workers 1 --tokenizer hf", link("data/a.txt", "/dev/zero"), sound=True)
+case(
+    "data-link",
+    "tokenize data --out made --workers 1 --tokenizer hf",
+    link("data/a.txt", "../../outside/secret.txt"),
+    sound=True,
+)
+case(
+    "data-link-folder",
+    "tokenize data --out made --workers 1 --tokenizer hf",
+    link("data/more", "../../outside"),
+    sound=True,
+)
+case(
+    "data-name", "tokenize data --out made --workers 1 --tokenizer hf", write(f"data/{ESCAPE}.jsonl", b"{"), "not JSON"
+)
+case(
+    "text-large",
+    "tokenize data/a.txt --out made --workers 1 --tokenizer hf",
+    instead("data/a.txt", huge),
+    "more than 134,217,728 bytes",
+)
+
+
+def idx(how: Callable[[bytearray], object], name: str = "data/tokens.idx") -> Change:
+    def changed(content: bytes) -> bytes:
+        made = bytearray(content)
+        how(made)
+        return bytes(made)
+
+    return raw(name, changed)
+
+
+def overlapping(folder: Path) -> None:
+    """A kilobyte of data, and an index of 20,000 sequences that all are that."""
+    count = 20_000
+    (folder / "data/tokens.bin").write_bytes(bytes(2**20))
+    parts = (
+        struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, count, 2),
+        struct.pack("<i", 2**19) * count,
+        bytes(8 * count),
+    )
+    (folder / "data/tokens.idx").write_bytes(b"".join([*parts, struct.pack("<qq", 0, count)]))
+
+
+TOKENS: Mapping[str, tuple[Change, str]] = {
+    "overlapping": (overlapping, "they overlap"),
+    "empty": (write("data/tokens.idx", b""), "fewer than its header"),
+    "magic": (write("data/tokens.idx", ESCAPE.encode() * 9), "no index of tokens"),
+    "sequences-2^62": (idx(lambda b: struct.pack_into("<Q", b, 18, 1 << 62)), "bytes"),
+    "bounds-2^62": (idx(lambda b: struct.pack_into("<Q", b, 26, 1 << 62)), "bytes"),
+    "dtype": (idx(lambda b: struct.pack_into("<B", b, 17, 200)), "dtype"),
+    "length-negative": (idx(lambda b: struct.pack_into("<i", b, 34, -5)), "tokens.idx"),
+    "pointer-beyond": (idx(lambda b: struct.pack_into("<q", b, 34 + 32, 1 << 60)), "tokens.idx"),
+    "ids-beyond": (write("data/tokens.bin", b"\xff" * 192), "65535"),
+    "ids-negative": (
+        both(idx(lambda b: struct.pack_into("<B", b, 17, 3)), write("data/tokens.bin", b"\xff" * 192)),
+        "-1",
+    ),
+    "bin-short": (write("data/tokens.bin", b"\0"), "tokens"),
+    "bin-pipe": (instead("data/tokens.bin", os.mkfifo), "tokens.bin"),
+}
+for number, (name, (change, says)) in enumerate(TOKENS.items()):
+    command = "evaluate hf --data data/tokens" if number % 2 or "ids" in name else "pretrain recipe.yaml"
+    case(f"tokens-{name}", command, change, says)
+FACTS = {
+    "name": "tokens",
+    "documents": 1,
+    "tokens": 1,
+    "text_bytes": 1,
+    "bytes_per_token": 1,
+    "vocabulary": 9,
+    "end_of_document": 0,
+    "unigram_entropy": 1,
+    "empty": 0,
+    "skipped": 0,
+}
+for name, content in {
+    "deep": DEEP,
+    "list": b"[]",
+    "large": LARGE,
+    "fields": b'{"a": 1}',
+    "escapes": json.dumps(FACTS | {"vocabulary": ESCAPE}).encode(),
+    "number": json.dumps(FACTS | {"vocabulary": 1 << 60}).encode(),
+}.items():
+    command = "inspect data" if name in ("escapes", "fields", "list") else "pretrain recipe.yaml"
+    case(f"corpus-{name}", command, write("data/corpus.json", content), "")
+
+# -- recipes
+
+RECIPES: Mapping[str, tuple[str, str]] = {
+    "environment": ("out: '${oc.env:MEGACORE_CANARY}'", "${oc.env:...} is not resolved"),
+    "environment-default": ("out: '${oc.env:MEGACORE_CANARY,none}'", "is not resolved"),
+    "environment-nested": ("a: oc.env\nout: '${${a}:MEGACORE_CANARY}'", "is not resolved"),
+    "decode": ("out: '${oc.decode:\"x\"}'", "is not resolved"),
+    "create": ("out: '${oc.create:{}}'", "is not resolved"),
+    "tag": ("out: !!python/object/apply:os.system ['touch ../mark']", "recipe.yaml"),
+    "tag-new": ("out: !!python/object/new:os.system ['touch ../mark']", "recipe.yaml"),
+    "alias-bomb": (
+        "a: &a [1,1,1,1,1,1,1,1,1,1]\n"
+        + "\n".join(f"{y}: &{y} [{','.join(['*' + x] * 10)}]" for x, y in zip("abcdefgh", "bcdefghi", strict=True)),
+        "recipe.yaml",
+    ),
+    "alias-loop": ("model: &a {a: *a}", "recipe.yaml"),
+    "reference-bomb": (
+        "model:\n" + "\n".join(f"  a{i}: ['${{model.a{i + 1}}}', '${{model.a{i + 1}}}']" for i in range(30)),
+        "model",
+    ),
+    "reference-text": (
+        "model:\n" + "\n".join(f"  a{i}: '${{model.a{i + 1}}}${{model.a{i + 1}}}'" for i in range(30)),
+        "model",
+    ),
+    "reference-chain": (
+        "model:\n" + "\n".join(f"  a{i}: '${{model.a{i + 1}}}'" for i in range(3000)) + "\n  a3000: 1",
+        "nested more than 32",
+    ),
+    "reference-loop": ("model: {a: '${model.a}'}", "refers to itself"),
+    "deep": ("model: " + "[" * 100_000, "nested more than 32"),
+    "deep-dotted": ("model: {a: 1}\nout: " + "{a: " * 100 + "1" + "}" * 100, "nested more than 32"),
+    "large": ("a: 1\n" * 2**18, "more than 1,048,576 bytes"),
+    "key-long": (f"? {LONG[:900_000]}\n: 1", "unknown key"),
+    "key-escapes": ('"\\e[31mred": 1', ""),
+    "value-escapes": ('train: {steps: "\\e[31mred"}', "train.steps"),
+    "value-long": (f"train: {{steps: {LONG[:900_000]}}}", "train.steps"),
+    "path-escapes": ('data: {train: "\\e[31mred"}', ""),
+    "nul": ("out: \0", "recipe.yaml"),
+    "not-utf-8": ("\udcff", "recipe.yaml"),
+    "numbers": ("train: {steps: 999999999999999999999999999999}\nmesh: {tp: 99999999999999}", ""),
+    "batch": ("batch: {global_size: 1000000000000, micro_size: 1}\n", ""),
+    "preset": ('model: {preset: "\\e[31m"}', ""),
+    "config-device": ("model: {config: /dev/zero}", ""),
+    "config-outside": ("model: {config: ../outside/secret.txt}", ""),
+}
+for number, (name, (text, says)) in enumerate(RECIPES.items()):
+    command = ("pretrain recipe.yaml", "plan recipe.yaml")[number % 2]
+    case(f"recipe-{name}", command, write("recipe.yaml", text), says)
+case("recipe-pipe", "pretrain recipe.yaml", instead("recipe.yaml", os.mkfifo), "recipe.yaml")
+case("recipe-override", "pretrain recipe.yaml out=${oc.env:MEGACORE_CANARY}", lambda folder: None, "is not resolved")
+case("template-outside", TUNE + " chat.template=/proc/self/environ", lambda folder: None, "")
+
+# -- the folders of runs
+
+RUN = "pretrain recipe.yaml checkpoint.resume=auto"
+for name in ("config.yaml", "metrics.jsonl", "loss.png", "run.lock"):
+    case(f"run-{name}", RUN, link(f"run/{name}", "../../outside/secret.txt"), sound=True)
+case("run-checkpoints", RUN, link("run/checkpoints", "../../outside"), sound=True)
+case("run-metrics-deep", RUN, write("run/metrics.jsonl", DEEP), sound=True)
+case("run-index-deep", RUN, write("run/checkpoints/step-00000001/index.json", DEEP), "not JSON")
+case("run-lock-deep", RUN, write("run/run.lock", DEEP), sound=True)
+
+
+def random_bytes(size: int, seed: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+for number, name in enumerate(
+    [
+        "hf/config.json",
+        "hf/tokenizer.json",
+        "hf/tokenizer_config.json",
+        "ckpt/index.json",
+        "data/tokens.idx",
+        "recipe.yaml",
+        "hf/chat_template.jinja",
+    ]
+):
+    command = {"d": "pretrain recipe.yaml", "r": "plan recipe.yaml", "c": "inspect ckpt"}.get(name[0], CHAT)
+    case(f"random-{Path(name).name}", command, write(name, random_bytes(4096, number)), "")
