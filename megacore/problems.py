@@ -18,6 +18,7 @@ from megacore.checkpoints import AUTO
 from megacore.config import EXAMPLES, Config, Corpus
 from megacore.lr import decay_steps
 from megacore.run_lock import held, holder
+from megacore.say import brief
 from megacore.store.files import leaves
 from models.tuning import EVERYTHING
 from parallel.layout import MeshShape, split_problems
@@ -80,6 +81,7 @@ class Bound:
 
 AT_LEAST_0 = Bound("at least 0", lambda value: value >= 0)
 AT_LEAST_1 = Bound("at least 1", lambda value: value >= 1)
+COUNTED = Bound("at least 1 and at most 2^20", lambda value: 1 <= value <= 2**20)
 SEED = Bound("at least 0 and below 2^63", lambda value: 0 <= value < 2**63)
 ABOVE_0 = Bound("above 0", lambda value: value > 0)
 BELOW_1 = Bound("at least 0 and below 1", lambda value: 0 <= value < 1)
@@ -89,19 +91,19 @@ UP_TO_99 = Bound("between 1 and 99, or null", lambda value: 1 <= value <= 99)
 POWER_OF_2 = Bound("a power of two up to 2^24", lambda value: 0 < value <= 2**24 and math.frexp(value)[0] == 0.5)
 
 RANGES: Mapping[str, Bound] = {
-    "mesh.pp": AT_LEAST_1,
-    "mesh.dp": AT_LEAST_1,
-    "mesh.cp": AT_LEAST_1,
-    "mesh.ep": AT_LEAST_1,
-    "mesh.tp": AT_LEAST_1,
-    "pipeline.chunks": AT_LEAST_1,
+    "mesh.pp": COUNTED,
+    "mesh.dp": COUNTED,
+    "mesh.cp": COUNTED,
+    "mesh.ep": COUNTED,
+    "mesh.tp": COUNTED,
+    "pipeline.chunks": COUNTED,
     "pipeline.layers_per_stage": AT_LEAST_1,
     "data.validation_fraction": BELOW_1,
     "data.sequence_length": AT_LEAST_1,
     "data.seed": SEED,
-    "data.replicas": AT_LEAST_1,
-    "batch.global_size": AT_LEAST_1,
-    "batch.micro_size": AT_LEAST_1,
+    "data.replicas": COUNTED,
+    "batch.global_size": COUNTED,
+    "batch.micro_size": COUNTED,
     "loss.label_smoothing": BELOW_1,
     "loss.z_loss": AT_LEAST_0,
     "loss_scale.initial": POWER_OF_2,
@@ -455,13 +457,14 @@ def _multiples(value: int, step: int) -> str:
 
 def surroundings(config: Config) -> list[str]:
     """Missing token files, folders that cannot be used, and packages that a setting needs."""
-    return [
-        *_missing_files(config),
-        *_unusable_out(config),
-        *_unusable_export(config),
-        *_unusable_offload_folder(config),
-        *_missing_packages(config),
-    ]
+    looks = (_missing_files, _unusable_out, _unusable_export, _unusable_offload_folder, _missing_packages)
+    found = list[str]()
+    for look in looks:
+        try:
+            found += look(config)
+        except (OSError, ValueError) as error:  # a name that no file can have
+            found.append(f"a path of the recipe cannot be used: {brief(str(error))}")
+    return found
 
 
 def _missing_files(config: Config) -> Iterator[str]:

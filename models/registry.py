@@ -20,6 +20,9 @@ FAMILIES: Mapping[str, str] = {"gpt2": "models.gpt2", "llama": "models.llama"}
 """{Hugging Face's ``model_type``: module}."""
 
 
+MOST_LAYERS = 2**16
+
+
 class Family(Protocol):
     """What a family's module provides."""
 
@@ -81,9 +84,13 @@ def configure(section: Mapping[str, Any]) -> ModelConfig:
         )
     kind = family(name).CONFIG
     try:
-        return kind.from_hugging_face(kind.override(base, fields))
+        made = kind.from_hugging_face(kind.override(base, fields))
     except RecursionError as error:
         raise ModelConfigError(kind.family, ["its values are nested too deeply"]) from error
+    # They are counted one by one, before there are files that could say how many there are.
+    if (layers := made.sizes["layer"]) > MOST_LAYERS:
+        raise ModelConfigError(kind.family, [f"it has {layers} layers, and may have up to {MOST_LAYERS}"])
+    return made
 
 
 def build(config: ModelConfig, parameters: Parameters, chunk: int) -> Decoder:

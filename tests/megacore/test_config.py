@@ -83,6 +83,8 @@ BAD = [
     bad("out={", "override 'out={'"),
     bad("data.train=[a] data.train[3].weight=2", "override 'data.train[3].weight=2'", "out of range"),
     bad("out=${no.where}", "out: ", "no.where"),
+    bad("", r"'x\n  2. \x1b[2J': unknown key", recipe='"x\\n  2. \\e[2J": 1'),
+    bad("batch.global_size=4611686018427387904", "batch.global_size", "at most 2^20"),
     bad("out=???", "out: ", "issing"),
     # nothing but other keys is resolved, and nothing is deep enough to overflow the stack
     bad("out=${oc.env:MEGACORE_CANARY}", "out: ${oc.env:...} is not resolved", "${section.key}"),

@@ -85,6 +85,12 @@ def test_a_tokenizer_beside_the_corpus_that_leads_elsewhere_is_refused(recipe: s
     assert problem.startswith("data: ") and "tokenizer.json" in problem
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "a\\0b"], ids=["long", "nul"])
+def test_names_that_no_folder_can_have_are_told(recipe: str, tmp_path: Path, name: str) -> None:
+    found = problems(recipe, f'checkpoint.export="{tmp_path / name}"', "checkpoint.at_end=true")
+    assert any(problem.startswith("a path of the recipe cannot be used: ") for problem in found), found
+
+
 @pytest.mark.parametrize("name", ["checkpoints", "examples", "tensorboard", "wandb"])
 def test_a_run_s_folder_that_leads_elsewhere_is_refused(recipe: str, tmp_path: Path, name: str) -> None:
     (tmp_path / "run").mkdir()

@@ -227,6 +227,11 @@ def test_sections_that_are_refused(section: dict[str, Any], message: str) -> Non
     assert message in str(caught.value)
 
 
+def test_layers_have_a_limit() -> None:
+    with pytest.raises(ModelConfigError, match=f"it has {2**62} layers, and may have up to 65536"):
+        configure({"preset": "llama-tiny", "num_hidden_layers": 2**62})
+
+
 def test_a_config_json_must_be_an_object(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelConfigError, match="does not hold a JSON object"):
