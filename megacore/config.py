@@ -22,7 +22,6 @@ from pydantic_core import ErrorDetails
 
 from megacore.references import ReferenceProblem, References, dotted, escaped
 from megacore.store.strict_json import StoreError, read_file
-from megacore.say import brief
 from models.lora import Lora
 from models.tuning import Tuning
 from parallel import limits

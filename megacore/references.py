@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megacore.say import brief
 from parallel import limits
 
 Where = tuple[str | int, ...]
@@ -26,7 +27,7 @@ class ReferenceProblem(ValueError):
 
 def dotted(where: Sequence[str | int]) -> str:
     """How a place of a recipe is written: ``data.train[0].path``."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).removeprefix(".")
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{brief(part)}" for part in where).removeprefix(".")
 
 
 def escaped(value: Any) -> Any:

@@ -220,7 +220,7 @@ def _decoded(path: Path, data: bytes, line_at: int | None) -> str | Fault:
 
 
 def _whole(path: Path) -> str | Fault:
-    with path.open("rb") as file:
+    with _open(path) as file:
         data = file.read(limits.DOCUMENT + 1)
     if len(data) > limits.DOCUMENT:
         reason = f"more than {limits.DOCUMENT:,} bytes, and a text file is one document: cut it into several"
@@ -255,7 +255,7 @@ def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
 @contextmanager
 def _open(path: Path) -> Iterator[io.BufferedReader]:
     with open_file(path, path.parent) as file:
-        # Lines of a BufferedReader are found in C.
+        # A reader in C finds the lines.
         yield io.BufferedReader(gzip.GzipFile(fileobj=file)) if path.suffix == ".gz" else file
 
 

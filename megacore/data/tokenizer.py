@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from megacore import pretrained
 from megacore.data.indexed import Integers
 from megacore.data.text import InputError
 from megacore.guard import Guard, GuardError
-from megacore.store.companions import companions, copy_companion, read_settings
+from megacore.store.companions import companions, copy_companion
 from megacore.store.publish import write_file
 from megacore.store.strict_json import StoreError, read_json, short
 from parallel import limits
@@ -129,7 +130,10 @@ class _Fast:
         self._tokenizer.encode_special_tokens = True
 
     def vocabulary(self) -> int:
-        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise ValueError("it has no tokens")
+        return 1 + max(ids)
 
     def end(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)
@@ -147,9 +151,10 @@ def _end_token(folder: Path) -> str | None:
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
             try:
-                token = read_settings(folder / name).get("eos_token")
+                said = read_json(folder / name, wide=True)
             except StoreError as error:
                 raise InputError(str(error)) from error
+            token: Any = said.get("eos_token") if isinstance(said, dict) else said
             if token is None:
                 continue
             text = token.get("content") if isinstance(token, dict) else token

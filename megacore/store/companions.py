@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
 
 from megacore.store.files import open_file
 from megacore.store.publish import write_file
-from megacore.store.strict_json import StoreError, read_file
+from megacore.store.strict_json import StoreError, parse_json
 from megacore.store.tensors import os_errors
 from parallel import limits
 
@@ -107,26 +106,6 @@ def companions(folder: Path, root: Path) -> Mapping[str, Companion]:
     return found
 
 
-def read_settings(file: Path, root: Path | None = None) -> dict[str, Any]:
-    """The JSON object in a file of a tokenizer's settings; errors as of :func:`settings`."""
-    return settings(read_file(file, limits.JSON, root), file)
-
-
-def settings(data: bytes, where: Path) -> dict[str, Any]:
-    """The JSON object of a tokenizer's settings, whose numbers may be of any size: 10^30 is no limit there.
-
-    Raises:
-        StoreError: it holds something else.
-    """
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise StoreError(f"{where} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise StoreError(f"{where} does not hold a JSON object")
-    return found
-
-
 def copy_companion(file: Companion, path: Path, durable: bool = True) -> None:
     """Copy a companion into a folder; of a tokenizer's config, all but the names of code and files to load it with.
 
@@ -140,10 +119,15 @@ def copy_companion(file: Companion, path: Path, durable: bool = True) -> None:
     """
     data = file.read()
     if path.name == "tokenizer_config.json":
-        found = settings(data, file.path)
-        if named := {key for key in found if found[key] is not None and _NAMES.fullmatch(key)}:
+        found = parse_json(data, file.path, wide=True)
+        named = (
+            {key for key in found if found[key] is not None and _NAMES.fullmatch(key)}
+            if isinstance(found, dict)
+            else ()
+        )
+        if named:
             kept = {key: value for key, value in found.items() if key not in named}
-            data = json.dumps(kept, indent=2, ensure_ascii=False).encode() + b"\n"
+            data = (json.dumps(kept, indent=2) + "\n").encode()
     with os_errors(path):
         path.parent.mkdir(exist_ok=True)
     write_file(path, data, durable)

@@ -32,8 +32,9 @@ def short(value: object) -> str:
     return _SHORT.repr(value)
 
 
-def parse_json(data: bytes, where: object) -> Any:
-    """The value of a JSON text.
+def parse_json(data: bytes, where: object, wide: bool = False) -> Any:
+    """The value of a JSON text; ``wide``: whose whole numbers may have more than 64 bits, as the settings of tokenizers
+    have 10^30 where there is no limit.
 
     Raises:
         StoreError: it is not JSON, or only Python's relaxed idea of it.
@@ -50,7 +51,7 @@ def parse_json(data: bytes, where: object) -> Any:
         raise StoreError(f"{where}: {name} is not JSON")
 
     def integer(text: str) -> int:
-        if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
+        if len(text) > 40 or not (wide or -(2**63) <= int(text) < 2**64):
             raise StoreError(f"{where}: {text[:40]} is an integer of more than 64 bits")
         return int(text)
 
@@ -80,22 +81,23 @@ def _is_deeper(value: object, levels: int) -> bool:
     return bool(inner)
 
 
-def read_json(path: Path, root: Path | None = None, *, limit: int = limits.JSON) -> Any:
+def read_json(path: Path, root: Path | None = None, *, limit: int = limits.JSON, wide: bool = False) -> Any:
     """The value in a JSON file of at most ``limit`` bytes.
 
     Args:
         path: Which one.
         root: The folder that its links may not leave, see :func:`~megacore.store.files.open_file`.
         limit: Of its bytes.
+        wide: As of :func:`parse_json`.
 
     Raises:
         StoreError: it cannot be read.
     """
-    return parse_json(read_file(path, limit, root), path)
+    return parse_json(read_file(path, limit, root), path, wide)
 
 
 def read_file(path: Path, limit: int, root: Path | None = None) -> bytes:
-    """What is in a file of at most ``limit`` bytes; of ``root`` as :func:`read_json`.
+    """What is in a file of at most ``limit`` bytes.
 
     Raises:
         StoreError: it cannot be read.

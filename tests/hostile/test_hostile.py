@@ -61,7 +61,7 @@ def parameters() -> Iterator[object]:
         yield pytest.param(case, id=name, marks=marks)
 
 
-@pytest.mark.parametrize("case", parameters())
+@pytest.mark.parametrize("case", [*parameters()])
 def test_a_hostile_input_ends_in_a_result_or_a_sentence(
     case: Case, sound: Path, commands: Runner, tmp_path: Path
 ) -> None:

@@ -629,7 +629,7 @@ def test_no_code_travels(given_folders: Path, tmp_path: Path) -> None:
     for at in ("hf", "ckpt/tokenizer"):
         (folder / at).mkdir(exist_ok=True)
         (folder / at / "tokenizer_config.json").write_text(
-            json.dumps(settings | {"auto_map": code["auto_map"]} | files)
+            json.dumps({**settings, "auto_map": code["auto_map"]} | files)
         )
         for name in ("code.py", "adapter_model.bin", "README.md"):
             (folder / at / name).write_text("boom()")

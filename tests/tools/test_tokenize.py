@@ -137,19 +137,17 @@ def test_files_that_a_tokenizer_names_are_not_read(tmp_path, monkeypatch):
         '{"vocab_file": "/etc/passwd", "init_inputs": ["x"], "eos_token": "x"}'
     )
     (tmp_path / "config.json").write_text('{"model_type": "gpt2", "auto_map": {"AutoTokenizer": "secret.T"}}')
-    seen = []
 
-    def look(folder, hub=False):
+    def look(folder, hub=False):  # in another process, which gives back what it says
         assert not hub
-        seen.append({path.name: json.loads(path.read_text()) for path in folder.iterdir()})
-        raise StoreError("enough")
+        raise StoreError(json.dumps({path.name: json.loads(path.read_text()) for path in sorted(folder.iterdir())}))
 
     monkeypatch.setattr(tokenizer.pretrained, "tokenizer", look)
     for use in (tokenizer.load, lambda folder: tokenizer.fetch(str(folder), tmp_path / "out")):
-        with pytest.raises(InputError, match="enough"):
+        with pytest.raises(InputError) as told:
             use(tmp_path)
-    files = {"vocab.json": {}, "tokenizer_config.json": {"eos_token": "x"}, "config.json": {"model_type": "gpt2"}}
-    assert seen == [files, files]
+        files = {"config.json": {"model_type": "gpt2"}, "tokenizer_config.json": {"eos_token": "x"}, "vocab.json": {}}
+        assert json.dumps(files) in str(told.value)
 
 
 def test_names_that_are_no_text_are_told(trained, tmp_path, capsys):
