@@ -39,7 +39,7 @@ BIG = 2**63
 BAD: list[tuple[str, bytes, str]] = [
     ("empty", b"", "has 0 bytes, fewer than the 8"),
     ("seven bytes", b"1234567", "has 7 bytes, fewer than the 8"),
-    ("length 2^64-1", b"\xff" * 8 + b"{}", "claims a header of 18446744073709551615 bytes, above the limit of 33554432"),
+    ("length 2^64-1", b"\xff" * 8 + b"{}", "header of 18446744073709551615 bytes, above the limit of 33554432"),
     ("length above the limit", struct.pack("<Q", 100_000_001) + b"{}", "header of 100000001 bytes, above the limit"),
     ("length beyond the file", struct.pack("<Q", 3) + b"{}", "header of 3 bytes, and only 2 follow: it is truncated"),
     ("no header", struct.pack("<Q", 0), "header is not JSON"),
