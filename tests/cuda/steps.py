@@ -223,7 +223,8 @@ def trace(case: Case, steps: int, fault: Callable[[Trainer], None] = lambda trai
 def _config(case: Case) -> Config:
     overrides = case.overrides.split()
     model = [] if any("model.family" in each for each in overrides) else ["model.preset=llama-tiny"]
-    config = load(os.devnull, [*model, "data.sequence_length=32", "data.train=none", *overrides])
+    with tempfile.NamedTemporaryFile(suffix=".yaml") as recipe:
+        config = load(recipe.name, [*model, "data.sequence_length=32", "data.train=none", *overrides])
     layers = case.layers * config.pipeline.chunks * config.mesh.pp
     key = "n_layer" if config.model.get("family") == "gpt2" else "num_hidden_layers"
     return replace(config, model=config.model | {key: layers})
