@@ -10,7 +10,7 @@ from torch import Tensor
 from megacore.states.home import MASTER, MOMENTS, Home, Rule
 from megacore.states.offload import Offload, Offloaded
 from megacore.states.resident import Nothing, Resident
-from parallel.sync import Elements, Part, Sharing
+from parallel.sync import Elements, Part, Sharing, Take, all_of_it
 
 _AWAY_FROM_0 = 1e-6
 
@@ -95,18 +95,19 @@ class Optimizer:
         return {MASTER: masters, **states} if wider else states
 
     @torch.no_grad()
-    def read_into(self, state: str, name: str, host: Tensor | None) -> None:
-        """Copy the state of a parameter to a host tensor of its shape; from a GPU, it is there once the stream is.
+    def read_into(self, state: str, name: str, host: Tensor | None, take: Take = all_of_it) -> None:
+        """Copy the state of a parameter, or what is taken of it, to a host tensor; from a GPU, it is there once the
+        stream is.
 
         All ranks do so for all states and names in one order, for some hold a part of what others want: those that do
         not want it leave out ``host``.
         """
-        self._sharing.read(name, self._state(state), host)
+        self._sharing.read(name, self._state(state), host, take)
 
     @torch.no_grad()
-    def read_weight(self, name: str, host: Tensor | None) -> None:
+    def read_weight(self, name: str, host: Tensor | None, take: Take = all_of_it) -> None:
         """As :meth:`read_into`, the parameter itself."""
-        self._sharing.read_weight(name, host)
+        self._sharing.read_weight(name, host, take)
 
     @torch.no_grad()
     def load_from(self, state: str, name: str, host: Tensor) -> None:

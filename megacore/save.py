@@ -7,7 +7,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,25 @@ from megacore.optimizer import Optimizer
 from megacore.store.checkpoint import COMPANIONS, TRAINER
 from megacore.store.companions import Companion, copy_companion
 from megacore.store.dtypes import FLOATS
-from megacore.store.index import INDEX, STATES, Adapters, FileRecord, Index, file_name, on_disk
+from megacore.store.index import INDEX, STATES, Adapters, FileRecord, Index, Range, file_name, on_disk
+from megacore.store.parts import Part, share_out
 from megacore.store.publish import Publication, write_file
 from megacore.store.scratch import mapped
 from megacore.store.stream import File, write
 from megacore.store.stream import Tensor as Written
 from megacore.store.strict_json import StoreError
 from parallel.layout import Layout
-from parallel.parameters import Parameters
+from parallel.parameters import Parameters, view
+from parallel.sync import Take, all_of_it
 from parallel.transfer import Stored, native, plan
 
 WEIGHTS = STATES[0]
 _ALIGNED = 64
 NAMES = {getattr(torch, kind): name for name, kind in FLOATS.items()}
 """{torch's dtype: its name in a file}."""
+
+Wrote = tuple[str, int, dict[str, dict[str, int]], dict[str, tuple[str, int, int]]]
+"""Path, bytes, fingerprints and ranges of a file, as they travel to the rank that publishes."""
 
 
 class SaveError(RuntimeError):
@@ -71,23 +77,30 @@ class State:
         there = {WEIGHTS: weights, **optimizer.states()}
         self.dtypes: dict[str, Mapping[str, torch.dtype]] = {state: there[state] for state in STATES if state in there}
 
-    def read_into(self, state: str, name: str, host: Tensor | None) -> None:
-        """Copy a tensor; all ranks do so for all states and names in one order, with None where it is not wanted."""
+    def read_into(self, state: str, name: str, host: Tensor | None, take: Take = all_of_it) -> None:
+        """Copy a tensor, or what is taken of it; all ranks do so for all states and names in one order, with None where
+        it is not wanted."""
         if state == WEIGHTS:
-            self._optimizer.read_weight(name, host)
+            self._optimizer.read_weight(name, host, take)
         else:
-            self._optimizer.read_into(state, name, host)
+            self._optimizer.read_into(state, name, host, take)
 
 
-def share_out(sizes: Mapping[str, int], replicas: int) -> list[list[str]]:
-    """Which files each of the replicas writes: the largest first, each to the one that has least so far."""
-    shares: list[list[str]] = [[] for _ in range(replicas)]
-    load = [0] * replicas
-    for name in sorted(sizes, key=lambda name: -sizes[name]):
-        least = load.index(min(load))
-        shares[least].append(name)
-        load[least] += sizes[name]
-    return shares
+@dataclass(frozen=True)
+class _Written:
+    """A file of this rank.
+
+    Args:
+        file: What is written.
+        state: Of which state.
+        ranges: Of its tensors that are slices.
+        host: Copies of them.
+    """
+
+    file: File
+    state: str
+    ranges: Mapping[str, Range]
+    host: Mapping[str, Tensor]
 
 
 class Snapshot:
@@ -96,57 +109,80 @@ class Snapshot:
     def __init__(self, state: State) -> None:
         parameters = state.parameters
         self.state, self.schema, mesh = state, state.layout.schema, parameters.mesh
-        disk = on_disk(state.layout)
-        place = replace(mesh.place, dp=0, cp=0)
-        held = list(native(disk, [disk.mesh.rank(place)]))
-        planned = list(plan(self.schema, held, held))
-        files = {
-            name: File(
-                file_name(name, place),
-                tuple(Written(s, NAMES[dtypes[s.name]], copies) for s, copies in planned if s.name in dtypes),
-                self._reader(name),
-            )
+        disk, place = on_disk(state.layout), replace(mesh.place, dp=0, cp=0)
+        self._held = {stored.name: stored for stored in native(disk, [disk.mesh.rank(place)])}
+        held = {
+            name: [(stored, dtypes[each].itemsize) for each, stored in self._held.items() if each in dtypes]
             for name, dtypes in state.dtypes.items()
             if dtypes  # else nothing of this rank is trained
         }
         replicas = mesh.shape.along(mesh.rank, "dp", "cp")
-        shares = share_out({name: file.size for name, file in files.items()}, len(replicas))
-        self.files = {name: files[name] for name in shares[replicas.index(mesh.rank)]}
         self._device, on_device = mesh.device, mesh.device.type == "cuda"
-        self._host = {
-            name: _copies(
-                {s.name: (s.shape, state.dtypes[name][s.name]) for s in held if s.name in state.dtypes[name]},
-                on_device,
-                state.folder,
-            )
-            for name in self.files
-        }
+        self.written = [
+            self._written(part, file_name(part.state, place, part.number), on_device)
+            for part in share_out(disk, held, len(replicas))[replicas.index(mesh.rank)]
+        ]
         self._taken = torch.cuda.Event() if on_device else None
 
     def take(self) -> None:
         """Copy what is to be written. On a GPU the host does not wait: later steps come after it in the stream."""
+        wanted = {
+            (each.state, tensor.stored.name): (each.host[tensor.stored.name], tensor.stored)
+            for each in self.written
+            for tensor in each.file.tensors
+        }
         for state, dtypes in self.state.dtypes.items():
             for name in dtypes:
-                self.state.read_into(state, name, self._host[state][name] if state in self._host else None)
+                host, stored = wanted.get((state, name), (None, self._held[name]))
+                self.state.read_into(state, name, host, _slice(self._held[name], stored))
         if self._taken is not None:
             self._taken.record()
 
-    def write(self, folder: Path) -> list[tuple[str, int, dict[str, dict[str, int]]]]:
-        """Write what was taken -> (path, bytes, fingerprints) of each file."""
+    def write(self, folder: Path) -> list[Wrote]:
+        """Write what was taken."""
         if self._taken is not None:
             # This is a thread of its own, which would wait through a context on GPU 0, and take memory for it there.
             torch.cuda.set_device(self._device)
             self._taken.synchronize()
-        found = write(folder, self.files.values(), self.schema)
-        return [(file.path, file.size, found[file.path]) for file in self.files.values()]
+        files = [each.file for each in self.written]
+        found = write(folder, files, self.schema)
+        return [
+            (file.path, file.size, found[file.path], {name: astuple(cut) for name, cut in each.ranges.items()})
+            for file, each in zip(files, self.written, strict=True)
+        ]
 
-    def _reader(self, state: str) -> Callable[[Stored], tuple[str, Any]]:
+    def _written(self, part: Part, path: str, on_device: bool) -> _Written:
+        dtypes = self.state.dtypes[part.state]
+        host = _copies({s.name: (s.shape, dtypes[s.name]) for s in part.tensors}, on_device, self.state.folder)
+
         def read(stored: Stored) -> tuple[str, Any]:
-            host = self._host[state][stored.name]
-            unsigned = host.view(getattr(torch, f"uint{8 * host.itemsize}"))
-            return NAMES[host.dtype], unsigned.numpy()
+            found = host[stored.name]
+            return NAMES[found.dtype], found.view(getattr(torch, f"uint{8 * found.itemsize}")).numpy()
 
-        return read
+        planned = plan(self.schema, part.tensors, part.tensors)
+        file = File(path, tuple(Written(s, NAMES[dtypes[s.name]], copies) for s, copies in planned), read)
+        ranges = {
+            stored.name: Range(axis, *box)
+            for stored in part.tensors
+            for axis, box in stored.box.items()
+            if box != self._held[stored.name].box[axis]
+        }
+        return _Written(file, part.state, ranges, host)
+
+
+def _slice(whole: Stored, part: Stored) -> Take:
+    """What takes a slice of a tensor as it is stored by itself, in one piece of memory."""
+    if part.box == whole.box:
+        return all_of_it
+    bounds = {axis: (start - whole.box[axis][0], stop - whole.box[axis][0]) for axis, (start, stop) in part.box.items()}
+
+    def take(tensor: Tensor) -> Tensor:
+        made = torch.empty(part.shape, dtype=tensor.dtype, device=tensor.device)
+        for label, piece in part.pieces.items():
+            view(made, piece).copy_(view(tensor, whole.pieces[label].box(bounds)))
+        return made
+
+    return take
 
 
 def _copies(
@@ -246,7 +282,7 @@ class Saver:
                 # A link, or the rest of one: this run's own name for it.
                 if path.is_symlink() or (path.is_dir() and not (path / INDEX).exists()):
                     checkpoints.set_aside(path)
-                publication = Publication.begin(path, self._bytes())
+                publication = Publication.begin(path, self._bytes)
                 begun = {"folder": str(publication.folder)}
             except (StoreError, OSError) as error:
                 begun = {"error": str(error)}
@@ -330,6 +366,7 @@ class Saver:
         said = [f"{self._control.who(rank)}: {reason}" for rank, reason in enumerate(errors) if reason]
         raise self._failed("\n".join([f"cannot save step {saving.step}:", *said]))
 
+    @cached_property
     def _bytes(self) -> int:
         """Of all tensors of a checkpoint, on all ranks."""
         index = self._index
@@ -341,11 +378,15 @@ class Saver:
             size += sum(shard.numel for shard in shards) * next((dtype.itemsize for dtype in dtypes.values()), 8)
         return size
 
-    def _publish(self, saving: _Saving, written: list[list[tuple[str, int, dict[str, dict[str, int]]]]]) -> None:
+    def _publish(self, saving: _Saving, written: list[list[Wrote]]) -> None:
         publication = saving.publication
         assert publication is not None
         folder = publication.folder
-        records = {name: FileRecord(size, found) for files in written for name, size, found in files}
+        records = {
+            name: FileRecord(size, found, {tensor: Range(*cut) for tensor, cut in ranges.items()})
+            for files in written
+            for name, size, found, ranges in files
+        }
         for name, record in records.items():
             if not (folder / name).is_file() or (folder / name).stat().st_size != record.size:
                 raise StoreError(

@@ -57,6 +57,14 @@ class Elements(Protocol):
     def __setitem__(self, where: slice | EllipsisType, values: Tensor, /) -> None: ...
 
 
+Take = Callable[[Tensor], Tensor]
+"""What somebody wants of a tensor of a parameter's shape."""
+
+
+def all_of_it(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class Sharing(Protocol):
     """How ranks that hold the same elements share out their gradients and their optimizer state."""
 
@@ -100,13 +108,14 @@ class Sharing(Protocol):
         """This rank's parts in the buckets that hold a parameter; all have state of the same dtypes."""
         ...
 
-    def read(self, name: str, of: Callable[[Part], Elements], host: Tensor | None) -> None:
+    def read(self, name: str, of: Callable[[Part], Elements], host: Tensor | None, take: Take = all_of_it) -> None:
         """Put together what parts have for a parameter, in its shape; all ranks do so for all names in one order.
 
         Args:
             name: Of the parameter.
             of: What a part has.
             host: Where it goes; None where it is not wanted.
+            take: What of it goes there.
         """
         ...
 
@@ -114,7 +123,7 @@ class Sharing(Protocol):
         """The other way round: fill what this rank's parts have from a tensor of the parameter's shape."""
         ...
 
-    def read_weight(self, name: str, host: Tensor | None) -> None:
+    def read_weight(self, name: str, host: Tensor | None, take: Take = all_of_it) -> None:
         """As :meth:`read`, the parameter itself."""
         ...
 
@@ -281,25 +290,25 @@ class Gradients:
     def parts_of(self, name: str) -> Sequence[Span]:
         return [span for span in self.spans if span.name == name]
 
-    def read(self, name: str, of: Callable[[Part], Elements], host: Tensor | None) -> None:
+    def read(self, name: str, of: Callable[[Part], Elements], host: Tensor | None, take: Take = all_of_it) -> None:
         if host is None:
             return
         spans = self.parts_of(name)
         if spans[0].piece is None:
-            host.copy_(of(spans[0])[...], non_blocking=True)
+            host.copy_(take(of(spans[0])[...]), non_blocking=True)
             return
         whole = torch.empty_like(spans[0].parameter, dtype=host.dtype)
         for span in spans:
             span.of(whole).copy_(of(span)[...])
-        host.copy_(whole, non_blocking=True)
+        host.copy_(take(whole), non_blocking=True)
 
     def write(self, name: str, of: Callable[[Part], Elements], host: Tensor) -> None:
         for span in self.parts_of(name):
             of(span)[...] = span.of(host)
 
-    def read_weight(self, name: str, host: Tensor | None) -> None:
+    def read_weight(self, name: str, host: Tensor | None, take: Take = all_of_it) -> None:
         if host is not None:
-            host.copy_(self.parameters[name].detach(), non_blocking=True)
+            host.copy_(take(self.parameters[name].detach()), non_blocking=True)
 
     def fill(self, name: str, host: Tensor) -> None:
         self.parameters[name].detach().copy_(host)

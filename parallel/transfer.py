@@ -55,6 +55,10 @@ class Stored:
     def pieces(self) -> Mapping[str, Piece]:
         return dict(zip(self.labels, self.pattern.pieces(self.sizes), strict=True))
 
+    def along(self, axis: str, start: int, stop: int) -> Stored:
+        """The slice from ``start`` to ``stop`` of an axis that all pieces have: stored by the same sentence."""
+        return replace(self, box={**self.box, axis: (start, stop)})
+
 
 @dataclass(frozen=True)
 class Copy:

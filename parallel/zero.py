@@ -50,6 +50,8 @@ from parallel.sync import (
     Part,
     Sharing,
     Span,
+    Take,
+    all_of_it,
     crosses_stages,
     deepest_first,
     frozen_spans,
@@ -560,7 +562,7 @@ class ShardedGradients:
     def parts_of(self, name: str) -> Sequence[Run]:
         return [run for held in self._held[name] for run in held.bucket.runs]
 
-    def read(self, name: str, of: Callable[[Part], Elements], host: Tensor | None) -> None:
+    def read(self, name: str, of: Callable[[Part], Elements], host: Tensor | None, take: Take = all_of_it) -> None:
         parameter = self.parameters[name]
         whole = None if host is None else torch.empty(parameter.shape, dtype=host.dtype, device=parameter.device)
         for held in self._held[name]:
@@ -576,7 +578,7 @@ class ShardedGradients:
             if whole is not None:
                 held.span.of(whole).copy_(flat.view(held.span.shape))
         if host is not None and whole is not None:
-            host.copy_(whole, non_blocking=True)
+            host.copy_(take(whole), non_blocking=True)
 
     def write(self, name: str, of: Callable[[Part], Elements], host: Tensor) -> None:
         for held in self._held[name]:
@@ -585,15 +587,15 @@ class ShardedGradients:
                 for theirs, mine in _overlap(held, run):
                     of(run)[theirs] = flat[mine]
 
-    def read_weight(self, name: str, host: Tensor | None) -> None:
+    def read_weight(self, name: str, host: Tensor | None, take: Take = all_of_it) -> None:
         held = self._held.get(name, ())
         if any(each.bucket.lets_go for each in held):
-            self.read(name, lambda part: part.data, host)
+            self.read(name, lambda part: part.data, host, take)
             return
         for each in held:
             each.bucket.wait()
         if host is not None:
-            host.copy_(self.parameters[name].detach(), non_blocking=True)
+            host.copy_(take(self.parameters[name].detach()), non_blocking=True)
 
     def fill(self, name: str, host: Tensor) -> None:
         held = self._held.get(name, ())

@@ -22,7 +22,7 @@ from megacore.store.compare import Differences
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import Folder
 from megacore.store.hugging_face import CONFIG
-from megacore.store.index import FORMAT, INDEX, VERSION
+from megacore.store.index import FORMAT, INDEX
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
 from parallel.fingerprint import spell
@@ -158,7 +158,7 @@ def summary(folder: Folder) -> dict[str, Any]:
     return {
         "path": str(folder.path),
         "format": FORMAT if checkpoint else "hugging_face",
-        "version": VERSION if checkpoint else None,
+        "version": checkpoint.index.version if checkpoint else None,
         "family": config.family,
         "parameters": schema.parameters,
         "tied": config.tie_word_embeddings,

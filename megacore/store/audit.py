@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.convert import Source
-from megacore.store.index import file_name
+from megacore.store.index import path_of
 from megacore.store.stream import BLOCK_BYTES, Read, of_copy
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
@@ -39,8 +39,7 @@ def silent(done: int) -> None:
 
 def file_of(checkpoint: Checkpoint, state: str, stored: Stored) -> str:
     """Where a tensor of a checkpoint lies."""
-    assert isinstance(stored.where, int)
-    return file_name(state, checkpoint.layout.mesh.place(stored.where))
+    return path_of(state, stored.where)
 
 
 def taken(

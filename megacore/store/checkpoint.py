@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from megacore.store.accounting import summary
 from megacore.store.companions import Companion, companions
 from megacore.store.dtypes import FLOATS
-from megacore.store.index import INDEX, STATES, Index, file_name, read_index
+from megacore.store.index import INDEX, STATES, Index, path_of, read_index
 from megacore.store.stream import Read
 from megacore.store.strict_json import StoreError, read_json, short
 from megacore.store.tensors import TensorFile
@@ -24,7 +25,7 @@ from models.config import ModelConfig
 from parallel.fingerprint import Logical, add_up
 from parallel.layout import Layout
 from parallel.schema import Schema
-from parallel.transfer import Stored, native
+from parallel.transfer import Stored
 
 TRAINER, COMPANIONS = "trainer.json", "tokenizer"
 LISTED = 20  # problems of a checkpoint that are spelled out
@@ -67,7 +68,7 @@ class Checkpoint:
         if trainer is not None and (type(step) is not int or step != index.step):
             raise StoreError(f"{path} is damaged: {TRAINER} has step {short(step)}, {INDEX} {index.step}")
         made = cls(path, index, trainer)
-        problems = [problem for state in index.states for rank in made.ranks for problem in made._problems(state, rank)]
+        problems = [problem for state in index.states for problem in made._problems(state)]
         if problems:
             raise StoreError("\n".join([f"{path} is damaged:", *listed(problems)]))
         return made
@@ -88,16 +89,12 @@ class Checkpoint:
 
     @property
     def layout(self) -> Layout:
-        """On the model-parallel coordinates: its ranks are the files of a state."""
+        """On the model-parallel coordinates."""
         return self.index.layout
 
-    @property
-    def ranks(self) -> range:
-        return range(self.layout.mesh.world)
-
     def stored(self, state: str = STATES[0]) -> Iterator[Stored]:
-        """The tensors of a state; ``where`` is the rank of :attr:`layout`."""
-        return (stored for stored in native(self.layout, self.ranks) if self.index.has(state, stored.name))
+        """The tensors of a state, see :meth:`~megacore.store.index.Index.stored`."""
+        return self.index.stored(state)
 
     def dtype(self, state: str, stored: Stored) -> str:
         return self._file(state, stored).entries[stored.name].dtype
@@ -122,7 +119,7 @@ class Checkpoint:
             StoreError: replicas differ.
         """
         files = self.index.files
-        found = ((s, files[self._name(state, s.where)].fingerprints[s.name]) for s in self.stored(state))
+        found = ((s, files[path_of(state, s.where)].fingerprints[s.name]) for s in self.stored(state))
         try:
             return add_up(self.layout.schema, found)
         except ValueError as error:
@@ -132,17 +129,15 @@ class Checkpoint:
     def _files(self) -> Mapping[str, TensorFile]:
         return _Files(self.path)
 
-    def _name(self, state: str, rank: Hashable) -> str:
-        assert isinstance(rank, int)
-        return file_name(state, self.layout.mesh.place(rank))
-
     def _file(self, state: str, stored: Stored) -> TensorFile:
-        return self._files[self._name(state, stored.where)]
+        return self._files[path_of(state, stored.where)]
 
-    def _problems(self, state: str, rank: int) -> Iterator[str]:
-        name = self._name(state, rank)
-        if name not in self.index.files:  # nothing that it would hold was trained
-            return
+    def _problems(self, state: str) -> Iterator[str]:
+        # Files of which nothing would be trained are not there.
+        for where, tensors in itertools.groupby(self.stored(state), key=lambda stored: stored.where):
+            yield from self._of_file(path_of(state, where), {stored.name: stored for stored in tensors})
+
+    def _of_file(self, name: str, wanted: Mapping[str, Stored]) -> Iterator[str]:
         record = self.index.files[name]
         try:
             file = self._files[name]
@@ -151,17 +146,15 @@ class Checkpoint:
             return
         if file.size != record.size:
             yield f"{name} has {file.size} bytes, not {record.size}"
-        held = self.layout.shards(self.layout.mesh.place(rank))
-        wanted = {shard.name: shard for shard in held if self.index.has(state, shard.name)}
         if missing := wanted.keys() - file.entries.keys():
             yield f"{name} lacks {', '.join(summary(sorted(missing)))}"
         if unknown := file.entries.keys() - wanted.keys():
             yield f"{name} also holds {', '.join(summary(sorted(unknown)))}"
         for tensor in sorted(wanted.keys() & file.entries.keys()):
-            entry, shard = file.entries[tensor], wanted[tensor]
-            if entry.shape != shard.shape or entry.dtype not in FLOATS:
-                yield f"{name}: {tensor} is {entry.dtype}{list(entry.shape)}, not floats of {list(shard.shape)}"
-            if set(record.fingerprints.get(tensor, ())) != set(shard.param.sentence.labels):
+            entry, stored = file.entries[tensor], wanted[tensor]
+            if entry.shape != stored.shape or entry.dtype not in FLOATS:
+                yield f"{name}: {tensor} is {entry.dtype}{list(entry.shape)}, not floats of {list(stored.shape)}"
+            if set(record.fingerprints.get(tensor, ())) != set(stored.labels):
                 yield f"{INDEX} has no fingerprints of {tensor} in {name}"
 
 

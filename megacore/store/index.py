@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ from models.tuning import Tuning
 from parallel.fingerprint import spell
 from parallel.layout import Layout, MeshShape, Place
 from parallel.schema import Param, Schema
+from parallel.transfer import Stored, native
 
 INDEX = "index.json"
-FORMAT, VERSION = "megacore", 1
+FORMAT, VERSIONS = "megacore", (1, 2)
+"""Since version 2 the tensors of a place may be spread over several files; where none are, it is version 1."""
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 STATES = ("weights", MASTER, *MOMENTS)
 """Weights, their fp32 masters, and AdamW's two moments: each stored by the weights' own sentences and names."""
@@ -33,8 +36,21 @@ _LONGEST_NAME, _MOST_TARGETS = 200, 1000
 _HUGGING_FACE = re.compile(r"(?:[\w.-]|\{\w+(?:,\w+)*\})*", re.ASCII)
 
 
-def file_name(state: str, place: Place) -> str:
-    return f"{state}/pp{place.pp}-ep{place.ep}-tp{place.tp}.safetensors"
+def holder(place: Place, part: int | None = None) -> str:
+    """The name of a file in the folder of each state; ``part`` is its number, where a place has several."""
+    return f"pp{place.pp}-ep{place.ep}-tp{place.tp}" + ("" if part is None else f"-part{part}")
+
+
+def file_name(state: str, place: Place, part: int | None = None) -> str:
+    return path_of(state, holder(place, part))
+
+
+def path_of(state: str, where: Hashable) -> str:
+    """Of the file that holds a tensor of a state: ``where`` is the tensor's."""
+    return f"{state}/{where}.safetensors"
+
+
+_FILE = re.compile(r"(\w+)/pp(\d{1,9})-ep(\d{1,9})-tp(\d{1,9})(?:-part(\d{1,9}))?\.safetensors", re.ASCII)
 
 
 def on_disk(layout: Layout) -> Layout:
@@ -59,11 +75,21 @@ class Adapters:
 
 
 @dataclass(frozen=True)
+class Range:
+    """A tensor of which a file holds the part from ``start`` to ``stop`` of an axis."""
+
+    axis: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class FileRecord:
-    """Bytes of a file, and {tensor: {label: fingerprint}} of what it holds."""
+    """Bytes of a file, {tensor: {label: fingerprint}} of what it holds, and of which of them it is only a range."""
 
     size: int
     fingerprints: Mapping[str, Mapping[str, int]]
+    ranges: Mapping[str, Range] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -101,11 +127,37 @@ class Index:
         """Whether a tensor has a state."""
         return state == STATES[0] or tensor not in self.frozen
 
+    @property
+    def version(self) -> int:
+        """Of the format: the first that has what there is."""
+        return 1 if all(parts == [None] for parts in self.parts.values()) else 2
+
+    @cached_property
+    def parts(self) -> Mapping[tuple[str, Place], list[int | None]]:
+        """{(state, place): the numbers of its files}; a file that holds all of them has none."""
+        found: dict[tuple[str, Place], list[int | None]] = {}
+        for state, pp, ep, tp, part in (match.groups() for match in map(_FILE.fullmatch, self.files) if match):
+            place = Place(pp=int(pp), ep=int(ep), tp=int(tp))
+            found.setdefault((state, place), []).append(None if part is None else int(part))
+        return found
+
+    def stored(self, state: str) -> Iterator[Stored]:
+        """The tensors of a state and the slices of them; ``where`` is the name of their file, see :func:`path_of`."""
+        for rank in range(self.layout.mesh.world):
+            place = self.layout.mesh.place(rank)
+            held = {s.name: s for s in native(self.layout, [rank]) if self.has(state, s.name)}
+            for part in self.parts.get((state, place), [None]):
+                where, record = holder(place, part), self.files.get(file_name(state, place, part))
+                for name in held if part is None or record is None else record.fingerprints:
+                    cut = record and record.ranges.get(name)
+                    whole = replace(held[name], where=where)
+                    yield whole.along(cut.axis, cut.start, cut.stop) if cut else whole
+
     def to_json(self) -> bytes:
         schema, mesh = self.layout.schema, self.layout.mesh
         tree = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": self.version,
             "step": self.step,
             "config": dict(self.raw),
             "parameters": [
@@ -121,6 +173,11 @@ class Index:
             "files": {
                 name: {
                     "bytes": record.size,
+                    **(
+                        {"ranges": {of: list(astuple(cut)) for of, cut in record.ranges.items()}}
+                        if record.ranges
+                        else {}
+                    ),
                     "fingerprints": {
                         tensor: {label: f"{value:016x}" for label, value in of.items()}
                         for tensor, of in record.fingerprints.items()
@@ -181,10 +238,10 @@ def read_index(path: Path) -> Index:
     tree = _Tree(path, "the index", read_json(path, path.parent))
     if tree.get("format", str) != FORMAT:
         raise tree.error(f"has format {short(tree.tree['format'])} instead of {FORMAT!r}")
-    if tree.get("version", int) != VERSION:
-        there = tree.tree["version"]
+    if (version := tree.get("version", int)) not in VERSIONS:
+        known = " and ".join(map(str, VERSIONS))
         raise VersionError(
-            f"{path}: format version {there}, and this release reads {VERSION}: use the one that wrote it"
+            f"{path}: format version {version}, and this release reads {known}: use the one that wrote it"
         )
     raw, files, step = tree.get("config", dict), tree.child("files"), tree.get("step", int, type(None))
     tree.child("config").get("model_type", str)
@@ -199,7 +256,8 @@ def read_index(path: Path) -> Index:
     if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in layers):
         raise tree.error(f"has layers_per_stage={short(layers)}")
     ranks = math.prod(mesh.values())
-    if set(mesh) != {"pp", "ep", "tp"} or not ranks <= len(records) <= len(states) * ranks:
+    most = len(states) * ranks if version == 1 else len(records)
+    if set(mesh) != {"pp", "ep", "tp"} or not ranks <= len(records) <= most:
         raise tree.error(f"has mesh={short(mesh)} and {len(states)} states, but {len(records)} files")
     try:
         schema = Schema(tuple(_param(tree, p) for p in tree.get("parameters", list)), tree.child("sizes").numbers())
@@ -212,15 +270,61 @@ def read_index(path: Path) -> Index:
         raise
     except (ModelConfigError, ValueError, KeyError) as error:
         raise StoreError(f"{path}: {error}") from error
-    wanted = {
-        file_name(state, layout.mesh.place(rank))
-        for rank in range(layout.mesh.world)
-        for state in states
-        if any(index.has(state, shard.name) for shard in layout.shards(layout.mesh.place(rank)))
-    }
-    if wanted != set(records):
-        raise tree.error(f"names the files {short(sorted(records))} instead of {short(sorted(wanted))}")
+    _check_files(tree, index, version)
     return index
+
+
+def _check_files(tree: _Tree, index: Index, version: int) -> None:
+    """Whether the files are those that there must be, and together hold each element of each place once."""
+    layout, wanted = index.layout, set[str]()
+    places = [layout.mesh.place(rank) for rank in range(layout.mesh.world)]
+    for place, state in itertools.product(places, index.states):
+        if any(index.has(state, shard.name) for shard in layout.shards(place)):
+            count = len(index.parts.get((state, place), ())) if version > 1 else 1
+            wanted |= {file_name(state, place, part if count > 1 else None) for part in range(max(1, count))}
+    if wanted != set(index.files):
+        raise tree.error(f"names the files {short(sorted(index.files))} instead of {short(sorted(wanted))}")
+    cut, alike = {tensor for record in index.files.values() for tensor in record.ranges}, dict[object, list[Range]]()
+    if cut and version == 1:
+        raise tree.error(f"has ranges of {short(sorted(cut))}, which version 1 does not know")
+    for (state, place), parts in index.parts.items() if version > 1 else ():
+        held = (each for each in native(layout, [layout.mesh.rank(place)]) if index.has(state, each.name))
+        records = [index.files[file_name(state, place, part)] for part in parts]
+        for stored, ranges in _tiled(tree, path_of(state, holder(place)), held, records):
+            for label in stored.labels if stored.name in cut else ():
+                box = tuple(stored.box[axis] for axis in stored.pattern.piece_axes(label))
+                if alike.setdefault((state, stored.name, label, box), ranges) != ranges:
+                    raise tree.error(f"cuts replicas of {stored.name} in {state} at different places")
+
+
+def _tiled(
+    tree: _Tree, place: str, held: Iterable[Stored], records: Sequence[FileRecord]
+) -> Iterator[tuple[Stored, list[Range]]]:
+    """Each tensor of a place, and in which ranges its files hold it: none where one has all of it."""
+    listed: dict[str, list[Range | None]] = {}
+    for record in records:
+        for name in record.fingerprints:
+            listed.setdefault(name, []).append(record.ranges.get(name))
+    for stored in held:
+        if stored.name not in listed:
+            raise tree.error(f"lists no {stored.name} in the files of {place}")
+        found = listed.pop(stored.name)
+        ranges = sorted((each for each in found if each is not None), key=lambda each: each.start)
+        if found != [None] and (len(ranges) < len(found) or not _tile(stored, ranges)):
+            said = ", ".join("all" if each is None else f"{each.axis} {each.start}:{each.stop}" for each in found[:9])
+            raise tree.error(f"lists {said} of {stored.name} in the files of {place}, which are not all of it once")
+        yield stored, ranges
+    if listed:
+        raise tree.error(f"lists {short(sorted(listed))} in the files of {place}, which do not belong there")
+
+
+def _tile(stored: Stored, ranges: Sequence[Range]) -> bool:
+    axis = ranges[0].axis
+    if any(axis not in stored.pattern.piece_axes(label) for label in stored.labels):
+        return False
+    first, last = stored.box[axis]
+    ends = [first, *(each.stop for each in ranges)]
+    return {each.axis for each in ranges} == {axis} and [*(each.start for each in ranges), last] == ends
 
 
 def _adapters(tree: _Tree) -> Adapters | None:
@@ -254,7 +358,19 @@ def _record(tree: _Tree) -> FileRecord:
         if not all(isinstance(value, str) and re.fullmatch("[0-9a-f]{16}", value) for value in values):
             raise found.error(f"of {tensor!r} are {short(of)}, not 16 hexadecimal digits for each piece")
     made = {tensor: {label: int(v, 16) for label, v in of.items()} for tensor, of in found.tree.items()}
-    return FileRecord(tree.get("bytes", int), made)
+    cut = tree.child("ranges") if "ranges" in tree.tree else None
+    ranges = {} if cut is None else {tensor: _range(cut, tensor) for tensor in cut.tree}
+    if cut is not None and (strange := sorted(ranges.keys() - made.keys())):
+        raise cut.error(f"are of {short(strange)}, which have no fingerprints")
+    return FileRecord(tree.get("bytes", int), made, ranges)
+
+
+def _range(tree: _Tree, tensor: str) -> Range:
+    match tree.tree[tensor]:
+        case [str(axis), int(start), int(stop)] if 0 <= start < stop and bool not in map(type, (start, stop)):
+            return Range(axis, start, stop)
+        case other:
+            raise tree.error(f"has {short(other)} for {tensor!r}, which is not [axis, start, stop]")
 
 
 def _param(tree: _Tree, value: object) -> Param:

@@ -10,6 +10,7 @@ import time
 from datetime import timedelta
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,30 +19,30 @@ from engine import RECIPE, write_recipe
 from pool import Pool, forkserver
 
 from megacore import checkpoints, pretrain
-from megacore.store import audit
+from megacore.store import audit, parts
 from megacore.store.checkpoint import Checkpoint
 
-PRECISE = ["train.precision=fp32", "evaluate.every=0", "log.every=1000", "schedule.name=constant", "mesh.tp=2"]
+PRECISE = ["train.precision=fp32", "evaluate.every=0", "log.every=1000", "schedule.name=constant"]
 RANKS = 2
 
 
-def endless(rank: int, store: str, recipe: str, out: str, stderr: str) -> None:
+def endless(rank: int, store: str, recipe: str, out: str, stderr: str, mesh: str, share: int) -> None:
     """Go on with the run and save after each step, until somebody puts an end to it."""
     os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     torch.set_num_threads(1)
     file = dist.FileStore(store, RANKS)
     dist.init_process_group("gloo", store=file, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     overrides = [f"out={out}", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.resume=auto"]
-    with contextlib.redirect_stdout(None):
-        setup = pretrain.check(recipe, [*overrides, "train.steps=100000", *PRECISE], RANKS, RANKS)
+    with contextlib.redirect_stdout(None), mock.patch.object(parts, "SHARE_BYTES", share):
+        setup = pretrain.check(recipe, [*overrides, "train.steps=100000", mesh, *PRECISE], RANKS, RANKS)
         dist.barrier()  # in a real run every rank checks before there is a process group
         pretrain.run(setup, torch.device("cpu"))
 
 
-def straight(recipe: str, out: str, steps: int) -> None:
+def straight(recipe: str, out: str, steps: int, mesh: str, share: int) -> None:
     """The same run to a step, which nobody disturbs."""
-    overrides = [f"out={out}", f"train.steps={steps}", "checkpoint.every=0", *PRECISE]
-    with contextlib.redirect_stdout(None):
+    overrides = [f"out={out}", f"train.steps={steps}", "checkpoint.every=0", mesh, *PRECISE]
+    with contextlib.redirect_stdout(None), mock.patch.object(parts, "SHARE_BYTES", share):
         setup = pretrain.check(recipe, overrides, RANKS, RANKS)
         dist.barrier()
         pretrain.run(setup, torch.device("cpu"))
@@ -53,14 +54,29 @@ def newest(out: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [pytest.param(12, id="some"), pytest.param(100, id="all", marks=pytest.mark.grid)])
-def test_kills_while_saving(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], kills: int) -> None:
+@pytest.mark.parametrize(
+    ("mesh", "share", "count"),
+    [
+        pytest.param("mesh.tp=2", parts.SHARE_BYTES, 3 * RANKS, id="files"),
+        pytest.param("mesh.dp=2", 1, 3 + RANKS - 1, id="parts"),
+    ],
+)
+def test_kills_while_saving(
+    pool: Pool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    mesh: str,
+    share: int,
+    count: int,
+    kills: int,
+) -> None:
     recipe, out, rng = write_recipe(tmp_path, RECIPE | {"checkpoint": {}}), tmp_path / "run", random.Random(5)
     context = forkserver()
     before, midway = 0, 0
     for kill in range(kills):
         ranks: list[ForkServerProcess] = []
         for rank in range(RANKS):
-            arguments = (rank, str(tmp_path / f"store{kill}"), recipe, str(out), str(tmp_path / "stderr"))
+            arguments = (rank, str(tmp_path / f"store{kill}"), recipe, str(out), str(tmp_path / "stderr"), mesh, share)
             ranks.append(context.Process(target=endless, args=arguments))
             ranks[-1].start()
         # It is alive once it has saved; then at any moment of its next steps, all at once, as a machine crashes.
@@ -85,10 +101,10 @@ def test_kills_while_saving(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFi
         print(f" {kills} kills up to step {before}, {midway} of them in the middle of a save ", end="")
     assert midway > kills // 10
     # Nothing of all that shows in the numbers: not in a bit.
-    pool.run(RANKS, straight, recipe, str(tmp_path / "straight"), before)
+    pool.run(RANKS, straight, recipe, str(tmp_path / "straight"), before, mesh, share)
     one, other = (checkpoints.path_of(checkpoints.folder_of(each), before) for each in (out, tmp_path / "straight"))
     files = sorted(path.relative_to(one) for path in one.rglob("*.safetensors"))
-    assert len(files) == 3 * RANKS
+    assert len(files) == count
     for file in files:
         assert (one / file).read_bytes() == (other / file).read_bytes(), file
     # What the kills have left is known for what it is, and removed as a run does when it goes on.

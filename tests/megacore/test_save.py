@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import threading
@@ -20,14 +21,16 @@ from pool import Pool
 
 from megacore import checkpoints, save
 from megacore.control import Control
-from megacore.save import SaveError, share_out
-from megacore.store import publish
+from megacore.save import SaveError
+from megacore.store import audit, parts, publish
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
+from megacore.store.tensors import DTYPES
 from megacore.trainer import NonFinite, Trainer
 from models.decoder import Microbatch
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
+from tools import reshard
 
 QUIET = ["evaluate.every=0", "train.precision=fp32"]
 
@@ -86,16 +89,6 @@ def saved_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.quick
-def test_files_are_shared_out_by_size() -> None:
-    sizes = {"weights": 2, "master": 4, "exp_avg": 4, "exp_avg_sq": 4}
-    assert share_out(sizes, 1) == [["master", "exp_avg", "exp_avg_sq", "weights"]]
-    assert share_out(sizes, 2) == [["master", "exp_avg_sq"], ["exp_avg", "weights"]]
-    for replicas in range(1, 7):
-        shares = share_out(sizes, replicas)
-        assert len(shares) == replicas and sorted(state for share in shares for state in share) == sorted(sizes)
-
-
 def talk() -> tuple[list[float], list[Any], list[Any]]:
     control = Control.create(Mesh.create(MeshShape(dp=torch.distributed.get_world_size())))
     rank = control.mesh.rank
@@ -140,7 +133,8 @@ def shares(recipe: str, overrides: list[str]) -> tuple[list[str], list[str]]:
     made = trainer(recipe, overrides, log=True)
     snapshots = save.Snapshot(made.saver._state)
     made.run()
-    return sorted(snapshots.files), sorted(snapshots._host)
+    held = [each.state for each in snapshots.written if {s.stored.name for s in each.file.tensors} == {*each.host}]
+    return sorted(each.state for each in snapshots.written), sorted(held)
 
 
 def test_replicas_share_out_the_writing_and_copy_no_more(pool: Pool, recipe: str, tmp_path: Path) -> None:
@@ -155,6 +149,49 @@ def test_replicas_share_out_the_writing_and_copy_no_more(pool: Pool, recipe: str
     assert checkpoint.layout.mesh == MeshShape(tp=2)
     for state in checkpoint.index.states:
         checkpoint.fingerprints(state)  # replicated pieces agree
+
+
+def saved_twice(recipe: str, overrides: list[str]) -> tuple[int, int]:
+    """Three steps, saved as a small model and as one of which each share is worth a writer -> (bytes of this rank's
+    tensors in the second, of the host memory for them)."""
+    made = trainer(recipe, ["train.steps=3", "checkpoint.every=0", *overrides])
+    made.run()
+    made.saver.save(2, {})
+    made.saver.finish()
+    with mock.patch.object(parts, "SHARE_BYTES", 1):
+        made.saver._snapshot = None
+        made.saver.save(3, {})
+    made.saver.finish()
+    assert made.saver._snapshot is not None
+    written = made.saver._snapshot.written
+    tensors = [(each, tensor) for each in written for tensor in each.file.tensors]
+    wrote = sum(math.prod(t.stored.shape) * DTYPES[t.dtype].itemsize for _, t in tensors)
+    return wrote, sum(host.nbytes for each in written for host in each.host.values())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["mesh.dp=4"], ["mesh.tp=2"], ["mesh.pp=2", "data.shard=optimizer"], ["mesh.tp=2", "data.shard=parameters"]],
+    ids=" ".join,
+)
+def test_every_rank_writes_its_part_of_a_large_model(
+    overrides: list[str], pool: Pool, recipe: str, tmp_path: Path
+) -> None:
+    """And it is the checkpoint that few would have written, bit for bit, wherever it goes."""
+    out = tmp_path / "run"
+    ranks = pool.run(4, saved_twice, recipe, [f"out={out}", "train.precision=bf16", "evaluate.every=0", *overrides])
+    checkpoint, plain = opened(out, 3), opened(out, 2)
+    assert (plain.index.version, checkpoint.index.version) == (1, 2)
+    held = sum(record.size for record in plain.index.files.values())
+    for wrote, host in ranks:
+        assert wrote == host and 0.2 * held < wrote < 0.27 * held
+    assert not audit.check(checkpoint, jobs=1)
+    for each, name in ((plain, "plain"), (checkpoint, "parts")):
+        assert reshard.main([str(each.path), str(tmp_path / name), "--tp", "4"]) == 0
+    files = sorted(path.relative_to(tmp_path / "plain") for path in (tmp_path / "plain").rglob("*.safetensors"))
+    assert len(files) == 4 * 4
+    for file in files:
+        assert (tmp_path / "plain" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes(), file
 
 
 def test_the_thread_that_writes_waits_on_the_device_of_its_rank(
@@ -510,5 +547,5 @@ def test_tied_tables_on_both_ends_of_the_pipeline(pool: Pool, tmp_path: Path) ->
     pool.run(2, train, path, [f"out={tmp_path / 'run'}", "mesh.pp=2", "checkpoint.at_end=true"])
     checkpoint = opened(tmp_path / "run", 5)
     places = [stored.where for stored in checkpoint.stored() if "vocab" in stored.pattern.axes]
-    assert places == [0, 1]
+    assert places == ["pp0-ep0-tp0", "pp1-ep0-tp0"]
     checkpoint.fingerprints("exp_avg")

@@ -183,7 +183,7 @@ INDEX: Mapping[str, tuple[Change, tuple[str, ...]]] = {
     "duplicate-file": (replace('"mesh": {', '"files": {}, "mesh": {'), ("'files'", "twice")),
     "other-format": (put("megatron", "format"), ("format", "megatron")),
     "format-not-text": (put(1, "format"), ("format",)),
-    "later-version": (put(2, "version"), ("version 2", "reads 1")),
+    "later-version": (put(3, "version"), ("version 3", "reads 1 and 2")),
     "version-true": (put(True, "version"), ("version",)),
     "version-text": (put("1", "version"), ("version",)),
     **{

@@ -71,7 +71,6 @@ def test_its_layout_is_that_of_the_files(made: Checkpoint) -> None:
     layout = Layout(made.layout.schema, MeshShape(pp=2, dp=3, cp=2, tp=4), made.layout.layers)
     disk = on_disk(layout)
     assert (disk.mesh, disk.layers) == (made.layout.mesh, made.layout.layers)
-    assert len(made.ranks) == 8
 
 
 def test_reading_is_by_sight_only(made: Checkpoint) -> None:
@@ -106,7 +105,7 @@ def test_replicas_that_were_recorded_as_different(tmp_path: Path) -> None:
     edit_index(tmp_path / "c", lambda t: t["files"][name]["fingerprints"].update({"norm.weight": {"": "0" * 16}}))
     opened = Checkpoint.open(tmp_path / "c")
     assert opened.fingerprints("master")
-    with pytest.raises(StoreError, match=r"exp_avg: replicas of the same elements differ: norm.weight in 1"):
+    with pytest.raises(StoreError, match=r"exp_avg: replicas of the same elements differ: norm.weight in pp0-ep0-tp1"):
         opened.fingerprints("exp_avg")
 
 

@@ -7,11 +7,14 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file
+from tiny import spread
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tools.convert import main as convert
@@ -71,15 +74,20 @@ def fingerprint(bits: np.ndarray, axes: list[str], box: Box, sizes: Sizes) -> in
     return total % 2**64
 
 
+def files_of(files: Iterable[str], place: str) -> list[str]:
+    return [path for path in files if re.fullmatch(rf"{place}(-part\d+)?\.safetensors", path)]
+
+
 def read(folder: Path) -> dict[str, dict[str, np.ndarray]]:
     """{tensor: {label: the whole piece's bits}} of the weights; fingerprints are checked on the way."""
     index = json.loads((folder / "index.json").read_text())
     sizes, mesh = index["sizes"], index["mesh"]
-    assert index["format"] == "megacore" and index["version"] == 1
+    assert index["format"] == "megacore" and index["version"] in (1, 2)
     stage_of = [v % mesh["pp"] for v, n in enumerate(index["layers_per_stage"]) for _ in range(n)]
     whole: dict[str, dict[str, np.ndarray]] = {}
-    for pp, tp in itertools.product(range(mesh["pp"]), range(mesh["tp"])):
-        path = f"weights/pp{pp}-ep0-tp{tp}.safetensors"
+    places = itertools.product(range(mesh["pp"]), range(mesh["tp"]))
+    files = ((pp, tp, path) for pp, tp in places for path in files_of(index["files"], f"weights/pp{pp}-ep0-tp{tp}"))
+    for pp, tp, path in files:
         file, record = load_file(folder / path), index["files"][path]
         assert (folder / path).stat().st_size == record["bytes"]
         for param in index["parameters"]:
@@ -88,13 +96,15 @@ def read(folder: Path) -> dict[str, dict[str, np.ndarray]]:
             for layer in layers:
                 held = [stage_of[layer]] if layer is not None else [ends[end] for end in param["at"].split()]
                 name = param["name"].format(layer=layer)
-                assert (name in file) == (pp in held)
-                if pp not in held:
+                assert (name in file) == (pp in held) or "-part" in path
+                if name not in file:
                     continue
                 bits = file.pop(name).view(torch.int16).numpy().view(np.uint16)
                 axes = set(re.findall(r"\b\w+\b(?!:)", param["pattern"]))
                 split = {"heads", "kv", "mlp", "vocab"}
                 box = {a: box_of(a, sizes[a], mesh["tp"], tp) if a in split else (0, sizes[a]) for a in axes}
+                if cut := record.get("ranges", {}).get(name):
+                    box[cut[0]] = (cut[1], cut[2])
                 local = {a: stop - start for a, (start, stop) in box.items()}
                 for label, (order, part) in pieces(bits, param["pattern"], local).items():
                     assert int(record["fingerprints"][name][label], 16) == fingerprint(part, order, box, sizes)
@@ -118,13 +128,16 @@ LLAMA = LlamaConfig(
 GPT2 = GPT2Config(vocab_size=13, n_positions=6, n_embd=8, n_layer=3, n_head=4)
 
 
-def test_llama(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_llama(replicas: int, tmp_path: Path) -> None:
     model = LlamaForCausalLM(LLAMA).bfloat16()
     model.save_pretrained(tmp_path / "hf")
     arguments = ["--tp", "4", "--pp", "2", "--layers-per-stage", "2,1"]
     assert convert([str(tmp_path / "hf"), str(tmp_path / "ckpt"), *arguments]) == 0
     theirs = {n: t.detach().view(torch.int16).numpy().view(np.uint16) for n, t in model.state_dict().items()}
-    ours = read(tmp_path / "ckpt")
+    if replicas > 1:
+        assert spread(tmp_path / "ckpt", tmp_path / "spread", replicas).index.version == 2
+    ours = read(tmp_path / ("spread" if replicas > 1 else "ckpt"))
     assert np.array_equal(ours["embed.weight"][""], theirs["model.embed_tokens.weight"])
     assert np.array_equal(ours["head.weight"][""], theirs["lm_head.weight"])
     for layer in range(3):

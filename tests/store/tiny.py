@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import itertools
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
+from megacore.store import parts
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.convert import Source, to_checkpoint
-from megacore.store.index import STATES
-from megacore.store.stream import assemble
+from megacore.store.index import STATES, FileRecord, Range, file_name, holder
+from megacore.store.stream import File, Tensor, assemble, write
 from megacore.store.tensors import DTYPES, TensorWriter
 from models.config import ModelConfig
 from models.registry import configure
 from parallel.layout import Layout, MeshShape
-from parallel.transfer import Stored, hugging_face, plan
+from parallel.transfer import hugging_face, native, plan
 
 Section = Mapping[str, Any]
 Bits = dict[str, np.ndarray]
@@ -88,6 +93,40 @@ def run_checkpoint(path: Path, section: Section, layout: Layout, dtype: str = "B
     return held
 
 
+def spread(source: Path, target: Path, replicas: int = 4) -> Checkpoint:
+    """The same checkpoint as so many replicas write it, if no share is too small for a writer of its own."""
+    checkpoint = Checkpoint.open(source)
+    index, schema = checkpoint.index, checkpoint.layout.schema
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors", "index.json"))
+    records = {}
+    with mock.patch.object(parts, "SHARE_BYTES", 1):
+        for rank in range(index.layout.mesh.world):
+            held = {s.name: s for s in native(index.layout, [rank])}
+            widths = {
+                state: [
+                    (held[s.name], DTYPES[checkpoint.dtype(state, s)].itemsize)
+                    for s in checkpoint.stored(state)
+                    if s.where == holder(index.layout.mesh.place(rank))
+                ]
+                for state in index.states
+            }
+            for part in itertools.chain.from_iterable(parts.share_out(index.layout, widths, replicas)):
+                path = file_name(part.state, index.layout.mesh.place(rank), part.number)
+                planned = plan(schema, checkpoint.stored(part.state), part.tensors)
+                dtype = "BF16" if part.state == "weights" else "F32"
+                file = File(path, tuple(Tensor(s, dtype, c) for s, c in planned), checkpoint.read(part.state))
+                ranges = {
+                    s.name: Range(axis, *box)
+                    for s in part.tensors
+                    for axis, box in s.box.items()
+                    if box != held[s.name].box[axis]
+                }
+                found = write(target, [file], schema, jobs=1)
+                records[path] = FileRecord(file.size, found[path], ranges)
+    (target / "index.json").write_bytes(dataclasses.replace(index, files=records).to_json())
+    return Checkpoint.open(target)
+
+
 def layout_of(section: Section, layers: tuple[int, ...] = (LAYERS,), **mesh: int) -> Layout:
     return Layout(configure(section).schema, MeshShape(**mesh), layers)
 
@@ -132,7 +171,3 @@ def edit_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> None
     content = json.loads((folder / "index.json").read_text())
     change(content)
     (folder / "index.json").write_text(json.dumps(content))
-
-
-def stored_named(checkpoint: Checkpoint, name: str, rank: int = 0) -> Stored:
-    return next(s for s in checkpoint.stored() if s.name == name and s.where == rank)
