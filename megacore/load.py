@@ -1,15 +1,19 @@
 """Loads tensors of folders into the shards of the ranks, and verifies them while they are read.
 
-A checkpoint's index holds the fingerprint of every piece as it was written. Each rank takes those of the boxes that it
-reads, from the bits that it goes on with: no byte is read twice. Fingerprints add up over boxes, so that together the
-ranks know whether they hold what was written, whatever the layout was then and is now. A Hugging Face folder has no
-fingerprints.
+Replicas hold the same tensors, and read them together: each slice is read by one of them, ahead of its turn, and goes
+to the others over the network of their devices. However many they are, a byte is read once.
+
+A checkpoint's index holds the fingerprint of every piece as it was written. Each rank takes those of the slices that it
+reads. Fingerprints add up over boxes, so that together the ranks know whether they have read what was written, whatever
+the layout was then and is now. A Hugging Face folder has no fingerprints.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,19 +31,22 @@ from megacore.store.dtypes import FLOATS
 from megacore.store.folder import Folder
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.index import MASTER, MOMENTS, on_disk
+from megacore.store.parts import share_reads
 from megacore.store.stream import assemble
 from megacore.store.strict_json import StoreError
+from parallel.collectives import broadcast_
 from parallel.fingerprint import Logical, ReplicasDiffer, add_up, spell
-from parallel.parameters import Parameters
-from parallel.transfer import native, plan, whole_name
+from parallel.parameters import Parameters, view
+from parallel.transfer import Copy, Cut, Stored, native, plan, whole_name
 
 if TYPE_CHECKING:  # what computes with a model needs none
     from megacore.optimizer import Optimizer
 
-_Found = dict[str, dict[str, int]]
-"""{tensor: {label: fingerprint}}"""
+_Found = list[tuple[str, Cut | None, dict[str, int]]]
+"""(tensor, which slice of it, {label: fingerprint}) of what was read."""
 
 _JOBS = 2
+_AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,25 @@ class _Read:
 
     source: Whole
     state: str
-    found: _Found
+    found: _Found = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A slice of a tensor, what fills it, and which of the replicas reads it."""
+
+    stored: Stored
+    copies: Sequence[Copy]
+    reader: int
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A tensor that this rank and its replicas hold; of dtype ``dtype`` where it comes from."""
+
+    stored: Stored
+    dtype: str
+    slices: Sequence[_Slice]
 
 
 class Loader:
@@ -61,22 +86,93 @@ class Loader:
 
     def __init__(self, parameters: Parameters, control: Control) -> None:
         self._parameters, self._control = parameters, control
+        mesh = parameters.mesh
+        mesh.make_groups(mesh.shape.all_along("dp", "cp"))
+        self._replicas = mesh.along("dp", "cp")
         self._reads: list[_Read] = []
 
     def tensors(self, source: Whole, state: str, names: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor of the shape that this rank holds) of each parameter, or of those that are named, in the
-        source's dtype; padding is zero. They count as sound only after :meth:`verify`."""
-        layout, found = self._parameters.layout, _Found()
-        self._reads.append(_Read(source, state, found))
+        source's dtype; padding is zero. They count as sound only after :meth:`verify`. All of them are to be taken.
+
+        Raises:
+            StoreError: a rank cannot read its share; on every rank, after the last tensor.
+        """
+        read, errors = _Read(source, state), list[StoreError]()
+        self._reads.append(read)
+        planned = self._control.attempt(lambda: list(self._planned(source, state, names)))
+        with ThreadPoolExecutor(1) as thread:
+            coming = self._ahead(thread, read, planned)
+            for target in planned:
+                yield target.stored.name, self._received(target, coming, errors)
+
+        def end() -> None:
+            if errors:
+                raise errors[0]
+
+        self._control.attempt(end)
+
+    def _planned(self, source: Whole, state: str, names: Set[str] | None) -> Iterator[_Target]:
+        """The tensors with who reads what: all replicas come to the same."""
+        layout = self._parameters.layout
         wanted = (s for s in native(layout, [self._parameters.mesh.rank]) if names is None or s.name in names)
-        if targets := list(wanted):  # else the source need not have the state
-            held_by = source_of(source, state)
-            for target, copies in plan(layout.schema, held_by.stored, targets):
-                held = {held_by.dtype(copy.source) for copy in copies}
-                # Pieces of several dtypes: the widest holds all of their numbers (fp16 and bf16 are both within fp32).
-                dtype = held.pop() if len(held) == 1 else "F64" if "F64" in held else "F32"
-                taken = None if held_by.fingerprints is None else found.setdefault(target.name, {})
-                yield target.name, _tensor(dtype, assemble(target, copies, held_by.read, dtype, taken))
+        shared = list(share_reads(wanted, self._replicas.size))
+        if not shared:  # the source need not have the state
+            return
+        held_by = source_of(source, state)
+        planned = plan(layout.schema, held_by.stored, [part for _, parts in shared for part, _ in parts])
+        for target, parts in shared:
+            # Not strict: it would take the next one's first slice to see that there are no more.
+            made = [_Slice(part, copies, reader) for (_, reader), (part, copies) in zip(parts, planned, strict=False)]
+            held = {held_by.dtype(copy.source) for each in made for copy in each.copies}
+            # Pieces of several dtypes: the widest holds all of their numbers (fp16 and bf16 are both within fp32).
+            yield _Target(target, held.pop() if len(held) == 1 else "F64" if "F64" in held else "F32", made)
+
+    def _ahead(self, thread: ThreadPoolExecutor, read: _Read, planned: Sequence[_Target]) -> Iterator[Future[Tensor]]:
+        """What this rank reads, some of it before it is asked for."""
+        own = [(target, part) for target in planned for part in target.slices if part.reader == self._replicas.index]
+        held_by, under_way = source_of(read.source, read.state) if own else None, deque[Future[Tensor]]()
+
+        def take(target: _Target, part: _Slice) -> Tensor:
+            assert held_by is not None
+            taken = None if held_by.fingerprints is None else dict[str, int]()
+            made = assemble(part.stored, part.copies, held_by.read, target.dtype, taken)
+            if taken is not None:
+                read.found.append((target.stored.name, target.stored.cut(part.stored), taken))
+            return _tensor(target.dtype, made)
+
+        for each in own:
+            under_way.append(thread.submit(take, *each))
+            if len(under_way) > _AHEAD:
+                yield under_way.popleft()
+        yield from under_way
+
+    def _received(self, target: _Target, coming: Iterator[Future[Tensor]], errors: list[StoreError]) -> Tensor:
+        """A tensor, put together from what this rank and its replicas read."""
+        whole = torch.empty(target.stored.shape, dtype=getattr(torch, FLOATS[target.dtype]))
+        for part in target.slices:
+            found = self._sent(part, whole.dtype, coming, errors)
+            if len(target.slices) == 1:
+                return found
+            for label, piece in target.stored.inside(part.stored).items():
+                view(whole, piece).copy_(view(found, part.stored.pieces[label]))
+        return whole
+
+    def _sent(
+        self, part: _Slice, dtype: torch.dtype, coming: Iterator[Future[Tensor]], errors: list[StoreError]
+    ) -> Tensor:
+        """A slice in host memory, from whoever reads it."""
+        group, device, read = self._replicas, self._parameters.mesh.device, None
+        if part.reader == group.index:
+            try:
+                read = next(coming).result()
+            except StoreError as error:  # the others wait for something
+                errors.append(error)
+        if group.size == 1 and read is not None:
+            return read
+        sent = torch.zeros(part.stored.shape, dtype=dtype, device=device) if read is None else read.to(device)
+        broadcast_(sent.reshape(-1).view(torch.uint8), group, part.reader)
+        return sent.cpu() if read is None else read
 
     def verify(self) -> None:
         """Compare what all ranks have read with what was written.
@@ -98,23 +194,23 @@ class Loader:
             raise StoreError("\n".join(problems))
 
     def _wrong(self, read: _Read, of_ranks: Sequence[_Found]) -> set[Logical]:
-        """The pieces of a state that the ranks do not hold as they were written."""
+        """The pieces of a state that the ranks have not read as they were written."""
         written = source_of(read.source, read.state).fingerprints if any(of_ranks) else None
         if written is None:
             return set()
-        layout = on_disk(self._parameters.layout)
-        # Data parallel ranks hold the same boxes: one of them is added up, the others must equal it.
-        first, differ = dict[int, _Found](), set[Logical]()
-        for rank, found in enumerate(of_ranks):
-            place = replace(self._parameters.layout.mesh.place(rank), dp=0, cp=0)
-            same = first.setdefault(layout.mesh.rank(place), found)
-            differ |= {(name, label) for name, of in found.items() for label in of if of[label] != same[name][label]}
-        boxes = ((s, found[s.name]) for rank, found in first.items() for s in native(layout, [rank]) if s.name in found)
+        layout, mesh = on_disk(self._parameters.layout), self._parameters.layout.mesh
+        places = [layout.mesh.rank(replace(mesh.place(rank), dp=0, cp=0)) for rank in range(mesh.world)]
+        held = {place: {s.name: s for s in native(layout, [place])} for place in set(places)}
+        boxes = (
+            (held[place][name] if cut is None else held[place][name].along(*cut), of)
+            for place, found in zip(places, of_ranks, strict=True)
+            for name, cut, of in found
+        )
         try:
             made = add_up(layout.schema, boxes)
         except ReplicasDiffer as error:
-            return {*differ, *error.pieces}
-        return differ | {piece for piece, value in made.items() if value != written.get(piece, value)}
+            return error.pieces
+        return {piece for piece, value in made.items() if value != written.get(piece, value)}
 
 
 def _located(read: _Read, wrong: set[Logical]) -> tuple[str | None, list[str]]:
@@ -150,25 +246,21 @@ def load(start: Start, parameters: Parameters, optimizer: Optimizer, seed: int, 
     loader = Loader(parameters, control)
     left = set(parameters)
     trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
-
-    def fill() -> None:
-        for folder in (start.adapters, start.source):
-            for state, names in ((MASTER, trained), ("weights", left)):
-                if folder is not None:
-                    for name, tensor in loader.tensors(folder, state, names & left & _names(folder, state)):
-                        optimizer.load_weight(name, tensor)
-                        left.discard(name)
-        for name in sorted(left):
-            optimizer.load_weight(name, parameters.drawn(name, seed))
-        if start.trainer is not None:
-            going_on = start.adapters or start.source
-            assert going_on is not None  # it has said how far it is
-            for state in MOMENTS:
-                for name, tensor in loader.tensors(going_on, state, trained & _names(going_on, state)):
-                    optimizer.load_from(state, name, tensor)
-            optimizer.updates = start.progress.updates
-
-    control.attempt(fill)
+    for folder in (start.adapters, start.source):
+        for state, names in ((MASTER, trained), ("weights", left)):
+            if folder is not None:
+                for name, tensor in loader.tensors(folder, state, names & left & _names(folder, state)):
+                    optimizer.load_weight(name, tensor)
+                    left.discard(name)
+    for name in sorted(left):
+        optimizer.load_weight(name, parameters.drawn(name, seed))
+    if start.trainer is not None:
+        going_on = start.adapters or start.source
+        assert going_on is not None  # it has said how far it is
+        for state in MOMENTS:
+            for name, tensor in loader.tensors(going_on, state, trained & _names(going_on, state)):
+                optimizer.load_from(state, name, tensor)
+        optimizer.updates = start.progress.updates
     loader.verify()
 
 

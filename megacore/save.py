@@ -161,12 +161,8 @@ class Snapshot:
 
         planned = plan(self.schema, part.tensors, part.tensors)
         file = File(path, tuple(Written(s, NAMES[dtypes[s.name]], copies) for s, copies in planned), read)
-        ranges = {
-            stored.name: Range(axis, *box)
-            for stored in part.tensors
-            for axis, box in stored.box.items()
-            if box != self._held[stored.name].box[axis]
-        }
+        cuts = {stored.name: self._held[stored.name].cut(stored) for stored in part.tensors}
+        ranges = {name: Range(*cut) for name, cut in cuts.items() if cut is not None}
         return _Written(file, part.state, ranges, host)
 
 
@@ -174,12 +170,12 @@ def _slice(whole: Stored, part: Stored) -> Take:
     """What takes a slice of a tensor as it is stored by itself, in one piece of memory."""
     if part.box == whole.box:
         return all_of_it
-    bounds = {axis: (start - whole.box[axis][0], stop - whole.box[axis][0]) for axis, (start, stop) in part.box.items()}
+    inside = whole.inside(part)
 
     def take(tensor: Tensor) -> Tensor:
         made = torch.empty(part.shape, dtype=tensor.dtype, device=tensor.device)
         for label, piece in part.pieces.items():
-            view(made, piece).copy_(view(tensor, whole.pieces[label].box(bounds)))
+            view(made, piece).copy_(view(tensor, inside[label]))
         return made
 
     return take

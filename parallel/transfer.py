@@ -23,6 +23,10 @@ class TransferError(ValueError):
     """Elements without a source, or sources without a target; the message names all of them."""
 
 
+Cut = tuple[str, int, int]
+"""(axis, start, stop): a part of a tensor."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """A tensor as some format stores it.
@@ -58,6 +62,17 @@ class Stored:
     def along(self, axis: str, start: int, stop: int) -> Stored:
         """The slice from ``start`` to ``stop`` of an axis that all pieces have: stored by the same sentence."""
         return replace(self, box={**self.box, axis: (start, stop)})
+
+    def inside(self, part: Stored) -> Mapping[str, Piece]:
+        """{label: where the piece of a slice of this tensor lies in it}."""
+        bounds = {
+            axis: (start - self.box[axis][0], stop - self.box[axis][0]) for axis, (start, stop) in part.box.items()
+        }
+        return {label: piece.box(bounds) for label, piece in self.pieces.items()}
+
+    def cut(self, part: Stored) -> Cut | None:
+        """(axis, start, stop) of a slice of this tensor; None if it is all of it."""
+        return next(((axis, *box) for axis, box in part.box.items() if box != self.box[axis]), None)
 
 
 @dataclass(frozen=True)

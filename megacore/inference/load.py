@@ -49,7 +49,7 @@ def model_from(whole: Whole, mesh: Mesh, dtype: torch.dtype | None = None, verif
     model = Model.create(whole.config, layout, mesh, dtype or dtype_of(whole), tuning=tuning)
     model.train(False)
     loader = Loader(model.parameters, control)
-    control.attempt(lambda: _fill(model, loader.tensors(whole, "weights")))
+    _fill(model, loader.tensors(whole, "weights"))
     if verified:
         loader.verify()
     return model

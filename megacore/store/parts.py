@@ -7,7 +7,7 @@ shares at the most, each along one axis that all of its pieces have: a slice is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from parallel.layout import Layout
@@ -15,6 +15,8 @@ from parallel.transfer import Stored
 
 SHARE_BYTES = 64 << 20
 """The least that is worth a writer of its own."""
+SLICE = 16 << 20
+"""Elements that are read, and sent to others, at once."""
 MOST_FILES = 4096
 """Of a checkpoint, more or less: file systems of clusters are slow to make many."""
 
@@ -80,6 +82,21 @@ def divide(states: States, shares: int, whole: Set[str] = frozenset()) -> list[d
             for share, part in _slices(stored, axis, begin, at * shares, total):
                 found[share].setdefault(state, []).append(part)
     return found
+
+
+def share_reads(targets: Iterable[Stored], replicas: int) -> Iterator[tuple[Stored, list[tuple[Stored, int]]]]:
+    """(tensor, [(slice of it, which of the replicas reads it)]) of each tensor that they hold.
+
+    They take turns, so that all read at once; each slice goes to the one that has least so far.
+    """
+    load = [0] * replicas
+    for target in targets:
+        parts, count = [], -(-math.prod(target.shape) // SLICE)
+        for _, part in _slices(target, _axis(target, count), 0, count, 1):
+            reader = load.index(min(load))
+            load[reader] += math.prod(part.shape)
+            parts.append((part, reader))
+        yield target, parts
 
 
 def _slices(stored: Stored, axis: str | None, begin: int, end: int, size: int) -> Iterator[tuple[int, Stored]]:

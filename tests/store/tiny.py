@@ -115,12 +115,8 @@ def spread(source: Path, target: Path, replicas: int = 4) -> Checkpoint:
                 planned = plan(schema, checkpoint.stored(part.state), part.tensors)
                 dtype = "BF16" if part.state == "weights" else "F32"
                 file = File(path, tuple(Tensor(s, dtype, c) for s, c in planned), checkpoint.read(part.state))
-                ranges = {
-                    s.name: Range(axis, *box)
-                    for s in part.tensors
-                    for axis, box in s.box.items()
-                    if box != held[s.name].box[axis]
-                }
+                cuts = {s.name: held[s.name].cut(s) for s in part.tensors}
+                ranges = {name: Range(*cut) for name, cut in cuts.items() if cut is not None}
                 found = write(target, [file], schema, jobs=1)
                 records[path] = FileRecord(file.size, found[path], ranges)
     (target / "index.json").write_bytes(dataclasses.replace(index, files=records).to_json())

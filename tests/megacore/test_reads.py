@@ -1,0 +1,118 @@
+"""A resume reads each byte of a checkpoint once, whatever the layout was and is, and all ranks read a part of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from engine import RECIPE, trainer, write_recipe
+from pool import Pool
+
+from megacore import checkpoints, load
+from megacore.store import parts
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.strict_json import StoreError
+from tools import reshard
+
+PRECISION = ["train.precision=bf16", "evaluate.every=0"]
+READ = ("master", "exp_avg", "exp_avg_sq")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE)
+
+
+def saved(recipe: str, overrides: list[str]) -> None:
+    with mock.patch.object(parts, "SHARE_BYTES", 1):
+        trainer(recipe, [*overrides, "checkpoint.at_end=true", *PRECISION], log=True).run()
+
+
+@pytest.fixture(scope="module")
+def source(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of tp=2 whose places two ranks each have written, and the same resharded to one file a state."""
+    out = tmp_path_factory.mktemp("source")
+    pool = Pool()
+    pool.run(4, saved, recipe, [f"out={out / 'run'}", "mesh.tp=2"])
+    pool.close()
+    made = checkpoints.path_of(checkpoints.folder_of(out / "run"), 5)
+    assert Checkpoint.open(made).index.version == 2
+    assert reshard.main([str(made), str(out / "one"), "--tp", "1"]) == 0
+    return made
+
+
+def bytes_held(checkpoint: Checkpoint) -> int:
+    return sum(checkpoint.read(state)(stored)[1].nbytes for state in READ for stored in checkpoint.stored(state))
+
+
+def resumed(recipe: str, overrides: list[str]) -> int:
+    """Goes on, saves at once -> bytes that this rank has read."""
+    plain, count = load.assemble, 0
+
+    def counting(*arguments: Any) -> Any:
+        nonlocal count
+        _, copies, read, *_ = arguments
+        count += sum(copy.source_view.numel * read(copy.source)[1].itemsize for copy in copies)
+        return plain(*arguments)
+
+    with mock.patch.object(load, "assemble", counting), mock.patch.object(parts, "SLICE", 100):
+        made = trainer(recipe, [*overrides, "train.steps=9", *PRECISION])
+    made.saver.save(6, {})
+    made.saver.finish()
+    return count
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (1, []),
+        (2, []),
+        (4, ["mesh.tp=2"]),
+        (2, ["data.shard=optimizer"]),
+        (4, ["data.shard=parameters"]),
+        (4, ["mesh.pp=2"]),
+    ],
+    ids=lambda given: " ".join(given) if isinstance(given, list) else str(given),
+)
+def test_every_byte_is_read_once(
+    world: int, overrides: list[str], pool: Pool, recipe: str, source: Path, tmp_path: Path
+) -> None:
+    arguments = [f"out={tmp_path / 'run'}", f"checkpoint.resume={source}", *overrides]
+    counts = [resumed(recipe, arguments)] if world == 1 else pool.run(world, resumed, recipe, arguments)
+    held = bytes_held(Checkpoint.open(source))
+    assert 0.95 * held < sum(counts) < 1.05 * held
+    assert max(counts) < 1.2 * held / world
+    # All of it has come to where it belongs, bit for bit.
+    made = checkpoints.path_of(checkpoints.folder_of(tmp_path / "run"), 6)
+    assert reshard.main([str(made), str(tmp_path / "one"), "--tp", "1", "--pp", "1"]) == 0
+    for file in sorted(source.parents[2].glob("one/*/*.safetensors")):
+        again = tmp_path / "one" / file.parent.name / file.name
+        assert again.read_bytes() == file.read_bytes(), file
+
+
+def cannot_read(recipe: str, overrides: list[str], rank: int) -> str:
+    plain, made = load.assemble, 0
+
+    def fails(*arguments: Any) -> Any:
+        nonlocal made
+        made += 1
+        if made == 5:
+            raise StoreError("the disk is on fire")
+        return plain(*arguments)
+
+    import torch.distributed as dist
+
+    patched = fails if dist.get_rank() == rank else plain
+    with mock.patch.object(load, "assemble", patched), pytest.raises(StoreError) as error:
+        trainer(recipe, overrides)
+    return str(error.value)
+
+
+def test_a_rank_that_cannot_read_its_part_leaves_nobody_waiting(
+    pool: Pool, recipe: str, source: Path, tmp_path: Path
+) -> None:
+    overrides = [f"out={tmp_path / 'run'}", f"checkpoint.resume={source}", "train.steps=9", *PRECISION]
+    (said,) = {*pool.run(4, cannot_read, recipe, overrides, 2)}
+    assert said.startswith("rank 2 (") and said.endswith("the disk is on fire")
