@@ -27,7 +27,14 @@ class Setup:
     start: Start
 
 
-def check(recipe: str, overrides: Sequence[str], world_size: int, local_ranks: int, checked: bool = False) -> Setup:
+def check(
+    recipe: str,
+    overrides: Sequence[str],
+    world_size: int,
+    local_ranks: int,
+    checked: bool = False,
+    led: bool = False,
+) -> Setup:
     """Read and check a run.
 
     Args:
@@ -36,6 +43,7 @@ def check(recipe: str, overrides: Sequence[str], world_size: int, local_ranks: i
         world_size: Ranks of the run.
         local_ranks: Those on this machine.
         checked: Whether another process of this machine does so too: what takes longer for more data is left to it.
+        led: Whether one of any machine does so: the files of a checkpoint, on a disk that all share, are left to it.
 
     Raises:
         ConfigError: all that is wrong.
@@ -43,7 +51,7 @@ def check(recipe: str, overrides: Sequence[str], world_size: int, local_ranks: i
     config = load(recipe, overrides)
     start, model, found = None, None, list[str]()
     try:
-        start = find(config)
+        start = find(config, checked=led)
     except StoreError as error:
         found += [f"checkpoint: {error}"]
     try:

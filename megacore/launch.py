@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         shutdown_s = _number("SHUTDOWN_TIMEOUT", 0, 600)
         from megacore.check import check  # imports much, which a typo need not wait for
 
-        check(recipe, overrides, node.world, node.processes)
+        check(recipe, overrides, node.world, node.processes, led=node.index > 0)
     except ConfigError as error:
         err(error)
         return 2

@@ -10,6 +10,7 @@ the layout was then and is now. A Hugging Face folder has no fingerprints.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,7 @@ from megacore.store import audit
 from megacore.store.accounting import summary
 from megacore.store.adapted import Adapted, Whole, source_of
 from megacore.store.checkpoint import Checkpoint, listed
+from megacore.store.convert import Source
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import Folder
 from megacore.store.hugging_face import HuggingFace
@@ -69,9 +71,10 @@ class _Slice:
 
 @dataclass(frozen=True)
 class _Target:
-    """A tensor that this rank and its replicas hold; of dtype ``dtype`` where it comes from."""
+    """A tensor that this rank and its replicas hold, and where it comes from."""
 
     stored: Stored
+    source: Source
     dtype: str
     slices: Sequence[_Slice]
 
@@ -102,7 +105,7 @@ class Loader:
         self._reads.append(read)
         planned = self._control.attempt(lambda: list(self._planned(source, state, names)))
         with ThreadPoolExecutor(1) as thread:
-            coming = self._ahead(thread, read, planned)
+            coming = self._ahead(thread, planned, read.found)
             for target in planned:
                 yield target.stored.name, self._received(target, coming, errors)
 
@@ -122,23 +125,23 @@ class Loader:
         held_by = source_of(source, state)
         planned = plan(layout.schema, held_by.stored, [part for _, parts in shared for part, _ in parts])
         for target, parts in shared:
-            # Not strict: it would take the next one's first slice to see that there are no more.
-            made = [_Slice(part, copies, reader) for (_, reader), (part, copies) in zip(parts, planned, strict=False)]
+            filled = itertools.islice(planned, len(parts))
+            made = [_Slice(part, copies, who) for (_, who), (part, copies) in zip(parts, filled, strict=True)]
             held = {held_by.dtype(copy.source) for each in made for copy in each.copies}
             # Pieces of several dtypes: the widest holds all of their numbers (fp16 and bf16 are both within fp32).
-            yield _Target(target, held.pop() if len(held) == 1 else "F64" if "F64" in held else "F32", made)
+            dtype = held.pop() if len(held) == 1 else "F64" if "F64" in held else "F32"
+            yield _Target(target, held_by, dtype, made)
 
-    def _ahead(self, thread: ThreadPoolExecutor, read: _Read, planned: Sequence[_Target]) -> Iterator[Future[Tensor]]:
+    def _ahead(self, thread: ThreadPoolExecutor, planned: Sequence[_Target], found: _Found) -> Iterator[Future[Tensor]]:
         """What this rank reads, some of it before it is asked for."""
-        own = [(target, part) for target in planned for part in target.slices if part.reader == self._replicas.index]
-        held_by, under_way = source_of(read.source, read.state) if own else None, deque[Future[Tensor]]()
+        own = ((target, part) for target in planned for part in target.slices if part.reader == self._replicas.index)
+        under_way = deque[Future[Tensor]]()
 
         def take(target: _Target, part: _Slice) -> Tensor:
-            assert held_by is not None
-            taken = None if held_by.fingerprints is None else dict[str, int]()
-            made = assemble(part.stored, part.copies, held_by.read, target.dtype, taken)
+            taken = None if target.source.fingerprints is None else dict[str, int]()
+            made = assemble(part.stored, part.copies, target.source.read, target.dtype, taken)
             if taken is not None:
-                read.found.append((target.stored.name, target.stored.cut(part.stored), taken))
+                found.append((target.stored.name, target.stored.cut(part.stored), taken))
             return _tensor(target.dtype, made)
 
         for each in own:

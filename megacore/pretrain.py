@@ -209,6 +209,7 @@ def run(setup: Setup, device: torch.device, node: int = 8) -> int:
     timeout = timedelta(minutes=setup.config.train.timeout)
     mesh = Mesh.create(setup.config.mesh.shape(world), device, timeout)
     control, out = Control.create(mesh, node), Path(setup.config.out)
+    setup = _led(setup, control)
     with ExitStack() as stack:
         if mesh.rank != 0:
             control.attempt(lambda: None)
@@ -243,8 +244,20 @@ def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
             raise
         damaged = Damaged(error.path, str(error))
     gc.collect()  # the half of a trainer that there is: modules and hooks refer to each other
-    before = control.attempt(lambda: find(setup.config, (damaged,)))
-    return _built(replace(setup, start=before), mesh, control)
+    before = control.attempt(lambda: find(setup.config, (damaged,), checked=mesh.rank > 0))
+    return _built(_led(replace(setup, start=before), control), mesh, control)
+
+
+def _led(setup: Setup, control: Control) -> Setup:
+    """A run that starts where rank 0 has found that it can: it alone has looked at all files of the checkpoints."""
+    told = control.tell([[str(each.path), each.reason] for each in setup.start.damaged])
+    damaged = tuple(Damaged(Path(path), reason) for path, reason in told)
+
+    def start() -> Start:
+        same = [each.path for each in damaged] == [each.path for each in setup.start.damaged]
+        return setup.start if same else find(setup.config, damaged, checked=True)
+
+    return replace(setup, start=control.attempt(start))
 
 
 def _prepare(setup: Setup, mesh: Mesh) -> None:
@@ -265,8 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     here = Here.now()
     try:
-        # One rank of each node reads the indexes of the data for all.
-        setup = check(arguments[0], arguments[1:], here.world, here.local_world, checked=here.local_rank > 0)
+        # One rank of each node reads the indexes of the data for all, and one of them all the files of a checkpoint.
+        setup = check(arguments[0], arguments[1:], here.world, here.local_world, here.local_rank > 0, here.rank > 0)
     except ConfigError as error:
         if here.local_rank == 0:  # of each node: a file may be missing on one
             err(error)

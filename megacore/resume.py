@@ -59,33 +59,34 @@ class Start:
 # -- before anything starts
 
 
-def find(config: Config, damaged: tuple[Damaged, ...] = ()) -> Start:
+def find(config: Config, damaged: tuple[Damaged, ...] = (), checked: bool = False) -> Start:
     """Open what the run is to start from.
 
     Args:
         config: Of the run.
         damaged: Checkpoints that are known to be.
+        checked: Whether another process checks the tensor files of checkpoints.
 
     Raises:
         StoreError: it cannot be used.
     """
     section = config.checkpoint
     if section.resume is None:
-        return _from(section.init)
+        return _from(section.init, checked)
     if section.resume != AUTO:
-        return _go_on(config, Checkpoint.open(checkpoints.newest_of(Path(section.resume))))
+        return _go_on(config, Checkpoint.open(checkpoints.newest_of(Path(section.resume)), checked), checked)
     folder = checkpoints.folder_of(config.out)
     for path in reversed(checkpoints.named(folder).values()):
         if any(path == each.path for each in damaged):
             continue
         try:
-            checkpoint = _whole(path)
+            checkpoint = _whole(path, checked)
         except VersionError:
             raise
         except StoreError as error:
             damaged = (*damaged, Damaged(path, str(error)))
         else:
-            return replace(_go_on(config, checkpoint), damaged=damaged)
+            return replace(_go_on(config, checkpoint, checked), damaged=damaged)
     if any((each.path / INDEX).exists() for each in damaged):
         listed = "\n".join(f"{each.path}: {each.reason}" for each in damaged)
         raise StoreError(
@@ -94,10 +95,10 @@ def find(config: Config, damaged: tuple[Damaged, ...] = ()) -> Start:
         )
     begins = f"the run starts from {section.init}" if section.init else "the run starts afresh"
     said = f"There is no checkpoint in {folder} to resume from: {begins}."
-    return replace(_from(section.init), said=(said,), damaged=damaged)
+    return replace(_from(section.init, checked), said=(said,), damaged=damaged)
 
 
-def _whole(path: Path) -> Checkpoint:
+def _whole(path: Path, checked: bool) -> Checkpoint:
     """A checkpoint of a run, as far as can be known without reading its tensors.
 
     Raises:
@@ -105,20 +106,20 @@ def _whole(path: Path) -> Checkpoint:
     """
     if not (path / INDEX).exists():
         raise StoreError(f"has no {INDEX}: it was not written to its end")
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint.open(path, checked)
     if checkpoint.trainer is not None:
         Progress.read(checkpoint.trainer, path / TRAINER)
     return checkpoint
 
 
-def _from(init: str | None) -> Start:
-    return Start(open_folder(Path(init))) if init else Start()
+def _from(init: str | None, checked: bool) -> Start:
+    return Start(open_folder(Path(init), checked=checked)) if init else Start()
 
 
-def _go_on(config: Config, checkpoint: Checkpoint) -> Start:
+def _go_on(config: Config, checkpoint: Checkpoint, checked: bool) -> Start:
     lora = config.tuning.lora
     if lora is not None:
-        return _go_on_with_adapters(lora, config.checkpoint.init, checkpoint)
+        return _go_on_with_adapters(lora, config.checkpoint.init, checkpoint, checked)
     if held := checkpoint.index.adapters:
         raise StoreError(
             f"{checkpoint.path} holds adapters of {held.base}: resume it with its lora and its checkpoint.init"
@@ -126,11 +127,11 @@ def _go_on(config: Config, checkpoint: Checkpoint) -> Start:
     return _going_on(checkpoint)
 
 
-def _go_on_with_adapters(lora: Lora, init: str | None, checkpoint: Checkpoint) -> Start:
+def _go_on_with_adapters(lora: Lora, init: str | None, checkpoint: Checkpoint, checked: bool) -> Start:
     path, held = checkpoint.path, checkpoint.index.adapters
     if held is None:
         raise StoreError(f"{path} holds a model and no adapters: begin with adapters of it by checkpoint.init={path}")
-    base = open_folder(Path(init or held.base))
+    base = open_folder(Path(init or held.base), checked=checked)
     if wrong := list(_other_adapters(lora, held.lora, base, checkpoint)):
         raise StoreError("\n".join([f"{path} cannot go on with this recipe:", *wrong]))
     return replace(_going_on(checkpoint), source=base, adapters=checkpoint)

@@ -14,12 +14,13 @@ from megacore.store.strict_json import StoreError
 Folder = Checkpoint | HuggingFace
 
 
-def open_folder(path: Path, adapters: bool = False) -> Folder:
+def open_folder(path: Path, adapters: bool = False, checked: bool = False) -> Folder:
     """A checkpoint of ours, or a Hugging Face folder.
 
     Args:
         path: The folder; that of a run, or of its checkpoints, stands for its newest checkpoint.
         adapters: Whether a checkpoint of adapters will do, which is no model by itself.
+        checked: Whether another process checks the tensor files of a checkpoint.
 
     Raises:
         StoreError: it is neither, or is damaged, or holds adapters.
@@ -31,7 +32,7 @@ def open_folder(path: Path, adapters: bool = False) -> Folder:
         if (path / FOLDER).is_dir():
             raise StoreError(f"{path} is the folder of a run, and there is no checkpoint in {path / FOLDER} yet")
         return HuggingFace.open(path)
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint.open(path, checked)
     held = checkpoint.index.adapters
     if held is not None and not adapters:
         raise StoreError(

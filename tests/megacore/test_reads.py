@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from engine import RECIPE, trainer, write_recipe
 from pool import Pool
 
-from megacore import checkpoints, load
+from megacore import checkpoints, load, pretrain
 from megacore.store import parts
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
+from megacore.store.tensors import TensorFile
 from tools import reshard
 
 PRECISION = ["train.precision=bf16", "evaluate.every=0"]
@@ -102,8 +107,6 @@ def cannot_read(recipe: str, overrides: list[str], rank: int) -> str:
             raise StoreError("the disk is on fire")
         return plain(*arguments)
 
-    import torch.distributed as dist
-
     patched = fails if dist.get_rank() == rank else plain
     with mock.patch.object(load, "assemble", patched), pytest.raises(StoreError) as error:
         trainer(recipe, overrides)
@@ -116,3 +119,51 @@ def test_a_rank_that_cannot_read_its_part_leaves_nobody_waiting(
     overrides = [f"out={tmp_path / 'run'}", f"checkpoint.resume={source}", "train.steps=9", *PRECISION]
     (said,) = {*pool.run(4, cannot_read, recipe, overrides, 2)}
     assert said.startswith("rank 2 (") and said.endswith("the disk is on fire")
+
+
+# -- who opens what
+
+
+def goes_on(recipe: str, overrides: list[str]) -> tuple[set[str], set[str]]:
+    """As the program does -> (the tensor files that this rank opens to check the run, those that it opens then)."""
+    opened, plain, rank = list[str](), TensorFile.open, dist.get_rank()
+
+    def noted(path: str | Path) -> TensorFile:
+        opened.append(str(Path(path).relative_to(Path(path).parents[1])))
+        return plain(path)
+
+    with mock.patch.object(TensorFile, "open", noted), contextlib.redirect_stdout(io.StringIO()):
+        setup = pretrain.check(recipe, overrides, dist.get_world_size(), 2, checked=rank % 2 > 0, led=rank > 0)
+        dist.barrier()
+        before = {*opened}
+        opened.clear()
+        pretrain.run(setup, torch.device("cpu"))
+    return before, {*opened}
+
+
+def test_one_rank_checks_and_the_others_open_what_they_read(
+    pool: Pool, recipe: str, source: Path, tmp_path: Path
+) -> None:
+    overrides = [f"out={tmp_path / 'run'}", f"checkpoint.resume={source}", "mesh.tp=2", "train.steps=6", *PRECISION]
+    ranks = pool.run(4, goes_on, recipe, overrides)
+    files = {*Checkpoint.open(source).index.files}
+    assert [before for before, _ in ranks] == [files, set(), set(), set()]
+    place = {name for name in files if "tp1" in name and "weights" not in name}
+    assert len(place) < len(files) / 2 and all(opened and opened <= place for _, opened in ranks[1::2])
+
+
+def test_all_take_the_checkpoint_that_one_has_found_to_be_whole(
+    pool: Pool, recipe: str, source: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    overrides = [f"out={out}", "checkpoint.every=1", "checkpoint.keep=null", *PRECISION]
+    pool.run(2, goes_on, recipe, [*overrides, "train.steps=4"])
+    at = checkpoints.path_of(checkpoints.folder_of(out), 4)
+    (at / "exp_avg/pp0-ep0-tp0.safetensors").write_bytes(b"no header")
+    again = [*overrides, "train.steps=5", "checkpoint.resume=auto"]
+    ranks = pool.run(2, goes_on, recipe, again)
+    assert ranks[0][1] | ranks[0][0] and not ranks[1][0]
+    names = sorted(path.name for path in checkpoints.folder_of(out).iterdir())
+    assert names == [*(f"step-0000000{step}" for step in (1, 2, 3, 4)), "step-00000004.damaged", "step-00000005"]
+    made = Checkpoint.open(checkpoints.path_of(checkpoints.folder_of(out), 5))
+    assert made.index.step == 5
