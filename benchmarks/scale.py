@@ -1,6 +1,6 @@
 """What a cluster's size costs each rank, on one machine: small, large, and the bar.
 
-    python benchmarks/scale.py [--sections data groups control] [--json results.json]
+    python benchmarks/scale.py [--sections data groups control save resume] [--json results.json]
 
 Corpora have a real index and a sparse file of tokens. Each measurement is a process of its own.
 """
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from megacore.data.indexed import HEADER, MAGIC, VERSION
+from megacore.store import parts
+from megacore.store.index import holder, on_disk, path_of
+from models.registry import configure
+from models.stages import layout_of
+from parallel.layout import MeshShape
+from parallel.transfer import Stored, native, plan
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH = 4096
@@ -196,10 +205,101 @@ def control(folder: Path) -> Iterator[Row]:
     yield Row("  one group of all: a step", "ms", flat_short, flat_long)
 
 
+# -- checkpoints
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What the ranks of a cluster write and read of a 405B with fp32 masters and moments.
+
+    Args:
+        ranks: That write something.
+        most: Bytes that the busiest of them writes.
+        files: In all.
+        seconds: Of CPU to share out the writing, on each rank.
+        held: Bytes of the states that a resume reads.
+        read: Bytes that all ranks read of them.
+        most_read: Bytes that the busiest of them reads.
+        opened: Files that a rank opens for it.
+    """
+
+    ranks: int
+    most: int
+    files: int
+    seconds: float
+    held: int
+    read: int
+    most_read: int
+    opened: int
+
+
+@cache
+def shares(dp: int) -> Shares:
+    """On pp=16 x dp x tp=8."""
+    disk = on_disk(layout_of(configure({"preset": "llama-3.1-405b"}), MeshShape(pp=16, dp=dp, tp=8), 1))
+    ranks, most, files, seconds, held, reads = 0, 0, 0, 0.0, 0, list[int]()
+    resumed, sources = [state for state in WIDTHS if state != "weights"], dict[str, list[Stored]]()
+    for place in range(disk.mesh.world):
+        stored, begin = list(native(disk, [place])), time.process_time()
+        states = {state: [(each, width) for each in stored] for state, width in WIDTHS.items()}
+        written = parts.share_out(disk, states, dp)
+        seconds = max(seconds, time.process_time() - begin)
+        sizes = [
+            sum(WIDTHS[part.state] * math.prod(s.shape) for part in share for s in part.tensors) for share in written
+        ]
+        ranks, most, files = ranks + sum(map(bool, sizes)), max(most, *sizes), files + sum(map(len, written))
+        for part in (part for share in written for part in share):
+            where = path_of(part.state, holder(disk.mesh.place(place), part.number))
+            sources.setdefault(part.state, []).extend(replace(each, where=where) for each in part.tensors)
+        width, load = sum(WIDTHS[state] for state in resumed), [0] * dp
+        for _, slices in parts.share_reads(stored, dp):
+            for each, reader in slices:
+                load[reader] += width * math.prod(each.shape)
+        held += width * sum(math.prod(each.shape) for each in stored)
+        reads += load
+    # One of the first pipeline stage and of the first tensor parallel rank: replicas are read where they lie last.
+    planned = (each for state in resumed for each in plan(disk.schema, sources[state], native(disk, [0])))
+    opened = {copy.source.where for _, copies in planned for copy in copies}
+    return Shares(ranks, most, files, seconds, held, sum(reads), max(reads), len(opened))
+
+
+WIDTHS = {"weights": 2, "master": 4, "exp_avg": 4, "exp_avg_sq": 4}
+
+
+def save(folder: Path) -> Iterator[Row]:
+    """Who writes what of a checkpoint of a 405B."""
+    small, large = shares(8), shares(128)
+    total = 405.85e9 * sum(WIDTHS.values())
+    yield Row("save: ranks that write, of 1,024 and 16,384", "ranks", small.ranks, large.ranks, 1024, least=True)
+    yield Row("save: the busiest rank", "GB", small.most / 1e9, large.most / 1e9, 1.05 * total / 1024 / 1e9)
+    yield Row("save: files", "files", small.files, large.files, 4096)
+    yield Row("save: CPU time to share it out", "s", small.seconds, large.seconds, 1)
+    whole = 405.85e9 * 4 / 128 / 1e9
+    yield Row("  a state of a place by one rank: the busiest rank", "GB", whole, whole)
+
+
+def resume(folder: Path) -> Iterator[Row]:
+    """Who reads what of it, on the layout that wrote it."""
+    small, large = shares(8), shares(128)
+    yield Row("resume: read by all, of what there is", "times", small.read / small.held, large.read / large.held, 1.05)
+    busiest = 1.05 * small.held / 1024 / 1e9
+    yield Row("resume: the busiest rank", "GB", small.most_read / 1e9, large.most_read / 1e9, busiest)
+    yield Row(
+        "resume: files that a rank opens, but for the one that checks all", "files", small.opened, large.opened, 128
+    )
+    yield Row("  each replica by itself: read by all, of what there is", "times", 8, 128)
+
+
 # -- all
 
 
-SECTIONS: dict[str, Callable[[Path], Iterator[Row]]] = {"data": data, "groups": groups, "control": control}
+SECTIONS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    "data": data,
+    "groups": groups,
+    "control": control,
+    "save": save,
+    "resume": resume,
+}
 
 
 def _json_of(command: Sequence[str]) -> Any:
