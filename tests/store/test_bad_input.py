@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import GPT2, LLAMA, edit_index, hugging_face_folder, layout_of, run_checkpoint, snapshot, tensor_file
+from tiny import GPT2, LLAMA, edit_index, hugging_face_folder, layout_of, run_checkpoint, snapshot, spread, tensor_file
 
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
+from parallel.transfer import hugging_face, plan
 from tools import convert, reshard
 
 pytestmark = pytest.mark.usefixtures("not_durable")
@@ -725,24 +726,28 @@ def garble(raw: bytes, dice: random.Random) -> bytes:
 
 def consistent(checkpoint: Checkpoint) -> None:
     """What opens can be used."""
-    held = {(s.where, s.name): s.shape for s in checkpoint.stored()}
     for state in checkpoint.index.states:
         assert checkpoint.fingerprints(state)
-        for stored in checkpoint.stored():
+        for stored in checkpoint.stored(state):
             dtype, bits = checkpoint.read(state)(stored)
-            assert dtype == checkpoint.dtype(state, stored) and bits.shape == held[stored.where, stored.name]
+            assert dtype == checkpoint.dtype(state, stored) and bits.shape == stored.shape
+        assert list(plan(checkpoint.schema, checkpoint.stored(state), hugging_face(checkpoint.schema)))
     assert checkpoint.config.schema.parameters == checkpoint.layout.schema.parameters
 
 
 @pytest.mark.parametrize("kind", ["tree", "bytes"])
-@pytest.mark.parametrize("source", ["ckpt", "gpt2"])
+@pytest.mark.parametrize("source", ["ckpt", "gpt2", "parts"])
 def test_fuzz_the_index(kind: str, source: str, given_folders: Path, tmp_path: Path) -> None:
-    """4 x 700 damaged indexes: an error in words, or a checkpoint that is one."""
-    shutil.copytree(given_folders / source, tmp_path / "c")
+    """6 x 700 damaged indexes: an error in words, or a checkpoint that is one."""
+    if source == "parts":
+        spread(given_folders / "ckpt", tmp_path / "c", replicas=3)
+    else:
+        shutil.copytree(given_folders / source, tmp_path / "c")
     path, dice, seen = tmp_path / "c/index.json", random.Random(f"{kind} {source}"), Counter[str]()
     raw = path.read_bytes()
     tree = json.loads(raw)
-    few = {name: tree["files"][name] for name in [*tree["files"]][:1]}  # else nothing but fingerprints would change
+    first = next(name for name in tree["files"] if source != "parts" or "ranges" in tree["files"][name])
+    few = {first: tree["files"][first]}  # else nothing but fingerprints would change
     paths = list(places({**tree, "files": few, "parameters": tree["parameters"][:3]}))
     paths = [p for p in paths if "fingerprints" not in p] * 3 + paths
     for _ in range(700):

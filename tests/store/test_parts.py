@@ -127,7 +127,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     section, pp = request.param
     folder = tmp_path_factory.mktemp("pair")
     run_checkpoint(folder / "plain", section, layout_of(section, (5,) if pp == 1 else (2, 3), pp=pp, tp=2))
-    spread(folder / "plain", folder / "spread", replicas=7)
+    spread(folder / "plain", folder / "spread", replicas=40)
     return folder / "plain", folder / "spread"
 
 
