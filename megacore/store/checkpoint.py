@@ -1,6 +1,7 @@
 """Our own checkpoints on disk: ``index.json`` and safetensors files per state and model-parallel coordinate.
 
-``docs/checkpoints.md`` describes the format. Data parallelism does not show: a file is what every replica holds.
+``docs/checkpoints.md`` describes the format. Data parallelism does not show: a file is what every replica
+holds, or a part of it.
 """
 
 from __future__ import annotations

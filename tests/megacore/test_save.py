@@ -28,7 +28,7 @@ from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
 from megacore.trainer import NonFinite, Trainer
 from models.decoder import Microbatch
-from parallel.layout import MeshShape
+from parallel.layout import Layout, MeshShape
 from parallel.mesh import Mesh
 from tools import reshard
 
@@ -192,6 +192,19 @@ def test_every_rank_writes_its_part_of_a_large_model(
     assert len(files) == 4 * 4
     for file in files:
         assert (tmp_path / "plain" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes(), file
+
+
+def test_later_saves_do_not_go_through_the_layout_again(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET])
+    made.saver.save(1, {})
+    made.saver.finish()
+    monkeypatch.setattr(Layout, "shards", None)
+    made.saver.save(2, {})
+    made.saver.finish()
+    monkeypatch.undo()
+    assert saved(tmp_path / "run") == [1, 2]
 
 
 def test_the_thread_that_writes_waits_on_the_device_of_its_rank(
