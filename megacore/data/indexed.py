@@ -11,16 +11,20 @@ Document d holds the sequences [bounds[d], bounds[d + 1]).
 from __future__ import annotations
 
 import os
+import shutil
 import struct
-from array import array
 from bisect import bisect_left, bisect_right
+from contextlib import ExitStack
+from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
+
+from megacore.store.files import append, open_file
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -30,7 +34,7 @@ HEADER = struct.Struct("<9sQBQQ")
 # Codes 6 and 7 are float64 and float32, which hold no tokens.
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 CHUNK = 2**18
-"""Entries of an index that are checked together."""
+"""Entries of an index that are held in memory together."""
 
 
 def token_dtype(vocabulary: int) -> np.dtype[Any]:
@@ -43,7 +47,8 @@ def _new(path: Path) -> BufferedWriter:
     return open(path, "xb")
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Whatever happens, the file or folder is on the disk as it is now."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -53,14 +58,133 @@ def _sync(path: Path) -> None:
 
 def publish(temporary: Path, final: Path) -> None:
     """Moves a finished file to its place on the same disk: after a crash all of it is there, or none of it."""
-    _sync(temporary)
+    sync(temporary)
     os.replace(temporary, final)
-    _sync(final.parent)
+    sync(final.parent)
 
 
 def _pair(prefix: str | Path) -> tuple[Path, Path]:
     path = Path(prefix)
     return path.with_name(path.name + ".bin"), path.with_name(path.name + ".idx")
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much of a token file there is."""
+
+    tokens: int = 0
+    sequences: int = 0
+    documents: int = 0
+
+
+class GrowingPair:
+    """`PREFIX.bin` while it grows; `PREFIX.lengths` and `PREFIX.bounds` beside it are what its index is made of.
+
+    Memory does not grow with it. It goes on from an extent that it had: what was written after that is cut off.
+    ValueError if less is there, OSError if one of the names is taken by what is not ours to write to.
+    """
+
+    def __init__(self, prefix: str | Path, vocabulary: int, extent: Extent | None = None) -> None:
+        self.vocabulary = vocabulary
+        self.dtype = token_dtype(vocabulary)
+        self.extent = extent or Extent()
+        self.paths = [Path(f"{prefix}.{suffix}") for suffix in ("bin", "lengths", "bounds")]
+
+    def __enter__(self) -> GrowingPair:
+        if self.extent == Extent():
+            for path in self.paths:
+                path.unlink(missing_ok=True)  # of a process that was killed, or what is in the way
+        with ExitStack() as stack:
+            self._files = [stack.enter_context(append(path)) for path in self.paths]
+            self._cut()
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._open.close()
+
+    def _cut(self) -> None:
+        sizes = (self.dtype.itemsize * self.extent.tokens, 4 * self.extent.sequences, 8 * self.extent.documents)
+        for file, size in zip(self._files, sizes, strict=True):
+            if (found := file.tell()) < size:
+                raise ValueError(f"{file.name} has {found} bytes, and had {size} when it was last kept: it is damaged")
+            file.truncate(size)
+
+    def write(self, *sequences: npt.ArrayLike) -> None:
+        """Appends one document of the given sequences, each of shape [tokens]; ValueError on a token that is none."""
+        arrays = [np.asarray(sequence) for sequence in sequences]
+        tokens = np.concatenate([np.empty(0, self.dtype), *arrays]) if len(arrays) != 1 else arrays[0]
+        self._append(tokens, np.array([array.size for array in arrays]), np.array([len(arrays)]))
+
+    def extend(self, tokens: Integers, lengths: Integers) -> None:
+        """Appends documents of a sequence each: their tokens [of all], and how many each has, [documents]."""
+        self._append(tokens, lengths, np.ones(lengths.size, np.int64))
+
+    def join(self, other: IndexedDataset) -> None:
+        """Appends all documents of another pair; ValueError if its sequences do not lie one after the other."""
+        if other.scattered:
+            raise ValueError(f"{other.scattered}: it is not as `megacore tokenize` writes it")
+        for at in range(0, other.sequences, CHUNK):
+            self._files[1].write(other.lengths[at : at + CHUNK].tobytes())
+        for at in range(1, other.documents + 1, CHUNK):
+            self._files[2].write((other.bounds[at : at + CHUNK] + self.extent.sequences).tobytes())
+        count = other.start(other.documents)
+        for at in range(0, count, 2**22):
+            self._files[0].write(other.tokens(at, min(at + 2**22, count)).astype(self.dtype, copy=False).data)
+        self._grow(count, other.sequences, other.documents)
+
+    def _append(self, tokens: Integers, lengths: Integers, sequences: Integers) -> None:
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocabulary):
+            bad = int(np.flatnonzero((tokens < 0) | (tokens >= self.vocabulary))[0])
+            sequence = int(np.searchsorted(np.cumsum(lengths), bad, "right"))
+            document = self.extent.documents + int(np.searchsorted(np.cumsum(sequences), sequence, "right"))
+            raise ValueError(
+                f"document {document} has tokens from {tokens.min()} to {tokens.max()}, "
+                f"outside the vocabulary of {self.vocabulary}: write it with its own tokenizer's vocabulary"
+            )
+        if lengths.size and lengths.max() >= 2**31:
+            raise ValueError(f"a document has {lengths.max()} tokens, and an index counts up to 2^31: cut it")
+        bounds = self.extent.sequences + np.cumsum(sequences)
+        columns = (tokens.astype(self.dtype, copy=False), lengths.astype("<i4"), bounds.astype("<i8"))
+        for file, column in zip(self._files, columns, strict=True):
+            file.write(np.ascontiguousarray(column).data)
+        self._grow(tokens.size, lengths.size, sequences.size)
+
+    def _grow(self, tokens: int, sequences: int, documents: int) -> None:
+        now = self.extent
+        self.extent = Extent(now.tokens + tokens, now.sequences + sequences, now.documents + documents)
+
+    def sync(self) -> Extent:
+        """What is on the disk now, whatever happens: all that was written."""
+        for file in self._files:
+            file.flush()
+            os.fsync(file.fileno())
+        return self.extent
+
+    def write_index(self, path: Path) -> None:
+        for file in self._files:
+            file.flush()
+        code = next(code for code, name in DTYPES.items() if name == self.dtype.name)
+        _, lengths, bounds = self.paths
+        with _new(path) as file:
+            file.write(HEADER.pack(MAGIC, VERSION, code, self.extent.sequences, self.extent.documents + 1))
+            _copy(lengths, file)
+            end = 0
+            with open_file(lengths, lengths.parent) as read:
+                while part := read.read(4 * CHUNK):
+                    ends = end + np.cumsum(np.frombuffer(part, "<i4"), dtype="<i8") * self.dtype.itemsize
+                    file.write(np.concatenate([np.array([end], "<i8"), ends[:-1]]).data)
+                    end = int(ends[-1])
+            file.write(bytes(8))
+            _copy(bounds, file)
+
+
+def _copy(path: Path, file: IO[bytes]) -> None:
+    with open_file(path, path.parent) as read:
+        shutil.copyfileobj(read, file, 4 * CHUNK)
 
 
 class IndexedWriter:
@@ -70,53 +194,32 @@ class IndexedWriter:
     """
 
     def __init__(self, prefix: str | Path, vocabulary: int) -> None:
-        self.vocabulary = vocabulary
-        self.dtype = token_dtype(vocabulary)
         self._bin, self._idx = _pair(prefix)
         self._temporary = self._bin.with_name(f".{self._bin.name}.{os.getpid()}.partial")
-        self._lengths = array("i")
-        self._bounds = array("q", [0])
+        self._pair = GrowingPair(self._temporary, vocabulary)
 
     def __enter__(self) -> IndexedWriter:
-        self._file = _new(self._temporary)
+        self._pair.__enter__()
         return self
 
     def write(self, *sequences: npt.ArrayLike) -> None:
         """Appends one document of the given sequences, each of shape [tokens]; ValueError on a token that is none."""
-        for sequence in map(np.asarray, sequences):
-            if sequence.size and (sequence.min() < 0 or sequence.max() >= self.vocabulary):
-                raise ValueError(
-                    f"document {len(self._bounds) - 1} has tokens from {sequence.min()} to {sequence.max()}, "
-                    f"outside the vocabulary of {self.vocabulary}: write it with its own tokenizer's vocabulary"
-                )
-            self._file.write(sequence.astype(self.dtype, copy=False).tobytes())
-            self._lengths.append(sequence.size)
-        self._bounds.append(len(self._lengths))
+        self._pair.write(*sequences)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         index = self._temporary.with_name(self._temporary.name + ".idx")
         try:
-            self._file.close()
             if kind is None:
-                self._write_index(index)
+                self._pair.write_index(index)  # and all is written to the file of tokens
                 self._idx.unlink(missing_ok=True)
-                publish(self._temporary, self._bin)
+                publish(self._pair.paths[0], self._bin)
                 publish(index, self._idx)
         finally:
-            self._temporary.unlink(missing_ok=True)
-            index.unlink(missing_ok=True)
-
-    def _write_index(self, path: Path) -> None:
-        lengths = np.array(self._lengths, dtype="<i4")
-        ends = np.cumsum(lengths, dtype="<i8") * self.dtype.itemsize
-        pointers = np.concatenate([np.zeros(1, "<i8"), ends[:-1]])[: lengths.size]
-        code = next(code for code, name in DTYPES.items() if name == self.dtype.name)
-        with _new(path) as file:
-            file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(self._bounds)))
-            for part in (lengths, pointers, np.array(self._bounds, dtype="<i8")):
-                file.write(part.tobytes())
+            self._pair.close()
+            for path in (*self._pair.paths, index):
+                path.unlink(missing_ok=True)
 
 
 class IndexedDataset:

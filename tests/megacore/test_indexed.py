@@ -1,6 +1,7 @@
 """The indexed dataset: its bytes, both ways, against a layout spelled by hand and against Megatron's own code."""
 
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -184,6 +185,19 @@ def test_a_pair_is_replaced_whole(tmp_path):
     write(tmp_path / "a", [[[11]]])
     assert [IndexedDataset(tmp_path / "a").document(0).tolist()] == [[11]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
+
+
+def test_memory_does_not_grow_with_the_documents(tmp_path, monkeypatch):
+    """Lengths and bounds of these in memory are 96 kB, and three times that while the index is made."""
+    monkeypatch.setattr(indexed, "CHUNK", 256)
+    document = np.array([1, 2], np.uint16)
+    tracemalloc.start()
+    with IndexedWriter(tmp_path / "a", 100) as writer:
+        for _ in range(8000):
+            writer.write(document)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 80_000 and IndexedDataset(tmp_path / "a").documents == 8000
 
 
 @pytest.mark.parametrize("vocabulary", [1000, 100_000])
