@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "tokenize": ("tools.tokenize", "turn text into token files"),
+    "merge-tokens": ("tools.merge_tokens", "make one token file of the parts that several nodes tokenized"),
     "convert": ("tools.convert", "convert between Hugging Face folders and checkpoints"),
     "reshard": ("tools.reshard", "change the layout of a checkpoint, optimizer state and all"),
     "inspect": ("tools.inspect", "show what a folder holds, compare two, find damage"),
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="megacore",
         description="Tools around training; training itself starts with launch/pretrain.sh.",
-        epilog="\n".join(f"  {name:<10} {what}" for name, (_, what) in COMMANDS.items()),
+        epilog="\n".join(f"  {name:<12} {what}" for name, (_, what) in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="command", help="one of the commands below")

@@ -8,21 +8,27 @@ import signal
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
+from megacore.data import stage as stages
 from megacore.data import text
-from megacore.data.corpus import CORPUS, Corpus, unigram_entropy
+from megacore.data.corpus import CORPUS, LISTED, Corpus, Tally
 from megacore.data.encode import Task, encode_all, grouped
-from megacore.data.indexed import IndexedWriter, publish
+from megacore.data.indexed import Extent, GrowingPair
+from megacore.data.parts import PART, Part, finish, in_order
 from megacore.data.samples import Purpose, shuffled
-from megacore.data.text import Fault, InputError, Piece
+from megacore.data.stage import Made, Progress, Stage, digests
+from megacore.data.text import InputError
 from megacore.data.tokenizer import FILES, fetch, load, train
 from megacore.say import err, say
 from megacore.store.strict_json import StoreError
@@ -30,31 +36,26 @@ from megacore.store.strict_json import StoreError
 SAMPLE = 2**25  # bytes of text that a tokenizer is trained on
 
 
-def sample(pieces: list[Piece], text_key: str) -> Iterator[str]:
+def sample(stage: Stage, text_key: str) -> Iterator[str]:
     """Documents of about SAMPLE bytes to train a tokenizer on: of randomly chosen pieces, the same in every run."""
-    left = SAMPLE
-    for index in shuffled(len(pieces), 0, Purpose.TOKENIZER):
-        if left > 0:
-            yield from (found for found in text.documents(pieces[index], text_key) if isinstance(found, str))
-            left -= pieces[index].size
-
-
-@contextmanager
-def staged(out: Path, name: str) -> Iterator[Path]:
-    """A temporary folder in `out`; neither it nor an `out` that was made for it outlasts a failure."""
-    new = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
-    try:
-        with tempfile.TemporaryDirectory(dir=out, prefix=f".{name}.partial-") as folder:
-            yield Path(folder)
-    finally:
-        if new and not any(out.iterdir()):
-            out.rmdir()
+    sizes = array("q", (piece.size for piece in stage.pieces()))
+    left, chosen = SAMPLE, set[int]()
+    for index in map(int, shuffled(len(sizes), 0, Purpose.TOKENIZER)):
+        if left <= 0:
+            break
+        chosen.add(index)
+        left -= sizes[index]
+    for index, piece in enumerate(stage.pieces()):
+        if index in chosen:
+            yield from (found for found in text.documents(piece, text_key) if isinstance(found, str))
 
 
 @dataclass(frozen=True)
 class Options:
-    """`tokenizer`, a Hugging Face folder or name, or else `train_vocab`, the size of a vocabulary to train."""
+    """`tokenizer`, a Hugging Face folder or name, or else `train_vocab`, the size of a vocabulary to train.
+
+    shuffle: the seed of the order of the documents; None: that of the input.
+    """
 
     inputs: tuple[Path, ...]
     out: Path
@@ -67,43 +68,89 @@ class Options:
     skip_faults: bool = False
     overwrite: bool = False
     exclude: tuple[str, ...] = ()
+    resume: bool = False
+    part: Part | None = None
+    shuffle: int | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the output goes."""
+        return self.out if self.part is None else self.out / self.part.folder(self.name)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """seconds: of each phase; faults: the documents that were skipped."""
+    """tally: of a corpus or a part of one; corpus: None of a part. seconds: of each phase."""
 
-    corpus: Corpus
-    faults: tuple[Fault, ...]
+    tally: Tally
+    corpus: Corpus | None
     seconds: dict[str, float]
 
 
 def tokenize(options: Options) -> Outcome:
-    """Writes NAME.bin, NAME.idx, the tokenizer's files and corpus.json; on a failure, nothing. InputError says why."""
-    out, name = options.out, options.name
-    outputs = (f"{name}.idx", f"{name}.bin", CORPUS, *FILES)
-    existing = [file for file in outputs if (out / file).exists()]
-    if existing and not options.overwrite:
-        raise InputError(f"{out} has {', '.join(existing)}: choose another --out, or replace them with --overwrite")
+    """Writes NAME.bin, NAME.idx, the tokenizer's files and corpus.json, or part.json.
+
+    InputError says why not. On a failure there are none of them, and what is finished is kept for a resume.
+    """
+    out, name = options.folder, options.name
+    _refuse(options)
+    outputs = (f"{name}.idx", f"{name}.bin", CORPUS, PART, *FILES)
     seconds: dict[str, float] = {}
-    with _timed(seconds, "find"):
-        pieces = [piece for file in text.find_files(options.inputs, options.exclude) for piece in text.cut(file)]
-    with staged(out, name) as stage:
-        if options.tokenizer is not None:
-            with _timed(seconds, "fetch tokenizer"):
-                fetch(options.tokenizer, stage)
-        elif options.train_vocab is not None:
-            with _timed(seconds, "train tokenizer"):
-                train(sample(pieces, options.text_key), options.train_vocab, stage)
-        with _timed(seconds, "encode"):
-            corpus, faults = _encode_into(stage, pieces, options)
+    with Stage.open(out, name, options.resume, options.overwrite) as stage:
+        kept = stage.progress
+        existing = [file for file in outputs if (out / file).exists()]
+        if existing and not options.overwrite and not (kept and kept.outputs):
+            raise InputError(f"{out} has {', '.join(existing)}: choose another --out, or replace them with --overwrite")
+        with _timed(seconds, "find"):
+            total = stage.list_files(options.inputs, options.exclude)
+        with _timed(seconds, "fetch tokenizer" if options.tokenizer else "train tokenizer"):
+            made = _made(stage, options)
+        if kept:
+            stage.check(made)
+        if not (kept and kept.outputs):
+            with _timed(seconds, "encode"):
+                progress = _encode_into(stage, options, made, total)
+            with _timed(seconds, "finish"):
+                finish(stage, progress, name, options.shuffle, options.part is not None)
         with _timed(seconds, "publish"):
-            corpus.write(stage)
-            for file in existing:
-                (out / file).unlink()
-            for path in sorted(stage.iterdir(), key=lambda path: path.suffix == ".idx"):
-                publish(path, out / path.name)
-    return Outcome(corpus, faults, seconds)
+            done = stage.progress
+            assert done is not None
+            stage.publish(outputs)
+    return Outcome(done.tally, None if options.part else done.tally.corpus(name, done.end), seconds)
+
+
+def _refuse(options: Options) -> None:
+    """InputError if parts would not be those of one corpus."""
+    if options.part and options.train_vocab:
+        raise InputError(
+            "each --part would train a tokenizer of its own: train one first (--train-vocab without --part, on a "
+            "sample of the text), then give its folder as --tokenizer to all parts"
+        )
+    if options.part and options.shuffle is not None:
+        raise InputError("parts are shuffled when they are merged: give --shuffle to megacore merge-tokens")
+
+
+def _made(stage: Stage, options: Options) -> dict[str, Any]:
+    """What the tokens depend on. The tokenizer's files are in the stage afterwards."""
+    made: dict[str, Any] = {
+        "--train-vocab": options.train_vocab,
+        "--text-key": options.text_key,
+        "--append-eod": options.append_eod,
+        "--shuffle": options.shuffle,
+        "--part": options.part and str(options.part),
+        "the digest of the input's names and sizes": stage.digest(),
+        "tokenizers of version": version("tokenizers"),
+    }
+    if options.tokenizer is not None:
+        with tempfile.TemporaryDirectory(dir=stage.folder) as folder:
+            fetch(options.tokenizer, Path(folder))
+            made |= {f"the digest of {name}": digest for name, digest in digests(Path(folder), FILES).items()}
+            if stage.progress is None:
+                for path in Path(folder).iterdir():
+                    path.rename(stage.folder / path.name)
+    elif options.train_vocab is not None and stage.progress is None:
+        train(sample(stage, options.text_key), options.train_vocab, stage.folder)
+    return made
 
 
 @contextmanager
@@ -113,55 +160,46 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     seconds[phase] = time.perf_counter() - begin
 
 
-def _encode_into(stage: Path, pieces: list[Piece], options: Options) -> tuple[Corpus, tuple[Fault, ...]]:
-    tokenizer = load(stage)
+def _encode_into(stage: Stage, options: Options, made: Made, total: int) -> Progress:
+    """Encodes what is not finished yet, and keeps what is as it goes."""
+    tokenizer = load(stage.folder)
     if options.append_eod and tokenizer.end is None:
         raise InputError(
             f"{options.tokenizer} has no end-of-document token: name it as eos_token in its tokenizer_config.json, "
             "or pass --no-append-eod"
         )
     end = tokenizer.end if options.append_eod else None
-    counts = np.zeros(tokenizer.vocabulary, np.int64)
-    documents = text_bytes = empty = 0
-    faults: list[Fault] = []
-    tasks = (Task(group, stage, options.text_key, end) for group in grouped(pieces, lambda piece: piece.size))
+    start, stop = (0, None) if options.part is None else options.part.share(total)
+    size = (total if stop is None else min(stop, total)) - start
+    progress = stage.progress or Progress(made, 0, 0, size, Extent(), Tally.zero(tokenizer.vocabulary), end)
+    tally, pieces, finished = progress.tally, progress.pieces, progress.size
+    left = islice(stage.pieces(start, stop), pieces, None)
+    tasks = (Task(group, stage.folder, options.text_key, end) for group in grouped(left, lambda piece: piece.size))
     bar = tqdm(
-        total=sum(piece.size for piece in pieces),
+        total=size,
+        initial=finished,
         desc="tokenize",
         unit="B",
         unit_scale=True,
         mininterval=0.1 if sys.stderr.isatty() else 30,
     )
-    with bar, IndexedWriter(stage / options.name, tokenizer.vocabulary) as writer:
+    prefix = in_order(stage, options.name, options.shuffle)
+    with bar, GrowingPair(prefix, tokenizer.vocabulary, progress.extent) as pair:
         with closing(encode_all(tasks, options.workers)) as results:
             for result in results:
-                faults += result.faults
-                if faults and not options.skip_faults:
-                    raise InputError(f"{faults[0]} (leave out what cannot be read with --on-error skip)")
-                ends = np.cumsum(result.lengths)
-                for begin, stop in zip(ends - result.lengths, ends, strict=True):
-                    writer.write(result.tokens[begin:stop])
-                counts += np.bincount(result.tokens, minlength=counts.size)
-                documents += ends.size
-                text_bytes += result.text_bytes
-                empty += result.empty
+                if result.faults and not options.skip_faults:
+                    raise InputError(f"{result.faults[0]} (leave out what cannot be read with --on-error skip)")
+                pair.extend(result.tokens, result.lengths)
+                tally.add(result.tally(tally))
+                pieces += result.pieces
+                finished += result.size
                 bar.update(result.size)
-        if documents == 0:
-            raise InputError(f"there is no text in the input: {empty} documents are empty and {len(faults)} unreadable")
-    tokens = int(counts.sum())
-    corpus = Corpus(
-        name=options.name,
-        documents=documents,
-        tokens=tokens,
-        text_bytes=text_bytes,
-        bytes_per_token=text_bytes / tokens,
-        vocabulary=tokenizer.vocabulary,
-        end_of_document=end,
-        unigram_entropy=unigram_entropy(counts),
-        empty=empty,
-        skipped=len(faults),
-    )
-    return corpus, tuple(faults)
+                if finished - progress.size >= stages.KEPT:
+                    progress = replace(progress, pieces=pieces, size=finished, extent=pair.sync())
+                    stage.keep(progress)
+        pair.sync()
+        pair.write_index(prefix.with_name(prefix.name + ".idx"))
+    return replace(progress, pieces=pieces, size=finished, extent=pair.extent)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -199,6 +237,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="leave out the files and folders of this name in a folder, such as site-packages; may be repeated",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is in DIR")
+    parser.add_argument("--resume", action="store_true", help="go on with what an interrupted run has finished")
+    parser.add_argument(
+        "--part",
+        type=Part.parse,
+        metavar="I/N",
+        help="of the input, the I-th of N parts, for megacore merge-tokens; in DIR/NAME.part-I-of-N",
+    )
+    parser.add_argument(
+        "--shuffle", type=int, metavar="SEED", help="the documents in an order that belongs to SEED, by a second pass"
+    )
 
 
 def _positive(value: str) -> int:
@@ -220,37 +268,45 @@ def run(args: argparse.Namespace) -> int:
         skip_faults=args.on_error == "skip",
         overwrite=args.overwrite,
         exclude=tuple(args.exclude),
+        resume=args.resume,
+        part=args.part,
+        shuffle=args.shuffle,
     )
     # A SIGTERM unwinds like Ctrl-C, so that what is half written goes away.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         outcome = tokenize(options)
-    except KeyboardInterrupt:
-        err("megacore tokenize: interrupted")
-        return 130
-    except BrokenProcessPool:
-        err("megacore tokenize: a worker was killed, likely for memory: use fewer --workers")
-        return 1
+    except KeyboardInterrupt as error:
+        return _fail("interrupted", error, 130)
+    except BrokenProcessPool as error:
+        return _fail("a worker was killed, likely for memory: use fewer --workers", error)
     except (InputError, StoreError, OSError) as error:
-        err(f"megacore tokenize: {error}")
-        return 1
+        return _fail(str(error), error)
     finally:
         signal.signal(signal.SIGTERM, before)
-    say(summary(outcome, options.out, options.train_vocab))
+    say(summary(outcome, options))
     return 0
 
 
-def summary(outcome: Outcome, out: Path, train_vocab: int | None = None) -> str:
-    corpus, faults = outcome.corpus, outcome.faults
+def _fail(reason: str, error: BaseException, status: int = 1) -> int:
+    for line in (reason, *getattr(error, "__notes__", ())):
+        err(f"megacore tokenize: {line}")
+    return status
+
+
+def summary(outcome: Outcome, options: Options) -> str:
+    tally, corpus, train_vocab = outcome.tally, outcome.corpus, options.train_vocab
     fewer = f" (not {train_vocab:,}: the text has no more pairs to join)" if train_vocab else ""
-    fewer = fewer if train_vocab != corpus.vocabulary else ""
+    fewer = fewer if train_vocab != tally.counts.size else ""
+    facts = [] if corpus is None else [f"{corpus.bytes_per_token:.3f} bytes per token"]
+    entropy = [] if corpus is None else [f"unigram entropy {corpus.unigram_entropy:.4f} nats per token"]
     lines = [
-        f"{out / corpus.name}.bin, .idx: {corpus.tokens:,} tokens in {corpus.documents:,} documents",
-        f"{corpus.text_bytes:,} bytes of text, {corpus.bytes_per_token:.3f} bytes per token",
-        f"vocabulary {corpus.vocabulary:,}{fewer}, unigram entropy {corpus.unigram_entropy:.4f} nats per token",
-        f"{corpus.empty:,} empty documents left out, {corpus.skipped:,} skipped because they could not be read",
-        *(f"  {fault}" for fault in faults[:5]),
-        *([f"  and {len(faults) - 5:,} more"] if len(faults) > 5 else []),
+        f"{options.folder / options.name}.bin, .idx: {tally.tokens:,} tokens in {tally.documents:,} documents",
+        ", ".join([f"{tally.text_bytes:,} bytes of text", *facts]),
+        ", ".join([f"vocabulary {tally.counts.size:,}{fewer}", *entropy]),
+        f"{tally.empty:,} empty documents left out, {tally.skipped:,} skipped because they could not be read",
+        *(f"  {fault}" for fault in tally.faults),
+        *([f"  and {tally.skipped - LISTED:,} more"] if tally.skipped > LISTED else []),
         ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in outcome.seconds.items()),
     ]
     return "\n".join(lines)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megacore.data.text import InputError
 from megacore.store.publish import write_file
 from megacore.store.strict_json import StoreError, read_json
 
 CORPUS = "corpus.json"
+LISTED = 5  # skipped documents that are spelled out
 
 
 def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
@@ -51,11 +53,7 @@ class Corpus:
         """What is known of the corpus in a folder; StoreError if that is nothing that was written here."""
         path = folder / CORPUS
         found = read_json(path, folder)
-        if (
-            not isinstance(found, dict)
-            or found.keys() != _KINDS.keys()
-            or not all(map(_is_known, found, found.values()))
-        ):
+        if not fits(cls, found):
             raise StoreError(f"{path} is not as `megacore tokenize` writes it: remove it, or tokenize the text again")
         return cls(**found)
 
@@ -66,13 +64,84 @@ class Corpus:
         return known if known is not None and known.name == prefix.name else None
 
 
-_TYPES = {"int": int, "float": int | float, "int | None": int | None, "str": str}
-_KINDS: Mapping[str, Any] = {field.name: _TYPES[str(field.type)] for field in fields(Corpus)}
+_TYPES: Mapping[str, Any] = {"int": int, "float": int | float, "int | None": int | None, "str": str}
+_LISTS = {"list[str]": "str", "tuple[str, ...]": "str", "npt.NDArray[np.int64]": "int"}
 
 
-def _is_known(name: str, value: Any) -> bool:
+def fits(kind: type[Any], found: Any) -> bool:
+    """Whether a JSON value has the fields of a dataclass, each of its type, and no number below 0. What is neither
+    plain nor a list is an object."""
+    types = {field.name: str(field.type) for field in fields(kind)}
     return (
-        isinstance(value, _KINDS[name])
-        and not isinstance(value, bool)
-        and (isinstance(value, str | None) or value >= 0)
+        isinstance(found, dict)
+        and found.keys() == types.keys()
+        and all(_is(types[name], value) for name, value in found.items())
     )
+
+
+def _is(kind: str, value: Any) -> bool:
+    if kind in _LISTS:
+        return isinstance(value, list) and all(_is(_LISTS[kind], each) for each in value)
+    fitting = isinstance(value, _TYPES.get(kind, dict)) and not isinstance(value, bool)
+    return fitting and (not isinstance(value, int | float) or value >= 0)
+
+
+@dataclass
+class Tally:
+    """What adds up over the documents of a corpus, as of :class:`Corpus`. counts int64 [vocabulary]: how often each
+    token occurs. faults: the first few documents that were skipped, in words."""
+
+    counts: npt.NDArray[np.int64]
+    documents: int = 0
+    text_bytes: int = 0
+    empty: int = 0
+    skipped: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    @classmethod
+    def zero(cls, vocabulary: int) -> Tally:
+        return cls(np.zeros(vocabulary, np.int64))
+
+    @property
+    def tokens(self) -> int:
+        return int(self.counts.sum())
+
+    def add(self, other: Tally) -> None:
+        self.counts += other.counts
+        self.documents += other.documents
+        self.text_bytes += other.text_bytes
+        self.empty += other.empty
+        self.skipped += other.skipped
+        self.faults = [*self.faults, *other.faults][:LISTED]
+
+    def json(self) -> dict[str, Any]:
+        return {**vars(self), "counts": self.counts.tolist()}
+
+    @classmethod
+    def of(cls, json: Any) -> Tally:
+        """StoreError if it is not of :meth:`json`."""
+        if not fits(cls, json):
+            raise StoreError("its tally has other fields, or values of other types")
+        try:
+            return cls(**json | {"counts": np.array(json["counts"], np.int64)})
+        except OverflowError as error:
+            raise StoreError("its tally has counts above 2^63") from error
+
+    def corpus(self, name: str, end: int | None) -> Corpus:
+        """InputError if there is no document."""
+        if not self.documents:
+            raise InputError(
+                f"there is no text in the input: {self.empty} documents are empty and {self.skipped} unreadable"
+            )
+        return Corpus(
+            name=name,
+            documents=self.documents,
+            tokens=self.tokens,
+            text_bytes=self.text_bytes,
+            bytes_per_token=self.text_bytes / self.tokens,
+            vocabulary=self.counts.size,
+            end_of_document=end,
+            unigram_entropy=unigram_entropy(self.counts),
+            empty=self.empty,
+            skipped=self.skipped,
+        )

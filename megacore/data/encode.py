@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.data import text, tokenizer
+from megacore.data.corpus import LISTED, Tally
 from megacore.data.indexed import Integers, token_dtype
 from megacore.data.text import Fault, Piece
 
@@ -40,14 +41,28 @@ class Task:
 
 @dataclass(frozen=True)
 class Encoded:
-    """tokens [of all documents], lengths int64 [documents]; empty: documents without text; size: of the pieces."""
+    """tokens [of all documents], lengths int64 [documents]; empty: documents without text; pieces and size: how many
+    they were, and their bytes."""
 
     tokens: Integers
     lengths: npt.NDArray[np.int64]
     text_bytes: int
     empty: int
     faults: list[Fault]
+    pieces: int
     size: int
+
+    def tally(self, so_far: Tally) -> Tally:
+        """What it adds to a tally; the faults in words are no more than that still lists."""
+        # To find a line's number the file is read: only for those that are shown.
+        return Tally(
+            np.bincount(self.tokens, minlength=so_far.counts.size),
+            self.lengths.size,
+            self.text_bytes,
+            self.empty,
+            len(self.faults),
+            [str(fault) for fault in self.faults[: LISTED - len(so_far.faults)]],
+        )
 
 
 _load = lru_cache(maxsize=1)(tokenizer.load)  # once in each process
@@ -57,7 +72,7 @@ def encode(task: Task) -> Encoded:
     """Encodes one task in this process."""
     loaded = _load(task.folder)
     dtype = token_dtype(loaded.vocabulary)
-    end = [] if task.end is None else [task.end]
+    end = np.array([] if task.end is None else [task.end], np.int32)
     faults: list[Fault] = []
     encoded: list[Integers] = []
     text_bytes = empty = 0
@@ -74,6 +89,7 @@ def encode(task: Task) -> Encoded:
         text_bytes,
         empty,
         faults,
+        len(task.pieces),
         sum(piece.size for piece in task.pieces),
     )
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isqrt
 
+import numpy as np
+import numpy.typing as npt
+
 ROUNDS = 12
 """Each with a key. With 4, neighbours stay neighbours twice as often as they should; with 8, the orders of five numbers
 are not all as frequent; with 12, nothing was found."""
@@ -46,6 +49,21 @@ class Permutation:
             if index < self.count:
                 return index
 
+    def block(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """Where each of [start, stop) goes, [stop - start]: all at once."""
+        rows, columns = np.uint64(self._rows), np.uint64(self._columns)
+        keys = np.array(self._keys, np.uint64)
+        places = np.arange(start, stop, dtype=np.uint64)
+        left = np.arange(places.size)
+        while left.size:
+            row, column = np.divmod(places[left], columns)
+            for one, other in zip(keys[::2], keys[1::2], strict=True):
+                row = (row + _mixed(one + column) % rows) % rows
+                column = (column + _mixed(other + row) % columns) % columns
+            places[left] = row * columns + column
+            left = left[places[left] >= self.count]
+        return places.astype(np.int64)
+
 
 def mixed(x: int) -> int:
     """The words of a counter, mixed: Steele, Lea and Flood's SplitMix64 (2014)."""
@@ -53,3 +71,11 @@ def mixed(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
     return x ^ (x >> 31)
+
+
+def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The same, of each of them."""
+    x = x * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

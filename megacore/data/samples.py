@@ -22,6 +22,7 @@ class Purpose(IntEnum):
     SPLIT = 2
     TOKENIZER = 3
     STREAM = 4
+    FILE = 5
 
 
 def draw(count: int, seed: int, purpose: Purpose, epoch: int = 0) -> npt.NDArray[np.uint64]:

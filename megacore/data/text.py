@@ -83,29 +83,41 @@ class Row:
         return Fault(self.path, reason, self.line_at, self.row)
 
 
-def find_files(inputs: Sequence[Path], exclude: Sequence[str] = ()) -> list[Path]:
+def find_files(inputs: Sequence[Path], exclude: Sequence[str] = ()) -> Iterator[Path]:
     """The files among the inputs, and in the folders among them, in the order of the inputs, each once.
 
     A folder is walked in sorted order, without hidden entries, those whose name matches a pattern of `exclude`, and
     links that leave it, which are said on stderr. InputError names an input that does not exist, is of another type, or
-    holds no such file.
+    holds no such file. Memory grows with the inputs and the links, not with the files in folders.
     """
-    found: dict[Path, Path] = {}
+    folders: list[Path] = []  # inputs before this one
+    seen: set[Path] = set()  # where links lead, and inputs that are files
     types = " ".join(SUFFIXES)
     for given in inputs:
         if not given.exists():
             raise InputError(f"{given} does not exist")
         if given.is_file() and given.suffix not in SUFFIXES:
             raise InputError(f"{given} is not of a known type: {types}")
-        files = list(_walk(given, exclude)) if given.is_dir() else [given]
-        if given.is_dir() and (left := [file for file in files if file.is_symlink() and leaves(file, given)]):
-            files = [file for file in files if file not in left]
-            err(f"{given}: {len(left):,} links that lead out of it are left out, such as {left[0]}")
-        if not files:
+        root, found, left, example = given.resolve(), 0, 0, Path()
+        for file in _walk(given, exclude) if given.is_dir() else [given]:
+            link = file.is_symlink()
+            if link and given.is_dir() and leaves(file, given):
+                left, example = left + 1, example if left else file
+                continue
+            found += 1
+            real = file.resolve()
+            before = link and _walks(root, real, exclude) and real.relative_to(root) < file.relative_to(given)
+            if before or real in seen or any(_walks(folder, real, exclude) for folder in folders):
+                continue
+            if link or file is given:
+                seen.add(real)
+            yield real if link else file
+        if left:
+            err(f"{given}: {left:,} links that lead out of it are left out, such as {example}")
+        if not found:
             raise InputError(f"{given} has no file of a known type ({types}) that is not hidden or excluded")
-        for file in files:
-            found.setdefault(file.resolve(), without_link(file))
-    return list(found.values())
+        if given.is_dir():
+            folders.append(root)
 
 
 def without_link(path: Path) -> Path:
@@ -113,9 +125,20 @@ def without_link(path: Path) -> Path:
     return path.resolve() if path.is_symlink() else path
 
 
+def _walks(folder: Path, file: Path, exclude: Sequence[str]) -> bool:
+    """Whether a walk of the folder comes upon the file, neither of whose paths has links."""
+    if folder not in file.parents or file.suffix not in SUFFIXES:
+        return False
+    return not any(_passed_over(name, exclude) for name in file.relative_to(folder).parts)
+
+
+def _passed_over(name: str, exclude: Sequence[str]) -> bool:
+    return name.startswith(".") or any(fnmatch(name, pattern) for pattern in exclude)
+
+
 def _walk(folder: Path, exclude: Sequence[str]) -> Iterator[Path]:
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.name.startswith(".") or any(fnmatch(entry.name, pattern) for pattern in exclude):
+        if _passed_over(entry.name, exclude):
             continue
         if entry.is_dir(follow_symlinks=False):
             yield from _walk(Path(entry.path), exclude)

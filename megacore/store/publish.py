@@ -47,10 +47,10 @@ class Publication:
         with os_errors(target):
             _refuse_taken(target)
             _make_folders(target.parent)
-            publication = cls(target, folder, _make_and_hold(folder))
+            publication = cls(target, folder, make_and_hold(folder))
             try:
                 _refuse_taken(target)  # again: its last writer may just have published it
-                _empty(folder)
+                empty(folder)
                 if needed_bytes > (free := free_bytes(folder)):
                     raise StoreError(
                         f"{target}: needs {spelled(needed_bytes)} and {spelled(free)} are free in {target.parent}: "
@@ -79,7 +79,7 @@ class Publication:
         """Removes the folder, unless it is published; what cannot be removed stays behind as a leftover."""
         if not self._lock.closed:
             with suppress(OSError):
-                _discard(self.folder, self._lock)
+                discard(self.folder, self._lock)
 
 
 @contextmanager
@@ -131,7 +131,7 @@ def remove_leftovers(folder: str | Path) -> list[Path]:
     for path in found:
         with os_errors(path), suppress(FileNotFoundError):
             if lock := hold(path / LOCK):
-                _discard(path, lock)
+                discard(path, lock)
     return [path for path in found if not path.exists()]
 
 
@@ -188,7 +188,7 @@ def spelled(size: int) -> str:
 # -- partial folders and their locks
 
 
-def _make_and_hold(folder: Path) -> FileIO:
+def make_and_hold(folder: Path) -> FileIO:
     """The lock of the folder, held, whether it was there or not; StoreError if another writer holds it."""
     while True:
         made = False
@@ -237,7 +237,7 @@ def _is_leftover(folder: Path) -> bool:
         return folder.exists()
 
 
-def _empty(folder: Path) -> None:
+def empty(folder: Path) -> None:
     """Removes all but the lock; links are removed, not followed."""
     with os.scandir(folder) as entries:
         doomed = [entry for entry in entries if entry.name != LOCK]
@@ -248,10 +248,10 @@ def _empty(folder: Path) -> None:
             os.unlink(entry.path)
 
 
-def _discard(folder: Path, lock: FileIO) -> None:
+def discard(folder: Path, lock: FileIO) -> None:
     """Removes a folder whose lock was held, if it still is, and lets go of the lock."""
     with lock:
         if is_at(lock, folder / LOCK):
-            _empty(folder)
+            empty(folder)
             (folder / LOCK).unlink()
             folder.rmdir()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -11,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megacore.data import encode, text, tokenizer
+from megacore.data import encode, stage, text, tokenizer
 from megacore.data.corpus import Corpus
 from megacore.data.indexed import IndexedDataset
 from megacore.data.text import InputError
 from megacore.store.strict_json import StoreError
 from parallel import limits
+from tools import merge_tokens
 from tools.tokenize import main
 
 TEXTS = ["def f(x):\n    return x + 1\n", "Zwölf Boxkämpfer 拳击手 🥊\r\n", "a <|endoftext|> b", "x" * 40]
@@ -174,9 +176,11 @@ def test_every_kind_of_file_in_sorted_order_without_hidden_and_excluded(trained,
         (source / ignored).write_text("ignored")
     (source / "empty.txt").touch()
     (source / "link.txt").symlink_to(source / "a.txt")
+    (source / "b" / "early.txt").symlink_to(source / "b" / "late.txt")
+    (source / "b" / "late.txt").write_text("late")
     status, out = tokenize(source, trained, "--exclude", "node_modules", "--exclude", "skip_*")
     assert status == 0
-    assert read(out) == ["a\r\n", "n0", "n1", "m = 1", "p0", "p1", "p2", "p3", "p4", "z"]
+    assert read(out) == ["a\r\n", "n0", "n1", "late", "m = 1", "p0", "p1", "p2", "p3", "p4", "z"]
     assert Corpus.read(out).empty == 2
 
 
@@ -365,8 +369,192 @@ def test_a_termination_leaves_nothing(tmp_path, trained, monkeypatch, capsys):
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
+# -- interruptions
+
+KILLED = """
+import os, signal, sys
+from megacore.data import encode, stage, text
+from tools.tokenize import main
+encode.AT_ONCE = text.LINES = stage.KEPT = 100
+real, kept = stage.Stage.keep, []
+def keep(self, progress):
+    real(self, progress)
+    kept.append(progress)
+    if len(kept) == 3:
+        with open(self.folder / "corpus.bin", "ab") as file:
+            file.write(b"half a document")
+        os.kill(os.getpid(), signal.SIGKILL)
+stage.Stage.keep = keep
+main(sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def lines(tmp_path, monkeypatch) -> Path:
+    """Documents in several pieces, each of which is kept when it is finished."""
+    for module, name in ((encode, "AT_ONCE"), (text, "LINES"), (stage, "KEPT")):
+        monkeypatch.setattr(module, name, 100)
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "a.jsonl").write_text("".join(json.dumps({"text": f"line {i} " * (i % 5)}) + "\n" for i in range(40)))
+    for name in "bcd":
+        (source / f"{name}.txt").write_text(name * 50)
+    return source
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def stop_after(monkeypatch, target: object, name: str, calls: int) -> None:
+    """Ctrl-C after so many calls."""
+    real, left = getattr(target, name), [calls]
+
+    def counted(*given):
+        real(*given)
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(target, name, counted)
+
+
+@pytest.mark.parametrize("more", [[], ["--shuffle", "3"]])
+@pytest.mark.parametrize(("where", "name", "calls"), [("Stage", "keep", 1), ("Stage", "keep", 4), ("", "publish", 3)])
+def test_a_resume_makes_the_bytes_of_an_undisturbed_run(lines, trained, monkeypatch, capsys, where, name, calls, more):
+    whole = lines.parent / "whole"
+    given = [str(lines), "--tokenizer", str(trained), "--workers", "1", *more]
+    assert main([*given, "--out", str(whole)]) == 0
+    with monkeypatch.context() as patch:
+        stop_after(patch, stage.Stage if where else stage, name, calls)
+        status, out = tokenize(lines, trained, *more)
+    assert status == 130 and f"is kept in {out}/.corpus.partial: go on with --resume" in capsys.readouterr().err
+    assert not (out / "corpus.idx").exists()
+    assert tokenize(lines, trained, *more)[0] == 1
+    assert "of an interrupted run: go on with --resume, or begin anew with --over" in capsys.readouterr().err
+    monkeypatch.setattr(encode, "AT_ONCE", 70)
+    real, done = text.documents, []
+
+    def documents(piece, text_key):
+        done.append(piece)
+        return real(piece, text_key)
+
+    monkeypatch.setattr(text, "documents", documents)
+    assert tokenize(lines, trained, *more, "--resume")[0] == 0
+    assert contents(out) == contents(whole) and [*out.glob(".*")] == []
+    assert len(done) < len([piece for file in text.find_files([lines]) for piece in text.cut(file)])
+
+
+def test_what_a_kill_leaves_is_gone_on_with(lines, trained):
+    out, whole = lines.parent / "out", lines.parent / "whole"
+    given = [str(lines), "--tokenizer", str(trained), "--workers", "1", "--out"]
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, *given, str(out)], cwd=Path(__file__).parents[2], check=False
+    )
+    assert killed.returncode == -signal.SIGKILL and not (out / "corpus.bin").exists()
+    assert main([*given, str(out), "--resume"]) == 0 and main([*given, str(whole)]) == 0
+    assert contents(out) == contents(whole)
+
+
+CHANGES = {
+    "--text-key": "had --text-key 'text', and this one has 'body'",
+    "--no-append-eod": "had --append-eod True, and this one has False",
+    "tokenizer": "the digest of tokenizer.json",
+    "grown": "a.jsonl has changed since the interrupted run",
+    "more": "c.txt where the input now has .*bb.txt",
+    "fewer": "d.txt where the input now ends",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_resume_of_something_else_is_refused(lines, trained, tmp_path, monkeypatch, capsys, change):
+    with monkeypatch.context() as patch:
+        stop_after(patch, stage.Stage, "keep", 2)
+        assert tokenize(lines, trained)[0] == 130
+    before = contents(tmp_path / "out" / ".corpus.partial")
+    more = {"--text-key": ["--text-key", "body"], "--no-append-eod": ["--no-append-eod"]}.get(change, [])
+    if change == "tokenizer":
+        other = tmp_path / "other"
+        other.mkdir()
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (other / name).write_text((trained / name).read_text() + "\n")
+        trained = other
+    elif change == "grown":
+        (lines / "a.jsonl").write_text((lines / "a.jsonl").read_text() + "\n")
+    elif change == "more":
+        (lines / "bb.txt").write_text("more")
+    elif change == "fewer":
+        (lines / "d.txt").unlink()
+    capsys.readouterr()
+    assert tokenize(lines, trained, "--resume", *more)[0] == 1
+    assert re.search(CHANGES[change], capsys.readouterr().err)
+    assert contents(tmp_path / "out" / ".corpus.partial") == before
+    assert tokenize(lines, trained, "--overwrite", *more)[0] == (change == "--text-key")
+
+
+def test_a_folder_in_the_way_that_is_another_s_is_kept(lines, trained, tmp_path, capsys):
+    (tmp_path / "out" / ".corpus.partial").mkdir(parents=True)
+    (tmp_path / "out" / ".corpus.partial" / "theirs").touch()
+    assert tokenize(lines, trained, "--overwrite")[0] == 1
+    assert "is in the way and was not made here" in capsys.readouterr().err
+    assert (tmp_path / "out" / ".corpus.partial" / "theirs").exists()
+
+
+# -- parts and orders
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+@pytest.mark.parametrize("more", [[], ["--shuffle", "5"]])
+def test_merged_parts_are_the_bytes_of_one_run(lines, trained, tmp_path, capsys, count, more):
+    whole = tmp_path / "whole"
+    given = [str(lines), "--tokenizer", str(trained), "--workers", "1", "--out"]
+    assert main([*given, str(whole), *more]) == 0
+    for number in range(count, 0, -1):
+        assert tokenize(lines, trained, "--part", f"{number}/{count}")[0] == 0
+    assert merge_tokens.main([str(tmp_path / "out"), *more]) == 0
+    assert contents(tmp_path / "out") == contents(whole)
+    assert merge_tokens.main([str(tmp_path / "out"), *more]) == 1
+    assert "corpus.idx, corpus.bin, corpus.json" in capsys.readouterr().err
+
+
+def test_parts_that_do_not_belong_together_are_not_merged(lines, trained, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert tokenize(lines, trained, "--part", "1/2")[0] == 0
+    assert merge_tokens.main([out]) == 1
+    assert "1 of 2 parts are not finished, such as corpus.part-2-of-2" in capsys.readouterr().err
+    assert tokenize(lines, trained, "--part", "2/2", "--no-append-eod")[0] == 0 and merge_tokens.main([out]) == 1
+    assert "corpus.part-1-of-2 has --append-eod True, and corpus.part-2-of-2 False" in capsys.readouterr().err
+    assert tokenize(lines, trained, "--part", "3/3")[0] == 0 and merge_tokens.main([out]) == 1
+    assert f"{out} has parts of 2 and of 3" in capsys.readouterr().err
+
+
+def test_what_parts_cannot_have_is_refused(lines, trained, tmp_path, capsys):
+    given = [str(lines), "--out", str(tmp_path / "out"), "--part", "1/2"]
+    assert main([*given, "--train-vocab", "300"]) == 1
+    assert "train one first" in capsys.readouterr().err
+    assert main([*given, "--tokenizer", str(trained), "--shuffle", "1"]) == 1
+    assert "give --shuffle to megacore merge-tokens" in capsys.readouterr().err
+    for part in ("0/2", "3/2", "1", "a/b"):
+        with pytest.raises(SystemExit):
+            tokenize(lines, trained, "--part", part)
+        assert f"{part} is not I/N with I from 1 to N" in capsys.readouterr().err
+
+
+def test_a_shuffled_corpus_has_each_document_once(lines, trained, tmp_path):
+    given = [str(lines), "--tokenizer", str(trained), "--workers", "1", "--out"]
+    orders = {}
+    for seed in ("none", "1", "2"):
+        more = [] if seed == "none" else ["--shuffle", seed]
+        assert main([*given, str(tmp_path / seed), *more]) == 0
+        orders[seed] = read(tmp_path / seed)
+    plain = orders.pop("none")
+    assert all(sorted(order) == sorted(plain) and order != plain for order in orders.values())
+    assert orders["1"] != orders["2"]
+
+
 def test_the_data_side_imports_no_torch():
-    modules = ["indexed", "samples", "blend", "batches", "text", "tokenizer", "corpus", "encode"]
-    code = f"import sys, tools.tokenize, {', '.join('megacore.data.' + module for module in modules)}\n"
+    modules = ["indexed", "samples", "blend", "batches", "text", "tokenizer", "corpus", "encode", "stage", "parts"]
+    names = ["tools.tokenize", "tools.merge_tokens", *(f"megacore.data.{module}" for module in modules)]
+    code = f"import sys, {', '.join(names)}\n"
     code += "assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,84 @@
+"""Parts of a corpus, which several nodes tokenize, and how one token file is finished of what was written in order."""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentTypeError
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megacore.data.corpus import CORPUS
+from megacore.data.encode import grouped
+from megacore.data.indexed import GrowingPair, IndexedDataset, Integers
+from megacore.data.permutation import ROUNDS, Permutation
+from megacore.data.samples import Purpose, draw
+from megacore.data.stage import Progress, Stage
+from megacore.data.tokenizer import FILES
+
+PART = "part.json"
+"""Beside the token file of a part: its :class:`Progress`."""
+BLOCK = 2**16
+"""Documents whose places in the order are computed at once."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The `number`-th, from 1, of `count` successive parts of the input."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, value: str) -> Part:
+        found = re.fullmatch(r"(\d+)/(\d+)", value)
+        part = cls(int(found[1]), int(found[2])) if found else cls(0, 0)
+        if not 1 <= part.number <= part.count:
+            raise ArgumentTypeError(f"{value} is not I/N with I from 1 to N, such as 2/8")
+        return part
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def folder(self, name: str) -> str:
+        return f"{name}.part-{self.number}-of-{self.count}"
+
+    def share(self, total: int) -> tuple[int, int | None]:
+        """The bytes [start, stop) in which its pieces begin; those at the very end, which are empty, are the last's."""
+        stop = None if self.number == self.count else total * self.number // self.count
+        return total * (self.number - 1) // self.count, stop
+
+
+def in_order(stage: Stage, name: str, shuffle: int | None) -> Path:
+    """The prefix that documents are written to in the order of the input."""
+    return stage.folder / (name if shuffle is None else f".{name}.in_order")
+
+
+def finish(stage: Stage, progress: Progress, name: str, shuffle: int | None, part: bool = False) -> None:
+    """Of the pair `in_order`, the outputs, in the stage, and that they are finished is kept."""
+    if shuffle is not None and progress.extent.documents:
+        source = IndexedDataset(in_order(stage, name, shuffle), checked=True)
+        with GrowingPair(stage.folder / name, progress.tally.counts.size) as pair:
+            _shuffle(source, pair, shuffle)
+            pair.sync()
+            pair.write_index(stage.folder / f"{name}.idx")
+    if part:
+        progress.write(stage.folder / PART)
+    else:
+        progress.tally.corpus(name, progress.end).write(stage.folder)
+    tokenizer = [file for file in FILES if (stage.folder / file).exists()]
+    stage.finish(progress, (f"{name}.bin", *tokenizer, PART if part else CORPUS, f"{name}.idx"))
+
+
+def _shuffle(source: IndexedDataset, pair: GrowingPair, seed: int) -> None:
+    order = Permutation(source.documents, draw(ROUNDS, seed, Purpose.FILE).tolist())
+    starts = range(0, source.documents, BLOCK)
+    blocks = (order.block(start, min(start + BLOCK, source.documents)) for start in starts)
+    documents = (source.document(document) for block in blocks for document in block.tolist())
+    for group in grouped(documents, _bytes):
+        pair.extend(np.concatenate(group), np.array([tokens.size for tokens in group]))
+
+
+def _bytes(tokens: Integers) -> int:
+    return tokens.nbytes

@@ -1,0 +1,221 @@
+"""A tokenized corpus on its way: `OUT/.NAME.partial`, where what is finished outlasts an interruption.
+
+    .lock                     held by who writes it
+    files.jsonl               the input: a line [path, bytes of its pieces, time of its last change] for each file
+    NAME.bin .lengths .bounds as far as they are written; what is beyond `progress.json` is cut off
+    progress.json             what is finished, and what it was made of; written anew every KEPT bytes of text
+    tokenizer.json, ...       the files of the tokenizer
+
+The token file is written once, at its end: a resume cuts it off where it was last kept, and nothing need be joined.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from hashlib import blake2b, file_digest
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from megacore.data import text
+from megacore.data.corpus import Tally, fits
+from megacore.data.indexed import Extent, publish, sync
+from megacore.data.text import InputError, Piece
+from megacore.store.files import open_file, replacing
+from megacore.store.publish import PARTIAL, discard, empty, make_and_hold, replace_file
+from megacore.store.strict_json import StoreError, read_json
+
+PROGRESS, FILES = "progress.json", "files.jsonl"
+KEPT = 2**28
+"""Bytes of text after which what is finished is kept."""
+
+Made = Mapping[str, Any]
+"""{what the tokens depend on, as the user knows it: its value}."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """pieces, size: how many are finished, and their bytes, of `total`. outputs: the files to be published, once all is
+    finished; `end`: the id after each document."""
+
+    made: Made
+    pieces: int
+    size: int
+    total: int
+    extent: Extent
+    tally: Tally
+    end: int | None = None
+    outputs: tuple[str, ...] = ()
+
+    def write(self, path: Path) -> None:
+        replace_file(path, (json.dumps({**asdict(self), "tally": self.tally.json()}) + "\n").encode())
+
+    @classmethod
+    def read(cls, path: Path) -> Progress:
+        """InputError if it is not as it was written."""
+        try:
+            found = read_json(path, path.parent)
+            if not fits(cls, found) or not fits(Extent, found["extent"]):
+                raise StoreError("it has other fields, or values of other types")
+            known = {"extent": Extent(**found["extent"]), "tally": Tally.of(found["tally"])}
+            return cls(**found | known | {"outputs": tuple(found["outputs"])})
+        except StoreError as error:
+            raise InputError(f"{path} is damaged ({error}): remove its folder and begin anew") from error
+
+
+@dataclass
+class Stage:
+    """The folder while it is held. progress: what was kept before, None at the beginning."""
+
+    out: Path
+    folder: Path
+    progress: Progress | None
+
+    @classmethod
+    @contextmanager
+    def open(cls, out: Path, name: str, resume: bool, overwrite: bool) -> Iterator[Stage]:
+        """Makes the folder, or takes up what an interrupted run has left in it.
+
+        On a failure what was kept stays; without any, neither the folder nor an `out` that was made for it does.
+        InputError if something was kept and neither `resume` nor `overwrite` says what to do about it; StoreError if
+        another process writes it, or the folder is not ours.
+        """
+        folder = out / PARTIAL.format(name)
+        new = not out.exists()
+        out.mkdir(parents=True, exist_ok=True)
+        with make_and_hold(folder) as lock:
+            try:
+                progress = Progress.read(folder / PROGRESS) if (folder / PROGRESS).exists() else None
+                if progress is not None and not resume:
+                    if not overwrite:
+                        raise InputError(
+                            f"{folder} has {progress.size / max(progress.total, 1):.0%} of an interrupted run: go on "
+                            "with --resume, or begin anew with --overwrite"
+                        )
+                    progress = None
+                if progress is None:
+                    (folder / PROGRESS).unlink(missing_ok=True)  # first, for it speaks of the others
+                    empty(folder)
+                try:
+                    yield cls(out, folder, progress)
+                except BaseException as error:
+                    if (folder / PROGRESS).exists():
+                        error.add_note(f"what is finished is kept in {folder}: go on with --resume")
+                    raise
+            finally:
+                if not (folder / PROGRESS).exists():
+                    discard(folder, lock)
+                if new and not any(out.iterdir()):
+                    out.rmdir()
+
+    def list_files(self, inputs: Sequence[Path], exclude: Sequence[str]) -> int:
+        """Lists the files of the input, or compares them with those listed before -> bytes of their pieces.
+
+        InputError names the first one that has changed.
+        """
+        listed = self.folder / FILES
+        found, total = text.find_files(inputs, exclude), 0
+        if self.progress is None:
+            with replacing(listed) as file:
+                for path in found:
+                    line = _line(path)
+                    total += line[1]
+                    file.write((json.dumps(line) + "\n").encode())
+            return total
+        for line, path in zip_longest(self._listed(), found):
+            now = None if path is None else _line(path)
+            if line is None or now is None or line[0] != now[0]:
+                raise InputError(
+                    f"{self.folder} is of other files: there {'it ends' if line is None else line[0]} where the "
+                    f"input now {'ends' if now is None else f'has {now[0]}'}: {BEGIN_ANEW}"
+                )
+            if line != now:
+                raise InputError(f"{line[0]} has changed since the interrupted run: {BEGIN_ANEW}")
+            total += now[1]
+        return total
+
+    def _listed(self) -> Iterator[list[Any]]:
+        listed = self.folder / FILES
+        with open_file(listed, self.folder) as file:
+            for line in file:
+                try:
+                    path, size, changed = json.loads(line)
+                except ValueError as error:
+                    raise InputError(f"{listed} is damaged ({error}): remove its folder and begin anew") from error
+                yield [path, size, changed]
+
+    def check(self, made: Made) -> None:
+        """InputError names what the tokens depend on and has changed."""
+        assert self.progress is not None
+        before = self.progress.made
+        for key in dict.fromkeys((*before, *made)):
+            if before.get(key) != made.get(key):
+                raise InputError(
+                    f"{self.folder}: the interrupted run had {key} {before.get(key)!r}, and this one has "
+                    f"{made.get(key)!r}: {BEGIN_ANEW}"
+                )
+
+    def paths(self) -> Iterator[Path]:
+        return (Path(path) for path, _, _ in self._listed())
+
+    def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
+        """Those of the listed files that begin in bytes [start, stop) of all of them."""
+        at = 0
+        for path in self.paths():
+            for piece in text.cut(path):
+                if start <= at and (stop is None or at < stop):
+                    yield piece
+                at += piece.size
+
+    def digest(self) -> str:
+        """Of the names and sizes of the listed files, wherever they lie."""
+        found = blake2b(digest_size=16)
+        for path, size, _ in self._listed():
+            found.update(json.dumps([Path(path).name, size]).encode())
+        return found.hexdigest()
+
+    def keep(self, progress: Progress) -> None:
+        """From now on, this much outlasts an interruption: the files that it speaks of are on the disk."""
+        progress.write(self.folder / PROGRESS)
+        self.progress = progress
+
+    def finish(self, progress: Progress, outputs: Sequence[str]) -> None:
+        """Keeps that all is finished: these files, which are in the folder."""
+        for name in outputs:
+            sync(self.folder / name)
+        self.keep(replace(progress, outputs=tuple(outputs)))
+
+    def publish(self, replaced: Sequence[str]) -> None:
+        """Moves the outputs to their places, the index last, and removes what they replace and the folder's rest.
+
+        If it is interrupted, a resume goes on with it: nothing but what is not moved yet is replaced.
+        """
+        assert self.progress is not None
+        outputs = [name for name in self.progress.outputs if (self.folder / name).exists()]
+        for name in replaced:
+            if name not in self.progress.outputs or (name in outputs and name.endswith(".idx")):
+                (self.out / name).unlink(missing_ok=True)
+        for name in sorted(outputs, key=lambda name: name.endswith(".idx")):
+            publish(self.folder / name, self.out / name)
+        (self.folder / PROGRESS).unlink()
+
+
+BEGIN_ANEW = "undo that, or begin anew with --overwrite"
+
+
+def digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """{name: digest} of those files that are there."""
+    return {name: _digest(folder / name) for name in names if (folder / name).is_file()}
+
+
+def _digest(path: Path) -> str:
+    with open_file(path, path.parent) as file:
+        return file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
+
+
+def _line(path: Path) -> list[Any]:
+    size = sum(piece.size for piece in text.cut(path))
+    return [str(path), size, path.stat().st_mtime_ns]

@@ -1,0 +1,114 @@
+"""`megacore merge-tokens`: one token file of the parts that `megacore tokenize --part I/N` has written."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from megacore.data.corpus import CORPUS, Corpus, Tally
+from megacore.data.indexed import Extent, GrowingPair, IndexedDataset
+from megacore.data.parts import PART, Part, finish, in_order
+from megacore.data.stage import Progress, Stage
+from megacore.data.text import InputError
+from megacore.data.tokenizer import FILES
+from megacore.say import err, say
+from megacore.store.companions import Companion, copy_companion
+
+
+def find_parts(out: Path, name: str) -> dict[Path, Progress]:
+    """{folder: what it holds} of all parts of a corpus, in order. InputError if they are not all there, or differ."""
+    pattern = re.compile(re.escape(name) + r"\.part-(\d+)-of-(\d+)")
+    names = (pattern.fullmatch(path.name) for path in out.iterdir()) if out.is_dir() else ()
+    parts = sorted((int(found[2]), int(found[1])) for found in names if found)
+    if not parts:
+        raise InputError(f"{out} has no parts of {name}: make them by megacore tokenize --out {out} --part I/N")
+    counts = sorted({count for count, _ in parts})
+    if len(counts) > 1:
+        raise InputError(f"{out} has parts of {' and of '.join(map(str, counts))}: remove those that do not belong")
+    folders = [out / Part(number + 1, counts[0]).folder(name) for number in range(counts[0])]
+    if missing := [folder.name for folder in folders if not (folder / PART).is_file()]:
+        raise InputError(
+            f"{out}: {len(missing)} of {counts[0]} parts are not finished, such as {missing[0]}: make them by megacore "
+            "tokenize --part, with --resume where it was interrupted"
+        )
+    found = {folder: Progress.read(folder / PART) for folder in folders}
+    first = _common(found[folders[0]])
+    for folder, progress in found.items():
+        for key, value in _common(progress).items():
+            if first.get(key) != value:
+                raise InputError(
+                    f"{folders[0].name} has {key} {first.get(key)!r}, and {folder.name} {value!r}: make one anew"
+                )
+    return found
+
+
+def _common(part: Progress) -> dict[str, Any]:
+    """What the tokens of all parts depend on."""
+    made = {key: value for key, value in part.made.items() if key != "--part"}
+    return made | {"a vocabulary of": part.tally.counts.size, "the end of documents": part.end}
+
+
+def merge(out: Path, name: str = "corpus", shuffle: int | None = None, overwrite: bool = False) -> Corpus:
+    """Writes NAME.bin, NAME.idx, the tokenizer's files and corpus.json beside the parts, which stay.
+
+    InputError says why not; on a failure there are none of them.
+    """
+    parts = find_parts(out, name)
+    first, *_ = parts.values()
+    outputs = (f"{name}.idx", f"{name}.bin", CORPUS, *FILES)
+    made = _common(first) | {"--shuffle": shuffle, "parts": len(parts)}
+    with Stage.open(out, name, resume=not overwrite, overwrite=overwrite) as stage:
+        if stage.progress:  # interrupted while its outputs were moved
+            stage.check(made)
+        else:
+            existing = [file for file in outputs if (out / file).exists()]
+            if existing and not overwrite:
+                raise InputError(f"{out} has {', '.join(existing)}: replace them with --overwrite")
+            total, tally = sum(part.total for part in parts.values()), Tally.zero(first.tally.counts.size)
+            prefix = in_order(stage, name, shuffle)
+            with GrowingPair(prefix, tally.counts.size) as pair:
+                for folder, part in parts.items():
+                    pair.join(IndexedDataset(folder / name))
+                    tally.add(part.tally)
+                pair.write_index(prefix.with_name(prefix.name + ".idx"))
+            source = next(iter(parts))
+            for file in FILES:
+                if (source / file).is_file():
+                    copy_companion(Companion(source / file, source), stage.folder / file)
+            progress = Progress(made, 0, total, total, Extent(documents=tally.documents), tally, first.end)
+            finish(stage, progress, name, shuffle)
+        stage.publish(outputs)
+        assert stage.progress is not None
+        return stage.progress.tally.corpus(name, stage.progress.end)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", type=Path, metavar="DIR", help="the --out of the parts, where the token file goes")
+    parser.add_argument("--name", default="corpus", help="of the pair NAME.bin, NAME.idx (%(default)s)")
+    parser.add_argument(
+        "--shuffle", type=int, metavar="SEED", help="the documents in an order that belongs to SEED, by a second pass"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is in DIR")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="megacore merge-tokens", description=__doc__)
+    add_arguments(parser)
+    args = parser.parse_args(argv)
+    try:
+        corpus = merge(args.out, args.name, args.shuffle, args.overwrite)
+    except KeyboardInterrupt:
+        err("megacore merge-tokens: interrupted")
+        return 130
+    except (ValueError, OSError) as error:
+        err(f"megacore merge-tokens: {error}")
+        return 1
+    say(f"{args.out / args.name}.bin, .idx: {corpus.tokens:,} tokens in {corpus.documents:,} documents")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
