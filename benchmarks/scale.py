@@ -1,6 +1,6 @@
 """What a cluster's size costs each rank, on one machine: small, large, and the bar.
 
-    python benchmarks/scale.py [--sections data groups control save resume] [--json results.json]
+    python benchmarks/scale.py [--sections data groups control tokenize save resume] [--json results.json]
 
 Corpora have a real index and a sparse file of tokens. Each measurement is a process of its own.
 """
@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
+from benchmarks import processes
 from megacore.data.indexed import HEADER, MAGIC, VERSION
 from megacore.store import parts
 from megacore.store.index import holder, on_disk, path_of
@@ -38,6 +41,8 @@ LENGTH = 4096
 TOKENS_PER_DOCUMENT = 1000
 SMALL, LARGE = 10**8, 10**10
 """Tokens of the corpora."""
+TEXTS = 2 * 10**7
+"""Bytes of the smaller corpus to tokenize."""
 
 
 @dataclass(frozen=True)
@@ -290,6 +295,39 @@ def resume(folder: Path) -> Iterator[Row]:
     yield Row("  each replica by itself: read by all, of what there is", "times", 8, 128)
 
 
+# -- tokenizing
+
+
+def write_texts(path: Path, size: int) -> None:
+    """Lines of .jsonl, each up to 400 characters of the source of Python's own library: many documents to the byte."""
+    draw, left = random.Random(0), size
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    sources = [file.read_text("utf-8", errors="replace") for file in files]
+    with open(path, "w", encoding="utf-8") as file:
+        while left > 0:
+            source = draw.choice(sources)
+            start = draw.randrange(len(source) + 1)
+            left -= file.write(json.dumps({"text": source[start : start + draw.randrange(400)]}) + "\n")
+
+
+def tokenize(folder: Path) -> Iterator[Row]:
+    """The memory of all processes together, of one corpus and of one ten times as large."""
+    usages = list[processes.Usage]()
+    for name, size in (("small", TEXTS), ("large", 10 * TEXTS)):
+        write_texts(folder / f"{name}.jsonl", size)
+    tokenizer = ["--train-vocab", "8000"]
+    for name, out in (("small", "tokenizer"), ("small", "small"), ("large", "large")):
+        given = [str(folder / f"{name}.jsonl"), "--out", str(folder / out), *tokenizer, "--workers", "2"]
+        usages.append(processes.run([sys.executable, "-m", "tools.tokenize", *given], ROOT))
+        tokenizer = ["--tokenizer", str(folder / "tokenizer")]
+    _, small, large = usages
+    yield Row("tokenize: memory of all processes", "MB", small.peak / 1e6, large.peak / 1e6, 1.1 * small.peak / 1e6)
+    rate, rate_large = (
+        size / 1e6 / (usage.user + usage.system) for size, usage in ((TEXTS, small), (10 * TEXTS, large))
+    )
+    yield Row("tokenize: text, a second of CPU", "MB", rate, rate_large)
+
+
 # -- all
 
 
@@ -299,6 +337,7 @@ SECTIONS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "control": control,
     "save": save,
     "resume": resume,
+    "tokenize": tokenize,
 }
 
 

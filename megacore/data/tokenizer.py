@@ -70,14 +70,14 @@ class Tokenizer:
 
 
 def _batches(parts: Iterable[str]) -> Iterator[list[str]]:
-    """Successive parts, until they have 8 times LONGEST characters: a long text of parts takes time and memory too."""
+    """Successive parts, of at most LONGEST characters together: a long text of parts takes time and memory too."""
     batch, size = list[str](), 0
     for part in parts:
-        batch.append(part)
-        size += len(part)
-        if size >= 8 * LONGEST:
+        if size + len(part) > LONGEST:
             yield batch
             batch, size = [], 0
+        batch.append(part)
+        size += len(part)
     if batch:
         yield batch
 

@@ -229,6 +229,20 @@ def test_a_long_document_is_encoded_in_parts(tmp_path, trained, monkeypatch):
     assert read(out) == [long]
 
 
+def test_no_more_than_the_longest_is_encoded_at_once(monkeypatch):
+    monkeypatch.setattr(tokenizer, "LONGEST", 10)
+    sizes = []
+
+    class Letters:
+        def call(self, method, texts):
+            sizes.append(sum(map(len, texts)))
+            return tokenizer._flat([[ord(letter) for letter in text] for text in texts])
+
+    texts = ["ab", "c" * 35, "d", "", "efgh"]
+    found = tokenizer.Tokenizer(300, None, Letters()).encode(texts)
+    assert ["".join(map(chr, ids)) for ids in found] == texts and max(sizes) == 10
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "b.jsonl"])
 def test_a_document_that_is_too_long_is_one_that_cannot_be_read(tmp_path, trained, monkeypatch, capsys, name):
     for limit in ("DOCUMENT", "LINE"):
@@ -399,6 +413,7 @@ def lines(tmp_path, monkeypatch) -> Path:
     (source / "a.jsonl").write_text("".join(json.dumps({"text": f"line {i} " * (i % 5)}) + "\n" for i in range(40)))
     for name in "bcd":
         (source / f"{name}.txt").write_text(name * 50)
+    (source / "empty.txt").touch()
     return source
 
 
@@ -462,7 +477,7 @@ CHANGES = {
     "tokenizer": "the digest of tokenizer.json",
     "grown": "a.jsonl has changed since the interrupted run",
     "more": "c.txt where the input now has .*bb.txt",
-    "fewer": "d.txt where the input now ends",
+    "fewer": "empty.txt where the input now ends",
 }
 
 
@@ -484,7 +499,7 @@ def test_a_resume_of_something_else_is_refused(lines, trained, tmp_path, monkeyp
     elif change == "more":
         (lines / "bb.txt").write_text("more")
     elif change == "fewer":
-        (lines / "d.txt").unlink()
+        (lines / "empty.txt").unlink()
     capsys.readouterr()
     assert tokenize(lines, trained, "--resume", *more)[0] == 1
     assert re.search(CHANGES[change], capsys.readouterr().err)
@@ -503,8 +518,7 @@ def test_a_folder_in_the_way_that_is_another_s_is_kept(lines, trained, tmp_path,
 # -- parts and orders
 
 
-@pytest.mark.parametrize("count", [1, 3, 40])
-@pytest.mark.parametrize("more", [[], ["--shuffle", "5"]])
+@pytest.mark.parametrize(("count", "more"), [(1, []), (3, ["--shuffle", "5"]), (30, [])])
 def test_merged_parts_are_the_bytes_of_one_run(lines, trained, tmp_path, capsys, count, more):
     whole = tmp_path / "whole"
     given = [str(lines), "--tokenizer", str(trained), "--workers", "1", "--out"]
