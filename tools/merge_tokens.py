@@ -20,7 +20,7 @@ from megacore.store.companions import Companion, copy_companion
 
 def find_parts(out: Path, name: str) -> dict[Path, Progress]:
     """{folder: what it holds} of all parts of a corpus, in order. InputError if they are not all there, or differ."""
-    pattern = re.compile(re.escape(name) + r"\.part-(\d+)-of-(\d+)")
+    pattern = re.compile(re.escape(name) + r"\.part-([1-9][0-9]*)-of-([1-9][0-9]*)")
     names = (pattern.fullmatch(path.name) for path in out.iterdir()) if out.is_dir() else ()
     parts = sorted((int(found[2]), int(found[1])) for found in names if found)
     if not parts:
@@ -28,19 +28,22 @@ def find_parts(out: Path, name: str) -> dict[Path, Progress]:
     counts = sorted({count for count, _ in parts})
     if len(counts) > 1:
         raise InputError(f"{out} has parts of {' and of '.join(map(str, counts))}: remove those that do not belong")
-    folders = [out / Part(number + 1, counts[0]).folder(name) for number in range(counts[0])]
+    (count,) = counts
+    # A name may say any number: one more than there are shows that some are missing.
+    folders = [out / Part(number, count).folder(name) for number in range(1, min(count, len(parts) + 1) + 1)]
     if missing := [folder.name for folder in folders if not (folder / PART).is_file()]:
         raise InputError(
-            f"{out}: {len(missing)} of {counts[0]} parts are not finished, such as {missing[0]}: make them by megacore "
-            "tokenize --part, with --resume where it was interrupted"
+            f"{out}: {count - len(folders) + len(missing)} of {count} parts are not finished, such as {missing[0]}: "
+            "make them by megacore tokenize --part, with --resume where it was interrupted"
         )
     found = {folder: Progress.read(folder / PART) for folder in folders}
     first = _common(found[folders[0]])
     for folder, progress in found.items():
-        for key, value in _common(progress).items():
-            if first.get(key) != value:
+        own = _common(progress)
+        for key in dict.fromkeys((*first, *own)):
+            if first.get(key) != own.get(key):
                 raise InputError(
-                    f"{folders[0].name} has {key} {first.get(key)!r}, and {folder.name} {value!r}: make one anew"
+                    f"{folders[0].name} has {key} {first.get(key)!r}, and {folder.name} {own.get(key)!r}: make one anew"
                 )
     return found
 
@@ -71,7 +74,10 @@ def merge(out: Path, name: str = "corpus", shuffle: int | None = None, overwrite
             prefix = in_order(stage, name, shuffle)
             with GrowingPair(prefix, tally.counts.size) as pair:
                 for folder, part in parts.items():
-                    pair.join(IndexedDataset(folder / name))
+                    data = IndexedDataset(folder / name)
+                    if (data.documents, data.start(data.documents)) != (part.tally.documents, part.tally.tokens):
+                        raise InputError(f"{folder / name}.idx holds other documents than {PART} says: make it anew")
+                    pair.join(data)
                     tally.add(part.tally)
                 pair.write_index(prefix.with_name(prefix.name + ".idx"))
             source = next(iter(parts))

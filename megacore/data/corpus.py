@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.data.text import InputError
-from megacore.store.publish import write_file
+from megacore.store.publish import replace_file
 from megacore.store.strict_json import StoreError, read_json
 
 CORPUS = "corpus.json"
@@ -46,7 +46,7 @@ class Corpus:
     skipped: int
 
     def write(self, folder: Path) -> None:
-        write_file(folder / CORPUS, (json.dumps(asdict(self), indent=2) + "\n").encode())
+        replace_file(folder / CORPUS, (json.dumps(asdict(self), indent=2) + "\n").encode())
 
     @classmethod
     def read(cls, folder: Path) -> Corpus:
@@ -69,7 +69,7 @@ _LISTS = {"list[str]": "str", "tuple[str, ...]": "str", "npt.NDArray[np.int64]":
 
 
 def fits(kind: type[Any], found: Any) -> bool:
-    """Whether a JSON value has the fields of a dataclass, each of its type, and no number below 0. What is neither
+    """Whether a JSON value has the fields of a dataclass, each of its type, and numbers from 0 to 2^63. What is neither
     plain nor a list is an object."""
     types = {field.name: str(field.type) for field in fields(kind)}
     return (
@@ -83,7 +83,7 @@ def _is(kind: str, value: Any) -> bool:
     if kind in _LISTS:
         return isinstance(value, list) and all(_is(_LISTS[kind], each) for each in value)
     fitting = isinstance(value, _TYPES.get(kind, dict)) and not isinstance(value, bool)
-    return fitting and (not isinstance(value, int | float) or value >= 0)
+    return fitting and (not isinstance(value, int | float) or 0 <= value < 2**63)
 
 
 @dataclass
@@ -122,14 +122,11 @@ class Tally:
         """StoreError if it is not of :meth:`json`."""
         if not fits(cls, json):
             raise StoreError("its tally has other fields, or values of other types")
-        try:
-            return cls(**json | {"counts": np.array(json["counts"], np.int64)})
-        except OverflowError as error:
-            raise StoreError("its tally has counts above 2^63") from error
+        return cls(**json | {"counts": np.array(json["counts"], np.int64)})
 
     def corpus(self, name: str, end: int | None) -> Corpus:
-        """InputError if there is no document."""
-        if not self.documents:
+        """InputError if there is no token."""
+        if not self.tokens:
             raise InputError(
                 f"there is no text in the input: {self.empty} documents are empty and {self.skipped} unreadable"
             )

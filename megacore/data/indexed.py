@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.store.files import append, open_file
+from megacore.store.strict_json import StoreError
 
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -81,7 +82,7 @@ class GrowingPair:
     """`PREFIX.bin` while it grows; `PREFIX.lengths` and `PREFIX.bounds` beside it are what its index is made of.
 
     Memory does not grow with it. It goes on from an extent that it had: what was written after that is cut off.
-    ValueError if less is there, OSError if one of the names is taken by what is not ours to write to.
+    StoreError if less is there, OSError if one of the names is taken by what is not ours to write to.
     """
 
     def __init__(self, prefix: str | Path, vocabulary: int, extent: Extent | None = None) -> None:
@@ -110,7 +111,7 @@ class GrowingPair:
         sizes = (self.dtype.itemsize * self.extent.tokens, 4 * self.extent.sequences, 8 * self.extent.documents)
         for file, size in zip(self._files, sizes, strict=True):
             if (found := file.tell()) < size:
-                raise ValueError(f"{file.name} has {found} bytes, and had {size} when it was last kept: it is damaged")
+                raise StoreError(f"{file.name} has {found} bytes, and had {size} when it was last kept: it is damaged")
             file.truncate(size)
 
     def write(self, *sequences: npt.ArrayLike) -> None:

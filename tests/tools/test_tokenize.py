@@ -435,13 +435,16 @@ def stop_after(monkeypatch, target: object, name: str, calls: int) -> None:
 
 
 @pytest.mark.parametrize("more", [[], ["--shuffle", "3"]])
-@pytest.mark.parametrize(("where", "name", "calls"), [("Stage", "keep", 1), ("Stage", "keep", 4), ("", "publish", 3)])
+@pytest.mark.parametrize(
+    ("where", "name", "calls"),
+    [(stage.Stage, "keep", 1), (stage.Stage, "keep", 4), (Corpus, "write", 1), (stage, "publish", 3)],
+)
 def test_a_resume_makes_the_bytes_of_an_undisturbed_run(lines, trained, monkeypatch, capsys, where, name, calls, more):
     whole = lines.parent / "whole"
     given = [str(lines), "--tokenizer", str(trained), "--workers", "1", *more]
     assert main([*given, "--out", str(whole)]) == 0
     with monkeypatch.context() as patch:
-        stop_after(patch, stage.Stage if where else stage, name, calls)
+        stop_after(patch, where, name, calls)
         status, out = tokenize(lines, trained, *more)
     assert status == 130 and f"is kept in {out}/.corpus.partial: go on with --resume" in capsys.readouterr().err
     assert not (out / "corpus.idx").exists()
@@ -515,6 +518,34 @@ def test_a_folder_in_the_way_that_is_another_s_is_kept(lines, trained, tmp_path,
     assert (tmp_path / "out" / ".corpus.partial" / "theirs").exists()
 
 
+@pytest.mark.parametrize("name", ["progress.json", "files.jsonl", "corpus.bin", "corpus.lengths"])
+def test_a_resume_follows_no_link(lines, trained, tmp_path, monkeypatch, capsys, name):
+    with monkeypatch.context() as patch:
+        stop_after(patch, stage.Stage, "keep", 2)
+        assert tokenize(lines, trained)[0] == 130
+    file, theirs = tmp_path / "out" / ".corpus.partial" / name, tmp_path / "theirs"
+    theirs.write_bytes(before := file.read_bytes() + b"more")
+    file.unlink()
+    file.symlink_to(theirs)
+    capsys.readouterr()
+    assert tokenize(lines, trained, "--resume")[0] == 1
+    said = capsys.readouterr().err
+    assert name in said and ("leads to" in said or "symbolic links" in said) and theirs.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["progress.json", "files.jsonl", "corpus.bin"])
+def test_a_resume_of_what_is_damaged_is_refused(lines, trained, tmp_path, monkeypatch, capsys, name):
+    with monkeypatch.context() as patch:
+        stop_after(patch, stage.Stage, "keep", 2)
+        assert tokenize(lines, trained)[0] == 130
+    file = tmp_path / "out" / ".corpus.partial" / name
+    with open(file, "r+b") as cut:
+        cut.truncate(file.stat().st_size // 4)
+    assert tokenize(lines, trained, "--resume")[0] == 1
+    said = capsys.readouterr().err
+    assert name in said and "is damaged" in said
+
+
 # -- parts and orders
 
 
@@ -540,6 +571,28 @@ def test_parts_that_do_not_belong_together_are_not_merged(lines, trained, tmp_pa
     assert "corpus.part-1-of-2 has --append-eod True, and corpus.part-2-of-2 False" in capsys.readouterr().err
     assert tokenize(lines, trained, "--part", "3/3")[0] == 0 and merge_tokens.main([out]) == 1
     assert f"{out} has parts of 2 and of 3" in capsys.readouterr().err
+
+
+def test_a_part_that_is_not_what_it_says_is_not_merged(lines, trained, tmp_path, capsys):
+    assert tokenize(lines, trained, "--part", "1/1")[0] == 0
+    file = tmp_path / "out" / "corpus.part-1-of-1" / "part.json"
+    sound = json.loads(file.read_text())
+    for key, value, message in [
+        ("tally", sound["tally"] | {"documents": 1}, "corpus.idx holds other documents than part.json says"),
+        ("tally", sound["tally"] | {"counts": [-1]}, "part.json is damaged"),
+        ("tally", [], "part.json is damaged"),
+        ("extent", {}, "part.json is damaged"),
+        ("outputs", 1, "part.json is damaged"),
+        ("end", True, "part.json is damaged"),
+    ]:
+        file.write_text(json.dumps(sound | {key: value}))
+        assert merge_tokens.main([str(tmp_path / "out")]) == 1
+        assert message in capsys.readouterr().err
+    assert not [*(tmp_path / "out").glob(".*")]
+    (tmp_path / "out" / f"corpus.part-1-of-{10**200}").mkdir()
+    shutil.rmtree(file.parent)
+    assert merge_tokens.main([str(tmp_path / "out")]) == 1
+    assert f"{10**200} of {10**200} parts are not finished" in capsys.readouterr().err
 
 
 def test_what_parts_cannot_have_is_refused(lines, trained, tmp_path, capsys):
