@@ -636,6 +636,30 @@ for name, content in {
     command = "inspect data" if name in ("escapes", "fields", "list") else "pretrain recipe.yaml"
     case(f"corpus-{name}", command, write("data/corpus.json", content), "")
 
+# -- parts of a corpus, and what an interrupted run has left
+
+PART, MERGE = "parts/corpus.part-1-of-1", "merge_tokens parts"
+for name, (change, says) in {
+    "deep": (write(f"{PART}/part.json", DEEP), "is damaged"),
+    "large": (write(f"{PART}/part.json", LARGE), "part.json"),
+    "escapes": (put(f"{PART}/part.json", ESCAPE, "made", "--text-key"), ""),
+    "counts": (put(f"{PART}/part.json", [1 << 62] * 9, "tally", "counts"), "holds other documents"),
+    "device": (link(f"{PART}/part.json", "/dev/zero"), "not finished"),
+    "outside": (link(f"{PART}/part.json", "../../../outside/secret.txt"), "leads to"),
+    "tokenizer": (link(f"{PART}/tokenizer.json", "../../../outside/secret.txt"), "leads to"),
+    "number": (write(f"parts/corpus.part-1-of-{10**200}/part.json", b"{}"), "has parts of 1 and of"),
+}.items():
+    case(f"part-{name}", MERGE, change, says, sound=name == "escapes")
+case("partial-link", TOKENIZE, link("made/.corpus.partial", "../../outside"), "was not made here")
+for name, content in {"deep": DEEP, "list": b"[]", "escapes": ESCAPE.encode()}.items():
+    lock = write("made/.corpus.partial/.lock", b"")
+    case(
+        f"partial-{name}",
+        f"{TOKENIZE} --resume",
+        both(lock, write("made/.corpus.partial/progress.json", content)),
+        "is damaged",
+    )
+
 # -- recipes
 
 RECIPES: Mapping[str, tuple[str, str]] = {

@@ -18,6 +18,8 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "state/index.json": ("pretrain recipe.yaml train.steps=8 checkpoint.resume=state", "reshard state made"),
     "state/trainer.json": ("pretrain recipe.yaml train.steps=8 checkpoint.resume=state", "inspect state"),
     "data/tokens.idx": ("inspect data", "evaluate hf --data data/tokens", "pretrain recipe.yaml"),
+    "parts/corpus.part-1-of-1/part.json": ("merge_tokens parts",),
+    "parts/corpus.part-1-of-1/corpus.idx": ("merge_tokens parts",),
     "data/texts.jsonl": ("tokenize data/texts.jsonl --out made --tokenizer hf --workers 1",),
     "data/chats.jsonl": ("pretrain tuning.yaml", "evaluate hf --data data/chats.jsonl"),
     "recipe.yaml": ("pretrain recipe.yaml", "plan recipe.yaml"),

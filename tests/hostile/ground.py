@@ -11,6 +11,7 @@ import numpy as np
 
 from megacore.data import tokenizer
 from megacore.data.indexed import IndexedWriter
+from megacore.data.parts import Part
 from megacore.store.convert import Source, to_checkpoint
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.tensors import DTYPES, TensorWriter
@@ -18,6 +19,7 @@ from models.registry import configure
 from models.stages import layout_of
 from parallel.layout import MeshShape
 from parallel.transfer import hugging_face
+from tools.tokenize import Options, tokenize
 
 MODEL = {
     "family": "llama",
@@ -88,5 +90,6 @@ def build(folder: Path) -> None:
     (data / "texts.jsonl").write_text('{"text": "a few words"}\n' * 3)
     turns = [{"role": "user", "content": "a few"}, {"role": "assistant", "content": "words"}]
     (data / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 3)
+    tokenize(Options((data / "texts.jsonl",), folder / "parts", str(model), part=Part(1, 1)))
     (folder / "recipe.yaml").write_text(RECIPE)
     (folder / "tuning.yaml").write_text(TUNING)

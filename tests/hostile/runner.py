@@ -25,7 +25,7 @@ MEMORY, SECONDS = 4 << 30, 60
 COMPUTING = 1
 """Seconds of `megacore.guard` here, where nobody's tokenizer is slow: what explodes takes them all."""
 SECRET, VARIABLE = "canary-of-the-environment-5f1d", "MEGACORE_CANARY"
-MODULES = ("convert", "reshard", "inspect", "verify", "generate", "evaluate", "tokenize", "plan")
+MODULES = ("convert", "reshard", "inspect", "verify", "generate", "evaluate", "tokenize", "merge_tokens", "plan")
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ def test_the_corpus_is_one() -> None:
         "generate hf --chat --prompt few --max-new-tokens 2",
         "evaluate hf --data data/texts.jsonl --data data/tokens --data data/chats.jsonl",
         "tokenize data/texts.jsonl --out made --tokenizer hf --workers 1",
+        "merge_tokens parts",
         "plan recipe.yaml",
         "pretrain recipe.yaml",
         "pretrain tuning.yaml",
