@@ -16,6 +16,7 @@ from megacore.data import encode, stage, text, tokenizer
 from megacore.data.corpus import Corpus
 from megacore.data.indexed import IndexedDataset
 from megacore.data.text import InputError
+from megacore.guard import Guard
 from megacore.store.strict_json import StoreError
 from parallel import limits
 from tools import merge_tokens
@@ -233,10 +234,12 @@ def test_no_more_than_the_longest_is_encoded_at_once(monkeypatch):
     monkeypatch.setattr(tokenizer, "LONGEST", 10)
     sizes = []
 
-    class Letters:
-        def call(self, method, texts):
-            sizes.append(sum(map(len, texts)))
-            return tokenizer._flat([[ord(letter) for letter in text] for text in texts])
+    class Letters(Guard):
+        def __init__(self): ...
+
+        def call(self, method, *given):
+            sizes.append(sum(map(len, given[0])))
+            return tokenizer._flat([[ord(letter) for letter in text] for text in given[0]])
 
     texts = ["ab", "c" * 35, "d", "", "efgh"]
     found = tokenizer.Tokenizer(300, None, Letters()).encode(texts)
