@@ -64,7 +64,7 @@ def resumed(recipe: str, overrides: list[str]) -> int:
 
     with mock.patch.object(load, "assemble", counting), mock.patch.object(parts, "SLICE", 100):
         made = trainer(recipe, [*overrides, "train.steps=9", *PRECISION])
-    made.saver.save(6, {})
+    made.saver.save(6, {"step": 6})
     made.saver.finish()
     return count
 
@@ -128,9 +128,9 @@ def goes_on(recipe: str, overrides: list[str]) -> tuple[set[str], set[str]]:
     """As the program does -> (the tensor files that this rank opens to check the run, those that it opens then)."""
     opened, plain, rank = list[str](), TensorFile.open, dist.get_rank()
 
-    def noted(path: str | Path) -> TensorFile:
+    def noted(path: str | Path, root: Path | None = None) -> TensorFile:
         opened.append(str(Path(path).relative_to(Path(path).parents[1])))
-        return plain(path)
+        return plain(path, root)
 
     with mock.patch.object(TensorFile, "open", noted), contextlib.redirect_stdout(io.StringIO()):
         setup = pretrain.check(recipe, overrides, dist.get_world_size(), 2, checked=rank % 2 > 0, led=rank > 0)

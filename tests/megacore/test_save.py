@@ -156,11 +156,11 @@ def saved_twice(recipe: str, overrides: list[str]) -> tuple[int, int]:
     tensors in the second, of the host memory for them)."""
     made = trainer(recipe, ["train.steps=3", "checkpoint.every=0", *overrides])
     made.run()
-    made.saver.save(2, {})
+    made.saver.save(2, {"step": 2})
     made.saver.finish()
     with mock.patch.object(parts, "SHARE_BYTES", 1):
         made.saver._snapshot = None
-        made.saver.save(3, {})
+        made.saver.save(3, {"step": 3})
     made.saver.finish()
     assert made.saver._snapshot is not None
     written = made.saver._snapshot.written
@@ -198,10 +198,10 @@ def test_later_saves_do_not_go_through_the_layout_again(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET])
-    made.saver.save(1, {})
+    made.saver.save(1, {"step": 1})
     made.saver.finish()
     monkeypatch.setattr(Layout, "shards", None)
-    made.saver.save(2, {})
+    made.saver.save(2, {"step": 2})
     made.saver.finish()
     monkeypatch.undo()
     assert saved(tmp_path / "run") == [1, 2]
@@ -312,9 +312,9 @@ def on_step(made: Trainer, act: Callable[[int], object]) -> list[int]:
 
 def test_a_second_save_waits_for_the_first(recipe: str, tmp_path: Path, slow: Slow) -> None:
     made = trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET])
-    made.saver.save(1, {})
+    made.saver.save(1, {"step": 1})
     threading.Timer(0.3, slow.go.set).start()
-    made.saver.save(2, {})
+    made.saver.save(2, {"step": 2})
     assert saved_names(made.saver.folder)[-1] == "step-00000001"
     made.saver.finish()
     assert saved(tmp_path / "run") == [1, 2]

@@ -20,6 +20,7 @@ from pool import Pool
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megacore import load as loading
 from megacore.data import tokenizer
 from megacore.inference import load
 from megacore.inference.evaluate import Windows, evaluate
@@ -273,8 +274,8 @@ def read_in_part(folder: Path, failing: int) -> str:
         raise StoreError("the disk is broken")
 
     mesh = Mesh.create(MeshShape(pp=2))
-    reading = broken if mesh.rank == failing else load.Loader.tensors
-    with mock.patch.object(load.Loader, "tensors", reading), pytest.raises(StoreError) as error:
+    reading = broken if mesh.rank == failing else loading.assemble
+    with mock.patch.object(loading, "assemble", reading), pytest.raises(StoreError) as error:
         load.model_from(open_model(folder), mesh)
     return str(error.value)
 
