@@ -19,6 +19,8 @@ REFERENCES = 100_000
 JSON = 32 * MIB
 """Bytes of a JSON file or of a safetensors header. In memory, small objects take thirty times their text. The largest
 that are known, indices and headers of tens of thousands of expert tensors, have less than 10 MiB."""
+JSON_DEEPEST = 50
+"""Levels of a JSON text; ours have a tenth of it. Whatever walks through more may end at Python's limit."""
 COMPANION = 64 * MIB
 """Bytes of a file that travels with a model. The largest tokenizers have half of it."""
 

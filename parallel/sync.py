@@ -347,9 +347,6 @@ class Gradients:
             offset += span.numel
         return bucket
 
-    def _late(self, span: Span) -> bool:
-        return crosses_stages(self._mesh.shape, span.replicas)
-
     def _accumulate(self, parameter: Tensor) -> None:
         arrivals = self._arrivals[parameter]  # type: ignore[index]
         gradient = parameter.grad

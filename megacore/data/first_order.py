@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.data.indexed import IndexedDataset, Integers
-from megacore.data.samples import Purpose, Sample, shuffled, split_documents
+from megacore.data.samples import Purpose, Sample, shuffled, split_documents, whole_samples
 
 
 def parts(
@@ -53,12 +53,7 @@ class ShuffledDocuments:
         self._seed = seed
         self._documents = np.arange(dataset.documents) if documents is None else documents.astype(np.int64)
         self.tokens = int(dataset.document_lengths()[self._documents].sum(dtype=np.int64))
-        self.per_epoch = max(self.tokens - 1, 0) // length
-        if self.per_epoch == 0:
-            raise ValueError(
-                f"{name} has {self.tokens} tokens in {self._documents.size} document(s), and one sample of length "
-                f"{length} takes {length + 1}: add text, shorten the samples, or give this split a larger fraction"
-            )
+        self.per_epoch = whole_samples(self.tokens, self._documents.size, length, name)
         self._epoch: _Epoch | None = None
 
     def _order(self, epoch: int) -> _Epoch:

@@ -152,6 +152,16 @@ def parts(
     return kept, Samples(dataset, length, seed, held_out, f"the validation part of {name}")
 
 
+def whole_samples(tokens: int, documents: int, length: int, name: str) -> int:
+    """Samples of an epoch: a token more than its length is in each. ValueError if there is not one."""
+    if tokens <= length:
+        raise ValueError(
+            f"{name} has {tokens} tokens in {documents} document(s), and one sample of length {length} takes "
+            f"{length + 1}: add text, shorten the samples, or give this split a larger fraction"
+        )
+    return (tokens - 1) // length
+
+
 def epoch_order(count: int, seed: int, epoch: int) -> Permutation:
     """The order of the samples of an epoch: a permutation of range(count) that belongs to (seed, epoch)."""
     return Permutation(count, draw(ROUNDS, seed, Purpose.SAMPLES, epoch).tolist())
@@ -182,12 +192,7 @@ class Samples:
         lengths = [stop - start for start, stop in zip(self._starts, stops, strict=True)]
         self._ends = np.cumsum(lengths, dtype=np.int64).tolist()  # of the runs, in the stream
         self.tokens: int = self._ends[-1] if self._ends else 0
-        self.per_epoch = max(self.tokens - 1, 0) // length
-        if self.per_epoch == 0:
-            raise ValueError(
-                f"{name} has {self.tokens} tokens in {runs.documents} document(s), and one sample of length "
-                f"{length} takes {length + 1}: add text, shorten the samples, or give this split a larger fraction"
-            )
+        self.per_epoch = whole_samples(self.tokens, runs.documents, length, name)
         self._epoch: _Epoch | None = None
 
     def sample(self, index: int) -> Sample:

@@ -16,10 +16,6 @@ _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
 
 
-DEEPEST = 50
-"""Levels of a JSON text; ours have a tenth of it. Whatever walks through more may end at Python's limit."""
-
-
 class StoreError(ValueError):
     """A file or folder that cannot be read or written as asked; of a long message, the middle is cut."""
 
@@ -68,8 +64,8 @@ def parse_json(data: bytes, where: object, wide: bool = False) -> Any:
         raise
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{where} is not JSON: {error}") from error
-    if _is_deeper(found, DEEPEST):
-        raise StoreError(f"{where} is nested more than {DEEPEST} levels deep")
+    if _is_deeper(found, limits.JSON_DEEPEST):
+        raise StoreError(f"{where} is nested more than {limits.JSON_DEEPEST} levels deep")
     return found
 
 
