@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megacore import open_files
-from megacore.config import Config, ConfigError, load
+from megacore.config import Config
 from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.spelling import ModelFiles
 from megacore.launcher import gpus, memory_of_gpus
 from megacore.problems import problems, readable, surroundings
+from megacore.recipe import ConfigError, load
 from megacore.resume import Start, companions, find, model_of, raw_of
 from megacore.states.room import room_problems
 from megacore.store.strict_json import StoreError

@@ -1,50 +1,69 @@
-"""Recipe (YAML) + overrides (`optimizer.lr=1e-3`) -> a frozen, typed `Config`.
+"""What a recipe can say: each key with its type, its range, its default and what it means, in one place.
 
-Here a recipe is read and typed; whether its values fit each other, the model and the machine is asked in
-`megacore.problems`. Nothing here imports torch.
+docs/config.md is printed from here (`megacore config`). `megacore.recipe` reads a recipe into a `Config`, and whether
+its values fit each other, the model and the machine is asked in `megacore.problems`. Nothing here imports torch.
 """
 
-import difflib
 import math
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, field, fields
-from io import StringIO
-from pathlib import Path
-from typing import Annotated, Any, Literal
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, field, fields, is_dataclass
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from pydantic import BeforeValidator, ConfigDict, Strict, TypeAdapter, ValidationError
+from omegaconf import OmegaConf
+from pydantic import BeforeValidator, ConfigDict, Strict
 from pydantic.dataclasses import dataclass
-from pydantic_core import ErrorDetails
 
-from megacore.references import ReferenceProblem, References, dotted, escaped
-from megacore.store.strict_json import StoreError, read_file
+from megacore.references import escaped
 from models.lora import Lora
 from models.tuning import Tuning
-from parallel import limits
+from parallel.choices import Moments, Offload, PipelineSchedule, Precision, Recompute, Shard
 from parallel.layout import MeshShape
 
-# -- the sections of a recipe
+# -- ranges
+
+
+class Bound(NamedTuple):
+    """The range of a number: in words, and as a test."""
+
+    words: str
+    holds: Callable[[float], bool]
+
+
+AT_LEAST_0 = Bound("at least 0", lambda value: value >= 0)
+AT_LEAST_1 = Bound("at least 1", lambda value: value >= 1)
+COUNTED = Bound("at least 1 and at most 2^20", lambda value: 1 <= value <= 2**20)
+SEED = Bound("at least 0 and below 2^63", lambda value: 0 <= value < 2**63)
+ABOVE_0 = Bound("above 0", lambda value: value > 0)
+BELOW_1 = Bound("at least 0 and below 1", lambda value: 0 <= value < 1)
+UP_TO_1 = Bound("between 0 and 1", lambda value: 0 <= value <= 1)
+TIMEOUT = Bound("minutes above 0, and at most a day (1440)", lambda value: 0 < value <= 1440)
+UP_TO_99 = Bound("between 1 and 99", lambda value: 1 <= value <= 99)
+POWER_OF_2 = Bound("a power of two up to 2^24", lambda value: 0 < value <= 2**24 and math.frexp(value)[0] == 0.5)
 
 Int = Annotated[int, Strict()]
 Float = Annotated[float, Strict()]
 Bool = Annotated[bool, Strict()]
+
+# -- the sections of a recipe
 
 TYPED = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 @dataclass(frozen=True, config=TYPED)
 class MeshConfig:
-    """Sizes of the mesh. Where `dp` is null, it is what the world size leaves."""
+    """Sizes of the mesh of ranks; their product is the number of processes."""
 
-    pp: Int = 1
-    dp: Int | None = None
-    cp: Int = 1
-    ep: Int = 1
-    tp: Int = 1
+    pp: Annotated[Int, COUNTED] = 1
+    """Pipeline parallel: stages, each with some of the layers."""
+    dp: Annotated[Int, COUNTED] | None = None
+    """Data parallel: replicas, each with some of the batch; null: as many as the world size leaves."""
+    cp: Annotated[Int, COUNTED] = 1
+    """Context parallel: parts of each sequence."""
+    ep: Annotated[Int, COUNTED] = 1
+    """Expert parallel: parts of the experts, each with some of the batch."""
+    tp: Annotated[Int, COUNTED] = 1
+    """Tensor parallel: parts of each layer."""
 
     @property
     def model_ranks(self) -> int:
@@ -59,19 +78,34 @@ class MeshConfig:
 
 @dataclass(frozen=True, config=TYPED)
 class PipelineConfig:
-    """`layers_per_stage` has one number for each of the pp x chunks virtual stages; null balances them."""
+    """How microbatches go through the stages of a pipeline."""
 
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    chunks: Int = 1
-    layers_per_stage: tuple[Int, ...] | None = None
+    schedule: PipelineSchedule = "1f1b"
+    """The order of forwards and backwards on each stage."""
+    chunks: Annotated[Int, COUNTED] = 1
+    """Virtual stages of each rank, for `interleaved` (and `gpipe`)."""
+    layers_per_stage: tuple[Annotated[Int, AT_LEAST_1], ...] | None = None
+    """A number of layers for each of the pp x chunks virtual stages; null balances them."""
+
+
+@dataclass(frozen=True, config=TYPED)
+class ZeroConfig:
+    """What ranks that hold the same share out instead of holding it each (ZeRO)."""
+
+    shard: Shard = "none"
+    """The state of the `optimizer`, the `gradients` too, the `parameters` too (ZeRO 1, 2, 3), or `none` of it."""
+    replicas: Annotated[Int, COUNTED] = 1
+    """Copies of what is shared out: it is split over groups of dp / replicas ranks (HSDP)."""
 
 
 @dataclass(frozen=True, config=TYPED)
 class Corpus:
-    """A token file (`path` + .bin and .idx) or a file of examples, and its weight in the blend."""
+    """A token file or a file of examples, and its weight in the blend."""
 
     path: str
+    """NAME of the pair NAME.bin, NAME.idx, or a file of examples (.jsonl, .jsonl.gz, .parquet)."""
     weight: Float = 1.0
+    """Its share of the blend, relative to the others'; above 0."""
 
     @property
     def has_examples(self) -> bool:
@@ -94,158 +128,169 @@ Corpora = Annotated[tuple[Corpus, ...], BeforeValidator(_as_corpora)]
 
 @dataclass(frozen=True, config=TYPED)
 class DataConfig:
-    """`validation_fraction` of the training data is held out where `validation` names no corpora.
-
-    `sequence_length` is in tokens. `within_documents` keeps attention from crossing document boundaries; examples are
-    always kept apart.
-
-    `shard` is what data parallel ranks (and all others that hold the same) share out instead of holding it each: the
-    state of the `optimizer`, the `gradients` too, the `parameters` too (ZeRO 1, 2, 3). They do so in groups of
-    dp / `replicas` (HSDP).
-    """
+    """What the model is trained and evaluated on."""
 
     train: Corpora = ()
+    """A corpus, or a list of corpora, each a path or {path, weight}."""
     validation: Corpora = ()
-    validation_fraction: Float = 0.01
-    sequence_length: Int = 512
-    seed: Int = 0
+    """The same for evaluation; where there is none, a part of the training data is held out."""
+    validation_fraction: Annotated[Float, BELOW_1] = 0.01
+    """How much of the training data is held out where `validation` names no corpora."""
+    sequence_length: Annotated[Int, AT_LEAST_1] = 512
+    """Tokens of a sequence."""
+    seed: Annotated[Int, SEED] = 0
+    """Of the order of the samples."""
     within_documents: Bool = False
-    shard: Literal["none", "optimizer", "gradients", "parameters"] = "none"
-    replicas: Int = 1
+    """Whether attention stays within documents; examples are always kept apart."""
 
 
 @dataclass(frozen=True, config=TYPED)
 class ChatConfig:
-    """How examples become training data.
-
-    `train_on`: of a chat, the loss counts every turn of the `assistant`, the `last` of them, or `all` tokens.
-    `too_long` examples are `cut` to their beginning, or dropped. `bad_lines` stop before training starts, or are
-    skipped. `pack` puts several examples into a row. `template` is a file of the chat template to use, where it is not
-    the model's own.
-    """
+    """How examples become training data."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
+    """What of a chat the loss counts: every turn of the `assistant`, the `last` of them, or `all` tokens."""
     too_long: Literal["cut", "drop"] = "cut"
+    """Whether an example that is too long is cut to its beginning or dropped."""
     bad_lines: Literal["stop", "skip"] = "stop"
+    """Whether a bad line stops before training starts, or is skipped."""
     pack: Bool = True
+    """Whether several examples are put into a row."""
     template: str | None = None
+    """A file of the chat template to use; null: the model's own."""
 
 
 @dataclass(frozen=True, config=TYPED)
 class BatchConfig:
-    """In sequences: of one optimizer step over all ranks, and of one microbatch."""
+    """Sizes of batches, in sequences."""
 
-    global_size: Int = 8
-    micro_size: Int = 1
+    global_size: Annotated[Int, COUNTED] = 8
+    """Sequences of one optimizer step over all ranks."""
+    micro_size: Annotated[Int, COUNTED] = 1
+    """Sequences of one microbatch."""
 
 
 @dataclass(frozen=True, config=TYPED)
 class OptimizerConfig:
-    """AdamW. `clip` bounds the global gradient norm (null does not).
+    """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
 
-    `non_finite`: a NaN or infinity in loss or gradient makes the run `stop`, or `skip` the step, which then changes
-    nothing; more than `max_skipped` such steps among 100 end it all the same (null: no number does). What overflows in
-    fp16 and only lowers the loss scale does not count.
-
-    `moments`: `fp32` are as wide as what is updated, `bf16` rounded after each step.
-    """
-
-    lr: Float = 3e-4
-    betas: tuple[Float, Float] = (0.9, 0.95)
-    eps: Float = 1e-8
-    weight_decay: Float = 0.1
-    clip: Float | None = 1.0
+    lr: Annotated[Float, ABOVE_0] = 3e-4
+    """The highest learning rate; `schedule` moves it."""
+    betas: tuple[Annotated[Float, BELOW_1], Annotated[Float, BELOW_1]] = (0.9, 0.95)
+    """How much of the moments each step keeps."""
+    eps: Annotated[Float, ABOVE_0] = 1e-8
+    """What is added to the root of the second moment."""
+    weight_decay: Annotated[Float, AT_LEAST_0] = 0.1
+    """Decay of the matrices, times the learning rate."""
+    clip: Annotated[Float, ABOVE_0] | None = 1.0
+    """Bound of the global gradient norm; null: none."""
     master_weights: Bool = True
-    moments: Literal["fp32", "bf16"] = "fp32"
+    """Whether the update is made on fp32 copies of the weights."""
+    moments: Moments = "fp32"
+    """`fp32`: as wide as what is updated; `bf16`: rounded after each step."""
     non_finite: Literal["stop", "skip"] = "stop"
-    max_skipped: Int | None = 10
+    """Whether a NaN or infinity in loss or gradient stops the run, or skips the step, which then changes nothing."""
+    max_skipped: Annotated[Int, UP_TO_99] | None = 10
+    """Skipped steps among 100 that end the run all the same; null: no number does. What overflows in fp16 and only
+    lowers the loss scale does not count."""
 
 
 @dataclass(frozen=True, config=TYPED)
 class LoraConfig:
-    """Trains low-rank adapters of the linears of the blocks, and nothing else: see `models.lora`.
+    """Low-rank adapters of the linears of the blocks, which are trained alone (see docs/lora.md); null: none."""
 
-    `targets` are patterns of the linears' names, ours (`attn.qkv`, `attn.qkv.q`, `mlp`) or Hugging Face's (`q_proj`).
-    """
-
-    rank: Int = 16
-    alpha: Float = 32.0
+    rank: Annotated[Int, AT_LEAST_1] = 16
+    """Their inner size."""
+    alpha: Annotated[Float, ABOVE_0] = 32.0
+    """Their outputs count alpha / rank times."""
     targets: tuple[str, ...] = ("*",)
-    dropout: Float = 0.0
+    """Patterns of the linears' names, ours (`attn.qkv`, `attn.qkv.q`, `mlp`) or Hugging Face's (`q_proj`)."""
+    dropout: Annotated[Float, BELOW_1] = 0.0
+    """Of their inputs."""
     rslora: Bool = False
+    """Whether their outputs count alpha / sqrt(rank) times instead."""
 
 
 @dataclass(frozen=True, config=TYPED)
 class LossConfig:
-    """Beyond cross entropy: probability spread over the vocabulary, and weight of the squared log-partition."""
+    """What the loss is beyond cross entropy."""
 
-    label_smoothing: Float = 0.0
-    z_loss: Float = 0.0
+    label_smoothing: Annotated[Float, BELOW_1] = 0.0
+    """Probability that is spread over the vocabulary."""
+    z_loss: Annotated[Float, AT_LEAST_0] = 0.0
+    """Weight of the squared log-partition."""
 
 
 @dataclass(frozen=True, config=TYPED)
 class LossScaleConfig:
-    """Of fp16. A gradient that overflows halves the scale; `growth_interval` steps without one double it."""
+    """The dynamic loss scale of fp16."""
 
-    initial: Float = 2.0**16
-    growth_interval: Int = 2000
-    minimum: Float = 1.0
+    initial: Annotated[Float, POWER_OF_2] = 2.0**16
+    """Where it begins."""
+    growth_interval: Annotated[Int, AT_LEAST_1] = 2000
+    """Steps without an overflow that double it; an overflow halves it."""
+    minimum: Annotated[Float, POWER_OF_2] = 1.0
+    """Where it ends."""
 
 
 @dataclass(frozen=True, config=TYPED)
 class MemoryConfig:
-    """What is kept for the backward and for the update, and where.
+    """What is kept for the backward and for the update, and where."""
 
-    `recompute`: of a block, `none` is computed again, `selective` the outputs of its norms and activation functions, or
-    `full` all of it. `offload_activations` keeps what the backward needs of the blocks in host memory. `loss_chunk` is
-    the number of tokens whose logits are there at a time (null: those of a microbatch).
-
-    `offload_optimizer`: masters and moments live in `host` memory, or in a `file` in `offload_folder` (on a fast disk
-    of each node), and the CPU updates; they pass through a buffer of `offload_buffer` MiB on each rank.
-    `offload_parameters` keeps a rank's slice of the parameters in host memory too (with data.shard=parameters).
-    """
-
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
+    """What of a block is computed again in the backward: `none` of it, `selective`: the outputs of its norms and
+    activation functions, or `full`: all of it."""
     offload_activations: Bool = False
-    loss_chunk: Int | None = None
-    offload_optimizer: Literal["none", "host", "file"] = "none"
+    """Whether what the backward needs of the blocks waits in host memory."""
+    loss_chunk: Annotated[Int, AT_LEAST_1] | None = None
+    """Tokens whose logits are there at a time; null: those of a microbatch."""
+    offload_optimizer: Offload = "none"
+    """Whether masters and moments live in `host` memory, or in a `file`, and the CPU updates."""
     offload_folder: str | None = None
-    offload_buffer: Int = 512
+    """Where the file lies: a folder on a fast disk of each node."""
+    offload_buffer: Annotated[Int, AT_LEAST_1] = 512
+    """MiB on each rank of the buffer that they pass through."""
     offload_parameters: Bool = False
+    """Whether a rank's slice of the parameters is in host memory too (with zero.shard=parameters)."""
 
 
 @dataclass(frozen=True, config=TYPED)
 class ScheduleConfig:
-    """How the learning rate moves, in optimizer steps: see `megacore.lr`."""
+    """How the learning rate moves, in optimizer steps."""
 
     name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    warmup_steps: Int = 0
-    decay_steps: Int | None = None
-    min_ratio: Float = 0.1
+    """The shape of its fall after the warm-up; `wsd` stays and falls at the end."""
+    warmup_steps: Annotated[Int, AT_LEAST_0] = 0
+    """Steps in which it rises from 0."""
+    decay_steps: Annotated[Int, AT_LEAST_1] | None = None
+    """Steps of the fall; null: all that are left, or for `wsd` a tenth of all."""
+    min_ratio: Annotated[Float, UP_TO_1] = 0.1
+    """What is left of it at the end, of optimizer.lr."""
 
 
 @dataclass(frozen=True, config=TYPED)
 class TrainConfig:
-    """`precision` of the weights and activations; `fp8` is bf16 with the products of linears in fp8.
+    """The run: how long, in which precision, on what, and which of the weights."""
 
-    `only` and `freeze` are patterns of names of tensors (`embed`, `layers.0`, `attn.qkv`, `*norm`): those that are
-    trained (null: all), and those that are not.
-
-    `threads`: torch threads of each process; null leaves them to the environment (OMP_NUM_THREADS).
-
-    `timeout`: minutes that one rank waits for another before the run ends and says where each of them stands. What all
-    of them do takes as long as it takes.
-    """
-
-    steps: Int = 100
-    seed: Int = 0
-    precision: Literal["bf16", "fp16", "fp8", "fp32", "fp64"] = "bf16"
+    steps: Annotated[Int, AT_LEAST_1] = 100
+    """Optimizer steps in all."""
+    seed: Annotated[Int, AT_LEAST_0] = 0
+    """Of the initial weights and of dropout."""
+    precision: Precision = "bf16"
+    """Of weights and activations; `fp8` is bf16 with the products of linears in fp8."""
     compile: Bool = False
+    """Whether torch.compile compiles the blocks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; `auto`: on GPUs where there are some."""
     only: tuple[str, ...] | None = None
+    """Patterns of names of the tensors that are trained (`embed`, `layers.0`, `attn.qkv`, `*norm`); null: all."""
     freeze: tuple[str, ...] = ()
-    threads: Int | None = None
-    timeout: Float = 10.0
+    """Patterns of names of those that are not."""
+    threads: Annotated[Int, AT_LEAST_1] | None = None
+    """Torch threads of each process; null leaves them to the environment (OMP_NUM_THREADS)."""
+    timeout: Annotated[Float, TIMEOUT] = 10.0
+    """Minutes that one rank waits for another before the run ends and says where each of them stands. What all of them
+    do takes as long as it takes."""
 
     def device_type(self, gpus: int) -> Literal["cpu", "cuda"]:
         """Where a machine with `gpus` GPUs trains."""
@@ -256,33 +301,38 @@ class TrainConfig:
 
 @dataclass(frozen=True, config=TYPED)
 class EvaluateConfig:
-    """Evaluates `batches` global batches after each `every` steps; 0 never does."""
+    """The loss on validation data."""
 
-    every: Int = 0
-    batches: Int = 8
+    every: Annotated[Int, AT_LEAST_0] = 0
+    """Steps from one evaluation to the next; 0: never."""
+    batches: Annotated[Int, AT_LEAST_1] = 8
+    """Global batches of one evaluation."""
 
 
 @dataclass(frozen=True, config=TYPED)
 class CheckpointConfig:
-    """Saves after each `every` steps (0: at no interval) and at the end, also where a signal ends the run.
+    """What a run saves, and what it starts from."""
 
-    The `keep` newest stay (null: all), and those of every `keep_every` steps (0: no others). `background` writes while
-    training goes on. A save that fails is tried again when the next one is due, and at the end until it succeeds; the
-    run ends where all have failed for `patience` hours. `init` is a Hugging Face folder or a checkpoint to take the
-    weights of; `resume` is a checkpoint whose run goes on, or `auto`: the newest in the run's own folder that is whole,
-    if there is one. `export` is a folder to make of the last checkpoint when all steps are done, in Hugging Face's
-    format, or peft's if adapters were trained.
-    """
-
-    every: Int = 1000
+    every: Annotated[Int, AT_LEAST_0] = 1000
+    """Steps from one checkpoint to the next; 0: at no interval."""
     at_end: Bool = True
-    keep: Int | None = 3
-    keep_every: Int = 0
+    """Whether the end is saved, also where a signal ends the run."""
+    keep: Annotated[Int, AT_LEAST_1] | None = 3
+    """How many of the newest stay; null: all."""
+    keep_every: Annotated[Int, AT_LEAST_0] = 0
+    """Those of every so many steps stay too; 0: no others."""
     background: Bool = True
-    patience: Float = 4.0
+    """Whether training goes on while a checkpoint is written."""
+    patience: Annotated[Float, AT_LEAST_0] = 4.0
+    """Hours of failing saves that end the run: one that fails is tried again when the next is due, and at the end until
+    it succeeds."""
     init: str | None = None
+    """A Hugging Face folder or a checkpoint to take the weights of."""
     resume: str | None = None
+    """A checkpoint whose run goes on, or `auto`: the newest in the run's own folder that is whole, if there is one."""
     export: str | None = None
+    """A folder to make of the last checkpoint when all steps are done, in Hugging Face's format, or peft's if adapters
+    were trained."""
 
     @property
     def on(self) -> bool:
@@ -291,12 +341,16 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, config=TYPED)
 class LogConfig:
-    """`wandb` is a project's name; `peak_tflops` of one device, where its own table or measurement is not wanted."""
+    """Where the metrics go, besides metrics.jsonl."""
 
-    every: Int = 1
+    every: Annotated[Int, AT_LEAST_1] = 1
+    """Steps from one line to the next."""
     tensorboard: Bool = False
+    """Whether TensorBoard's files are written."""
     wandb: str | None = None
-    peak_tflops: Float | None = None
+    """A project of Weights & Biases."""
+    peak_tflops: Annotated[Float, ABOVE_0] | None = None
+    """The peak of one device, where its own table or measurement is not wanted."""
 
 
 def _as_section(value: object) -> object:
@@ -309,15 +363,14 @@ Model = Annotated[dict[str, Any], BeforeValidator(_as_section)]
 
 @dataclass(frozen=True, config=TYPED)
 class Config:
-    """A run, as its recipe and overrides describe it.
-
-    `model` is resolved by `models.registry`; where it names none, it is that of the checkpoint that the run starts
-    from.
-    """
+    """A run, as its recipe and overrides describe it."""
 
     model: Model = field(default_factory=dict)
+    """A family or a preset and the keys of its config (see docs/adding_a_family.md); where it names none, it is the
+    model of the checkpoint that the run starts from."""
     mesh: MeshConfig = MeshConfig()
     pipeline: PipelineConfig = PipelineConfig()
+    zero: ZeroConfig = ZeroConfig()
     data: DataConfig = DataConfig()
     chat: ChatConfig = ChatConfig()
     batch: BatchConfig = BatchConfig()
@@ -332,6 +385,7 @@ class Config:
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     out: str = "runs/pretrain"
+    """The run's own folder; runs/NAME for a recipe NAME.yaml."""
 
     @property
     def tuning(self) -> Tuning:
@@ -344,196 +398,29 @@ class Config:
         return OmegaConf.to_yaml(OmegaConf.create(escaped(asdict(self))))
 
 
-SECTIONS = {
-    "mesh": MeshConfig,
-    "pipeline": PipelineConfig,
-    "data": DataConfig,
-    "chat": ChatConfig,
-    "batch": BatchConfig,
-    "loss": LossConfig,
-    "loss_scale": LossScaleConfig,
-    "memory": MemoryConfig,
-    "lora": LoraConfig,
-    "optimizer": OptimizerConfig,
-    "schedule": ScheduleConfig,
-    "train": TrainConfig,
-    "evaluate": EvaluateConfig,
-    "checkpoint": CheckpointConfig,
-    "log": LogConfig,
+# -- what the sections say of themselves
+
+
+def parts(annotation: Any) -> Iterator[Any]:
+    """A type and all that it is made of: `tuple[Annotated[int, BOUND], ...] | None` has int, BOUND and None in it."""
+    yield annotation
+    if get_origin(annotation) in (Annotated, Union, types.UnionType, tuple):
+        for each in get_args(annotation):
+            yield from parts(each)
+
+
+SECTIONS: Mapping[str, type] = {
+    each.name: kind
+    for each in fields(Config)
+    for kind in parts(each.type)
+    if isinstance(kind, type) and is_dataclass(kind)
 }
-
-
-class ConfigError(ValueError):
-    """Everything that is wrong with a config, at once."""
-
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(map(limits.cut, problems))
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("\n".join([f"{count} in the config:", *_numbered(self.problems)]))
-
-
-def _numbered(problems: Sequence[str]) -> Iterator[str]:
-    return (f"{number:3}. {problem}" for number, problem in enumerate(problems, start=1))
-
-
-# -- reading
-
-
-def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a recipe and applies dotted overrides in order: `optimizer.lr=1e-3`, `data.train[0].weight=2`.
-
-    Values are YAML, and `${section.key}` stands for another key's value. `out` is runs/<name of the recipe> by default.
-
-    Raises:
-        ConfigError: all malformed overrides, unknown keys (with the nearest spelling) and mistyped values.
-    """
-    tree = _read(Path(recipe))
-    problems = [problem for override in overrides for problem in _override(tree, override)]
-    try:
-        plain = References(OmegaConf.to_container(tree, throw_on_missing=True)).resolved()
-    except OmegaConfBaseException as error:
-        raise ConfigError([*problems, f"{error.full_key}: {_first_line(error)}"]) from error
-    except ReferenceProblem as error:
-        raise ConfigError([*problems, str(error)]) from error
-    assert isinstance(plain, dict)
-    try:
-        config = TypeAdapter(Config).validate_python({"out": f"runs/{Path(recipe).stem}", **plain})
-    except ValidationError as error:
-        raise ConfigError([*problems, *map(_explain, error.errors())]) from error
-    if problems:
-        raise ConfigError(problems)
-    return config
-
-
-def _read(recipe: Path) -> DictConfig:
-    try:
-        text = read_file(recipe, limits.RECIPE).decode()
-        _check_depth(text)
-        tree = OmegaConf.load(StringIO(text))
-    except StoreError as error:
-        raise ConfigError([str(error) if recipe.exists() else f"there is no recipe {recipe}"]) from error
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f"{recipe}:{mark.line + 1}:{mark.column + 1}" if mark else str(recipe)
-        raise ConfigError([f"{where}: {error.problem}"]) from error
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError([f"cannot read {recipe}: {_first_line(error)}"]) from error
-    if not isinstance(tree, DictConfig):
-        raise ConfigError([f"{recipe}: a recipe is a mapping of sections ({', '.join(SECTIONS)}), not a list"])
-    return tree
-
-
-def _override(tree: DictConfig, override: str) -> Iterator[str]:
-    """Applies one override to the tree in place; yields what is wrong with it."""
-    if not re.match(r"[A-Za-z_]\w*(\.\w+|\[\d+\])*=", override):
-        yield f"override {override!r} is not of the form section.key=value"
-        return
-    try:
-        key, _, value = override.partition("=")
-        _check_depth(value, key.count(".") + key.count("["))
-        tree.merge_with_dotlist([override])
-    except (OmegaConfBaseException, yaml.YAMLError, IndexError, TypeError, ValueError) as error:
-        yield f"override {override!r}: {_first_line(error)}"
-
-
-def _check_depth(text: str, depth: int = 0) -> None:
-    """ValueError for YAML that goes, from a depth, deeper than the limit: what composes it can overflow the stack."""
-    for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > limits.DEEPEST:
-            line = event.start_mark.line + 1 if event.start_mark else 1
-            raise ValueError(f"line {line} is nested more than {limits.DEEPEST} levels deep, and no recipe needs to be")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
-# -- what is wrong, in words
-
-EXPECTED = {
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "tuple_type": "a list",
-    "dict_type": "a mapping",
-    "dataclass_type": "a mapping",
+"""{a section of a recipe: its class}."""
+RANGES: Mapping[str, Bound] = {
+    f"{section}.{each.name}": bound
+    for section, kind in SECTIONS.items()
+    for each in fields(kind)
+    for bound in parts(each.type)
+    if isinstance(bound, Bound)
 }
-
-OTHER_NAMES = {
-    "optimizer.lr": ("learning_rate", "max_lr"),
-    "optimizer.betas": ("beta1", "beta2", "adam_beta1", "adam_beta2"),
-    "optimizer.clip": ("max_grad_norm", "grad_clip", "clip_grad"),
-    "schedule.name": ("lr_scheduler", "lr_scheduler_type"),
-    "schedule.warmup_steps": ("warmup",),
-    "schedule.min_ratio": ("min_lr",),
-    "train.steps": ("max_steps", "num_steps", "train_iters"),
-    "train.precision": ("dtype",),
-    "batch.global_size": ("batch_size", "global_batch_size", "gradient_accumulation_steps"),
-    "batch.micro_size": ("micro_batch_size", "per_device_train_batch_size"),
-    "data.sequence_length": ("seq_len", "seq_length", "max_length", "max_seq_length"),
-    "mesh.tp": ("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"),
-    "mesh.pp": ("pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size"),
-    "memory.recompute": ("gradient_checkpointing", "activation_checkpointing"),
-    "evaluate.every": ("eval_steps", "eval_interval"),
-    "checkpoint.every": ("save_steps", "save_interval"),
-    "log.every": ("logging_steps", "log_interval"),
-    "model.vocab_size": ("vocab_size",),
-    "out": ("output_dir", "out_dir"),
-}
-"""{a key: what other trainers call it}."""
-NO_CHOICE = {
-    f"optimizer.{key}": "the optimizer is AdamW, and there is no other: leave it out" for key in ("name", "type")
-}
-"""{what is no key because there is nothing to choose: how it is}."""
-
-
-def _explain(error: ErrorDetails) -> str:
-    where, kind, value = error["loc"], error["type"], error["input"]
-    if kind == "unexpected_keyword_argument":
-        return f"{dotted(where)}: unknown key; {_nearest(where)}"
-    if kind == "missing":
-        return f"{dotted(where)}: is missing"
-    if kind == "literal_error":
-        return f"{dotted(where)}: got {value!r}, choose {error['ctx']['expected']}"
-    if kind in EXPECTED:
-        keys = f" of {', '.join(_keys(where))}" if kind == "dataclass_type" else ""
-        return f"{dotted(where)}: expected {EXPECTED[kind]}{keys}, got {value!r}"
-    return f"{dotted(where)}: {error['msg']}, got {value!r}"
-
-
-def _nearest(where: Sequence[str | int]) -> str:
-    """The keys that an unknown one may have meant: what other trainers call so, its name in another section, else one
-    spelled alike beside it."""
-    *parents, key = where
-    if (how := NO_CHOICE.get(dotted(where))) is not None:
-        return how
-    beside = _keys(parents)
-    alike = difflib.get_close_matches(str(key)[:100], beside, n=1)
-    elsewhere = [f"{name}.{key}" for name in SECTIONS if key in _keys([name])]
-    named = [ours for ours, theirs in OTHER_NAMES.items() if key in theirs]
-    meant = named or elsewhere or [dotted([*parents, name]) for name in alike]
-    if meant:
-        return f"did you mean {' or '.join(meant)}?"
-    return f"{dotted(parents) or 'a recipe'} has {', '.join(beside)}"
-
-
-def _keys(parents: Sequence[str | int]) -> list[str]:
-    """Names that may stand at a place of a recipe."""
-    if not parents:
-        section: type = Config
-    else:
-        section = SECTIONS[str(parents[0])] if len(parents) == 1 else Corpus
-    return [each.name for each in fields(section)]
-
-
-# -- for the launcher
-
-
-def processes(config: Config, nodes: int, gpus: int) -> int:
-    """Processes to start on each node: what the mesh needs, or where `mesh.dp` is free, one for each of its GPUs."""
-    if config.mesh.dp is None and config.train.device_type(gpus) == "cuda" and gpus:
-        return gpus
-    return max(1, math.ceil(config.mesh.model_ranks * (config.mesh.dp or 1) / nodes))
+"""{a key that is a number, or numbers: its range}."""

@@ -10,8 +10,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megacore.config import ConfigError, load, processes
 from megacore.launcher import Node, gpus, launch, threads
+from megacore.recipe import ConfigError, load, processes
 from megacore.say import err
 
 OPTIONS = {

@@ -23,7 +23,7 @@ from megacore import checkpoints, metrics, open_files
 from megacore.base import fingerprint
 from megacore.check import Setup, check, files_of
 from megacore.checkpoints import AUTO
-from megacore.config import Config, ConfigError
+from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import TokenError
 from megacore.data.corpora import facts
@@ -33,6 +33,7 @@ from megacore.launcher import gpus
 from megacore.load import load as load_into
 from megacore.optimizer import Optimizer
 from megacore.rank import Here, join, leave
+from megacore.recipe import ConfigError
 from megacore.resume import Damaged, Start, companions, find, raw_of, remarks
 from megacore.run_lock import RunLock
 from megacore.save import NAMES, Kept, SaveError, Saver, State
@@ -75,7 +76,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
     layout = layout_of(setup.model, mesh.shape, config.pipeline.chunks, config.pipeline.layers_per_stage, tuning)
     losses = Losses(config.loss.label_smoothing, config.loss.z_loss, config.memory.loss_chunk)
     activations = Activations(config.memory.recompute, config.memory.offload_activations)
-    hollow = config.data.shard == "parameters"
+    hollow = config.zero.shard == "parameters"
     model = Model.create(setup.model, layout, mesh, dtype, losses, activations, hollow, tuning)
     if config.train.precision == "fp8":
         model.use_fp8()
@@ -87,8 +88,8 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
         model.parameters,
         model.chunks,
         torch.float32 if wide else dtype,
-        config.data.shard,
-        config.data.replicas,
+        config.zero.shard,
+        config.zero.replicas,
         offload=config.memory.offload_parameters,
     )
     _agree(control, start)

@@ -5,7 +5,6 @@ machine: files, folders and installed packages. Nothing here imports torch.
 """
 
 import importlib.util
-import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +14,7 @@ from typing import Protocol
 
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
-from megacore.config import EXAMPLES, Config, Corpus
+from megacore.config import EXAMPLES, RANGES, Bound, Config, Corpus
 from megacore.lr import decay_steps
 from megacore.run_lock import held, holder
 from megacore.say import brief
@@ -69,73 +68,6 @@ def problems(
 
 
 # -- the range of each number
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A range in words, and the test for it."""
-
-    words: str
-    holds: Callable[[float], bool]
-
-
-AT_LEAST_0 = Bound("at least 0", lambda value: value >= 0)
-AT_LEAST_1 = Bound("at least 1", lambda value: value >= 1)
-COUNTED = Bound("at least 1 and at most 2^20", lambda value: 1 <= value <= 2**20)
-SEED = Bound("at least 0 and below 2^63", lambda value: 0 <= value < 2**63)
-ABOVE_0 = Bound("above 0", lambda value: value > 0)
-BELOW_1 = Bound("at least 0 and below 1", lambda value: 0 <= value < 1)
-UP_TO_1 = Bound("between 0 and 1", lambda value: 0 <= value <= 1)
-TIMEOUT = Bound("minutes above 0, and at most a day (1440)", lambda value: 0 < value <= 1440)
-UP_TO_99 = Bound("between 1 and 99, or null", lambda value: 1 <= value <= 99)
-POWER_OF_2 = Bound("a power of two up to 2^24", lambda value: 0 < value <= 2**24 and math.frexp(value)[0] == 0.5)
-
-RANGES: Mapping[str, Bound] = {
-    "mesh.pp": COUNTED,
-    "mesh.dp": COUNTED,
-    "mesh.cp": COUNTED,
-    "mesh.ep": COUNTED,
-    "mesh.tp": COUNTED,
-    "pipeline.chunks": COUNTED,
-    "pipeline.layers_per_stage": AT_LEAST_1,
-    "data.validation_fraction": BELOW_1,
-    "data.sequence_length": AT_LEAST_1,
-    "data.seed": SEED,
-    "data.replicas": COUNTED,
-    "batch.global_size": COUNTED,
-    "batch.micro_size": COUNTED,
-    "loss.label_smoothing": BELOW_1,
-    "loss.z_loss": AT_LEAST_0,
-    "loss_scale.initial": POWER_OF_2,
-    "loss_scale.growth_interval": AT_LEAST_1,
-    "loss_scale.minimum": POWER_OF_2,
-    "memory.loss_chunk": AT_LEAST_1,
-    "memory.offload_buffer": AT_LEAST_1,
-    "lora.rank": AT_LEAST_1,
-    "lora.alpha": ABOVE_0,
-    "lora.dropout": BELOW_1,
-    "optimizer.lr": ABOVE_0,
-    "optimizer.betas": BELOW_1,
-    "optimizer.eps": ABOVE_0,
-    "optimizer.weight_decay": AT_LEAST_0,
-    "optimizer.clip": ABOVE_0,
-    "optimizer.max_skipped": UP_TO_99,
-    "schedule.warmup_steps": AT_LEAST_0,
-    "schedule.decay_steps": AT_LEAST_1,
-    "schedule.min_ratio": UP_TO_1,
-    "train.steps": AT_LEAST_1,
-    "train.seed": AT_LEAST_0,
-    "train.threads": AT_LEAST_1,
-    "train.timeout": TIMEOUT,
-    "evaluate.every": AT_LEAST_0,
-    "evaluate.batches": AT_LEAST_1,
-    "checkpoint.every": AT_LEAST_0,
-    "checkpoint.keep": AT_LEAST_1,
-    "checkpoint.keep_every": AT_LEAST_0,
-    "checkpoint.patience": AT_LEAST_0,
-    "log.every": AT_LEAST_1,
-    "log.peak_tflops": ABOVE_0,
-}
 
 
 def _range_problem(config: Config, key: str, bound: Bound) -> Iterator[str]:
@@ -229,7 +161,7 @@ def _loss_chunk(facts: Facts) -> Iterator[str]:
 
 
 def _offload(facts: Facts) -> Iterator[str]:
-    memory, shard = facts.config.memory, facts.config.data.shard
+    memory, shard = facts.config.memory, facts.config.zero.shard
     if memory.offload_optimizer == "file" and memory.offload_folder is None:
         yield (
             "memory.offload_optimizer=file needs memory.offload_folder: name a folder on a fast disk of each node, or "
@@ -242,8 +174,8 @@ def _offload(facts: Facts) -> Iterator[str]:
         )
     if memory.offload_parameters and shard != "parameters":
         yield (
-            f"memory.offload_parameters needs data.shard=parameters, not {shard}: only there are parameters gathered "
-            "for their use and let go after it; set data.shard=parameters, or memory.offload_parameters=false"
+            f"memory.offload_parameters needs zero.shard=parameters, not {shard}: only there are parameters gathered "
+            "for their use and let go after it; set zero.shard=parameters, or memory.offload_parameters=false"
         )
     if memory.offload_parameters and memory.offload_optimizer == "none":
         yield (
@@ -304,16 +236,16 @@ def _batches(facts: Facts) -> Iterator[str]:
 
 
 def _shards(facts: Facts) -> Iterator[str]:
-    mesh, shard, replicas = facts.config.mesh, facts.config.data.shard, facts.config.data.replicas
+    mesh, shard, replicas = facts.config.mesh, facts.config.zero.shard, facts.config.zero.replicas
     dp = facts.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
     if replicas > 1 and shard == "none":
         yield (
-            f"data.replicas ({replicas}) groups share nothing out where data.shard is none: set data.shard=optimizer, "
-            "gradients or parameters, or data.replicas=1"
+            f"zero.replicas ({replicas}) groups share nothing out where zero.shard is none: set zero.shard=optimizer, "
+            "gradients or parameters, or zero.replicas=1"
         )
     elif dp and dp % replicas:
         choices = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
-        yield f"cannot divide dp={dp} data parallel ranks into data.replicas={replicas} groups: choose from {choices}"
+        yield f"cannot divide dp={dp} data parallel ranks into zero.replicas={replicas} groups: choose from {choices}"
 
 
 def _lengths(facts: Facts) -> Iterator[str]:
@@ -431,7 +363,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("data.sequence_length", "batch.micro_size", "mesh.tp", "mesh.cp"), _tokens),
     ((), _corpora),
     ((*MODEL_RANKS, "mesh.dp", "batch.global_size", "batch.micro_size"), _batches),
-    ((*MODEL_RANKS, "mesh.dp", "data.replicas"), _shards),
+    ((*MODEL_RANKS, "mesh.dp", "zero.replicas"), _shards),
     (("schedule.warmup_steps", "schedule.decay_steps", "train.steps"), _lengths),
     ((), _device),
     (("loss_scale.initial", "loss_scale.minimum"), _fp16),

@@ -4,6 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Literal
+
+Shard = Literal["none", "optimizer", "gradients", "parameters"]
+"""What ranks that hold the same share out: nothing, or ZeRO's three rungs."""
+Recompute = Literal["none", "selective", "full"]
+"""What of a block the backward computes again."""
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
+"""In which order a stage runs its microbatches."""
+Offload = Literal["none", "host", "file"]
+"""Where masters and moments wait for the update, if not on the device."""
+Precision = Literal["bf16", "fp16", "fp8", "fp32", "fp64"]
+"""Of weights and activations; fp8 of the products of linears."""
+Moments = Literal["fp32", "bf16"]
+"""Of the optimizer's moments."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "verify": ("tools.verify", "compare a checkpoint with a Hugging Face folder: every bit, and the logits"),
     "generate": ("tools.generate", "what a model says after a prompt, computed by the parallel model"),
     "evaluate": ("tools.evaluate", "loss and perplexity of a model on text"),
+    "config": ("tools.config", "the keys of a recipe, their ranges, defaults and meaning"),
     "plan": ("tools.plan", "memory, network traffic and time of a recipe, and what fits a cluster"),
 }
 """{command: (module with ``main(argv) -> exit status``, what it does)}."""

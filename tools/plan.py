@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megacore.config import Config, ConfigError, Corpus, load
+from megacore.config import Config, Corpus, ZeroConfig
 from megacore.plan.devices import DEVICES, Device
 from megacore.plan.fit import MARGIN, Candidate, fit
 from megacore.plan.memory import COMMUNICATOR, TERMS, Memory, groups, memory
@@ -22,6 +22,7 @@ from megacore.plan.state import Held
 from megacore.plan.step_time import Cluster, Estimate, estimate
 from megacore.plan.traffic import Traffic, traffic
 from megacore.problems import problems
+from megacore.recipe import ConfigError, load
 from megacore.say import err, say, say_data
 from models.config import ModelConfig, ModelConfigError
 from models.registry import configure
@@ -110,7 +111,7 @@ def _alone(config: Config) -> Config:
     """The recipe on one rank, which has the whole global batch: the search lays it out anew."""
     return replace(
         config,
-        data=replace(config.data, shard="none", replicas=1),
+        zero=ZeroConfig(),
         mesh=replace(config.mesh, pp=1, dp=1, cp=1, ep=1, tp=1),
         pipeline=replace(config.pipeline, schedule="1f1b", chunks=1, layers_per_stage=None),
         batch=replace(config.batch, micro_size=1),

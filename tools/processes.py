@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megacore.launcher import Node, gpus, launch, threads
-from megacore.rank import Here, join, leave
+from megacore.rank import STORE, Here, join, leave
 from megacore.store.adapted import Adapted, Whole, open_model
 from megacore.store.dtypes import FLOATS
 from megacore.store.strict_json import StoreError
@@ -24,6 +26,10 @@ if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
     from parallel.mesh import Mesh
 
 
+LAST_WORDS_S = 10.0
+"""How long a process under torchrun waits for the first one to say what is wrong with all of them."""
+
+
 @contextmanager
 def agreed(here: Here) -> Iterator[None]:
     """In this block every process finds the same: of a StoreError one says what is wrong, and all exit with 1."""
@@ -32,6 +38,9 @@ def agreed(here: Here) -> Iterator[None]:
     except StoreError:
         if here.rank == 0:
             raise
+        if STORE not in os.environ:
+            # torchrun ends the others, the one that speaks too, as soon as one has ended; our launcher gives them time.
+            time.sleep(LAST_WORDS_S)
         raise folders.SaidElsewhere from None
 
 

@@ -23,6 +23,7 @@ from megacore.store.checkpoint import Checkpoint
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.strict_json import StoreError
 from tools import folders
+from tools.processes import agreed
 from tools.tables import table
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
@@ -54,12 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     here = Here.now()
-    try:
+    with agreed(here):
         pair, prompts, mesh = _prepare(arguments, here.rank, here.world)
-    except StoreError:
-        if here.rank == 0:
-            raise
-        return 1  # every process finds the same, and one says it
     report = _verify(pair, prompts, mesh, here, folders.jobs(arguments))
     if here.rank == 0:
         if arguments.json:

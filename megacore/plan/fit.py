@@ -44,8 +44,8 @@ class Candidate:
             "pipeline.chunks": s.layout.chunks,
             "batch.micro_size": s.micro_size,
             "pipeline.layers_per_stage": "null",
-            "data.shard": s.shard,
-            "data.replicas": s.replicas,
+            "zero.shard": s.shard,
+            "zero.replicas": s.replicas,
             "memory.recompute": s.recompute,
         }
 

@@ -40,7 +40,7 @@ def room_problems(
         yield (
             f"memory.offload_folder ({folder}) has {free / 1e9:,.2f} GB free, and the optimizer's states of "
             f"{local_ranks} ranks take {needed / 1e9:,.2f} GB: free some, name another folder, share them out over "
-            "more ranks (data.shard), or set optimizer.moments=bf16"
+            "more ranks (zero.shard), or set optimizer.moments=bf16"
         )
 
 
@@ -61,7 +61,7 @@ def _memory_problems(
     host, needed = host_memory(), sum(here)
     way_out = (
         "`megacore plan` shows what it is: take a smaller model (model.vocab_size, layers), more ranks that share it "
-        "out (mesh.tp, mesh.pp, data.shard), or memory.offload_optimizer"
+        "out (mesh.tp, mesh.pp, zero.shard), or memory.offload_optimizer"
     )
     if device_memory and max(device) > device_memory:
         yield (

@@ -28,9 +28,10 @@ from fake_cuda import DEVICE, Watch
 
 from megacore import pretrain
 from megacore.check import Setup
-from megacore.config import Config, load
+from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batch
+from megacore.recipe import load
 from megacore.resume import Start
 from megacore.store.direct import aligned_memory
 from megacore.trainer import Trainer, Trouble
@@ -113,23 +114,23 @@ CASES: Mapping[str, Case] = {
     "compiled, lora": Case(f"train.compile=true {LORA}"),
     "compiled, fp8": Case("train.compile=true train.precision=fp8", layers=2),
     "dp": Case("mesh.dp=2"),
-    "dp, optimizer": Case("mesh.dp=2 data.shard=optimizer"),
-    "dp, gradients": Case("mesh.dp=2 data.shard=gradients"),
-    "dp, parameters": Case("mesh.dp=2 data.shard=parameters"),
-    "dp, parameters, fp16": Case("mesh.dp=2 data.shard=parameters train.precision=fp16"),
-    "dp, parameters, full": Case("mesh.dp=2 data.shard=parameters memory.recompute=full"),
-    "dp, parameters, lora": Case(f"mesh.dp=2 data.shard=parameters {LORA}"),
-    "dp, parameters, compiled": Case("mesh.dp=2 data.shard=parameters train.compile=true"),
+    "dp, optimizer": Case("mesh.dp=2 zero.shard=optimizer"),
+    "dp, gradients": Case("mesh.dp=2 zero.shard=gradients"),
+    "dp, parameters": Case("mesh.dp=2 zero.shard=parameters"),
+    "dp, parameters, fp16": Case("mesh.dp=2 zero.shard=parameters train.precision=fp16"),
+    "dp, parameters, full": Case("mesh.dp=2 zero.shard=parameters memory.recompute=full"),
+    "dp, parameters, lora": Case(f"mesh.dp=2 zero.shard=parameters {LORA}"),
+    "dp, parameters, compiled": Case("mesh.dp=2 zero.shard=parameters train.compile=true"),
     "dp, parameters and states on host": Case(
-        "mesh.dp=2 data.shard=parameters memory.offload_parameters=true memory.offload_optimizer=host"
+        "mesh.dp=2 zero.shard=parameters memory.offload_parameters=true memory.offload_optimizer=host"
     ),
     "dp, everything on host": Case(
-        "mesh.dp=2 data.shard=parameters memory.offload_parameters=true memory.offload_optimizer=host "
+        "mesh.dp=2 zero.shard=parameters memory.offload_parameters=true memory.offload_optimizer=host "
         "memory.offload_activations=true"
     ),
-    "hsdp, optimizer": Case("mesh.dp=4 data.replicas=2 data.shard=optimizer"),
-    "hsdp, gradients": Case("mesh.dp=4 data.replicas=2 data.shard=gradients"),
-    "hsdp, parameters": Case("mesh.dp=4 data.replicas=2 data.shard=parameters"),
+    "hsdp, optimizer": Case("mesh.dp=4 zero.replicas=2 zero.shard=optimizer"),
+    "hsdp, gradients": Case("mesh.dp=4 zero.replicas=2 zero.shard=gradients"),
+    "hsdp, parameters": Case("mesh.dp=4 zero.replicas=2 zero.shard=parameters"),
     "tp": Case("mesh.tp=2"),
     "tp, shared kv heads": Case("mesh.tp=4"),
     "tp, fp8": Case("mesh.tp=2 train.precision=fp8", layers=2),
@@ -142,21 +143,21 @@ CASES: Mapping[str, Case] = {
     "tp, compiled": Case("mesh.tp=2 train.compile=true"),
     "tp, compiled, fp8": Case("mesh.tp=2 train.compile=true train.precision=fp8", layers=2),
     "tp, gpt2": Case(f"mesh.tp=2 {GPT2}"),
-    "tp, dp, parameters": Case("mesh.tp=2 mesh.dp=2 data.shard=parameters"),
-    "tp, ep, optimizer": Case("mesh.tp=2 mesh.ep=2 data.shard=optimizer"),
+    "tp, dp, parameters": Case("mesh.tp=2 mesh.dp=2 zero.shard=parameters"),
+    "tp, ep, optimizer": Case("mesh.tp=2 mesh.ep=2 zero.shard=optimizer"),
     "1f1b, first": Case("mesh.pp=2"),
     "1f1b, last": Case("mesh.pp=2", rank=1),
     "1f1b, middle": Case("mesh.pp=4", rank=1),
     "1f1b, tied, first": Case("mesh.pp=2 model.tie_word_embeddings=true"),
     "1f1b, tied, last": Case("mesh.pp=2 model.tie_word_embeddings=true", rank=1),
     "1f1b, full": Case("mesh.pp=2 memory.recompute=full"),
-    "1f1b, gradients": Case("mesh.pp=2 mesh.dp=2 data.shard=gradients"),
+    "1f1b, gradients": Case("mesh.pp=2 mesh.dp=2 zero.shard=gradients"),
     "1f1b, compiled": Case("mesh.pp=2 train.compile=true"),
     "gpipe, first": Case("mesh.pp=2 pipeline.schedule=gpipe"),
     "gpipe, last": Case("mesh.pp=2 pipeline.schedule=gpipe", rank=1),
     "interleaved, first": Case("mesh.pp=2 pipeline.schedule=interleaved pipeline.chunks=2"),
     "interleaved, last": Case("mesh.pp=2 pipeline.schedule=interleaved pipeline.chunks=2", rank=1),
-    "tp, pp, dp, optimizer": Case("mesh.tp=2 mesh.pp=2 mesh.dp=2 data.shard=optimizer"),
+    "tp, pp, dp, optimizer": Case("mesh.tp=2 mesh.pp=2 mesh.dp=2 zero.shard=optimizer"),
 }
 """Runs of which one rank is traced; the recipe has nothing but what is said."""
 

@@ -18,10 +18,10 @@ from engine import LLAMA, RECIPE, Result, train, trainer
 from pool import Pool
 
 from megacore import checkpoints, pretrain
-from megacore.config import ConfigError
 from megacore.control import Control
 from megacore.data.blend import Blend
 from megacore.data.packing import Packed
+from megacore.recipe import ConfigError
 from parallel.labels import IGNORE
 
 LENGTH, ROWS, EXAMPLES = 64, 4, 16
@@ -98,7 +98,7 @@ LAYOUTS = {
     "selective-offload": (1, ["memory.recompute=selective", "memory.offload_activations=true"]),
     "tp2": (2, ["mesh.tp=2"]),
     "pp2": (2, ["mesh.pp=2", "batch.micro_size=2"]),
-    "dp2-gradients": (2, ["mesh.dp=2", "data.shard=gradients"]),
+    "dp2-gradients": (2, ["mesh.dp=2", "zero.shard=gradients"]),
     "tp2-pp2-full": (4, ["mesh.tp=2", "mesh.pp=2", "memory.recompute=full"]),
 }
 

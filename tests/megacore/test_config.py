@@ -1,14 +1,15 @@
 """A recipe and its overrides: what loads, and that each thing that is wrong is named with the way out."""
 
 from collections.abc import Mapping
-from dataclasses import FrozenInstanceError, dataclass, field, replace
+from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from pathlib import Path
 
 import pytest
 
-from megacore import config as config_module
-from megacore.config import Config, ConfigError, Corpus, load, processes
+from megacore import recipe as recipe_module
+from megacore.config import RANGES, SECTIONS, Config, Corpus, MeshConfig, parts
 from megacore.problems import problems, surroundings
+from megacore.recipe import ConfigError, load, processes
 from models.registry import configure
 from parallel.schema import Schema
 
@@ -151,7 +152,7 @@ BAD = [
     bad("optimizer.eps=0", "optimizer.eps (0.0): must be above 0"),
     bad("optimizer.weight_decay=-0.1", "optimizer.weight_decay (-0.1): must be at least 0"),
     bad("optimizer.clip=0", "optimizer.clip (0.0): must be above 0"),
-    bad("optimizer.max_skipped=100", "optimizer.max_skipped (100): must be between 1 and 99, or null"),
+    bad("optimizer.max_skipped=100", "optimizer.max_skipped (100): must be between 1 and 99"),
     bad("loss_scale.initial=3", "loss_scale.initial (3.0): must be a power of two up to 2^24"),
     bad("loss_scale.initial=33554432", "loss_scale.initial (33554432.0): must be a power of two up to 2^24"),
     bad("loss_scale.minimum=0", "loss_scale.minimum (0.0): must be a power of two"),
@@ -317,10 +318,26 @@ def test_all_spelling_and_type_problems_come_together(folder: Path) -> None:
     assert len(found(folder, case)) == 5
 
 
+def test_every_number_has_a_range() -> None:
+    """Stated where its key is; a rule between values looks only at those that are within it."""
+    numbers = {
+        f"{section}.{each.name}"
+        for section, kind in SECTIONS.items()
+        for each in fields(kind)
+        if not {int, float}.isdisjoint(parts(each.type))
+    }
+    assert numbers == set(RANGES) and len(RANGES) > 40
+
+
+def test_a_key_that_has_moved_leads_to_its_place(folder: Path) -> None:
+    assert found(folder, bad("data.shard=optimizer")) == ["data.shard: unknown key; did you mean zero.shard?"]
+    assert found(folder, bad("data.replicas=2")) == ["data.replicas: unknown key; did you mean zero.replicas?"]
+
+
 def test_what_other_trainers_call_a_key_leads_to_one_of_ours() -> None:
-    for key in config_module.OTHER_NAMES:
+    for key in recipe_module.OTHER_NAMES:
         section, _, name = key.rpartition(".")
-        assert section == "model" or name in config_module._keys([section] if section else []), key
+        assert section == "model" or name in recipe_module._keys([section] if section else []), key
 
 
 def test_all_value_problems_come_together(folder: Path) -> None:
@@ -405,7 +422,7 @@ def test_texts_that_look_like_something_else_load_back(folder: Path, text: str) 
 
 
 def test_the_mesh_takes_what_the_world_leaves() -> None:
-    mesh = config_module.MeshConfig(pp=2, tp=2)
+    mesh = MeshConfig(pp=2, tp=2)
     assert mesh.shape(8).dp == 2
     assert mesh.shape(8).world == 8
     assert replace(mesh, dp=3).shape(12).dp == 3

@@ -46,7 +46,7 @@ def test_it_learns_as_bf16_does(recipe: str, one: Result, tmp_path: Path) -> Non
         pytest.param(2, ["mesh.tp=2"], id="tp2"),
         pytest.param(4, ["mesh.tp=2", "mesh.pp=2"], id="tp2-pp2"),
         pytest.param(2, ["mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved"], id="pp2-interleaved"),
-        pytest.param(2, ["data.shard=parameters"], id="zero3"),
+        pytest.param(2, ["zero.shard=parameters"], id="zero3"),
     ],
 )
 def test_layouts_agree(pool: Pool, recipe: str, one: Result, tmp_path: Path, world: int, overrides: list[str]) -> None:

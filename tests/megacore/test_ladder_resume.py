@@ -14,7 +14,7 @@ from engine import LLAMA, RECIPE, Result, train, write_recipe
 from pool import Pool
 
 from megacore import checkpoints
-from megacore.config import Config, DataConfig, MeshConfig
+from megacore.config import Config, MeshConfig, ZeroConfig
 from megacore.problems import problems
 from parallel.schema import Schema
 
@@ -32,7 +32,7 @@ def climb(
     for number, shard in enumerate(ROUND):
         out, step = tmp_path / f"rung{number}", step + 2
         # The schedule is that of ten steps: a signal would end it so.
-        found = pool.run(world, stopped, recipe, [f"out={out}", f"data.shard={shard}", *start, *common], step)
+        found = pool.run(world, stopped, recipe, [f"out={out}", f"zero.shard={shard}", *start, *common], step)
         start = [f"checkpoint.resume={path_of(out, step)}"]
     return straight, found
 
@@ -96,12 +96,12 @@ class _Sizes:
     [
         ("none", 1, None),
         ("parameters", 2, None),
-        ("optimizer", 3, "cannot divide dp=4 data parallel ranks into data.replicas=3 groups: choose from 1, 2, 4"),
-        ("none", 2, "data.replicas (2) groups share nothing out where data.shard is none"),
-        ("gradients", 0, "data.replicas (0): must be at least 1"),
+        ("optimizer", 3, "cannot divide dp=4 data parallel ranks into zero.replicas=3 groups: choose from 1, 2, 4"),
+        ("none", 2, "zero.replicas (2) groups share nothing out where zero.shard is none"),
+        ("gradients", 0, "zero.replicas (0): must be at least 1"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(shard: Any, replicas: int, said: str | None) -> None:
-    config = Config(data=DataConfig(train=[], shard=shard, replicas=replicas), mesh=MeshConfig(tp=2))  # type: ignore[arg-type]
+    config = Config(zero=ZeroConfig(shard, replicas), mesh=MeshConfig(tp=2))
     found = [problem for problem in problems(config, 8, _Sizes()) if "replicas" in problem]
     assert [problem[: len(said or "")] for problem in found] == ([said] if said else [])

@@ -50,7 +50,7 @@ def test_a_run_resumes_bitwise(recipe: str, tmp_path: Path) -> None:
 def test_replicas_share_them_out(pool: Pool, recipe: str, tmp_path: Path, shard: str) -> None:
     common = [*NARROW, "checkpoint.every=0"]
     whole, shared = (
-        pool.run(2, train, recipe, [f"out={tmp_path / name}", f"data.shard={name}", *common])[0]
+        pool.run(2, train, recipe, [f"out={tmp_path / name}", f"zero.shard={name}", *common])[0]
         for name in ("none", shard)
     )
     np.testing.assert_allclose(shared.values("loss"), whole.values("loss"), rtol=1e-3)

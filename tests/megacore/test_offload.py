@@ -20,10 +20,11 @@ from pool import Pool
 from torch import Tensor, nn
 
 from megacore import checkpoints
-from megacore.config import Config, MemoryConfig, load
+from megacore.config import Config, MemoryConfig, ZeroConfig
 from megacore.optimizer import Optimizer
 from megacore.plan.setting import SHARDS
 from megacore.problems import problems, surroundings
+from megacore.recipe import load
 from megacore.states import room, shelves
 from megacore.states.home import MASTER
 from megacore.states.offload import Offload, Offloaded
@@ -257,7 +258,7 @@ def step_of(out: Path, step: int) -> Path:
 
 def test_checkpoints_know_nothing_of_it(pool: Pool, recipe: str, tmp_path: Path) -> None:
     """The same bytes on disk; what is saved with it resumes without, and the other way round."""
-    shards = ["data.shard=parameters"]
+    shards = ["zero.shard=parameters"]
     file = [*offloaded(tmp_path / "scratch"), "memory.offload_parameters=true"]
     plain = pool.run(2, train, recipe, run_of(tmp_path / "plain", *shards))
     found = pool.run(2, train, recipe, run_of(tmp_path / "file", *shards, *file))
@@ -329,7 +330,7 @@ class _Sizes:
             {"offload_parameters": True},
             "gradients",
             [
-                "memory.offload_parameters needs data.shard=parameters, not gradients: only there",
+                "memory.offload_parameters needs zero.shard=parameters, not gradients: only there",
                 "memory.offload_parameters needs memory.offload_optimizer=host or file: the CPU",
             ],
         ),
@@ -338,7 +339,7 @@ class _Sizes:
 )
 def test_what_cannot_be_offloaded_is_refused(memory: Any, shard: Any, said: list[str]) -> None:
     plain = Config()
-    config = replace(plain, memory=MemoryConfig(**memory), data=replace(plain.data, shard=shard))
+    config = replace(plain, memory=MemoryConfig(**memory), zero=ZeroConfig(shard))
     found = [problem for problem in problems(config, 2, _Sizes()) if "offload" in problem]
     assert [problem[: len(want)] for problem, want in zip(found, said, strict=True)] == said
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megacore.config import Config, MemoryConfig, load
+from megacore.config import Config, MemoryConfig
 from megacore.plan.activations import Activations
 from megacore.plan.devices import DEVICES
 from megacore.plan.fit import MARGIN, fit
@@ -22,6 +22,7 @@ from megacore.plan.state import Held, State, state, state_of
 from megacore.plan.step_time import Cluster, bubble, estimate, flops
 from megacore.plan.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ring, traffic
 from megacore.problems import problems
+from megacore.recipe import load
 from models.config import flops_per_token
 from models.lora import Lora
 from models.registry import configure

@@ -17,9 +17,9 @@ from pool import Pool
 from resident_home import resident
 
 from megacore import metrics, pretrain
-from megacore.config import ConfigError, load
 from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
+from megacore.recipe import ConfigError, load
 from megacore.states import room
 from megacore.trainer import Interrupt, Trainer
 from models.registry import configure

@@ -19,11 +19,12 @@ from pool import Pool
 from resident_home import resident
 
 from megacore import checkpoints, metrics, pretrain
-from megacore.config import Config, ConfigError, load
+from megacore.config import Config
 from megacore.data.first_order import ShuffledDocuments
 from megacore.data.samples import Samples
 from megacore.inference.load import model_from
 from megacore.progress import Progress
+from megacore.recipe import ConfigError, load
 from megacore.resume import find, model_of, raw_of, remarks
 from megacore.save import State
 from megacore.store.checkpoint import Checkpoint

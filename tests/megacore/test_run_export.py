@@ -9,8 +9,8 @@ import pytest
 from engine import RECIPE, write_recipe
 
 from megacore import pretrain
-from megacore.config import load
 from megacore.export import export
+from megacore.recipe import load
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
 from tools import convert

@@ -17,7 +17,7 @@ from engine import train, write_recipe
 from pool import Pool
 
 from megacore import metrics, pretrain, run_lock
-from megacore.config import ConfigError
+from megacore.recipe import ConfigError
 from megacore.run_lock import LOCK, Holder, RunLock, holder, read
 from megacore.store import lock
 from megacore.store.strict_json import StoreError

@@ -171,7 +171,7 @@ def saved_twice(recipe: str, overrides: list[str]) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     "overrides",
-    [["mesh.dp=4"], ["mesh.tp=2"], ["mesh.pp=2", "data.shard=optimizer"], ["mesh.tp=2", "data.shard=parameters"]],
+    [["mesh.dp=4"], ["mesh.tp=2"], ["mesh.pp=2", "zero.shard=optimizer"], ["mesh.tp=2", "zero.shard=parameters"]],
     ids=" ".join,
 )
 def test_every_rank_writes_its_part_of_a_large_model(

@@ -182,8 +182,8 @@ def with_overflow(recipe: str, overrides: list[str], rank: int, steps: set[int])
         pytest.param(["mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved"], 1, 2, id="pp-interleaved"),
         pytest.param([], 1, 2, id="dp"),
         pytest.param(["mesh.tp=2", "mesh.pp=2"], 5, 8, id="tp-pp-dp"),
-        pytest.param(["data.shard=optimizer"], 1, 2, id="zero1"),
-        pytest.param(["data.shard=gradients", "mesh.tp=2"], 2, 4, id="zero2-tp"),
+        pytest.param(["zero.shard=optimizer"], 1, 2, id="zero1"),
+        pytest.param(["zero.shard=gradients", "mesh.tp=2"], 2, 4, id="zero2-tp"),
     ],
 )
 def test_an_overflow_on_one_rank_skips_on_all(

@@ -13,8 +13,8 @@ from pool import Pool
 
 from megacore import pretrain
 from megacore.checkpoints import folder_of, path_of
-from megacore.config import ConfigError
 from megacore.inference.load import model_from
+from megacore.recipe import ConfigError
 from megacore.store.adapted import open_model
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.folder import open_folder
@@ -69,7 +69,7 @@ def test_adapters_go_on_in_another_layout(pool: Pool, folder: Path, tmp_path: Pa
     recipe = str(folder / "recipe.yaml")
     (one,) = pool.run(1, train, recipe, overrides(folder, tmp_path / "one"))
     third = path_of(folder_of(tmp_path / "one"), 3)
-    spread = [f"checkpoint.resume={third}", "mesh.tp=2", "mesh.dp=2", f"data.shard={rung}"]
+    spread = [f"checkpoint.resume={third}", "mesh.tp=2", "mesh.dp=2", f"zero.shard={rung}"]
     other = pool.run(4, train, recipe, overrides(folder, tmp_path / "other", *spread))
     np.testing.assert_allclose(other[0].values("loss"), one.values("loss")[3:], rtol=1e-9)
     finals = [Checkpoint.open(path_of(folder_of(tmp_path / name), 6)) for name in ("one", "other")]

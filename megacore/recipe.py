@@ -1,0 +1,196 @@
+"""Recipe (YAML) + overrides (`optimizer.lr=1e-3`) -> a frozen, typed `Config`. Nothing here imports torch."""
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from io import StringIO
+from pathlib import Path
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from megacore.config import SECTIONS, Config, Corpus
+from megacore.references import ReferenceProblem, References, dotted
+from megacore.store.strict_json import StoreError, read_file
+from parallel import limits
+
+
+class ConfigError(ValueError):
+    """Everything that is wrong with a config, at once."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(map(limits.cut, problems))
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("\n".join([f"{count} in the config:", *_numbered(self.problems)]))
+
+
+def _numbered(problems: Sequence[str]) -> Iterator[str]:
+    return (f"{number:3}. {problem}" for number, problem in enumerate(problems, start=1))
+
+
+# -- reading
+
+
+def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Reads a recipe and applies dotted overrides in order: `optimizer.lr=1e-3`, `data.train[0].weight=2`.
+
+    Values are YAML, and `${section.key}` stands for another key's value. `out` is runs/<name of the recipe> by default.
+
+    Raises:
+        ConfigError: all malformed overrides, unknown keys (with the nearest spelling) and mistyped values.
+    """
+    tree = _read(Path(recipe))
+    problems = [problem for override in overrides for problem in _override(tree, override)]
+    try:
+        plain = References(OmegaConf.to_container(tree, throw_on_missing=True)).resolved()
+    except OmegaConfBaseException as error:
+        raise ConfigError([*problems, f"{error.full_key}: {_first_line(error)}"]) from error
+    except ReferenceProblem as error:
+        raise ConfigError([*problems, str(error)]) from error
+    assert isinstance(plain, dict)
+    try:
+        config = TypeAdapter(Config).validate_python({"out": f"runs/{Path(recipe).stem}", **plain})
+    except ValidationError as error:
+        raise ConfigError([*problems, *map(_explain, error.errors())]) from error
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _read(recipe: Path) -> DictConfig:
+    try:
+        text = read_file(recipe, limits.RECIPE).decode()
+        _check_depth(text)
+        tree = OmegaConf.load(StringIO(text))
+    except StoreError as error:
+        raise ConfigError([str(error) if recipe.exists() else f"there is no recipe {recipe}"]) from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{recipe}:{mark.line + 1}:{mark.column + 1}" if mark else str(recipe)
+        raise ConfigError([f"{where}: {error.problem}"]) from error
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError([f"cannot read {recipe}: {_first_line(error)}"]) from error
+    if not isinstance(tree, DictConfig):
+        raise ConfigError([f"{recipe}: a recipe is a mapping of sections ({', '.join(SECTIONS)}), not a list"])
+    return tree
+
+
+def _override(tree: DictConfig, override: str) -> Iterator[str]:
+    """Applies one override to the tree in place; yields what is wrong with it."""
+    if not re.match(r"[A-Za-z_]\w*(\.\w+|\[\d+\])*=", override):
+        yield f"override {override!r} is not of the form section.key=value"
+        return
+    try:
+        key, _, value = override.partition("=")
+        _check_depth(value, key.count(".") + key.count("["))
+        tree.merge_with_dotlist([override])
+    except (OmegaConfBaseException, yaml.YAMLError, IndexError, TypeError, ValueError) as error:
+        yield f"override {override!r}: {_first_line(error)}"
+
+
+def _check_depth(text: str, depth: int = 0) -> None:
+    """ValueError for YAML that goes, from a depth, deeper than the limit: what composes it can overflow the stack."""
+    for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > limits.DEEPEST:
+            line = event.start_mark.line + 1 if event.start_mark else 1
+            raise ValueError(f"line {line} is nested more than {limits.DEEPEST} levels deep, and no recipe needs to be")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+# -- what is wrong, in words
+
+EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "a list",
+    "dict_type": "a mapping",
+    "dataclass_type": "a mapping",
+}
+
+OTHER_NAMES = {
+    "optimizer.lr": ("learning_rate", "max_lr"),
+    "optimizer.betas": ("beta1", "beta2", "adam_beta1", "adam_beta2"),
+    "optimizer.clip": ("max_grad_norm", "grad_clip", "clip_grad"),
+    "schedule.name": ("lr_scheduler", "lr_scheduler_type"),
+    "schedule.warmup_steps": ("warmup",),
+    "schedule.min_ratio": ("min_lr",),
+    "train.steps": ("max_steps", "num_steps", "train_iters"),
+    "train.precision": ("dtype",),
+    "batch.global_size": ("batch_size", "global_batch_size", "gradient_accumulation_steps"),
+    "batch.micro_size": ("micro_batch_size", "per_device_train_batch_size"),
+    "data.sequence_length": ("seq_len", "seq_length", "max_length", "max_seq_length"),
+    "mesh.tp": ("tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"),
+    "mesh.pp": ("pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size"),
+    "memory.recompute": ("gradient_checkpointing", "activation_checkpointing"),
+    "evaluate.every": ("eval_steps", "eval_interval"),
+    "checkpoint.every": ("save_steps", "save_interval"),
+    "log.every": ("logging_steps", "log_interval"),
+    "model.vocab_size": ("vocab_size",),
+    "out": ("output_dir", "out_dir"),
+}
+"""{a key: what other trainers call it}."""
+NO_CHOICE = {
+    f"optimizer.{key}": "the optimizer is AdamW, and there is no other: leave it out" for key in ("name", "type")
+}
+"""{what is no key because there is nothing to choose: how it is}."""
+
+
+def _explain(error: ErrorDetails) -> str:
+    where, kind, value = error["loc"], error["type"], error["input"]
+    if kind == "unexpected_keyword_argument":
+        return f"{dotted(where)}: unknown key; {_nearest(where)}"
+    if kind == "missing":
+        return f"{dotted(where)}: is missing"
+    if kind == "literal_error":
+        return f"{dotted(where)}: got {value!r}, choose {error['ctx']['expected']}"
+    if kind in EXPECTED:
+        keys = f" of {', '.join(_keys(where))}" if kind == "dataclass_type" else ""
+        return f"{dotted(where)}: expected {EXPECTED[kind]}{keys}, got {value!r}"
+    return f"{dotted(where)}: {error['msg']}, got {value!r}"
+
+
+def _nearest(where: Sequence[str | int]) -> str:
+    """The keys that an unknown one may have meant: what other trainers call so, its name in another section, else one
+    spelled alike beside it."""
+    *parents, key = where
+    if (how := NO_CHOICE.get(dotted(where))) is not None:
+        return how
+    beside = _keys(parents)
+    alike = difflib.get_close_matches(str(key)[:100], beside, n=1)
+    elsewhere = [f"{name}.{key}" for name in SECTIONS if key in _keys([name])]
+    named = [ours for ours, theirs in OTHER_NAMES.items() if key in theirs]
+    meant = named or elsewhere or [dotted([*parents, name]) for name in alike]
+    if meant:
+        return f"did you mean {' or '.join(meant)}?"
+    return f"{dotted(parents) or 'a recipe'} has {', '.join(beside)}"
+
+
+def _keys(parents: Sequence[str | int]) -> list[str]:
+    """Names that may stand at a place of a recipe."""
+    if not parents:
+        section: type = Config
+    else:
+        section = SECTIONS[str(parents[0])] if len(parents) == 1 else Corpus
+    return [each.name for each in fields(section)]
+
+
+# -- for the launcher
+
+
+def processes(config: Config, nodes: int, gpus: int) -> int:
+    """Processes to start on each node: what the mesh needs, or where `mesh.dp` is free, one for each of its GPUs."""
+    if config.mesh.dp is None and config.train.device_type(gpus) == "cuda" and gpus:
+        return gpus
+    return max(1, math.ceil(config.mesh.model_ranks * (config.mesh.dp or 1) / nodes))
