@@ -6,4 +6,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-train finetune "$@"
+megacore finetune "$@"

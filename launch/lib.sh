@@ -64,6 +64,10 @@ install() {
 # prepare run | dev | ci: afterwards $python has Megacore, with the development tools for dev; for ci, by hashes.
 prepare() {
     local kind="$1"
+    if [[ ! -f "$root/pyproject.toml" ]]; then # these scripts came along with an installation
+        python="$(command -v python3)"
+        return
+    fi
     if installed "$kind" || installed dev; then return; fi
     # Several nodes may share the folder: one installs, the others wait and find it done.
     mkdir -p "$venv"
@@ -75,8 +79,8 @@ prepare() {
     exec 9>&-
 }
 
-# train pretrain|finetune ARGUMENT...: on this node, in place of this shell.
-train() {
+# megacore train|finetune ARGUMENT...: on this node, in place of this shell.
+megacore() {
     prepare run
-    exec "$python" -m megacore.launch "$@"
+    exec "$python" -m tools.main "$@"
 }

@@ -16,4 +16,4 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-train pretrain "$@"
+megacore train "$@"

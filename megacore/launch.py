@@ -1,4 +1,4 @@
-"""What launch/pretrain.sh and launch/finetune.sh do: read a recipe, check the run, start its ranks on this machine.
+"""What `megacore train` and `megacore finetune` do: read a recipe, check the run, start its ranks on this machine.
 
 A recipe is read before anything that is slow to import, so that a typo is said at once.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 
 from megacore.launcher import Node, gpus, launch, threads
-from megacore.recipe import ConfigError, load, processes
+from megacore.recipe import ConfigError, load, processes, recipes
 from megacore.say import err
 
 OPTIONS = {
@@ -42,9 +41,9 @@ WAY_OUT = (
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    script, *given = sys.argv[1:] if argv is None else argv
-    recipe, overrides = arguments(script, given)
+def run(command: str, given: Sequence[str]) -> int:
+    """Runs what `megacore COMMAND` was given on this machine -> its exit status."""
+    recipe, overrides = arguments(command, given)
     try:
         config = load(recipe, overrides)
         nodes = _number("NNODES", 1, 1)
@@ -61,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return launch("megacore.pretrain", [recipe, *overrides], node, environment, shutdown_s, WAY_OUT)
 
 
-def arguments(script: str, given: Sequence[str]) -> tuple[str, list[str]]:
-    """The recipe and all of its overrides, of what a script was given; ends the process where that is not clear."""
-    names = [name for name in OPTIONS if name != "export" or script == "finetune"]
-    parser = argparse.ArgumentParser(prog=f"launch/{script}.sh", allow_abbrev=False)
-    parser.add_argument("recipe", help="those that come along are in launch/recipes")
+def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:
+    """The recipe and all of its overrides, of what a command was given; ends the process where that is not clear."""
+    names = [name for name in OPTIONS if name != "export" or command == "finetune"]
+    parser = argparse.ArgumentParser(prog=f"megacore {command}", allow_abbrev=False)
+    parser.add_argument("recipe", help=f"a file, or one that comes along: {', '.join(recipes())}")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the recipe")
     for name in names:
         metavar = "auto|CHECKPOINT" if name == "resume" else "FOLDER"
@@ -104,7 +103,3 @@ def _number(name: str, least: int, default: int) -> int:
     if not text.isdecimal() or int(text) < least:
         raise ConfigError([f"{name} ({text}): must be a whole number from {least} on"])
     return int(text)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

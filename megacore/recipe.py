@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
@@ -35,16 +36,40 @@ def _numbered(problems: Sequence[str]) -> Iterator[str]:
 
 # -- reading
 
+RECIPES = Path(__file__).parent.parent / "launch" / "recipes"
+"""Those that come along."""
+
+
+def recipes() -> list[str]:
+    """The names of the recipes that come along."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def find(recipe: str | Path) -> Path:
+    """The file of a recipe: itself, or where there is none, the one of this name that comes along.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    if os.path.lexists(recipe):
+        return Path(recipe)
+    if recipe in recipes():
+        return RECIPES / f"{recipe}.yaml"
+    raise ConfigError([f"there is no recipe {recipe}: give a file, or one that comes along ({', '.join(recipes())})"])
+
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a recipe and applies dotted overrides in order: `optimizer.lr=1e-3`, `data.train[0].weight=2`.
+    """Reads a recipe, a file or the name of one that comes along, and applies dotted overrides in order.
+
+    Overrides are `optimizer.lr=1e-3` or `data.train[0].weight=2`.
 
     Values are YAML, and `${section.key}` stands for another key's value. `out` is runs/<name of the recipe> by default.
 
     Raises:
         ConfigError: all malformed overrides, unknown keys (with the nearest spelling) and mistyped values.
     """
-    tree = _read(Path(recipe))
+    path = find(recipe)
+    tree = _read(path)
     problems = [problem for override in overrides for problem in _override(tree, override)]
     try:
         plain = References(OmegaConf.to_container(tree, throw_on_missing=True)).resolved()
@@ -54,7 +79,7 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError([*problems, str(error)]) from error
     assert isinstance(plain, dict)
     try:
-        config = TypeAdapter(Config).validate_python({"out": f"runs/{Path(recipe).stem}", **plain})
+        config = TypeAdapter(Config).validate_python({"out": f"runs/{path.stem}", **plain})
     except ValidationError as error:
         raise ConfigError([*problems, *map(_explain, error.errors())]) from error
     if problems:
@@ -68,7 +93,7 @@ def _read(recipe: Path) -> DictConfig:
         _check_depth(text)
         tree = OmegaConf.load(StringIO(text))
     except StoreError as error:
-        raise ConfigError([str(error) if recipe.exists() else f"there is no recipe {recipe}"]) from error
+        raise ConfigError([str(error)]) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{recipe}:{mark.line + 1}:{mark.column + 1}" if mark else str(recipe)

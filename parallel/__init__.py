@@ -5,6 +5,25 @@ Names are imported when they are asked for: the integer part works without torch
 
 import importlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # type checkers and editors follow imports, not __getattr__
+    from parallel.embedding import VocabParallelEmbedding as VocabParallelEmbedding
+    from parallel.layout import Layout as Layout
+    from parallel.layout import MeshShape as MeshShape
+    from parallel.linear import ColumnParallelLinear as ColumnParallelLinear
+    from parallel.linear import RowParallelLinear as RowParallelLinear
+    from parallel.loss import cross_entropy as cross_entropy
+    from parallel.mesh import Mesh as Mesh
+    from parallel.norm import LayerNorm as LayerNorm
+    from parallel.norm import RMSNorm as RMSNorm
+    from parallel.parameters import Parameters as Parameters
+    from parallel.pattern import Pattern as Pattern
+    from parallel.pipeline.run import Pipeline as Pipeline
+    from parallel.schema import Param as Param
+    from parallel.schema import Schema as Schema
+    from parallel.sync import Gradients as Gradients
+    from parallel.zero import sharing as sharing
 
 _PUBLIC: Mapping[str, str] = {
     "ColumnParallelLinear": "parallel.linear",

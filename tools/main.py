@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
+    "train": ("tools.train", "pretrain what a recipe describes"),
+    "finetune": ("tools.finetune", "fine-tune a model on examples, all weights or adapters"),
     "tokenize": ("tools.tokenize", "turn text into token files"),
     "merge-tokens": ("tools.merge_tokens", "make one token file of the parts that several nodes tokenized"),
     "convert": ("tools.convert", "convert between Hugging Face folders and checkpoints"),
@@ -30,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="megacore",
-        description="Tools around training; training itself starts with launch/pretrain.sh.",
+        description="Pretrain, fine-tune, convert, reshard: any layout computes the same numbers.",
         epilog="\n".join(f"  {name:<12} {what}" for name, (_, what) in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -390,8 +390,15 @@ def test_an_empty_recipe_is_all_defaults(folder: Path) -> None:
 
 
 def test_a_missing_recipe_is_named(folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"there is no recipe nowhere\.yaml"):
+    with pytest.raises(ConfigError, match=r"there is no recipe nowhere\.yaml: .*one that comes along \(.*quickstart\)"):
         load("nowhere.yaml")
+
+
+def test_a_recipe_that_comes_along_is_found_by_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert load("quickstart", ["train.steps=3"]) == load(recipe_module.RECIPES / "quickstart.yaml", ["train.steps=3"])
+    (folder / "quickstart").write_text("out: mine")
+    assert load("quickstart").out == "mine"
 
 
 def test_a_config_is_frozen() -> None:

@@ -64,14 +64,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
             patch.setattr(program, "launch", launch)
             for name, value in variables.items():
                 patch.setenv(name, value)
-            return program.main(["pretrain", *arguments]), given
+            return program.run("train", arguments), given
 
     return run
 
 
-@pytest.mark.parametrize("script", ["pretrain", "finetune"])
-def test_scripts_hand_everything_to_the_launcher(checkout: Path, script: str) -> None:
-    assert calls(checkout, script, "a b", "--init=c") == [["1", "-m", "megacore.launch", script, "a b", "--init=c"]]
+@pytest.mark.parametrize(("script", "command"), [("pretrain", "train"), ("finetune", "finetune")])
+def test_scripts_hand_everything_to_the_command(checkout: Path, script: str, command: str) -> None:
+    assert calls(checkout, script, "a b", "--init=c") == [["1", "-m", "tools.main", command, "a b", "--init=c"]]
 
 
 def test_the_quickstart_leaves_runs_that_are_there_alone(checkout: Path) -> None:
@@ -79,7 +79,7 @@ def test_the_quickstart_leaves_runs_that_are_there_alone(checkout: Path) -> None
     (checkout / "runs").symlink_to(runs)
     (runs / "quickstart/data").mkdir(parents=True)
     (runs / "quickstart/data/stdlib.idx").touch()
-    given = ["1", "-m", "megacore.launch", "pretrain", "launch/recipes/quickstart.yaml"]
+    given = ["1", "-m", "tools.main", "train", "launch/recipes/quickstart.yaml"]
     assert calls(checkout, "quickstart", "--help")[-1] == [*given, "out=runs/quickstart", "--help"]
     for there, following in {"quickstart": "quickstart-2", "quickstart-2": "quickstart-3"}.items():
         (runs / there / "checkpoints").mkdir(parents=True)
@@ -92,11 +92,11 @@ def test_the_quickstart_leaves_runs_that_are_there_alone(checkout: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("script", "given", "overrides"),
+    ("command", "given", "overrides"),
     [
-        ("pretrain", ["r.yaml", "train.steps=3"], ["train.steps=3"]),
-        ("pretrain", ["r.yaml", "--init", "a b", "train.steps=3"], ["train.steps=3", "checkpoint.init=a b"]),
-        ("pretrain", ["--resume=auto", "r.yaml", "--init=x=y"], ["checkpoint.init=x=y", "checkpoint.resume=auto"]),
+        ("train", ["r.yaml", "train.steps=3"], ["train.steps=3"]),
+        ("train", ["r.yaml", "--init", "a b", "train.steps=3"], ["train.steps=3", "checkpoint.init=a b"]),
+        ("train", ["--resume=auto", "r.yaml", "--init=x=y"], ["checkpoint.init=x=y", "checkpoint.resume=auto"]),
         (
             "finetune",
             ["r.yaml", "--init", "a", "--export=b c", "a=1"],
@@ -104,14 +104,14 @@ def test_the_quickstart_leaves_runs_that_are_there_alone(checkout: Path) -> None
         ),
     ],
 )
-def test_options_become_overrides(script: str, given: list[str], overrides: list[str]) -> None:
-    assert program.arguments(script, given) == ("r.yaml", overrides)
+def test_options_become_overrides(command: str, given: list[str], overrides: list[str]) -> None:
+    assert program.arguments(command, given) == ("r.yaml", overrides)
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ([], "usage: launch/pretrain.sh"),
+        ([], "usage: megacore train"),
         (["r.yaml", "--resume"], "argument --resume: expected one argument"),
         (["--resume", "auto"], "required: recipe"),
         (["r.yaml", "--export", "x"], "unrecognized arguments: --export"),
@@ -119,7 +119,7 @@ def test_options_become_overrides(script: str, given: list[str], overrides: list
 )
 def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str], given: list[str], told: str) -> None:
     with pytest.raises(SystemExit) as ended:
-        program.main(["pretrain", *given])
+        program.run("train", given)
     assert ended.value.code == 2 and told in capsys.readouterr().err
 
 

@@ -37,7 +37,7 @@ def test_a_run_is_closed_to_others_and_names_the_rank_that_stands_still(tmp_path
     mark = set_traps(tmp_path / "downloaded")
     settings = [f"out={out}", "mesh.tp=2", "train.steps=100000", "evaluate.every=0", "train.timeout=0.06"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "megacore.launch", "pretrain", recipe, *settings],
+        [sys.executable, "-m", "tools.train", recipe, *settings],
         cwd=tmp_path / "downloaded",
         env=os.environ | {"PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,

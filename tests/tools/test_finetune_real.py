@@ -50,8 +50,7 @@ def finetune(recipe: str, real: Path, chats: Path, out: Path, processes: int, ov
         [
             sys.executable,
             "-m",
-            "megacore.launch",
-            "finetune",
+            "tools.finetune",
             f"launch/recipes/{recipe}.yaml",
             *data,
             *ends,

@@ -1,0 +1,1 @@
+"""Launch scripts and recipes, which come along with an installation."""

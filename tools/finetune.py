@@ -1,0 +1,16 @@
+"""`megacore finetune`: fine-tune a model, and make a Hugging Face folder of the result."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megacore.launch import run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run("finetune", sys.argv[1:] if argv is None else argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
