@@ -53,8 +53,7 @@ def tensors(schema: Schema) -> Iterator[tuple[str, tuple[str, str]]]:
 
 def whole_names(schema: Schema, param: Param) -> Iterator[str]:
     """The names of a parameter's tensors, all that stands in braces filled in."""
-    for values in itertools.product(*(range(schema.sizes[axis]) for axis in param.named_axes)):
-        yield param.name.format(**dict(zip(param.named_axes, values, strict=True)))
+    return (param.name.format(**index) for index in schema.indices(param, param.name))
 
 
 def frozen(schema: Schema, only: Sequence[str] | None, freeze: Sequence[str]) -> frozenset[str]:

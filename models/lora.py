@@ -150,12 +150,10 @@ def _pair(schema: Schema, chosen: Sequence[Linear]) -> tuple[Param, Param]:
     # As nn.Linear draws its weight (He et al. 2015 with a = sqrt 5): uniform between -1 and 1 over sqrt(in).
     std = 1 / math.sqrt(3 * Pattern((inner,)).shape(schema.sizes)[0])
     name, hf = param.name.removesuffix(WEIGHT), _PREFIX + _reword(param.hf, words).removesuffix(WEIGHT)
-    return (
-        Param(
-            f"{name}.{A}", f"{first} {_text(inner)}", hf + _PEFT[A], f"{first} {_text(hf_inner)}", std=std, uniform=True
-        ),
-        Param(f"{name}.{B}", f"{_text(out)} {RANK}", hf + _PEFT[B], f"{_text(hf_out)} {RANK}"),
-    )
+    first_hf, second_hf = f"{first} {_text(hf_inner)}", f"{_text(hf_out)} {RANK}"
+    a = Param(f"{name}.{A}", f"{first} {_text(inner)}", hf + _PEFT[A], first_hf, std=std, uniform=True)
+    b = Param(f"{name}.{B}", f"{_text(out)} {RANK}", hf + _PEFT[B], second_hf)
+    return replace(a, layers=param.layers), replace(b, layers=param.layers)
 
 
 def _hf_dims(param: Param) -> tuple[Node, Node]:

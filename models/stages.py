@@ -15,9 +15,17 @@ def default_layers(config: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
     """
     schema = config.schema
     layers = schema.sizes["layer"]
-    in_layers = sum(schema.numel(p) for p in schema.params if "layer" in p.named_axes) / layers
-    head = schema.sizes["vocab"] * schema.sizes["embed"] / in_layers
-    return balanced_layers(layers, virtual_stages, embedding=head / 4, head=head)
+    params = [param for param in schema.params if "layer" in param.named_axes]
+    mean = sum(map(schema.numel, params)) / layers
+    head = schema.sizes["vocab"] * schema.sizes["embed"] / mean
+    if all(param.layers is None for param in params):
+        return balanced_layers(layers, virtual_stages, embedding=head / 4, head=head)
+    work = [0.0] * layers
+    for param in params:
+        held = param.values("layer", schema.sizes)
+        for layer in held:
+            work[layer] += schema.numel(param) / len(held) / mean
+    return balanced_layers(layers, virtual_stages, embedding=head / 4, head=head, work=work)
 
 
 def layout_of(

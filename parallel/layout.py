@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 from parallel.choices import check_choice
 from parallel.pattern import Piece, Sizes
-from parallel.schema import PADDED, SPLIT, Param, Schema
+from parallel.schema import PADDED, SPLIT, Param, Schema, Split, check_splits
 
 Box = Mapping[str, tuple[int, int]]
 """[start, stop) of each axis."""
@@ -54,6 +55,10 @@ class MeshShape:
     @property
     def world(self) -> int:
         return math.prod(self[dim] for dim in self.DIMS)
+
+    def size(self, dims: Sequence[str]) -> int:
+        """Of the product of some dimensions."""
+        return math.prod(self[dim] for dim in dims)
 
     @property
     def data(self) -> int:
@@ -111,11 +116,18 @@ def _ranks(shape: MeshShape, *coordinates: Sequence[int]) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-def split_axis(axis: str, size: int, parts: int, part: int) -> tuple[int, int]:
+def split_axis(axis: str, size: int, parts: int, part: int, dims: Sequence[str] = ()) -> tuple[int, int]:
     """[start, stop) of ``axis`` in one of ``parts``.
 
     Splits are even, but those of :data:`~parallel.schema.PADDED` axes are padded up to a multiple (the box may run past
     ``size``), and ``kv`` heads are shared by neighbouring parts where there are fewer heads than parts.
+
+    Args:
+        axis: Its name.
+        size: Its size.
+        parts: Of the mesh, along ``dims``.
+        part: One of them.
+        dims: The mesh dimensions that split it; by default those of :data:`~parallel.schema.SPLIT`.
 
     Raises:
         ValueError: the axis cannot be split so.
@@ -123,53 +135,98 @@ def split_axis(axis: str, size: int, parts: int, part: int) -> tuple[int, int]:
     if size % parts == 0 or axis in PADDED:
         step = -(-size // parts)
         return part * step, (part + 1) * step
-    if axis == "kv" and parts % size == 0:
+    dims = dims or SPLIT[axis]
+    shared = axis == "kv" and len(dims) == 1
+    if shared and parts % size == 0:
         head = part * size // parts
         return head, head + 1
-    raise ValueError(f"cannot split {axis} ({size}) over {SPLIT[axis]}={parts}: {_choices(axis, size)}")
+    over = " x ".join(dims)
+    raise ValueError(f"cannot split {axis} ({size}) over {over}={parts}: {_choices(over, size, shared)}")
 
 
-def _choices(axis: str, size: int) -> str:
+def _choices(over: str, size: int, shared: bool) -> str:
     # A size may come from a damaged file: look no further than what a mesh may have.
     divisors = [str(n) for n in range(1, min(size - 1, 4096) + 1) if size % n == 0] + [str(size)]
     shown = divisors if len(divisors) <= 12 else [*divisors[:8], "...", divisors[-1]]
-    multiples = f" or a multiple of {size}" if axis == "kv" else ""
-    return f"choose {SPLIT[axis]} from {', '.join(shown)}{multiples}"
+    multiples = f" or a multiple of {size}" if shared else ""
+    return f"choose {over} from {', '.join(shown)}{multiples}"
 
 
-def split_problems(sizes: Sizes, mesh: MeshShape) -> list[str]:
+def split_problems(sizes: Sizes, mesh: MeshShape, split: Split = SPLIT) -> list[str]:
     """Every axis that the mesh cannot split, each with the sizes that would do."""
     problems = []
-    for axis, size in sizes.items():
-        dim = SPLIT.get(axis)
-        if dim is not None and axis != "layer":
+    for axis, dims in split.items():
+        if axis in sizes and axis != "layer":
             try:
-                split_axis(axis, size, mesh[dim], 0)
+                split_axis(axis, sizes[axis], mesh.size(dims), 0, dims)
             except ValueError as error:
                 problems.append(str(error))
     return problems
 
 
-def balanced_layers(layers: int, stages: int, embedding: float = 0.0, head: float = 0.0) -> tuple[int, ...]:
+def balanced_layers(
+    layers: int, stages: int, embedding: float = 0.0, head: float = 0.0, work: Sequence[float] | None = None
+) -> tuple[int, ...]:
     """Layers of each virtual stage so that the slowest stage is as fast as possible, with at least one layer each.
 
     Args:
         layers: Layers of the model.
         stages: Virtual stages (pipeline stages x chunks).
-        embedding: Work of the embedding, which the first stage has on top, in layers.
-        head: Work of the head, which the last stage has on top, in layers.
+        embedding: Work of the embedding, which the first stage has on top.
+        head: Work of the head, which the last stage has on top.
+        work: Of each layer; None: 1 each.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
     """
     if stages > layers:
         raise ValueError(f"cannot spread {layers} layers over {stages} virtual stages: choose pp x chunks <= {layers}")
     extra = [0.0] * stages
     extra[0] += embedding
     extra[-1] += head
+    if work is not None:
+        return _cut_by_work([0.0, *itertools.accumulate(work)], extra)
     counts = [1] * stages
     for _ in range(layers - stages):
         # Ties go to the stage in the middle of the pipeline: the ends also hold the tables.
         lightest = min(range(stages), key=lambda s: (counts[s] + extra[s], s in (0, stages - 1), s))
         counts[lightest] += 1
     return tuple(counts)
+
+
+def _cut_by_work(done: Sequence[float], extra: Sequence[float]) -> tuple[int, ...]:
+    """Layers of each stage, none of which has more than the slowest must have, each near an even share of the rest.
+
+    Args:
+        done: The work of all layers before each, and of all.
+        extra: What each stage has on top.
+    """
+    stages = len(extra)
+
+    def longest(start: int, stage: int, bound: float) -> int:
+        """Where a stage that begins at a layer must end at the latest: within the bound, with layers for the others."""
+        last = bisect_right(done, bound - extra[stage] + done[start]) - 1
+        return min(last, len(done) - stages + stage)
+
+    def fits(start: int, stage: int, bound: float) -> bool:
+        for each in range(stage, stages):
+            before, start = start, longest(start, each, bound)
+            if start <= before:
+                return False
+        return start == len(done) - 1
+
+    low, high = 0.0, done[-1] + sum(extra)
+    for _ in range(60):  # as exact as a float is
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(0, 0, middle) else (middle, high)
+    start, counts = 0, []
+    for stage in range(stages - 1):
+        share = (done[-1] - done[start] + sum(extra[stage:])) / (stages - stage)
+        ends = [n for n in range(start + 1, longest(start, stage, high) + 1) if fits(n, stage + 1, high)]
+        end = min(ends, key=lambda n: abs(done[n] - done[start] + extra[stage] - share))
+        counts.append(end - start)
+        start = end
+    return (*counts, len(done) - 1 - start)
 
 
 @dataclass(frozen=True)
@@ -214,14 +271,23 @@ class Layout:
         schema: The parameters.
         mesh: Sizes of the mesh.
         layers: Layers of each virtual stage; virtual stage ``chunk * pp + stage`` is the chunk ``chunk`` of a stage.
+        split: Which dimensions of the mesh split an axis, for axes of :data:`~parallel.schema.SPLIT`.
+
+    Raises:
+        ValueError: the mesh cannot split the model so; the message says all reasons.
     """
 
     schema: Schema
     mesh: MeshShape
     layers: tuple[int, ...]
+    split: Split = field(default_factory=lambda: SPLIT)
 
     def __post_init__(self) -> None:
-        problems = split_problems(self.schema.sizes, self.mesh)
+        if self.split != SPLIT:
+            if self.split.keys() - SPLIT or self.split.get("layer") != SPLIT["layer"]:
+                raise ValueError(f"cannot split {dict(self.split)}: layers go over pp, and others are of {[*SPLIT]}")
+            check_splits(self.schema.params, self.split)
+        problems = split_problems(self.schema.sizes, self.mesh, self.split)
         total = self.schema.sizes.get("layer", 0)
         if sum(self.layers) != total:
             problems.append(
@@ -254,22 +320,20 @@ class Layout:
         return tuple(sorted({ends[end] for end in param.at.split()}))
 
     def box(self, axis: str, place: Place) -> tuple[int, int]:
-        """[start, stop) of an axis at a place, for an axis that the mesh may split."""
-        size = self.schema.sizes[axis]
-        dim = SPLIT.get(axis)
-        if dim is None or dim == "pp":
-            return 0, size
-        return split_axis(axis, size, self.mesh[dim], getattr(place, dim))
+        """[start, stop) of an axis at a place; layers are dealt out by stage instead, see :meth:`stages`."""
+        dims = self.split.get(axis, ())
+        if not dims or axis == "layer":
+            return 0, self.schema.sizes[axis]
+        return self._split(axis, [getattr(place, dim) for dim in dims])
 
     def shards(self, place: Place) -> Iterator[Shard]:
         """Everything that is held at a place, in the order of declaration, layer by layer."""
         for param in self.schema.params:
-            ranges = (range(*self.box(axis, place)) for axis in param.named_axes)
-            for values in itertools.product(*ranges):
-                index = dict(zip(param.named_axes, values, strict=True))
-                if place.pp in self.stages(param, index):
-                    box = {axis: self.box(axis, place) for axis in sorted(param.sentence.axes)}
-                    box |= {axis: (i, i + 1) for axis, i in index.items()}
+            boxes = {axis: self.box(axis, place) for axis in sorted({*param.sentence.axes, *param.named_axes})}
+            for index in self.schema.indices(param, param.name):
+                held = all(boxes[axis][0] <= i < boxes[axis][1] for axis, i in index.items())
+                if held and place.pp in self.stages(param, index):
+                    box = boxes | {axis: (i, i + 1) for axis, i in index.items()}
                     yield Shard(param.name.format(**index), param, MappingProxyType(box))
 
     def replicas(self, shard: Shard, label: str) -> tuple[int, ...]:
@@ -278,19 +342,17 @@ class Layout:
         One answer to four questions: who sums its gradient, how it counts in the norm (once: 1/len each), who writes
         it, who shares its optimizer state.
         """
-        axes = {*shard.param.sentence.piece_axes(label), *shard.param.named_axes}
         index = {axis: shard.box[axis][0] for axis in shard.param.named_axes}
         fixed: dict[str, Sequence[int]] = {"pp": self.stages(shard.param, index)}
-        for dim in ("ep", "tp"):
-            mine = [axis for axis in axes if SPLIT.get(axis) == dim]
-            if mine:
-                fixed[dim] = [
-                    at
-                    for at in range(self.mesh[dim])
-                    if all(
-                        split_axis(a, self.schema.sizes[a], self.mesh[dim], at) == self._held(shard, a) for a in mine
-                    )
-                ]
+        together: dict[tuple[str, ...], list[str]] = {}
+        for axis in {*shard.param.sentence.piece_axes(label), *shard.param.named_axes}:
+            if (dims := self.split.get(axis, ())) and axis != "layer":
+                together.setdefault(dims, []).append(axis)
+        for dims, axes in together.items():
+            # All of one dimension may hold the same; a product of dimensions gives each of its parts another box.
+            places = itertools.product(*(range(self.mesh[dim]) for dim in dims))
+            alike = [at for at in places if all(self._split(a, at) == self._held(shard, a) for a in axes)]
+            fixed |= {dim: sorted({at[i] for at in alike}) for i, dim in enumerate(dims)}
         return self.mesh.ranks(**fixed)
 
     def replica_sets(self) -> set[tuple[int, ...]]:
@@ -304,13 +366,17 @@ class Layout:
                     sets |= {self.replicas(shard, label) for label in shard.param.sentence.labels}
         return sets
 
+    def _split(self, axis: str, at: Sequence[int]) -> tuple[int, int]:
+        """[start, stop) of an axis at some coordinates along the dimensions that split it."""
+        dims, part = self.split[axis], 0
+        for dim, coordinate in zip(dims, at, strict=True):
+            part = part * self.mesh[dim] + coordinate
+        return split_axis(axis, self.schema.sizes[axis], self.mesh.size(dims), part, dims)
+
     def _held(self, shard: Shard, axis: str) -> tuple[int, int]:
+        """What the holder of a shard has of an axis: of one in the name the whole range of its names."""
+        first, stop = shard.box[axis]
         if axis not in shard.param.named_axes:
-            return shard.box[axis]
-        # An axis in the name is held as a range of names: compare the whole range.
-        size, parts = self.schema.sizes[axis], self.mesh[SPLIT[axis]]
-        return next(
-            box
-            for part in range(parts)
-            if (box := split_axis(axis, size, parts, part))[0] <= shard.box[axis][0] < box[1]
-        )
+            return first, stop
+        boxes = (self._split(axis, at) for at in itertools.product(*(range(self.mesh[d]) for d in self.split[axis])))
+        return next(box for box in boxes if box[0] <= first < box[1])

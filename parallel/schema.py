@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from parallel.pattern import Pattern, Sizes
 
-SPLIT: Mapping[str, str] = {
-    "layer": "pp",
-    "experts": "ep",
-    "heads": "tp",
-    "kv": "tp",
-    "mlp": "tp",
-    "vocab": "tp",
+Split = Mapping[str, tuple[str, ...]]
+"""{axis: the mesh dimensions over whose product it is split, the slowest first}."""
+
+SPLIT: Split = {
+    "layer": ("pp",),
+    "experts": ("ep",),
+    "heads": ("tp",),
+    "kv": ("tp",),
+    "mlp": ("tp",),
+    "vocab": ("tp",),
 }
-"""Which mesh dimension splits an axis: the only such table."""
+"""Which mesh dimensions split an axis, unless a layout says otherwise: the only such table."""
 
 PADDED = ("vocab", "mlp")
 """Axes that are filled up with zeros to a multiple of the ranks. No token names a row of zeros; a hidden feature of
@@ -43,6 +47,7 @@ class Param:
         hf_pattern: How Hugging Face stores it, where that differs from ``pattern``.
         at: The ends of the pipeline that hold it: ``first``, ``last`` or ``first last`` (tied). Parameters with
             ``{layer}`` in their name live where their layer lives instead.
+        layers: The layers that have it, ascending; None: all. It needs ``{layer}`` in its name.
         mean: Mean of the initial values.
         std: Standard deviation of the initial values.
         uniform: Whether they are spread evenly about the mean, rather than normally.
@@ -53,6 +58,7 @@ class Param:
     hf: str = ""
     hf_pattern: str = ""
     at: str = "first"
+    layers: tuple[int, ...] | None = None
     mean: float = 0.0
     std: float = 0.0
     uniform: bool = False
@@ -60,6 +66,8 @@ class Param:
     def __post_init__(self) -> None:
         if not set(self.at.split()) <= {"first", "last"} or not self.at.split():
             raise ValueError(f"{self.name}: at={self.at!r} is not one of 'first', 'last', 'first last'")
+        if self.layers is not None and "layer" not in self.named_axes:
+            raise ValueError(f"{self.name}: it belongs to some layers, and has no {{layer}} in its name")
 
     @cached_property
     def sentence(self) -> Pattern:
@@ -69,6 +77,10 @@ class Param:
     def named_axes(self) -> tuple[str, ...]:
         """Axes that live in the name."""
         return tuple(NAMED.findall(self.name))
+
+    def values(self, axis: str, sizes: Sizes) -> Sequence[int]:
+        """The indices that an axis has in its names: of ``layer`` those of the layers that have it."""
+        return range(sizes[axis]) if axis != "layer" or self.layers is None else self.layers
 
     @property
     def decays(self) -> bool:
@@ -124,7 +136,8 @@ class Schema:
             for axis in (*param.sentence.axes, *param.named_axes, *NAMED.findall(param.hf)):
                 if axis not in self.sizes:
                     raise ValueError(f"{param.name}: axis {axis!r} has no size; sizes are {dict(self.sizes)}")
-            _check_splits(param)
+            _check_layers(param, self.sizes)
+        check_splits(self.params, SPLIT)
         _check_hf_names(self.params, self.sizes)
 
     def __getitem__(self, name: str) -> Param:
@@ -135,15 +148,28 @@ class Schema:
         return {param.name: param for param in self.params}
 
     @cached_property
-    def pieces(self) -> Mapping[tuple[str, str], frozenset[str]]:
-        """{(parameter, label): its axes}: what two declarations of a model must agree on, however they are stored."""
+    def pieces(self) -> Mapping[tuple[str, str], tuple[frozenset[str], tuple[int, ...] | None]]:
+        """{(parameter, label): its axes, its layers}: what two declarations of a model must agree on.
+
+        They need not agree on how it is stored.
+        """
         found = ((param, label) for param in self.params for label in param.sentence.labels)
-        return {(param.name, label): frozenset(param.sentence.piece_axes(label)) for param, label in found}
+        return {(p.name, label): (frozenset(p.sentence.piece_axes(label)), p.layers) for p, label in found}
 
     def numel(self, param: Param) -> int:
-        """Elements of a parameter over all layers (and every other axis in its name), unsharded, unpadded."""
-        named = math.prod(self.sizes[axis] for axis in param.named_axes)
-        return named * math.prod(param.sentence.shape(self.sizes))
+        """Elements of a parameter over all its layers (and every other axis in its name), unsharded, unpadded."""
+        return self.count(param, param.name) * math.prod(param.sentence.shape(self.sizes))
+
+    def count(self, param: Param, template: str) -> int:
+        """How many tensors have a name of a parameter, ours or Hugging Face's: one for each of its layers, say."""
+        some = {} if param.layers is None else {"layer": len(param.layers)}
+        return math.prod(some.get(axis, self.sizes[axis]) for axis in NAMED.findall(template))
+
+    def indices(self, param: Param, template: str) -> Iterator[Mapping[str, int]]:
+        """What stands for each axis in a name of a parameter, ours or Hugging Face's, for each of its tensors."""
+        axes = NAMED.findall(template)
+        for values in itertools.product(*(param.values(axis, self.sizes) for axis in axes)):
+            yield dict(zip(axes, values, strict=True))
 
     @property
     def parameters(self) -> int:
@@ -158,29 +184,51 @@ def _check_hf_names(params: Sequence[Param], sizes: Sizes) -> None:
     for param, template in templates:
         others = alike.setdefault(_VARIES.sub("#", template), [])
         for other, theirs in others:
-            if name := _in_common(template, theirs, sizes):
+            if name := _in_common((param, template), (other, theirs), sizes):
                 raise ValueError(f"{other.name} and {param.name} have one Hugging Face name, {name}: rename one")
         others.append((param, template))
 
 
-def _in_common(template: str, other: str, sizes: Sizes) -> str | None:
+def _in_common(one: tuple[Param, str], other: tuple[Param, str], sizes: Sizes) -> str | None:
     """A name that both of two templates spell, which are alike but for axes and numbers; None where there is none."""
-    numbers = []
-    for found in zip(_VARIES.findall(template), _VARIES.findall(other), strict=True):
-        spans = [(0, sizes[word[1:-1]]) if word.startswith("{") else (int(word), int(word) + 1) for word in found]
-        first = max(start for start, _ in spans)
-        if first >= min(stop for _, stop in spans):
-            return None
-        numbers.append(first)
-    return _VARIES.sub("{}", template).format(*numbers)
+
+    def indices(param: Param, word: str) -> Sequence[int]:
+        return param.values(word[1:-1], sizes) if word.startswith("{") else range(int(word), int(word) + 1)
+
+    words = (_VARIES.findall(template) for _, template in (one, other))
+    numbers = [_first_of_both(indices(one[0], a), indices(other[0], b)) for a, b in zip(*words, strict=True)]
+    return None if None in numbers else _VARIES.sub("{}", one[1]).format(*numbers)
 
 
-def _check_splits(param: Param) -> None:
-    """Refuse two axes of a piece on one mesh dimension: ranks would hold blocks of a diagonal, and nobody the rest."""
-    for label in param.sentence.labels:
-        taken: dict[str, str] = {}
-        for axis in (*param.named_axes, *param.sentence.piece_axes(label)):
-            other = taken.setdefault(SPLIT.get(axis, axis), axis)
-            if other != axis:
-                piece = f"piece {label!r}" if label else "one piece"
-                raise ValueError(f"{param.name}: {SPLIT[axis]} would split both {other!r} and {axis!r} of {piece}")
+def _first_of_both(some: Sequence[int], others: Sequence[int]) -> int | None:
+    if isinstance(some, range) and isinstance(others, range):
+        first = max(some.start, others.start)
+        return first if first in some and first in others else None
+    listed, more = (others, some) if isinstance(some, range) else (some, others)
+    return next((n for n in listed if n in more), None)
+
+
+def _check_layers(param: Param, sizes: Sizes) -> None:
+    if (layers := param.layers) is None:
+        return
+    if not layers or list(layers) != sorted({*layers}) or layers[0] < 0 or layers[-1] >= sizes["layer"]:
+        raise ValueError(
+            f"{param.name}: layers={layers} are not some of the {sizes['layer']} layers, ascending, each once"
+        )
+
+
+def check_splits(params: Iterable[Param], split: Split) -> None:
+    """Refuse two axes of a piece on one mesh dimension: ranks would hold blocks of a diagonal, and nobody the rest.
+
+    Raises:
+        ValueError: there are two.
+    """
+    for param in params:
+        for label in param.sentence.labels:
+            taken: dict[str, str] = {}
+            for axis in (*param.named_axes, *param.sentence.piece_axes(label)):
+                for dim in split.get(axis, (axis,)):
+                    other = taken.setdefault(dim, axis)
+                    if other != axis:
+                        piece = f"piece {label!r}" if label else "one piece"
+                        raise ValueError(f"{param.name}: {dim} would split both {other!r} and {axis!r} of {piece}")

@@ -7,7 +7,6 @@ target into parts of bounded size, so that a transfer needs the same memory for 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,7 +15,7 @@ import numpy as np
 
 from parallel.layout import Box, Layout
 from parallel.pattern import Pattern, Piece, Sizes
-from parallel.schema import NAMED, Schema
+from parallel.schema import Schema
 
 
 class TransferError(ValueError):
@@ -132,9 +131,7 @@ def hugging_face(schema: Schema, where: Hashable = "hf") -> Iterator[Stored]:
         for label, tensor in param.hf_tensors.items():
             tensors.setdefault(tensor, []).append(label)
         for (template, pattern), labels in tensors.items():
-            named = NAMED.findall(template)
-            for values in itertools.product(*(range(schema.sizes[axis]) for axis in named)):
-                index = dict(zip(named, values, strict=True))
+            for index in schema.indices(param, template):
                 box = {axis: (0, schema.sizes[axis]) for axis in sorted(pattern.axes)}
                 box |= {axis: (i, i + 1) for axis, i in index.items()}
                 yield Stored(where, template.format(**index), param.name, tuple(labels), pattern, box)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from parallel.layout import Layout, MeshShape, Shard
 from parallel.pattern import Pattern, Piece
-from parallel.schema import Param, Schema
+from parallel.schema import SPLIT, Param, Schema, Split
 
 FREE = ("embed", "head", "two", "half")
 TP = ("heads", "kv", "mlp", "vocab", "columns", "rows")
@@ -48,10 +48,10 @@ def _factors(draw: st.DrawFn, slots: Sequence[str], depth: int) -> str:
 
 
 @st.composite
-def sentences(draw: st.DrawFn, experts: bool = True) -> str:
+def sentences(draw: st.DrawFn, experts: bool = True, tp: bool = True) -> str:
     """Any sentence in which no piece has an axis twice, or two axes that one mesh dimension splits."""
-    slots = draw(st.lists(st.sampled_from(FREE), max_size=3, unique=True))
-    slots += ["tp"] if draw(st.booleans()) or not slots else []
+    slots = draw(st.lists(st.sampled_from(FREE), min_size=0 if tp else 1, max_size=3, unique=True))
+    slots += ["tp"] if tp and (draw(st.booleans()) or not slots) else []
     slots += ["experts"] if experts and draw(st.booleans()) else []
     return draw(_factors(draw(st.permutations(slots)), 2))
 
@@ -62,11 +62,15 @@ def meshes(most: int = 24) -> st.SearchStrategy[MeshShape]:
     return shapes.filter(lambda mesh: mesh.world <= most)
 
 
+FOLDED: Split = {**SPLIT, "experts": ("ep", "tp")}
+"""Experts over all ranks of a model, rather than over ep alone."""
+
+
 @st.composite
-def sizes_for(draw: st.DrawFn, shapes: Sequence[MeshShape]) -> dict[str, int]:
+def sizes_for(draw: st.DrawFn, shapes: Sequence[MeshShape], split: Split = SPLIT) -> dict[str, int]:
     """Sizes of all axes that every one of the meshes can split."""
     tp = int(np.lcm.reduce([mesh.tp for mesh in shapes]))
-    ep = int(np.lcm.reduce([mesh.ep for mesh in shapes]))
+    ep = int(np.lcm.reduce([mesh.size(split["experts"]) for mesh in shapes]))
     shared = [n for n in range(1, tp + 1) if all(mesh.tp % n == 0 or n % mesh.tp == 0 for mesh in shapes)]
     sizes = {axis: draw(st.integers(1, 3)) for axis in FREE}
     sizes |= {axis: tp * draw(st.integers(1, 2)) for axis in ("heads", "mlp", "columns", "rows")}
@@ -87,22 +91,32 @@ def splits(draw: st.DrawFn, layers: int, mesh: MeshShape) -> tuple[int, ...]:
 
 
 @st.composite
-def params(draw: st.DrawFn) -> tuple[Param, ...]:
-    """A table: some parameters of layers, of listed experts, and at the ends of the pipeline."""
+def params(draw: st.DrawFn, layers: int, split: Split = SPLIT) -> tuple[Param, ...]:
+    """A table: some parameters of layers, of some layers, of listed experts, and at the ends of the pipeline."""
+
+    def sentence() -> str:
+        if split is SPLIT:
+            return draw(sentences())
+        experts = draw(st.booleans())  # whose pieces have no axis that tp splits as well
+        return draw(sentences(experts, tp=not experts))
+
+    some = tuple(sorted(draw(st.sets(st.integers(0, layers - 1), min_size=1))))
     table = [
-        Param("layers.{layer}.a", draw(sentences())),
-        Param("layers.{layer}.expert.{experts}.b", draw(sentences(experts=False))),
+        Param("layers.{layer}.a", sentence()),
+        Param("layers.{layer}.c", sentence(), layers=some),
+        Param("layers.{layer}.expert.{experts}.b", draw(sentences(experts=False, tp=split is SPLIT)), layers=some),
     ]
     for name, at in (("first", "first"), ("last", "last"), ("tied", "first last")):
-        table.append(Param(name, draw(sentences()), at=at))
+        table.append(Param(name, sentence(), at=at))
     return tuple(draw(st.lists(st.sampled_from(table), min_size=1, unique_by=lambda param: param.name)))
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    mesh = draw(meshes())
-    sizes = draw(sizes_for([mesh]))
-    return Layout(Schema(draw(params()), sizes), mesh, draw(splits(sizes["layer"], mesh)))
+    mesh, split = draw(meshes()), draw(st.sampled_from((SPLIT, FOLDED)))
+    sizes = draw(sizes_for([mesh], split))
+    schema = Schema(draw(params(sizes["layer"], split)), sizes)
+    return Layout(schema, mesh, draw(splits(sizes["layer"], mesh)), split)
 
 
 def strided(array: np.ndarray, piece: Piece) -> np.ndarray:

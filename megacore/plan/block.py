@@ -287,7 +287,7 @@ class Block:
         sentence, adapters = shard.param.sentence, self._held.get(f"{stem}.{A}")
         return Linear(
             name,
-            any(SPLIT.get(axis) == "tp" for axis in Pattern(sentence.dims[:1]).axes),
+            any("tp" in SPLIT.get(axis, ()) for axis in Pattern(sentence.dims[:1]).axes),
             inputs,
             outputs,
             len(sentence.labels),

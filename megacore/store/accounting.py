@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -117,8 +116,7 @@ def _absurd(config: ModelConfig, found: int) -> str | None:
 
 
 def _tensors(schema: Schema) -> int:
-    templates = (template for param in schema.params for template, _ in {*param.hf_tensors.values()})
-    return sum(math.prod(schema.sizes[axis] for axis in NAMED.findall(template)) for template in templates)
+    return sum(schema.count(param, template) for param in schema.params for template, _ in {*param.hf_tensors.values()})
 
 
 def _with_prefix(

@@ -20,12 +20,13 @@ from models.registry import family
 from models.tuning import Tuning
 from parallel.fingerprint import spell
 from parallel.layout import Layout, MeshShape, Place
-from parallel.schema import Param, Schema
+from parallel.schema import SPLIT, Param, Schema, Split
 from parallel.transfer import Stored, native
 
 INDEX = "index.json"
 FORMAT, VERSIONS = "megacore", (1, 2)
-"""Since version 2 the tensors of a place may be spread over several files; where none are, it is version 1."""
+"""Since version 2 the tensors of a place may be spread over several files, a parameter may belong to some layers, and
+an axis may be split over a product of dimensions; where nothing of this is so, it is version 1."""
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 STATES = ("weights", MASTER, *MOMENTS)
 """Weights, their fp32 masters, and AdamW's two moments: each stored by the weights' own sentences and names."""
@@ -56,7 +57,7 @@ _FILE = re.compile(r"(\w+)/pp(\d{1,9})-ep(\d{1,9})-tp(\d{1,9})(?:-part(\d{1,9}))
 def on_disk(layout: Layout) -> Layout:
     """The layout without what does not show on disk: its ranks are the model-parallel coordinates."""
     mesh = layout.mesh
-    return Layout(layout.schema, MeshShape(pp=mesh.pp, ep=mesh.ep, tp=mesh.tp), layout.layers)
+    return Layout(layout.schema, MeshShape(pp=mesh.pp, ep=mesh.ep, tp=mesh.tp), layout.layers, layout.split)
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,9 @@ class Index:
     @property
     def version(self) -> int:
         """Of the format: the first that has what there is."""
-        return 1 if all(parts == [None] for parts in self.parts.values()) else 2
+        some = any(param.layers is not None for param in self.layout.schema.params)
+        whole = all(parts == [None] for parts in self.parts.values())
+        return 1 if whole and not some and self.layout.split == SPLIT else 2
 
     @cached_property
     def parts(self) -> Mapping[tuple[str, Place], list[int | None]]:
@@ -155,18 +158,29 @@ class Index:
 
     def to_json(self) -> bytes:
         schema, mesh = self.layout.schema, self.layout.mesh
+        folded = {
+            axis: self.layout.split.get(axis, ()) for axis in SPLIT if self.layout.split.get(axis, ()) != SPLIT[axis]
+        }
         tree = {
             "format": FORMAT,
             "version": self.version,
             "step": self.step,
             "config": dict(self.raw),
             "parameters": [
-                {"name": p.name, "pattern": p.pattern, "at": p.at, "hf": p.hf, "hf_pattern": p.hf_pattern or p.pattern}
+                {
+                    "name": p.name,
+                    "pattern": p.pattern,
+                    "at": p.at,
+                    "hf": p.hf,
+                    "hf_pattern": p.hf_pattern or p.pattern,
+                    **({"layers": _runs(p.layers)} if p.layers is not None else {}),
+                }
                 for p in schema.params
             ],
             "sizes": dict(schema.sizes),
             "mesh": {"pp": mesh.pp, "ep": mesh.ep, "tp": mesh.tp},
             "layers_per_stage": list(self.layout.layers),
+            **({"split": {axis: list(dims) for axis, dims in folded.items()}} if folded else {}),
             "states": list(self.states),
             **({"frozen": sorted(self.frozen)} if self.frozen else {}),
             **({"adapters": _spelled(self.adapters)} if self.adapters else {}),
@@ -260,9 +274,10 @@ def read_index(path: Path) -> Index:
     if set(mesh) != {"pp", "ep", "tp"} or not ranks <= len(records) <= most:
         raise tree.error(f"has mesh={short(mesh)} and {len(states)} states, but {len(records)} files")
     try:
-        schema = Schema(tuple(_param(tree, p) for p in tree.get("parameters", list)), tree.child("sizes").numbers())
+        params = (_param(tree, p, version) for p in tree.get("parameters", list))
+        schema = Schema(tuple(params), tree.child("sizes").numbers())
         _check_count(tree, schema, records)
-        layout = Layout(schema, MeshShape(**mesh), tuple(layers))
+        layout = Layout(schema, MeshShape(**mesh), tuple(layers), _split(tree, version))
         index = Index(raw, layout, states, step, records, _adapters(tree))
         _check_model(tree, index)
         index = replace(index, frozen=_frozen(tree, index.schema))
@@ -373,7 +388,36 @@ def _range(tree: _Tree, tensor: str) -> Range:
             raise tree.error(f"has {short(other)} for {tensor!r}, which is not [axis, start, stop]")
 
 
-def _param(tree: _Tree, value: object) -> Param:
+def _runs(layers: Sequence[int]) -> str:
+    """As the index says it: ``0-2,5``."""
+    first, last = ([n for n in layers if n + step not in layers] for step in (-1, 1))
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
+
+
+def _layers(tree: _Tree, version: int) -> tuple[int, ...] | None:
+    if "layers" not in tree.tree or version == 1:
+        return None
+    text = tree.get("layers", str)
+    if not re.fullmatch(r"\d{1,6}(-\d{1,6})?(,\d{1,6}(-\d{1,6})?)*", text, re.ASCII):
+        raise tree.error(f"has layers={short(text)}, which are no numbers of layers such as 0-2,5")
+    ends = [(int(run.partition("-")[0]), int(run.rpartition("-")[2])) for run in text.split(",")]
+    # Before they are counted out: runs that overlap could be any number of times as long as the text.
+    if any(a > b for a, b in ends) or any(b >= a for (_, b), (a, _) in itertools.pairwise(ends)):
+        raise tree.error(f"has layers={short(text)}, which do not ascend")
+    return tuple(n for a, b in ends for n in range(a, b + 1))
+
+
+def _split(tree: _Tree, version: int) -> Split:
+    if "split" not in tree.tree or version == 1:
+        return SPLIT
+    said = tree.child("split")
+    for axis, dims in said.tree.items():
+        if axis not in SPLIT or dims not in ([], ["ep"], ["tp"], ["ep", "tp"], ["tp", "ep"]):
+            raise said.error(f"has {short(dims)} for {axis!r}, which is no list of ep and tp")
+    return {**SPLIT, **{axis: tuple(dims) for axis, dims in said.tree.items()}}
+
+
+def _param(tree: _Tree, value: object, version: int) -> Param:
     declared = _Tree(tree.path, "a parameter", value)
     for sentence in (declared.get("pattern", str), declared.get("hf_pattern", str)):
         # Fused groups multiply, and parentheses nest: a damaged sentence must not take for ever.
@@ -381,12 +425,13 @@ def _param(tree: _Tree, value: object) -> Param:
             raise declared.error(f"has the sentence {short(sentence)}")
     if not _HUGGING_FACE.fullmatch(declared.get("hf", str)):
         raise declared.error(f"has hf={short(declared.tree['hf'])}, which names no tensors")
-    return Param(*(declared.get(key, str) for key in ("name", "pattern", "hf", "hf_pattern", "at")))
+    texts = {key: declared.get(key, str) for key in ("name", "pattern", "hf", "hf_pattern", "at")}
+    return Param(**texts, layers=_layers(declared, version))
 
 
 def _check_count(tree: _Tree, schema: Schema, records: Mapping[str, FileRecord]) -> None:
     """Before anything counts through the layers: a damaged number of them must not take for ever."""
-    tensors = sum(math.prod(schema.sizes[axis] for axis in param.named_axes) for param in schema.params)
+    tensors = sum(schema.count(param, param.name) for param in schema.params)
     listed = sum(len(record.fingerprints) for record in records.values())
     if tensors > listed:
         raise tree.error(f"describes {tensors} tensors and lists {listed}")

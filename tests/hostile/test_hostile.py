@@ -107,7 +107,7 @@ def test_what_is_sound_succeeds(command: str, sound: Path, commands: Runner, tmp
 # -- random damage: what it finds becomes a line of the corpus
 
 SEEDS, BATCH = 144, 24
-GRID = 14_000
+GRID = 20_000
 """Some 15 seconds in the suite, whose own time is short, and half an hour with `-m grid`."""
 
 

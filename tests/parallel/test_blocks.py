@@ -83,7 +83,7 @@ def check_all(schema: Schema, sources: list[Stored], targets: list[Stored], limi
 def test_random_tables_between_random_layouts(data: st.DataObject, limit: int) -> None:
     shapes = [data.draw(meshes(12)) for _ in range(2)]
     sizes = data.draw(sizes_for(shapes))
-    schema = Schema(data.draw(params()), sizes)
+    schema = Schema(data.draw(params(sizes["layer"])), sizes)
     one, two = (
         list(native(Layout(schema, mesh, data.draw(splits(sizes["layer"], mesh))), range(mesh.world)))
         for mesh in shapes

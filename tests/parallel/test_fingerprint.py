@@ -241,7 +241,7 @@ def test_all_replicas_that_differ_are_named() -> None:
 def test_any_two_layouts_add_up_to_the_same(data: st.DataObject, itemsize: int) -> None:
     shapes = [data.draw(meshes(12)) for _ in range(2)]
     sizes = data.draw(sizes_for(shapes))
-    schema = Schema(data.draw(params()), sizes)
+    schema = Schema(data.draw(params(sizes["layer"])), sizes)
     alone = Layout(schema, MeshShape(), (sizes["layer"],))
     logical: dict[Logical, np.ndarray] = {}
     for i, stored in enumerate(native(alone, [0])):

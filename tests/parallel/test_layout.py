@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from types import FrameType
 
 import numpy as np
@@ -16,7 +17,7 @@ from sentences import coverage, layouts, meshes, owners, region
 from models.registry import configure
 from models.stages import layout_of
 from parallel.layout import Layout, MeshShape, Place, balanced_layers, split_axis, split_problems
-from parallel.schema import PADDED, SPLIT, Param, Schema
+from parallel.schema import PADDED, SPLIT, Param, Schema, Split
 from parallel.transfer import Copy, hugging_face, native, plan
 
 QKV = Param("layers.{layer}.qkv", "(q: heads head + k: kv head + v: kv head) embed")
@@ -209,9 +210,10 @@ def test_every_element_is_owned_by_exactly_its_replicas(one: Layout) -> None:
     for array in held.values():
         assert array.any(0).all(), "an element that nobody holds"
     names = {
-        param.name.format(**dict(zip(param.named_axes, values, strict=True)))
+        param.name.format(layer=layer, experts=expert)
         for param in one.schema.params
-        for values in itertools.product(*(range(one.schema.sizes[axis]) for axis in param.named_axes))
+        for layer in (range(one.schema.sizes["layer"]) if param.layers is None else param.layers)
+        for expert in range(one.schema.sizes["experts"])
     }
     assert {name for name, _ in held} == names
 
@@ -243,6 +245,28 @@ def test_replicas_counted_once_make_the_model(one: Layout) -> None:
     assert total == pytest.approx(one.schema.parameters)
 
 
+def test_experts_over_a_product_of_dimensions() -> None:
+    """Rank (ep, tp) holds the experts of part ep x TP + tp whole; who has the same are its data parallel peers."""
+    params = (Param("layers.{layer}.moe", "experts mlp embed"), Param("layers.{layer}.out", "embed (heads head)"))
+    mesh = MeshShape(dp=2, ep=2, tp=2)
+    wide: Split = {axis: dims for axis, dims in SPLIT.items() if axis != "mlp"}
+    folded: Split = {**wide, "experts": ("ep", "tp")}
+    one = Layout(Schema(params, SIZES), mesh, (4,), folded)
+    for rank in range(8):
+        moe, *_, out = one.shards(mesh.place(rank))
+        assert moe.box["experts"] == (rank % 4, rank % 4 + 1) and moe.shape == (1, 12, 8)
+        assert one.replicas(moe, "") == (rank % 4, rank % 4 + 4)
+        assert one.replicas(out, "") == tuple(range(rank % 2, 8, 2))
+    with pytest.raises(ValueError, match=r"layers.\{layer\}.moe: tp would split both 'experts' and 'mlp' of one piece"):
+        Layout(Schema(params, SIZES), mesh, (4,), {**SPLIT, "experts": ("ep", "tp")})
+    with pytest.raises(ValueError, match=r"cannot split experts \(9\) over ep x tp=4: choose ep x tp from 1, 3, 9$"):
+        Layout(Schema(params, SIZES | {"experts": 9}), mesh, (4,), folded)
+    with pytest.raises(ValueError, match=r"cannot split kv \(2\) over ep x tp=4: choose ep x tp from 1, 2$"):
+        Layout(Schema(params, SIZES), mesh, (4,), {**wide, "kv": ("ep", "tp")})
+    with pytest.raises(ValueError, match="layers go over pp, and others are of"):
+        Layout(Schema(params[:1], SIZES), mesh, (4,), {**folded, "embed": ("tp",)})
+
+
 # -- balanced splits
 
 
@@ -269,6 +293,27 @@ def test_balanced_layers_count_embedding_and_head() -> None:
     assert balanced_layers(8, 4, head=2) == (2, 3, 2, 1)
     with pytest.raises(ValueError, match="cannot spread 3 layers over 4 virtual stages: choose pp x chunks <= 3"):
         balanced_layers(3, 4)
+
+
+def _work(counts: Sequence[int], work: Sequence[float], first: float, last: float) -> list[float]:
+    """Of each stage."""
+    of = [sum(work[a:b]) for a, b in itertools.pairwise([0, *itertools.accumulate(counts)])]
+    return [each + (s == 0) * first + (s == len(of) - 1) * last for s, each in enumerate(of)]
+
+
+def test_unequal_layers_are_balanced_by_their_work() -> None:
+    rng = np.random.default_rng(0)
+    for layers, stages in ((n, s) for n in range(1, 9) for s in range(1, min(n, 4) + 1)):
+        work = [float(n) for n in rng.integers(1, 9, layers)]
+        first, last = float(rng.integers(0, 9)), float(rng.integers(0, 9))
+        counts = balanced_layers(layers, stages, first, last, work)
+        assert len(counts) == stages and sum(counts) == layers and min(counts) >= 1
+
+        every = (c for c in itertools.product(range(1, layers + 1), repeat=stages) if sum(c) == layers)
+        slowest = {c: max(_work(c, work, first, last)) for c in every}
+        assert slowest[counts] == min(slowest.values())
+    # Three dense layers and then experts of nine times their work: no stage of experts waits for another.
+    assert balanced_layers(12, 3, work=[1] * 3 + [9] * 9) == (6, 3, 3)
 
 
 # -- size

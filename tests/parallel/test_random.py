@@ -34,8 +34,8 @@ def test_every_mesh_draws_the_same_logical_pieces(data: st.DataObject) -> None:
     mesh = data.draw(meshes(12))
     sizes = data.draw(sizes_for([mesh]))
     table = tuple(
-        Param(p.name, p.pattern, at=p.at, mean=data.draw(st.sampled_from([0.0, 1.0])), std=std)
-        for p in data.draw(params())
+        Param(p.name, p.pattern, at=p.at, layers=p.layers, mean=data.draw(st.sampled_from([0.0, 1.0])), std=std)
+        for p in data.draw(params(sizes["layer"]))
         for std in [data.draw(st.sampled_from([0.0, 0.02]))]
     )
     layout = Layout(Schema(table, sizes), mesh, data.draw(splits(sizes["layer"], mesh)))

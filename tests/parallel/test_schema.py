@@ -94,6 +94,23 @@ def test_two_pieces_have_two_hugging_face_names() -> None:
         Schema((Param("a", "(q: embed + k: embed) vocab", "{k,k}"),), SIZES)
 
 
+def test_some_layers_have_a_parameter() -> None:
+    some, rest = (Param(f"layers.{{layer}}.{name}", "embed", "h.{layer}.w", layers=n) for name, n in
+                  (("a", (0, 2)), ("b", (1,))))  # fmt: skip
+    schema = Schema((some, rest), SIZES)  # they share a name, and no layer
+    assert [schema.numel(param) for param in (some, rest)] == [16, 8]
+    assert [index["layer"] for index in schema.indices(some, some.name)] == [0, 2]
+    with pytest.raises(ValueError, match=r"have one Hugging Face name, h\.1\.w: rename one"):
+        Schema((rest, Param("layers.{layer}.c", "embed", "h.{layer}.w", layers=(1, 2))), SIZES)
+    with pytest.raises(ValueError, match=r"have one Hugging Face name, h\.2\.w: rename one"):
+        Schema((some, Param("c", "embed", "h.2.w")), SIZES)
+    with pytest.raises(ValueError, match=r"it belongs to some layers, and has no \{layer\} in its name"):
+        Param("embed.weight", "vocab embed", layers=(0,))
+    for layers in ((), (3,), (-1, 0), (1, 0), (1, 1)):
+        with pytest.raises(ValueError, match="are not some of the 3 layers, ascending, each once"):
+            Schema((Param("layers.{layer}.a", "embed", layers=layers),), SIZES)
+
+
 def test_names_that_only_look_alike_are_taken() -> None:
     names = ("h.{layer}.w", "h.3.w", "h.4.w", "h.{layer}.{q,k}.w", "h{layer}.w", "", "")
     Schema(tuple(Param(str(i), "(q: embed + k: embed)", hf) for i, hf in enumerate(names)), SIZES)
@@ -122,4 +139,4 @@ def test_a_mesh_dimension_splits_one_axis_of_a_piece() -> None:
 
 
 def test_the_only_table_of_splits() -> None:
-    assert set(SPLIT.values()) == {"pp", "ep", "tp"}
+    assert {dim for dims in SPLIT.values() for dim in dims} == {"pp", "ep", "tp"}

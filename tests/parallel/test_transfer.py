@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentences import meshes, params, region, sizes_for, splits, strided
+from sentences import FOLDED, meshes, params, region, sizes_for, splits, strided
 
 from models.registry import FAMILIES, configure
 from models.stages import default_layers
 from parallel.layout import Layout, MeshShape, balanced_layers
-from parallel.schema import Param, Schema
+from parallel.schema import SPLIT, Param, Schema
 from parallel.transfer import Stored, TransferError, execute, hugging_face, native, plan
 
 Arrays = dict[tuple[Any, str], np.ndarray]
@@ -265,10 +265,15 @@ def test_hugging_face_over_a_chain_of_meshes_and_back_is_bitwise(
 def test_random_tables_move_between_random_meshes(data: st.DataObject) -> None:
     """What a rank holds is the slice of what one process holds, and one process gets it back."""
     shapes = [data.draw(meshes(12)) for _ in range(2)]
-    sizes = data.draw(sizes_for(shapes))
-    schema = Schema(data.draw(params()), sizes)
+    split = data.draw(st.sampled_from((SPLIT, FOLDED)))
+    sizes = data.draw(sizes_for(shapes, split))
+    schema = Schema(data.draw(params(sizes["layer"], split)), sizes)
     alone = Layout(schema, MeshShape(), (sizes["layer"],))
-    first, second = (Layout(schema, mesh, data.draw(splits(sizes["layer"], mesh))) for mesh in shapes)
+    # Experts come to a mesh that spreads them over all of its ranks from one that may not, and the other way round.
+    first, second = (
+        Layout(schema, mesh, data.draw(splits(sizes["layer"], mesh)), data.draw(st.sampled_from((SPLIT, split))))
+        for mesh in shapes
+    )
     whole = numbered(ranks(alone))
     logical = {
         (shard.name, piece.label): strided(whole[0, shard.name], piece)

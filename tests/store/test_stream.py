@@ -67,7 +67,7 @@ def test_any_tables_between_any_layouts(
     folder = tmp_path_factory.mktemp("stream")
     shapes = [data.draw(meshes(8)) for _ in range(2)]
     sizes = data.draw(sizes_for(shapes))
-    schema = Schema(data.draw(tables()), sizes)
+    schema = Schema(data.draw(tables(sizes["layer"])), sizes)
     alone = list(native(Layout(schema, MeshShape(), (sizes["layer"],)), [0]))
     one, two = (
         list(native(Layout(schema, mesh, data.draw(splits(sizes["layer"], mesh))), range(mesh.world)))
