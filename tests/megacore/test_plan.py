@@ -429,7 +429,7 @@ def test_published_runs_are_as_fast_as_planned() -> None:
 
 def test_the_plan_chooses_what_others_have_found_fastest() -> None:
     """8B on a node: sharded data parallelism rather than tp=4; 70B on 1,024: tp and pp rather than ZeRO-3 over 512."""
-    config = load(RECIPES / "llama-3.1-8b.yaml", ["mesh.tp=1", "mesh.dp=1", "data.shard=none"])
+    config = load(RECIPES / "llama-3.1-8b.yaml", ["mesh.tp=1", "mesh.dp=1", "zero.shard=none"])
     base = setting_of(config, configure(config.model), 1, "cuda")
     (best,) = fit(base, 8, H100, 1)
     assert (best.setting.layout.mesh, best.setting.shard) == (MeshShape(dp=8), "parameters")

@@ -20,7 +20,6 @@ from pool import Pool
 
 from megacore import load as loading
 from megacore import open_files
-from megacore.config import load
 from megacore.control import Control
 from megacore.data.batches import HELD, Batch, prefetch
 from megacore.data.corpora import Corpora
@@ -31,6 +30,7 @@ from megacore.plan.devices import DEVICES
 from megacore.plan.of_config import setting_of
 from megacore.plan.state import Held
 from megacore.plan.step_time import Cluster, estimate
+from megacore.recipe import load
 from megacore.store import parts
 from megacore.store.checkpoint import Checkpoint
 from models.registry import configure
@@ -82,7 +82,7 @@ def started_saved_and_resumed(recipe: str, overrides: list[str]) -> Seen:
     return Seen(groups, len(written), sum(sizes), read)
 
 
-@pytest.mark.parametrize("overrides", [["mesh.tp=2"], ["mesh.pp=2", "data.shard=optimizer"]], ids=" ".join)
+@pytest.mark.parametrize("overrides", [["mesh.tp=2"], ["mesh.pp=2", "zero.shard=optimizer"]], ids=" ".join)
 def test_a_run_makes_writes_and_reads_what_the_plan_says(overrides: list[str], pool: Pool, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, RECIPE)
     overrides = [*overrides, "train.precision=bf16", "evaluate.every=0", "checkpoint.at_end=true"]

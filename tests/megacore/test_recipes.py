@@ -40,5 +40,5 @@ def test_recipe_fits(name: str) -> None:
     if state is not None:
         stages = (layout.mesh.place(rank) for rank in layout.mesh.ranks(dp=(0,), tp=(0,)))
         fullest = max(sum(shard.numel for shard in layout.shards(place)) for place in stages)
-        share = layout.mesh.dp if config.data.shard == "parameters" else 1
+        share = layout.mesh.dp if config.zero.shard == "parameters" else 1
         assert 18 * fullest / share == pytest.approx(state, rel=5e-3)
