@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 
 from megacore import checkpoints, metrics, open_files
-from megacore.base import fingerprint
 from megacore.check import Setup, check, files_of
 from megacore.checkpoints import AUTO
 from megacore.config import Config
@@ -45,6 +44,7 @@ from megacore.store.adapters import check_fingerprint
 from megacore.store.audit import DamageError
 from megacore.store.export import with_dtype
 from megacore.store.index import Adapters
+from megacore.store.load import fingerprint
 from megacore.store.publish import replace_file
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import os_errors

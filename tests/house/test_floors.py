@@ -32,6 +32,7 @@ def module(path: Path) -> str:
 
 
 MODULES = {module(path): path for path in FILES}
+FILLS_TENSORS = "megacore.store.load"
 # No torch until they build or compute: floor 0, every family's config and weights table, and what moves bytes.
 WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
     "parallel",
@@ -48,7 +49,7 @@ WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
     "models.registry",
     "models.stages",
     "models.tuning",
-    *(name for name in MODULES if name.startswith(("megacore.plan.", "megacore.store."))),
+    *(name for name in MODULES if name.startswith(("megacore.plan.", "megacore.store.")) and name != FILLS_TENSORS),
     *(f"tools.{name}" for name in ("convert", "reshard", "inspect", "main", "plan")),
 ]
 
@@ -100,23 +101,41 @@ def test_floor_0_is_integers(name: str) -> None:
         assert ours(imported) or imported.partition(".")[0] in INTEGERS, f"{name}:{line}: imports {imported}"
 
 
+def reached(*names: str) -> set[str]:
+    """These modules and all that they import, directly or not."""
+    wanted, found = set(names), set[str]()
+    while new := wanted - found:
+        found |= new
+        wanted |= {other for name in new for _, other in imports(MODULES[name]) if ours(other)}
+    return found
+
+
 def test_a_bare_step_needs_torch_and_little_else() -> None:
     """Images with GPUs have torch, and often neither pydantic nor omegaconf: recipes alone need them."""
-    wanted = {
+    found = reached(
         "megacore.step",
         "megacore.hardware",
         *(name for name in MODULES if not name.startswith(("megacore", "tools"))),
-    }
-    found: set[str] = set()
-    while wanted - found:
-        found |= (new := wanted - found)
-        wanted |= {other for name in new for _, other in imports(MODULES[name]) if ours(other)}
+    )
     others = {other.partition(".")[0] for name in found for _, other in imports(MODULES[name]) if not ours(other)}
     assert others - sys.stdlib_module_names == {"torch", "numpy", "einops"}
 
 
+TRAINING = {f"megacore.{name}" for name in ("load", "optimizer", "pretrain", "resume", "save", "step", "trainer")}
+INFERENCE = [name for name in MODULES if name.startswith("megacore.inference")]
+
+
+@pytest.mark.parametrize(
+    "name", [*INFERENCE, *(f"tools.{name}" for name in ("convert", "evaluate", "generate", "inspect", "verify"))]
+)
+def test_who_reads_weights_imports_nothing_of_training(name: str) -> None:
+    """Loading lives below both: who generates, evaluates, exports or inspects waits for no optimizer and no run."""
+    training = TRAINING | {other for other in MODULES if other.startswith("megacore.states.")}
+    assert not reached(name) & training
+
+
 def test_every_listed_module_exists() -> None:
-    assert {*LOWER, *WITHOUT_TORCH} <= set(MODULES)
+    assert {*LOWER, *WITHOUT_TORCH, *TRAINING, FILLS_TENSORS} <= set(MODULES)
 
 
 @pytest.mark.quick

@@ -12,9 +12,10 @@ import pytest
 from engine import RECIPE, train, trainer, write_recipe
 from pool import Pool
 
-from megacore import checkpoints, load, metrics, pretrain
-from megacore.inference.load import model_from
+from megacore import checkpoints, metrics, pretrain
 from megacore.recipe import ConfigError
+from megacore.inference.load import model_from
+from megacore.store import load
 from megacore.store.audit import DamageError
 from megacore.store.folder import open_folder
 from megacore.store.strict_json import StoreError

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from engine import RECIPE, trainer, write_recipe
 from pool import Pool
 
-from megacore import checkpoints, load, pretrain
-from megacore.store import parts
+from megacore import checkpoints, pretrain
+from megacore.store import load, parts
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile

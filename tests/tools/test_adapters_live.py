@@ -20,13 +20,13 @@ from pool import Pool
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megacore import load as loading
 from megacore.data import tokenizer
 from megacore.inference import load
 from megacore.inference.evaluate import Windows, evaluate
 from megacore.inference.generate import Ending, generate
 from megacore.inference.reading import Document
 from megacore.inference.sampling import Greedy
+from megacore.store import load as loading
 from megacore.store.adapted import open_model
 from megacore.store.companions import Companion
 from megacore.store.strict_json import StoreError

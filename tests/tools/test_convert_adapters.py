@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megacore.control import Control
-from megacore.load import Loader
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.hugging_face import HuggingFace
+from megacore.store.load import Loader
 from models.assemble import Model
 from models.decoder import Microbatch
 from models.lora import Lora

@@ -271,7 +271,7 @@ def test_sampling_repeats_by_its_seed(llama: Path, capsys: Capture) -> None:
 def test_what_is_wrong_is_said_before_the_weights_are_read(
     arguments: list[str], says: str, llama: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megacore.load.Loader.tensors", None)
+    monkeypatch.setattr("megacore.store.load.Loader.tensors", None)
     assert command.main([str(llama), *arguments]) == 1
     assert says in capsys.readouterr().err
 

@@ -1,0 +1,248 @@
+"""Loads tensors of folders into the shards of the ranks, and verifies them while they are read.
+
+Replicas hold the same tensors, and read them together: each slice is read by one of them, ahead of its turn, and goes
+to the others over the network of their devices. However many they are, a byte is read once.
+
+A checkpoint's index holds the fingerprint of every piece as it was written. Each rank takes those of the slices that it
+reads. Fingerprints add up over boxes, so that together the ranks know whether they have read what was written, whatever
+the layout was then and is now. A Hugging Face folder has no fingerprints.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megacore.control import Control
+from megacore.store import audit
+from megacore.store.accounting import summary
+from megacore.store.adapted import Adapted, Whole, source_of
+from megacore.store.checkpoint import Checkpoint, listed
+from megacore.store.convert import Source
+from megacore.store.dtypes import FLOATS
+from megacore.store.folder import Folder
+from megacore.store.index import on_disk
+from megacore.store.parts import share_reads
+from megacore.store.stream import assemble
+from megacore.store.strict_json import StoreError
+from parallel.collectives import broadcast_
+from parallel.fingerprint import Logical, ReplicasDiffer, add_up, combined, spell
+from parallel.parameters import Parameters, view
+from parallel.transfer import Copy, Cut, Stored, native, plan
+
+_Found = list[tuple[str, Cut | None, dict[str, int]]]
+"""(tensor, which slice of it, {label: fingerprint}) of what was read."""
+
+_JOBS = 2
+_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What this rank has read of one state."""
+
+    source: Whole
+    state: str
+    found: _Found = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A slice of a tensor, what fills it, and which of the replicas reads it."""
+
+    stored: Stored
+    copies: Sequence[Copy]
+    reader: int
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A tensor that this rank and its replicas hold, and where it comes from."""
+
+    stored: Stored
+    source: Source
+    dtype: str
+    slices: Sequence[_Slice]
+
+
+class Loader:
+    """Reads the tensors that this rank holds; all ranks make the same calls in one order.
+
+    Args:
+        parameters: Of this rank: their layout says what it holds.
+        control: How the ranks talk.
+    """
+
+    def __init__(self, parameters: Parameters, control: Control) -> None:
+        self._parameters, self._control = parameters, control
+        mesh = parameters.mesh
+        mesh.make_groups(mesh.shape.all_along("dp", "cp"))
+        self._replicas = mesh.along("dp", "cp")
+        self._reads: list[_Read] = []
+
+    def tensors(self, source: Whole, state: str, names: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor of the shape that this rank holds) of each parameter, or of those that are named, in the
+        source's dtype; padding is zero. They count as sound only after :meth:`verify`. All of them are to be taken.
+
+        Raises:
+            StoreError: a rank cannot read its share; on every rank, after the last tensor.
+        """
+        read, errors = _Read(source, state), list[StoreError]()
+        self._reads.append(read)
+        planned = self._control.attempt(lambda: list(self._planned(source, state, names)))
+        with ThreadPoolExecutor(1) as thread:
+            coming = self._ahead(thread, planned, read.found)
+            for target in planned:
+                yield target.stored.name, self._received(target, coming, errors)
+
+        def end() -> None:
+            if errors:
+                raise errors[0]
+
+        self._control.attempt(end)
+
+    def _planned(self, source: Whole, state: str, names: Set[str] | None) -> Iterator[_Target]:
+        """The tensors with who reads what: all replicas come to the same."""
+        layout = self._parameters.layout
+        wanted = (s for s in native(layout, [self._parameters.mesh.rank]) if names is None or s.name in names)
+        shared = list(share_reads(wanted, self._replicas.size))
+        if not shared:  # the source need not have the state
+            return
+        held_by = source_of(source, state)
+        planned = plan(layout.schema, held_by.stored, [part for _, parts in shared for part, _ in parts])
+        for target, parts in shared:
+            filled = itertools.islice(planned, len(parts))
+            made = [_Slice(part, copies, who) for (_, who), (part, copies) in zip(parts, filled, strict=True)]
+            held = {held_by.dtype(copy.source) for each in made for copy in each.copies}
+            # Pieces of several dtypes: the widest holds all of their numbers (fp16 and bf16 are both within fp32).
+            dtype = held.pop() if len(held) == 1 else "F64" if "F64" in held else "F32"
+            yield _Target(target, held_by, dtype, made)
+
+    def _ahead(self, thread: ThreadPoolExecutor, planned: Sequence[_Target], found: _Found) -> Iterator[Future[Tensor]]:
+        """What this rank reads, some of it before it is asked for."""
+        own = ((target, part) for target in planned for part in target.slices if part.reader == self._replicas.index)
+        under_way = deque[Future[Tensor]]()
+
+        def take(target: _Target, part: _Slice) -> Tensor:
+            taken = None if target.source.fingerprints is None else dict[str, int]()
+            made = assemble(part.stored, part.copies, target.source.read, target.dtype, taken)
+            if taken is not None:
+                found.append((target.stored.name, target.stored.cut(part.stored), taken))
+            return _tensor(target.dtype, made)
+
+        for each in own:
+            under_way.append(thread.submit(take, *each))
+            if len(under_way) > _AHEAD:
+                yield under_way.popleft()
+        yield from under_way
+
+    def _received(self, target: _Target, coming: Iterator[Future[Tensor]], errors: list[StoreError]) -> Tensor:
+        """A tensor, put together from what this rank and its replicas read."""
+        whole = torch.empty(target.stored.shape, dtype=getattr(torch, FLOATS[target.dtype]))
+        for part in target.slices:
+            found = self._sent(part, whole.dtype, coming, errors)
+            if len(target.slices) == 1:
+                return found
+            for label, piece in target.stored.inside(part.stored).items():
+                view(whole, piece).copy_(view(found, part.stored.pieces[label]))
+        return whole
+
+    def _sent(
+        self, part: _Slice, dtype: torch.dtype, coming: Iterator[Future[Tensor]], errors: list[StoreError]
+    ) -> Tensor:
+        """A slice in host memory, from whoever reads it."""
+        group, device, read = self._replicas, self._parameters.mesh.device, None
+        if part.reader == group.index:
+            try:
+                read = next(coming).result()
+            except StoreError as error:  # the others wait for something
+                errors.append(error)
+        if group.size == 1 and read is not None:
+            return read
+        sent = torch.zeros(part.stored.shape, dtype=dtype, device=device) if read is None else read.to(device)
+        broadcast_(sent.reshape(-1).view(torch.uint8), group, part.reader)
+        return sent.cpu() if read is None else read
+
+    def verify(self) -> None:
+        """Compare what all ranks have read with what was written.
+
+        Raises:
+            audit.DamageError: a checkpoint is damaged; it names the files and the tensors.
+            StoreError: ranks have read something else than the disk holds now.
+        """
+        gathered = self._control.gather([read.found for read in self._reads])
+        damaged, problems = None, list[str]()
+        for read, *of_ranks in zip(self._reads, *gathered, strict=True) if gathered else ():  # on rank 0
+            if (wrong := self._wrong(read, of_ranks)) and damaged is None:
+                damaged, found = _located(read, wrong)
+                problems += found
+        damaged, problems = self._control.tell([damaged, problems])
+        if damaged is not None:
+            raise audit.DamageError(Path(damaged), problems)
+        if problems:
+            raise StoreError("\n".join(problems))
+
+    def _wrong(self, read: _Read, of_ranks: Sequence[_Found]) -> set[Logical]:
+        """The pieces of a state that the ranks have not read as they were written."""
+        written = source_of(read.source, read.state).fingerprints if any(of_ranks) else None
+        if written is None:
+            return set()
+        layout, mesh = on_disk(self._parameters.layout), self._parameters.layout.mesh
+        places = [layout.mesh.rank(replace(mesh.place(rank), dp=0, cp=0)) for rank in range(mesh.world)]
+        held = {place: {s.name: s for s in native(layout, [place])} for place in set(places)}
+        boxes = (
+            (held[place][name] if cut is None else held[place][name].along(*cut), of)
+            for place, found in zip(places, of_ranks, strict=True)
+            for name, cut, of in found
+        )
+        try:
+            made = add_up(layout.schema, boxes)
+        except ReplicasDiffer as error:
+            return error.pieces
+        return {piece for piece, value in made.items() if value != written.get(piece, value)}
+
+
+def _located(read: _Read, wrong: set[Logical]) -> tuple[str | None, list[str]]:
+    """(the damaged checkpoint, which of its files hold the pieces and how that shows); None if none is damaged now."""
+    names = {name for name, _ in wrong}
+    folders = (read.source.adapters, read.source.base) if isinstance(read.source, Adapted) else (read.source,)
+    for folder in folders:
+        if isinstance(folder, Checkpoint) and (damage := audit.check(folder, _JOBS, tensors={read.state: names})):
+            return str(folder.path), listed(damage)
+    pieces = ", ".join(summary(sorted(map(spell, wrong))))
+    return None, [
+        f"{read.source.path}: ranks have read other {read.state} than were written, and on the disk they now are what "
+        f"they were ({pieces}): memory, a disk or a network on the way is at fault. Start again, or on other machines"
+    ]
+
+
+def _tensor(dtype: str, bits: np.ndarray) -> Tensor:
+    return torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(getattr(torch, FLOATS[dtype]))
+
+
+def fingerprint(base: Folder, control: Control) -> int:
+    """Of the weights of a model: one number that is the same on all ranks, and for equal weights wherever they lie.
+
+    A checkpoint knows it; of a Hugging Face folder each rank reads a part, so that together they read it once.
+
+    Raises:
+        StoreError: one of them cannot; on every rank.
+    """
+    if isinstance(base, Checkpoint):
+        return combined(base.fingerprints("weights"))
+    rank, world = control.mesh.rank, control.mesh.shape.world
+    stored = list(base.stored())
+    own = control.attempt(lambda: list(audit.taken(stored[rank::world], base.read, base.schema, _JOBS)))
+    gathered = control.gather(own)
+    # Dealt out in turn, so taken back in turn.
+    found = [each for each in itertools.chain(*itertools.zip_longest(*gathered)) if each is not None]
+    known = combined(add_up(base.schema, zip(stored, found, strict=True))) if rank == 0 else 0
+    return int(control.tell(f"{known:x}"), 16)
