@@ -7,10 +7,10 @@ from collections.abc import Set
 from megacore.control import Control
 from megacore.optimizer import Optimizer
 from megacore.resume import Start
-from megacore.store.folder import Folder
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.index import MASTER, MOMENTS
 from megacore.store.load import Loader
+from megacore.store.open import Folder
 from parallel.parameters import Parameters
 from parallel.transfer import whole_name
 

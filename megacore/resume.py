@@ -15,8 +15,8 @@ from megacore.progress import Progress, recipe
 from megacore.say import brief
 from megacore.store.checkpoint import TRAINER, Checkpoint
 from megacore.store.companions import Companion
-from megacore.store.folder import Folder, open_folder
 from megacore.store.index import INDEX, MOMENTS, VersionError
+from megacore.store.open import Folder, open_folder
 from megacore.store.strict_json import StoreError
 from models import lora as lora_of
 from models.config import ModelConfig, ModelConfigError

@@ -20,9 +20,9 @@ from megacore.store.audit import Damage
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.compare import Differences
 from megacore.store.dtypes import FLOATS
-from megacore.store.folder import Folder
 from megacore.store.hugging_face import CONFIG
 from megacore.store.index import FORMAT, INDEX
+from megacore.store.open import Folder
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
 from parallel.fingerprint import spell

@@ -11,8 +11,8 @@ from megacore.control import Control
 from megacore.store.adapted import Adapted, Whole, source_of
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.dtypes import FLOATS
-from megacore.store.folder import Folder
 from megacore.store.load import Loader, fingerprint
+from megacore.store.open import Folder
 from megacore.store.strict_json import StoreError
 from models.assemble import Model
 from models.stages import layout_of

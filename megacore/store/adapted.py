@@ -13,8 +13,8 @@ from megacore.store.adapters import adapters_of, check_fingerprint, check_model
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.companions import Companion
 from megacore.store.convert import Source
-from megacore.store.folder import Folder, open_folder
 from megacore.store.hugging_face import HuggingFace
+from megacore.store.open import Folder, open_folder
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
 from models.tuning import Tuning

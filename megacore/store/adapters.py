@@ -21,9 +21,9 @@ from megacore.store.checkpoint import Checkpoint
 from megacore.store.compare import config_differences
 from megacore.store.convert import Part, Plan, Source, expected, hugging_face_folder, tensors
 from megacore.store.dtypes import as_dtype
-from megacore.store.folder import Folder
 from megacore.store.hugging_face import ADAPTER, HuggingFace
 from megacore.store.index import Adapters
+from megacore.store.open import Folder
 from megacore.store.stream import File, assemble
 from megacore.store.strict_json import StoreError, read_json
 from megacore.store.tensors import DTYPES, TensorFile

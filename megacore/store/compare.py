@@ -14,8 +14,8 @@ from megacore.store.audit import Progress, fingerprints, silent
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.convert import Source
 from megacore.store.dtypes import FLOATS, as_dtype
-from megacore.store.folder import Folder
 from megacore.store.hugging_face import HuggingFace
+from megacore.store.open import Folder
 from megacore.store.stream import BLOCK_BYTES
 from megacore.store.tensors import DTYPES
 from models.config import ModelConfig

@@ -28,8 +28,8 @@ from megacore.store.adapted import Adapted, Whole, source_of
 from megacore.store.checkpoint import Checkpoint, listed
 from megacore.store.convert import Source
 from megacore.store.dtypes import FLOATS
-from megacore.store.folder import Folder
 from megacore.store.index import on_disk
+from megacore.store.open import Folder
 from megacore.store.parts import share_reads
 from megacore.store.stream import assemble
 from megacore.store.strict_json import StoreError

@@ -17,7 +17,7 @@ from megacore.recipe import ConfigError
 from megacore.inference.load import model_from
 from megacore.store import load
 from megacore.store.audit import DamageError
-from megacore.store.folder import open_folder
+from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
 from parallel.layout import MeshShape

@@ -28,7 +28,7 @@ from megacore.recipe import ConfigError, load
 from megacore.resume import find, model_of, raw_of, remarks
 from megacore.save import State
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.folder import open_folder
+from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from megacore.trainer import Trainer
 from models.decoder import Microbatch

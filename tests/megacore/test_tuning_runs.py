@@ -17,7 +17,7 @@ from megacore.inference.load import model_from
 from megacore.recipe import ConfigError
 from megacore.store.adapted import open_model
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.folder import open_folder
+from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from parallel.mesh import Mesh
 

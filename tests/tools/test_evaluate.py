@@ -23,7 +23,7 @@ from megacore.data.indexed import IndexedWriter
 from megacore.inference.evaluate import Windows, evaluate
 from megacore.inference.load import model_from
 from megacore.inference.reading import Document
-from megacore.store.folder import open_folder
+from megacore.store.open import open_folder
 from models.registry import FAMILIES
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh

@@ -23,7 +23,7 @@ from megacore.inference.generate import Ending, generate
 from megacore.inference.load import model_from
 from megacore.inference.sampling import Choice, Greedy, Sampling
 from megacore.inference.texts import Stream, Texts
-from megacore.store.folder import open_folder
+from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from models.registry import FAMILIES
 from parallel.layout import MeshShape
