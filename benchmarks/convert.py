@@ -164,7 +164,7 @@ def differing(source: Path, export: Path) -> list[str]:
     folders = [HuggingFace.open(path) for path in (source, export)]
     found = [{stored.name: stored for stored in folder.stored()} for folder in folders]
     common = found[0].keys() & found[1].keys()
-    wrong = [name for name in common if not _same(*(f.read(s[name]) for f, s in zip(folders, found, strict=True)))]
+    wrong = [name for name in common if not _same(*(f.read()(s[name]) for f, s in zip(folders, found, strict=True)))]
     return sorted(wrong) + sorted(found[0].keys() ^ found[1].keys())
 
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 from megacore.control import Control
 from megacore.optimizer import Optimizer
 from megacore.resume import Start
-from megacore.store.hugging_face import HuggingFace
 from megacore.store.index import MASTER, MOMENTS
 from megacore.store.load import Loader
-from megacore.store.open import Folder
 from parallel.parameters import Parameters
-from parallel.transfer import whole_name
 
 
 def load(start: Start, parameters: Parameters, optimizer: Optimizer, seed: int, control: Control) -> None:
@@ -30,7 +25,7 @@ def load(start: Start, parameters: Parameters, optimizer: Optimizer, seed: int, 
     for folder in (start.adapters, start.source):
         for state, names in ((MASTER, trained), ("weights", left)):
             if folder is not None:
-                for name, tensor in loader.tensors(folder, state, names & left & _names(folder, state)):
+                for name, tensor in loader.tensors(folder, state, names & left & folder.names(state)):
                     optimizer.load_weight(name, tensor)
                     left.discard(name)
     for name in sorted(left):
@@ -39,16 +34,7 @@ def load(start: Start, parameters: Parameters, optimizer: Optimizer, seed: int, 
         going_on = start.adapters or start.source
         assert going_on is not None  # it has said how far it is
         for state in MOMENTS:
-            for name, tensor in loader.tensors(going_on, state, trained & _names(going_on, state)):
+            for name, tensor in loader.tensors(going_on, state, trained & going_on.names(state)):
                 optimizer.load_from(state, name, tensor)
         optimizer.updates = start.progress.updates
     loader.verify()
-
-
-def _names(folder: Folder, state: str) -> Set[str]:
-    """The tensors that have a state in a folder."""
-    if isinstance(folder, HuggingFace):
-        stored = folder.stored() if state == "weights" else ()
-    else:
-        stored = folder.stored(state) if state in folder.index.states else ()
-    return {whole_name(folder.schema, each) for each in stored}

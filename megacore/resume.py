@@ -15,8 +15,9 @@ from megacore.progress import Progress, recipe
 from megacore.say import brief
 from megacore.store.checkpoint import TRAINER, Checkpoint
 from megacore.store.companions import Companion
+from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.index import INDEX, MOMENTS, VersionError
-from megacore.store.open import Folder, open_folder
+from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from models import lora as lora_of
 from models.config import ModelConfig, ModelConfigError
@@ -48,7 +49,7 @@ class Start:
         damaged: Newer checkpoints of the run, which were passed over: to be set aside before the run writes anything.
     """
 
-    source: Folder | None = None
+    source: SafetensorsFolder | None = None
     trainer: Mapping[str, Any] | None = None
     progress: Progress = field(default_factory=Progress)
     said: tuple[str, ...] = ()
@@ -137,7 +138,7 @@ def _go_on_with_adapters(lora: Lora, init: str | None, checkpoint: Checkpoint, c
     return replace(_going_on(checkpoint), source=base, adapters=checkpoint)
 
 
-def _other_adapters(lora: Lora, held: Lora, base: Folder, checkpoint: Checkpoint) -> Iterator[str]:
+def _other_adapters(lora: Lora, held: Lora, base: WeightFolder, checkpoint: Checkpoint) -> Iterator[str]:
     for name in ("rank", "alpha", "rslora"):
         ours, theirs = getattr(lora, name), getattr(held, name)
         if ours != theirs:
@@ -161,7 +162,7 @@ def _going_on(checkpoint: Checkpoint) -> Start:
     return Start(checkpoint, checkpoint.trainer, progress, (said,))
 
 
-def model_of(config: Config, source: Folder | None) -> ModelConfig:
+def model_of(config: Config, source: WeightFolder | None) -> ModelConfig:
     """The model: the recipe's, or where that names none, the source's with the fields that the recipe changes.
 
     Raises:
@@ -181,7 +182,7 @@ def model_of(config: Config, source: Folder | None) -> ModelConfig:
     return model
 
 
-def raw_of(model: ModelConfig, source: Folder | None) -> Mapping[str, Any]:
+def raw_of(model: ModelConfig, source: WeightFolder | None) -> Mapping[str, Any]:
     """The Hugging Face config of a model that started from a source: all of its fields, some of them changed."""
     ours = model.to_hugging_face()
     if source is None:
@@ -195,7 +196,7 @@ def raw_of(model: ModelConfig, source: Folder | None) -> Mapping[str, Any]:
         return ours
 
 
-def _misfits(model: ModelConfig, source: Folder) -> Iterator[str]:
+def _misfits(model: ModelConfig, source: WeightFolder) -> Iterator[str]:
     """Differences of the weights, which must be the same."""
     ours, theirs = model.schema, source.config.schema
     way_out = f"choose another checkpoint than {source.path}, or leave the recipe's model to it"

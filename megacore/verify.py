@@ -19,12 +19,10 @@ from torch import Tensor, nn
 from megacore import pretrained
 from megacore.control import Control
 from megacore.inference.load import model_from
-from megacore.store.audit import file_of, padding
-from megacore.store.checkpoint import Checkpoint
+from megacore.store.audit import padding
 from megacore.store.compare import Compared, compare_bits, config_differences
-from megacore.store.convert import Source
 from megacore.store.dtypes import FLOATS
-from megacore.store.hugging_face import HuggingFace
+from megacore.store.folder import SafetensorsFolder
 from megacore.store.strict_json import StoreError
 from models.assemble import Model
 from models.decoder import Microbatch
@@ -48,8 +46,8 @@ class Pair:
         StoreError: they cannot be of the same model.
     """
 
-    checkpoint: Checkpoint
-    folder: HuggingFace
+    checkpoint: SafetensorsFolder
+    folder: SafetensorsFolder
 
     def __post_init__(self) -> None:
         one, other = self.checkpoint.config.schema, self.folder.config.schema
@@ -65,18 +63,14 @@ class Pair:
     def dtypes(self) -> dict[Logical, tuple[str, str]]:
         """The folder's dtype and the checkpoint's of each piece."""
         schema = self.checkpoint.config.schema
-        theirs = {
-            (whole_name(schema, s), label): self.folder.dtype(s) for s in self.folder.stored() for label in s.labels
-        }
-        ours = {
-            (whole_name(schema, s), label): self.checkpoint.dtype("weights", s)
-            for s in self.checkpoint.stored()
-            for label in s.labels
-        }
+        theirs, ours = (
+            {(whole_name(schema, s), label): folder.dtype("weights", s) for s in folder.stored() for label in s.labels}
+            for folder in (self.folder, self.checkpoint)
+        )
         return {piece: (theirs[piece], ours[piece]) for piece in ours}
 
 
-def mesh_shape(checkpoint: Checkpoint, world: int) -> MeshShape:
+def mesh_shape(checkpoint: SafetensorsFolder, world: int) -> MeshShape:
     """The mesh for some processes: of one, or the checkpoint's own layout, once or several times.
 
     Raises:
@@ -202,17 +196,17 @@ def verify(pair: Pair, prompts: Sequence[Sequence[int]], mesh: Mesh, jobs: int =
 def _tensors(pair: Pair, part: int, parts: int, jobs: int) -> tuple[list[dict[str, Any]], list[str]]:
     """(groups, each piece that differs) of one of so many parts of the checkpoint's tensors."""
     checkpoint, schema = pair.checkpoint, pair.checkpoint.config.schema
-    own, read = list(checkpoint.stored())[part::parts], checkpoint.read("weights")
+    own, read = list(checkpoint.stored())[part::parts], checkpoint.read()
     groups, differing = list[Group](), list[str]()
-    for found in compare_bits(checkpoint, own, Source.of_hugging_face(pair.folder), jobs):
+    for found in compare_bits(checkpoint, own, pair.folder, jobs):
         groups.append(Group(found.tensor.param, 1, found.elements, found.differ, (_dtype(found),)))
         if found.differ:
-            where = f"{file_of(checkpoint, 'weights', found.tensor)}: {spell((found.tensor.name, found.label))}"
+            where = f"{checkpoint.location('weights', found.tensor)[0]}: {spell((found.tensor.name, found.label))}"
             differing.append(f"{where}: {found.differ:,} of {found.elements:,} elements differ")
     for tensor in own:
         for label, piece in padding(schema, tensor):
             if strided(read(tensor)[1], piece).any():
-                where = f"{file_of(checkpoint, 'weights', tensor)}: {spell((tensor.name, label))}"
+                where = f"{checkpoint.location('weights', tensor)[0]}: {spell((tensor.name, label))}"
                 differing.append(f"{where}: its padding is not zero")
     return [asdict(group) for group in groups], differing
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from megacore.store.adapters import check_base, merged, to_peft
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import Plan, Source, to_checkpoint, to_hugging_face
+from megacore.store.convert import Plan, to_checkpoint, to_hugging_face
 from megacore.store.export import SHARD_SIZE, parse_size
+from megacore.store.folder import SafetensorsFolder
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.strict_json import StoreError
 from tools import folders
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.base is not None and arguments.to != "hf":
         raise StoreError("--base is for --to hf: it is the model that adapters are merged into")
     if out:
-        if not isinstance(source, Checkpoint):
+        if source.format == HuggingFace.format:
             raise StoreError(f"{source.path} is a Hugging Face folder already")
         if folders.has_layout(arguments):
             raise StoreError("a Hugging Face folder has no layout: leave out --tp, --pp, --ep, --chunks and the like")
@@ -52,32 +53,25 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             plan = to_hugging_face(source, size, dtype)
     else:
-        if isinstance(source, Checkpoint):
+        if source.format == Checkpoint.format:
             raise StoreError(
                 f"{source.path} is a checkpoint of ours: change its layout with `megacore reshard`, or make a "
                 "Hugging Face folder of it with --to hf"
             )
         if arguments.max_shard_size is not None:
             raise StoreError("--max-shard-size is for --to hf: a checkpoint has one file per coordinate of its layout")
-        plan = to_checkpoint(
-            {"weights": Source.of_hugging_face(source)},
-            source.raw,
-            folders.layout(arguments, source.config),
-            dtype=dtype,
-            companions=source.companions(),
-        )
+        plan = to_checkpoint(source, folders.layout(arguments, source.config), dtype)
     folders.carry_out(plan, source.path, arguments.target, arguments)
     return 0
 
 
-def _merged(source: Checkpoint, arguments: argparse.Namespace, max_shard_bytes: int, dtype: str | None) -> Plan:
+def _merged(source: SafetensorsFolder, arguments: argparse.Namespace, max_shard_bytes: int, dtype: str | None) -> Plan:
     base = folders.opened(arguments.base)
-    if not isinstance(base, HuggingFace):
+    if base.format != HuggingFace.format:
         raise StoreError(f"{arguments.base} is a checkpoint: make a Hugging Face folder of it first, by --to hf")
     plan = merged(source, base, max_shard_bytes, dtype)
     if not arguments.dry_run:
-        files = {held.file.path: held.file.size for held in base.weights.values()}
-        with folders.bar(sum(files.values()), base.path.name) as progress:
+        with folders.bar(sum(record.size for record in base.index.files.values()), base.path.name) as progress:
             check_base(source, base, folders.jobs(arguments), progress)
     return plan
 

@@ -18,7 +18,7 @@ from megacore.inference.reading import Reading, is_tokens
 from megacore.inference.texts import Texts
 from megacore.rank import Here
 from megacore.say import err, say, say_data
-from megacore.store.adapted import Whole
+from megacore.store.folder import WeightFolder
 from megacore.store.strict_json import StoreError
 from tools import folders, processes
 
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     return 0
 
 
-def _lengths(arguments: argparse.Namespace, folder: Whole) -> tuple[int, int]:
+def _lengths(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[int, int]:
     """(length, stride) of the windows."""
     longest = folder.config.max_positions
     length = arguments.sequence_length or min(longest or LONGEST, LONGEST)
@@ -111,7 +111,7 @@ def _lengths(arguments: argparse.Namespace, folder: Whole) -> tuple[int, int]:
     return length, stride
 
 
-def _texts(arguments: argparse.Namespace, folder: Whole) -> Texts | None:
+def _texts(arguments: argparse.Namespace, folder: WeightFolder) -> Texts | None:
     """The tokenizer; None where it is not needed and not there."""
     try:
         return Texts.of(folder)

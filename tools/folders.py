@@ -16,7 +16,8 @@ from megacore.say import err, harmless, say, say_data
 from megacore.store.audit import DamageError
 from megacore.store.convert import Plan
 from megacore.store.dtypes import FLOATS
-from megacore.store.open import Folder, open_folder
+from megacore.store.folder import SafetensorsFolder
+from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
 from models.stages import layout_of
@@ -69,7 +70,7 @@ def layout(arguments: argparse.Namespace, config: ModelConfig) -> Layout:
     return layout_of(config, mesh, arguments.chunks, given)
 
 
-def opened(path: Path, adapters: bool = False, told: bool = True) -> Folder:
+def opened(path: Path, adapters: bool = False, told: bool = True) -> SafetensorsFolder:
     """As :func:`~megacore.store.open.open_folder`; what a run's folder stands for is told.
 
     Raises:

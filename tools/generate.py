@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from megacore.inference.texts import Stream, Texts
 from megacore.rank import Here
 from megacore.say import err, say_data, write_out
-from megacore.store.adapted import Whole
+from megacore.store.folder import WeightFolder
 from megacore.store.strict_json import StoreError
 from tools import folders, processes
 
@@ -104,7 +104,7 @@ class Prompt:
     ids: list[int]
 
 
-def _prompts(arguments: argparse.Namespace, folder: Whole) -> tuple[Texts, list[Prompt]]:
+def _prompts(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[Texts, list[Prompt]]:
     """The tokenizer, and the prompts.
 
     Raises:
@@ -132,7 +132,7 @@ def _prompts(arguments: argparse.Namespace, folder: Whole) -> tuple[Texts, list[
     return texts, prompts
 
 
-def _wrong(prompt: Prompt, folder: Whole) -> Iterator[str]:
+def _wrong(prompt: Prompt, folder: WeightFolder) -> Iterator[str]:
     shown, longest, vocabulary = repr(prompt.text[:40]), folder.config.max_positions, folder.config.vocab_size
     if not prompt.ids:
         yield f"the prompt {shown} has no tokens"

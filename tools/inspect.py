@@ -20,9 +20,9 @@ from megacore.store.audit import Damage
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.compare import Differences
 from megacore.store.dtypes import FLOATS
-from megacore.store.hugging_face import CONFIG
-from megacore.store.index import FORMAT, INDEX
-from megacore.store.open import Folder
+from megacore.store.folder import SafetensorsFolder
+from megacore.store.hugging_face import CONFIG, HuggingFace
+from megacore.store.index import INDEX, Adapters
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
 from parallel.fingerprint import spell
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _show_tokens(prefixes, arguments)
     folder = folders.opened(arguments.folder, adapters=True)
     other = folders.opened(arguments.diff, adapters=True) if arguments.diff else None
-    if arguments.check and not isinstance(folder, Checkpoint):
+    if arguments.check and folder.format == HuggingFace.format:
         raise StoreError(
             f"{folder.path} is a Hugging Face folder, and those have no fingerprints to check it by: compare it with "
             "another by --diff"
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     facts = summary(folder)
     facts["tensors"] = tensors(folder) if arguments.tensors else None
     damage = differences = None
-    if isinstance(folder, Checkpoint) and arguments.check:
+    if arguments.check:
         with folders.bar(_bytes(folder), folder.path.name) as progress:
             damage = audit.check(folder, folders.jobs(arguments), progress)
         facts["check"] = [vars(found) for found in damage]
@@ -150,58 +150,56 @@ def _tokens_text(facts: Sequence[Mapping[str, Any]]) -> str:
 # -- facts
 
 
-def summary(folder: Folder) -> dict[str, Any]:
+def summary(folder: SafetensorsFolder) -> dict[str, Any]:
     """What a folder is; all keys are always there, with None where the kind of folder has no such thing."""
-    config, schema = folder.config, folder.schema
-    checkpoint = folder if isinstance(folder, Checkpoint) else None
-    files = _files(folder)
+    config, index, layout = folder.config, folder.index, folder.layout
+    files = [
+        {"path": name, "bytes": record.size, "tensors": len(record.fingerprints)}
+        for name, record in sorted(index.files.items())
+    ]
+    ours = folder.format == Checkpoint.format
     return {
         "path": str(folder.path),
-        "format": FORMAT if checkpoint else "hugging_face",
-        "version": checkpoint.index.version if checkpoint else None,
+        "format": folder.format,
+        "version": index.version if ours else None,
         "family": config.family,
-        "parameters": schema.parameters,
+        "parameters": folder.schema.parameters,
         "tied": config.tie_word_embeddings,
-        "dtypes": {state: _dtypes(folder, state) for state in compare.states(folder)},
+        "dtypes": {state: _dtypes(folder, state) for state in folder.states},
         "bytes": sum(file["bytes"] for file in files),
-        "adapters": _adapters(checkpoint) if checkpoint else None,
-        "frozen": sorted(checkpoint.index.frozen) if checkpoint else [],
-        "step": checkpoint.index.step if checkpoint else None,
-        "mesh": {dim: checkpoint.layout.mesh[dim] for dim in ("pp", "ep", "tp")} if checkpoint else None,
-        "layers_per_stage": list(checkpoint.layout.layers) if checkpoint else None,
-        "states": list(compare.states(folder)),
-        "training": dict(checkpoint.trainer) if checkpoint and checkpoint.trainer is not None else None,
+        "adapters": _adapters(index.adapters) if index.adapters else None,
+        "frozen": sorted(index.frozen),
+        "step": index.step,
+        "mesh": {dim: layout.mesh[dim] for dim in ("pp", "ep", "tp")} if ours else None,
+        "layers_per_stage": list(layout.layers) if ours else None,
+        "states": list(folder.states),
+        "training": None if folder.trainer is None else dict(folder.trainer),
         "config": config.to_hugging_face(),
-        "sizes": dict(schema.sizes),
+        "sizes": dict(folder.schema.sizes),
         "files": files,
         "companions": list(folder.companions()),
-        "ignored": [] if isinstance(folder, Checkpoint) else list(folder.ignored),
+        "ignored": list(folder.ignored),
         "tensors": None,
         "check": None,
         "diff": None,
     }
 
 
-def _adapters(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    held = checkpoint.index.adapters
-    if held is None:
-        return None
+def _adapters(held: Adapters) -> dict[str, Any]:
     return {**asdict(held.lora), "base": held.base, "base_fingerprint": f"{held.fingerprint:016x}"}
 
 
-def tensors(folder: Folder) -> list[dict[str, Any]]:
+def tensors(folder: SafetensorsFolder) -> list[dict[str, Any]]:
     """The tensors of the model, whole, and where their shards lie."""
     schema = folder.schema
     names: dict[str, list[str]] = {}
     for stored in hugging_face(schema):
         names.setdefault(whole_name(schema, stored), []).append(stored.name)
     shards: dict[str, list[dict[str, Any]]] = {}
-    for state in compare.states(folder):
-        for stored in _stored(folder, state):
+    for state in folder.states:
+        for stored in folder.stored(state):
             shards.setdefault(whole_name(schema, stored), []).append(_shard(folder, state, stored))
-    values = {
-        state: folder.fingerprints(state) if isinstance(folder, Checkpoint) else {} for state in compare.states(folder)
-    }
+    values = {state: folder.fingerprints(state) for state in folder.states}
     found = []
     for whole in native(Layout(schema, MeshShape(), (schema.sizes["layer"],)), [0]):
         param, of = schema[whole.param], shards[whole.name]
@@ -222,68 +220,44 @@ def tensors(folder: Folder) -> list[dict[str, Any]]:
     return found
 
 
-def _files(folder: Folder) -> list[dict[str, Any]]:
-    if isinstance(folder, Checkpoint):
-        return [
-            {"path": name, "bytes": record.size, "tensors": len(record.fingerprints)}
-            for name, record in sorted(folder.index.files.items())
-        ]
-    files = {held.file.path: held.file for held in folder.weights.values()}
-    return [
-        {"path": path.name, "bytes": file.size, "tensors": len(file.entries)} for path, file in sorted(files.items())
-    ]
-
-
-def _dtype(folder: Folder, state: str, stored: Stored) -> str:
-    return folder.dtype(state, stored) if isinstance(folder, Checkpoint) else folder.dtype(stored)
-
-
-def _stored(folder: Folder, state: str) -> Iterator[Stored]:
-    return folder.stored(state) if isinstance(folder, Checkpoint) else folder.stored()
-
-
-def _dtypes(folder: Folder, state: str) -> dict[str, int]:
+def _dtypes(folder: SafetensorsFolder, state: str) -> dict[str, int]:
     """{dtype: tensors of the model}."""
     schema = folder.schema
-    found = {whole_name(schema, stored): FLOATS[_dtype(folder, state, stored)] for stored in _stored(folder, state)}
+    found = {whole_name(schema, stored): FLOATS[folder.dtype(state, stored)] for stored in folder.stored(state)}
     return {dtype: list(found.values()).count(dtype) for dtype in sorted({*found.values()})}
 
 
-def _size(folder: Folder, state: str, stored: Stored) -> int:
-    return math.prod(stored.shape) * DTYPES[_dtype(folder, state, stored)].itemsize
+def _size(folder: SafetensorsFolder, state: str, stored: Stored) -> int:
+    return math.prod(stored.shape) * DTYPES[folder.dtype(state, stored)].itemsize
 
 
-def _shard(folder: Folder, state: str, stored: Stored) -> dict[str, Any]:
-    if isinstance(folder, Checkpoint):
-        file, name = audit.file_of(folder, state, stored), stored.name
-    else:
-        held = folder.weights[stored.name]
-        file, name = held.file.path.name, held.name
+def _shard(folder: SafetensorsFolder, state: str, stored: Stored) -> dict[str, Any]:
+    file, name = folder.location(state, stored)
     return {
         "state": state,
         "file": file,
         "tensor": name,
         "shape": list(stored.shape),
-        "dtype": FLOATS[_dtype(folder, state, stored)],
+        "dtype": FLOATS[folder.dtype(state, stored)],
         "bytes": _size(folder, state, stored),
     }
 
 
-def _bytes(folder: Folder) -> int:
+def _bytes(folder: SafetensorsFolder) -> int:
     """Of all tensors."""
-    return sum(_size(folder, state, stored) for state in compare.states(folder) for stored in _stored(folder, state))
+    return sum(_size(folder, state, stored) for state in folder.states for stored in folder.stored(state))
 
 
 # -- two folders
 
 
-def _compared(folder: Folder, other: Folder, jobs: int) -> Differences:
-    to_read = sum(_bytes(each) for each in (folder, other) if not isinstance(each, Checkpoint))
+def _compared(folder: SafetensorsFolder, other: SafetensorsFolder, jobs: int) -> Differences:
+    to_read = sum(_bytes(each) for each in (folder, other) if each.format == HuggingFace.format)
     with folders.bar(to_read, "fingerprints") as progress:
         return compare.compare((folder, other), jobs, progress)
 
 
-def _differences(found: Differences, other: Folder) -> dict[str, Any]:
+def _differences(found: Differences, other: SafetensorsFolder) -> dict[str, Any]:
     return {
         "other": str(other.path),
         "equal": not found,
@@ -294,7 +268,7 @@ def _differences(found: Differences, other: Folder) -> dict[str, Any]:
     }
 
 
-def _diff_text(found: Differences, folder: Folder, other: Folder) -> Iterator[str]:
+def _diff_text(found: Differences, folder: SafetensorsFolder, other: SafetensorsFolder) -> Iterator[str]:
     yield ""
     if not found:
         yield f"Equal to {other.path}: every piece of every state that both can hold, and what the config means."

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from megacore.launcher import Node, gpus, launch, threads
 from megacore.rank import STORE, Here, join, leave
-from megacore.store.adapted import Adapted, Whole, open_model
 from megacore.store.dtypes import FLOATS
+from megacore.store.folder import WeightFolder
+from megacore.store.open import open_model
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
 from parallel.layout import MeshShape, split_problems
@@ -56,20 +57,20 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def model(arguments: argparse.Namespace) -> Whole:
+def model(arguments: argparse.Namespace) -> WeightFolder:
     """The model that the arguments name.
 
     Raises:
-        StoreError: as :func:`~megacore.store.adapted.open_model`.
+        StoreError: as :func:`~megacore.store.open.open_model`.
     """
     return open_model(arguments.folder, arguments.base)
 
 
-def tell(arguments: argparse.Namespace, found: Whole, here: Here) -> None:
+def tell(arguments: argparse.Namespace, found: WeightFolder, here: Here) -> None:
     """Which checkpoints the model is of, where folders of runs were given."""
     if here.rank == 0:
         folders.tell(arguments.folder, found.path)
-        if isinstance(found, Adapted) and arguments.base is not None:
+        if found.base is not None and arguments.base is not None:
             folders.tell(arguments.base, found.base.path)
 
 

@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megacore.store.checkpoint import TRAINER, Checkpoint
-from megacore.store.convert import Source, to_checkpoint
-from megacore.store.files import open_file
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.convert import to_checkpoint
 from megacore.store.strict_json import StoreError
-from megacore.store.tensors import os_errors
 from tools import folders
 
 
@@ -27,22 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     source = folders.opened(arguments.source, adapters=True)
-    if not isinstance(source, Checkpoint):
+    if source.format != Checkpoint.format:
         raise StoreError(f"{arguments.source} is a Hugging Face folder: use `megacore convert`")
-    trainer = None
-    if source.trainer is not None:
-        with os_errors(source.path), open_file(source.path / TRAINER, source.path) as file:
-            trainer = file.read()
-    plan = to_checkpoint(
-        {state: Source.of_checkpoint(source, state) for state in source.index.states},
-        source.index.raw,
-        replace(folders.layout(arguments, source.config), schema=source.schema),
-        step=source.index.step,
-        trainer=trainer,
-        companions=source.companions(),
-        adapters=source.index.adapters,
-        frozen=source.index.frozen,
-    )
+    plan = to_checkpoint(source, replace(folders.layout(arguments, source.config), schema=source.schema))
     folders.carry_out(plan, source.path, arguments.target, arguments)
     return 0
 

@@ -20,6 +20,7 @@ from megacore.data.tokenizer import load
 from megacore.rank import Here, join, leave
 from megacore.say import say, say_data
 from megacore.store.checkpoint import Checkpoint
+from megacore.store.folder import WeightFolder
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.strict_json import StoreError
 from tools import folders
@@ -68,9 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _prepare(arguments: argparse.Namespace, rank: int, world: int) -> tuple[Pair, list[list[int]], MeshShape]:
     checkpoint, folder = (folders.opened(path, told=rank == 0) for path in (arguments.checkpoint, arguments.folder))
-    if not isinstance(checkpoint, Checkpoint):
+    if checkpoint.format != Checkpoint.format:
         raise StoreError(f"{arguments.checkpoint} is a Hugging Face folder: give a checkpoint first, then the folder")
-    if not isinstance(folder, HuggingFace):
+    if folder.format != HuggingFace.format:
         raise StoreError(f"{arguments.folder} is a checkpoint: compare checkpoints with `megacore inspect --diff`")
     texts = [*arguments.prompt, *(folders.lines(arguments.prompts) if arguments.prompts else [])]
     from megacore.verify import Pair, mesh_shape
@@ -94,7 +95,7 @@ def _verify(pair: Pair, prompts: list[list[int]], shape: MeshShape, here: Here, 
 # -- prompts
 
 
-def encode(folder: HuggingFace, texts: Sequence[str], most: int, multiple: int) -> list[list[int]]:
+def encode(folder: WeightFolder, texts: Sequence[str], most: int, multiple: int) -> list[list[int]]:
     """Token ids of the texts; of :data:`TEXTS` if there are none, or random ids where there is no tokenizer.
 
     Args:

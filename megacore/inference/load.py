@@ -8,19 +8,17 @@ import torch
 from torch import Tensor
 
 from megacore.control import Control
-from megacore.store.adapted import Adapted, Whole, source_of
-from megacore.store.checkpoint import Checkpoint
+from megacore.store.adapters import check_fingerprint
 from megacore.store.dtypes import FLOATS
+from megacore.store.folder import WeightFolder
 from megacore.store.load import Loader, fingerprint
-from megacore.store.open import Folder
 from megacore.store.strict_json import StoreError
 from models.assemble import Model
 from models.stages import layout_of
-from models.tuning import EVERYTHING
 from parallel.mesh import Mesh
 
 
-def model_from(whole: Whole, mesh: Mesh, dtype: torch.dtype | None = None, verified: bool = True) -> Model:
+def model_from(whole: WeightFolder, mesh: Mesh, dtype: torch.dtype | None = None, verified: bool = True) -> Model:
     """This rank's part of the model, dropout off, filled one tensor at a time.
 
     On the number of stages that a checkpoint has, its layers lie as they do there.
@@ -39,12 +37,10 @@ def model_from(whole: Whole, mesh: Mesh, dtype: torch.dtype | None = None, verif
     control = Control.create(mesh)
     if len(paths := {*control.exchange(str(whole.path))}) > 1:
         raise StoreError(f"ranks have found different checkpoints of one run ({', '.join(sorted(paths))}): name one")
-    if isinstance(whole, Adapted):
-        whole.check(fingerprint(whole.base, control))
-        base, tuning = whole.base, whole.tuning
-    else:
-        base, tuning = whole, EVERYTHING
-    layout = layout_of(whole.config, mesh.shape, layers=_layers(base, mesh.shape.pp), tuning=tuning)
+    if whole.base is not None:
+        check_fingerprint(whole, whole.base.path, fingerprint(whole.base, control))
+    layers, tuning = whole.layout.layers if whole.layout.mesh.pp == mesh.shape.pp else None, whole.index.tuning
+    layout = layout_of(whole.config, mesh.shape, layers=layers, tuning=tuning)
     model = Model.create(whole.config, layout, mesh, dtype or dtype_of(whole), tuning=tuning)
     model.train(False)
     loader = Loader(model.parameters, control)
@@ -60,15 +56,9 @@ def _fill(model: Model, tensors: Iterable[tuple[str, Tensor]]) -> None:
         model.parameters[name].copy_(tensor)
 
 
-def dtype_of(whole: Whole) -> torch.dtype:
+def dtype_of(whole: WeightFolder) -> torch.dtype:
     """The dtype of a model's weights; of several, one that holds all of their numbers."""
-    source = source_of(whole, "weights")
-    held = {source.dtype(stored) for stored in source.stored}
+    held = {whole.dtype("weights", stored) for stored in whole.stored()}
     widest = held.pop() if len(held) == 1 else "F64" if "F64" in held else "F32"
     found: torch.dtype = getattr(torch, FLOATS[widest])
     return found
-
-
-def _layers(folder: Folder, stages: int) -> tuple[int, ...] | None:
-    """Of each stage, where a checkpoint has as many."""
-    return folder.layout.layers if isinstance(folder, Checkpoint) and folder.layout.mesh.pp == stages else None

@@ -12,7 +12,7 @@ from megacore.data.spelling import ModelFiles
 from megacore.data.text import InputError
 from megacore.data.tokenizer import import_transformers, parts_of
 from megacore.guard import Guard, GuardError
-from megacore.store.adapted import Whole
+from megacore.store.folder import WeightFolder
 from megacore.store.strict_json import StoreError, parse_json, short
 
 GENERATION = "generation_config.json"
@@ -28,12 +28,12 @@ class Texts:
         end: What the tokenizer says of the token that ends a text.
     """
 
-    folder: Whole
+    folder: WeightFolder
     guard: Guard
     end: Any
 
     @classmethod
-    def of(cls, folder: Whole) -> Texts:
+    def of(cls, folder: WeightFolder) -> Texts:
         """Load it.
 
         Raises:
@@ -127,7 +127,7 @@ class _Tokenizer:
         return text
 
 
-def files_of(folder: Whole) -> ModelFiles:
+def files_of(folder: WeightFolder) -> ModelFiles:
     """What a folder holds beside the weights."""
     return ModelFiles(folder.companions(), folder.raw, folder.config.vocab_size)
 

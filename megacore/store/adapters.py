@@ -1,4 +1,4 @@
-"""Adapters on their way out: a folder that the peft library loads, and weights with the adapters merged into them.
+"""Adapters: read beside their model, as a folder that the peft library loads, and merged into the weights.
 
 Merging computes, so it is no transfer: W + scale B A is taken tensor by tensor, in fp32 (fp64 where the base is), and
 rounded once. Every other weight is copied bit for bit.
@@ -9,26 +9,27 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
 
 from megacore.store.audit import Progress, fingerprints, silent
-from megacore.store.checkpoint import Checkpoint
+from megacore.store.companions import Companion
 from megacore.store.compare import config_differences
-from megacore.store.convert import Part, Plan, Source, expected, hugging_face_folder, tensors
+from megacore.store.convert import Part, Plan, expected, tensors, to_hugging_face
 from megacore.store.dtypes import as_dtype
-from megacore.store.hugging_face import ADAPTER, HuggingFace
+from megacore.store.folder import SafetensorsFolder, WeightFolder
+from megacore.store.hugging_face import ADAPTER
 from megacore.store.index import Adapters
-from megacore.store.open import Folder
-from megacore.store.stream import File, assemble
+from megacore.store.stream import File, Read, assemble
 from megacore.store.strict_json import StoreError, read_json
 from megacore.store.tensors import DTYPES, TensorFile
 from models.lora import linears, peft_names, targets
-from parallel.fingerprint import combined
+from parallel.fingerprint import Logical, combined
+from parallel.schema import Schema
 from parallel.transfer import Stored, hugging_face, plan
 
 WEIGHTS = "adapter_model.safetensors"
@@ -36,7 +37,7 @@ WEIGHTS = "adapter_model.safetensors"
 _ROWS, _KEPT = 1 << 22, 1 << 29
 
 
-def adapters_of(checkpoint: Checkpoint) -> Adapters:
+def adapters_of(checkpoint: WeightFolder) -> Adapters:
     """What the adapters of a checkpoint belong to.
 
     Raises:
@@ -52,7 +53,7 @@ def adapters_of(checkpoint: Checkpoint) -> Adapters:
 _OF_TRAINING = ("drop", "initializer_range")
 
 
-def check_model(checkpoint: Checkpoint, base: Folder) -> None:
+def check_model(checkpoint: WeightFolder, base: WeightFolder) -> None:
     """Compare a model, but for its weights, with the one that the adapters were trained on.
 
     Raises:
@@ -71,7 +72,7 @@ def check_model(checkpoint: Checkpoint, base: Folder) -> None:
         )
 
 
-def check_fingerprint(checkpoint: Checkpoint, base: Path, found: int) -> None:
+def check_fingerprint(checkpoint: WeightFolder, base: Path, found: int) -> None:
     """Compare the fingerprint of a model's weights with that of those that the adapters were trained on.
 
     Raises:
@@ -85,20 +86,74 @@ def check_fingerprint(checkpoint: Checkpoint, base: Path, found: int) -> None:
         )
 
 
+# -- beside the model
+
+
+@dataclass(frozen=True)
+class Adapted(WeightFolder):
+    """Adapters and the model that they were trained on, two folders that are read as one.
+
+    Args:
+        own: The checkpoint of the adapters.
+    """
+
+    own: SafetensorsFolder
+    base: SafetensorsFolder = field(kw_only=True)
+
+    @classmethod
+    def of(cls, own: SafetensorsFolder, base: SafetensorsFolder) -> Adapted:
+        """The two, if they belong together as far as can be known without reading the weights.
+
+        Raises:
+            StoreError: as :func:`check_model`.
+        """
+        check_model(own, base)
+        index = replace(base.index, states=("weights",), adapters=own.index.adapters)
+        return cls(own.path, index, own, base=base)
+
+    @property
+    def schema(self) -> Schema:
+        return self.index.tuning.schema(self.config.schema)
+
+    @property
+    def folders(self) -> tuple[SafetensorsFolder, ...]:
+        return self.own, self.base
+
+    def stored(self, state: str = "weights") -> Iterator[Stored]:
+        for folder in self.folders if state in self.states else ():
+            yield from folder.stored(state)
+
+    def dtype(self, state: str, stored: Stored) -> str:
+        return self._holder(stored).dtype(state, stored)
+
+    def read(self, state: str = "weights") -> Read:
+        return lambda stored: self._holder(stored).read(state)(stored)
+
+    def fingerprints(self, state: str) -> Mapping[Logical, int]:
+        return {piece: value for folder in self.folders for piece, value in folder.fingerprints(state).items()}
+
+    def companions(self) -> Mapping[str, Companion]:
+        """The adapters', for their run may have had a chat template of its own; else the base's."""
+        return self.own.companions() or self.base.companions()
+
+    def _holder(self, stored: Stored) -> SafetensorsFolder:
+        return self.own if stored.param in self.own.schema.by_name else self.base
+
+
 # -- by themselves
 
 
-def to_peft(checkpoint: Checkpoint, dtype: str | None = None) -> Plan:
+def to_peft(checkpoint: WeightFolder, dtype: str | None = None) -> Plan:
     """A folder of adapters as the peft library saves them.
 
     Raises:
         StoreError: the checkpoint holds none, or no single config describes them.
     """
     held, schema = adapters_of(checkpoint), checkpoint.schema
-    source = Source.of_checkpoint(checkpoint, "weights")
-    files = (File(WEIGHTS, tuple(tensors(schema, source, hugging_face(schema), dtype)), source.read),)
+    made = tensors(schema, checkpoint, "weights", hugging_face(schema), dtype)
+    files = (File(WEIGHTS, tuple(made), checkpoint.read()),)
     texts = {ADAPTER: json.dumps(_config(checkpoint, held), indent=2, allow_nan=False).encode() + b"\n"}
-    part = Part(files, expected(schema, source, files))
+    part = Part(files, expected(schema, checkpoint, "weights", files))
     return Plan(schema, {"weights": part}, lambda found: texts, checkpoint.companions(), _read_peft)
 
 
@@ -107,7 +162,7 @@ def _read_peft(folder: Path) -> None:
     read_json(folder / ADAPTER, folder)
 
 
-def _config(checkpoint: Checkpoint, held: Adapters) -> dict[str, object]:
+def _config(checkpoint: WeightFolder, held: Adapters) -> dict[str, object]:
     """Field names and meaning are the peft library's."""
     chosen = targets(checkpoint.config.schema, held.lora.targets)
     transposed = {linear.transposed for linear in chosen}
@@ -132,64 +187,67 @@ def _config(checkpoint: Checkpoint, held: Adapters) -> dict[str, object]:
 # -- merged
 
 
-def merged(checkpoint: Checkpoint, base: HuggingFace, max_shard_bytes: int, dtype: str | None = None) -> Plan:
+def merged(checkpoint: WeightFolder, base: SafetensorsFolder, max_shard_bytes: int, dtype: str | None = None) -> Plan:
     """A Hugging Face folder of the base with the adapters merged into it, which is made when it is written.
 
     Raises:
         StoreError: the checkpoint holds no adapters, or those of a model of another shape or config.
     """
     check_model(checkpoint, base)
-    merge = Merge(checkpoint, base, adapters_of(checkpoint).lora.scale, dtype)
-    source = Source(list(base.stored()), merge.dtype_of, merge.read)
-    return hugging_face_folder(checkpoint, source, base.raw, max_shard_bytes, dtype)
+    return to_hugging_face(Merged(base.path, base.index, checkpoint, dtype, base=base), max_shard_bytes, dtype)
 
 
-def check_base(checkpoint: Checkpoint, base: HuggingFace, jobs: int, progress: Progress = silent) -> None:
+def check_base(checkpoint: WeightFolder, base: WeightFolder, jobs: int, progress: Progress = silent) -> None:
     """Read all weights of a model, and compare them with those that the adapters were trained on.
 
     Raises:
         StoreError: they are others.
     """
-    found = combined(fingerprints(Source.of_hugging_face(base), base.schema, jobs, progress))
-    check_fingerprint(checkpoint, base.path, found)
+    check_fingerprint(checkpoint, base.path, combined(fingerprints(base, "weights", jobs, progress)))
 
 
-@dataclass
-class Merge:
-    """Reads the weights of a model as they are with adapters.
+@dataclass(frozen=True)
+class Merged(WeightFolder):
+    """The weights of a model as they are with adapters.
 
     Args:
-        checkpoint: Of the adapters.
-        base: The model.
-        scale: Of the adapters' products.
-        dtype: Of merged weights; None for that of the base.
+        adapters: Their checkpoint.
+        wanted: The dtype of merged weights; None for that of the base.
     """
 
-    checkpoint: Checkpoint
-    base: HuggingFace
-    scale: float
-    dtype: str | None = None
-    _transposed: Mapping[str, bool] = field(init=False)
-    _adapters: Mapping[str, Callable[[str], np.ndarray]] = field(init=False)
+    adapters: WeightFolder
+    wanted: str | None
+    base: SafetensorsFolder = field(kw_only=True)
     _made: OrderedDict[str, np.ndarray] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _locks: dict[str, threading.Lock] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self._transposed = {linear.param.name: linear.transposed for linear in linears(self.base.schema)}
-        schema, read = self.checkpoint.schema, self.checkpoint.read("weights")
-        planned = plan(schema, self.checkpoint.stored(), hugging_face(schema))
+    @cached_property
+    def _transposed(self) -> Mapping[str, bool]:
+        return {linear.param.name: linear.transposed for linear in linears(self.schema)}
 
-        self._adapters = {stored.name: partial(assemble, stored, copies, read) for stored, copies in planned}
+    @cached_property
+    def _adapters(self) -> Mapping[str, Callable[[str], np.ndarray]]:
+        schema, read = self.adapters.schema, self.adapters.read()
+        planned = plan(schema, self.adapters.stored(), hugging_face(schema))
+        return {stored.name: partial(assemble, stored, copies, read) for stored, copies in planned}
 
-    def dtype_of(self, stored: Stored) -> str:
-        held = self.base.dtype(stored)
-        return self.dtype or held if self._is_adapted(stored) else held
+    def companions(self) -> Mapping[str, Companion]:
+        return self.adapters.companions()
 
-    def read(self, stored: Stored) -> tuple[str, np.ndarray]:
-        """(dtype, bits); a merged tensor is kept for a while, as its blocks are asked for one by one."""
-        if not self._is_adapted(stored):
-            return self.base.read(stored)
+    def stored(self, state: str = "weights") -> Iterator[Stored]:
+        return self.base.stored(state)
+
+    def dtype(self, state: str, stored: Stored) -> str:
+        held = self.base.dtype(state, stored)
+        return self.wanted or held if self._is_adapted(stored) else held
+
+    def read(self, state: str = "weights") -> Read:
+        """Merged tensors are kept for a while, as their blocks are asked for one by one."""
+        plain = self.base.read(state)
+        return lambda stored: self._merged(stored) if self._is_adapted(stored) else plain(stored)
+
+    def _merged(self, stored: Stored) -> tuple[str, np.ndarray]:
         with self._lock:
             own = self._locks.setdefault(stored.name, threading.Lock())
         with own:
@@ -201,21 +259,21 @@ class Merge:
                     self._made[stored.name] = made
                     while len(self._made) > 1 and sum(each.nbytes for each in self._made.values()) > _KEPT:
                         self._made.popitem(last=False)
-        return self.dtype_of(stored), made
+        return self.dtype("weights", stored), made
 
     def _is_adapted(self, stored: Stored) -> bool:
         return peft_names(stored.name)[0] in self._adapters
 
     def _merge(self, stored: Stored) -> np.ndarray:
-        held, bits = self.base.read(stored)
-        wide, wanted = "F64" if held == "F64" else "F32", self.dtype_of(stored)
+        held, bits = self.base.read()(stored)
+        wide, wanted = "F64" if held == "F64" else "F32", self.dtype("weights", stored)
         floats = DTYPES[wide].str.replace("u", "f")
         a, b = (self._adapters[name](wide).view(floats) for name in peft_names(stored.name))
         left, right = (a.T, b.T) if self._transposed[stored.param] else (b, a)
-        made = np.empty(bits.shape, DTYPES[wanted])
+        made, scale = np.empty(bits.shape, DTYPES[wanted]), adapters_of(self.adapters).lora.scale
         step = max(1, _ROWS // bits.shape[1])
         for start in range(0, len(bits), step):
             rows = slice(start, start + step)
-            total = as_dtype(bits[rows], held, wide).view(floats) + self.scale * (left[rows] @ right)
+            total = as_dtype(bits[rows], held, wide).view(floats) + scale * (left[rows] @ right)
             made[rows] = as_dtype(total.astype(floats, copy=False).view(DTYPES[wide]), wide, wanted)
         return made

@@ -10,9 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import Source
-from megacore.store.index import path_of
+from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.stream import BLOCK_BYTES, Read, of_copy
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
@@ -35,11 +33,6 @@ class DamageError(StoreError):
 
 def silent(done: int) -> None:
     """Where nobody watches."""
-
-
-def file_of(checkpoint: Checkpoint, state: str, stored: Stored) -> str:
-    """Where a tensor of a checkpoint lies."""
-    return path_of(state, stored.where)
 
 
 def taken(
@@ -70,15 +63,16 @@ def taken(
         yield from pool.map(take, stored)
 
 
-def fingerprints(source: Source, schema: Schema, jobs: int, progress: Progress = silent) -> dict[Logical, int]:
-    """Of the logical pieces, from the bytes of all tensors; arguments as :func:`taken`'s.
+def fingerprints(folder: WeightFolder, state: str, jobs: int, progress: Progress = silent) -> dict[Logical, int]:
+    """Of the logical pieces of a state, from the bytes of all its tensors; arguments as :func:`taken`'s.
 
     Raises:
         StoreError: replicas differ.
     """
-    found = taken(source.stored, source.read, schema, jobs, progress)
+    stored = list(folder.stored(state))
+    found = taken(stored, folder.read(state), folder.schema, jobs, progress)
     try:
-        return add_up(schema, zip(source.stored, found, strict=True))
+        return add_up(folder.schema, zip(stored, found, strict=True))
     except ValueError as error:
         raise StoreError(str(error)) from error
 
@@ -97,26 +91,25 @@ class Damage:
 
 
 def check(
-    checkpoint: Checkpoint, jobs: int, progress: Progress = silent, tensors: Mapping[str, Set[str]] | None = None
+    folder: SafetensorsFolder, jobs: int, progress: Progress = silent, tensors: Mapping[str, Set[str]] | None = None
 ) -> list[Damage]:
     """Compare every byte of the tensors with the index, replicas with each other, and padding with zero.
 
     Args:
-        checkpoint: Which one.
+        folder: Which one; tensors whose fingerprints it does not know are not read.
         jobs: Threads.
         progress: Is told of each tensor.
         tensors: {state: whole names} of those to compare, if not all.
     """
-    schema = checkpoint.layout.schema
+    schema = folder.layout.schema
     damage = list[Damage]()
-    for state in checkpoint.index.states if tensors is None else tensors:
-        read, stored = checkpoint.read(state), list(checkpoint.stored(state))
+    for state in folder.states if tensors is None else tensors:
+        read, stored = folder.read(state), [each for each in folder.stored(state) if folder.written(state, each)]
         if tensors is not None:
             stored = [each for each in stored if whole_name(schema, each) in tensors[state]]
         first: dict[tuple[Logical, tuple[tuple[int, int], ...]], tuple[str, int]] = {}
         for tensor, found in zip(stored, taken(stored, read, schema, jobs, progress), strict=True):
-            file = file_of(checkpoint, state, tensor)
-            written = checkpoint.index.files[file].fingerprints[tensor.name]
+            (file, _), written = folder.location(state, tensor), folder.written(state, tensor)
             for label, value in found.items():
                 if value != written[label]:
                     reason = f"has the fingerprint {value:016x}, and had {written[label]:016x} when it was written"

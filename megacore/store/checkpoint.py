@@ -9,23 +9,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from megacore.store.accounting import summary
 from megacore.store.companions import Companion, companions
 from megacore.store.dtypes import FLOATS
-from megacore.store.index import INDEX, STATES, Index, path_of, read_index
-from megacore.store.stream import Read
+from megacore.store.files import open_file
+from megacore.store.folder import SafetensorsFolder
+from megacore.store.index import FORMAT, INDEX, path_of, read_index
 from megacore.store.strict_json import StoreError, read_json, short
-from megacore.store.tensors import TensorFile
-from models.config import ModelConfig
-from parallel.fingerprint import Logical, add_up
-from parallel.layout import Layout
-from parallel.schema import Schema
+from megacore.store.tensors import TensorFile, os_errors
 from parallel.transfer import Stored
 
 TRAINER, COMPANIONS = "trainer.json", "tokenizer"
@@ -38,18 +31,10 @@ def listed(problems: Sequence[object]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """An opened checkpoint: everything is checked but the bytes of the tensors, by this process or another.
+class Checkpoint(SafetensorsFolder):
+    """An opened checkpoint: everything is checked but the bytes of the tensors, by this process or another."""
 
-    Args:
-        path: Its folder.
-        index: What it says about itself.
-        trainer: The state of the training run, None for converted weights.
-    """
-
-    path: Path
-    index: Index
-    trainer: Mapping[str, Any] | None
+    format = FORMAT
 
     @classmethod
     def open(cls, path: Path | str, checked: bool = False) -> Checkpoint:
@@ -72,71 +57,27 @@ class Checkpoint:
         step = None if trainer is None else trainer.get("step")
         if trainer is not None and (type(step) is not int or step != index.step):
             raise StoreError(f"{path} is damaged: {TRAINER} has step {short(step)}, {INDEX} {index.step}")
-        made = cls(path, index, trainer)
+        made = cls(path, index, _Files(path), trainer=trainer)
         states = () if checked else index.states
         problems = [problem for state in states for problem in made._problems(state)]
         if problems:
             raise StoreError("\n".join([f"{path} is damaged:", *listed(problems)]))
         return made
 
-    @property
-    def raw(self) -> Mapping[str, Any]:
-        """The Hugging Face config of the model."""
-        return self.index.raw
+    def stored(self, state: str = "weights") -> Iterator[Stored]:
+        return self.index.stored(state) if state in self.states else iter(())
 
-    @property
-    def config(self) -> ModelConfig:
-        return self.index.config
-
-    @property
-    def schema(self) -> Schema:
-        """What this release declares for what it holds: the model, or adapters of it."""
-        return self.index.schema
-
-    @property
-    def layout(self) -> Layout:
-        """On the model-parallel coordinates."""
-        return self.index.layout
-
-    def stored(self, state: str = STATES[0]) -> Iterator[Stored]:
-        """The tensors of a state, see :meth:`~megacore.store.index.Index.stored`."""
-        return self.index.stored(state)
-
-    def dtype(self, state: str, stored: Stored) -> str:
-        return self._file(state, stored).entries[stored.name].dtype
-
-    def read(self, state: str) -> Read:
-        """What reads the tensors of a state."""
-
-        def read(stored: Stored) -> tuple[str, np.ndarray]:
-            file = self._file(state, stored)
-            return file.entries[stored.name].dtype, file.array(stored.name)
-
-        return read
+    def location(self, state: str, stored: Stored) -> tuple[str, str]:
+        return path_of(state, stored.where), stored.name
 
     def companions(self) -> Mapping[str, Companion]:
-        """{name: file} of what travels with the model: tokenizer, generation config, chat templates."""
         return companions(self.path / COMPANIONS, self.path)
 
-    def fingerprints(self, state: str) -> dict[Logical, int]:
-        """Of the logical pieces, as they were when the files were written.
-
-        Raises:
-            StoreError: replicas differ.
-        """
-        files = self.index.files
-        found = ((s, files[path_of(state, s.where)].fingerprints[s.name]) for s in self.stored(state))
-        try:
-            return add_up(self.layout.schema, found)
-        except ValueError as error:
-            raise StoreError(f"{self.path}, {state}: {error}") from error
-
-    @cached_property
-    def _files(self) -> Mapping[str, TensorFile]:
-        return _Files(self.path)
-
-    def _file(self, state: str, stored: Stored) -> TensorFile:
-        return self._files[path_of(state, stored.where)]
+    def trainer_json(self) -> bytes | None:
+        if self.trainer is None:
+            return None
+        with os_errors(self.path), open_file(self.path / TRAINER, self.path) as file:
+            return file.read()
 
     def _problems(self, state: str) -> Iterator[str]:
         # Files of which nothing would be trained are not there.
@@ -146,7 +87,7 @@ class Checkpoint:
     def _of_file(self, name: str, wanted: Mapping[str, Stored]) -> Iterator[str]:
         record = self.index.files[name]
         try:
-            file = self._files[name]
+            file = self.files[name]
         except StoreError as error:
             yield str(error)
             return

@@ -11,11 +11,8 @@ from typing import Any
 import numpy as np
 
 from megacore.store.audit import Progress, fingerprints, silent
-from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import Source
 from megacore.store.dtypes import FLOATS, as_dtype
-from megacore.store.hugging_face import HuggingFace
-from megacore.store.open import Folder
+from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.stream import BLOCK_BYTES
 from megacore.store.tensors import DTYPES
 from models.config import ModelConfig
@@ -25,20 +22,7 @@ from parallel.transfer import Copy, Stored, blocks, plan, strided, whole_name
 
 Both = tuple[Any, Any]
 """What each of the two says; None where it says nothing."""
-
-
-def states(folder: Folder) -> tuple[str, ...]:
-    """What a folder holds; a Hugging Face folder has weights only."""
-    return folder.index.states if isinstance(folder, Checkpoint) else ("weights",)
-
-
-def source(folder: Folder, state: str) -> Source:
-    """The tensors of one state.
-
-    Raises:
-        StoreError: by its index, replicas in a checkpoint differ.
-    """
-    return Source.of_checkpoint(folder, state) if isinstance(folder, Checkpoint) else Source.of_hugging_face(folder)
+Folders = tuple[SafetensorsFolder, SafetensorsFolder]
 
 
 # -- by fingerprints
@@ -83,7 +67,7 @@ class Differences:
         return bool(self.config or self.step or self.states or self.pieces)
 
 
-def compare(folders: tuple[Folder, Folder], jobs: int, progress: Progress = silent) -> Differences:
+def compare(folders: Folders, jobs: int, progress: Progress = silent) -> Differences:
     """Compare two folders without holding either.
 
     The fingerprints of checkpoints are those of their indexes, so their tensors are not read.
@@ -97,9 +81,8 @@ def compare(folders: tuple[Folder, Folder], jobs: int, progress: Progress = sile
         StoreError: replicas in a checkpoint differ.
     """
     one, other = folders
-    held = states(one), states(other)
-    alone = {} if any(isinstance(folder, HuggingFace) for folder in folders) else _alone(held)
-    shared = [state for state in held[0] if state in held[1]]
+    alone = _alone((one.states, other.states)) if one.format == other.format else {}
+    shared = [state for state in one.states if state in other.states]
     pieces = (difference for state in shared for difference in _pieces(folders, state, jobs, progress))
     config = config_differences(one.config, other.config) | _adapters(folders)
     return Differences(config, _steps(folders), alone, tuple(pieces))
@@ -112,10 +95,10 @@ def config_differences(one: ModelConfig, other: ModelConfig) -> dict[str, Both]:
     return {name: both for name, both in found.items() if both[0] != both[1]}
 
 
-def _adapters(folders: tuple[Folder, Folder]) -> dict[str, Both]:
+def _adapters(folders: Folders) -> dict[str, Both]:
     """{fact about the adapters of two checkpoints: what each has}, where they differ."""
-    one, other = (folder.index.adapters if isinstance(folder, Checkpoint) else None for folder in folders)
-    ours, theirs = ({} if each is None else asdict(each.lora) | {"base": each.fingerprint} for each in (one, other))
+    held = (folder.index.adapters for folder in folders)
+    ours, theirs = ({} if each is None else asdict(each.lora) | {"base": each.fingerprint} for each in held)
     found = {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs}}
     return {f"lora.{name}": both for name, both in found.items() if both[0] != both[1]}
 
@@ -124,8 +107,8 @@ def _alone(held: tuple[tuple[str, ...], tuple[str, ...]]) -> dict[str, int]:
     return {state: which for which in (0, 1) for state in held[which] if state not in held[1 - which]}
 
 
-def _steps(folders: tuple[Folder, Folder]) -> Both | None:
-    one, other = (folder.index.step if isinstance(folder, Checkpoint) else None for folder in folders)
+def _steps(folders: Folders) -> Both | None:
+    one, other = (folder.index.step for folder in folders)
     return (one, other) if one is not None and other is not None and one != other else None
 
 
@@ -136,7 +119,7 @@ class _Piece:
     fingerprint: str
 
 
-def _pieces(folders: tuple[Folder, Folder], state: str, jobs: int, progress: Progress) -> Iterator[Difference]:
+def _pieces(folders: Folders, state: str, jobs: int, progress: Progress) -> Iterator[Difference]:
     one, other = (_held(folder, state, jobs, progress) for folder in folders)
     for piece in {**one, **other}:
         here, there = one.get(piece), other.get(piece)
@@ -150,19 +133,18 @@ def _pieces(folders: tuple[Folder, Folder], state: str, jobs: int, progress: Pro
             yield Difference(state, *piece, "values", (here.fingerprint, there.fingerprint))
 
 
-def _held(folder: Folder, state: str, jobs: int, progress: Progress) -> dict[Logical, _Piece]:
-    schema, of = folder.schema, source(folder, state)
-    values = of.fingerprints
+def _held(folder: SafetensorsFolder, state: str, jobs: int, progress: Progress) -> dict[Logical, _Piece]:
+    schema, values = folder.schema, folder.fingerprints(state)
     # Those of another release may have taken the axes in another order.
-    if values is None or (isinstance(folder, Checkpoint) and _orders(folder.layout.schema) != _orders(schema)):
-        values = fingerprints(of, schema, jobs, progress)
+    if not values or _orders(folder.layout.schema) != _orders(schema):
+        values = fingerprints(folder, state, jobs, progress)
     held = {}
-    for stored in of.stored:
+    for stored in folder.stored(state):
         for label in stored.labels:
             piece = whole_name(schema, stored), label
             axes = schema[stored.param].sentence.piece_axes(label)
             sizes = {axis: schema.sizes[axis] for axis in axes}
-            held[piece] = _Piece(sizes, FLOATS[of.dtype(stored)], f"{values[piece]:016x}")
+            held[piece] = _Piece(sizes, FLOATS[folder.dtype(state, stored)], f"{values[piece]:016x}")
     return held
 
 
@@ -194,7 +176,7 @@ class Compared:
 
 
 def compare_bits(
-    checkpoint: Checkpoint, tensors: Iterable[Stored], other: Source, jobs: int, progress: Progress = silent
+    checkpoint: WeightFolder, tensors: Iterable[Stored], other: WeightFolder, jobs: int, progress: Progress = silent
 ) -> Iterator[Compared]:
     """Compare weights of a checkpoint bit for bit, replicas and all, with the elements that the plan finds elsewhere.
 
@@ -208,7 +190,7 @@ def compare_bits(
     Raises:
         TransferError: it is not the same model.
     """
-    read = checkpoint.read("weights")
+    read, read_other = checkpoint.read(), other.read()
 
     def of(planned: tuple[Stored, list[Copy]]) -> list[Compared]:
         tensor, copies = planned
@@ -217,7 +199,7 @@ def compare_bits(
         for block in blocks(copies, BLOCK_BYTES // DTYPES[dtype].itemsize):
             here = bits.reshape(-1)[block.start :]
             for copy in block.copies:
-                held, there = other.read(copy.source)
+                held, there = read_other(copy.source)
                 equal = _equal(strided(here, copy.target_view), dtype, strided(there, copy.source_view), held)
                 elements[copy.label] += equal.size
                 differ[copy.label] += equal.size - int(np.count_nonzero(equal))
@@ -226,7 +208,7 @@ def compare_bits(
         return [Compared(tensor, label, elements[label], differ[label], (dtypes[label], dtype)) for label in dtypes]
 
     with ThreadPoolExecutor(jobs) as pool:
-        for found in pool.map(of, plan(checkpoint.schema, other.stored, tensors)):
+        for found in pool.map(of, plan(checkpoint.schema, other.stored(), tensors)):
             yield from found
 
 

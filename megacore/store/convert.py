@@ -7,19 +7,18 @@ it into a folder that appears under its name only when all of it is there and is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from megacore.store import export
 from megacore.store.checkpoint import COMPANIONS, TRAINER, Checkpoint
 from megacore.store.companions import Companion, copy_companion
+from megacore.store.folder import WeightFolder
 from megacore.store.hugging_face import HuggingFace
-from megacore.store.index import INDEX, Adapters, FileRecord, Index, file_name, on_disk
+from megacore.store.index import INDEX, FileRecord, file_name, on_disk
 from megacore.store.publish import publish, write_file
-from megacore.store.stream import File, Fingerprints, Read, Tensor, write
+from megacore.store.stream import File, Fingerprints, Tensor, write
 from megacore.store.strict_json import StoreError
 from parallel.fingerprint import Logical, add_up, spell
 from parallel.layout import Layout
@@ -28,39 +27,11 @@ from parallel.transfer import Stored, hugging_face, native, plan, whole_name
 
 
 @dataclass(frozen=True)
-class Source:
-    """The tensors of one state, wherever they lie.
-
-    Args:
-        stored: All of them.
-        dtype: Of each.
-        read: Reads one.
-        fingerprints: Of the logical pieces, where they are known.
-    """
-
-    stored: Sequence[Stored]
-    dtype: Callable[[Stored], str]
-    read: Read
-    fingerprints: Mapping[Logical, int] | None = None
-
-    @classmethod
-    def of_hugging_face(cls, folder: HuggingFace) -> Source:
-        return cls(list(folder.stored()), folder.dtype, folder.read)
-
-    @classmethod
-    def of_checkpoint(cls, checkpoint: Checkpoint, state: str) -> Source:
-        def dtype(stored: Stored) -> str:
-            return checkpoint.dtype(state, stored)
-
-        return cls(list(checkpoint.stored(state)), dtype, checkpoint.read(state), checkpoint.fingerprints(state))
-
-
-@dataclass(frozen=True)
 class Part:
-    """The files of one state, and the fingerprints that they must have in the end."""
+    """The files of one state, and the fingerprints that they must have in the end, as far as they are known."""
 
     files: tuple[File, ...]
-    expected: Mapping[Logical, int] | None
+    expected: Mapping[Logical, int]
 
 
 @dataclass(frozen=True)
@@ -117,8 +88,7 @@ class Plan:
             made = add_up(self.schema, of_boxes)
         except ValueError as error:
             raise StoreError(f"{state}: {error}") from error
-        expected = part.expected or {}
-        wrong = [piece for piece in made if made[piece] != expected.get(piece, made[piece])]
+        wrong = [piece for piece in made if made[piece] != part.expected.get(piece, made[piece])]
         if wrong:
             names = ", ".join(map(spell, wrong))
             raise StoreError(
@@ -127,102 +97,73 @@ class Plan:
             )
 
 
-def to_checkpoint(
-    sources: Mapping[str, Source],
-    raw: Mapping[str, Any],
-    layout: Layout,
-    *,
-    dtype: str | None = None,
-    step: int | None = None,
-    trainer: bytes | None = None,
-    companions: Mapping[str, Companion] = MappingProxyType({}),
-    adapters: Adapters | None = None,
-    frozen: frozenset[str] = frozenset(),
-) -> Plan:
-    """A checkpoint in a layout.
+def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None) -> Plan:
+    """A checkpoint of all that a folder holds, in a layout.
 
     Args:
-        sources: Of each state.
-        raw: Fields of the Hugging Face config.
+        source: The folder.
         layout: Of the new files.
         dtype: Of the weights, if it is to change.
-        step, trainer: Of the training run, if it is one.
-        companions: {name: file} of what travels with the model.
-        adapters, frozen: As of :class:`~megacore.store.index.Index`.
 
     Raises:
         StoreError: pieces that are stored together have different dtypes.
     """
     layout = on_disk(layout)
-    schema = layout.schema
-    raw = raw if dtype is None else export.with_dtype(raw, dtype)
-    made = Index(raw, layout, tuple(sources), step, {}, adapters, frozen)
+    raw = source.raw if dtype is None else export.with_dtype(source.raw, dtype)
+    made, trainer = replace(source.index, raw=raw, layout=layout, files={}), source.trainer_json()
     parts = {}
-    for state, source in sources.items():
+    for state in source.states:
         wanted = dtype if state == "weights" else None
         targets = (s for s in native(layout, range(layout.mesh.world)) if made.has(state, s.name))
-        by_rank = itertools.groupby(tensors(schema, source, targets, wanted), key=lambda tensor: tensor.stored.where)
+        filled = tensors(layout.schema, source, state, targets, wanted)
+        by_rank = itertools.groupby(filled, key=lambda tensor: tensor.stored.where)
         files = tuple(
-            File(file_name(state, layout.mesh.place(rank)), tuple(found), source.read)
+            File(file_name(state, layout.mesh.place(rank)), tuple(found), source.read(state))
             for rank, found in by_rank
             if isinstance(rank, int)
         )
-        parts[state] = Part(files, expected(schema, source, files))
+        parts[state] = Part(files, expected(layout.schema, source, state, files))
 
     def texts(found: Mapping[str, Fingerprints]) -> Mapping[str, bytes]:
         records = {file.path: FileRecord(file.size, found[file.path]) for part in parts.values() for file in part.files}
         return {INDEX: replace(made, files=records).to_json()} | ({TRAINER: trainer} if trainer is not None else {})
 
-    beside = {f"{COMPANIONS}/{name}": companion for name, companion in companions.items()}
-    return Plan(schema, parts, texts, beside, Checkpoint.open)
+    beside = {f"{COMPANIONS}/{name}": companion for name, companion in source.companions().items()}
+    return Plan(layout.schema, parts, texts, beside, Checkpoint.open)
 
 
-def to_hugging_face(checkpoint: Checkpoint, max_shard_bytes: int, dtype: str | None = None) -> Plan:
-    """A Hugging Face folder of a checkpoint's weights; their fp32 masters are not used.
+def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | None = None) -> Plan:
+    """A Hugging Face folder of a folder's weights and companions; fp32 masters are not used.
+
+    Args:
+        source: The folder.
+        max_shard_bytes: The most that the tensors of a file take.
+        dtype: Of the weights, if it is to change.
 
     Raises:
         StoreError: as :func:`to_checkpoint`.
     """
-    source = Source.of_checkpoint(checkpoint, "weights")
-    return hugging_face_folder(checkpoint, source, checkpoint.index.raw, max_shard_bytes, dtype)
-
-
-def hugging_face_folder(
-    checkpoint: Checkpoint, source: Source, raw: Mapping[str, Any], max_shard_bytes: int, dtype: str | None
-) -> Plan:
-    """A Hugging Face folder of the model of a checkpoint, its companions beside it.
-
-    Args:
-        checkpoint: Which one.
-        source: Of the weights.
-        raw: Of the ``config.json``.
-        max_shard_bytes: The most that the tensors of a file take.
-        dtype: Of the weights, if it is to change.
-    """
-    schema = checkpoint.config.schema
-    made = {t.stored.name: t for t in tensors(schema, source, hugging_face(schema), dtype)}
+    schema = source.config.schema
+    made = {t.stored.name: t for t in tensors(schema, source, "weights", hugging_face(schema), dtype)}
     dtypes = {name: tensor.dtype for name, tensor in made.items()}
     shards = export.export_files(schema, dtypes, max_shard_bytes)
-    files = tuple(File(name, tuple(made[s.name] for s in stored), source.read) for name, stored in shards)
-    texts = export.texts(raw if dtype is None else export.with_dtype(raw, dtype), shards, dtypes)
-    return Plan(
-        schema,
-        {"weights": Part(files, expected(schema, source, files))},
-        lambda found: texts,
-        checkpoint.companions(),
-        HuggingFace.open,
-    )
+    files = tuple(File(name, tuple(made[s.name] for s in stored), source.read()) for name, stored in shards)
+    texts = export.texts(source.raw if dtype is None else export.with_dtype(source.raw, dtype), shards, dtypes)
+    part = Part(files, expected(schema, source, "weights", files))
+    return Plan(schema, {"weights": part}, lambda found: texts, source.companions(), HuggingFace.open)
 
 
-def tensors(schema: Schema, source: Source, targets: Iterable[Stored], dtype: str | None) -> Iterator[Tensor]:
-    """The targets with what fills them, in the dtype that is asked for or their own.
+def tensors(
+    schema: Schema, source: WeightFolder, state: str, targets: Iterable[Stored], dtype: str | None
+) -> Iterator[Tensor]:
+    """The targets with what fills them of a state, in the dtype that is asked for or their own.
 
     Raises:
         StoreError: pieces that are stored together have different dtypes.
     """
-    planned, held = list(plan(schema, source.stored, targets)), dict[str, set[str]]()
+    planned, held = list(plan(schema, source.stored(state), targets)), dict[str, set[str]]()
     for target, copies in planned:
-        held.setdefault(whole_name(schema, target), set()).update(source.dtype(copy.source) for copy in copies)
+        held.setdefault(whole_name(schema, target), set()).update(source.dtype(state, copy.source) for copy in copies)
     if dtype is None and (mixed := {name: found for name, found in held.items() if len(found) > 1}):
         listed = ", ".join(f"{name} ({' and '.join(sorted(found))})" for name, found in mixed.items())
         raise StoreError(
@@ -232,19 +173,19 @@ def tensors(schema: Schema, source: Source, targets: Iterable[Stored], dtype: st
         yield Tensor(target, dtype or next(iter(held[whole_name(schema, target)])), copies)
 
 
-def expected(schema: Schema, source: Source, files: Iterable[File]) -> Mapping[Logical, int] | None:
-    """The source's fingerprints, if no number changes on the way.
+def expected(schema: Schema, source: WeightFolder, state: str, files: Iterable[File]) -> Mapping[Logical, int]:
+    """The source's fingerprints of a state, as far as it knows them and if no number changes on the way.
 
     Less those of pieces that another release stored with another axis last: fingerprints take the elements along it
     together.
     """
-    if source.fingerprints is None:
-        return None
-    known = dict(source.fingerprints)
+    known = dict(source.fingerprints(state))
+    if not known:
+        return known
     for tensor in (tensor for file in files for tensor in file.tensors):
         for copy in tensor.copies:
-            if source.dtype(copy.source) != tensor.dtype:
-                return None
+            if source.dtype(state, copy.source) != tensor.dtype:
+                return {}
             sentences = copy.source.pattern, schema[tensor.stored.param].sentence
             if len({sentence.piece_axes(copy.label)[-1:] for sentence in sentences}) > 1:
                 known.pop((whole_name(schema, tensor.stored), copy.label), None)

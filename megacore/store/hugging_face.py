@@ -9,19 +9,18 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import numpy as np
-
-from megacore.store.accounting import Account, Held, account, ignorable_by, printable, summary
+from megacore.store.accounting import Account, account, ignorable_by, printable, summary
 from megacore.store.companions import Companion, companions, travelling
+from megacore.store.folder import SafetensorsFolder
+from megacore.store.index import FileRecord, Index
 from megacore.store.strict_json import StoreError, read_json
 from megacore.store.tensors import TensorFile
 from models.config import ModelConfig, ModelConfigError
 from models.registry import FAMILIES, family
-from parallel.schema import Schema
+from parallel.layout import Layout, MeshShape
 from parallel.transfer import Stored, hugging_face
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -35,22 +34,16 @@ _TO_SAFETENSORS = (
 
 
 @dataclass(frozen=True)
-class HuggingFace:
+class HuggingFace(SafetensorsFolder):
     """An opened folder: every weight of the model is there once, in its shape, and nothing else is.
 
     Args:
-        path: The folder.
-        raw: Its ``config.json`` as it stands.
-        config: What that means.
-        weights: Where each tensor lies, by the name that the family's table gives it.
-        ignored: Tensors that hold no weights, by the names they have.
+        weights: (file, name there) of each tensor, by the name that the family's table gives it.
     """
 
-    path: Path
-    raw: Mapping[str, Any]
-    config: ModelConfig
-    weights: Mapping[str, Held]
-    ignored: tuple[str, ...]
+    format = "hugging_face"
+
+    weights: Mapping[str, tuple[str, str]]
 
     @classmethod
     def open(cls, path: Path | str) -> HuggingFace:
@@ -82,27 +75,21 @@ class HuggingFace:
         problems += found.problems
         if problems or config is None:
             raise StoreError("\n- ".join([f"{path} cannot be used:", *problems]))
-        return cls(path, raw, config, found.weights, found.ignored)
+        weights = {name: (str(held.file.path.relative_to(path)), held.name) for name, held in found.weights.items()}
+        opened = {weights[name][0]: held.file for name, held in found.weights.items()}
+        records = {name: FileRecord(file.size, {of: {} for of in file.entries}) for name, file in opened.items()}
+        layout = Layout(config.schema, MeshShape(), (config.sizes["layer"],))
+        index = Index(raw, layout, ("weights",), None, records)
+        return cls(path, index, opened, weights, ignored=found.ignored)
 
-    @cached_property
-    def schema(self) -> Schema:
-        return self.config.schema
+    def stored(self, state: str = "weights") -> Iterator[Stored]:
+        """Under the names of the family's table; ``where`` is the folder."""
+        return hugging_face(self.schema, where=str(self.path)) if state in self.states else iter(())
 
-    def stored(self) -> Iterator[Stored]:
-        """Its weights, under the names of the family's table; ``where`` is the folder."""
-        return hugging_face(self.schema, where=str(self.path))
-
-    def dtype(self, stored: Stored) -> str:
-        """The safetensors dtype of one of :meth:`stored`."""
-        return self.weights[stored.name].entry.dtype
-
-    def read(self, stored: Stored) -> tuple[str, np.ndarray]:
-        """(safetensors dtype, its bits as unsigned integers in the stored shape) of one of :meth:`stored`."""
-        held = self.weights[stored.name]
-        return held.entry.dtype, held.file.array(held.name)
+    def location(self, state: str, stored: Stored) -> tuple[str, str]:
+        return self.weights[stored.name]
 
     def companions(self) -> Mapping[str, Companion]:
-        """{name within the folder: file} of those that travel along."""
         return companions(self.path, self.path)
 
 

@@ -95,14 +95,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Index:
-    """What ``index.json`` says.
+    """What a folder says about itself: a checkpoint's ``index.json``, or what a Hugging Face folder's files come to.
 
     Args:
         raw: All fields of the Hugging Face ``config.json`` that the model came from or would have.
         layout: On the model-parallel coordinates.
         states: Which of :data:`STATES` are there.
         step: The training step, None for converted weights.
-        files: By path within the folder.
+        files: By path within the folder; Hugging Face's have no fingerprints.
         adapters: If it holds adapters, and not the model that ``raw`` describes: of what.
         frozen: Tensors that were not trained: they have weights alone.
     """
@@ -122,7 +122,12 @@ class Index:
     @cached_property
     def schema(self) -> Schema:
         """What this release declares for what the checkpoint holds; those of its own are in the layout."""
-        return Tuning(self.adapters.lora if self.adapters else None).kept(self.config.schema)
+        return self.tuning.kept(self.config.schema)
+
+    @property
+    def tuning(self) -> Tuning:
+        """What of the model the adapters are, if it holds adapters."""
+        return Tuning(self.adapters.lora if self.adapters else None)
 
     def has(self, state: str, tensor: str) -> bool:
         """Whether a tensor has a state."""

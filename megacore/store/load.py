@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,12 +24,10 @@ from torch import Tensor
 from megacore.control import Control
 from megacore.store import audit
 from megacore.store.accounting import summary
-from megacore.store.adapted import Adapted, Whole, source_of
-from megacore.store.checkpoint import Checkpoint, listed
-from megacore.store.convert import Source
+from megacore.store.checkpoint import listed
 from megacore.store.dtypes import FLOATS
+from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.index import on_disk
-from megacore.store.open import Folder
 from megacore.store.parts import share_reads
 from megacore.store.stream import assemble
 from megacore.store.strict_json import StoreError
@@ -47,10 +45,11 @@ _AHEAD = 2
 
 @dataclass(frozen=True)
 class _Read:
-    """What this rank has read of one state."""
+    """What this rank has read of one state, and the fingerprints that are known of it."""
 
-    source: Whole
+    folder: WeightFolder
     state: str
+    written: Mapping[Logical, int]
     found: _Found = field(default_factory=list)
 
 
@@ -68,7 +67,6 @@ class _Target:
     """A tensor that this rank and its replicas hold, and where it comes from."""
 
     stored: Stored
-    source: Source
     dtype: str
     slices: Sequence[_Slice]
 
@@ -88,18 +86,22 @@ class Loader:
         self._replicas = mesh.along("dp", "cp")
         self._reads: list[_Read] = []
 
-    def tensors(self, source: Whole, state: str, names: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, folder: WeightFolder, state: str, names: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor of the shape that this rank holds) of each parameter, or of those that are named, in the
-        source's dtype; padding is zero. They count as sound only after :meth:`verify`. All of them are to be taken.
+        folder's dtype; padding is zero. They count as sound only after :meth:`verify`. All of them are to be taken.
 
         Raises:
             StoreError: a rank cannot read its share; on every rank, after the last tensor.
         """
-        read, errors = _Read(source, state), list[StoreError]()
+
+        def begin() -> tuple[_Read, list[_Target]]:
+            read = _Read(folder, state, folder.fingerprints(state))
+            return read, list(self._planned(read, names))
+
+        (read, planned), errors = self._control.attempt(begin), list[StoreError]()
         self._reads.append(read)
-        planned = self._control.attempt(lambda: list(self._planned(source, state, names)))
         with ThreadPoolExecutor(1) as thread:
-            coming = self._ahead(thread, planned, read.found)
+            coming = self._ahead(thread, planned, read)
             for target in planned:
                 yield target.stored.name, self._received(target, coming, errors)
 
@@ -109,33 +111,31 @@ class Loader:
 
         self._control.attempt(end)
 
-    def _planned(self, source: Whole, state: str, names: Set[str] | None) -> Iterator[_Target]:
+    def _planned(self, read: _Read, names: Set[str] | None) -> Iterator[_Target]:
         """The tensors with who reads what: all replicas come to the same."""
         layout = self._parameters.layout
         wanted = (s for s in native(layout, [self._parameters.mesh.rank]) if names is None or s.name in names)
         shared = list(share_reads(wanted, self._replicas.size))
-        if not shared:  # the source need not have the state
-            return
-        held_by = source_of(source, state)
-        planned = plan(layout.schema, held_by.stored, [part for _, parts in shared for part, _ in parts])
+        stored = read.folder.stored(read.state)
+        planned = plan(layout.schema, stored, [part for _, parts in shared for part, _ in parts])
         for target, parts in shared:
             filled = itertools.islice(planned, len(parts))
             made = [_Slice(part, copies, who) for (_, who), (part, copies) in zip(parts, filled, strict=True)]
-            held = {held_by.dtype(copy.source) for each in made for copy in each.copies}
+            held = {read.folder.dtype(read.state, copy.source) for each in made for copy in each.copies}
             # Pieces of several dtypes: the widest holds all of their numbers (fp16 and bf16 are both within fp32).
             dtype = held.pop() if len(held) == 1 else "F64" if "F64" in held else "F32"
-            yield _Target(target, held_by, dtype, made)
+            yield _Target(target, dtype, made)
 
-    def _ahead(self, thread: ThreadPoolExecutor, planned: Sequence[_Target], found: _Found) -> Iterator[Future[Tensor]]:
+    def _ahead(self, thread: ThreadPoolExecutor, planned: Sequence[_Target], read: _Read) -> Iterator[Future[Tensor]]:
         """What this rank reads, some of it before it is asked for."""
         own = ((target, part) for target in planned for part in target.slices if part.reader == self._replicas.index)
-        under_way = deque[Future[Tensor]]()
+        under_way, source = deque[Future[Tensor]](), read.folder.read(read.state)
 
         def take(target: _Target, part: _Slice) -> Tensor:
-            taken = None if target.source.fingerprints is None else dict[str, int]()
-            made = assemble(part.stored, part.copies, target.source.read, target.dtype, taken)
+            taken = dict[str, int]() if read.written else None
+            made = assemble(part.stored, part.copies, source, target.dtype, taken)
             if taken is not None:
-                found.append((target.stored.name, target.stored.cut(part.stored), taken))
+                read.found.append((target.stored.name, target.stored.cut(part.stored), taken))
             return _tensor(target.dtype, made)
 
         for each in own:
@@ -192,8 +192,7 @@ class Loader:
 
     def _wrong(self, read: _Read, of_ranks: Sequence[_Found]) -> set[Logical]:
         """The pieces of a state that the ranks have not read as they were written."""
-        written = source_of(read.source, read.state).fingerprints if any(of_ranks) else None
-        if written is None:
+        if not any(of_ranks):
             return set()
         layout, mesh = on_disk(self._parameters.layout), self._parameters.layout.mesh
         places = [layout.mesh.rank(replace(mesh.place(rank), dp=0, cp=0)) for rank in range(mesh.world)]
@@ -207,19 +206,18 @@ class Loader:
             made = add_up(layout.schema, boxes)
         except ReplicasDiffer as error:
             return error.pieces
-        return {piece for piece, value in made.items() if value != written.get(piece, value)}
+        return {piece for piece, value in made.items() if value != read.written.get(piece, value)}
 
 
 def _located(read: _Read, wrong: set[Logical]) -> tuple[str | None, list[str]]:
     """(the damaged checkpoint, which of its files hold the pieces and how that shows); None if none is damaged now."""
     names = {name for name, _ in wrong}
-    folders = (read.source.adapters, read.source.base) if isinstance(read.source, Adapted) else (read.source,)
-    for folder in folders:
-        if isinstance(folder, Checkpoint) and (damage := audit.check(folder, _JOBS, tensors={read.state: names})):
+    for folder in read.folder.folders:
+        if damage := audit.check(folder, _JOBS, tensors={read.state: names}):
             return str(folder.path), listed(damage)
     pieces = ", ".join(summary(sorted(map(spell, wrong))))
     return None, [
-        f"{read.source.path}: ranks have read other {read.state} than were written, and on the disk they now are what "
+        f"{read.folder.path}: ranks have read other {read.state} than were written, and on the disk they now are what "
         f"they were ({pieces}): memory, a disk or a network on the way is at fault. Start again, or on other machines"
     ]
 
@@ -228,7 +226,7 @@ def _tensor(dtype: str, bits: np.ndarray) -> Tensor:
     return torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(getattr(torch, FLOATS[dtype]))
 
 
-def fingerprint(base: Folder, control: Control) -> int:
+def fingerprint(base: SafetensorsFolder, control: Control) -> int:
     """Of the weights of a model: one number that is the same on all ranks, and for equal weights wherever they lie.
 
     A checkpoint knows it; of a Hugging Face folder each rank reads a part, so that together they read it once.
@@ -236,13 +234,13 @@ def fingerprint(base: Folder, control: Control) -> int:
     Raises:
         StoreError: one of them cannot; on every rank.
     """
-    if isinstance(base, Checkpoint):
-        return combined(base.fingerprints("weights"))
+    if known := base.fingerprints("weights"):
+        return combined(known)
     rank, world = control.mesh.rank, control.mesh.shape.world
     stored = list(base.stored())
-    own = control.attempt(lambda: list(audit.taken(stored[rank::world], base.read, base.schema, _JOBS)))
+    own = control.attempt(lambda: list(audit.taken(stored[rank::world], base.read(), base.schema, _JOBS)))
     gathered = control.gather(own)
     # Dealt out in turn, so taken back in turn.
     found = [each for each in itertools.chain(*itertools.zip_longest(*gathered)) if each is not None]
-    known = combined(add_up(base.schema, zip(stored, found, strict=True))) if rank == 0 else 0
-    return int(control.tell(f"{known:x}"), 16)
+    told = combined(add_up(base.schema, zip(stored, found, strict=True))) if rank == 0 else 0
+    return int(control.tell(f"{told:x}"), 16)

@@ -6,15 +6,15 @@ import re
 from pathlib import Path
 
 from megacore.checkpoints import FOLDER, newest_of
+from megacore.store.adapters import Adapted
 from megacore.store.checkpoint import Checkpoint
+from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.index import INDEX
 from megacore.store.strict_json import StoreError
 
-Folder = Checkpoint | HuggingFace
 
-
-def open_folder(path: Path, adapters: bool = False, checked: bool = False) -> Folder:
+def open_folder(path: Path, adapters: bool = False, checked: bool = False) -> SafetensorsFolder:
     """A checkpoint of ours, or a Hugging Face folder.
 
     Args:
@@ -40,6 +40,30 @@ def open_folder(path: Path, adapters: bool = False, checked: bool = False) -> Fo
             f"`megacore convert {path} FOLDER --to hf --base {held.base}` and take that folder"
         )
     return checkpoint
+
+
+def open_model(path: Path, base: Path | None = None) -> WeightFolder:
+    """A model, or adapters with theirs.
+
+    Args:
+        path: A checkpoint or a Hugging Face folder.
+        base: Of adapters: the model; None for the folder that they name.
+
+    Raises:
+        StoreError: something is missing or damaged, the two do not belong together, or there is nothing to adapt.
+    """
+    found = open_folder(path, adapters=True)
+    held = found.index.adapters
+    if held is None:
+        if base is not None:
+            raise StoreError(f"--base {base} is for a checkpoint of adapters, and {path} is a model: leave it out")
+        return found
+    if base is None and not Path(held.base).is_dir():
+        raise StoreError(
+            f"{path} holds adapters (LoRA of rank {held.lora.rank}) of {held.base}, and there is no such folder here: "
+            "give that model, a Hugging Face folder or a checkpoint of it, by --base"
+        )
+    return Adapted.of(found, open_folder(base or Path(held.base)))
 
 
 def _on_the_hub(path: Path) -> str:

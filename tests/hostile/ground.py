@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from whole import Whole
 
 from megacore.data import tokenizer
 from megacore.data.indexed import IndexedWriter
 from megacore.data.parts import Part
-from megacore.store.convert import Source, to_checkpoint
+from megacore.store.convert import to_checkpoint
 from megacore.store.hugging_face import HuggingFace
+from megacore.store.index import Index
 from megacore.store.tensors import DTYPES, TensorWriter
 from models.registry import configure
 from models.stages import layout_of
@@ -77,11 +79,10 @@ def build(folder: Path) -> None:
     (model / "LICENSE").write_text("free")
     source = HuggingFace.open(model)
     layout = layout_of(config, MeshShape(tp=2))
-    weights = {"weights": Source.of_hugging_face(source)}
-    to_checkpoint(weights, source.raw, layout, companions=source.companions()).write(folder / "ckpt", jobs=1)
-    states = {state: Source.of_hugging_face(source) for state in STATES}
-    trainer = json.dumps(TRAINER).encode()
-    to_checkpoint(states, source.raw, layout, step=7, trainer=trainer).write(folder / "state", jobs=1)
+    to_checkpoint(source, layout).write(folder / "ckpt", jobs=1)
+    reads, trainer = dict.fromkeys(STATES, source.read()), json.dumps(TRAINER).encode()
+    state = Whole(model, Index(source.raw, layout, STATES, 7, {}), source.schema, reads, trainer)
+    to_checkpoint(state, layout).write(folder / "state", jobs=1)
     data = folder / "data"
     data.mkdir()
     with IndexedWriter(data / "tokens", 320) as documents:

@@ -29,6 +29,9 @@ MODES = re.compile(r"(?=.*[wa+])[rwatb+]{1,3}")
 COPIES = {"copy", "copy2", "copyfile", "copytree", "move"}
 FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT"}
 
+FOLDERS = {"Adapted", "Checkpoint", "HuggingFace", "Merged", "SafetensorsFolder"}
+"""What kind of folder it has, nobody asks: a folder does what its format takes."""
+
 OPENING = {"megacore/store/files.py", "megacore/store/direct.py"}
 """The one module that opens, and a second way into a file that is open already."""
 DEVNULL = "tools/main.py"
@@ -39,6 +42,8 @@ def bans(text: str, path: str) -> Iterator[str]:
         name, owner = _name(node)
         if isinstance(node, ast.Call) and name in METHODS and path != f"{METHODS[name].replace('.', '/')}.py":
             yield f"{path}:{node.lineno}: {name}: {METHODS[name]} does it"
+        elif isinstance(node, ast.Call) and name == "isinstance" and _names(node.args[1]) & FOLDERS:
+            yield f"{path}:{node.lineno}: isinstance of a folder: megacore.store.folder has what all of them can do"
         elif isinstance(node, ast.Call) and name in COPIES and owner == "shutil":
             yield f"{path}:{node.lineno}: {name} follows links: open with megacore.store.files"
         elif isinstance(node, ast.Call) and name in ("open", "FileIO", "fdopen") and path not in OPENING:
@@ -48,6 +53,10 @@ def bans(text: str, path: str) -> Iterator[str]:
                 yield f"{path}:{node.lineno}: open(..., {values[-1]!r}): megacore.store.files and .publish write"
         elif isinstance(node, ast.Attribute) and name in FLAGS and path not in {*OPENING, DEVNULL}:
             yield f"{path}:{node.lineno}: {name}: megacore.store.files opens"
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {_name(each)[0] for each in ast.walk(node)}
 
 
 def _name(node: ast.AST) -> tuple[str, str]:
@@ -77,6 +86,7 @@ def test_the_house_keeps_to_it() -> None:
         "os.open(path, os.O_RDWR)",
         "shutil.copyfile(a, b)",
         "Model.from_pretrained(folder, local_files_only=True)",
+        "isinstance(found, Checkpoint | HuggingFace)",
     ],
 )
 def test_what_is_banned(text: str) -> None:

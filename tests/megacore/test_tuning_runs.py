@@ -15,9 +15,8 @@ from megacore import pretrain
 from megacore.checkpoints import folder_of, path_of
 from megacore.inference.load import model_from
 from megacore.recipe import ConfigError
-from megacore.store.adapted import open_model
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.open import open_folder
+from megacore.store.open import open_folder, open_model
 from megacore.store.strict_json import StoreError
 from parallel.mesh import Mesh
 

@@ -643,7 +643,7 @@ FAULTS = (
     fault(
         "what ranks have read is not held against what was written",
         "Loader._wrong",
-        "value != written.get(piece, value)",
+        "value != read.written.get(piece, value)",
         "False",
         "test_a_rank_that_reads_something_else_is_found_though_the_files_are_sound",
     ),

@@ -38,11 +38,12 @@ from tiny import (
     tensor_file,
     whole,
 )
+from whole import Whole
 
 from megacore.store import audit, export
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import Source, to_checkpoint, to_hugging_face
-from megacore.store.index import INDEX, path_of
+from megacore.store.convert import to_checkpoint, to_hugging_face
+from megacore.store.index import INDEX, Index, path_of
 from megacore.store.strict_json import StoreError
 from models.registry import FAMILIES, configure
 from parallel.layout import Layout, MeshShape
@@ -143,14 +144,7 @@ def test_any_chain_of_layouts_with_optimizer_state(section: Section, tmp_path_fa
             assert {state: checkpoint.fingerprints(state) for state in held} == fingerprints
             assert not audit.check(checkpoint, jobs=1)
         # And the files are the very same that the layout gets at once.
-        plan = to_checkpoint(
-            {state: Source.of_checkpoint(first, state) for state in held},
-            first.index.raw,
-            layout,
-            step=7,
-            trainer=TRAINER,
-        )
-        plan.write(folder / "at-once", jobs=1)
+        to_checkpoint(first, layout).write(folder / "at-once", jobs=1)
         assert snapshot(folder / "at-once") == snapshot(checkpoint.path)
         shutil.rmtree(folder)
 
@@ -276,9 +270,7 @@ def test_only_the_weights_change_their_dtype(tmp_path: Path) -> None:
     """The optimizer's state stays what it is."""
     held = run_checkpoint(tmp_path / "c", GPT2, layout_of(GPT2))
     opened = Checkpoint.open(tmp_path / "c")
-    sources = {state: Source.of_checkpoint(opened, state) for state in held}
-    plan = to_checkpoint(sources, opened.index.raw, layout_of(GPT2, tp=2), dtype="F64", step=7, trainer=TRAINER)
-    plan.write(tmp_path / "d", jobs=1)
+    to_checkpoint(opened, layout_of(GPT2, tp=2), dtype="F64").write(tmp_path / "d", jobs=1)
     made = Checkpoint.open(tmp_path / "d")
     found = {state: {dtype for dtype, _ in whole(made, state).values()} for state in held}
     assert found == {"weights": {"F64"}, "master": {"F32"}, "exp_avg": {"F32"}, "exp_avg_sq": {"F32"}}
@@ -297,8 +289,14 @@ def test_the_dtypes_of_listed_and_stacked_experts(ours_listed: bool) -> None:
         raise AssertionError("a plan reads nothing")
 
     def planned(odd: str) -> set[str]:
-        source = Source(list(hugging_face(schema)), lambda s: "F16" if s.name == odd else "BF16", read)
-        plan = to_checkpoint({"weights": source}, {}, Layout(schema, MeshShape(ep=2, tp=2), (1,)))
+        class Odd(Whole):
+            def dtype(self, state: str, stored: Stored) -> str:
+                return "F16" if stored.name == odd else "BF16"
+
+        layout = Layout(schema, MeshShape(ep=2, tp=2), (1,))
+        plan = to_checkpoint(
+            Odd(Path("a"), Index({}, layout, ("weights",), None, {}), schema, {"weights": read}), layout
+        )
         return {tensor.dtype for file in plan.files for tensor in file.tensors}
 
     assert planned("") == {"BF16"}
@@ -417,10 +415,7 @@ def test_a_checkpoint_of_other_sentences(family: str, tmp_path: Path, capsys: py
     today = Checkpoint.open(tmp_path / "today")
     other = Layout(OTHER[family], MeshShape(pp=2, tp=4), (1, 4))
     assert {p.name for p in other.schema.params if p.pattern != today.layout.schema[p.name].pattern}
-    plan = to_checkpoint(
-        {state: Source.of_checkpoint(today, state) for state in held}, today.index.raw, other, step=7, trainer=TRAINER
-    )
-    plan.write(tmp_path / "old", jobs=2)
+    to_checkpoint(today, other).write(tmp_path / "old", jobs=2)
     old = assert_holds(tmp_path / "old", held, DTYPES)
     assert [p.pattern for p in old.layout.schema.params] == [p.pattern for p in other.schema.params]
     assert not audit.check(old, jobs=1)
@@ -431,7 +426,7 @@ def test_a_checkpoint_of_other_sentences(family: str, tmp_path: Path, capsys: py
     assert all(np.array_equal(after[n].view(torch.uint16).numpy(), bits) for n, bits in held["weights"].items())
     # Pieces whose last axis is the same are still compared.
     norm = next(s for s in old.stored() if s.name.endswith("mlp_norm.weight"))
-    entry = old._file("master", norm).entries[norm.name]
+    entry = old.files[old.location("master", norm)[0]].entries[norm.name]
     for tp in range(4):
         flip(tmp_path / "old" / path_of("master", str(norm.where).replace("tp0", f"tp{tp}")), entry.start)
     assert reshard.main([str(tmp_path / "old"), str(tmp_path / "refused")]) == 1

@@ -74,8 +74,8 @@ def assert_holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> HuggingFa
     stored = {s.name: s for s in opened.stored()}
     assert set(stored) == set(tensors)
     for name, tensor in tensors.items():
-        dtype, bits = opened.read(stored[name])
-        assert dtype == opened.dtype(stored[name])
+        dtype, bits = opened.read()(stored[name])
+        assert dtype == opened.dtype("weights", stored[name])
         wanted = tensor.contiguous().flatten().view(torch.uint8).numpy().view(UNSIGNED[tensor.dtype])
         assert bits.shape == tensor.shape == stored[name].shape
         assert np.array_equal(bits.reshape(-1), wanted), name
@@ -236,7 +236,7 @@ def test_mixed_dtypes(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     edit(tmp_path, lambda tensors: tensors.update(mixed))
     opened = assert_holds(tmp_path, mixed)
-    assert {opened.dtype(s) for s in opened.stored()} == {"F32", "BF16", "F16", "F64"}
+    assert {opened.dtype("weights", s) for s in opened.stored()} == {"F32", "BF16", "F16", "F64"}
 
 
 @pytest.mark.parametrize("shard", ["10GB", "4KB"])

@@ -13,12 +13,13 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from whole import Whole
 
 from megacore.store import parts
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import Source, to_checkpoint
-from megacore.store.index import STATES, FileRecord, Range, file_name, holder
-from megacore.store.stream import File, Tensor, assemble, write
+from megacore.store.convert import to_checkpoint
+from megacore.store.index import STATES, FileRecord, Index, Range, file_name, holder
+from megacore.store.stream import File, Read, Tensor, assemble, write
 from megacore.store.tensors import DTYPES, TensorWriter
 from models.config import ModelConfig
 from models.registry import configure
@@ -82,14 +83,13 @@ def run_checkpoint(path: Path, section: Section, layout: Layout, dtype: str = "B
     config = configure(section)
     held = {state: random_bits(config, dtype if state == "weights" else "F32", i) for i, state in enumerate(STATES)}
 
-    def source(state: str) -> Source:
+    def reads(state: str) -> Read:
         kind = dtype if state == "weights" else "F32"
-        stored = list(hugging_face(config.schema))
-        return Source(stored, lambda s: kind, lambda s: (kind, held[state][s.name]))
+        return lambda stored: (kind, held[state][stored.name])
 
-    sources = {state: source(state) for state in STATES}
-    plan = to_checkpoint(sources, config.to_hugging_face(), layout, step=7, trainer=TRAINER)
-    plan.write(path, jobs=2)
+    index = Index(config.to_hugging_face(), layout, STATES, 7, {})
+    source = Whole(path, index, config.schema, {state: reads(state) for state in STATES}, TRAINER)
+    to_checkpoint(source, layout).write(path, jobs=2)
     return held
 
 

@@ -19,12 +19,13 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
 )
+from whole import Whole
 
 from megacore.store.audit import fingerprints
 from megacore.store.companions import Companion
-from megacore.store.convert import Source, to_checkpoint
+from megacore.store.convert import to_checkpoint
 from megacore.store.hugging_face import HuggingFace
-from megacore.store.index import Adapters
+from megacore.store.index import Adapters, Index
 from megacore.store.tensors import DTYPES, TensorFile
 from models.lora import Lora
 from models.stages import layout_of
@@ -78,11 +79,12 @@ def adapted(folder: Path, target: Path, lora: Lora, companions: Mapping[str, Com
     layout, schema = layout_of(base.config, MeshShape(tp=2, pp=2)), Tuning(lora).kept(base.schema)
     stored, rng = list(hugging_face(schema)), np.random.default_rng(1)
     bits = {s.name: rng.normal(0, 0.3, s.shape).astype(np.float32).view(DTYPES["F32"]) for s in stored}
-    source = Source(stored, lambda s: "F32", lambda s: ("F32", bits[s.name]))
-    known = combined(fingerprints(Source.of_hugging_face(base), base.schema, 1))
-    of = Adapters(lora, str(folder), known)
+    of = Adapters(lora, str(folder), combined(fingerprints(base, "weights", 1)))
     kept = replace(layout, schema=schema)
-    to_checkpoint({"weights": source}, base.raw, kept, companions=companions or {}, adapters=of).write(target, jobs=1)
+    index = Index(base.raw, kept, ("weights",), None, {}, of)
+    reads = {"weights": lambda s: ("F32", bits[s.name])}
+    source = Whole(folder, index, schema, reads, beside=companions or {})
+    to_checkpoint(source, kept).write(target, jobs=1)
     return target
 
 
@@ -92,9 +94,10 @@ def of_a_run(states: Mapping[str, Path], target: Path, tp: int, pp: int, step: i
     weights = opened["weights"]
     layout = layout_of(weights.config, MeshShape(tp=tp, pp=pp))
     trainer = {"step": step, "consumed_samples": 56, "lr": 0.125, "scaler": None, "recipe": {"out": "runs/x"}}
-    sources = {state: Source.of_hugging_face(folder) for state, folder in opened.items()}
-    plan = to_checkpoint(sources, weights.raw, layout, step=step, trainer=json.dumps(trainer).encode())
-    plan.write(target, jobs=1)
+    index = Index(weights.raw, layout, tuple(opened), step, {})
+    reads = {state: folder.read() for state, folder in opened.items()}
+    source = Whole(target, index, weights.schema, reads, json.dumps(trainer).encode())
+    to_checkpoint(source, layout).write(target, jobs=1)
     return target
 
 

@@ -27,8 +27,8 @@ from megacore.inference.generate import Ending, generate
 from megacore.inference.reading import Document
 from megacore.inference.sampling import Greedy
 from megacore.store import load as loading
-from megacore.store.adapted import open_model
 from megacore.store.companions import Companion
+from megacore.store.open import open_model
 from megacore.store.strict_json import StoreError
 from models.decoder import Microbatch
 from models.lora import Lora

@@ -19,7 +19,6 @@ from megacore.data.corpus import Corpus
 from megacore.data.indexed import IndexedWriter
 from megacore.store.audit import fingerprints
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import Source
 from megacore.store.hugging_face import HuggingFace
 from models.registry import FAMILIES
 from tools import convert, evaluate, inspect, reshard, verify
@@ -154,8 +153,8 @@ def test_every_layout_equals_every_other(folders: dict[str, Path], capsys: Captu
 def test_fingerprints_from_bytes_are_those_that_were_stored(folders: dict[str, Path]) -> None:
     checkpoint, hf = Checkpoint.open(folders["2x3"]), HuggingFace.open(folders["hf"])
     stored = checkpoint.fingerprints("weights")
-    assert fingerprints(Source.of_checkpoint(checkpoint, "weights"), checkpoint.config.schema, 2) == stored
-    assert fingerprints(Source.of_hugging_face(hf), hf.schema, 2) == stored
+    assert fingerprints(checkpoint, "weights", 2) == stored
+    assert fingerprints(hf, "weights", 2) == stored
 
 
 @pytest.mark.parametrize("other", ["hf", "checkpoint"])

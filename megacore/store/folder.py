@@ -1,0 +1,146 @@
+"""What an opened folder of weights says and does, whichever format it has."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from megacore.store.companions import Companion
+from megacore.store.index import Index
+from megacore.store.stream import Read
+from megacore.store.strict_json import StoreError
+from megacore.store.tensors import TensorFile
+from models.config import ModelConfig
+from parallel.fingerprint import Logical, add_up
+from parallel.layout import Layout
+from parallel.schema import Schema
+from parallel.transfer import Stored, whole_name
+
+
+@dataclass(frozen=True)
+class WeightFolder(ABC):
+    """The weights of a model, or adapters of one, and what goes with them. Tensors are read when they are asked for.
+
+    Args:
+        path: The folder.
+        index: What it says about itself.
+        trainer: The state of a training run, None where it is of none.
+        base: Of adapters that are read together with their model: where that is.
+        ignored: Tensors that hold no weights, by the names they have.
+    """
+
+    path: Path
+    index: Index
+    trainer: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    base: SafetensorsFolder | None = field(default=None, kw_only=True)
+    ignored: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @property
+    def raw(self) -> Mapping[str, Any]:
+        """The Hugging Face config of the model."""
+        return self.index.raw
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.index.config
+
+    @property
+    def schema(self) -> Schema:
+        """What this release declares for what it holds: the model, or adapters of it."""
+        return self.index.schema
+
+    @property
+    def layout(self) -> Layout:
+        """On the model-parallel coordinates, by the sentences that its tensors were written by."""
+        return self.index.layout
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Which of :data:`~megacore.store.index.STATES` it has."""
+        return self.index.states
+
+    @property
+    def folders(self) -> tuple[SafetensorsFolder, ...]:
+        """Those whose files are read."""
+        return ()
+
+    @abstractmethod
+    def stored(self, state: str = "weights") -> Iterator[Stored]:
+        """The tensors of a state and the slices of them; none of a state that is not there."""
+
+    @abstractmethod
+    def dtype(self, state: str, stored: Stored) -> str:
+        """The safetensors dtype of one of :meth:`stored`."""
+
+    @abstractmethod
+    def read(self, state: str = "weights") -> Read:
+        """What reads the tensors of a state, each by its :class:`~parallel.transfer.Stored`."""
+
+    def fingerprints(self, state: str) -> Mapping[Logical, int]:
+        """{piece: its fingerprint when it was written}, of those for which that is known.
+
+        Raises:
+            StoreError: replicas differ.
+        """
+        return {}
+
+    def companions(self) -> Mapping[str, Companion]:
+        """{name: file} of what travels with the model: tokenizer, generation config, chat templates."""
+        return {}
+
+    def trainer_json(self) -> bytes | None:
+        """The file that :attr:`trainer` was read from, as it stands."""
+        return None
+
+    def names(self, state: str) -> set[str]:
+        """The whole names of the tensors that have a state."""
+        return {whole_name(self.schema, stored) for stored in self.stored(state)}
+
+
+@dataclass(frozen=True)
+class SafetensorsFolder(WeightFolder):
+    """A folder whose tensors lie in safetensors files.
+
+    Args:
+        files: By their paths within the folder.
+    """
+
+    format: ClassVar[str]
+
+    files: Mapping[str, TensorFile]
+
+    @abstractmethod
+    def location(self, state: str, stored: Stored) -> tuple[str, str]:
+        """(path of the file within the folder, name of the tensor there) of one of :meth:`stored`."""
+
+    @property
+    def folders(self) -> tuple[SafetensorsFolder, ...]:
+        return (self,)
+
+    def dtype(self, state: str, stored: Stored) -> str:
+        file, name = self.location(state, stored)
+        return self.files[file].entries[name].dtype
+
+    def read(self, state: str = "weights") -> Read:
+        def read(stored: Stored) -> tuple[str, np.ndarray]:
+            path, name = self.location(state, stored)
+            file = self.files[path]
+            return file.entries[name].dtype, file.array(name)
+
+        return read
+
+    def written(self, state: str, stored: Stored) -> Mapping[str, int]:
+        """{label: fingerprint when it was written} of one of :meth:`stored`; empty where none was kept."""
+        file, name = self.location(state, stored)
+        return self.index.files[file].fingerprints[name]
+
+    def fingerprints(self, state: str) -> Mapping[Logical, int]:
+        try:
+            return add_up(self.layout.schema, ((stored, self.written(state, stored)) for stored in self.stored(state)))
+        except ValueError as error:
+            raise StoreError(f"{self.path}, {state}: {error}") from error

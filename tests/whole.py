@@ -1,0 +1,44 @@
+"""Tensors of any origin in the place of a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from megacore.store.companions import Companion
+from megacore.store.folder import WeightFolder
+from megacore.store.stream import Read
+from parallel.schema import Schema
+from parallel.transfer import Stored, hugging_face
+
+
+@dataclass(frozen=True)
+class Whole(WeightFolder):
+    """Whole tensors of any origin as a folder.
+
+    Args:
+        declared: What they are.
+        reads: {state: what reads its tensors by the names that Hugging Face's have}.
+        written: Its trainer.json.
+        beside: Its companions.
+    """
+
+    declared: Schema
+    reads: Mapping[str, Read]
+    written: bytes | None = None
+    beside: Mapping[str, Companion] = field(default_factory=dict)
+
+    def stored(self, state: str = "weights") -> Iterator[Stored]:
+        return hugging_face(self.declared) if state in self.states else iter(())
+
+    def dtype(self, state: str, stored: Stored) -> str:
+        return self.reads[state](stored)[0]
+
+    def read(self, state: str = "weights") -> Read:
+        return self.reads[state]
+
+    def companions(self) -> Mapping[str, Companion]:
+        return self.beside
+
+    def trainer_json(self) -> bytes | None:
+        return self.written
