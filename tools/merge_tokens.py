@@ -10,15 +10,15 @@ from typing import Any
 
 from megacore.data.corpus import CORPUS, Corpus, Tally
 from megacore.data.indexed import Extent, GrowingPair, IndexedDataset
-from megacore.data.parts import PART, Part, finish, in_order
-from megacore.data.stage import Progress, Stage
+from megacore.data.partition import PART, Partition, finish, in_order
+from megacore.data.stage import Stage, StageProgress
 from megacore.data.text import InputError
 from megacore.data.tokenizer import FILES
 from megacore.say import err, say
 from megacore.store.companions import Companion, copy_companion
 
 
-def find_parts(out: Path, name: str) -> dict[Path, Progress]:
+def find_parts(out: Path, name: str) -> dict[Path, StageProgress]:
     """{folder: what it holds} of all parts of a corpus, in order. InputError if they are not all there, or differ."""
     pattern = re.compile(re.escape(name) + r"\.part-([1-9][0-9]*)-of-([1-9][0-9]*)")
     names = (pattern.fullmatch(path.name) for path in out.iterdir()) if out.is_dir() else ()
@@ -30,13 +30,13 @@ def find_parts(out: Path, name: str) -> dict[Path, Progress]:
         raise InputError(f"{out} has parts of {' and of '.join(map(str, counts))}: remove those that do not belong")
     (count,) = counts
     # A name may say any number: one more than there are shows that some are missing.
-    folders = [out / Part(number, count).folder(name) for number in range(1, min(count, len(parts) + 1) + 1)]
+    folders = [out / Partition(number, count).folder(name) for number in range(1, min(count, len(parts) + 1) + 1)]
     if missing := [folder.name for folder in folders if not (folder / PART).is_file()]:
         raise InputError(
             f"{out}: {count - len(folders) + len(missing)} of {count} parts are not finished, such as {missing[0]}: "
             "make them by megacore tokenize --part, with --resume where it was interrupted"
         )
-    found = {folder: Progress.read(folder / PART) for folder in folders}
+    found = {folder: StageProgress.read(folder / PART) for folder in folders}
     first = _common(found[folders[0]])
     for folder, progress in found.items():
         own = _common(progress)
@@ -48,7 +48,7 @@ def find_parts(out: Path, name: str) -> dict[Path, Progress]:
     return found
 
 
-def _common(part: Progress) -> dict[str, Any]:
+def _common(part: StageProgress) -> dict[str, Any]:
     """What the tokens of all parts depend on."""
     made = {key: value for key, value in part.made.items() if key != "--part"}
     return made | {"a vocabulary of": part.tally.counts.size, "the end of documents": part.end}
@@ -84,7 +84,7 @@ def merge(out: Path, name: str = "corpus", shuffle: int | None = None, overwrite
             for file in FILES:
                 if (source / file).is_file():
                     copy_companion(Companion(source / file, source), stage.folder / file)
-            progress = Progress(made, 0, total, total, Extent(documents=tally.documents), tally, first.end)
+            progress = StageProgress(made, 0, total, total, Extent(documents=tally.documents), tally, first.end)
             finish(stage, progress, name, shuffle)
         stage.publish(outputs)
         assert stage.progress is not None

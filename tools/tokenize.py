@@ -25,9 +25,9 @@ from megacore.data import text
 from megacore.data.corpus import CORPUS, LISTED, Corpus, Tally
 from megacore.data.encode import Task, encode_all, grouped
 from megacore.data.indexed import Extent, GrowingPair
-from megacore.data.parts import PART, Part, finish, in_order
+from megacore.data.partition import PART, Partition, finish, in_order
 from megacore.data.samples import Purpose, shuffled
-from megacore.data.stage import Made, Progress, Stage, digests
+from megacore.data.stage import Made, Stage, StageProgress, digests
 from megacore.data.text import InputError
 from megacore.data.tokenizer import FILES, fetch, load, train
 from megacore.say import err, say
@@ -69,7 +69,7 @@ class Options:
     overwrite: bool = False
     exclude: tuple[str, ...] = ()
     resume: bool = False
-    part: Part | None = None
+    part: Partition | None = None
     shuffle: int | None = None
 
     @property
@@ -160,7 +160,7 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
     seconds[phase] = time.perf_counter() - begin
 
 
-def _encode_into(stage: Stage, options: Options, made: Made, total: int) -> Progress:
+def _encode_into(stage: Stage, options: Options, made: Made, total: int) -> StageProgress:
     """Encodes what is not finished yet, and keeps what is as it goes."""
     tokenizer = load(stage.folder)
     if options.append_eod and tokenizer.end is None:
@@ -171,7 +171,7 @@ def _encode_into(stage: Stage, options: Options, made: Made, total: int) -> Prog
     end = tokenizer.end if options.append_eod else None
     start, stop = (0, None) if options.part is None else options.part.share(total)
     size = (total if stop is None else min(stop, total)) - start
-    progress = stage.progress or Progress(made, 0, 0, size, Extent(), Tally.zero(tokenizer.vocabulary), end)
+    progress = stage.progress or StageProgress(made, 0, 0, size, Extent(), Tally.zero(tokenizer.vocabulary), end)
     tally, pieces, finished = progress.tally, progress.pieces, progress.size
     left = islice(stage.pieces(start, stop), pieces, None)
     tasks = (Task(group, stage.folder, options.text_key, end) for group in grouped(left, lambda piece: piece.size))
@@ -240,7 +240,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="go on with what an interrupted run has finished")
     parser.add_argument(
         "--part",
-        type=Part.parse,
+        type=Partition.parse,
         metavar="I/N",
         help="of the input, the I-th of N parts, for megacore merge-tokens; in DIR/NAME.part-I-of-N",
     )

@@ -37,7 +37,7 @@ Made = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Progress:
+class StageProgress:
     """pieces, size: how many are finished, and their bytes, of `total`. outputs: the files to be published, once all is
     finished; `end`: the id after each document."""
 
@@ -54,7 +54,7 @@ class Progress:
         replace_file(path, (json.dumps({**asdict(self), "tally": self.tally.json()}) + "\n").encode())
 
     @classmethod
-    def read(cls, path: Path) -> Progress:
+    def read(cls, path: Path) -> StageProgress:
         """InputError if it is not as it was written."""
         try:
             found = read_json(path, path.parent)
@@ -72,7 +72,7 @@ class Stage:
 
     out: Path
     folder: Path
-    progress: Progress | None
+    progress: StageProgress | None
 
     @classmethod
     @contextmanager
@@ -88,7 +88,7 @@ class Stage:
         out.mkdir(parents=True, exist_ok=True)
         with make_and_hold(folder) as lock:
             try:
-                progress = Progress.read(folder / PROGRESS) if (folder / PROGRESS).exists() else None
+                progress = StageProgress.read(folder / PROGRESS) if (folder / PROGRESS).exists() else None
                 if progress is not None and not resume:
                     if not overwrite:
                         raise InputError(
@@ -177,12 +177,12 @@ class Stage:
             found.update(json.dumps([Path(path).name, size]).encode())
         return found.hexdigest()
 
-    def keep(self, progress: Progress) -> None:
+    def keep(self, progress: StageProgress) -> None:
         """From now on, this much outlasts an interruption: the files that it speaks of are on the disk."""
         progress.write(self.folder / PROGRESS)
         self.progress = progress
 
-    def finish(self, progress: Progress, outputs: Sequence[str]) -> None:
+    def finish(self, progress: StageProgress, outputs: Sequence[str]) -> None:
         """Keeps that all is finished: these files, which are in the folder."""
         for name in outputs:
             sync(self.folder / name)

@@ -12,7 +12,7 @@ from whole import Whole
 
 from megacore.data import tokenizer
 from megacore.data.indexed import IndexedWriter
-from megacore.data.parts import Part
+from megacore.data.partition import Partition
 from megacore.store.convert import to_checkpoint
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.index import Index
@@ -91,6 +91,6 @@ def build(folder: Path) -> None:
     (data / "texts.jsonl").write_text('{"text": "a few words"}\n' * 3)
     turns = [{"role": "user", "content": "a few"}, {"role": "assistant", "content": "words"}]
     (data / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 3)
-    tokenize(Options((data / "texts.jsonl",), folder / "parts", str(model), part=Part(1, 1)))
+    tokenize(Options((data / "texts.jsonl",), folder / "parts", str(model), part=Partition(1, 1)))
     (folder / "recipe.yaml").write_text(RECIPE)
     (folder / "tuning.yaml").write_text(TUNING)

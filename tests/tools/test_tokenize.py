@@ -623,7 +623,7 @@ def test_a_shuffled_corpus_has_each_document_once(lines, trained, tmp_path):
 
 
 def test_the_data_side_imports_no_torch():
-    modules = ["indexed", "samples", "blend", "batches", "text", "tokenizer", "corpus", "encode", "stage", "parts"]
+    modules = ["indexed", "samples", "blend", "batches", "text", "tokenizer", "corpus", "encode", "stage", "partition"]
     names = ["tools.tokenize", "tools.merge_tokens", *(f"megacore.data.{module}" for module in modules)]
     code = f"import sys, {', '.join(names)}\n"
     code += "assert not {'torch', 'transformers'} & set(sys.modules)"

@@ -1,4 +1,4 @@
-"""Parts of a corpus, which several nodes tokenize, and how one token file is finished of what was written in order."""
+"""Partitions of a corpus, which several nodes tokenize; how a token file is finished of what was written in order."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from megacore.data.encode import grouped
 from megacore.data.indexed import GrowingPair, IndexedDataset, Integers
 from megacore.data.permutation import ROUNDS, Permutation
 from megacore.data.samples import Purpose, draw
-from megacore.data.stage import Progress, Stage
+from megacore.data.stage import Stage, StageProgress
 from megacore.data.tokenizer import FILES
 
 PART = "part.json"
-"""Beside the token file of a part: its :class:`Progress`."""
+"""Beside the token file of a partition: its :class:`StageProgress`."""
 BLOCK = 2**16
 """Documents whose places in the order are computed at once."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """The `number`-th, from 1, of `count` successive parts of the input."""
+class Partition:
+    """The `number`-th, from 1, of `count` successive partitions of the input."""
 
     number: int
     count: int
 
     @classmethod
-    def parse(cls, value: str) -> Part:
+    def parse(cls, value: str) -> Partition:
         found = re.fullmatch(r"(\d+)/(\d+)", value)
         part = cls(int(found[1]), int(found[2])) if found else cls(0, 0)
         if not 1 <= part.number <= part.count:
@@ -55,7 +55,7 @@ def in_order(stage: Stage, name: str, shuffle: int | None) -> Path:
     return stage.folder / (name if shuffle is None else f".{name}.in_order")
 
 
-def finish(stage: Stage, progress: Progress, name: str, shuffle: int | None, part: bool = False) -> None:
+def finish(stage: Stage, progress: StageProgress, name: str, shuffle: int | None, part: bool = False) -> None:
     """Of the pair `in_order`, the outputs, in the stage, and that they are finished is kept."""
     if shuffle is not None and progress.extent.documents:
         source = IndexedDataset(in_order(stage, name, shuffle), checked=True)
