@@ -29,8 +29,8 @@ import numpy as np
 
 from benchmarks import processes
 from megacore.data.indexed import HEADER, MAGIC, VERSION
-from megacore.store import parts
 from megacore.store.index import holder, on_disk, path_of
+from megacore.store.shares import share_out, share_reads
 from models.registry import configure
 from models.stages import layout_of
 from parallel.layout import MeshShape
@@ -247,7 +247,7 @@ def shares(dp: int) -> Shares:
     for place in range(disk.mesh.world):
         stored, begin = list(native(disk, [place])), time.process_time()
         states = {state: [(each, width) for each in stored] for state, width in WIDTHS.items()}
-        written = parts.share_out(disk, states, dp)
+        written = share_out(disk, states, dp)
         seconds = max(seconds, time.process_time() - begin)
         sizes = [
             sum(WIDTHS[part.state] * math.prod(s.shape) for part in share for s in part.tensors) for share in written
@@ -257,7 +257,7 @@ def shares(dp: int) -> Shares:
             where = path_of(part.state, holder(disk.mesh.place(place), part.number))
             sources.setdefault(part.state, []).extend(replace(each, where=where) for each in part.tensors)
         width, load = sum(WIDTHS[state] for state in resumed), [0] * dp
-        for _, slices in parts.share_reads(stored, dp):
+        for _, slices in share_reads(stored, dp):
             for each, reader in slices:
                 load[reader] += width * math.prod(each.shape)
         held += width * sum(math.prod(each.shape) for each in stored)

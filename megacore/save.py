@@ -22,9 +22,9 @@ from megacore.store.checkpoint import COMPANIONS, TRAINER
 from megacore.store.companions import Companion, copy_companion
 from megacore.store.dtypes import FLOATS
 from megacore.store.index import INDEX, STATES, Adapters, FileRecord, Index, Range, file_name, on_disk
-from megacore.store.parts import Part, share_out
 from megacore.store.publish import Publication, write_file
 from megacore.store.scratch import mapped
+from megacore.store.shares import FileContents, share_out
 from megacore.store.stream import File, write
 from megacore.store.stream import Tensor as Written
 from megacore.store.strict_json import StoreError
@@ -151,7 +151,7 @@ class Snapshot:
             for file, each in zip(files, self.written, strict=True)
         ]
 
-    def _written(self, part: Part, path: str, on_device: bool) -> _Written:
+    def _written(self, part: FileContents, path: str, on_device: bool) -> _Written:
         dtypes = self.state.dtypes[part.state]
         host = _copies({s.name: (s.shape, dtypes[s.name]) for s in part.tensors}, on_device, self.state.folder)
 

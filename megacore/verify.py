@@ -92,7 +92,7 @@ def mesh_shape(checkpoint: SafetensorsFolder, world: int) -> MeshShape:
 
 
 @dataclass
-class Group:
+class ComparedParameter:
     """A parameter over all layers, shards and replicas, compared bit for bit.
 
     Args:
@@ -108,7 +108,7 @@ class Group:
     differ: int = 0
     dtypes: tuple[str, ...] = ()
 
-    def add(self, other: Group) -> None:
+    def add(self, other: ComparedParameter) -> None:
         self.pieces += other.pieces
         self.elements += other.elements
         self.differ += other.differ
@@ -154,7 +154,7 @@ class Report:
 
     mesh: Mapping[str, int]
     config: Mapping[str, tuple[Any, Any]]
-    groups: Sequence[Group]
+    groups: Sequence[ComparedParameter]
     differing: Sequence[str]
     prompts: Sequence[Logits]
 
@@ -181,11 +181,11 @@ def verify(pair: Pair, prompts: Sequence[Sequence[int]], mesh: Mesh, jobs: int =
         StoreError: transformers cannot load the folder (on one rank).
     """
     control = Control.create(mesh)
-    groups = {param.name: Group(param.name) for param in pair.checkpoint.config.schema.params}
+    groups = {param.name: ComparedParameter(param.name) for param in pair.checkpoint.config.schema.params}
     differing = list[str]()
     for found, wrong in control.exchange(_tensors(pair, mesh.rank, mesh.shape.world, jobs)):
         for each in found:
-            groups[each["name"]].add(Group(**each))
+            groups[each["name"]].add(ComparedParameter(**each))
         differing += wrong
     measured = _logits(pair, prompts, mesh)
     (result,) = (each for each in control.exchange(measured) if each is not None)
@@ -197,9 +197,9 @@ def _tensors(pair: Pair, part: int, parts: int, jobs: int) -> tuple[list[dict[st
     """(groups, each piece that differs) of one of so many parts of the checkpoint's tensors."""
     checkpoint, schema = pair.checkpoint, pair.checkpoint.config.schema
     own, read = list(checkpoint.stored())[part::parts], checkpoint.read()
-    groups, differing = list[Group](), list[str]()
+    groups, differing = list[ComparedParameter](), list[str]()
     for found in compare_bits(checkpoint, own, pair.folder, jobs):
-        groups.append(Group(found.tensor.param, 1, found.elements, found.differ, (_dtype(found),)))
+        groups.append(ComparedParameter(found.tensor.param, 1, found.elements, found.differ, (_dtype(found),)))
         if found.differ:
             where = f"{checkpoint.location('weights', found.tensor)[0]}: {spell((found.tensor.name, found.label))}"
             differing.append(f"{where}: {found.differ:,} of {found.elements:,} elements differ")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megacore.store.adapters import check_base, merged, to_peft
 from megacore.store.checkpoint import Checkpoint
-from megacore.store.convert import Plan, to_checkpoint, to_hugging_face
+from megacore.store.convert import FolderPlan, to_checkpoint, to_hugging_face
 from megacore.store.export import SHARD_SIZE, parse_size
 from megacore.store.folder import SafetensorsFolder
 from megacore.store.hugging_face import HuggingFace
@@ -65,7 +65,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _merged(source: SafetensorsFolder, arguments: argparse.Namespace, max_shard_bytes: int, dtype: str | None) -> Plan:
+def _merged(
+    source: SafetensorsFolder, arguments: argparse.Namespace, max_shard_bytes: int, dtype: str | None
+) -> FolderPlan:
     base = folders.opened(arguments.base)
     if base.format != HuggingFace.format:
         raise StoreError(f"{arguments.base} is a checkpoint: make a Hugging Face folder of it first, by --to hf")

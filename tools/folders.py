@@ -14,7 +14,7 @@ from typing import TypeVar
 from megacore import checkpoints
 from megacore.say import err, harmless, say, say_data
 from megacore.store.audit import DamageError
-from megacore.store.convert import Plan
+from megacore.store.convert import FolderPlan
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import SafetensorsFolder
 from megacore.store.open import open_folder
@@ -115,11 +115,11 @@ def dtype(arguments: argparse.Namespace) -> str | None:
     return next((name for name, kind in FLOATS.items() if kind == arguments.dtype), None)
 
 
-def carry_out(plan: Plan, source: Path, target: Path, arguments: argparse.Namespace) -> None:
+def carry_out(plan: FolderPlan, source: Path, target: Path, arguments: argparse.Namespace) -> None:
     """Write the plan of a source with a progress bar, or with ``--dry-run`` only show it.
 
     Raises:
-        StoreError: as :meth:`Plan.write`, or the target lies in the source.
+        StoreError: as :meth:`FolderPlan.write`, or the target lies in the source.
     """
     if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
         raise StoreError(f"{target} lies in {source}, which is only read: choose a folder beside it")

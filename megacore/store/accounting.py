@@ -21,7 +21,7 @@ _SUGGESTED_FROM = 10_000
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorInFile:
     """A tensor where it lies."""
 
     file: TensorFile
@@ -45,7 +45,7 @@ class Account:
         problems: Everything that is wrong.
     """
 
-    weights: Mapping[str, Held]
+    weights: Mapping[str, TensorInFile]
     ignored: tuple[str, ...] = ()
     problems: list[str] = field(default_factory=list)
 
@@ -121,19 +121,19 @@ def _tensors(schema: Schema) -> int:
 
 def _with_prefix(
     config: ModelConfig, files: Mapping[str, TensorFile], known: Callable[[str], bool]
-) -> tuple[dict[str, Held], list[str]]:
+) -> tuple[dict[str, TensorInFile], list[str]]:
     """(the tensors by the names that they have in a whole model, problems)."""
     prefix = f"{config.base_model_prefix}."
     having = [name for name in files if name.startswith(prefix) and known(name)]
     lacking = {name: prefix + name for name in files if not name.startswith(prefix) and known(prefix + name)}
-    held = {lacking.get(name, name): Held(file, name) for name, file in files.items()}
+    held = {lacking.get(name, name): TensorInFile(file, name) for name, file in files.items()}
     if not lacking or not having:
         return held, []
     names = f"{', '.join(summary(having))}; {', '.join(summary(lacking))}"
     return held, [f"some names start with {prefix!r} and some lack it: {names}"]
 
 
-def _tie(config: ModelConfig, held: dict[str, Held]) -> list[str]:
+def _tie(config: ModelConfig, held: dict[str, TensorInFile]) -> list[str]:
     """Where embedding and head are one tensor, leave it under the embedding's name."""
     embedding, head = config.tied
     if not config.tie_word_embeddings or head not in held:
@@ -148,7 +148,7 @@ def _tie(config: ModelConfig, held: dict[str, Held]) -> list[str]:
     ]
 
 
-def _equal(a: Held, b: Held) -> bool:
+def _equal(a: TensorInFile, b: TensorInFile) -> bool:
     if (a.entry.dtype, a.entry.shape) != (b.entry.dtype, b.entry.shape):
         return False
     left, right = (held.file.array(held.name).reshape(-1) for held in (a, b))
@@ -181,7 +181,7 @@ def _nearest(names: list[str], missing: list[str]) -> list[str]:
     return [f"{name} (is it {near[0]}?)" if near else name for name, near in found]
 
 
-def _shapes(expected: Mapping[str, Stored], weights: Mapping[str, Held]) -> list[str]:
+def _shapes(expected: Mapping[str, Stored], weights: Mapping[str, TensorInFile]) -> list[str]:
     wrong: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for name, held in weights.items():
         if held.entry.shape != expected[name].shape:
@@ -192,7 +192,7 @@ def _shapes(expected: Mapping[str, Stored], weights: Mapping[str, Held]) -> list
     ]
 
 
-def _dtypes(weights: Mapping[str, Held]) -> list[str]:
+def _dtypes(weights: Mapping[str, TensorInFile]) -> list[str]:
     wrong: dict[str, list[str]] = {}
     for held in weights.values():
         if held.entry.dtype not in FLOATS:

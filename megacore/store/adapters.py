@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
-from megacore.store.audit import Progress, fingerprints, silent
+from megacore.store.audit import OnBytes, fingerprints, silent
 from megacore.store.companions import Companion
 from megacore.store.compare import config_differences
-from megacore.store.convert import Part, Plan, expected, tensors, to_hugging_face
+from megacore.store.convert import FolderPlan, StateFiles, expected, tensors, to_hugging_face
 from megacore.store.dtypes import as_dtype
 from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.hugging_face import ADAPTER
@@ -143,7 +143,7 @@ class Adapted(WeightFolder):
 # -- by themselves
 
 
-def to_peft(checkpoint: WeightFolder, dtype: str | None = None) -> Plan:
+def to_peft(checkpoint: WeightFolder, dtype: str | None = None) -> FolderPlan:
     """A folder of adapters as the peft library saves them.
 
     Raises:
@@ -153,8 +153,8 @@ def to_peft(checkpoint: WeightFolder, dtype: str | None = None) -> Plan:
     made = tensors(schema, checkpoint, "weights", hugging_face(schema), dtype)
     files = (File(WEIGHTS, tuple(made), checkpoint.read()),)
     texts = {ADAPTER: json.dumps(_config(checkpoint, held), indent=2, allow_nan=False).encode() + b"\n"}
-    part = Part(files, expected(schema, checkpoint, "weights", files))
-    return Plan(schema, {"weights": part}, lambda found: texts, checkpoint.companions(), _read_peft)
+    part = StateFiles(files, expected(schema, checkpoint, "weights", files))
+    return FolderPlan(schema, {"weights": part}, lambda found: texts, checkpoint.companions(), _read_peft)
 
 
 def _read_peft(folder: Path) -> None:
@@ -187,7 +187,9 @@ def _config(checkpoint: WeightFolder, held: Adapters) -> dict[str, object]:
 # -- merged
 
 
-def merged(checkpoint: WeightFolder, base: SafetensorsFolder, max_shard_bytes: int, dtype: str | None = None) -> Plan:
+def merged(
+    checkpoint: WeightFolder, base: SafetensorsFolder, max_shard_bytes: int, dtype: str | None = None
+) -> FolderPlan:
     """A Hugging Face folder of the base with the adapters merged into it, which is made when it is written.
 
     Raises:
@@ -197,7 +199,7 @@ def merged(checkpoint: WeightFolder, base: SafetensorsFolder, max_shard_bytes: i
     return to_hugging_face(Merged(base.path, base.index, checkpoint, dtype, base=base), max_shard_bytes, dtype)
 
 
-def check_base(checkpoint: WeightFolder, base: WeightFolder, jobs: int, progress: Progress = silent) -> None:
+def check_base(checkpoint: WeightFolder, base: WeightFolder, jobs: int, progress: OnBytes = silent) -> None:
     """Read all weights of a model, and compare them with those that the adapters were trained on.
 
     Raises:

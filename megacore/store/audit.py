@@ -19,7 +19,7 @@ from parallel.pattern import Piece
 from parallel.schema import Schema
 from parallel.transfer import Stored, blocks, plan, strided, whole_name
 
-Progress = Callable[[int], object]
+OnBytes = Callable[[int], object]
 """Is told the bytes of each tensor when it has been read."""
 
 
@@ -36,7 +36,7 @@ def silent(done: int) -> None:
 
 
 def taken(
-    stored: Sequence[Stored], read: Read, schema: Schema, jobs: int, progress: Progress = silent
+    stored: Sequence[Stored], read: Read, schema: Schema, jobs: int, progress: OnBytes = silent
 ) -> Iterator[dict[str, int]]:
     """{label: fingerprint} of each tensor as its bytes are now, padding left out.
 
@@ -63,7 +63,7 @@ def taken(
         yield from pool.map(take, stored)
 
 
-def fingerprints(folder: WeightFolder, state: str, jobs: int, progress: Progress = silent) -> dict[Logical, int]:
+def fingerprints(folder: WeightFolder, state: str, jobs: int, progress: OnBytes = silent) -> dict[Logical, int]:
     """Of the logical pieces of a state, from the bytes of all its tensors; arguments as :func:`taken`'s.
 
     Raises:
@@ -91,7 +91,7 @@ class Damage:
 
 
 def check(
-    folder: SafetensorsFolder, jobs: int, progress: Progress = silent, tensors: Mapping[str, Set[str]] | None = None
+    folder: SafetensorsFolder, jobs: int, progress: OnBytes = silent, tensors: Mapping[str, Set[str]] | None = None
 ) -> list[Damage]:
     """Compare every byte of the tensors with the index, replicas with each other, and padding with zero.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megacore.store.audit import Progress, fingerprints, silent
+from megacore.store.audit import OnBytes, fingerprints, silent
 from megacore.store.dtypes import FLOATS, as_dtype
 from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.stream import BLOCK_BYTES
@@ -67,7 +67,7 @@ class Differences:
         return bool(self.config or self.step or self.states or self.pieces)
 
 
-def compare(folders: Folders, jobs: int, progress: Progress = silent) -> Differences:
+def compare(folders: Folders, jobs: int, progress: OnBytes = silent) -> Differences:
     """Compare two folders without holding either.
 
     The fingerprints of checkpoints are those of their indexes, so their tensors are not read.
@@ -119,7 +119,7 @@ class _Piece:
     fingerprint: str
 
 
-def _pieces(folders: Folders, state: str, jobs: int, progress: Progress) -> Iterator[Difference]:
+def _pieces(folders: Folders, state: str, jobs: int, progress: OnBytes) -> Iterator[Difference]:
     one, other = (_held(folder, state, jobs, progress) for folder in folders)
     for piece in {**one, **other}:
         here, there = one.get(piece), other.get(piece)
@@ -133,7 +133,7 @@ def _pieces(folders: Folders, state: str, jobs: int, progress: Progress) -> Iter
             yield Difference(state, *piece, "values", (here.fingerprint, there.fingerprint))
 
 
-def _held(folder: SafetensorsFolder, state: str, jobs: int, progress: Progress) -> dict[Logical, _Piece]:
+def _held(folder: SafetensorsFolder, state: str, jobs: int, progress: OnBytes) -> dict[Logical, _Piece]:
     schema, values = folder.schema, folder.fingerprints(state)
     # Those of another release may have taken the axes in another order.
     if not values or _orders(folder.layout.schema) != _orders(schema):
@@ -176,7 +176,7 @@ class Compared:
 
 
 def compare_bits(
-    checkpoint: WeightFolder, tensors: Iterable[Stored], other: WeightFolder, jobs: int, progress: Progress = silent
+    checkpoint: WeightFolder, tensors: Iterable[Stored], other: WeightFolder, jobs: int, progress: OnBytes = silent
 ) -> Iterator[Compared]:
     """Compare weights of a checkpoint bit for bit, replicas and all, with the elements that the plan finds elsewhere.
 

@@ -1,7 +1,7 @@
 """Plans of whole folders: a checkpoint from a Hugging Face folder or another checkpoint, and the way back.
 
-A plan names every file and where each of its elements comes from before anything is written. :meth:`Plan.write` streams
-it into a folder that appears under its name only when all of it is there and is what the source was.
+A plan names every file and where each of its elements comes from before anything is written. :meth:`FolderPlan.write`
+streams it into a folder that appears under its name only when all of it is there and is what the source was.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from parallel.transfer import Stored, hugging_face, native, plan, whole_name
 
 
 @dataclass(frozen=True)
-class Part:
+class StateFiles:
     """The files of one state, and the fingerprints that they must have in the end, as far as they are known."""
 
     files: tuple[File, ...]
@@ -35,26 +35,26 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FolderPlan:
     """What a folder will hold.
 
     Args:
         schema: Of the model.
-        parts: {state: its files}.
+        states: {state: its files}.
         texts: (fingerprints of each file) -> {path: content} of the small files.
         companions: {path: the file that is copied there}.
         reader: Opens such a folder, StoreError if it is none: asked before the folder is published.
     """
 
     schema: Schema
-    parts: Mapping[str, Part]
+    states: Mapping[str, StateFiles]
     texts: Callable[[Mapping[str, Fingerprints]], Mapping[str, bytes]]
     companions: Mapping[str, Companion]
     reader: Callable[[Path], object]
 
     @property
     def files(self) -> Iterator[File]:
-        return itertools.chain.from_iterable(part.files for part in self.parts.values())
+        return itertools.chain.from_iterable(of.files for of in self.states.values())
 
     @property
     def size(self) -> int:
@@ -71,7 +71,7 @@ class Plan:
         """
         with publish(target, self.size) as folder:
             found = write(folder, self.files, self.schema, jobs, progress)
-            for state, part in self.parts.items():
+            for state, part in self.states.items():
                 self._compare(state, part, found)
             for name, companion in self.companions.items():
                 copy_companion(companion, folder / name)
@@ -82,7 +82,7 @@ class Plan:
             except StoreError as error:
                 raise StoreError(f"{target} is not published, for it could not be read again: {error}") from error
 
-    def _compare(self, state: str, part: Part, found: Mapping[str, Fingerprints]) -> None:
+    def _compare(self, state: str, part: StateFiles, found: Mapping[str, Fingerprints]) -> None:
         of_boxes = [(t.stored, found[file.path][t.stored.name]) for file in part.files for t in file.tensors]
         try:
             made = add_up(self.schema, of_boxes)
@@ -97,7 +97,7 @@ class Plan:
             )
 
 
-def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None) -> Plan:
+def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None) -> FolderPlan:
     """A checkpoint of all that a folder holds, in a layout.
 
     Args:
@@ -111,7 +111,7 @@ def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None
     layout = on_disk(layout)
     raw = source.raw if dtype is None else export.with_dtype(source.raw, dtype)
     made, trainer = replace(source.index, raw=raw, layout=layout, files={}), source.trainer_json()
-    parts = {}
+    states = {}
     for state in source.states:
         wanted = dtype if state == "weights" else None
         targets = (s for s in native(layout, range(layout.mesh.world)) if made.has(state, s.name))
@@ -122,17 +122,17 @@ def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None
             for rank, found in by_rank
             if isinstance(rank, int)
         )
-        parts[state] = Part(files, expected(layout.schema, source, state, files))
+        states[state] = StateFiles(files, expected(layout.schema, source, state, files))
 
     def texts(found: Mapping[str, Fingerprints]) -> Mapping[str, bytes]:
-        records = {file.path: FileRecord(file.size, found[file.path]) for part in parts.values() for file in part.files}
+        records = {file.path: FileRecord(file.size, found[file.path]) for of in states.values() for file in of.files}
         return {INDEX: replace(made, files=records).to_json()} | ({TRAINER: trainer} if trainer is not None else {})
 
     beside = {f"{COMPANIONS}/{name}": companion for name, companion in source.companions().items()}
-    return Plan(layout.schema, parts, texts, beside, Checkpoint.open)
+    return FolderPlan(layout.schema, states, texts, beside, Checkpoint.open)
 
 
-def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | None = None) -> Plan:
+def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | None = None) -> FolderPlan:
     """A Hugging Face folder of a folder's weights and companions; fp32 masters are not used.
 
     Args:
@@ -149,8 +149,8 @@ def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | Non
     shards = export.export_files(schema, dtypes, max_shard_bytes)
     files = tuple(File(name, tuple(made[s.name] for s in stored), source.read()) for name, stored in shards)
     texts = export.texts(source.raw if dtype is None else export.with_dtype(source.raw, dtype), shards, dtypes)
-    part = Part(files, expected(schema, source, "weights", files))
-    return Plan(schema, {"weights": part}, lambda found: texts, source.companions(), HuggingFace.open)
+    part = StateFiles(files, expected(schema, source, "weights", files))
+    return FolderPlan(schema, {"weights": part}, lambda found: texts, source.companions(), HuggingFace.open)
 
 
 def tensors(

@@ -94,7 +94,7 @@ class HuggingFace(SafetensorsFolder):
 
 
 @dataclass(frozen=True)
-class _Files:
+class _WeightFiles:
     """The weight files, and which of them the index names for each tensor (None: there is no index)."""
 
     files: tuple[TensorFile, ...]
@@ -130,14 +130,14 @@ def _object(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
-def _files(folder: Path, problems: list[str]) -> _Files | None:
+def _files(folder: Path, problems: list[str]) -> _WeightFiles | None:
     """The opened weight files; None if some cannot be opened.
 
     Where there are both a single file and an index, the single file counts, as for transformers.
     """
     if os.path.lexists(folder / WEIGHTS):
         opened = _open(folder, [WEIGHTS], problems)
-        return _Files(opened, None) if opened else None
+        return _WeightFiles(opened, None) if opened else None
     if not os.path.lexists(folder / INDEX):
         problems.append(_no_weights(folder))
         return None
@@ -154,7 +154,7 @@ def _files(folder: Path, problems: list[str]) -> _Files | None:
     if len(opened) < len(names):
         return None
     by_name = dict(zip(names, opened, strict=True))
-    return _Files(opened, {tensor: by_name[name] for tensor, name in named.items()})
+    return _WeightFiles(opened, {tensor: by_name[name] for tensor, name in named.items()})
 
 
 def _open(folder: Path, files: list[str], problems: list[str]) -> tuple[TensorFile, ...]:
@@ -186,7 +186,7 @@ def _is_inside(name: object) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def _unnamed(found: _Files, kind: type[ModelConfig]) -> list[str]:
+def _unnamed(found: _WeightFiles, kind: type[ModelConfig]) -> list[str]:
     """Where the index and the files disagree."""
     if found.named is None:
         return []

@@ -28,7 +28,7 @@ from megacore.store.checkpoint import listed
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.index import on_disk
-from megacore.store.parts import share_reads
+from megacore.store.shares import share_reads
 from megacore.store.stream import assemble
 from megacore.store.strict_json import StoreError
 from parallel.collectives import broadcast_

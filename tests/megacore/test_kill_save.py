@@ -19,7 +19,7 @@ from engine import RECIPE, write_recipe
 from pool import Pool, forkserver
 
 from megacore import checkpoints, pretrain
-from megacore.store import audit, parts
+from megacore.store import audit, shares
 from megacore.store.checkpoint import Checkpoint
 
 PRECISE = ["train.precision=fp32", "evaluate.every=0", "log.every=1000", "schedule.name=constant"]
@@ -33,7 +33,7 @@ def endless(rank: int, store: str, recipe: str, out: str, stderr: str, mesh: str
     file = dist.FileStore(store, RANKS)
     dist.init_process_group("gloo", store=file, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     overrides = [f"out={out}", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.resume=auto"]
-    with contextlib.redirect_stdout(None), mock.patch.object(parts, "SHARE_BYTES", share):
+    with contextlib.redirect_stdout(None), mock.patch.object(shares, "SHARE_BYTES", share):
         setup = pretrain.check(recipe, [*overrides, "train.steps=100000", mesh, *PRECISE], RANKS, RANKS)
         dist.barrier()  # in a real run every rank checks before there is a process group
         pretrain.run(setup, torch.device("cpu"))
@@ -42,7 +42,7 @@ def endless(rank: int, store: str, recipe: str, out: str, stderr: str, mesh: str
 def straight(recipe: str, out: str, steps: int, mesh: str, share: int) -> None:
     """The same run to a step, which nobody disturbs."""
     overrides = [f"out={out}", f"train.steps={steps}", "checkpoint.every=0", mesh, *PRECISE]
-    with contextlib.redirect_stdout(None), mock.patch.object(parts, "SHARE_BYTES", share):
+    with contextlib.redirect_stdout(None), mock.patch.object(shares, "SHARE_BYTES", share):
         setup = pretrain.check(recipe, overrides, RANKS, RANKS)
         dist.barrier()
         pretrain.run(setup, torch.device("cpu"))
@@ -57,7 +57,7 @@ def newest(out: Path) -> int:
 @pytest.mark.parametrize(
     ("mesh", "share", "count"),
     [
-        pytest.param("mesh.tp=2", parts.SHARE_BYTES, 3 * RANKS, id="files"),
+        pytest.param("mesh.tp=2", shares.SHARE_BYTES, 3 * RANKS, id="files"),
         pytest.param("mesh.dp=2", 1, 3 + RANKS - 1, id="parts"),
     ],
 )

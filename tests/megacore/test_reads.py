@@ -15,7 +15,7 @@ from engine import RECIPE, trainer, write_recipe
 from pool import Pool
 
 from megacore import checkpoints, pretrain
-from megacore.store import load, parts
+from megacore.store import load, shares
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
@@ -31,7 +31,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def saved(recipe: str, overrides: list[str]) -> None:
-    with mock.patch.object(parts, "SHARE_BYTES", 1):
+    with mock.patch.object(shares, "SHARE_BYTES", 1):
         trainer(recipe, [*overrides, "checkpoint.at_end=true", *PRECISION], log=True).run()
 
 
@@ -62,7 +62,7 @@ def resumed(recipe: str, overrides: list[str]) -> int:
         count += sum(copy.source_view.numel * read(copy.source)[1].itemsize for copy in copies)
         return plain(*arguments)
 
-    with mock.patch.object(load, "assemble", counting), mock.patch.object(parts, "SLICE", 100):
+    with mock.patch.object(load, "assemble", counting), mock.patch.object(shares, "SLICE", 100):
         made = trainer(recipe, [*overrides, "train.steps=9", *PRECISION])
     made.saver.save(6, {"step": 6})
     made.saver.finish()

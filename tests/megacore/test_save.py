@@ -22,7 +22,7 @@ from pool import Pool
 from megacore import checkpoints, save
 from megacore.control import Control
 from megacore.save import SaveError
-from megacore.store import audit, parts, publish
+from megacore.store import audit, publish
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
@@ -158,7 +158,7 @@ def saved_twice(recipe: str, overrides: list[str]) -> tuple[int, int]:
     made.run()
     made.saver.save(2, {"step": 2})
     made.saver.finish()
-    with mock.patch.object(parts, "SHARE_BYTES", 1):
+    with mock.patch("megacore.store.shares.SHARE_BYTES", 1):
         made.saver._snapshot = None
         made.saver.save(3, {"step": 3})
     made.saver.finish()

@@ -15,7 +15,7 @@ from unittest import mock
 import numpy as np
 from whole import Whole
 
-from megacore.store import parts
+from megacore.store import shares
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.convert import to_checkpoint
 from megacore.store.index import STATES, FileRecord, Index, Range, file_name, holder
@@ -99,7 +99,7 @@ def spread(source: Path, target: Path, replicas: int = 4) -> Checkpoint:
     index, schema = checkpoint.index, checkpoint.layout.schema
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("*.safetensors", "index.json"))
     records = {}
-    with mock.patch.object(parts, "SHARE_BYTES", 1):
+    with mock.patch.object(shares, "SHARE_BYTES", 1):
         for rank in range(index.layout.mesh.world):
             held = {s.name: s for s in native(index.layout, [rank])}
             widths = {
@@ -110,7 +110,7 @@ def spread(source: Path, target: Path, replicas: int = 4) -> Checkpoint:
                 ]
                 for state in index.states
             }
-            for part in itertools.chain.from_iterable(parts.share_out(index.layout, widths, replicas)):
+            for part in itertools.chain.from_iterable(shares.share_out(index.layout, widths, replicas)):
                 path = file_name(part.state, index.layout.mesh.place(rank), part.number)
                 planned = plan(schema, checkpoint.stored(part.state), part.tensors)
                 dtype = "BF16" if part.state == "weights" else "F32"

@@ -20,7 +20,7 @@ from tiny import GPT2, LLAMA, Section, edit_index, layout_of, run_checkpoint, sn
 from megacore.store import audit
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.index import STATES, on_disk, read_index
-from megacore.store.parts import MOST_FILES, SHARE_BYTES, Part, States, divide, share_out
+from megacore.store.shares import MOST_FILES, SHARE_BYTES, FileContents, States, divide, share_out
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
 from models.registry import configure
@@ -42,7 +42,7 @@ def states(layout: Layout, rank: int = 0, widths: Mapping[str, int] = WIDTHS) ->
     return {state: [(stored, width) for stored in held] for state, width in widths.items()}
 
 
-def size(part: Part) -> int:
+def size(part: FileContents) -> int:
     return sum(math.prod(stored.shape) * WIDTHS[part.state] for stored in part.tensors)
 
 
@@ -80,7 +80,7 @@ def test_shares_of_a_cluster_are_equal_and_of_a_sensible_size(preset: str, mesh:
         shares = share_out(disk, held, replicas)
         loads = [sum(map(size, share)) for share in shares if share]
         assert len(shares) == replicas and len(loads) == writers
-        mean = sum(size(Part(state, None, [s for s, _ in each])) for state, each in held.items()) / writers
+        mean = sum(size(FileContents(state, None, [s for s, _ in each])) for state, each in held.items()) / writers
         assert sum(loads) == round(mean * writers) and mean >= SHARE_BYTES
         assert max(loads) <= 1.05 * mean and min(loads) >= 0.95 * mean
         files = max(files, sum(map(len, shares)))

@@ -30,7 +30,7 @@ States = Mapping[str, Sequence[tuple[Stored, int]]]
 
 
 @dataclass(frozen=True)
-class Part:
+class FileContents:
     """What a file holds.
 
     Args:
@@ -44,7 +44,7 @@ class Part:
     tensors: Sequence[Stored]
 
 
-def share_out(layout: Layout, states: States, replicas: int) -> list[list[Part]]:
+def share_out(layout: Layout, states: States, replicas: int) -> list[list[FileContents]]:
     """What each of the replicas of a place writes.
 
     Where there are fewer shares than replicas, those that write are far from each other, on different machines.
@@ -58,7 +58,7 @@ def share_out(layout: Layout, states: States, replicas: int) -> list[list[Part]]
     most = MOST_FILES // layout.mesh.world - len(sizes)
     shares = min(replicas, sum(sizes.values()) // SHARE_BYTES, most)
     found = divide(states, shares, _in_several_stages(layout)) if shares > 1 else _whole(states, sizes, replicas)
-    written: list[list[Part]] = [[] for _ in range(replicas)]
+    written: list[list[FileContents]] = [[] for _ in range(replicas)]
     for number, share in enumerate(_numbered(found)):
         written[number * replicas // len(found)] += share
     return written
@@ -148,13 +148,13 @@ def _whole(states: States, sizes: Mapping[str, int], replicas: int) -> list[dict
     return shares
 
 
-def _numbered(shares: Sequence[Mapping[str, Sequence[Stored]]]) -> Iterator[list[Part]]:
+def _numbered(shares: Sequence[Mapping[str, Sequence[Stored]]]) -> Iterator[list[FileContents]]:
     count = {state: sum(state in share for share in shares) for share in shares for state in share}
     next_one = dict.fromkeys(count, 0)
     for share in shares:
         parts = []
         for state, tensors in share.items():
-            parts.append(Part(state, next_one[state] if count[state] > 1 else None, tensors))
+            parts.append(FileContents(state, next_one[state] if count[state] > 1 else None, tensors))
             next_one[state] += 1
         yield parts
 
