@@ -252,7 +252,7 @@ def _bytes(folder: SafetensorsFolder) -> int:
 
 
 def _compared(folder: SafetensorsFolder, other: SafetensorsFolder, jobs: int) -> Differences:
-    to_read = sum(_bytes(each) for each in (folder, other) if each.format == HuggingFace.format)
+    to_read = sum(_bytes(each) for each in (folder, other) if not each.fingerprints("weights"))
     with folders.bar(to_read, "fingerprints") as progress:
         return compare.compare((folder, other), jobs, progress)
 

@@ -9,8 +9,8 @@ from megacore.checkpoints import FOLDER, newest_of
 from megacore.store.adapters import Adapted
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.folder import SafetensorsFolder, WeightFolder
-from megacore.store.hugging_face import HuggingFace
-from megacore.store.index import INDEX
+from megacore.store.hugging_face import ADAPTER, CONFIG, HuggingFace
+from megacore.store.index import INDEX, STATES
 from megacore.store.strict_json import StoreError
 
 
@@ -29,8 +29,8 @@ def open_folder(path: Path, adapters: bool = False, checked: bool = False) -> Sa
     if not path.is_dir():
         raise StoreError(f"{path} is not a folder{_on_the_hub(path)}")
     if not (path / INDEX).exists():
-        if (path / FOLDER).is_dir():
-            raise StoreError(f"{path} is the folder of a run, and there is no checkpoint in {path / FOLDER} yet")
+        if known := _known(path):
+            raise StoreError(f"{path} {known}")
         return HuggingFace.open(path)
     checkpoint = Checkpoint.open(path, checked)
     held = checkpoint.index.adapters
@@ -64,6 +64,24 @@ def open_model(path: Path, base: Path | None = None) -> WeightFolder:
             "give that model, a Hugging Face folder or a checkpoint of it, by --base"
         )
     return Adapted.of(found, open_folder(base or Path(held.base)))
+
+
+def _known(path: Path) -> str | None:
+    """What a folder is, if that is known and neither a checkpoint nor in Hugging Face's format."""
+    if (path / CONFIG).exists():
+        return None
+    if (path / FOLDER).is_dir():
+        return f"is the folder of a run, and there is no checkpoint in {path / FOLDER} yet"
+    if path.name in STATES and (path.parent / INDEX).exists():
+        return f"is a part of a checkpoint: give {path.parent}"
+    if any((path / state).is_dir() for state in STATES):
+        return f"is a checkpoint without its {INDEX}: it was not written to its end, or not copied to its end"
+    if (path / ADAPTER).exists():
+        return (
+            "holds adapters as the peft library saves them, and no model: let peft merge them into theirs "
+            "(merge_and_unload), and give the folder that this is saved to"
+        )
+    return None
 
 
 def _on_the_hub(path: Path) -> str:

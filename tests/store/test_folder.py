@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from megacore.store.folder import WeightFolder
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.index import STATES, Adapters, Index
 from megacore.store.open import open_folder, open_model
+from megacore.store.strict_json import StoreError
 from models.lora import Lora
 from models.tuning import Tuning
 from parallel.fingerprint import combined
@@ -95,3 +97,24 @@ def test_a_format_that_nobody_has_heard_of(opened: dict[str, WeightFolder], tmp_
     here, there = (model_from(folder, Mesh.single()).parameters for folder in (ours, theirs))
     assert here.keys() == there.keys()
     assert all(torch.equal(here[name].view(torch.int16), there[name].view(torch.int16)) for name in here)
+
+
+def test_what_a_folder_is_instead(opened: dict[str, WeightFolder], tmp_path: Path) -> None:
+    """In one sentence, where that is known; a folder of checkpoints within a model's is no run."""
+    copy, checkpoint = tmp_path / "copy", opened["checkpoint"].path
+    shutil.copytree(checkpoint, copy, ignore=shutil.ignore_patterns("index.json"))
+    (tmp_path / "peft").mkdir()
+    (tmp_path / "peft/adapter_config.json").write_text("{}")
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
+    for path, said in {
+        copy: "is a checkpoint without its index.json: ",
+        checkpoint / "master": f"is a part of a checkpoint: give {checkpoint}",
+        tmp_path / "peft": "holds adapters as the peft library saves them, and no model: ",
+        tmp_path / "run": f"is the folder of a run, and there is no checkpoint in {tmp_path / 'run/checkpoints'} yet",
+        tmp_path / "nothing": "is not a folder",
+    }.items():
+        with pytest.raises(StoreError) as error:
+            open_folder(path)
+        assert str(error.value).startswith(f"{path} {said}") and "\n" not in str(error.value)
+    shutil.copytree(opened["hugging_face"].path, tmp_path / "run", dirs_exist_ok=True)
+    assert open_folder(tmp_path / "run").format == HuggingFace.format
