@@ -20,6 +20,7 @@ from megacore.store.strict_json import StoreError, read_json
 from megacore.store.tensors import TensorFile
 from models.config import ModelConfig, ModelConfigError
 from models.registry import FAMILIES, family
+from parallel.fingerprint import Logical
 from parallel.layout import Layout, MeshShape
 from parallel.transfer import Stored, hugging_face
 
@@ -73,14 +74,16 @@ class HuggingFace(SafetensorsFolder):
         except StoreError as error:
             problems.append(str(error))
         problems += found.problems
-        if problems or config is None:
+        if problems or config is None or files is None:
             raise StoreError("\n- ".join([f"{path} cannot be used:", *problems]))
-        weights = {name: (str(held.file.path.relative_to(path)), held.name) for name, held in found.weights.items()}
-        opened = {weights[name][0]: held.file for name, held in found.weights.items()}
-        records = {name: FileRecord(file.size, {of: {} for of in file.entries}) for name, file in opened.items()}
+        opened = {str(file.path.relative_to(path)): file for file in files.files}
+        holders = {tensor: name for name, file in opened.items() for tensor in file.entries}
+        weights = {name: (holders[held.name], held.name) for name, held in found.weights.items()}
+        used = {name: opened[name] for name, _ in weights.values()}
+        records = {name: FileRecord(file.size, {of: {} for of in file.entries}) for name, file in used.items()}
         layout = Layout(config.schema, MeshShape(), (config.sizes["layer"],))
         index = Index(raw, layout, ("weights",), None, records)
-        return cls(path, index, opened, weights, ignored=found.ignored)
+        return cls(path, index, used, weights, ignored=found.ignored)
 
     def stored(self, state: str = "weights") -> Iterator[Stored]:
         """Under the names of the family's table; ``where`` is the folder."""
@@ -88,6 +91,9 @@ class HuggingFace(SafetensorsFolder):
 
     def location(self, state: str, stored: Stored) -> tuple[str, str]:
         return self.weights[stored.name]
+
+    def fingerprints(self, state: str) -> Mapping[Logical, int]:
+        return {}  # the format keeps none
 
     def companions(self) -> Mapping[str, Companion]:
         return companions(self.path, self.path)
