@@ -24,7 +24,7 @@ from megacore.data.samples import BLOCKS, Source, parts
 from megacore.plan.setting import Setting
 from megacore.plan.step_time import Cluster, Estimate
 from megacore.store.index import MASTER, MOMENTS, STATES, on_disk
-from megacore.store.parts import States, share_out, share_reads
+from megacore.store.shares import States, share_out, share_reads
 from parallel.layout import MeshShape
 from parallel.pattern import Sizes
 from parallel.rank_sets import RankSet, Rounds, channel_kinds, divided, of_mesh

@@ -13,8 +13,8 @@ from engine import RECIPE, train, trainer, write_recipe
 from pool import Pool
 
 from megacore import checkpoints, metrics, pretrain
-from megacore.recipe import ConfigError
 from megacore.inference.load import model_from
+from megacore.recipe import ConfigError
 from megacore.store import load
 from megacore.store.audit import DamageError
 from megacore.store.open import open_folder

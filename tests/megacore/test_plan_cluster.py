@@ -18,7 +18,6 @@ import torch.distributed as dist
 from engine import RECIPE, trainer, write_recipe
 from pool import Pool
 
-from megacore import load as loading
 from megacore import open_files
 from megacore.control import Control
 from megacore.data.batches import HELD, Batch, prefetch
@@ -31,7 +30,7 @@ from megacore.plan.of_config import setting_of
 from megacore.plan.state import Held
 from megacore.plan.step_time import Cluster, estimate
 from megacore.recipe import load
-from megacore.store import parts
+from megacore.store import load as loading
 from megacore.store.checkpoint import Checkpoint
 from models.registry import configure
 from tools.main import main
@@ -72,7 +71,7 @@ def started_saved_and_resumed(recipe: str, overrides: list[str]) -> Seen:
         read += sum(copy.source_view.numel * source(copy.source)[1].itemsize for copy in copies)
         return assemble(*arguments)
 
-    with patch.object(parts, "SHARE_BYTES", 1), patch.object(parts, "SLICE", 100):
+    with patch.object(shares, "SHARE_BYTES", 1), patch.object(shares, "SLICE", 100):
         trainer(recipe, [*overrides, "train.steps=3"], log=True).run()
         with patch.object(dist, "new_group", counting_groups), patch.object(loading, "assemble", counting_reads):
             made = trainer(recipe, [*overrides, "train.steps=4", "checkpoint.resume=auto"])
@@ -87,7 +86,7 @@ def test_a_run_makes_writes_and_reads_what_the_plan_says(overrides: list[str], p
     recipe = write_recipe(tmp_path, RECIPE)
     overrides = [*overrides, "train.precision=bf16", "evaluate.every=0", "checkpoint.at_end=true"]
     seen = pool.run(4, started_saved_and_resumed, recipe, [*overrides, f"out={tmp_path / 'run'}"])
-    with patch.object(parts, "SHARE_BYTES", 1), patch.object(parts, "SLICE", 100):
+    with patch.object(shares, "SHARE_BYTES", 1), patch.object(shares, "SLICE", 100):
         plan = planned(recipe, overrides, 4)
     start, save, resume = plan.start, plan.save, plan.resume
     # The world has its group before any is made; a rank that is in none of several makes one of itself.
@@ -175,7 +174,7 @@ def test_what_a_cluster_would_suffer_from_is_warned_of(capsys: pytest.CaptureFix
     _, found = plan_of(capsys, recipe, "--world", "8", "--gpu", "a100-40")
     assert found["warnings"][0].startswith("memory: ")
     larger = [str(RECIPES / "llama-3.1-70b.yaml"), "mesh.dp=32", "batch.global_size=2048"]
-    with patch.object(parts, "SHARE_BYTES", 1 << 60), patch.object(open_files, "limits", lambda: (1024, 1500)):
+    with patch.object(shares, "SHARE_BYTES", 1 << 60), patch.object(open_files, "limits", lambda: (1024, 1500)):
         _, found = plan_of(capsys, *larger)
     few, files = found["warnings"]
     assert few.startswith("few write: 128 of 1,024 ranks, on 16 of 128 nodes; a save takes")
