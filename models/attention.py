@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from models import rope
 from models.blocks import column, row
 from models.context import Context
+from parallel.kernels import rotation
 from parallel.parameters import Parameters
 
 
@@ -34,7 +34,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:
         qkv = self.qkv(x)
         if context.rotation:
-            q, k, v = rope.split_and_apply(qkv, *context.rotation, self.heads, self.kv)
+            q, k, v = rotation.split_and_apply(qkv, *context.rotation, self.heads, self.kv)
         else:
             q, k, v = qkv.unflatten(-1, (-1, self.head)).split([self.heads, self.kv, self.kv], 1)
         dropout = self.dropout.p if self.training else 0.0

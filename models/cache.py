@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.attention import Attention
 from parallel import kernels
-from parallel.documents import Documents
+from parallel.kernels.documents import Documents
 
 
 @dataclass(frozen=True, eq=False)

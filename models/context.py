@@ -9,7 +9,7 @@ from einops import rearrange
 from torch import Tensor
 
 from parallel import kernels
-from parallel.documents import Documents
+from parallel.kernels.documents import Documents
 
 
 class Mixing(Protocol):

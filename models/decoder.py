@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from models.context import Causal, Context, Mixing, Within
 from models.rope import Rotary
 from parallel.collectives import all_gather
-from parallel.documents import Documents
 from parallel.embedding import VocabParallelEmbedding
 from parallel.head_loss import head_loss
+from parallel.kernels.documents import Documents
 from parallel.linear import column_linear
 from parallel.loss import Objective
 from parallel.mesh import Group

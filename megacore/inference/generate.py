@@ -19,7 +19,7 @@ from models.attention import Attention
 from models.cache import Beginning, Cache, GoingOn
 from models.decoder import Microbatch
 from parallel.collectives import broadcast_
-from parallel.documents import Documents
+from parallel.kernels.documents import Documents
 from parallel.layout import Place
 from parallel.mesh import Mesh
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from models.blocks import swiglu
+from parallel.kernels.activation import swiglu
 
 
 def test_swiglu_is_silu_of_the_gate_times_up() -> None:

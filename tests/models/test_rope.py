@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from models import rope as rope_module
-from models.rope import Rotary, apply, inverse_frequencies, split_and_apply, tables
+from models.rope import Rotary, inverse_frequencies, tables
 from models.rope_config import (
     ROPE_TYPES,
     DefaultRope,
@@ -30,6 +30,7 @@ from models.rope_config import (
     override,
     to_hugging_face,
 )
+from parallel.kernels.rotation import apply, split_and_apply
 
 FLOAT64_AND_32 = [torch.float64, torch.float32]
 QKV_SHAPES = [((), 5, 4, 2, 8), ((3,), 7, 2, 2, 6), ((2, 2), 4, 3, 1, 2)]  # leading, t, heads, kv, head_dim

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel import documents as within
 from parallel import kernels
-from parallel.documents import Documents, masked, on_cpu, one_by_one, with_varlen
+from parallel.kernels import documents as within
+from parallel.kernels.documents import Documents, masked, on_cpu, one_by_one, with_varlen
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 1, 12, 7, 9)

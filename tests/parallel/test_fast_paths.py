@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel import cpu, kernels
+from parallel import kernels
+from parallel.kernels import cpu
 
 Function = Callable[..., Tensor]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parallel import kernels
-from parallel.kernels import ApexImpostor, adamw, apex_has, layer_norm, rms_norm, set_updates, step_if, updates
+from parallel.kernels import choice
+from parallel.kernels.choice import ApexImpostor, adamw, apex_has, layer_norm, rms_norm, set_updates, step_if, updates
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KERNELS = ("FusedLayerNorm", "FusedRMSNorm")
@@ -57,7 +57,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if nothing of apex were installed, whatever the machine has."""
     find = importlib.util.find_spec
     hidden = ("apex", "amp_C", "fused_layer_norm_cuda")
-    monkeypatch.setattr(kernels.importlib.util, "find_spec", lambda name: None if name in hidden else find(name))
+    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None if name in hidden else find(name))
 
 
 @pytest.mark.quick

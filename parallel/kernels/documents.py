@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel import cpu
+from parallel.kernels import cpu
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel import cpu
-from parallel import documents as within
 from parallel.adamw import NarrowAdamW
-from parallel.documents import Documents
+from parallel.kernels import cpu
+from parallel.kernels import documents as within
+from parallel.kernels.documents import Documents
 
 _COMPILED = {"FusedLayerNorm": "fused_layer_norm_cuda", "FusedRMSNorm": "fused_layer_norm_cuda"}
 
