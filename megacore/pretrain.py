@@ -54,6 +54,7 @@ from models.config import ModelConfig, flops_per_token
 from models.decoder import Losses
 from models.stages import layout_of
 from models.tuning import EVERYTHING
+from parallel import kernels
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.recompute import Activations
@@ -78,6 +79,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
     activations = Activations(config.memory.recompute, config.memory.offload_activations)
     hollow = config.zero.shard == "parameters"
     model = Model.create(setup.model, layout, mesh, dtype, losses, activations, hollow, tuning)
+    kernels.take_flash_attention(mesh.device, model.drops_attention)
     if config.train.precision == "fp8":
         model.use_fp8()
     if config.train.compile:
@@ -220,6 +222,8 @@ def run(setup: Setup, device: torch.device, node: int = 8) -> int:
         control.attempt(lambda: stack.enter_context(RunLock.take(out)))
         say(_headline(setup.config, setup.model, mesh))
         setup, trainer = _built(setup, mesh, control)
+        if chosen := kernels.chosen(device, setup.config.train.compile):
+            say(chosen)
         log = control.attempt(lambda: stack.enter_context(metrics.Log(setup.config, setup.start.progress.step)))
         last = replace(trainer, log=log).run()
         stack.close()

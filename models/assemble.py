@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from models.adapt import adapt
+from models.attention import Attention
 from models.blocks import CHEAP
 from models.config import ModelConfig
 from models.decoder import Decoder, Losses, Microbatch
@@ -69,6 +70,12 @@ class Model:
                 chunk.head.losses = losses
         _check_used(config.family, parameters, chunks)
         return cls(config, parameters, chunks)
+
+    @property
+    def drops_attention(self) -> bool:
+        """Whether attention weights are dropped in training."""
+        modules = (module for chunk in self.chunks for module in chunk.modules())
+        return any(isinstance(module, Attention) and module.dropout.p > 0 for module in modules)
 
     def train(self, mode: bool = True) -> None:
         """Switch dropout on or off."""

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from models.blocks import column, row
 from models.context import Context
-from parallel.kernels import rotation
+from parallel import kernels
 from parallel.parameters import Parameters
 
 
@@ -30,11 +30,12 @@ class Attention(nn.Module):
         self.heads, self.head = sizes["heads"], sizes["head"]
         self.kv = sizes.get("kv", self.heads)
         self.dropout, self.name = nn.Dropout(dropout), name
+        self.rotate = kernels.split_and_rotate(parameters.mesh.device)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         qkv = self.qkv(x)
         if context.rotation:
-            q, k, v = rotation.split_and_apply(qkv, *context.rotation, self.heads, self.kv)
+            q, k, v = self.rotate(qkv, *context.rotation, self.heads, self.kv)
         else:
             q, k, v = qkv.unflatten(-1, (-1, self.head)).split([self.heads, self.kv, self.kv], 1)
         dropout = self.dropout.p if self.training else 0.0

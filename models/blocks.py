@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.context import Context
+from parallel import kernels
 from parallel.choices import check_choice
-from parallel.kernels.activation import swiglu
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.norm import LayerNorm, RMSNorm
 from parallel.parameters import Parameters
@@ -61,7 +61,7 @@ class SwiGLU(nn.Module):
     def __init__(self, parameters: Parameters, name: str) -> None:
         super().__init__()
         self.up, self.down = column(parameters, f"{name}.up"), row(parameters, f"{name}.down")
-        self.activation = Activation(swiglu)
+        self.activation = Activation(kernels.swiglu(parameters.mesh.device))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from parallel import kernels
 from parallel.collectives import start_all_gather, start_reduce_scatter
 from parallel.linear import column_linear
 from parallel.loss import Objective
@@ -37,10 +38,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if dx is not None:
                 torch.mm(dlogits, weight, out=dx[rows])
             if dw is not None:
-                if dw.dtype == full.dtype:
-                    dw.addmm_(dlogits.t(), full[rows])
-                else:
-                    dw += dlogits.t() @ full[rows]
+                kernels.add_product_(dw, dlogits.t(), full[rows])
         ctx.dtypes = x.dtype, weight.dtype
         ctx.save_for_backward(start_reduce_scatter(dx, objective.group).wait() if dx is not None else None, dw)
         return objective.own(torch.cat(losses)).sum()

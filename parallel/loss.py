@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from parallel import kernels
 from parallel.collectives import all_reduce_, start_all_gather
 from parallel.labels import IGNORE
 from parallel.mesh import Group
@@ -42,6 +43,10 @@ class Objective:
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """-> the losses: [t], zero where the label is ignored, and ``log sum exp``: [t]; the same on every rank."""
+        if fused := kernels.cross_entropy(logits.device):
+            own = fused.statistics(logits, labels, *self._own(logits), self.label_smoothing > 0)
+            found = start_all_gather(own, self.group).wait().view(self.group.size, *own.shape)
+            return fused.finish(found, labels, logits.shape[1], self.vocab, self.label_smoothing, self.z_loss)
         valid, mine, local = self._columns(logits, labels)
         # Each rank sums exp(logits - its own maximum), so that one pass over its logits is enough.
         top = torch.full(labels.shape, -torch.inf, dtype=_wide(logits.dtype), device=logits.device)
@@ -73,6 +78,9 @@ class Objective:
 
     def gradient_(self, logits: Tensor, labels: Tensor, log_sum: Tensor, dy: Tensor) -> Tensor:
         """The gradient of the logits, of losses whose gradient is dy: [t]; it is written into the logits' memory."""
+        if fused := kernels.cross_entropy(logits.device):
+            how = self.vocab, self.label_smoothing, self.z_loss
+            return fused.gradient_(logits, labels, log_sum, dy, *self._own(logits), *how)
         valid, mine, local = self._columns(logits, labels)
         dy = dy * (labels != IGNORE)
         scale = dy * (1 + 2 * self.z_loss * log_sum) if self.z_loss else dy
@@ -102,10 +110,14 @@ class Objective:
             )
         return losses[self.group.index * share : (self.group.index + 1) * share]
 
+    def _own(self, logits: Tensor) -> tuple[int, int]:
+        """The first of this rank's columns, and how many are no padding."""
+        start = self.group.index * logits.shape[1]
+        return start, max(0, min(logits.shape[1], self.vocab - start))
+
     def _columns(self, logits: Tensor, labels: Tensor) -> tuple[int, Tensor, Tensor]:
         """How many columns are no padding; which labels are among them: [t], and where: [t], 0 for the others."""
-        start = self.group.index * logits.shape[1]
-        valid = max(0, min(logits.shape[1], self.vocab - start))
+        start, valid = self._own(logits)
         mine = (labels >= start) & (labels < start + valid)
         return valid, mine, (labels - start) * mine
 

@@ -2,22 +2,34 @@
 
 from parallel.kernels.choice import (
     adamw,
+    add_product_,
     causal_attention,
+    chosen,
+    cross_entropy,
     documents_attention,
     layer_norm,
     rms_norm,
     set_updates,
+    split_and_rotate,
     step_if,
+    swiglu,
+    take_flash_attention,
     updates,
 )
 
 __all__ = [
     "adamw",
+    "add_product_",
     "causal_attention",
+    "chosen",
+    "cross_entropy",
     "documents_attention",
     "layer_norm",
     "rms_norm",
     "set_updates",
+    "split_and_rotate",
     "step_if",
+    "swiglu",
+    "take_flash_attention",
     "updates",
 ]

@@ -1,4 +1,8 @@
-"""Kernels chosen once: NVIDIA apex's fused ones where they are really there and the device is a GPU, torch's otherwise.
+"""Kernels chosen once, where layers are made: by the device, and by what is installed.
+
+    on a GPU, eager      apex's norms where NVIDIA's apex is, else ours in Triton where triton is, else torch's
+    on a GPU, compiled   torch's operators, which the compiler fuses with their neighbours
+    on a CPU             those of ``cpu`` where they are faster, else torch's
 
 The project ``apex`` on PyPI is a different one (a toolkit for the Pyramid web framework). What counts is the compiled
 module that a kernel lives in, so that is what is probed; an impostor is recognised and named.
@@ -8,10 +12,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,10 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.adamw import NarrowAdamW
-from parallel.kernels import cpu
+from parallel.kernels import activation, cpu, rotation
 from parallel.kernels import documents as within
 from parallel.kernels.documents import Documents
 
+_FLASH_3 = "flash_attn_interface"
 _COMPILED = {"FusedLayerNorm": "fused_layer_norm_cuda", "FusedRMSNorm": "fused_layer_norm_cuda"}
 
 
@@ -60,6 +67,8 @@ def rms_norm(device: torch.device) -> Callable[[Tensor, Tensor, float], Tensor]:
     if _use_apex("FusedRMSNorm", device):
         apply = importlib.import_module("apex.normalization.fused_layer_norm").fused_rms_norm_affine
         return _unless_compiled(lambda x, weight, eps: apply(x, weight, weight.shape, eps), _torch_rms_norm)
+    if fused := _fused("norm", device):
+        return _unless_compiled(fused.rms_norm, _torch_rms_norm, fused.WIDEST)
     return _unless_compiled(cpu.rms_norm, _torch_rms_norm) if device.type == "cpu" else _torch_rms_norm
 
 
@@ -70,7 +79,43 @@ def layer_norm(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, float]
         return _unless_compiled(
             lambda x, weight, bias, eps: apply(x, weight, bias, weight.shape, eps), _torch_layer_norm
         )
+    if fused := _fused("norm", device):
+        return _unless_compiled(fused.layer_norm, _torch_layer_norm, fused.WIDEST)
     return _torch_layer_norm
+
+
+def swiglu(device: torch.device) -> Callable[[Tensor], Tensor]:
+    """gate_up: [..., 2 mlp] -> silu(gate) * up: [..., mlp]; only the input is kept for the backward."""
+    if fused := _fused("activation", device):
+        return _unless_compiled(fused.swiglu, activation.swiglu)
+    return activation.swiglu
+
+
+Split = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor, Tensor]]
+"""(qkv: [t, (heads + 2 kv) * head], cos, sin: [t, head/2], heads, kv) -> q: [t, heads, head], k, v: [t, kv, head]."""
+
+
+def split_and_rotate(device: torch.device) -> Split:
+    """What turns queries and keys by their positions; the three are views of one new buffer."""
+    if fused := _fused("rotation", device):
+        return _unless_compiled(fused.split_and_apply, rotation.split_and_apply)
+    return rotation.split_and_apply
+
+
+def cross_entropy(device: torch.device) -> ModuleType | None:
+    """The kernels of :class:`parallel.loss.Objective`, :mod:`parallel.kernels.fused.cross_entropy`; None where it takes
+    torch's operators."""
+    return None if torch.compiler.is_compiling() else _fused("cross_entropy", device)
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to ``total``, whose dtype is theirs or a wider one: on a GPU by the product itself, in that dtype."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    elif total.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def _torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -81,9 +126,29 @@ def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Te
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-def _unless_compiled(kernel: Callable[..., Tensor], formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The kernel; for the compiler torch's formula, which it fuses with its neighbours."""
-    return lambda *inputs: formula(*inputs) if torch.compiler.is_compiling() else kernel(*inputs)
+def _unless_compiled(
+    kernel: Callable[..., Any], formula: Callable[..., Any], widest: int = sys.maxsize
+) -> Callable[..., Any]:
+    """The kernel, of rows that are not too wide; for the compiler torch's formula, which it fuses with others."""
+
+    def chosen(x: Tensor, *others: Any) -> Any:
+        plain = torch.compiler.is_compiling() or x.shape[-1] > widest
+        return formula(x, *others) if plain else kernel(x, *others)
+
+    return chosen
+
+
+@cache
+def has_triton() -> bool:
+    """Whether triton is installed, which torch's builds for CUDA bring along; nothing is imported to find out."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def _fused(name: str, device: torch.device) -> ModuleType | None:
+    """Our own kernels in Triton, for a GPU."""
+    if device.type != "cuda" or not has_triton():
+        return None
+    return importlib.import_module(f"parallel.kernels.fused.{name}")
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
@@ -110,6 +175,43 @@ def documents_attention(
     if torch.compiler.is_compiling():
         return within.masked(q, k, v, documents, sequences, dropout)
     return within.one_by_one(q, k, v, documents, dropout)
+
+
+def take_flash_attention(device: torch.device, dropout: bool) -> None:
+    """Have torch use FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608) in all of this process, where it is there.
+
+    It has a package of its own, is for Hopper GPUs and knows no dropout. Else there is torch's FlashAttention-2; cuDNN's
+    attention is not for documents, as far as torch 2.13 has it.
+
+    Args:
+        device: Of this process.
+        dropout: Whether some attention weights will be dropped.
+    """
+    if device.type != "cuda" or dropout or importlib.util.find_spec(_FLASH_3) is None:
+        return
+    if torch.cuda.get_device_capability(device)[0] == 9:
+        try:
+            torch.nn.attention.activate_flash_attention_impl("FA3")
+        except (AttributeError, ImportError, RuntimeError) as error:
+            warnings.warn(f"{_FLASH_3} is installed, but fails ({error}): FlashAttention-2 serves", stacklevel=2)
+
+
+def chosen(device: torch.device, compiled: bool) -> str:
+    """What was chosen for a GPU, in a line; nothing of a CPU.
+
+    Args:
+        device: The device.
+        compiled: Whether blocks are compiled.
+    """
+    if device.type != "cuda":
+        return ""
+    attention = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)() or "FA2"
+    fused = "Triton" if has_triton() else "torch"
+    norms = "apex" if apex_has("FusedRMSNorm") else fused
+    others = f"norms by {norms}, the other fused ones by {fused}"
+    if compiled:
+        others = f"blocks by torch's compiler, loss by {fused}"
+    return f"Kernels: attention by {attention}, {others}"
 
 
 def adamw(

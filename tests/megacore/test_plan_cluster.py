@@ -31,6 +31,7 @@ from megacore.plan.state import Held
 from megacore.plan.step_time import Cluster, estimate
 from megacore.recipe import load
 from megacore.store import load as loading
+from megacore.store import shares
 from megacore.store.checkpoint import Checkpoint
 from models.registry import configure
 from tools.main import main

@@ -13,7 +13,19 @@ import torch
 import torch.nn.functional as F
 
 from parallel.kernels import choice
-from parallel.kernels.choice import ApexImpostor, adamw, apex_has, layer_norm, rms_norm, set_updates, step_if, updates
+from parallel.kernels.choice import (
+    ApexImpostor,
+    adamw,
+    apex_has,
+    chosen,
+    has_triton,
+    layer_norm,
+    rms_norm,
+    set_updates,
+    step_if,
+    take_flash_attention,
+    updates,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KERNELS = ("FusedLayerNorm", "FusedRMSNorm")
@@ -38,8 +50,10 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if name.partition(".")[0] in ("apex", "amp_C", "fused_layer_norm_cuda"):
             monkeypatch.delitem(sys.modules, name)
     apex_has.cache_clear()
+    has_triton.cache_clear()
     yield
     apex_has.cache_clear()
+    has_triton.cache_clear()
     for name in list(sys.modules):
         if name.partition(".")[0] in ("apex", "amp_C", "fused_layer_norm_cuda"):
             del sys.modules[name]
@@ -54,15 +68,16 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str]
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if nothing of apex were installed, whatever the machine has."""
+    """As if neither triton nor anything of apex were installed, whatever the machine has."""
     find = importlib.util.find_spec
-    hidden = ("apex", "amp_C", "fused_layer_norm_cuda")
+    hidden = ("apex", "amp_C", "fused_layer_norm_cuda", "triton")
     monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None if name in hidden else find(name))
 
 
 @pytest.mark.quick
-def test_without_apex_torch_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_apex_and_triton_torch_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(monkeypatch)
+    assert not choice.has_triton()
     assert not any(map(apex_has, KERNELS))
     x, weight, bias = torch.randn(3, 8), torch.randn(8), torch.randn(8)
     assert torch.equal(rms_norm(CUDA)(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
@@ -74,6 +89,7 @@ def test_without_apex_torch_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.quick
 def test_an_impostor_is_recognised_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, monkeypatch, IMPOSTOR)
+    monkeypatch.setattr(choice, "has_triton", lambda: False)
     with pytest.warns(ApexImpostor, match=rf"'apex' at {tmp_path}.* is not NVIDIA apex .*Pyramid"):
         assert not apex_has("FusedLayerNorm")
     with pytest.warns(ApexImpostor):
@@ -163,3 +179,57 @@ def test_norms_take_their_statistics_in_fp32() -> None:
     layer = centred * (centred.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.float() + bias.float()
     got = layer_norm(CPU)(x, weight, bias, 1e-6).float()
     assert ((got - layer).abs() <= layer.abs() * 2**-8 + 1e-5).all()
+
+
+# -- which flash attention
+
+FLASH_3 = {"flash_attn_interface.py": ""}
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    yield
+    sys.modules.pop("flash_attn_interface", None)
+    torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+
+
+def flash() -> str | None:
+    return torch.nn.attention.current_flash_attention_impl()
+
+
+def test_flash_attention_3_is_taken_where_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hopper: None
+) -> None:
+    take_flash_attention(CUDA, dropout=False)
+    assert flash() is None and "by FA2" in chosen(CUDA, compiled=False)
+    install(tmp_path, monkeypatch, FLASH_3)
+    kernels = torch.library.Library("flash_attn_3", "FRAGMENT")
+    kernels.define("fwd(Tensor q) -> Tensor")
+    kernels.define("bwd(Tensor q) -> Tensor")
+    take_flash_attention(CPU, dropout=False)
+    take_flash_attention(CUDA, dropout=True)  # which it does not know
+    assert flash() is None
+    take_flash_attention(CUDA, dropout=False)
+    assert flash() == "FA3" and "by FA3" in chosen(CUDA, compiled=False)
+    torch.nn.attention.restore_flash_attention_impl()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    take_flash_attention(CUDA, dropout=False)
+    assert flash() is None
+
+
+def test_a_flash_attention_3_that_does_not_serve_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hopper: None
+) -> None:
+    install(tmp_path, monkeypatch, {"flash_attn_interface.py": "raise ImportError('libcudart.so.12 is not there')"})
+    with pytest.warns(UserWarning, match=r"flash_attn_interface .*libcudart.so.12.*FlashAttention-2"):
+        take_flash_attention(CUDA, dropout=False)
+    assert flash() is None
+
+
+def test_what_was_chosen_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(CPU, compiled=False) == ""
+    assert chosen(CUDA, compiled=True) == "Kernels: attention by FA2, blocks by torch's compiler, loss by Triton"
+    refuse(monkeypatch)
+    has_triton.cache_clear()
+    assert chosen(CUDA, compiled=False) == "Kernels: attention by FA2, norms by torch, the other fused ones by torch"

@@ -351,7 +351,7 @@ FAULTS = (
     # -- vocabulary and loss
     fault(
         "padded vocabulary has probability",
-        "Objective._columns",
+        "Objective._own",
         "max(0, min(logits.shape[1], self.vocab - start))",
         "logits.shape[1]",
         *layout("llama-tp2"),
@@ -409,7 +409,7 @@ FAULTS = (
     fault(
         "chunks of the loss forget what the ones before gave the weight",
         "_ChunkedLoss.forward",
-        "dw.addmm_(dlogits.t(), full[rows])",
+        "kernels.add_product_(dw, dlogits.t(), full[rows])",
         "torch.mm(dlogits.t(), full[rows], out=dw)",
         "test_a_chunked_loss_computes_what_one_process_computes[tied-one-loss5]",
     ),

@@ -1,0 +1,112 @@
+"""Triton's kernels as code for an H100: each is compiled as it is launched at shapes of an 8B model and of others."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from pool import TIMEOUT_S, forkserver
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+TOKENS, VOCAB = 8192, 128256
+BF16 = torch.bfloat16
+NAMES = {BF16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"}
+
+
+def launched() -> list[Any]:
+    """What is launched, (kernel, programs, arguments) and constants; nothing runs."""
+    from parallel.kernels.fused import activation, cross_entropy, launching, norm, rotation
+
+    seen: list[Any] = []
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=BF16, device="meta", requires_grad=True)
+
+    def run(made: Tensor | tuple[Tensor, ...]) -> None:
+        outputs = made if isinstance(made, tuple) else (made,)
+        torch.autograd.backward(outputs, [torch.empty_like(y) for y in outputs])
+
+    with patch.object(launching, "launch", lambda *arguments, **constants: seen.append((arguments, constants))):
+        for width in (128, 4096, norm.WIDEST):
+            run(norm.rms_norm(empty(TOKENS, width), empty(width), 1e-5))
+        run(norm.layer_norm(empty(TOKENS, 1600), empty(1600), empty(1600), 1e-5))
+        run(activation.swiglu(empty(TOKENS, 2 * 14336)))
+        table = empty(TOKENS, 64).detach()
+        run(rotation.split_and_apply(empty(TOKENS, 48 * 128), table, table, 32, 8))
+        logits, labels = empty(TOKENS, VOCAB).detach(), torch.empty(TOKENS, dtype=torch.int64, device="meta")
+        for extras in ((0.0, 0.0), (0.1, 1e-4)):
+            found = cross_entropy.statistics(logits, labels, 0, VOCAB, extras[0] > 0)
+            loss, log_sum = cross_entropy.finish(found[None], labels, VOCAB, VOCAB, *extras)
+            cross_entropy.gradient_(logits, labels, log_sum, loss, 0, VOCAB, VOCAB, *extras)
+    return seen
+
+
+def compiled(folder: str) -> dict[str, tuple[str, str]]:
+    """{kernel and its constants: (PTX, what its machine code takes of registers and memory)}."""
+    os.environ["TRITON_INTERPRET"] = "0"  # before triton is imported
+    from triton import compile as build
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia import compiler
+    from triton.compiler import ASTSource
+
+    found = {}
+    dump = Path(compiler.__file__).parent / "bin" / "cuobjdump"
+    for (kernel, _, *arguments), constants in launched():
+        signature: dict[str, str] = {}
+        fixed: dict[str, Any] = {}
+        hints: dict[tuple[int], list[list[Any]]] = {}
+        options: dict[str, Any] = {}
+        for place, (name, value) in enumerate(zip(kernel.arg_names, arguments, strict=False)):
+            if isinstance(value, Tensor):
+                signature[name], hints[(place,)] = NAMES[value.dtype], [["tt.divisibility", 16]]
+            elif value is None or value == 1:
+                signature[name], fixed[name] = "constexpr", value
+            else:
+                signature[name] = "i32"
+                hints |= {(place,): [["tt.divisibility", 16]]} if value % 16 == 0 else {}
+        for name, value in constants.items():
+            if name in kernel.arg_names:
+                signature[name], fixed[name] = "constexpr", value
+            else:
+                options[name] = value
+        made = build(ASTSource(kernel, signature, fixed, hints), target=GPUTarget("cuda", 90, 32), options=options)
+        cubin = Path(folder) / "kernel.cubin"
+        cubin.write_bytes(made.asm["cubin"])
+        uses = subprocess.run([dump, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+        found[f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__} {constants}"] = made.asm["ptx"], uses
+    return found
+
+
+def _serve(answers: Connection, folder: str) -> None:
+    answers.send(compiled(folder))
+
+
+def test_each_is_good_code_for_an_h100(tmp_path: Path) -> None:
+    """No register is spilled, large tensors are read and written 16 bytes at a time, and nothing is added up in the
+    order in which programs happen to run."""
+    context = forkserver()
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(theirs, str(tmp_path)), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(TIMEOUT_S), f"no answer in {TIMEOUT_S} s"
+        found = ours.recv()
+    finally:
+        process.kill()
+        process.join()
+    assert len({name.partition(" ")[0] for name in found}) == 9
+    for name, (ptx, uses) in found.items():
+        assert re.search(r"STACK:0 .*LOCAL:0 ", uses), f"{name} spills: {uses}"
+        assert not re.search(r"\b(atom|red)\.", ptx), name
+        assert ".v4" in ptx or "finish" in name or "_sum_parts" in name, f"{name} reads few bytes at a time"
