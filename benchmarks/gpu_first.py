@@ -32,6 +32,7 @@ import torch
 
 from benchmarks.gpu.ceilings import ceilings
 from benchmarks.gpu.correctness import correctness, repeats, waits
+from benchmarks.gpu.kernels import kernels
 from benchmarks.gpu.pretraining import pretraining
 from benchmarks.gpu.profile import profile
 from benchmarks.gpu.rows import Machine, Row, failed, read, table, write
@@ -92,7 +93,8 @@ SECTIONS: Mapping[str, Section] = {
     **_speed(4, "1b", ALONE),
     "profile 1b": Section(4, 50, partial(profile, name="1b")),
     "profile 8b": Section(4, 50, partial(profile, name="8b")),
-    "pretraining": Section(5, CALL_S, pretraining),
+    "kernels": Section(5, 60, kernels),
+    "pretraining": Section(5, 300, pretraining),
 }
 
 

@@ -27,6 +27,7 @@ class _ChunkedLoss(torch.autograd.Function):
         dx = torch.empty_like(full) if need_dx else None
         wide = torch.promote_types(weight.dtype, torch.float32)
         dw = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_dw else None
+        one = torch.ones((), dtype=torch.promote_types(full.dtype, torch.float32), device=full.device)
         for start in range(0, len(full), chunk):
             rows = slice(start, start + chunk)
             logits = full[rows] @ weight.t()
@@ -34,7 +35,7 @@ class _ChunkedLoss(torch.autograd.Function):
             losses.append(loss)
             if dx is None and dw is None:
                 continue
-            dlogits = objective.gradient_(logits, labels[rows], log_sum, torch.ones_like(loss))
+            dlogits = objective.gradient_(logits, labels[rows], log_sum, one.expand_as(loss))
             if dx is not None:
                 torch.mm(dlogits, weight, out=dx[rows])
             if dw is not None:

@@ -23,9 +23,10 @@ GROUPS: Mapping[str, str] = {
     "products": r"gemm|nvjet|cutlass|xmma|splitk|(^|:)(add|b|)mm\b|addmm|bmm",
     "optimizer": r"adam",
     "norms": r"norm",
+    "loss": r"cross_entropy",
     "copies and casts": r"copy|memcpy|memset|cat|fill",
     "sums": r"reduce|dot|sum",
-    "elementwise": r"elementwise|vectorized|mul|add|sub|exp|silu",
+    "elementwise": r"elementwise|vectorized|mul|add|sub|exp|silu|swiglu|rotate",
 }
 """{group: how the names of its kernels (on a CPU: operators) are recognised}; the first that fits."""
 STEPS = 2

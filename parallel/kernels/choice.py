@@ -180,8 +180,8 @@ def documents_attention(
 def take_flash_attention(device: torch.device, dropout: bool) -> None:
     """Have torch use FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608) in all of this process, where it is there.
 
-    It has a package of its own, is for Hopper GPUs and knows no dropout. Else there is torch's FlashAttention-2; cuDNN's
-    attention is not for documents, as far as torch 2.13 has it.
+    It has a package of its own, is for Hopper GPUs and knows no dropout. Else there is torch's FlashAttention-2: torch
+    2.13 lets cuDNN's attention see no documents.
 
     Args:
         device: Of this process.

@@ -18,7 +18,16 @@ from benchmarks.gpu import profile, rows, work
 from benchmarks.gpu.rows import Machine, Row
 
 TINY = Machine.of("cpu", tiny=True)
-RUN = ("ceilings", "correctness", "waits", "1b: ours", "1b: Hugging Face", "1b: ours, compiled", "profile 1b")
+RUN = (
+    "ceilings",
+    "correctness",
+    "waits",
+    "1b: ours",
+    "1b: Hugging Face",
+    "1b: ours, compiled",
+    "profile 1b",
+    "kernels",
+)
 
 
 def test_a_call_takes_six_minutes_at_most() -> None:
@@ -96,6 +105,9 @@ def test_the_table_ends_with_what_is_bad(tmp_path: Path) -> None:
         "Memcpy HtoD (Pinned -> Device)": "copies and casts",
         "void at::native::reduce_kernel<512, 1, at::native::ReduceOp>": "sums",
         "void (anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
+        "norm_backward": "norms",
+        "cross_entropy_gradient": "loss",
+        "swiglu_forward": "elementwise",
         "something new": "others",
     }.items(),
 )

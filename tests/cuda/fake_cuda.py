@@ -177,7 +177,7 @@ _graphs = _Graphs()
 
 def _launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
     """A Triton kernel is launched: counted, as operators are, but there is nothing that it could run on."""
-    name = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+    name = kernel.fn.__name__
     if any(isinstance(x, Tensor) and not _on_device(x) for x in arguments):
         raise Fault(f"{place()} gives {name} a tensor of the host")
     for watch in _watching:

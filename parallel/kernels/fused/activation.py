@@ -16,7 +16,7 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _forward(
+def swiglu_forward(
     gate_up: tl.tensor, y: tl.tensor, width: tl.tensor, blocks: tl.tensor, WIDE: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -29,7 +29,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def swiglu_backward(
     dy: tl.tensor,
     gate_up: tl.tensor,
     gradient: tl.tensor,
@@ -59,9 +59,9 @@ class _Gated(torch.autograd.Function):
         *leading, both = gate_up.shape
         width = both // 2
         y = torch.empty(*leading, width, dtype=gate_up.dtype, device=gate_up.device)
-        blocks = triton.cdiv(width, _BLOCK)
+        rows, blocks = gate_up.numel() // both, triton.cdiv(width, _BLOCK)
         wide = launching.wide(gate_up.dtype)
-        launching.launch(_forward, gate_up.numel() // both * blocks, gate_up, y, width, blocks, WIDE=wide, BLOCK=_BLOCK)
+        launching.launch(swiglu_forward, rows * blocks, gate_up, y, width, blocks, WIDE=wide, BLOCK=_BLOCK)
         return y
 
     @staticmethod
@@ -73,7 +73,7 @@ class _Gated(torch.autograd.Function):
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
         gradient, blocks = torch.empty_like(gate_up), triton.cdiv(width, _BLOCK)
         launching.launch(
-            _backward,
+            swiglu_backward,
             len(rows) * blocks,
             *(rows, gate_up, gradient, rows.stride(0), width, blocks),
             WIDE=launching.wide(dy.dtype),

@@ -17,7 +17,7 @@ _TOKENS = 128
 
 
 @triton.jit
-def _statistics(
+def cross_entropy_statistics(
     logits: tl.tensor,
     labels: tl.tensor,
     found: tl.tensor,
@@ -54,7 +54,7 @@ def _statistics(
 
 
 @triton.jit
-def _finish(
+def cross_entropy_finish(
     found: tl.tensor,
     labels: tl.tensor,
     loss: tl.tensor,
@@ -71,7 +71,7 @@ def _finish(
 ) -> None:
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = token < tokens
-    rows = tokens.to(tl.int64) * (4 if SMOOTHING > 0 else 3)
+    rows = tokens * (4 if SMOOTHING > 0 else 3)
     highest = tl.full((BLOCK,), float("-inf"), WIDE)
     for rank in range(RANKS):
         highest = tl.maximum(highest, tl.load(found + rank * rows + token, mask=here, other=0))
@@ -98,7 +98,7 @@ def _finish(
 
 
 @triton.jit
-def _gradient(
+def cross_entropy_gradient(
     logits: tl.tensor,
     labels: tl.tensor,
     log_sum: tl.tensor,
@@ -145,7 +145,7 @@ def statistics(logits: Tensor, labels: Tensor, start: int, valid: int, everythin
     dtype = torch.promote_types(logits.dtype, torch.float32)
     found = torch.empty(3 + everything, len(labels), dtype=dtype, device=logits.device)
     launching.launch(
-        _statistics,
+        cross_entropy_statistics,
         len(labels),
         *(logits, labels, found, len(labels), *logits.stride(), start, valid),
         SUM=everything,
@@ -163,7 +163,7 @@ def finish(
     ``log sum exp``: [t]."""
     loss, log_sum = torch.empty(2, len(labels), dtype=found.dtype, device=found.device)
     launching.launch(
-        _finish,
+        cross_entropy_finish,
         triton.cdiv(len(labels), _TOKENS),
         *(found, labels, loss, log_sum, len(labels), columns),
         RANKS=len(found),
@@ -194,7 +194,7 @@ def gradient_(
     block = min(_BLOCK, triton.next_power_of_2(columns))
     blocks = triton.cdiv(columns, block)
     launching.launch(
-        _gradient,
+        cross_entropy_gradient,
         len(labels) * blocks,
         *(logits, labels, log_sum, dy, *logits.stride(), dy.stride(0), columns, start, valid, blocks),
         VOCAB=vocab,

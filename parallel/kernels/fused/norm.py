@@ -22,7 +22,7 @@ _PARTS = 256
 
 
 @triton.jit
-def _forward(
+def norm_forward(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
@@ -55,7 +55,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def norm_backward(
     dy: tl.tensor,
     x: tl.tensor,
     weight: tl.tensor,
@@ -106,7 +106,7 @@ def _backward(
 
 
 @triton.jit
-def _sum_parts(
+def norm_sum_parts(
     parts: tl.tensor,
     out: tl.tensor,
     count: tl.tensor,
@@ -137,7 +137,7 @@ class _Norm(torch.autograd.Function):
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         kept = torch.empty(1 if bias is None else 2, count, dtype=_torch(x.dtype), device=x.device)
         launching.launch(
-            _forward,
+            norm_forward,
             triton.cdiv(count, sizes["ROWS"]),
             *(of, weight, bias, y, kept[-1], kept[0], count, of.stride(0)),
             EPS=eps,
@@ -160,7 +160,7 @@ class _Norm(torch.autograd.Function):
         programs = triton.cdiv(count, per) if count else 0
         parts = torch.empty(len(kept), programs, n, dtype=kept.dtype, device=x.device) if sums else None
         launching.launch(
-            _backward,
+            norm_backward,
             programs,
             *(of_dy, of, weight, kept[-1], kept[0], dx, parts, count, per, of_dy.stride(0), of.stride(0)),
             CENTRED=len(kept) == 2,
@@ -173,7 +173,7 @@ class _Norm(torch.autograd.Function):
         found = torch.empty(len(kept), n, dtype=weight.dtype, device=x.device)
         blocks = triton.cdiv(n, 64)
         launching.launch(
-            _sum_parts, len(kept) * blocks, parts, found, programs, blocks, WIDE=wide, N=n, ROWS=32, COLUMNS=64
+            norm_sum_parts, len(kept) * blocks, parts, found, programs, blocks, WIDE=wide, N=n, ROWS=32, COLUMNS=64
         )
         return dx, found[0], found[1] if len(kept) == 2 else None, None
 

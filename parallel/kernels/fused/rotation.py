@@ -17,7 +17,7 @@ _HEADS = 16
 
 
 @triton.jit
-def _turn(
+def rotate(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
@@ -84,7 +84,7 @@ def _turned(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, direction
     out = torch.empty(tokens, heads + 2 * kv, head, dtype=q.dtype, device=q.device)
     blocks = triton.cdiv(heads + 2 * kv, _HEADS)
     launching.launch(
-        _turn,
+        rotate,
         tokens * blocks,
         *(*parts, cos, sin, out, *(stride for x in parts for stride in x.stride()[:2]), heads, kv, blocks),
         DIRECTION=direction,

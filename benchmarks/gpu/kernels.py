@@ -1,0 +1,94 @@
+"""Kernels of our own beside torch's operators, at a model's shapes: how far apart they are, and how long each takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.rows import Machine, Row, failed, number, skipped
+from benchmarks.gpu.work import SHAPES, Shape
+from parallel import kernels as chosen
+from parallel.kernels import choice
+from parallel.loss import Objective
+from parallel.mesh import ALONE
+
+APART = 2.0**-7
+"""Between two roundings to bf16 of the same numbers, at most."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something that has a kernel.
+
+    Args:
+        make: Chooses what computes it.
+        inputs: What it is given; those that need a gradient get one.
+        passes: Bytes that must be read and written, forward and backward.
+    """
+
+    make: Callable[[], Callable[..., Any]]
+    inputs: tuple[Any, ...]
+    passes: float
+
+
+def kernels(machine: Machine) -> Iterator[Row]:
+    if machine.gpu and not choice.has_triton():
+        yield skipped("kernels", "there is no triton")
+        return
+    for name in ("tiny",) if machine.tiny else ("1b", "8b"):
+        for what, case in _cases(machine, SHAPES[name]).items():
+            try:
+                yield from _beside(machine, f"{name} {what}", case)
+            except Exception as error:
+                yield failed(f"{name} {what}", error)
+
+
+def _cases(machine: Machine, shape: Shape) -> Mapping[str, Case]:
+    sizes, device = shape.config.sizes, machine.device
+    embed, heads, kv, head = sizes["embed"], sizes["heads"], sizes["kv"], sizes["head"]
+
+    def drawn(*size: int) -> Tensor:
+        return torch.randn(size, device=device).bfloat16().requires_grad_()
+
+    x, weight, bias = drawn(shape.tokens, embed), drawn(embed), drawn(embed)
+    gate_up = drawn(shape.tokens, 2 * sizes["mlp"])
+    qkv, table = drawn(shape.tokens, (heads + 2 * kv) * head), drawn(shape.tokens, head // 2).detach()
+    logits, labels = drawn(shape.tokens, sizes["vocab"]), torch.randint(sizes["vocab"], (shape.tokens,), device=device)
+    objective = Objective(ALONE, sizes["vocab"])
+
+    def loss(z: Tensor) -> Tensor:
+        return objective(z * 1, labels)  # whose memory takes the gradient
+
+    return {
+        "RMSNorm": Case(lambda: chosen.rms_norm(device), (x, weight, 1e-5), 5 * x.nbytes),
+        "LayerNorm": Case(lambda: chosen.layer_norm(device), (x, weight, bias, 1e-5), 5 * x.nbytes),
+        "SwiGLU": Case(lambda: chosen.swiglu(device), (gate_up,), 4 * gate_up.nbytes),
+        "rotation": Case(lambda: chosen.split_and_rotate(device), (qkv, table, table, heads, kv), 4 * qkv.nbytes),
+        # With the copy.
+        "cross entropy": Case(lambda: loss, (logits,), 7 * logits.nbytes),
+    }
+
+
+def _beside(machine: Machine, what: str, case: Case) -> Iterator[Row]:
+    """Ours first, then torch's, and how far ours is from it."""
+    results, inputs = [], [x for x in case.inputs if isinstance(x, Tensor) and x.requires_grad]
+    for way, triton in (("ours", machine.gpu), ("torch's", False)):
+        with patch.object(choice, "has_triton", lambda triton=triton: triton):
+            function = case.make()
+
+            def call(function: Callable[..., Any] = function) -> list[Tensor]:
+                made = function(*case.inputs)
+                outputs = made if isinstance(made, tuple) else (made,)
+                gradients = torch.autograd.grad(outputs, inputs, [torch.ones_like(y) for y in outputs])
+                return [*outputs, *gradients]
+
+            results.append([x.detach().clone() for x in call()])
+            seconds = machine.seconds(call, 2 if machine.tiny else 20)
+        yield Row(f"{what}, {way}", seconds * 1e3, case.passes / machine.known.bandwidth * 1e3, "ms")
+    apart = max(number((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(*results, strict=True))
+    yield Row(f"{what}: apart", apart, APART, "relative error", apart <= APART)
