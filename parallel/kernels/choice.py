@@ -144,11 +144,24 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@cache
+def _triton_serves(device: torch.device) -> bool:
+    """Whether a GPU has Triton's kernels. A small one is tried: Triton compiles parts of itself where it runs, and some
+    images have no C compiler."""
+    if device.type != "cuda" or not has_triton():
+        return False
+    try:
+        importlib.import_module("parallel.kernels.fused.launching").try_out(device)
+    except Exception as error:  # of a compiler, a driver, a linker
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        warnings.warn(f"triton is installed, but fails on {device} ({reason}): torch's operators serve", stacklevel=2)
+        return False
+    return True
+
+
 def _fused(name: str, device: torch.device) -> ModuleType | None:
     """Our own kernels in Triton, for a GPU."""
-    if device.type != "cuda" or not has_triton():
-        return None
-    return importlib.import_module(f"parallel.kernels.fused.{name}")
+    return importlib.import_module(f"parallel.kernels.fused.{name}") if _triton_serves(device) else None
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
@@ -206,7 +219,7 @@ def chosen(device: torch.device, compiled: bool) -> str:
     if device.type != "cuda":
         return ""
     attention = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)() or "FA2"
-    fused = "Triton" if has_triton() else "torch"
+    fused = "Triton" if _triton_serves(device) else "torch"
     norms = "apex" if apex_has("FusedRMSNorm") else fused
     others = f"norms by {norms}, the other fused ones by {fused}"
     if compiled:

@@ -28,6 +28,7 @@ from parallel.kernels.choice import (
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+PROBES = (apex_has, has_triton, choice._triton_serves)
 KERNELS = ("FusedLayerNorm", "FusedRMSNorm")
 NVIDIA = {
     "apex/__init__.py": "",
@@ -43,17 +44,20 @@ def fused_layer_norm_affine(input, weight, bias, normalized_shape, eps=1e-6, mem
 IMPOSTOR = {"apex/__init__.py": "raise SystemExit('an impostor was run')", "apex/auth.py": "", "apex/models.py": ""}
 
 
+def clear() -> None:
+    for probe in PROBES:
+        probe.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No apex that an earlier test or the machine has brought."""
     for name in list(sys.modules):
         if name.partition(".")[0] in ("apex", "amp_C", "fused_layer_norm_cuda"):
             monkeypatch.delitem(sys.modules, name)
-    apex_has.cache_clear()
-    has_triton.cache_clear()
+    clear()
     yield
-    apex_has.cache_clear()
-    has_triton.cache_clear()
+    clear()
     for name in list(sys.modules):
         if name.partition(".")[0] in ("apex", "amp_C", "fused_layer_norm_cuda"):
             del sys.modules[name]
@@ -188,6 +192,7 @@ FLASH_3 = {"flash_attn_interface.py": ""}
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(choice, "has_triton", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     yield
     sys.modules.pop("flash_attn_interface", None)
@@ -227,9 +232,9 @@ def test_a_flash_attention_3_that_does_not_serve_is_named(
     assert flash() is None
 
 
-def test_what_was_chosen_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_chosen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(CPU, compiled=False) == ""
+    monkeypatch.setattr(choice, "_triton_serves", lambda device: True)
     assert chosen(CUDA, compiled=True) == "Kernels: attention by FA2, blocks by torch's compiler, loss by Triton"
-    refuse(monkeypatch)
-    has_triton.cache_clear()
+    monkeypatch.setattr(choice, "_triton_serves", lambda device: False)
     assert chosen(CUDA, compiled=False) == "Kernels: attention by FA2, norms by torch, the other fused ones by torch"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib.util import find_spec
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from pool import Pool
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from parallel import kernels
 from parallel.labels import IGNORE
 from parallel.layout import MeshShape, split_axis
 from parallel.loss import cross_entropy
@@ -43,10 +47,10 @@ def own_columns(logits: Tensor, mesh: Mesh) -> Tensor:
     return padded[:, start:stop].clone()
 
 
-def losses() -> dict[Any, tuple[Tensor, Tensor]]:
+def losses(cases: Sequence[Any] = CASES) -> dict[Any, tuple[Tensor, Tensor]]:
     mesh = Mesh.create(MeshShape(tp=torch.distributed.get_world_size()))
     found = {}
-    for case in CASES:
+    for case in cases:
         vocab, ignored, smoothing, z_loss = case
         logits, labels, dy = drawn(vocab, ignored)
         mine = own_columns(logits, mesh).requires_grad_()
@@ -58,6 +62,14 @@ def losses() -> dict[Any, tuple[Tensor, Tensor]]:
     return found
 
 
+def fused_losses() -> dict[Any, tuple[Tensor, Tensor]]:
+    """By the kernels of GPUs, which Triton's interpreter runs; of some cases."""
+    from parallel.kernels.fused import cross_entropy as fused
+
+    with patch.object(kernels, "cross_entropy", lambda device: fused):
+        return losses(CASES[::5])
+
+
 def formula(logits: Tensor, labels: Tensor, smoothing: float, z_loss: float) -> Tensor:
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none", label_smoothing=smoothing)
     return loss + z_loss * logits.logsumexp(1).square() * (labels != IGNORE)
@@ -67,8 +79,16 @@ def formula(logits: Tensor, labels: Tensor, smoothing: float, z_loss: float) -> 
 @pytest.mark.parametrize("tp", TPS)
 def test_cross_entropy(pool: Pool, tp: int) -> None:
     """Loss and gradient; padding has no probability and no gradient."""
-    results = pool.run(tp, losses)
-    for case in CASES:
+    check(pool.run(tp, losses))
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_the_kernels_of_gpus_over_ranks(pool: Pool) -> None:
+    check(pool.run(4, fused_losses))
+
+
+def check(results: Sequence[dict[Any, tuple[Tensor, Tensor]]]) -> None:
+    for case in results[0]:
         vocab, ignored, smoothing, z_loss = case
         logits, labels, dy = drawn(vocab, ignored)
         logits.requires_grad_()

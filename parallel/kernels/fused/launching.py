@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 
 
@@ -12,6 +13,20 @@ def launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> Non
     """Run so many programs of a Triton kernel on the current device; where there are none, nothing is launched."""
     if programs:
         kernel[(programs,)](*arguments, **constants)
+
+
+@triton.jit
+def _write(x: tl.tensor) -> None:
+    tl.store(x, 1)
+
+
+def try_out(device: torch.device) -> None:
+    """Launch a kernel that does next to nothing; nobody waits for it.
+
+    Raises:
+        Exception: of many kinds, where Triton cannot compile or launch.
+    """
+    launch(_write, 1, torch.empty(1, dtype=torch.int32, device=device))
 
 
 def wide(dtype: torch.dtype) -> tl.dtype:
