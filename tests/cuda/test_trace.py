@@ -3,6 +3,7 @@ named, and no step launches more than ``launches.txt`` says."""
 
 from __future__ import annotations
 
+import importlib
 import random
 import sys
 import traceback
@@ -136,6 +137,12 @@ def _cpu_constant(y: Tensor) -> Tensor:
     return y * torch.tensor([1.0, 2.0], device=y.device, dtype=y.dtype)[0]
 
 
+def _cpu_weight(y: Tensor) -> Tensor:
+    rms_norm = importlib.import_module("parallel.kernels.fused.norm").rms_norm
+    normal: Tensor = rms_norm(y, torch.ones(y.shape[1], dtype=y.dtype), 1e-5)
+    return normal
+
+
 FAULTS = {
     _item: "asks the device for a number",
     _truth: "asks the device for a number",
@@ -147,6 +154,8 @@ FAULTS = {
     _cpu_index: "tensor of the host beside one of the device",
     _cpu_constant: "without non_blocking",
 }
+if has_triton():
+    FAULTS[_cpu_weight] = "gives norm_forward a tensor of the host"
 
 
 def caught() -> dict[str, str]:

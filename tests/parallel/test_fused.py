@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -161,7 +160,14 @@ def test_gradients_are_derivatives(function: Function, shapes: Sequence[tuple[in
 # -- the loss
 
 # 5 over 4 ranks: the third has one valid column, the fourth none at all. 9000: more than a program reads at a time.
-LOSSES = [*product((5, 16), (1, 4), (0.0, 0.1), (0.0, 0.03)), (9000, 1, 0.1, 0.03), (9000, 2, 0.0, 0.0)]
+LOSSES = [
+    (5, 4, 0.0, 0.0),
+    (5, 4, 0.1, 0.03),
+    (16, 1, 0.0, 0.03),
+    (16, 4, 0.1, 0.0),
+    (9000, 1, 0.1, 0.03),
+    (9000, 2, 0.0, 0.0),
+]
 
 
 def loss_and_gradient(
@@ -191,9 +197,11 @@ def plain(logits: Tensor, labels: Tensor, dy: Tensor, smoothing: float, z_loss: 
 
 @pytest.mark.parametrize(("vocab", "ranks", "smoothing", "z_loss"), LOSSES)
 def test_cross_entropy(vocab: int, ranks: int, smoothing: float, z_loss: float) -> None:
-    tokens = 6 if vocab < 100 else 2
-    logits, labels, dy = drawn(tokens, vocab), torch.arange(tokens) * 3 % vocab, drawn(tokens, seed=1)
-    labels[1] = IGNORE
+    tokens = 4 if vocab < 100 else 2
+    # Of many columns the later ones are larger, so that the maximum rises.
+    logits = (drawn(tokens, vocab) + torch.arange(vocab) / 300).bfloat16().double()
+    labels, dy = torch.arange(tokens) * 3 % vocab, drawn(tokens, seed=1)
+    labels[-1] = IGNORE
     extras = smoothing, z_loss
     loss, gradient = plain(logits, labels, dy, *extras)
     for got, want in zip(loss_and_gradient(logits, labels, dy, ranks, *extras), (loss, gradient), strict=True):

@@ -561,13 +561,6 @@ FAULTS = (
         "test_fused.test_cross_entropy",
     ),
     fault(
-        "logits are counted in 32 bits",
-        "cross_entropy_gradient",
-        "(tl.program_id(0) // blocks).to(tl.int64)",
-        "tl.program_id(0) // blocks",
-        "test_rows_beyond_what_32_bits_count",
-    ),
-    fault(
         "a norm's weight has the gradient of the last rows alone",
         "norm_backward",
         "dw += dz * z",
