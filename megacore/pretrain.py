@@ -94,7 +94,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
         config.zero.replicas,
         offload=config.memory.offload_parameters,
     )
-    _agree(control, start)
+    _agree(control, start, kernels.chosen(mesh.device, config.train.compile))
     offload = _offload(config)
     try:
         optimizer = control.attempt(
@@ -183,8 +183,9 @@ def _adapters(config: Config, start: Start, control: Control) -> Adapters | None
     return found
 
 
-def _agree(control: Control, start: Start) -> None:
-    """Each rank has looked for itself; a folder that only some of them see would break the run much later."""
+def _agree(control: Control, start: Start, chosen: str) -> None:
+    """Each rank has looked for itself; a folder that only some of them see would break the run much later, and kernels
+    that only some of them have would wait for other messages."""
     step = start.progress.step
     least, most = -int(control.largest(-step)[0]), int(control.largest(step)[0])
     if least != most:
@@ -194,6 +195,8 @@ def _agree(control: Control, start: Start) -> None:
     if len(sources) > 1:
         found = ", ".join(sorted(map(str, sources)))
         raise ConfigError([f"checkpoint.init: ranks have found different checkpoints of one run ({found}): name one"])
+    if len(various := control.tell(sorted({*control.gather(chosen)}))) > 1:
+        raise ConfigError([f"ranks have chosen different kernels: make their machines alike ({'; '.join(various)})"])
 
 
 def run(setup: Setup, device: torch.device, node: int = 8) -> int:
@@ -205,7 +208,7 @@ def run(setup: Setup, device: torch.device, node: int = 8) -> int:
         node: How many successive ranks share a machine.
 
     Raises:
-        ConfigError: the ranks have found different checkpoints to start from.
+        ConfigError: the ranks have found different checkpoints to start from, or different kernels.
         StoreError: another run holds the folder, or what the run is to start from is damaged.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1

@@ -20,9 +20,12 @@ from megacore import metrics, pretrain
 from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
 from megacore.recipe import ConfigError, load
+from megacore.resume import Start
 from megacore.states import room
 from megacore.trainer import Interrupt, Trainer
 from models.registry import configure
+from parallel.layout import MeshShape
+from parallel.mesh import Mesh
 
 ROOT = Path(__file__).parents[2]
 FACTS = Facts("corpus", 60, 1440, 5000, 3.5, VOCAB, None, 4.0625, 0, 0)
@@ -240,6 +243,21 @@ def test_one_rank_of_several_writes(pool: Pool, tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "loss.png", "metrics.jsonl"]
     assert [r["step"] for r in metrics.read(out / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4, 5, 5]
+
+
+def different_kernels() -> str:
+    mesh = Mesh.create(MeshShape(dp=2))
+    try:
+        pretrain._agree(Control.create(mesh), Start(), f"Kernels: those of {mesh.rank}")
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_with_different_kernels_do_not_start(pool: Pool) -> None:
+    """Those of some GPUs would wait for messages that those of others do not send."""
+    for said in pool.run(2, different_kernels):
+        assert "different kernels: make their machines alike (Kernels: those of 0; Kernels: those of 1)" in said
 
 
 def test_the_recipe_s_loss_and_optimizer_arrive(recipe: str) -> None:
