@@ -20,10 +20,10 @@ from megacore.step import TrainStep
 from models.assemble import Model
 from models.decoder import Microbatch
 from models.stages import layout_of
+from parallel.gradients.zero import Shard, sharing
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
-from parallel.zero import Shard, sharing
 
 SHARDS: dict[str, Shard] = {"dp": "none", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters"}
 MODES = {"eager": {}, "compile": {}, "tp": {"tp": 2}, "pp": {"pp": 2}, **{mode: {"dp": 2} for mode in SHARDS}}

@@ -10,7 +10,7 @@ from torch import Tensor
 from megacore.states.home import MASTER, MOMENTS, Home, Rule
 from megacore.states.offload import Offload, Offloaded
 from megacore.states.resident import Nothing, Resident
-from parallel.sync import Elements, Part, Sharing, Take, all_of_it
+from parallel.gradients.buckets import Elements, Part, Sharing, Take, all_of_it
 
 _AWAY_FROM_0 = 1e-6
 

@@ -53,10 +53,10 @@ from models.config import ModelConfig, flops_per_token
 from models.decoder import Losses
 from models.stages import layout_of
 from models.tuning import EVERYTHING
+from parallel.gradients.zero import sharing
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.recompute import Activations
-from parallel.zero import sharing
 
 DTYPES = {
     "bf16": torch.bfloat16,

@@ -12,10 +12,10 @@ from megacore.optimizer import Optimizer
 from megacore.scaler import UNSCALED, Scaler, Scaling
 from models.decoder import Microbatch
 from parallel.collectives import all_reduce_
+from parallel.gradients.buckets import Sharing
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
-from parallel.sync import Sharing
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from models.lora import Lora
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
+from parallel.gradients.zero import sharing
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.recompute import Activations
-from parallel.zero import sharing
 
 STEPS, LENGTH, SEQUENCES, LR = 3, 64, 2, 1e-3
 DOCUMENTS = (40, 20, 4, 30, 34)

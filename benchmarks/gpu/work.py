@@ -23,11 +23,11 @@ from models.config import ModelConfig
 from models.decoder import Losses, Microbatch
 from models.registry import configure
 from models.stages import layout_of
+from parallel.gradients.zero import sharing
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
 from parallel.pipeline.run import Pipeline
 from parallel.recompute import Activations
-from parallel.zero import sharing
 
 LR = 3e-4
 BETAS, DECAY = (0.9, 0.95), 0.1

@@ -27,7 +27,7 @@ _MESSAGES = 3
 
 
 _UNDER_WAY = 2
-"""Sums of split gradients that go on beside the backward (`parallel.zero`)."""
+"""Sums of split gradients that go on beside the backward (`parallel.gradients`)."""
 _AHEAD = 256 << 20
 """Bytes of offloaded activations on their way (`parallel.saved`)."""
 
@@ -244,7 +244,7 @@ def _lazy(held: Sequence[Part], setting: Setting) -> bool:
 
 @dataclass(frozen=True)
 class _Sharing:
-    """What split gradients and parameters need while they are whole (`parallel.zero`): at the head, in a block, at the
+    """What split gradients and parameters need while they are whole (`gradients.zero`): at the head, in a block, at the
     embedding."""
 
     head: int = 0

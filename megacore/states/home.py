@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.store.index import MASTER, MOMENTS
-from parallel.sync import Elements, Part
+from parallel.gradients.buckets import Elements, Part
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from megacore.states.home import MASTER, MOMENTS, Rule
 from megacore.states.shelves import BUFFERS, FileShelf, HostShelf, Shelf
 from megacore.states.windows import ALIGNED, Segment, Window, cut
 from parallel.adamw import Step, update
-from parallel.sync import Elements, Part
+from parallel.gradients.buckets import Elements, Part
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Offloaded:
 
 @dataclass(frozen=True)
 class _Kept:
-    """:class:`~parallel.sync.Elements` of a part that are on a shelf."""
+    """:class:`~parallel.gradients.buckets.Elements` of a part that are on a shelf."""
 
     shelf: Shelf
     segments: Sequence[tuple[Window, Segment]]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megacore.states.home import MASTER, Rule
 from parallel import kernels
-from parallel.sync import Part
+from parallel.gradients.buckets import Part
 
 
 @dataclass(frozen=True)

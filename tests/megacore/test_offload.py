@@ -30,11 +30,11 @@ from megacore.states.offload import Offload, Offloaded
 from megacore.states.shelves import BUFFERS, FileShelf
 from megacore.states.windows import ALIGNED, cut
 from models.registry import configure
+from parallel.gradients.zero import Shard, ShardedGradients, sharing
 from parallel.layout import Layout, MeshShape
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
 from parallel.schema import Param, Schema
-from parallel.zero import Shard, ShardedGradients, sharing
 
 # -- windows
 

@@ -9,11 +9,11 @@ from resident_home import resident
 from torch import nn
 
 from megacore.optimizer import Optimizer
+from parallel.gradients.buckets import Gradients, Span
 from parallel.layout import Layout, MeshShape
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
 from parallel.schema import Param, Schema
-from parallel.sync import Gradients, Span
 
 # With 2 kv heads on 4 ranks the pieces have other replicas each; beside each other in dim 1, they lie in gaps.
 SIZES = {"layer": 1, "embed": 6, "heads": 8, "kv": 2, "head": 3}

@@ -27,11 +27,11 @@ from models.lora import Lora
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
+from parallel.gradients.zero import sharing
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.recompute import Activations
-from parallel.zero import sharing
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LLAMA: dict[str, Any] = {

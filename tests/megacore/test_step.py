@@ -19,10 +19,10 @@ from models.assemble import Model
 from models.decoder import Losses, Microbatch
 from models.registry import configure
 from models.stages import layout_of
+from parallel.gradients.buckets import Gradients
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
-from parallel.sync import Gradients
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS = [pytest.param(LLAMA, id="llama"), pytest.param(GPT2 | NO_DROPOUT, id="gpt2")]

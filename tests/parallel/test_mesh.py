@@ -23,10 +23,10 @@ from models.assemble import Model
 from models.decoder import Microbatch
 from models.registry import configure
 from models.stages import layout_of
+from parallel.gradients.zero import Shard, divide, sharing
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh, in_rounds
 from parallel.pipeline.run import Pipeline
-from parallel.zero import Shard, divide, sharing
 
 
 class NCCL:

@@ -11,13 +11,13 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from parallel import zero
 from parallel.collectives import Pending
+from parallel.gradients import zero
+from parallel.gradients.zero import Shard, ShardedGradients, sharing
 from parallel.layout import Layout, MeshShape
 from parallel.mesh import Group, Mesh
 from parallel.parameters import Parameters
 from parallel.schema import Param, Schema
-from parallel.zero import Shard, ShardedGradients, sharing
 
 NAMES = ("first", "left", "right", "last")
 SCHEMA = Schema(tuple(Param(name, "embed mlp", std=1.0) for name in NAMES), {"embed": 5, "mlp": 7, "layer": 1})

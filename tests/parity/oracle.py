@@ -23,14 +23,14 @@ from models.decoder import Losses, Microbatch
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
+from parallel.gradients.buckets import Sharing
+from parallel.gradients.zero import Shard, sharing
 from parallel.labels import IGNORE, with_labels
 from parallel.layout import Layout, MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.recompute import Activations
-from parallel.sync import Sharing
 from parallel.transfer import execute, native, plan
-from parallel.zero import Shard, sharing
 
 TOLERANCE = 1e-9
 """Relative, in float64."""

@@ -24,11 +24,11 @@ from megacore.states.offload import Offload
 from megacore.step import TrainStep
 from models.assemble import Model
 from models.stages import layout_of
+from parallel.gradients.zero import Shard, ShardedGradients, divide, sharing
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.recompute import Activations
-from parallel.zero import Shard, ShardedGradients, divide, sharing
 
 RUNGS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
 BY_NAME = {case.name: case for case in CASES}

@@ -19,10 +19,10 @@ from megacore.scaler import UNSCALED, Scaling
 from megacore.step import Stats, TrainStep
 from models.assemble import Model
 from models.stages import layout_of
+from parallel.gradients.zero import Shard, sharing
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
-from parallel.zero import Shard, sharing
 
 RUNGS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

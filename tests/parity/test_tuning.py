@@ -20,13 +20,13 @@ from models.lora import Lora
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import Tuning
+from parallel.gradients.zero import ShardedGradients, sharing
 from parallel.layout import MeshShape
 from parallel.linear import ColumnParallelLinear
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
 from parallel.pipeline.run import Pipeline
 from parallel.recompute import Activations
-from parallel.zero import ShardedGradients, sharing
 
 TIED = {"tie_word_embeddings": True, "intermediate_size": 27}  # padded
 

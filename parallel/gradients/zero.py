@@ -4,7 +4,7 @@ arXiv 1910.02054; its last rung as in FSDP, Zhao et al. 2023, arXiv 2304.11277).
 Spans with the same replicas lie in flat buckets, and each of n replicas owns 1/n of a bucket: it sums that slice of the
 gradient and updates that slice of the parameters. The rungs say what else is shared out:
 
-    none         nothing: every replica has it all (``parallel.sync.Gradients``)
+    none         nothing: every replica has it all (``parallel.gradients.buckets.Gradients``)
     optimizer    masters and moments; the gradient is reduce-scattered beside the backward of the last microbatch
     gradients    between microbatches the gradient too: each microbatch's is reduce-scattered as it comes in
     parameters   the parameters too, also those that are frozen: a unit (an embedding, a block, a head) has its own
@@ -40,11 +40,7 @@ from parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter_,
 )
-from parallel.layout import MeshShape
-from parallel.mesh import Group, Mesh
-from parallel.parameters import Parameters, view
-from parallel.slices import OnDevice, OnHost, SliceHome
-from parallel.sync import (
+from parallel.gradients.buckets import (
     Elements,
     Gradients,
     Part,
@@ -60,6 +56,10 @@ from parallel.sync import (
     square_sum,
     trained_spans,
 )
+from parallel.layout import MeshShape
+from parallel.mesh import Group, Mesh
+from parallel.parameters import Parameters, view
+from parallel.slices import OnDevice, OnHost, SliceHome
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
 """What replicas share out."""
@@ -255,7 +255,7 @@ class Bucket(Flat):
         across: The ranks that own the same slice.
         dtype: Of the gradients.
         keeps: Whether the whole gradient stays from microbatch to microbatch.
-        late: Whether slices are summed at the end of the step, as those of :class:`parallel.sync.Bucket` are.
+        late: Whether slices are summed at the end of the step, as of :class:`parallel.gradients.buckets.Bucket`.
     """
 
     def __init__(
@@ -360,7 +360,7 @@ class Unit:
 
 
 class ShardedGradients:
-    """Accumulates and sums gradients as :class:`~parallel.sync.Gradients`, each rank only its own slices.
+    """Accumulates and sums gradients as :class:`~parallel.gradients.buckets.Gradients`, each rank only its own slices.
 
     Args:
         parameters: What the rank holds, with their initial values.
