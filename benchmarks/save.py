@@ -42,7 +42,7 @@ from models.assemble import Model
 from models.decoder import Microbatch
 from models.registry import configure
 from models.stages import layout_of
-from parallel.gradients.buckets import Gradients
+from parallel.gradients.reduce import Gradients
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline

@@ -53,7 +53,7 @@ from models.config import ModelConfig, flops_per_token
 from models.decoder import Losses
 from models.stages import layout_of
 from models.tuning import EVERYTHING
-from parallel.gradients.zero import sharing
+from parallel.gradients.reduce import Gradients
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.recompute import Activations
@@ -83,7 +83,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
         model.compile()
     section = config.optimizer
     wide = section.master_weights and dtype.itemsize < 4
-    gradients = sharing(
+    gradients = Gradients(
         model.parameters,
         model.chunks,
         torch.float32 if wide else dtype,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 _PUBLIC: Mapping[str, str] = {
     "ColumnParallelLinear": "parallel.linear",
-    "Gradients": "parallel.gradients.buckets",
+    "Gradients": "parallel.gradients.reduce",
     "LayerNorm": "parallel.norm",
     "Layout": "parallel.layout",
     "Mesh": "parallel.mesh",
@@ -22,7 +22,6 @@ _PUBLIC: Mapping[str, str] = {
     "Schema": "parallel.schema",
     "VocabParallelEmbedding": "parallel.embedding",
     "cross_entropy": "parallel.loss",
-    "sharing": "parallel.gradients.zero",
 }
 
 __all__ = list(_PUBLIC)

@@ -1,25 +1,25 @@
-"""Summing gradients: ranks that hold the same box of a piece sum its gradient, and nothing else is ever needed.
+"""What a rank updates, and the flat buckets in which gradients are accumulated and summed.
 
-Gradients are accumulated in flat buckets (fp32 by default), one bucket for pieces with the same replicas, and a bucket
-is all-reduced beside the rest of the backward as soon as its last gradient of the step is there. Every reduction is a
-sum: the loss has been divided by the global number of counted tokens before. A gradient that nobody shares and that
-needs no wider type stays where autograd puts it.
+span     a parameter, or those of its pieces that have the same replicas: the unit of ownership
+flat     spans one after the other in flat memory, of which each of a group's n ranks owns a shard of 1/n
+bucket   the gradients of a flat: the partial sums of this rank, and the sum of its shard over all replicas
+part     what this rank updates: a span, or a stretch of its shard
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import EllipsisType
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from parallel.collectives import Pending, all_reduce_, start_all_reduce
+from parallel.collectives import Pending, start_reduce_scatter_
 from parallel.layout import MeshShape
-from parallel.mesh import Group, Mesh
+from parallel.mesh import Group
 from parallel.parameters import Parameters, view
 from parallel.pattern import Piece
 
@@ -65,80 +65,12 @@ def all_of_it(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class Sharing(Protocol):
-    """How ranks that hold the same elements share out their gradients and their optimizer state."""
-
-    @property
-    def parameters(self) -> Parameters:
-        """What the rank holds."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """In which gradients are accumulated and summed."""
-        ...
-
-    @property
-    def spans(self) -> Sequence[Span]:
-        """Of all parameters that are trained."""
-        ...
-
-    @property
-    def parts(self) -> Sequence[Part]:
-        """What this rank updates."""
-        ...
-
-    def begin(self, microbatches: int) -> None:
-        """Start a step of so many microbatches; the gradients of the last step are forgotten."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until every part's gradient is summed; where none came it is zero."""
-        ...
-
-    def norm(self) -> Tensor:
-        """The norm of the whole model's gradient, a scalar that is the same on every rank; fp32 at least."""
-        ...
-
-    def updated(self) -> None:
-        """The values of the parts have changed: tell those who use them."""
-        ...
-
-    def parts_of(self, name: str) -> Sequence[Part]:
-        """This rank's parts in the buckets that hold a parameter; all have state of the same dtypes."""
-        ...
-
-    def read(self, name: str, of: Callable[[Part], Elements], host: Tensor | None, take: Take = all_of_it) -> None:
-        """Put together what parts have for a parameter, in its shape; all ranks do so for all names in one order.
-
-        Args:
-            name: Of the parameter.
-            of: What a part has.
-            host: Where it goes; None where it is not wanted.
-            take: What of it goes there.
-        """
-        ...
-
-    def write(self, name: str, of: Callable[[Part], Elements], host: Tensor) -> None:
-        """The other way round: fill what this rank's parts have from a tensor of the parameter's shape."""
-        ...
-
-    def read_weight(self, name: str, host: Tensor | None, take: Take = all_of_it) -> None:
-        """As :meth:`read`, the parameter itself."""
-        ...
-
-    def fill(self, name: str, host: Tensor) -> None:
-        """Fill a parameter from a tensor of its shape, of any float dtype."""
-        ...
-
-
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Span:
     """The unit of ownership: the part of a parameter that has one set of replicas, the whole of it if it can be.
 
     Args:
         name: The parameter's name.
-        labels: Its pieces in this span.
         parameter: The live tensor.
         piece: The view of the span, None for the whole parameter.
         replicas: Ranks that hold the same elements.
@@ -146,13 +78,10 @@ class Span:
     """
 
     name: str
-    labels: tuple[str, ...]
     parameter: nn.Parameter
     piece: Piece | None
     replicas: tuple[int, ...]
     decays: bool
-    bucket: Bucket | None = None
-    offset: int = 0
 
     @property
     def numel(self) -> int:
@@ -167,234 +96,265 @@ class Span:
         """The span's part of the parameter, sharing its memory."""
         return view(self.parameter, self.piece) if self.piece else self.parameter.detach()
 
-    @property
-    def gradient(self) -> Tensor:
-        """The gradient: a view of its bucket, or autograd's own; zeros where nothing flowed."""
-        if self.bucket:
-            return self.bucket.flat[self.offset : self.offset + self.numel].view(self.shape)
-        if self.parameter.grad is None:
-            self.parameter.grad = torch.zeros_like(self.parameter)
-        return self.of(self.parameter.grad)
-
     def of(self, tensor: Tensor) -> Tensor:
         """The span's part of a tensor that is stored like the parameter."""
         return view(tensor.contiguous(), self.piece) if self.piece else tensor.detach()
 
 
-@dataclass(eq=False)
-class Bucket:
-    """A flat buffer of gradients that are summed over the same group in one message.
-
-    ``late`` ones wait for the end of the step: the other end of the pipeline has its gradients when what this one sends
-    last has gone all the way. A sum that waited for it meanwhile would hold the device, which the host may wait for.
-    """
-
-    group: Group
-    flat: Tensor
-    spans: list[Span]
-    late: bool = False
-    waiting: int = 0
-    pending: Pending | None = None
-
-
-@dataclass
-class _Arrivals:
-    """How many gradients of one parameter have come in this step, and how many will."""
-
-    spans: list[Span]
-    uses: int
-    seen: int = 0
-    expected: int = 0
-
-
-@dataclass
-class Gradients:
-    """Accumulates and sums the gradients of a rank's parameters; every replica holds and updates all of them.
+@dataclass(frozen=True, eq=False)
+class WholeSpan:
+    """The :class:`Part` that is a span, in the parameter's own memory.
 
     Args:
-        parameters: What the rank holds.
-        chunks: The modules of the rank's pipeline chunks; a parameter that several use gets a gradient from each.
-        dtype: In which gradients are accumulated and summed.
-        bucket_bytes: Largest size of a bucket of more than one parameter.
+        span: What is updated.
+        summed: Its gradient in a bucket; None where it stays where autograd puts it.
     """
 
-    parameters: Parameters
-    chunks: Iterable[nn.Module]
-    dtype: torch.dtype = torch.float32
-    bucket_bytes: int = 32 << 20
-    spans: list[Span] = field(init=False)
-    buckets: list[Bucket] = field(init=False)
-
-    def __post_init__(self) -> None:
-        uses: dict[nn.Parameter, int] = {}
-        for chunk in self.chunks:
-            for parameter in chunk.parameters():
-                uses[parameter] = uses.get(parameter, 0) + 1
-        self.spans = trained_spans(self.parameters)
-        self._mesh: Mesh = self.parameters.mesh
-        self._mesh.make_groups(self.parameters.layout.replica_sets())
-        self.buckets = self._make_buckets()
-        self._launched = 0
-        self._arrivals: dict[nn.Parameter, _Arrivals] = {}
-        for span in self.spans:
-            if span.bucket:
-                self._arrivals.setdefault(span.parameter, _Arrivals([], uses[span.parameter])).spans.append(span)
-        for parameter in self._arrivals:
-            on_gradient(parameter, self._accumulate)
-
-    def begin(self, microbatches: int) -> None:
-        """Start a step of so many microbatches; the gradients of the last step are forgotten."""
-        for span in self.spans:
-            span.parameter.grad = None
-        for arrivals in self._arrivals.values():
-            arrivals.seen, arrivals.expected = 0, arrivals.uses * microbatches
-        for bucket in self.buckets:
-            bucket.waiting, bucket.pending = len(bucket.spans) + bucket.late, None
-        self._launched = 0
-
-    def finish(self) -> None:
-        """Wait until every gradient is summed; those that never came are zero."""
-        for arrivals in self._arrivals.values():
-            if not arrivals.seen:
-                for span in arrivals.spans:
-                    span.gradient.zero_()
-        for bucket in self.buckets:
-            bucket.waiting = 0
-        self._launch()
-        for bucket in self.buckets:
-            if bucket.pending:
-                bucket.pending.wait()
-
-    def norm(self) -> Tensor:
-        """The norm of the whole model's gradient, a scalar that is the same on every rank; fp32 at least.
-
-        Each element counts once: 1/replicas on each rank that holds it.
-        """
-        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        for bucket in self.buckets:
-            total += square_sum(bucket.flat) / bucket.group.size
-        for span in self.spans:
-            if not span.bucket:
-                total += square_sum(span.gradient)
-        return norm_of(total, self.dtype, self._mesh)
-
-    # -- what is updated, as every :class:`Sharing` has it
+    span: Span
+    summed: Tensor | None = None
 
     @property
-    def parts(self) -> Sequence[Span]:
-        return self.spans
+    def data(self) -> Tensor:
+        return self.span.data
 
-    def updated(self) -> None:
-        """Every rank has updated its own copy."""
+    @property
+    def gradient(self) -> Tensor:
+        """The summed gradient; zeros where nothing flowed."""
+        if self.summed is not None:
+            return self.summed
+        parameter = self.span.parameter
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return self.span.of(parameter.grad)
 
-    def parts_of(self, name: str) -> Sequence[Span]:
-        return [span for span in self.spans if span.name == name]
+    @property
+    def decays(self) -> bool:
+        return self.span.decays
 
-    def read(self, name: str, of: Callable[[Part], Elements], host: Tensor | None, take: Take = all_of_it) -> None:
-        if host is None:
-            return
-        spans = self.parts_of(name)
-        if spans[0].piece is None:
-            host.copy_(take(of(spans[0])[...]), non_blocking=True)
-            return
-        whole = torch.empty_like(spans[0].parameter, dtype=host.dtype)
+    @property
+    def parts(self) -> Sequence[Part]:
+        return [self]
+
+    def collect(self, of: Callable[[Part], Elements]) -> Tensor:
+        """What there is for the span's elements, in its shape."""
+        return of(self)[...]
+
+    def spread(self, of: Callable[[Part], Elements], values: Tensor) -> None:
+        """The other way round: fill it from a tensor of the span's shape."""
+        of(self)[...] = values
+
+
+# -- flat memory
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A span, and where it begins in flat memory."""
+
+    span: Span
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.span.numel
+
+    def of(self, flat: Tensor) -> Tensor:
+        """flat: [numel] -> the span's elements, in its shape."""
+        return flat[self.start : self.stop].view(self.span.shape)
+
+
+class Flat:
+    """Spans one after the other in ``numel`` elements, of which each rank of a group owns ``numel / group.size``.
+
+    It owns no memory: gradients and values are laid out alike by it.
+
+    Args:
+        spans: What lies in it.
+        group: The ranks that own a shard each.
+        aligned: Spans and shards begin at multiples of so many elements.
+    """
+
+    def __init__(self, spans: Iterable[Span], group: Group, aligned: int = 1) -> None:
+        self.group, self.places, self.used = group, list[Place](), 0
         for span in spans:
-            span.of(whole).copy_(of(span)[...])
-        host.copy_(take(whole), non_blocking=True)
+            self.places.append(Place(span, self.used))
+            self.used = -(-self.places[-1].stop // aligned) * aligned
+        whole = aligned * group.size
+        self.numel = -(-self.used // whole) * whole
 
-    def write(self, name: str, of: Callable[[Part], Elements], host: Tensor) -> None:
-        for span in self.parts_of(name):
-            of(span)[...] = span.of(host)
+    @property
+    def parameters(self) -> set[Tensor]:
+        return {place.span.parameter for place in self.places}
 
-    def read_weight(self, name: str, host: Tensor | None, take: Take = all_of_it) -> None:
-        if host is not None:
-            host.copy_(take(self.parameters[name].detach()), non_blocking=True)
+    def bounds(self, index: int) -> tuple[int, int]:
+        """[start, stop) of the shard of a rank of the group."""
+        size = self.numel // self.group.size
+        return index * size, (index + 1) * size
 
-    def fill(self, name: str, host: Tensor) -> None:
-        self.parameters[name].detach().copy_(host)
+    def shard(self, flat: Tensor) -> Tensor:
+        """flat: [numel] -> [numel / group.size], this rank's shard."""
+        return flat.chunk(self.group.size)[self.group.index]
 
-    def _make_buckets(self) -> list[Bucket]:
-        """Buckets in the order in which the backward completes them; those of ends of the pipeline come last."""
-        # A parameter whose spans differ goes into buckets as a whole: its gradient leaves autograd's hands at once.
-        taken = {s.name for s in self.spans if len(s.replicas) > 1 or s.parameter.dtype != self.dtype}
-        order = deepest_first(self.parameters, (s for s in self.spans if s.name in taken))
-        filling: dict[tuple[int, ...], list[Span]] = {}
-        full: list[list[Span]] = []
-        for span in order:
-            spans = filling.setdefault(span.replicas, [])
-            if spans and sum(s.numel for s in [*spans, span]) * self.dtype.itemsize > self.bucket_bytes:
-                full.append(filling.pop(span.replicas))
-                spans = filling.setdefault(span.replicas, [])
-            spans.append(span)
-        position = {id(span): i for i, span in enumerate(order)}
-        full = sorted(
-            [*full, *filling.values()],
-            key=lambda spans: (
-                crosses_stages(self._mesh.shape, spans[0].replicas),
-                max(position[id(span)] for span in spans),
-            ),
-        )
-        return [self._make_bucket(spans) for spans in full]
 
-    def _make_bucket(self, spans: list[Span]) -> Bucket:
-        flat = torch.zeros(sum(s.numel for s in spans), dtype=self.dtype, device=self._mesh.device)
-        bucket = Bucket(
-            self._mesh.group(spans[0].replicas), flat, spans, crosses_stages(self._mesh.shape, spans[0].replicas)
-        )
-        offset = 0
-        for span in spans:
-            span.bucket, span.offset = bucket, offset
-            offset += span.numel
-        return bucket
+class Bucket:
+    """The gradients of a flat, which are summed in one message.
 
-    def _accumulate(self, parameter: Tensor) -> None:
-        arrivals = self._arrivals[parameter]  # type: ignore[index]
-        gradient = parameter.grad
-        assert gradient is not None  # a post-accumulate hook runs with a gradient
-        for span in arrivals.spans:
-            if arrivals.seen:
-                span.gradient.add_(span.of(gradient))
+    It owns ``full``: [numel], the partial sums of this rank, and ``gradient``: [numel / group.size], the sum of its
+    shard. A round ends with the reduce-scatter of ``full`` over the group. Where the bucket ``keeps``, a step has one
+    round, and ``gradient`` is the shard of ``full``. Elsewhere each microbatch has a round for each chunk that uses the
+    parameters; ``full`` is there from the first gradient of a round to its end, and ``gradient`` sums the rounds. When
+    all are summed, it is all-reduced over ``across``.
+
+    Args:
+        flat: What lies where.
+        across: The ranks that own the same shard.
+        uses: {parameter: how many chunks of this rank use it}; all alike where the bucket does not keep.
+        dtype: Of the gradients.
+        keeps: Whether they stay from microbatch to microbatch.
+        late: Whether the all-reduce waits for the end of the step: the other end of the pipeline has its gradients when
+            what this one sends last has gone all the way. A sum that waited for it meanwhile would hold the device, for
+            which the host may wait.
+    """
+
+    def __init__(
+        self,
+        flat: Flat,
+        across: Group,
+        uses: Mapping[nn.Parameter, int],
+        dtype: torch.dtype,
+        keeps: bool,
+        late: bool,
+    ) -> None:
+        self.flat, self.group, self.across, self.keeps, self.late = flat, flat.group, across, keeps, late
+        self._dtype, self._device = dtype, flat.places[0].span.parameter.device
+        self._uses = [uses[place.span.parameter] for place in flat.places]
+        self.full = self._zeros(flat.numel) if keeps else None
+        self.gradient = self._zeros(flat.numel // self.group.size) if self.full is None else flat.shard(self.full)
+        self.begin(0)
+
+    def begin(self, microbatches: int) -> None:
+        """Start a step of so many microbatches."""
+        self.rounds = min(microbatches, 1) if self.keeps else self._uses[0] * microbatches
+        self.ended = self.summed = 0
+        self._in_a_round = [uses * microbatches if self.keeps else 1 for uses in self._uses]
+        self._came, self._filled = [0] * len(self._uses), set[int]()
+        self._waiting = len(self._uses)
+
+    def add(self, number: int, gradient: Tensor | None) -> None:
+        """Add a gradient of the parameter at ``flat.places[number]``, in its shape; None stands for one that does not
+        come.
+
+        Raises:
+            RuntimeError: the step has had all of its gradients.
+        """
+        place = self.flat.places[number]
+        if self.ended == self.rounds:
+            raise RuntimeError(
+                f"a gradient of {place.span.name} came after those of all microbatches of the step: "
+                "begin() is told how many there are"
+            )
+        if gradient is not None:
+            if self.full is None:
+                self.full = torch.empty(self.flat.numel, dtype=self._dtype, device=self._device)
+            if number in self._filled:
+                place.of(self.full).add_(place.span.of(gradient))
             else:
-                span.gradient.copy_(span.of(gradient))
-        parameter.grad = None
-        arrivals.seen += 1
-        if arrivals.seen == arrivals.expected:
-            for span in arrivals.spans:
-                assert span.bucket is not None
-                span.bucket.waiting -= 1
-            self._launch()
+                place.of(self.full).copy_(place.span.of(gradient))
+            self._filled.add(number)
+        self._came[number] += 1
+        self._waiting -= self._came[number] == (self.ended + 1) * self._in_a_round[number]
 
-    def _launch(self) -> None:
-        """Start the sums of buckets that are complete, in order: all ranks of a group must agree on it."""
-        while self._launched < len(self.buckets) and not self.buckets[self._launched].waiting:
-            bucket = self.buckets[self._launched]
-            bucket.pending = start_all_reduce(bucket.flat, bucket.group)
-            self._launched += 1
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients of the round have come."""
+        return not self._waiting
+
+    def end_round(self) -> Pending:
+        """Start the reduce-scatter of the round; gradients that have not come are zero."""
+        full = self._zeros(self.flat.numel) if self.full is None else self.full
+        stop = 0
+        for number in sorted(self._filled):
+            place = self.flat.places[number]
+            if stop < place.start:
+                full[stop : place.start].zero_()
+            stop = place.stop
+        if stop < len(full):
+            full[stop:].zero_()
+        self.ended += 1
+        self._filled = set()
+        # Gradients of the next round may have come before the last one of this.
+        ends = [(self.ended + 1) * count for count in self._in_a_round]
+        self._waiting = sum(came < end for came, end in zip(self._came, ends, strict=True))
+        if not self.keeps:
+            self.full = None
+        return start_reduce_scatter_(full, self.group)
+
+    def take(self, pending: Pending) -> None:
+        """Wait for a reduce-scatter, and add what it gives to the gradient."""
+        found = pending.wait()
+        if not self.keeps:
+            _ = self.gradient.add_(found) if self.summed else self.gradient.copy_(found)
+        self.summed += 1
+
+    def _zeros(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self._dtype, device=self._device)
 
 
-# Elements that are widened at a time: what stays in a core's cache, and what keeps a GPU busy.
-_BLOCK, _BLOCK_GPU = 1 << 18, 1 << 23
+# -- which spans there are, and which of them share a bucket
 
 
-def square_sum(gradient: Tensor) -> Tensor:
-    """gradient: [...] -> the sum of its squares, an fp64 scalar: too exact for the order of the sum to show in fp32."""
-    total = torch.zeros((), dtype=torch.float64, device=gradient.device)
-    blocks = gradient.reshape(-1).split(_BLOCK if gradient.device.type == "cpu" else _BLOCK_GPU)
-    memory = torch.empty_like(blocks[0], dtype=torch.float64)
-    for block in blocks:
-        wide = memory[: len(block)].copy_(block)
-        total += torch.dot(wide, wide)
-    return total
+def spans_of(parameters: Parameters, trained: bool) -> list[Span]:
+    """The spans of all parameters that are trained, or of all others, in the order of the parameters."""
+    return [span for name, p in parameters.items() if p.requires_grad == trained for span in _spans(parameters, name)]
 
 
-def norm_of(squares: Tensor, dtype: torch.dtype, mesh: Mesh) -> Tensor:
-    """The root of the sum over all ranks, in the dtype of the gradients or fp32: whoever holds which part of the
-    gradient, it is the same number, bit for bit but for one step in millions."""
-    return all_reduce_(squares, mesh.world).sqrt().to(torch.promote_types(dtype, torch.float32))
+def _spans(parameters: Parameters, name: str) -> list[Span]:
+    """One span, or one for each piece where their replicas differ (kv heads shared by ranks)."""
+    shard = parameters.shards[name]
+    parameter, decays = parameters[name], shard.param.decays
+    replicas = {piece.label: parameters.layout.replicas(shard, piece.label) for piece in shard.pieces}
+    if len(set(replicas.values())) == 1:
+        return [Span(name, parameter, None, next(iter(replicas.values())), decays)]
+    return [Span(name, parameter, p, replicas[p.label], decays) for p in shard.pieces]
 
 
-def on_gradient(parameter: nn.Parameter, receive: Callable[[Tensor], None]) -> None:
-    """Have a method called whenever autograd has put a gradient on a parameter, for as long as its object lives.
+def crosses_stages(shape: MeshShape, ranks: Iterable[int]) -> bool:
+    """Whether some ranks belong to several stages of a pipeline: the ends, which hold a tied table each."""
+    return len({shape.place(rank).pp for rank in ranks}) > 1
+
+
+def fill(
+    parameters: Parameters, spans: Iterable[Span], key: Callable[[Span], Hashable], most: float
+) -> list[list[Span]]:
+    """The spans of each bucket: those with the same key, at most so many elements of more than one.
+
+    Buckets are in the order in which the backward completes them; those that cross stages come last.
+    """
+
+    def depth(span: Span) -> float:
+        """How deep in the model the parameter is used for the first time."""
+        shard = parameters.shards[span.name]
+        if "layer" in shard.box:
+            return shard.box["layer"][0]
+        return float("inf") if shard.param.at == "last" else -1
+
+    order = sorted(spans, key=depth, reverse=True)
+    filling, full = dict[Hashable, list[Span]](), list[list[Span]]()
+    for span in order:
+        filled = filling.setdefault(key(span), [])
+        if filled and sum(s.numel for s in filled) + span.numel > most:
+            full.append(filling.pop(key(span)))
+            filled = filling.setdefault(key(span), [])
+        filled.append(span)
+    position, shape = {span: i for i, span in enumerate(order)}, parameters.mesh.shape
+    return sorted(
+        [*full, *filling.values()],
+        key=lambda spans: (crosses_stages(shape, spans[0].replicas), position[spans[-1]]),
+    )
+
+
+def on_gradient(parameter: Tensor, receive: Callable[[Tensor], None]) -> None:
+    """Have a method called whenever autograd is done with the gradient of a parameter, for as long as its object lives.
 
     Python's garbage collector cannot see torch's hooks: one that held the object would keep it, the model and the
     process groups for good.
@@ -407,41 +367,3 @@ def on_gradient(parameter: nn.Parameter, receive: Callable[[Tensor], None]) -> N
             method(parameter)
 
     parameter.register_post_accumulate_grad_hook(received)
-
-
-def crosses_stages(shape: MeshShape, ranks: Iterable[int]) -> bool:
-    """Whether some ranks belong to several stages of a pipeline: the ends, which hold a tied table each."""
-    return len({shape.place(rank).pp for rank in ranks}) > 1
-
-
-def trained_spans(parameters: Parameters) -> list[Span]:
-    """The spans of all parameters that are trained, in the order of the parameters."""
-    return [span for name, p in parameters.items() if p.requires_grad for span in spans(parameters, name)]
-
-
-def frozen_spans(parameters: Parameters) -> list[Span]:
-    """The spans of all others."""
-    return [span for name, p in parameters.items() if not p.requires_grad for span in spans(parameters, name)]
-
-
-def spans(parameters: Parameters, name: str) -> list[Span]:
-    """The spans of one parameter: one, or one for each piece where their replicas differ (kv heads shared by ranks)."""
-    shard = parameters.shards[name]
-    parameter, decays = parameters[name], shard.param.decays
-    replicas = {piece.label: parameters.layout.replicas(shard, piece.label) for piece in shard.pieces}
-    if len(set(replicas.values())) == 1:
-        return [Span(name, tuple(replicas), parameter, None, next(iter(replicas.values())), decays)]
-    return [Span(name, (p.label,), parameter, p, replicas[p.label], decays) for p in shard.pieces]
-
-
-def deepest_first(parameters: Parameters, spans: Iterable[Span]) -> list[Span]:
-    """In the order in which the backward completes their gradients."""
-
-    def depth(span: Span) -> float:
-        """How deep in the model the parameter is used for the first time."""
-        shard = parameters.shards[span.name]
-        if "layer" in shard.box:
-            return shard.box["layer"][0]
-        return float("inf") if shard.param.at == "last" else -1
-
-    return sorted(spans, key=depth, reverse=True)

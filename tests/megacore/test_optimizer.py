@@ -9,7 +9,8 @@ from resident_home import resident
 from torch import nn
 
 from megacore.optimizer import Optimizer
-from parallel.gradients.buckets import Gradients, Span
+from parallel.gradients.buckets import WholeSpan
+from parallel.gradients.reduce import Gradients
 from parallel.layout import Layout, MeshShape
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
@@ -70,8 +71,9 @@ def round_trip(kind: str, masters: bool) -> tuple[dict[str, list[str]], int, boo
         good &= torch.equal(parameter, (numbered(parameters, name) / 3).to(parameter.dtype))
     copies = [target for target in resident(optimizer).targets if target.master and not target.wider]
     for target in resident(optimizer).targets:
-        assert isinstance(target.part, Span)
-        want = target.part.of(numbered(parameters, target.part.name) / 3)
+        assert isinstance(target.part, WholeSpan)
+        span = target.part.span
+        want = span.of(numbered(parameters, span.name) / 3)
         good &= torch.equal(target.tensor, want.to(target.tensor.dtype))
     return {state: sorted(dtypes) for state, dtypes in states.items()}, len(copies), good
 

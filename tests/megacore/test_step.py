@@ -19,7 +19,7 @@ from models.assemble import Model
 from models.decoder import Losses, Microbatch
 from models.registry import configure
 from models.stages import layout_of
-from parallel.gradients.buckets import Gradients
+from parallel.gradients.reduce import Gradients
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline

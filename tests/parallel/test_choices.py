@@ -10,7 +10,7 @@ import torch
 
 from models.blocks import Mlp
 from models.rope_config import DefaultRope, to_hugging_face
-from parallel.gradients.zero import sharing
+from parallel.gradients.reduce import Gradients
 from parallel.layout import Layout, MeshShape
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.mesh import Mesh
@@ -47,7 +47,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: Activations(wrong), "recompute 'Sequence' (choose from none, selective, full)"),
     (lambda: Activations(recompute=True), "recompute True (choose from none, selective, full)"),  # type: ignore[arg-type]
     (
-        lambda: sharing(parameters(), [], torch.float32, "optimiser"),  # type: ignore[arg-type]
+        lambda: Gradients(parameters(), [], torch.float32, "optimiser"),  # type: ignore[arg-type]
         "shard 'optimiser': did you mean 'optimizer'? (choose from none, optimizer, gradients, parameters)",
     ),
     (

@@ -25,7 +25,7 @@ from models.assemble import Model
 from models.decoder import Microbatch
 from models.registry import configure
 from models.stages import layout_of
-from parallel.gradients.buckets import Gradients
+from parallel.gradients.reduce import Gradients
 from parallel.layout import MeshShape
 from parallel.mesh import BACKWARD, FORWARD, Group, Mesh
 from parallel.pipeline.run import Pipeline, _Run
