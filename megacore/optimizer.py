@@ -64,16 +64,15 @@ class Optimizer:
             go: A bool scalar on the device; where it is false nothing changes. By default, whether ``norm`` is finite.
             scale: What the summed gradients are multiples of; None for 1.
         """
-        gradients = [part.gradient for part in self._gradients.parts]
-        if gradients and (self.clip is not None or scale is not None):
-            torch._foreach_mul_(gradients, self._factor(norm, scale))
-        self.home.update(lr, torch.isfinite(norm) if go is None else go)
+        self.home.update(lr, torch.isfinite(norm) if go is None else go, self._divisor(norm, scale))
         self._gradients.updated()
 
-    def _factor(self, norm: Tensor, scale: Tensor | None) -> Tensor:
-        """What gradients are multiplied by: clipping and the way out of the scale in one pass over them."""
-        kept = torch.ones_like(norm) if self.clip is None else (self.clip / (norm + _AWAY_FROM_0)).clamp_(max=1)
-        return kept if scale is None else kept / scale
+    def _divisor(self, norm: Tensor, scale: Tensor | None) -> Tensor | None:
+        """What gradients are divided by: clipping and the way out of the scale, in the fp32 that kernels take."""
+        if self.clip is None:
+            return scale
+        over = ((norm + _AWAY_FROM_0) / self.clip).clamp_(min=1)
+        return (over if scale is None else over * scale).to(torch.float32)
 
     # -- the state, by the names and in the shapes of the parameters
 

@@ -117,6 +117,8 @@ class Gradients:
             units = [[] for _ in modules]
             self._share(bucket_bytes)
         self._alone = [part for part in self.parts if isinstance(part, WholeSpan) and part.summed is None]
+        owners = [*(bucket.across.size for bucket in self.buckets), *(1 for _ in self._alone)]
+        self._owners = torch.tensor(owners, dtype=torch.float64, device=self._mesh.device)
         self._places: dict[Tensor, list[tuple[Bucket, int]]] = {}
         for bucket in self.buckets:
             for number, place in enumerate(bucket.flat.places):
@@ -184,11 +186,10 @@ class Gradients:
 
         Each element counts once: 1/n on each of the n ranks that own it.
         """
+        owned = [*(bucket.gradient for bucket in self.buckets), *(part.gradient for part in self._alone)]
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        for bucket in self.buckets:
-            total += square_sum(bucket.gradient) / bucket.across.size
-        for part in self._alone:
-            total += square_sum(part.gradient)
+        if owned:
+            total += (square_sums(owned) / self._owners).sum()
         return norm_of(total, self.dtype, self._mesh)
 
     def _receive(self, parameter: Tensor) -> None:
@@ -393,15 +394,23 @@ class Gradients:
         return parts
 
 
-# Elements that are widened at a time: what stays in a core's cache, and what keeps a GPU busy.
-_BLOCK, _BLOCK_GPU = 1 << 18, 1 << 23
+# Elements that a core widens at a time: they stay in its cache.
+_BLOCK = 1 << 18
 
 
-def square_sum(gradient: Tensor) -> Tensor:
-    """gradient: [...] -> the sum of its squares, an fp64 scalar: too exact for the order of the sum to show in fp32."""
-    total = torch.zeros((), dtype=torch.float64, device=gradient.device)
-    blocks = gradient.reshape(-1).split(_BLOCK if gradient.device.type == "cpu" else _BLOCK_GPU)
-    memory = torch.empty_like(blocks[0], dtype=torch.float64)
+def square_sums(gradients: list[Tensor]) -> Tensor:
+    """n gradients: [...] each -> [n], the sums of their squares in fp64: too exact for the order to show in fp32.
+
+    Each is read once. On a GPU one kernel widens what it reads; a CPU has none that does.
+    """
+    if gradients[0].device.type == "cpu":
+        return torch.stack([_square_sum(gradient) for gradient in gradients])
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square_()
+
+
+def _square_sum(gradient: Tensor) -> Tensor:
+    blocks = gradient.reshape(-1).split(_BLOCK)
+    memory, total = torch.empty_like(blocks[0], dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for block in blocks:
         wide = memory[: len(block)].copy_(block)
         total += torch.dot(wide, wide)

@@ -371,7 +371,7 @@ def test_decay_shrinks_what_has_no_gradient(recipe: str) -> None:
 
 def test_clipping_bounds_the_norm_that_the_optimizer_sees(recipe: str) -> None:
     def gradient_norms(clip: str) -> tuple[float, float]:
-        """(as logged, as AdamW gets it)."""
+        """(as logged, as AdamW has used it)."""
         made = trainer(recipe, [f"optimizer.clip={clip}"])
         adamw, seen = resident(made.step.optimizer).adamw, list[torch.Tensor]()
 
@@ -379,7 +379,7 @@ def test_clipping_bounds_the_norm_that_the_optimizer_sees(recipe: str) -> None:
             gradients = [p.grad for group in adamw.param_groups for p in group["params"]]
             seen.append(torch.stack([gradient.norm() for gradient in gradients]).norm())
 
-        adamw.register_step_pre_hook(spy)
+        adamw.register_step_post_hook(spy)
         stats = made.step(made._microbatches(made.batches.microbatches(0), 1), 1e-2)
         return stats.grad_norm.item(), seen[0].item()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,7 @@ class InputGradient(torch.autograd.Function):
         return x * weight
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
         ctx.split.defer(ctx.weight, ctx.x, dy)
         return dy * ctx.weight, None, None
 
@@ -166,6 +167,17 @@ def test_a_gradient_that_does_not_come_is_zero_and_one_that_comes_later_is_waite
         for step in range(STEPS):
             for name in NAMES:
                 torch.testing.assert_close(found[step][name], want[step][name], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_squares_are_summed_in_fp64(dtype: torch.dtype) -> None:
+    """On a CPU, and as a GPU does; a sum in fp32 would be off by a thousand times more."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(size, generator=generator).to(dtype) for size in ((3, 5), (1 << 19,), (0,), ())]
+    exact = [math.fsum(x * x for x in tensor.double().flatten().tolist()) for tensor in tensors]
+    assert reduce.square_sums(tensors).tolist() == pytest.approx(exact, rel=1e-13)
+    one_kernel = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square_()
+    assert one_kernel.dtype == torch.float64 and one_kernel.tolist() == pytest.approx(exact, rel=1e-13)
 
 
 @pytest.mark.parametrize("shard", ["gradients", "optimizer"])
