@@ -146,7 +146,7 @@ class Gradients:
         self._rounds = deque(self.buckets if self._keeps else ())
 
     def accept(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Add a gradient that one chunk has for one microbatch; autograd's own come here by themselves.
+        """Add a gradient that was deferred; autograd's own are caught.
 
         Args:
             parameter: That is trained.
@@ -155,7 +155,6 @@ class Gradients:
         Raises:
             RuntimeError: the step has had all gradients of this parameter.
         """
-        self._to_come.discard(parameter)
         if parameter in self._places:
             self._add(parameter, gradient)
             self._reduce()
@@ -165,8 +164,9 @@ class Gradients:
             parameter.grad += gradient
 
     def defer(self, parameter: Tensor) -> None:
-        """The backward that runs leaves this gradient out: it will be handed in (:meth:`accept`), and its sum waits."""
-        self._to_come.discard(parameter)
+        """The backward that runs leaves out a gradient: it will be handed in (:meth:`accept`), and its sum waits."""
+        for bucket, number in self._places.get(parameter, ()):
+            bucket.defer(number)
 
     def finish(self) -> None:
         """Wait until every part's gradient is summed; those that never came are zero."""
@@ -194,8 +194,10 @@ class Gradients:
 
     def _receive(self, parameter: Tensor) -> None:
         if parameter.grad is not None:  # autograd also calls where a function has returned none
-            self.accept(parameter, parameter.grad)
+            self._to_come.discard(parameter)
+            self._add(parameter, parameter.grad)
             parameter.grad = None
+            self._reduce()
 
     def _add(self, parameter: Tensor, gradient: Tensor | None) -> None:
         for bucket, number in self._places[parameter]:

@@ -99,22 +99,22 @@ def went_left(rank: int, step: int, microbatch: int) -> bool:
 
 
 def train(shard: Shard, splits: bool = False) -> list[dict[str, Tensor]]:
-    """The summed gradients of each step. Where the backward ``splits``, ``last`` computes its weight gradient when
-    the next microbatch's backward is over."""
+    """The summed gradients of each step. Where the backward ``splits``, ``last`` and ``again`` compute their weight
+    gradients when the next microbatch's backward is over; that of the other use of ``first`` comes from autograd."""
     mesh = Mesh.create(MeshShape(dp=2))
     weights = Parameters(Layout(SCHEMA, mesh.shape, (1,)), mesh, torch.float64)
     weights.initialise(0)
     model = Chain(weights)
     gradients = Gradients(weights, [model], torch.float64, shard, bucket_bytes=300)
     split = SplitBackward(gradients)
-    model.last.split = split if splits else None
+    model.last.split = model.again.split = split if splits else None
     found = []
     for step in range(STEPS):
         gradients.begin(MICROBATCHES)
         for microbatch in range(MICROBATCHES):
             x = torch.full((5, 7), 1.0 + mesh.rank + 10 * microbatch, dtype=torch.float64)
             model(x, went_left(mesh.rank, step, microbatch)).sum().backward()
-            split.compute(len(split.waiting) - 1)
+            split.compute(len(split.waiting) - 2)
         split.compute(len(split.waiting))
         gradients.finish()
         gradients.norm()
@@ -178,6 +178,19 @@ def test_squares_are_summed_in_fp64(dtype: torch.dtype) -> None:
     assert reduce.square_sums(tensors).tolist() == pytest.approx(exact, rel=1e-13)
     one_kernel = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float64)).square_()
     assert one_kernel.dtype == torch.float64 and one_kernel.tolist() == pytest.approx(exact, rel=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["autograd's", "bucket's"])
+def test_gradients_that_nobody_shares_can_be_handed_in(dtype: torch.dtype) -> None:
+    mesh = Mesh.single()
+    weights = Parameters(Layout(SCHEMA, mesh.shape, (1,)), mesh, torch.float64)
+    gradients = Gradients(weights, [nn.ParameterList(weights.values())], dtype)
+    gradients.begin(2)
+    for _ in range(2):
+        gradients.accept(weights["left"], torch.ones(5, 7))
+    gradients.finish()
+    assert gradients.norm() == torch.tensor(4 * 35, dtype=dtype).sqrt()
+    assert [part.gradient.unique().tolist() for part in gradients.parts] == [[0.0], [2.0], [0.0], [0.0]]
 
 
 @pytest.mark.parametrize("shard", ["gradients", "optimizer"])

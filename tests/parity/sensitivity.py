@@ -244,8 +244,8 @@ FAULTS = (
     ),
     fault(
         "a gradient that is computed later is not waited for",
-        "Gradients.defer",
-        "self._to_come.discard(parameter)",
+        "Bucket.defer",
+        "self._came[number] -= 1",
         "",
         "test_zero",
     ),
