@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -126,9 +126,7 @@ class Gradients:
         for parameter in self._places:
             on_gradient(parameter, self._receive)
         for module, own in zip(modules, units, strict=True):
-            trained = {parameter for parameter in module.parameters() if parameter in self._places}
-            buckets = [bucket for bucket in self.buckets if not trained.isdisjoint(bucket.flat.parameters)]
-            module.register_forward_hook(partial(self._after_chunk, trained, buckets, own))
+            self._watch(module, own)
         self._rounds: deque[Bucket] = deque()
         self._to_come: set[Tensor] = set()
         self._under_way: deque[tuple[Bucket, Pending]] = deque()
@@ -220,26 +218,23 @@ class Gradients:
         if bucket.summed == bucket.rounds and not bucket.late:
             self._sums.append(start_all_reduce(bucket.gradient, bucket.across))
 
-    def _after_chunk(
-        self,
-        trained: Set[Tensor],
-        buckets: Sequence[Bucket],
-        units: Sequence[Unit],
-        module: nn.Module,
-        inputs: object,
-        output: object,
-    ) -> None:
-        if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(partial(self._begin_backward, trained, buckets, units))
+    def _watch(self, chunk: nn.Module, units: Sequence[Unit]) -> None:
+        """Be told when a backward of a chunk begins and ends."""
+        trained = {parameter for parameter in chunk.parameters() if parameter in self._places}
+        buckets = [bucket for bucket in self.buckets if not trained.isdisjoint(bucket.flat.parameters)]
 
-    def _begin_backward(
-        self, trained: Set[Tensor], buckets: Sequence[Bucket], units: Sequence[Unit], gradient: Tensor
-    ) -> None:
-        self._to_come = set(trained)
-        if not self._keeps:
-            self._rounds.extend(buckets)
-        engine: Any = Variable._execution_engine
-        engine.queue_callback(partial(self._end_backward, units))
+        def begin_backward(gradient: Tensor) -> None:
+            self._to_come = set(trained)
+            if not self._keeps:
+                self._rounds.extend(buckets)
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(partial(self._end_backward, units))
+
+        def after_forward(module: nn.Module, inputs: object, output: object) -> None:
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(begin_backward)
+
+        chunk.register_forward_hook(after_forward)
 
     def _end_backward(self, units: Sequence[Unit]) -> None:
         """Where a gradient has not come, others may have one: the messages are the same on all ranks."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -248,10 +247,33 @@ def gather_in_turn(units: Sequence[Unit], reshards: bool) -> None:
     """Have the units of a chunk wait for their parameters before they run, each of which is gathered beside the unit
     before it, and reshard them afterwards if they do."""
     for i, unit in enumerate(units):
-        before, after = units[max(0, i - 1) : i], units[i + 1 : i + 2]
-        unit.module.register_forward_pre_hook(partial(_before_forward, unit, after))
-        if reshards:
-            unit.module.register_forward_hook(partial(_after_forward, unit, before, after))
+        _hook(unit, units[max(0, i - 1) : i], units[i + 1 : i + 2], reshards)
+
+
+def _hook(unit: Unit, before: Sequence[Unit], after: Sequence[Unit], reshards: bool) -> None:
+    def before_forward(module: nn.Module, inputs: object) -> None:
+        _ready(unit, [] if unit.backward else after)
+
+    def after_forward(module: nn.Module, inputs: object, output: object) -> None:
+        if unit.backward:
+            return
+        stays = False
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(before_backward)
+            stays = unit.stays
+        if not stays:
+            _reshard(unit.used, after)
+
+    def before_backward(gradient: Tensor) -> None:
+        unit.backward = True
+        # The gradient of its output is there, so the units after it are done.
+        for each in after:
+            _reshard(each.frozen, [unit])
+        _ready(unit, before)
+
+    unit.module.register_forward_pre_hook(before_forward)
+    if reshards:
+        unit.module.register_forward_hook(after_forward)
 
 
 def end_backward(units: Iterable[Unit]) -> None:
@@ -259,31 +281,6 @@ def end_backward(units: Iterable[Unit]) -> None:
     for unit in units:
         unit.backward = False
         _reshard(unit.frozen, [])
-
-
-def _before_forward(unit: Unit, after: Sequence[Unit], module: nn.Module, inputs: object) -> None:
-    _ready(unit, [] if unit.backward else after)
-
-
-def _after_forward(
-    unit: Unit, before: Sequence[Unit], after: Sequence[Unit], module: nn.Module, inputs: object, output: object
-) -> None:
-    if unit.backward:
-        return
-    stays = False
-    if isinstance(output, Tensor) and output.requires_grad:
-        output.register_hook(partial(_before_backward, unit, before, after))
-        stays = unit.stays
-    if not stays:
-        _reshard(unit.used, after)
-
-
-def _before_backward(unit: Unit, before: Sequence[Unit], after: Sequence[Unit], gradient: Tensor) -> None:
-    unit.backward = True
-    # The gradient of its output is there, so the units after it are done.
-    for each in after:
-        _reshard(each.frozen, [unit])
-    _ready(unit, before)
 
 
 def _ready(unit: Unit, ahead: Sequence[Unit]) -> None:

@@ -131,14 +131,14 @@ FAULTS = (
     ),
     fault(
         "parameters stay after their use",
-        "zero._after_forward",
+        "zero._hook.after_forward",
         "_reshard(unit.used, after)",
         "",
         "test_parameters_are_there_only_while_they_are_used",
     ),
     fault(
         "frozen parameters stay in the backward",
-        "zero._before_backward",
+        "zero._hook.before_backward",
         "_reshard(each.frozen, [unit])",
         "",
         "test_frozen_parameters_are_there_only_while_they_are_used",
