@@ -20,10 +20,10 @@ from megacore.step import TrainStep
 from models.assemble import Model
 from models.decoder import Microbatch
 from models.stages import layout_of
+from parallel.gradients.reduce import Gradients, Shard
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
-from parallel.zero import Shard, sharing
 
 SHARDS: dict[str, Shard] = {"dp": "none", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters"}
 MODES = {"eager": {}, "compile": {}, "tp": {"tp": 2}, "pp": {"pp": 2}, **{mode: {"dp": 2} for mode in SHARDS}}
@@ -47,7 +47,7 @@ def train_step(work: Workload, mode: str, dtype: torch.dtype, masters: bool) -> 
         model.compile()
     chunks = list(model.chunks)
     wide = torch.float32 if masters else dtype
-    gradients = sharing(model.parameters, chunks, wide, SHARDS.get(mode, "none"))
+    gradients = Gradients(model.parameters, chunks, wide, SHARDS.get(mode, "none"))
     optimizer = Optimizer(gradients, lr=steps.LR, master_weights=masters)
     return TrainStep(mesh, Pipeline(mesh, chunks, dtype), gradients, optimizer)
 

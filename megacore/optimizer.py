@@ -10,7 +10,8 @@ from torch import Tensor
 from megacore.states.home import MASTER, MOMENTS, Home, Rule
 from megacore.states.offload import Offload, Offloaded
 from megacore.states.resident import Nothing, Resident
-from parallel.sync import Elements, Part, Sharing, Take, all_of_it
+from parallel.gradients.buckets import Elements, Part, Take, all_of_it
+from parallel.gradients.reduce import Gradients
 
 _AWAY_FROM_0 = 1e-6
 
@@ -31,7 +32,7 @@ class Optimizer:
 
     def __init__(
         self,
-        gradients: Sharing,
+        gradients: Gradients,
         *,
         lr: float,
         betas: tuple[float, float] = (0.9, 0.95),
@@ -43,7 +44,7 @@ class Optimizer:
         offload: Offload | None = None,
     ) -> None:
         self.clip = clip
-        self._sharing = gradients
+        self._gradients = gradients
         self._rule = Rule(lr, betas, eps, weight_decay, master_weights, moments)
         device = gradients.parameters.mesh.device
         self.home: Home = (
@@ -63,16 +64,15 @@ class Optimizer:
             go: A bool scalar on the device; where it is false nothing changes. By default, whether ``norm`` is finite.
             scale: What the summed gradients are multiples of; None for 1.
         """
-        gradients = [part.gradient for part in self._sharing.parts]
-        if gradients and (self.clip is not None or scale is not None):
-            torch._foreach_mul_(gradients, self._factor(norm, scale))
-        self.home.update(lr, torch.isfinite(norm) if go is None else go)
-        self._sharing.updated()
+        self.home.update(lr, torch.isfinite(norm) if go is None else go, self._divisor(norm, scale))
+        self._gradients.updated()
 
-    def _factor(self, norm: Tensor, scale: Tensor | None) -> Tensor:
-        """What gradients are multiplied by: clipping and the way out of the scale in one pass over them."""
-        kept = torch.ones_like(norm) if self.clip is None else (self.clip / (norm + _AWAY_FROM_0)).clamp_(max=1)
-        return kept if scale is None else kept / scale
+    def _divisor(self, norm: Tensor, scale: Tensor | None) -> Tensor | None:
+        """What gradients are divided by: clipping and the way out of the scale, in the fp32 that kernels take."""
+        if self.clip is None:
+            return scale
+        over = ((norm + _AWAY_FROM_0) / self.clip).clamp_(min=1)
+        return (over if scale is None else over * scale).to(torch.float32)
 
     # -- the state, by the names and in the shapes of the parameters
 
@@ -87,10 +87,10 @@ class Optimizer:
 
     def states(self) -> Mapping[str, Mapping[str, torch.dtype]]:
         """{state: {parameter: dtype}} of what is to be kept beside the parameters: masters that are wider, moments."""
-        first = {name: self._sharing.parts_of(name)[0] for name in self._names}
+        first = {name: self._gradients.parts_of(name)[0] for name in self._names}
         states = {state: {name: self.home.of(part, state).dtype for name, part in first.items()} for state in MOMENTS}
         # A rank that trains nothing has the same states, and nothing in them.
-        wider = MASTER in self._rule.kept(self._sharing.parameters.dtype)
+        wider = MASTER in self._rule.kept(self._gradients.parameters.dtype)
         masters = {name: self.home.of(part, MASTER).dtype for name, part in first.items()}
         return {MASTER: masters, **states} if wider else states
 
@@ -102,29 +102,29 @@ class Optimizer:
         All ranks do so for all states and names in one order, for some hold a part of what others want: those that do
         not want it leave out ``host``.
         """
-        self._sharing.read(name, self._state(state), host, take)
+        self._gradients.read(name, self._state(state), host, take)
 
     @torch.no_grad()
     def read_weight(self, name: str, host: Tensor | None, take: Take = all_of_it) -> None:
         """As :meth:`read_into`, the parameter itself."""
-        self._sharing.read_weight(name, host, take)
+        self._gradients.read_weight(name, host, take)
 
     @torch.no_grad()
     def load_from(self, state: str, name: str, host: Tensor) -> None:
         """Fill the moments of a parameter from a host tensor of its shape, of any float dtype."""
-        self._sharing.write(name, self._state(state), host)
+        self._gradients.write(name, self._state(state), host)
 
     @torch.no_grad()
     def load_weight(self, name: str, host: Tensor) -> None:
         """Fill a parameter, and its master if it has one, from a host tensor of its shape, of any float dtype."""
-        self._sharing.fill(name, host)
+        self._gradients.fill(name, host)
         if self.home.masters:
-            self._sharing.write(name, self._state(MASTER), host)
+            self._gradients.write(name, self._state(MASTER), host)
 
     def _state(self, state: str) -> Callable[[Part], Elements]:
         return lambda part: self.home.of(part, state)
 
 
-def _nothing(sharing: Sharing) -> Nothing:
-    parameter = next(iter(sharing.parameters.values()))
-    return Nothing(parameter.new_empty(0), parameter.new_empty(0, dtype=sharing.dtype))
+def _nothing(gradients: Gradients) -> Nothing:
+    parameter = next(iter(gradients.parameters.values()))
+    return Nothing(parameter.new_empty(0), parameter.new_empty(0, dtype=gradients.dtype))

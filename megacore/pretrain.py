@@ -55,10 +55,10 @@ from models.decoder import Losses
 from models.stages import layout_of
 from models.tuning import EVERYTHING
 from parallel import kernels
+from parallel.gradients.reduce import Gradients
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.recompute import Activations
-from parallel.zero import sharing
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -86,7 +86,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
         model.compile()
     section = config.optimizer
     wide = section.master_weights and dtype.itemsize < 4
-    gradients = sharing(
+    gradients = Gradients(
         model.parameters,
         model.chunks,
         torch.float32 if wide else dtype,

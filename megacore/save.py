@@ -28,9 +28,9 @@ from megacore.store.shares import FileContents, share_out
 from megacore.store.stream import File, write
 from megacore.store.stream import Tensor as Written
 from megacore.store.strict_json import StoreError
+from parallel.gradients.buckets import Take, all_of_it
 from parallel.layout import Layout
 from parallel.parameters import Parameters, view
-from parallel.sync import Take, all_of_it
 from parallel.transfer import Stored, native, plan
 
 WEIGHTS = STATES[0]

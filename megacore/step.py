@@ -12,10 +12,10 @@ from megacore.optimizer import Optimizer
 from megacore.scaler import UNSCALED, Scaler, Scaling
 from models.decoder import Microbatch
 from parallel.collectives import all_reduce_
+from parallel.gradients.reduce import Gradients
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
-from parallel.sync import Sharing
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TrainStep:
 
     mesh: Mesh
     pipeline: Pipeline
-    gradients: Sharing
+    gradients: Gradients
     optimizer: Optimizer
     scaling: Scaling = UNSCALED
     scaler: Scaler = field(init=False)

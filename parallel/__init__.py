@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # type checkers and editors follow imports, not __getattr__
     from parallel.embedding import VocabParallelEmbedding as VocabParallelEmbedding
+    from parallel.gradients.reduce import Gradients as Gradients
     from parallel.layout import Layout as Layout
     from parallel.layout import MeshShape as MeshShape
     from parallel.linear import ColumnParallelLinear as ColumnParallelLinear
@@ -22,12 +23,10 @@ if TYPE_CHECKING:  # type checkers and editors follow imports, not __getattr__
     from parallel.pipeline.run import Pipeline as Pipeline
     from parallel.schema import Param as Param
     from parallel.schema import Schema as Schema
-    from parallel.sync import Gradients as Gradients
-    from parallel.zero import sharing as sharing
 
 _PUBLIC: Mapping[str, str] = {
     "ColumnParallelLinear": "parallel.linear",
-    "Gradients": "parallel.sync",
+    "Gradients": "parallel.gradients.reduce",
     "LayerNorm": "parallel.norm",
     "Layout": "parallel.layout",
     "Mesh": "parallel.mesh",
@@ -41,7 +40,6 @@ _PUBLIC: Mapping[str, str] = {
     "Schema": "parallel.schema",
     "VocabParallelEmbedding": "parallel.embedding",
     "cross_entropy": "parallel.loss",
-    "sharing": "parallel.zero",
 }
 
 __all__ = list(_PUBLIC)

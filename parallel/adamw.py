@@ -20,6 +20,7 @@ class Step:
 
     Args:
         count: Of updates, this one included: what the correction of the moments' bias goes by.
+        divisor: What gradients are multiples of.
     """
 
     count: int
@@ -27,6 +28,7 @@ class Step:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+    divisor: float = 1.0
 
 
 def update(
@@ -37,13 +39,16 @@ def update(
     Args:
         step: The step.
         values: [n] each, and of one dtype.
-        gradients: Of them, alike.
+        gradients: Of them, alike; they are divided in place.
         means, squares: Moments of them; of one dtype, which may be narrower.
     """
     if not values:
         return
+    divisor = None if step.divisor == 1 else torch.tensor(step.divisor, dtype=torch.float32)
     if means[0].dtype != values[0].dtype:
         count, go = torch.tensor(float(step.count)), torch.tensor(True)
+        if divisor is not None:
+            torch._foreach_div_(gradients, divisor)
         for value, gradient, mean, square in zip(values, gradients, means, squares, strict=True):
             _update(value, gradient, mean, square, count, step.lr, step.betas, step.eps, step.weight_decay, go)
         return
@@ -62,6 +67,7 @@ def update(
         weight_decay=step.weight_decay,
         eps=step.eps,
         maximize=False,
+        grad_scale=divisor,
     )
 
 
@@ -75,11 +81,14 @@ class NarrowAdamW(torch.optim.AdamW):
     """
 
     found_inf: Tensor
+    grad_scale: Tensor | None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One update, where ``found_inf`` (a scalar on the device) is 0; the host is not asked."""
+        """One update by gradients over ``grad_scale``, where ``found_inf`` is 0; the host is not asked for either."""
         go = self.found_inf == 0
+        if self.grad_scale is not None:
+            torch._foreach_div_([p.grad for group in self.param_groups for p in group["params"]], self.grad_scale)
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]

@@ -21,11 +21,15 @@ def channel_kinds(stages: int) -> int:
     return {1: 0, 2: 2}.get(stages, 1)
 
 
-def divide(shape: MeshShape, ranks: Sequence[int], replicas: int) -> list[RankSet]:
-    """The groups of a set of replicas that share with each other: of one stage, and of one of ``replicas`` parts of dp.
+def divide(shape: MeshShape, ranks: Sequence[int], replicas: int | None) -> list[RankSet]:
+    """The groups of a set of replicas that split what they hold: of one stage, and of one of ``replicas`` parts of dp.
 
-    All are alike, so that the first ranks of each, the second ones, ..., hold the same slices.
+    Pipeline stages run microbatches in other orders, so their messages would not meet. All groups are alike, so that
+    the first ranks of each, the second ones, ..., own the same shards. Where nothing is split (None), each rank is a
+    group of its own.
     """
+    if replicas is None:
+        return [(rank,) for rank in sorted(ranks)]
     parts: dict[tuple[int, int], list[int]] = {}
     for rank in sorted(ranks):
         place = shape.place(rank)
@@ -33,13 +37,15 @@ def divide(shape: MeshShape, ranks: Sequence[int], replicas: int) -> list[RankSe
     return [tuple(part) for part in parts.values()]
 
 
-def divided(layout: Layout, replicas: int) -> set[RankSet]:
-    """The sets of :func:`divide` of all replicas of a layout, and those that hold the same slices."""
-    found = set[RankSet]()
-    for ranks in layout.replica_sets():
-        parts = divide(layout.mesh, ranks, replicas)
-        found |= {*parts, *(tuple(sorted(same)) for same in zip(*parts, strict=True))}
-    return found
+def across(groups: Sequence[RankSet]) -> list[RankSet]:
+    """Of groups of :func:`divide` the ranks, one of each, that own the same shard."""
+    return [tuple(sorted(same)) for same in zip(*groups, strict=True)]
+
+
+def divided(layout: Layout, replicas: int | None) -> set[RankSet]:
+    """The sets of :func:`divide` and :func:`across` of all replicas of a layout."""
+    ways = (divide(layout.mesh, ranks, replicas) for ranks in layout.replica_sets())
+    return {group for groups in ways for group in (*groups, *across(groups))}
 
 
 class Rounds:

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from parallel.budgets import OFFLOAD_AHEAD
+
 Back = Callable[[], Tensor]
 """Gives a tensor that was kept."""
 Keep = Callable[[Tensor], Back]
@@ -70,8 +72,6 @@ def key(tensor: Tensor) -> Key:
 
 # Bytes below which moving a tensor takes longer than it is worth.
 _TINY = 1 << 10
-# Bytes that may be on their way in each direction, beside what the computation itself holds.
-AHEAD = 256 << 20
 
 
 class HostMemory:
@@ -86,7 +86,7 @@ class HostMemory:
         ahead: Bytes that may be on their way in each direction.
     """
 
-    def __init__(self, device: torch.device, ahead: int = AHEAD) -> None:
+    def __init__(self, device: torch.device, ahead: int = OFFLOAD_AHEAD) -> None:
         self.device, self.ahead = device, ahead
         self.on: Any = torch.get_device_module(device)
         self.out, self.home = self.on.Stream(), self.on.Stream()

@@ -25,10 +25,11 @@ from models.lora import Lora
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
+from parallel.gradients.buckets import WholeSpan
+from parallel.gradients.reduce import Gradients
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.recompute import Activations
-from parallel.zero import sharing
 
 STEPS, LENGTH, SEQUENCES, LR = 3, 64, 2, 1e-3
 DOCUMENTS = (40, 20, 4, 30, 34)
@@ -150,7 +151,8 @@ def train(run: Run, device: torch.device) -> Found:
             stats = step.backward([microbatch(run, count, device)])
             if not count:
                 scale = number(stats.scale)
-                flat = {span.name: span.gradient.double() / scale for span in step.gradients.spans}
+                parts = [part for part in step.gradients.parts if isinstance(part, WholeSpan)]
+                flat = {part.span.name: part.gradient.double() / scale for part in parts}
                 gradients = flattened(flat)
             # As TrainStep does it, so that what is read in between is what the optimizer is given.
             step.optimizer.step(LR, stats.grad_norm, stats.finite, stats.scale if step.scaling.moves else None)
@@ -177,7 +179,7 @@ def live(run: Run, device: torch.device, folder: Path) -> tuple[Model, TrainStep
     if run.compiled:
         model.compile()
     offload = Offload(folder if run.states == "file" else None, 1 << 20) if run.states else None
-    gradients = sharing(model.parameters, model.chunks, torch.promote_types(run.dtype, torch.float32))
+    gradients = Gradients(model.parameters, model.chunks, torch.promote_types(run.dtype, torch.float32))
     optimizer = Optimizer(gradients, lr=LR, clip=0.5, offload=offload)
     scaling = Scaling(2.0**10) if run.dtype == torch.float16 else UNSCALED
     return model, TrainStep(mesh, Pipeline(mesh, model.chunks, run.dtype), gradients, optimizer, scaling)

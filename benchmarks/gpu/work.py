@@ -23,11 +23,11 @@ from models.config import ModelConfig
 from models.decoder import Losses, Microbatch
 from models.registry import configure
 from models.stages import layout_of
+from parallel.gradients.reduce import Gradients
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
 from parallel.pipeline.run import Pipeline
 from parallel.recompute import Activations
-from parallel.zero import sharing
 
 LR = 3e-4
 BETAS, DECAY = (0.9, 0.95), 0.1
@@ -126,7 +126,7 @@ def live(shape: Shape, device: torch.device, way: Way) -> tuple[Model, TrainStep
         model.use_fp8()
     if way.compiled:
         model.compile()
-    gradients = sharing(model.parameters, model.chunks, torch.float32 if way.masters else torch.bfloat16)
+    gradients = Gradients(model.parameters, model.chunks, torch.float32 if way.masters else torch.bfloat16)
     optimizer = Optimizer(gradients, lr=LR, betas=BETAS, weight_decay=DECAY, master_weights=way.masters)
     return model, TrainStep(mesh, Pipeline(mesh, model.chunks, torch.bfloat16), gradients, optimizer)
 

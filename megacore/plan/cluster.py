@@ -305,7 +305,7 @@ def _rounds(setting: Setting) -> list[list[RankSet]]:
     """The sets that get groups of the device's kind, in the calls that make them: of the mesh, of those that share
     gradients and state, and of those that read together."""
     layout, rounds = setting.layout, Rounds()
-    shared = layout.replica_sets() if setting.shard == "none" else divided(layout, setting.replicas)
+    shared = divided(layout, None if setting.shard == "none" else setting.replicas)
     batches = [*of_mesh(layout.mesh), shared, layout.mesh.all_along("dp", "cp")]
     return [each for sets in batches for each in rounds.new(sets)]
 

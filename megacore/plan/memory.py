@@ -9,6 +9,7 @@ from functools import cache
 from megacore.plan.activations import Activations
 from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import Held, Part, state
+from parallel.budgets import OFFLOAD_AHEAD, REDUCE_SCATTERS
 from parallel.pipeline.schedules import SCHEDULES
 
 TERMS = (
@@ -24,12 +25,6 @@ TERMS = (
 """What the peak is the sum of."""
 _MESSAGES = 3
 """Activations that a stage of a pipeline holds for each neighbour: up to two asked for, one on its way out."""
-
-
-_UNDER_WAY = 2
-"""Sums of split gradients that go on beside the backward (`parallel.zero`)."""
-_AHEAD = 256 << 20
-"""Bytes of offloaded activations on their way (`parallel.saved`)."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +225,7 @@ def _on_device(act: Activations, virtual: int) -> int:
     """What a chunk keeps; where it is offloaded, what is on its way."""
     kept = act.kept(virtual)
     most = max(block.kept for block in act.chunks[virtual])
-    return min(kept, _AHEAD + most) if act.setting.offload_activations else kept
+    return min(kept, OFFLOAD_AHEAD + most) if act.setting.offload_activations else kept
 
 
 def _lazy(held: Sequence[Part], setting: Setting) -> bool:
@@ -244,7 +239,7 @@ def _lazy(held: Sequence[Part], setting: Setting) -> bool:
 
 @dataclass(frozen=True)
 class _Sharing:
-    """What split gradients and parameters need while they are whole (`parallel.zero`): at the head, in a block, at the
+    """What split gradients and parameters need while they are whole (`gradients.zero`): at the head, in a block, at the
     embedding."""
 
     head: int = 0
@@ -263,7 +258,7 @@ class _Sharing:
         everything = sum(part.trained for part in held)
         learning = max(block.learning for block in act.stage(stage))
         bucket = learning if rung == 3 else min(setting.bucket_bytes // widths.gradient, everything)
-        sums = (1 + _UNDER_WAY) * bucket * widths.gradient
+        sums = (1 + REDUCE_SCATTERS) * bucket * widths.gradient
         if rung == 2:
             return cls(head, sums, embedding + sums)
         unit, table = act.chunks[0][0].elements * widths.parameter, act.rows * widths.parameter

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from models.config import ModelConfig
 from models.tuning import EVERYTHING, Tuning
+from parallel.budgets import BUCKET_BYTES
 from parallel.layout import Layout
 
 Shard = Literal["none", "optimizer", "gradients", "parameters"]
@@ -90,7 +91,7 @@ class Setting:
     offload_buffer: int = 512 << 20
     offload_activations: bool = False
     device: Literal["cpu", "cuda"] = "cuda"
-    bucket_bytes: int = 32 << 20
+    bucket_bytes: int = BUCKET_BYTES
     tuning: Tuning = EVERYTHING
 
     @property

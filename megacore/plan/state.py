@@ -154,7 +154,7 @@ def state_of(elements: int, ranks: int, widths: Widths, shard: Shard) -> State:
 
 
 def sharing(part: Part, setting: Setting) -> int:
-    """Over how many ranks the state of a part is split where it is (`parallel.zero.divide`): all that hold copies, less
+    """Over how many ranks the state of a part is split where it is (`zero.divide`): all that hold copies, less
     HSDP's replicas, and less the other end of the pipeline."""
     mesh = setting.layout.mesh
     ends = 2 if "pp" in part.dims else 1

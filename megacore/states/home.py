@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.store.index import MASTER, MOMENTS
-from parallel.sync import Elements, Part
+from parallel.gradients.buckets import Elements, Part
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,13 @@ class Home(Protocol):
     @updates.setter
     def updates(self, count: int) -> None: ...
 
-    def update(self, lr: float, go: Tensor) -> None:
+    def update(self, lr: float, go: Tensor, divisor: Tensor | None) -> None:
         """Update the values of all parts from their gradients, which count no more then.
 
         Args:
             lr: Learning rate.
             go: A bool scalar on the device; where it is false nothing changes.
+            divisor: What the update divides gradients by where it reads them, an fp32 scalar on the device; or None.
         """
         ...
 

@@ -22,7 +22,7 @@ from megacore.states.home import MASTER, MOMENTS, Rule
 from megacore.states.shelves import BUFFERS, FileShelf, HostShelf, Shelf
 from megacore.states.windows import ALIGNED, Segment, Window, cut
 from parallel.adamw import Step, update
-from parallel.sync import Elements, Part
+from parallel.gradients.buckets import Elements, Part
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,11 @@ class Offloaded:
             for part in parts:
                 self.of(part, MASTER)[...] = part.data
 
-    def update(self, lr: float, go: Tensor) -> None:
+    def update(self, lr: float, go: Tensor, divisor: Tensor | None) -> None:
         """See :class:`~megacore.states.home.Home`. The host waits for the device, as it is the one that computes."""
-        if not bool(go):
+        # One number tells both: it is 0 where nothing changes.
+        divided_by = float((go if divisor is None else torch.where(go, divisor, go)).item())
+        if not divided_by:
             return
         self.updates += 1
         flats, current = [_Flat.of(part) for part in self._parts], self._on.current_stream()
@@ -138,7 +140,7 @@ class Offloaded:
         for window in self._windows:
             for coming in self._windows[window.number + ahead :][:1]:
                 self._send(coming, flats)
-            self._update(window, flats, lr)
+            self._update(window, flats, lr, divided_by)
         current.wait_stream(self._up)
         for flat in flats:
             flat.put_back()
@@ -162,7 +164,7 @@ class Offloaded:
                     passage.values[segment.here].copy_(flat.values[segment.there], non_blocking=True)
         passage.arrived.record(self._down)
 
-    def _update(self, window: Window, flats: Sequence[_Flat], lr: float) -> None:
+    def _update(self, window: Window, flats: Sequence[_Flat], lr: float, divisor: float) -> None:
         passage = self._passages[window.number % len(self._passages)]
         passage.arrived.synchronize()
         states = self._shelf.open(window.number)
@@ -172,7 +174,7 @@ class Offloaded:
             decay = self._rule.weight_decay if decays else 0.0
             tensors = (values, passage.gradient, *(states[moment] for moment in MOMENTS))
             update(
-                Step(self.updates, lr, self._rule.betas, self._rule.eps, decay),
+                Step(self.updates, lr, self._rule.betas, self._rule.eps, decay, divisor),
                 *([tensor[where] for where in here] for tensor in tensors),
             )
         with self._on.stream(self._up):
@@ -186,7 +188,7 @@ class Offloaded:
 
 @dataclass(frozen=True)
 class _Kept:
-    """:class:`~parallel.sync.Elements` of a part that are on a shelf."""
+    """:class:`~parallel.gradients.buckets.Elements` of a part that are on a shelf."""
 
     shelf: Shelf
     segments: Sequence[tuple[Window, Segment]]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megacore.states.home import MASTER, Rule
 from parallel import kernels
-from parallel.sync import Part
+from parallel.gradients.buckets import Part
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class Resident:
     def updates(self, count: int) -> None:
         kernels.set_updates(self.adamw, count)
 
-    def update(self, lr: float, go: Tensor) -> None:
+    def update(self, lr: float, go: Tensor, divisor: Tensor | None) -> None:
         for target in self.targets:
             target.tensor.grad = target.part.gradient
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        kernels.step_if(self.adamw, go)
+        kernels.step_if(self.adamw, go, divisor)
         masters = [target for target in self.targets if target.master]
         if masters:
             torch._foreach_copy_([t.part.data for t in masters], [t.tensor for t in masters])

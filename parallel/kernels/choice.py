@@ -265,7 +265,11 @@ def set_updates(optimizer: torch.optim.AdamW, count: int) -> None:
         state["step"].fill_(count)
 
 
-def step_if(optimizer: torch.optim.AdamW, go: Tensor) -> None:
-    """Take the optimizer's step where ``go`` (a bool scalar on its device) is true; the host is not asked."""
+def step_if(optimizer: torch.optim.AdamW, go: Tensor, divisor: Tensor | None = None) -> None:
+    """Take the optimizer's step where ``go`` (a bool scalar on its device) is true; the host is not asked.
+
+    The update divides gradients by ``divisor`` (an fp32 scalar; None for 1) where it reads them, and leaves them so.
+    """
     optimizer.found_inf = (~go).to(torch.float32)  # type: ignore[attr-defined]
+    optimizer.grad_scale = divisor  # type: ignore[attr-defined]
     optimizer.step()

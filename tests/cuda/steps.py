@@ -40,8 +40,8 @@ from parallel.labels import IGNORE
 from parallel.mesh import Mesh
 
 READS: Mapping[str, Any] = {
-    # The CPU is to update: it must know whether to, and have the gradients.
-    "megacore/states/offload.py:Offloaded.update": True,
+    # The CPU is to update: it must know whether to and what to divide by, and have the gradients.
+    "megacore/states/offload.py:Offloaded.update": 1.0,
 }
 """{where a step may ask the device for a number: the answer}."""
 DOWNLOADS = frozenset({"megacore/states/offload.py:Offloaded._send", "parallel/saved.py:HostMemory.send"})

@@ -31,11 +31,11 @@ from megacore.states.offload import Offload, Offloaded
 from megacore.states.shelves import BUFFERS, FileShelf
 from megacore.states.windows import ALIGNED, cut
 from models.registry import configure
+from parallel.gradients.reduce import Gradients, Shard
 from parallel.layout import Layout, MeshShape
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
 from parallel.schema import Param, Schema
-from parallel.zero import Shard, ShardedGradients, sharing
 
 # -- windows
 
@@ -83,16 +83,15 @@ def states_after(
     parameters = Parameters(Layout(SCHEMA, mesh, (1,)), live, dtype)
     parameters.initialise(0)
     wide = torch.float32 if masters and dtype.itemsize < 4 else dtype
-    gradients = sharing(parameters, [nn.ParameterList(parameters.values())], wide, shard, 1, 400, parameters_too)
+    gradients = Gradients(parameters, [nn.ParameterList(parameters.values())], wide, shard, 1, 400, parameters_too)
     optimizer = Optimizer(gradients, lr=0.1, master_weights=masters, moments=moments, offload=offload)
     for step in range(4):
         gradients.begin(1)
         for name, parameter in parameters.items():
             numbers = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
-            if isinstance(gradients, ShardedGradients):  # no module is called, whose hooks would do so
-                for held in gradients._held[name]:
-                    held.bucket.gather()
-                    held.bucket.wait()
+            for values in gradients._values_of(name):  # no module is called, whose hooks would do so
+                values.gather()
+                values.wait()
             (parameter.float().square() * (numbers + live.rank + step).sin()).sum().backward()
         gradients.finish()
         optimizer.step(0.1 / (step + 1), gradients.norm(), torch.tensor(step != 2))
@@ -213,7 +212,7 @@ def highest(folder: Path | None, buffer: int) -> int:
     schema = Schema((Param("table", "vocab embed", std=1.0),), {"layer": 1, "vocab": 1 << 13, "embed": 1 << 9})
     mesh = Mesh.create(MeshShape())
     parameters = Parameters(Layout(schema, mesh.shape, (1,)), mesh, torch.bfloat16)
-    gradients = sharing(parameters, [nn.ParameterList(parameters.values())], torch.float32, "optimizer")
+    gradients = Gradients(parameters, [nn.ParameterList(parameters.values())], torch.float32, "optimizer")
     forget()
     before = resident()
     offload = Offload(folder, buffer) if folder else None

@@ -9,11 +9,12 @@ from resident_home import resident
 from torch import nn
 
 from megacore.optimizer import Optimizer
+from parallel.gradients.buckets import WholeSpan
+from parallel.gradients.reduce import Gradients
 from parallel.layout import Layout, MeshShape
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
 from parallel.schema import Param, Schema
-from parallel.sync import Gradients, Span
 
 # With 2 kv heads on 4 ranks the pieces have other replicas each; beside each other in dim 1, they lie in gaps.
 SIZES = {"layer": 1, "embed": 6, "heads": 8, "kv": 2, "head": 3}
@@ -70,8 +71,9 @@ def round_trip(kind: str, masters: bool) -> tuple[dict[str, list[str]], int, boo
         good &= torch.equal(parameter, (numbered(parameters, name) / 3).to(parameter.dtype))
     copies = [target for target in resident(optimizer).targets if target.master and not target.wider]
     for target in resident(optimizer).targets:
-        assert isinstance(target.part, Span)
-        want = target.part.of(numbered(parameters, target.part.name) / 3)
+        assert isinstance(target.part, WholeSpan)
+        span = target.part.span
+        want = span.of(numbered(parameters, span.name) / 3)
         good &= torch.equal(target.tensor, want.to(target.tensor.dtype))
     return {state: sorted(dtypes) for state, dtypes in states.items()}, len(copies), good
 

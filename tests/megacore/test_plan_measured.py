@@ -27,11 +27,12 @@ from models.lora import Lora
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
+from parallel.budgets import BUCKET_BYTES
+from parallel.gradients.reduce import Gradients
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.recompute import Activations
-from parallel.zero import sharing
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LLAMA: dict[str, Any] = {
@@ -70,7 +71,7 @@ class Case:
     replicas: int = 1
     recompute: Recompute = "none"
     loss_chunk: int | None = None
-    bucket_bytes: int = 32 << 20
+    bucket_bytes: int = BUCKET_BYTES
     tuning: Tuning = EVERYTHING
 
     @property
@@ -116,7 +117,7 @@ class Run:
             tuning=case.tuning,
         )
         self.model.parameters.initialise(0)
-        self.gradients = sharing(
+        self.gradients = Gradients(
             self.model.parameters, self.model.chunks, wide, case.shard, case.replicas, case.bucket_bytes
         )
         self.optimizer = Optimizer(self.gradients, lr=1e-3, master_weights=case.masters)
@@ -135,13 +136,12 @@ class Run:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Of each part of the state, whatever memory it lies in."""
-        buckets: list[Any] = list(getattr(self.gradients, "buckets", []))
-        shared = [flat for flat in (*buckets, *getattr(self.gradients, "frozen", [])) if hasattr(flat, "own")]
-        parameters = [p.data for p in self.model.parameters.values()] + [flat.own for flat in shared]
+        split = (*self.gradients.values.values(), *self.gradients.frozen)
+        parameters = [p.data for p in self.model.parameters.values()] + [values.own for values in split]
         lazy = [p.grad for p in self.model.parameters.values() if p.grad is not None]
         return {
             "parameters": parameters,
-            "gradients": lazy + [b.gradient if hasattr(b, "own") else b.flat for b in buckets],
+            "gradients": lazy + [bucket.gradient for bucket in self.gradients.buckets],
             "masters": [t.tensor for t in resident(self.optimizer).targets if t.master],
             "moments": [state[m] for state in resident(self.optimizer).adamw.state.values() for m in MOMENTS],
         }
@@ -293,7 +293,7 @@ def test_nccl_has_a_communicator_for_each_group_of_a_rank(case: Case) -> None:
         dist.init_process_group("fake", rank=rank, world_size=case.mesh.world, store=FakeStore())
         mesh = Mesh.create(case.mesh)
         model = Model.create(config, layout_of(config, case.mesh), mesh, torch.float32)
-        sharing(model.parameters, model.chunks, torch.float32, case.shard, case.replicas)
+        Gradients(model.parameters, model.chunks, torch.float32, case.shard, case.replicas)
         found.append(len(mesh._groups) + len(mesh._channels))
         dist.destroy_process_group()
     assert max(found) == groups(case.setting)

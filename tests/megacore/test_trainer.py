@@ -20,6 +20,7 @@ from megacore.step import Stats, TrainStep
 from megacore.trainer import Interrupt, NonFinite, Trouble
 from models import assemble
 from models.decoder import Microbatch
+from parallel.gradients.buckets import WholeSpan
 from parallel.recompute import PLAIN, Activations, Runner
 
 TOLERANCE = 1e-9
@@ -349,7 +350,7 @@ def test_norms_and_biases_do_not_decay(recipe: str) -> None:
         for group in resident(made.step.optimizer).adamw.param_groups
         for tensor in group["params"]
     }
-    names = {id(span): span.name for span in made.step.gradients.spans}
+    names = {id(part): part.span.name for part in made.step.gradients.parts if isinstance(part, WholeSpan)}
     found = {names[id(t.part)]: decays.pop(id(t.tensor)) for t in resident(made.step.optimizer).targets}
     assert not decays
     assert len(found) == len(made.model.parameters)
@@ -361,8 +362,8 @@ def test_norms_and_biases_do_not_decay(recipe: str) -> None:
 def test_decay_shrinks_what_has_no_gradient(recipe: str) -> None:
     made = trainer(recipe, ["optimizer.weight_decay=0.5"])
     start = weights(made)
-    for span in made.step.gradients.spans:
-        span.gradient.zero_()
+    for part in made.step.gradients.parts:
+        part.gradient.zero_()
     made.step.optimizer.step(0.1, torch.tensor(0.0, dtype=torch.float64))
     for name, value in weights(made).items():
         np.testing.assert_allclose(value, start[name] * (1.0 if "norm" in name else 1 - 0.1 * 0.5), rtol=1e-12)
@@ -370,7 +371,7 @@ def test_decay_shrinks_what_has_no_gradient(recipe: str) -> None:
 
 def test_clipping_bounds_the_norm_that_the_optimizer_sees(recipe: str) -> None:
     def gradient_norms(clip: str) -> tuple[float, float]:
-        """(as logged, as AdamW gets it)."""
+        """(as logged, as AdamW has used it)."""
         made = trainer(recipe, [f"optimizer.clip={clip}"])
         adamw, seen = resident(made.step.optimizer).adamw, list[torch.Tensor]()
 
@@ -378,7 +379,7 @@ def test_clipping_bounds_the_norm_that_the_optimizer_sees(recipe: str) -> None:
             gradients = [p.grad for group in adamw.param_groups for p in group["params"]]
             seen.append(torch.stack([gradient.norm() for gradient in gradients]).norm())
 
-        adamw.register_step_pre_hook(spy)
+        adamw.register_step_post_hook(spy)
         stats = made.step(made._microbatches(made.batches.microbatches(0), 1), 1e-2)
         return stats.grad_norm.item(), seen[0].item()
 
@@ -425,7 +426,7 @@ def test_bf16_trains_like_fp32(recipe: str, tmp_path: Path) -> None:
 
 def test_masters_are_fp32_and_the_weights_their_rounding(recipe: str) -> None:
     made = trainer(recipe, ["train.precision=bf16", "train.steps=3"])
-    assert {span.gradient.dtype for span in made.step.gradients.spans} == {torch.float32}
+    assert {part.gradient.dtype for part in made.step.gradients.parts} == {torch.float32}
     made.run()
     for target in resident(made.step.optimizer).targets:
         assert target.tensor.dtype == torch.float32 and target.part.data.dtype == torch.bfloat16

@@ -97,3 +97,19 @@ def test_what_betas_bf16_can_follow(beta: float, stands_still: bool) -> None:
         go(optimizer, parameter, torch.zeros(1))
     assert (moment.item() == 1.0) is stands_still
     assert stands_still or math.isclose(moment.item(), beta**5, rel_tol=0.03)
+
+
+@pytest.mark.parametrize("moments", [None, torch.bfloat16], ids=["fused", "narrow"])
+def test_gradients_are_divided_in_the_update(moments: torch.dtype | None) -> None:
+    """On the device, and where the CPU updates what is offloaded: bit for bit as if they had been divided before."""
+    divisor = 1 + 2 / 3
+    before, ours, host = (torch.linspace(-1, 1, 200).view(5, 40) for _ in range(3))
+    plain, optimizer = made(before, moments), made(ours, moments)
+    state = [torch.zeros(200, dtype=moments or torch.float32) for _ in range(2)]
+    for count, gradient in enumerate(gradients(3), start=1):
+        go(plain, before, gradient / torch.tensor(divisor))
+        ours.grad = gradient.clone()
+        kernels.step_if(optimizer, torch.tensor(True), torch.tensor(divisor))
+        step = adamw.Step(count, LR, BETAS, EPS, DECAY, torch.tensor(divisor).item())
+        adamw.update(step, [host.view(-1)], [gradient.reshape(-1)], *([each] for each in state))
+        assert torch.equal(ours, before) and torch.equal(host, before)

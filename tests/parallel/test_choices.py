@@ -10,6 +10,7 @@ import torch
 
 from models.blocks import Mlp
 from models.rope_config import DefaultRope, to_hugging_face
+from parallel.gradients.reduce import Gradients
 from parallel.layout import Layout, MeshShape
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.mesh import Mesh
@@ -18,7 +19,6 @@ from parallel.pipeline.run import Pipeline
 from parallel.pipeline.schedules import in_flight_bound
 from parallel.recompute import Activations
 from parallel.schema import Param, Schema
-from parallel.zero import sharing
 
 # They are wrong on purpose, whatever the annotations say.
 Wrong = Any
@@ -47,7 +47,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: Activations(wrong), "recompute 'Sequence' (choose from none, selective, full)"),
     (lambda: Activations(recompute=True), "recompute True (choose from none, selective, full)"),  # type: ignore[arg-type]
     (
-        lambda: sharing(parameters(), [], torch.float32, "optimiser"),  # type: ignore[arg-type]
+        lambda: Gradients(parameters(), [], torch.float32, "optimiser"),  # type: ignore[arg-type]
         "shard 'optimiser': did you mean 'optimizer'? (choose from none, optimizer, gradients, parameters)",
     ),
     (

@@ -23,11 +23,11 @@ from models.assemble import Model
 from models.decoder import Microbatch
 from models.registry import configure
 from models.stages import layout_of
+from parallel.gradients.reduce import Gradients, Shard
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.rank_sets import divided, in_rounds
-from parallel.zero import Shard, sharing
 
 
 class NCCL:
@@ -62,7 +62,7 @@ def connected_in_a_step(shape: MeshShape, shard: Shard, replicas: int) -> tuple[
         config = configure({"preset": "llama-tiny", "num_hidden_layers": 2, "tie_word_embeddings": True})
         model = Model.create(config, layout_of(config, shape, 1), mesh, torch.float32)
         model.parameters.initialise(0)
-        gradients = sharing(model.parameters, model.chunks, torch.float32, shard, replicas)
+        gradients = Gradients(model.parameters, model.chunks, torch.float32, shard, replicas)
         step = TrainStep(mesh, Pipeline(mesh, model.chunks, torch.float32), gradients, Optimizer(gradients, lr=0.1))
         before = len(connected)
         tokens = torch.arange(16)

@@ -23,14 +23,13 @@ from models.decoder import Losses, Microbatch
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
+from parallel.gradients.reduce import Gradients, Shard
 from parallel.labels import IGNORE, with_labels
 from parallel.layout import Layout, MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.recompute import Activations
-from parallel.sync import Sharing
 from parallel.transfer import execute, native, plan
-from parallel.zero import Shard, sharing
 
 TOLERANCE = 1e-9
 """Relative, in float64."""
@@ -183,7 +182,7 @@ def measure(case: Case, run: Run) -> Measured:
     model = Model.create(case.config, layout, mesh, torch.float64, objective, run.activations, tuning=case.tuning)
     model.parameters.initialise(seed=1)
     # Small buckets, so that there are several.
-    gradients = sharing(
+    gradients = Gradients(
         model.parameters, model.chunks, torch.float64, run.shard, run.replicas, 20_000, run.offload_parameters
     )
     optimizer = Optimizer(gradients, lr=1e-2, clip=0.5, offload=run.offload)
@@ -202,7 +201,7 @@ def measure(case: Case, run: Run) -> Measured:
 
 
 @torch.no_grad()
-def snapshot(gradients: Sharing) -> dict[str, np.ndarray]:
+def snapshot(gradients: Gradients) -> dict[str, np.ndarray]:
     whole = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in gradients.parameters.items()}
     for name, tensor in whole.items():
         gradients.read_weight(name, tensor)
@@ -210,7 +209,7 @@ def snapshot(gradients: Sharing) -> dict[str, np.ndarray]:
 
 
 @torch.no_grad()
-def gradient_arrays(gradients: Sharing) -> dict[str, np.ndarray]:
+def gradient_arrays(gradients: Gradients) -> dict[str, np.ndarray]:
     whole = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in gradients.parameters.items()}
     for name in dict.fromkeys(span.name for span in gradients.spans):
         gradients.read(name, lambda part: part.gradient, whole[name])

@@ -24,12 +24,12 @@ from megacore.states.offload import Offload
 from megacore.step import TrainStep
 from models.assemble import Model
 from models.stages import layout_of
+from parallel.gradients.reduce import Gradients, Shard
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.rank_sets import divide
 from parallel.recompute import Activations
-from parallel.zero import Shard, ShardedGradients, sharing
 
 RUNGS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
 BY_NAME = {case.name: case for case in CASES}
@@ -132,7 +132,7 @@ def compiled(shard: Shard) -> tuple[list[float], list[float]]:
         model.parameters.initialise(0)
         if compiles:
             model.compile()
-        gradients = sharing(model.parameters, model.chunks, torch.float64, shard)
+        gradients = Gradients(model.parameters, model.chunks, torch.float64, shard)
         step = TrainStep(mesh, Pipeline(mesh, model.chunks, torch.float64), gradients, Optimizer(gradients, lr=0.1))
         found.append([step(microbatches(case, Run(mesh.shape), i, mesh), 0.1).loss.item() for i in range(2)])
     return found[0], found[1]
@@ -168,15 +168,16 @@ def held(mesh: MeshShape, shard: Shard, replicas: int) -> tuple[dict[str, int], 
     model = Model.create(case.config, layout_of(case.config, mesh), live, torch.bfloat16)
     model.parameters.initialise(0)
     sizes = sum(p.numel() for p in model.parameters.values())
-    gradients = sharing(model.parameters, model.chunks, torch.float32, shard, replicas)
+    gradients = Gradients(model.parameters, model.chunks, torch.float32, shard, replicas)
     optimizer = Optimizer(gradients, lr=1e-3)
     step = TrainStep(live, Pipeline(live, model.chunks, torch.bfloat16), gradients, optimizer)
     for number in range(2):
         step(microbatches(case, Run(mesh), number, live), 1e-3)
     gc.collect()
     parameters = [p.detach() for p in model.parameters.values()]
-    if isinstance(gradients, ShardedGradients):
-        gradients.wait()
+    if gradients.values:
+        for flat in gradients.values.values():
+            flat.wait()
         parameters += [run.data for run in gradients.parts]
     home = resident(optimizer)
     return {
@@ -212,12 +213,11 @@ def seen_memory(shard: Shard) -> tuple[list[int], list[int]]:
     case = BY_NAME[UNTIED].with_layers(6)
     model = Model.create(case.config, layout_of(case.config, mesh.shape), mesh, torch.float64)
     model.parameters.initialise(0)
-    gradients = sharing(model.parameters, model.chunks, torch.float64, shard)
-    assert isinstance(gradients, ShardedGradients)
+    gradients = Gradients(model.parameters, model.chunks, torch.float64, shard)
     seen = list[int]()
 
     def there() -> int:
-        return sum(bucket.values.untyped_storage().size() > 0 for bucket in gradients.buckets)
+        return sum(flat.values.untyped_storage().size() > 0 for flat in gradients.values.values())
 
     for block in model.chunks[0].layers.values():
         block.register_forward_hook(lambda *_: seen.append(there()))
@@ -248,14 +248,13 @@ def from_hollow() -> tuple[int, int, dict[str, np.ndarray], dict[str, np.ndarray
     layout = layout_of(case.config, mesh.shape)
     model = Model.create(case.config, layout, mesh, torch.float64, hollow=True)
     before = nbytes(model.parameters.values())
-    gradients = sharing(model.parameters, model.chunks, torch.float64, "parameters")
-    assert isinstance(gradients, ShardedGradients)
+    gradients = Gradients(model.parameters, model.chunks, torch.float64, "parameters")
     optimizer, drawn = Optimizer(gradients, lr=0.1), dict[str, np.ndarray]()
     for name in model.parameters:
         values = model.parameters.drawn(name, 7)
         drawn[name] = values.numpy()
         optimizer.load_weight(name, values)
-    after = nbytes([*model.parameters.values(), *(bucket.values for bucket in gradients.buckets)])
+    after = nbytes([*model.parameters.values(), *(flat.values for flat in gradients.values.values())])
     return before, after, drawn, snapshot(gradients)
 
 
@@ -286,9 +285,8 @@ def norms_are_shared() -> list[str]:
     mesh = Mesh.create(MeshShape(tp=2))
     case = BY_NAME[UNTIED].with_layers(3)
     model = Model.create(case.config, layout_of(case.config, mesh.shape), mesh, torch.float64)
-    gradients = sharing(model.parameters, model.chunks, torch.float64, "optimizer")
-    assert isinstance(gradients, ShardedGradients)
-    return sorted({held.span.name for bucket in gradients.buckets if bucket.group.size > 1 for held in bucket.held})
+    gradients = Gradients(model.parameters, model.chunks, torch.float64, "optimizer")
+    return sorted({place.span.name for b in gradients.buckets if b.group.size > 1 for place in b.flat.places})
 
 
 def test_tensor_parallel_ranks_share_out_what_they_all_hold(pool: Pool) -> None:
@@ -301,7 +299,7 @@ def read_twice(shard: Shard) -> tuple[dict[str, np.ndarray], dict[str, np.ndarra
     mesh = Mesh.create(MeshShape(dp=2, tp=4))
     case = BY_NAME[TIED].with_layers(3)
     model = Model.create(case.config, layout_of(case.config, mesh.shape), mesh, torch.float64)
-    gradients = sharing(model.parameters, model.chunks, torch.float64, shard)
+    gradients = Gradients(model.parameters, model.chunks, torch.float64, shard)
     optimizer = Optimizer(gradients, lr=0.1)
     filled = {}
     for name, parameter in model.parameters.items():

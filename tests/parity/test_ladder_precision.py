@@ -19,10 +19,10 @@ from megacore.scaler import UNSCALED, Scaling
 from megacore.step import Stats, TrainStep
 from models.assemble import Model
 from models.stages import layout_of
+from parallel.gradients.reduce import Gradients, Shard
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
-from parallel.zero import Shard, sharing
 
 RUNGS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
@@ -41,7 +41,7 @@ def train_step(case: Case, run: Run, precision: str) -> tuple[Model, TrainStep]:
         model.use_fp8()
     model.parameters.initialise(seed=1)
     # Small buckets, so that there are several.
-    gradients = sharing(model.parameters, model.chunks, torch.float32, run.shard, run.replicas, bucket_bytes=20_000)
+    gradients = Gradients(model.parameters, model.chunks, torch.float32, run.shard, run.replicas, bucket_bytes=20_000)
     optimizer = Optimizer(gradients, lr=LR, clip=CLIP)
     pipeline = Pipeline(mesh, model.chunks, dtype, run.schedule)
     scaling = Scaling(SCALE) if precision == "fp16" else UNSCALED

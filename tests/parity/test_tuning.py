@@ -20,13 +20,13 @@ from models.lora import Lora
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import Tuning
+from parallel.gradients.reduce import Gradients
 from parallel.layout import MeshShape
 from parallel.linear import ColumnParallelLinear
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
 from parallel.pipeline.run import Pipeline
 from parallel.recompute import Activations
-from parallel.zero import ShardedGradients, sharing
 
 TIED = {"tie_word_embeddings": True, "intermediate_size": 27}  # padded
 
@@ -195,8 +195,7 @@ def seen_memory() -> tuple[list[int], list[int], list[int]]:
     mesh, case = Mesh.create(MeshShape(dp=2)), ALL.with_layers(6)
     layout = layout_of(case.config, mesh.shape, tuning=case.tuning)
     model = Model.create(case.config, layout, mesh, torch.float64, hollow=True, tuning=case.tuning)
-    gradients = sharing(model.parameters, model.chunks, torch.float64, "parameters")
-    assert isinstance(gradients, ShardedGradients)
+    gradients = Gradients(model.parameters, model.chunks, torch.float64, "parameters")
     optimizer, seen = Optimizer(gradients, lr=0.1), list[int]()
     for name in model.parameters:
         optimizer.load_weight(name, model.parameters.drawn(name, 7))

@@ -1,0 +1,10 @@
+"""How much memory may be taken by what goes on beside the computation. The plan counts with these; no torch."""
+
+BUCKET_BYTES = 32 << 20
+"""Largest bucket of gradients of more than one parameter: its message takes much longer than the latency of one."""
+
+REDUCE_SCATTERS = 2
+"""Reduce-scatters under way at once; each of them holds a bucket."""
+
+OFFLOAD_AHEAD = 256 << 20
+"""Bytes of offloaded activations on their way in each direction, beside what the computation itself holds."""

@@ -1,0 +1,373 @@
+"""What a rank updates, and the flat buckets in which gradients are accumulated and summed.
+
+span     a parameter, or those of its pieces that have the same replicas: the unit of ownership
+flat     spans one after the other in flat memory, of which each of a group's n ranks owns a shard of 1/n
+bucket   the gradients of a flat: the partial sums of this rank, and the sum of its shard over all replicas
+part     what this rank updates: a span, or a stretch of its shard
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from parallel.collectives import Pending, start_reduce_scatter_
+from parallel.layout import MeshShape
+from parallel.mesh import Group
+from parallel.parameters import Parameters, view
+from parallel.pattern import Piece
+
+
+class Part(Protocol):
+    """Elements that this rank updates: they have one gradient, and one optimizer state."""
+
+    @property
+    def data(self) -> Tensor:
+        """Their values, in the memory of the parameters."""
+        ...
+
+    @property
+    def gradient(self) -> Tensor:
+        """Their gradient, in the shape of the values, once it is summed."""
+        ...
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies to them."""
+        ...
+
+
+class Elements(Protocol):
+    """What somebody has for the elements of a part: a tensor, or what is brought when it is asked for.
+
+    ``[...]`` is all of it in the shape of the part's values; flat parts also give and take slices.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def __getitem__(self, where: slice | EllipsisType, /) -> Tensor: ...
+
+    def __setitem__(self, where: slice | EllipsisType, values: Tensor, /) -> None: ...
+
+
+Take = Callable[[Tensor], Tensor]
+"""What somebody wants of a tensor of a parameter's shape."""
+
+
+def all_of_it(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Span:
+    """The unit of ownership: the part of a parameter that has one set of replicas, the whole of it if it can be.
+
+    Args:
+        name: The parameter's name.
+        parameter: The live tensor.
+        piece: The view of the span, None for the whole parameter.
+        replicas: Ranks that hold the same elements.
+        decays: Whether weight decay applies.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    piece: Piece | None
+    replicas: tuple[int, ...]
+    decays: bool
+
+    @property
+    def numel(self) -> int:
+        return self.piece.numel if self.piece else self.parameter.numel()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.piece.shape if self.piece else tuple(self.parameter.shape)
+
+    @property
+    def data(self) -> Tensor:
+        """The span's part of the parameter, sharing its memory."""
+        return view(self.parameter, self.piece) if self.piece else self.parameter.detach()
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The span's part of a tensor that is stored like the parameter."""
+        return view(tensor.contiguous(), self.piece) if self.piece else tensor.detach()
+
+
+@dataclass(frozen=True, eq=False)
+class WholeSpan:
+    """The :class:`Part` that is a span, in the parameter's own memory.
+
+    Args:
+        span: What is updated.
+        summed: Its gradient in a bucket; None where it stays where autograd puts it.
+    """
+
+    span: Span
+    summed: Tensor | None = None
+
+    @property
+    def data(self) -> Tensor:
+        return self.span.data
+
+    @property
+    def gradient(self) -> Tensor:
+        """The summed gradient; zeros where nothing flowed."""
+        if self.summed is not None:
+            return self.summed
+        parameter = self.span.parameter
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return self.span.of(parameter.grad)
+
+    @property
+    def decays(self) -> bool:
+        return self.span.decays
+
+    @property
+    def parts(self) -> Sequence[Part]:
+        return [self]
+
+    def collect(self, of: Callable[[Part], Elements]) -> Tensor:
+        """What there is for the span's elements, in its shape."""
+        return of(self)[...]
+
+    def spread(self, of: Callable[[Part], Elements], values: Tensor) -> None:
+        """The other way round: fill it from a tensor of the span's shape."""
+        of(self)[...] = values
+
+
+# -- flat memory
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A span, and where it begins in flat memory."""
+
+    span: Span
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.span.numel
+
+    def of(self, flat: Tensor) -> Tensor:
+        """flat: [numel] -> the span's elements, in its shape."""
+        return flat[self.start : self.stop].view(self.span.shape)
+
+
+class Flat:
+    """Spans one after the other in ``numel`` elements, of which each rank of a group owns ``numel / group.size``.
+
+    It owns no memory: gradients and values are laid out alike by it.
+
+    Args:
+        spans: What lies in it.
+        group: The ranks that own a shard each.
+        aligned: Spans and shards begin at multiples of so many elements.
+    """
+
+    def __init__(self, spans: Iterable[Span], group: Group, aligned: int = 1) -> None:
+        self.group, self.places, self.used = group, list[Place](), 0
+        for span in spans:
+            self.places.append(Place(span, self.used))
+            self.used = -(-self.places[-1].stop // aligned) * aligned
+        whole = aligned * group.size
+        self.numel = -(-self.used // whole) * whole
+
+    @property
+    def parameters(self) -> set[Tensor]:
+        return {place.span.parameter for place in self.places}
+
+    def bounds(self, index: int) -> tuple[int, int]:
+        """[start, stop) of the shard of a rank of the group."""
+        size = self.numel // self.group.size
+        return index * size, (index + 1) * size
+
+    def shard(self, flat: Tensor) -> Tensor:
+        """flat: [numel] -> [numel / group.size], this rank's shard."""
+        return flat.chunk(self.group.size)[self.group.index]
+
+
+class Bucket:
+    """The gradients of a flat, which are summed in one message.
+
+    It owns ``full``: [numel], the partial sums of this rank, and ``gradient``: [numel / group.size], the sum of its
+    shard. A round ends with the reduce-scatter of ``full`` over the group. Where the bucket ``keeps``, a step has one
+    round, and ``gradient`` is the shard of ``full``. Elsewhere each microbatch has a round for each chunk that uses the
+    parameters; ``full`` is there from the first gradient of a round to its end, and ``gradient`` sums the rounds. When
+    all are summed, it is all-reduced over ``across``.
+
+    Args:
+        flat: What lies where.
+        across: The ranks that own the same shard.
+        uses: {parameter: how many chunks of this rank use it}; all alike where the bucket does not keep.
+        dtype: Of the gradients.
+        keeps: Whether they stay from microbatch to microbatch.
+        late: Whether the all-reduce waits for the end of the step: the other end of the pipeline has its gradients when
+            what this one sends last has gone all the way. A sum that waited for it meanwhile would hold the device, for
+            which the host may wait.
+    """
+
+    def __init__(
+        self,
+        flat: Flat,
+        across: Group,
+        uses: Mapping[nn.Parameter, int],
+        dtype: torch.dtype,
+        keeps: bool,
+        late: bool,
+    ) -> None:
+        self.flat, self.group, self.across, self.keeps, self.late = flat, flat.group, across, keeps, late
+        self._dtype, self._device = dtype, flat.places[0].span.parameter.device
+        self._uses = [uses[place.span.parameter] for place in flat.places]
+        self.full = self._zeros(flat.numel) if keeps else None
+        self.gradient = self._zeros(flat.numel // self.group.size) if self.full is None else flat.shard(self.full)
+        self.begin(0)
+
+    def begin(self, microbatches: int) -> None:
+        """Start a step of so many microbatches."""
+        self.rounds = min(microbatches, 1) if self.keeps else self._uses[0] * microbatches
+        self.ended = self.summed = 0
+        self._in_a_round = [uses * microbatches if self.keeps else 1 for uses in self._uses]
+        self._came, self._filled = [0] * len(self._uses), set[int]()
+        self._waiting = len(self._uses)
+
+    def add(self, number: int, gradient: Tensor | None) -> None:
+        """Add a gradient of the parameter at ``flat.places[number]``, in its shape; None stands for one that does not
+        come.
+
+        Raises:
+            RuntimeError: the step has had all of its gradients.
+        """
+        place = self.flat.places[number]
+        if self.ended == self.rounds:
+            raise RuntimeError(
+                f"a gradient of {place.span.name} came after those of all microbatches of the step: "
+                "begin() is told how many there are"
+            )
+        if gradient is not None:
+            if self.full is None:
+                self.full = torch.empty(self.flat.numel, dtype=self._dtype, device=self._device)
+            if number in self._filled:
+                place.of(self.full).add_(place.span.of(gradient))
+            else:
+                place.of(self.full).copy_(place.span.of(gradient))
+            self._filled.add(number)
+        self._came[number] += 1
+        self._waiting -= self._came[number] == (self.ended + 1) * self._in_a_round[number]
+
+    def defer(self, number: int) -> None:
+        """One gradient more is to come of the parameter at ``flat.places[number]``."""
+        self._came[number] -= 1
+
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients of the round have come."""
+        return not self._waiting
+
+    def end_round(self) -> Pending:
+        """Start the reduce-scatter of the round; gradients that have not come are zero."""
+        full = self._zeros(self.flat.numel) if self.full is None else self.full
+        stop = 0
+        for number in sorted(self._filled):
+            place = self.flat.places[number]
+            if stop < place.start:
+                full[stop : place.start].zero_()
+            stop = place.stop
+        if stop < len(full):
+            full[stop:].zero_()
+        self.ended += 1
+        self._filled = set()
+        # Gradients of the next round may have come before the last one of this.
+        ends = [(self.ended + 1) * count for count in self._in_a_round]
+        self._waiting = sum(came < end for came, end in zip(self._came, ends, strict=True))
+        if not self.keeps:
+            self.full = None
+        return start_reduce_scatter_(full, self.group)
+
+    def take(self, pending: Pending) -> None:
+        """Wait for a reduce-scatter, and add what it gives to the gradient."""
+        found = pending.wait()
+        if not self.keeps:
+            _ = self.gradient.add_(found) if self.summed else self.gradient.copy_(found)
+        self.summed += 1
+
+    def _zeros(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=self._dtype, device=self._device)
+
+
+# -- which spans there are, and which of them share a bucket
+
+
+def spans_of(parameters: Parameters, trained: bool) -> list[Span]:
+    """The spans of all parameters that are trained, or of all others, in the order of the parameters."""
+    return [span for name, p in parameters.items() if p.requires_grad == trained for span in _spans(parameters, name)]
+
+
+def _spans(parameters: Parameters, name: str) -> list[Span]:
+    """One span, or one for each piece where their replicas differ (kv heads shared by ranks)."""
+    shard = parameters.shards[name]
+    parameter, decays = parameters[name], shard.param.decays
+    replicas = {piece.label: parameters.layout.replicas(shard, piece.label) for piece in shard.pieces}
+    if len(set(replicas.values())) == 1:
+        return [Span(name, parameter, None, next(iter(replicas.values())), decays)]
+    return [Span(name, parameter, p, replicas[p.label], decays) for p in shard.pieces]
+
+
+def crosses_stages(shape: MeshShape, ranks: Iterable[int]) -> bool:
+    """Whether some ranks belong to several stages of a pipeline: the ends, which hold a tied table each."""
+    return len({shape.place(rank).pp for rank in ranks}) > 1
+
+
+def fill(
+    parameters: Parameters, spans: Iterable[Span], key: Callable[[Span], Hashable], most: float
+) -> list[list[Span]]:
+    """The spans of each bucket: those with the same key, at most so many elements of more than one.
+
+    Buckets are in the order in which the backward completes them; those that cross stages come last.
+    """
+
+    def depth(span: Span) -> float:
+        """How deep in the model the parameter is used for the first time."""
+        shard = parameters.shards[span.name]
+        if "layer" in shard.box:
+            return shard.box["layer"][0]
+        return float("inf") if shard.param.at == "last" else -1
+
+    order = sorted(spans, key=depth, reverse=True)
+    filling, full = dict[Hashable, list[Span]](), list[list[Span]]()
+    for span in order:
+        filled = filling.setdefault(key(span), [])
+        if filled and sum(s.numel for s in filled) + span.numel > most:
+            full.append(filling.pop(key(span)))
+            filled = filling.setdefault(key(span), [])
+        filled.append(span)
+    position, shape = {span: i for i, span in enumerate(order)}, parameters.mesh.shape
+    return sorted(
+        [*full, *filling.values()],
+        key=lambda spans: (crosses_stages(shape, spans[0].replicas), position[spans[-1]]),
+    )
+
+
+def on_gradient(parameter: Tensor, receive: Callable[[Tensor], None]) -> None:
+    """Have a method called whenever autograd is done with the gradient of a parameter, for as long as its object lives.
+
+    Python's garbage collector cannot see torch's hooks: one that held the object would keep it, the model and the
+    process groups for good.
+    """
+    weak = weakref.WeakMethod(receive)
+
+    def received(parameter: Tensor) -> None:
+        method = weak()
+        if method is not None:
+            method(parameter)
+
+    parameter.register_post_accumulate_grad_hook(received)

@@ -1,0 +1,413 @@
+"""Summing gradients: ranks that hold the same elements sum their gradients, and nothing else is ever needed.
+
+Gradients are accumulated in flat buckets (fp32 by default). A bucket is reduce-scattered over the group that splits it
+as soon as its last gradient is there, and each rank's shard is all-reduced over the ranks that own the same one; both
+go on beside the rest of the backward. Every reduction is a sum: the loss has been divided by the global number of
+counted tokens before. The rungs of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) say what the replicas of
+a bucket split:
+
+    none         nothing: groups of one, and the all-reduce goes over all replicas
+    optimizer    masters and moments
+    gradients    between microbatches the gradient too: each microbatch's is reduce-scattered as it comes in
+    parameters   the parameters too, also those that are frozen
+
+Splitting goes by replicas, not by data parallel ranks alone: tp ranks split the norms that they all hold. Groups of
+replicas (HSDP) and the ends of a pipeline, which each hold a tied table, do not split with each other: their shards are
+all-reduced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from parallel.budgets import BUCKET_BYTES, REDUCE_SCATTERS
+from parallel.choices import check_choice
+from parallel.collectives import Pending, all_reduce_, start_all_reduce
+from parallel.gradients.buckets import (
+    Bucket,
+    Elements,
+    Flat,
+    Part,
+    Span,
+    Take,
+    WholeSpan,
+    all_of_it,
+    crosses_stages,
+    fill,
+    on_gradient,
+    spans_of,
+)
+from parallel.gradients.zero import (
+    FlatParameters,
+    SplitSpan,
+    Unit,
+    end_backward,
+    gather_in_turn,
+    modules_of,
+    used_by,
+)
+from parallel.mesh import Group, Mesh
+from parallel.parameters import Parameters
+from parallel.rank_sets import across, divide, divided
+from parallel.slices import OnDevice, OnHost, SliceHome
+
+Shard = Literal["none", "optimizer", "gradients", "parameters"]
+"""What replicas split."""
+
+
+class Gradients:
+    """Accumulates and sums the gradients of a rank's parameters, on any rung.
+
+    It owns the buckets and, where parameters are split, their flat memory. On ``none`` a gradient that nobody else has
+    and that needs no wider type stays where autograd puts it.
+
+    Args:
+        parameters: What the rank holds, with their initial values; where they are split they may be hollow, and are
+            filled one at a time (:meth:`fill`).
+        chunks: The modules of the rank's pipeline chunks; a parameter that several use gets a gradient from each.
+        dtype: In which gradients are accumulated and summed.
+        shard: What is split.
+        replicas: Groups of data parallel ranks that do not split with each other; they divide dp.
+        bucket_bytes: Largest size of a bucket of more than one parameter; on ``parameters`` each unit has its own.
+        offload: Whether a rank's shard of split parameters lives in host memory.
+
+    Raises:
+        ValueError: ``shard`` is another word.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        chunks: Iterable[nn.Module],
+        dtype: torch.dtype = torch.float32,
+        shard: Shard = "none",
+        replicas: int = 1,
+        bucket_bytes: int = BUCKET_BYTES,
+        offload: bool = False,
+    ) -> None:
+        check_choice("shard", shard, get_args(Shard))
+        self.parameters, self.dtype = parameters, dtype
+        self._mesh: Mesh = parameters.mesh
+        self._splits, self._reshards = shard != "none", shard == "parameters"
+        self._replicas = replicas if self._splits else None
+        self._keeps = shard in ("none", "optimizer")
+        self._mesh.make_groups(divided(parameters.layout, self._replicas))
+        self.spans = spans_of(parameters, trained=True)
+        self.buckets: list[Bucket] = []
+        self.values: dict[Bucket, FlatParameters] = {}
+        """Where parameters are split: those whose gradients lie in a bucket."""
+        self.frozen: list[FlatParameters] = []
+        self.parts: list[Part] = []
+        """What this rank updates."""
+        self._owned: dict[str, list[WholeSpan | SplitSpan]] = {}
+        modules = list(chunks)
+        self._uses = Counter(parameter for module in modules for parameter in module.parameters())
+        if self._splits:
+            units = self._split(modules, bucket_bytes, OnHost(self._mesh.device) if offload else OnDevice())
+        else:
+            units = [[] for _ in modules]
+            self._share(bucket_bytes)
+        self._alone = [part for part in self.parts if isinstance(part, WholeSpan) and part.summed is None]
+        owners = [*(bucket.across.size for bucket in self.buckets), *(1 for _ in self._alone)]
+        self._owners = torch.tensor(owners, dtype=torch.float64, device=self._mesh.device)
+        self._places: dict[Tensor, list[tuple[Bucket, int]]] = {}
+        for bucket in self.buckets:
+            for number, place in enumerate(bucket.flat.places):
+                self._places.setdefault(place.span.parameter, []).append((bucket, number))
+        for parameter in self._places:
+            on_gradient(parameter, self._receive)
+        for module, own in zip(modules, units, strict=True):
+            self._watch(module, own)
+        self._rounds: deque[Bucket] = deque()
+        self._to_come: set[Tensor] = set()
+        self._under_way: deque[tuple[Bucket, Pending]] = deque()
+        self._sums: deque[Pending] = deque()
+
+    # -- sums
+
+    def begin(self, microbatches: int) -> None:
+        """Start a step of so many microbatches; the gradients of the last step are forgotten."""
+        for span in self.spans:
+            span.parameter.grad = None
+        for bucket in self.buckets:
+            bucket.begin(microbatches)
+        # All ranks of a group end rounds in one order, whatever completes first.
+        self._rounds = deque(self.buckets if self._keeps else ())
+
+    def accept(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Add a gradient that was deferred; autograd's own are caught.
+
+        Args:
+            parameter: That is trained.
+            gradient: In its shape, of any dtype.
+
+        Raises:
+            RuntimeError: the step has had all gradients of this parameter.
+        """
+        if parameter in self._places:
+            self._add(parameter, gradient)
+            self._reduce()
+        elif parameter.grad is None:
+            parameter.grad = gradient.detach().to(parameter.dtype)
+        else:
+            parameter.grad += gradient
+
+    def defer(self, parameter: Tensor) -> None:
+        """The backward that runs leaves out a gradient: it will be handed in (:meth:`accept`), and its sum waits."""
+        for bucket, number in self._places.get(parameter, ()):
+            bucket.defer(number)
+
+    def finish(self) -> None:
+        """Wait until every part's gradient is summed; those that never came are zero."""
+        while self._rounds:
+            self._end_round(self._rounds.popleft())
+        for bucket in self.buckets:
+            while bucket.ended < bucket.rounds:
+                self._end_round(bucket)
+        while self._under_way:
+            self._take()
+        self._sums += [start_all_reduce(bucket.gradient, bucket.across) for bucket in self.buckets if bucket.late]
+        while self._sums:
+            self._sums.popleft().wait()
+
+    def norm(self) -> Tensor:
+        """The norm of the whole model's gradient, a scalar that is the same on every rank; fp32 at least.
+
+        Each element counts once: 1/n on each of the n ranks that own it.
+        """
+        owned = [*(bucket.gradient for bucket in self.buckets), *(part.gradient for part in self._alone)]
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        if owned:
+            total += (square_sums(owned) / self._owners).sum()
+        return norm_of(total, self.dtype, self._mesh)
+
+    def _receive(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:  # autograd also calls where a function has returned none
+            self._to_come.discard(parameter)
+            self._add(parameter, parameter.grad)
+            parameter.grad = None
+            self._reduce()
+
+    def _add(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        for bucket, number in self._places[parameter]:
+            bucket.add(number, gradient)
+
+    def _reduce(self) -> None:
+        while self._rounds and self._rounds[0].complete:
+            self._end_round(self._rounds.popleft())
+
+    def _end_round(self, bucket: Bucket) -> None:
+        self._under_way.append((bucket, bucket.end_round()))
+        if bucket in self.values:  # all of its gradients are there, so no more of this backward needs its parameters
+            self.values[bucket].reshard()
+        while self._under_way and (len(self._under_way) > REDUCE_SCATTERS or not self._under_way[0][1].works):
+            self._take()
+
+    def _take(self) -> None:
+        bucket, pending = self._under_way.popleft()
+        bucket.take(pending)
+        if bucket.summed == bucket.rounds and not bucket.late:
+            self._sums.append(start_all_reduce(bucket.gradient, bucket.across))
+
+    def _watch(self, chunk: nn.Module, units: Sequence[Unit]) -> None:
+        """Be told when a backward of a chunk begins and ends."""
+        trained = {parameter for parameter in chunk.parameters() if parameter in self._places}
+        buckets = [bucket for bucket in self.buckets if not trained.isdisjoint(bucket.flat.parameters)]
+
+        def begin_backward(gradient: Tensor) -> None:
+            self._to_come = set(trained)
+            if not self._keeps:
+                self._rounds.extend(buckets)
+            engine: Any = Variable._execution_engine
+            engine.queue_callback(partial(self._end_backward, units))
+
+        def after_forward(module: nn.Module, inputs: object, output: object) -> None:
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(begin_backward)
+
+        chunk.register_forward_hook(after_forward)
+
+    def _end_backward(self, units: Sequence[Unit]) -> None:
+        """Where a gradient has not come, others may have one: the messages are the same on all ranks."""
+        for parameter in self._to_come:
+            self._add(parameter, None)
+        self._to_come = set()
+        self._reduce()
+        end_backward(units)
+
+    # -- parameters
+
+    def updated(self) -> None:
+        """The values of the parts have changed: parameters that are split are gathered again, in the order of use."""
+        for values in reversed(self.values.values()):
+            values.updated()
+
+    # -- what is held, by the names and in the shapes of the parameters
+
+    def parts_of(self, name: str) -> Sequence[Part]:
+        """This rank's parts where a parameter lies; all have state of the same dtypes."""
+        return [part for owned in self._owned[name] for part in owned.parts]
+
+    def read(self, name: str, of: Callable[[Part], Elements], host: Tensor | None, take: Take = all_of_it) -> None:
+        """Put together what parts have for a parameter, in its shape; all ranks do so for all names in one order.
+
+        Args:
+            name: Of the parameter.
+            of: What a part has.
+            host: Where it goes; None where it is not wanted.
+            take: What of it goes there.
+        """
+        if host is None and not self._splits:
+            return
+        found = [(owned.span, owned.collect(of)) for owned in self._owned[name]]
+        if host is None:
+            return
+        span, whole = found[0]
+        if span.piece is not None:
+            whole = torch.empty(span.parameter.shape, dtype=host.dtype, device=span.parameter.device)
+            for span, values in found:
+                span.of(whole).copy_(values)
+        host.copy_(take(whole), non_blocking=True)
+
+    def write(self, name: str, of: Callable[[Part], Elements], host: Tensor) -> None:
+        """The other way round: fill what this rank's parts have from a tensor of the parameter's shape."""
+        for owned in self._owned[name]:
+            owned.spread(of, owned.span.of(host))
+
+    def read_weight(self, name: str, host: Tensor | None, take: Take = all_of_it) -> None:
+        """As :meth:`read`, the parameter itself."""
+        values = self._values_of(name)
+        if any(each.reshards for each in values):
+            self.read(name, lambda part: part.data, host, take)
+            return
+        for each in values:
+            each.wait()
+        if host is not None:
+            host.copy_(take(self.parameters[name].detach()), non_blocking=True)
+
+    def fill(self, name: str, host: Tensor) -> None:
+        """Fill a parameter from a tensor of its shape, of any float dtype."""
+        values = self._values_of(name)
+        for each in values:
+            each.wait()
+        if all(each.there for each in values):
+            self.parameters[name].detach().copy_(host)
+        if values:
+            self.write(name, lambda part: part.data, host)
+
+    def _values_of(self, name: str) -> list[FlatParameters]:
+        return [owned.values for owned in self._owned.get(name, ()) if isinstance(owned, SplitSpan)]
+
+    # -- how it is put together
+
+    def _groups(self, spans: Sequence[Span]) -> tuple[Group, Group]:
+        """Of spans with the same replicas: (this rank's group that splits them, those that own the same shard)."""
+        groups = divide(self._mesh.shape, spans[0].replicas, self._replicas)
+        mine = (next(each for each in way if self._mesh.rank in each) for way in (groups, across(groups)))
+        group, same = map(self._mesh.group, mine)
+        return group, same
+
+    def _bucket(self, flat: Flat, same: Group) -> Bucket:
+        late = crosses_stages(self._mesh.shape, flat.places[0].span.replicas)
+        self.buckets.append(Bucket(flat, same, self._uses, self.dtype, self._keeps, late))
+        return self.buckets[-1]
+
+    def _share(self, bucket_bytes: int) -> None:
+        """Every replica holds all: spans with the same replicas share buckets."""
+        # A parameter whose spans differ goes into buckets as a whole: its gradient leaves autograd's hands at once.
+        taken = {s.name for s in self.spans if len(s.replicas) > 1 or s.parameter.dtype != self.dtype}
+        summed = dict[Span, Tensor]()
+        spans = [span for span in self.spans if span.name in taken]
+        for each in fill(self.parameters, spans, lambda span: span.replicas, bucket_bytes // self.dtype.itemsize):
+            group, same = self._groups(each)
+            bucket = self._bucket(Flat(each, group), same)
+            summed |= {place.span: place.of(bucket.gradient) for place in bucket.flat.places}
+        for span in self.spans:
+            part = WholeSpan(span, summed.get(span))
+            self.parts.append(part)
+            self._owned.setdefault(span.name, []).append(part)
+
+    def _split(self, modules: Sequence[nn.Module], bucket_bytes: int, home: SliceHome) -> list[list[Unit]]:
+        """Of each bucket a rank owns a shard -> the units of each chunk.
+
+        The gradients of a bucket come together, so the same chunks use its spans; parameters that are resharded go with
+        their unit.
+        """
+        still = spans_of(self.parameters, trained=False) if self._reshards else []
+        held = {span.parameter for span in (*self.spans, *still)}
+        found = [list(modules_of(module, held)) for module in modules]
+        users: dict[nn.Parameter, set[tuple[int, int]]] = {}
+        for at, units in enumerate(found):
+            for number, (_, parameters) in enumerate(units):
+                for parameter in parameters:
+                    users.setdefault(parameter, set()).add((at, number * self._reshards))
+
+        def key(span: Span) -> Hashable:
+            # The other end of the pipeline uses a tied parameter elsewhere, and must come to the same buckets.
+            tied = span.name if crosses_stages(self._mesh.shape, span.replicas) else ""
+            return span.replicas, frozenset(users[span.parameter]), tied, span.piece is None
+
+        most = math.inf if self._reshards else bucket_bytes // self.dtype.itemsize
+        for spans in fill(self.parameters, still, key, most):
+            self.frozen.append(FlatParameters(spans, self._groups(spans)[0], self._reshards, home))
+            self._own(self.frozen[-1], None)
+        for spans in fill(self.parameters, self.spans, key, most):
+            group, same = self._groups(spans)
+            values = FlatParameters(spans, group, self._reshards, home)
+            bucket = self._bucket(values.flat, same)
+            self.values[bucket] = values
+            self.parts += self._own(values, bucket.gradient)
+        chunks = [
+            [Unit(module, used_by(needs, self.values.values()), used_by(needs, self.frozen)) for module, needs in units]
+            for units in found
+        ]
+        if self._mesh.place.pp == self._mesh.shape.pp - 1 and chunks[-1]:
+            chunks[-1][-1].stays = True
+        for chunk in chunks:
+            gather_in_turn(chunk, self._reshards)
+        for values in (*self.values.values(), *self.frozen):
+            values.reshard()
+        return chunks
+
+    def _own(self, values: FlatParameters, gradient: Tensor | None) -> Sequence[Part]:
+        parts = values.parts(gradient)
+        for place in values.flat.places:
+            self._owned.setdefault(place.span.name, []).append(SplitSpan(place, values, parts))
+        return parts
+
+
+# Elements that a core widens at a time: they stay in its cache.
+_BLOCK = 1 << 18
+
+
+def square_sums(gradients: list[Tensor]) -> Tensor:
+    """n gradients: [...] each -> [n], the sums of their squares in fp64: too exact for the order to show in fp32.
+
+    Each is read once. On a GPU one kernel widens what it reads; a CPU has none that does.
+    """
+    if gradients[0].device.type == "cpu":
+        return torch.stack([_square_sum(gradient) for gradient in gradients])
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square_()
+
+
+def _square_sum(gradient: Tensor) -> Tensor:
+    blocks = gradient.reshape(-1).split(_BLOCK)
+    memory, total = torch.empty_like(blocks[0], dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for block in blocks:
+        wide = memory[: len(block)].copy_(block)
+        total += torch.dot(wide, wide)
+    return total
+
+
+def norm_of(squares: Tensor, dtype: torch.dtype, mesh: Mesh) -> Tensor:
+    """The root of the sum over all ranks, in the dtype of the gradients or fp32: whoever holds which part of the
+    gradient, it is the same number, bit for bit but for one step in millions."""
+    return all_reduce_(squares, mesh.world).sqrt().to(torch.promote_types(dtype, torch.float32))

@@ -1,0 +1,295 @@
+"""Parameters that are split over their replicas (ZeRO, Rajbhandari et al. 2020, arXiv 1910.02054; its last rung as in
+FSDP, Zhao et al. 2023, arXiv 2304.11277): flat memory, who owns which shard, and when it is gathered and resharded.
+
+Up to the rung ``gradients`` parameters are gathered after the update, in the order of their use, and whoever uses them
+waits for his own: the next forward runs beside it. On ``parameters`` a unit (an embedding, a block, a head) has its own
+whole only while it is used, gathered while the unit before it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from parallel.collectives import Pending, broadcast_, start_all_gather_
+from parallel.gradients.buckets import Elements, Flat, Part, Place, Span
+from parallel.mesh import Group
+from parallel.parameters import view
+from parallel.slices import SliceHome
+
+# Elements: shards and spans begin on cache lines, whatever the dtype.
+_ALIGNED = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """The :class:`~parallel.gradients.buckets.Part` that lies from element ``start`` of a flat on, within this rank's
+    shard: [n], and all of it decays or not."""
+
+    start: int
+    data: Tensor
+    summed: Tensor | None
+    decays: bool
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.data)
+
+    @property
+    def gradient(self) -> Tensor:
+        """The summed gradient: [n]."""
+        assert self.summed is not None  # nobody asks for that of a frozen one
+        return self.summed
+
+
+class FlatParameters:
+    """The values of spans, split over a group: parameters become views of ``values``: [numel].
+
+    It owns ``values``, and ``own``: [numel / group.size], this rank's shard: a view of ``values`` where these stay,
+    otherwise memory of its own, on the device or wherever ``home`` keeps it.
+
+    Args:
+        spans: What lies in it; those to which weight decay applies come first.
+        group: The ranks that own a shard each.
+        reshards: Whether the whole parameters go when they have been used.
+        home: Where the shard lives then.
+    """
+
+    def __init__(self, spans: Sequence[Span], group: Group, reshards: bool, home: SliceHome) -> None:
+        self.flat = flat = Flat(sorted(spans, key=lambda span: not span.decays), group, _ALIGNED)
+        self._home = home
+        # A span that is only a piece of its parameter has no memory of its own in it: it is copied there.
+        self._loose = any(place.span.piece is not None for place in flat.places)
+        # What is loose may share its memory with a piece that goes.
+        self.reshards = reshards and (group.size > 1 or self._loose or home.away)
+        parameter = flat.places[0].span.parameter
+        hollow = not parameter.untyped_storage().size()
+        self.values = torch.zeros(flat.numel, dtype=parameter.dtype, device=parameter.device)
+        if not hollow:
+            for place in flat.places:
+                place.of(self.values).copy_(place.span.data)
+        self.own, self.there = flat.shard(self.values), True
+        if self._loose or self.reshards:
+            self.own = home.keep(self.own)
+        if not self._loose:
+            for place in flat.places:
+                # Not in place: what autograd has saved of a parameter must not seem changed when it is gathered again.
+                place.span.parameter.data = place.of(self.values)
+        if self._loose or (hollow and self.reshards):
+            _free(self.values)
+        self._gathering: Pending | None = None
+
+    def parts(self, gradient: Tensor | None) -> list[Stretch]:
+        """What this rank updates; gradient: [numel / group.size] of its shard, None where it is frozen."""
+        lo, hi = self.flat.bounds(self.flat.group.index)
+        plain = next((place.start for place in self.flat.places if not place.span.decays), self.flat.used)
+        middle = min(max(plain, lo), hi)
+        return [
+            Stretch(start, self.own[where], None if gradient is None else gradient[where], decays)
+            for start, stop, decays in ((lo, middle, True), (middle, hi, False))
+            for where in [slice(start - lo, stop - lo)]
+            if start < stop
+        ]
+
+    def gather(self) -> None:
+        """Start to gather the parameters, if they are not there and not on their way."""
+        if not self.there and self._gathering is None:
+            self.gather_anew()
+
+    def gather_anew(self) -> None:
+        """Start to gather the parameters: the shards have changed."""
+        if self._loose or self.reshards:
+            _allocate(self.values)
+            self._gathering = self._home.gather(self.own, self.values, self.flat.group)
+        else:
+            self._gathering = start_all_gather_(self.values, self.flat.group)
+
+    def wait(self) -> None:
+        """Until parameters that are on their way are there."""
+        if self._gathering is None:
+            return
+        self._gathering.wait()
+        self._gathering, self.there = None, True
+        if self._loose:
+            for place in self.flat.places:
+                piece, parameter = place.span.piece, place.span.parameter.data
+                _allocate(parameter)
+                assert piece is not None
+                view(parameter, piece).copy_(place.of(self.values))
+            _free(self.values)
+
+    def reshard(self) -> None:
+        """Free all but this rank's shard: the parameters are not needed for now."""
+        if self.reshards:
+            self.wait()
+            self.there = False
+            for tensor in [p.data for p in self.flat.parameters] if self._loose else [self.values]:
+                _free(tensor)
+
+    def updated(self) -> None:
+        """The shards have changed: gather them, or wait until somebody needs them."""
+        if self.reshards:
+            self.reshard()
+        else:
+            self.wait()
+            self.gather_anew()
+
+
+@dataclass(frozen=True, eq=False)
+class SplitSpan:
+    """A span of which each rank of a group updates what lies in its shard.
+
+    Args:
+        place: Where it lies.
+        values: In which flat parameters.
+        parts: All of this rank's shard.
+    """
+
+    place: Place
+    values: FlatParameters
+    parts: Sequence[Stretch]
+
+    @property
+    def span(self) -> Span:
+        return self.place.span
+
+    def collect(self, of: Callable[[Part], Elements]) -> Tensor:
+        """What there is for the span's elements, in its shape; all ranks of the group do so."""
+        place, group = self.place, self.values.flat.group
+        flat = torch.empty(place.span.numel, dtype=of(self.parts[0]).dtype, device=place.span.parameter.device)
+        for part, theirs, mine in self._overlaps():
+            flat[mine] = of(part)[theirs]
+        for owner in range(group.size):
+            start, stop = (min(max(at, place.start), place.stop) for at in self.values.flat.bounds(owner))
+            if start < stop:
+                broadcast_(flat[start - place.start : stop - place.start], group, owner)
+        return flat.view(place.span.shape)
+
+    def spread(self, of: Callable[[Part], Elements], values: Tensor) -> None:
+        """The other way round: fill this rank's share of it from a tensor of the span's shape."""
+        flat = values.reshape(-1)
+        for part, theirs, mine in self._overlaps():
+            of(part)[theirs] = flat[mine]
+
+    def _overlaps(self) -> Iterator[tuple[Stretch, slice, slice]]:
+        """(part, where in it, where in the span) of what this rank owns."""
+        for part in self.parts:
+            start, stop = max(self.place.start, part.start), min(self.place.stop, part.stop)
+            if start < stop:
+                here = slice(start - self.place.start, stop - self.place.start)
+                yield part, slice(start - part.start, stop - part.start), here
+
+
+# -- units
+
+
+@dataclass(eq=False)
+class Unit:
+    """A module, and the parameters that it needs whole while it computes.
+
+    Args:
+        module: The module.
+        trained, frozen: What it uses.
+        stays: Whether its backward follows its forward, so that there is no use in resharding between them.
+        backward: Whether its backward has begun, and any forward only computes again.
+    """
+
+    module: nn.Module
+    trained: Sequence[FlatParameters]
+    frozen: Sequence[FlatParameters]
+    stays: bool = False
+    backward: bool = False
+
+    @property
+    def used(self) -> Sequence[FlatParameters]:
+        return [*self.trained, *self.frozen]
+
+
+def modules_of(chunk: nn.Module, held: Set[nn.Parameter]) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
+    """(module, parameters) of what a chunk runs one after the other: its children in their order and, of lists, theirs.
+
+    Of the parameters, those that are ``held`` count. Some of its own make the chunk itself a unit.
+    """
+    children = list[nn.Module]()
+    for child in chunk.children():
+        children += child.children() if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
+    own = [p for p in chunk.parameters(recurse=False) if p in held]
+    if own:
+        yield chunk, own
+    for child in children:
+        if used := [p for p in child.parameters() if p in held]:
+            yield child, used
+
+
+def used_by(parameters: Iterable[Tensor], values: Iterable[FlatParameters]) -> list[FlatParameters]:
+    """Those in which some of these parameters lie."""
+    return [each for each in values if not each.flat.parameters.isdisjoint(parameters)]
+
+
+def gather_in_turn(units: Sequence[Unit], reshards: bool) -> None:
+    """Have the units of a chunk wait for their parameters before they run, each of which is gathered beside the unit
+    before it, and reshard them afterwards if they do."""
+    for i, unit in enumerate(units):
+        _hook(unit, units[max(0, i - 1) : i], units[i + 1 : i + 2], reshards)
+
+
+def _hook(unit: Unit, before: Sequence[Unit], after: Sequence[Unit], reshards: bool) -> None:
+    def before_forward(module: nn.Module, inputs: object) -> None:
+        _ready(unit, [] if unit.backward else after)
+
+    def after_forward(module: nn.Module, inputs: object, output: object) -> None:
+        if unit.backward:
+            return
+        stays = False
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(before_backward)
+            stays = unit.stays
+        if not stays:
+            _reshard(unit.used, after)
+
+    def before_backward(gradient: Tensor) -> None:
+        unit.backward = True
+        # The gradient of its output is there, so the units after it are done.
+        for each in after:
+            _reshard(each.frozen, [unit])
+        _ready(unit, before)
+
+    unit.module.register_forward_pre_hook(before_forward)
+    if reshards:
+        unit.module.register_forward_hook(after_forward)
+
+
+def end_backward(units: Iterable[Unit]) -> None:
+    """The backward of a chunk is over."""
+    for unit in units:
+        unit.backward = False
+        _reshard(unit.frozen, [])
+
+
+def _ready(unit: Unit, ahead: Sequence[Unit]) -> None:
+    for each in (unit, *ahead):
+        for values in each.used:
+            values.gather()
+    for values in unit.used:
+        values.wait()
+
+
+def _reshard(used: Iterable[FlatParameters], needing: Sequence[Unit]) -> None:
+    """Reshard parameters, but for those that some units need."""
+    needed = {values for unit in needing for values in unit.used}
+    for values in used:
+        if values not in needed:
+            values.reshard()
+
+
+def _free(tensor: Tensor) -> None:
+    tensor.untyped_storage().resize_(0)
+
+
+def _allocate(tensor: Tensor) -> None:
+    """Memory for a tensor that fills its storage; what is in it does not count."""
+    if not tensor.untyped_storage().size():
+        tensor.untyped_storage().resize_(tensor.nbytes)
