@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from megacore.plan.activations import Activations
-from megacore.plan.block import Block
 from megacore.plan.devices import Device
 from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import Held, Part, state, updated
 from megacore.plan.traffic import SEND, Traffic, traffic
+from megacore.plan.unit import Unit
 from models.config import flops_per_token
 from parallel.layout import MeshShape
 from parallel.pipeline.schedules import SCHEDULES, simulate
@@ -117,30 +116,15 @@ class Flops:
 
 def flops(act: Activations, virtual: int) -> Flops:
     """In a virtual stage."""
-    found = sum((_of_block(block) * number for block, number in Counter(act.chunks[virtual]).items()), Flops())
-    if virtual < len(act.chunks) - 1:
-        return found
-    head = 2 * act.setting.tokens * act.rows
-    return found + Flops(head, head * (act.normed + (act.head_table > 0)))
+    forward, backward = _flops(act.units(virtual))
+    _, plain = _flops(act.without_recomputation.units(virtual))
+    return Flops(forward, plain, backward - plain)
 
 
-def _of_block(block: Block) -> Flops:
-    s = block.setting
-    forward = backward = 0
-    for branch in block.branches:
-        for x in (branch.column, branch.row):
-            product = 2 * s.tokens * x.numel
-            # Of A and B, that which every rank has whole computes its own tokens.
-            a, b = (s.local_tokens, s.tokens) if x.column else (s.tokens, s.local_tokens)
-            narrow, wide = 2 * a * x.inputs * x.rank, 2 * b * x.rank * x.outputs
-            reached = branch.reached(x)
-            forward += product + narrow + wide
-            backward += product * (reached + x.trained) + narrow * (reached + 1) + 2 * wide
-        if branch.mixes:
-            attention = 2 * s.tokens * (s.sequence_length + 1) * branch.row.inputs
-            forward += attention
-            backward += 2 * attention * branch.crossed
-    return Flops(forward, backward, forward if s.recompute == "full" and block.left else 0)
+def _flops(units: Mapping[Unit, int]) -> tuple[int, int]:
+    """Forward, and backward."""
+    forward = sum(unit.forward.flops * number for unit, number in units.items())
+    return forward, sum(unit.backward.flops * number for unit, number in units.items())
 
 
 def bubble(schedule: str, stages: int, chunks: int, microbatches: int) -> float:
@@ -160,9 +144,9 @@ def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = T
     layout, m = setting.layout, setting.microbatches
     mesh, pp, chunks = layout.mesh, layout.mesh.pp, layout.chunks
     speed = cluster.tflops * 1e12 * cluster.efficiency
-    act = Activations(setting, held)
+    act = Activations.of(setting)
     sent = [traffic(setting, held, stage) for stage in range(pp)]
-    rows = [_stage_times(act, cluster, stage, sent[stage], speed) for stage in range(pp)]
+    rows = [_stage_times(setting, act, cluster, stage, sent[stage], speed) for stage in range(pp)]
     slowest = max(rows, key=lambda row: row.forward + row.backward)
     hop = cluster.latency + setting.activation / cluster.bandwidth(mesh, "pp") if pp > 1 else 0.0
     busy = m * (slowest.forward + slowest.backward)
@@ -174,7 +158,7 @@ def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = T
     else:
         idle = busy * (pp - 1) / (chunks * m) + 2 * (pp - 1) * hop
     data = max(_data(setting, cluster, sent[stage], rows[stage]) for stage in range(pp))
-    moved = max(sum(b.kept * number for b, number in act.stage(stage).items()) for stage in range(pp))
+    moved = max(sum(b.kept * number for b, number in act.blocks[stage].items()) for stage in range(pp))
     away = 2 * m * moved if setting.offload_activations else 0
     if setting.offload_parameters:  # a slice comes with each gathering: for the forward and for the backward
         away += 2 * m * max(state(own, setting).parameters for own in held.stages)
@@ -220,8 +204,10 @@ class _Times:
         return self.compute_backward + self.recompute + self.tensor_backward
 
 
-def _stage_times(act: Activations, cluster: Cluster, stage: int, sent: Sequence[Traffic], speed: float) -> _Times:
-    layout, m = act.setting.layout, act.setting.microbatches
+def _stage_times(
+    setting: Setting, act: Activations, cluster: Cluster, stage: int, sent: Sequence[Traffic], speed: float
+) -> _Times:
+    layout, m = setting.layout, setting.microbatches
     found = sum((flops(act, chunk * layout.mesh.pp + stage) for chunk in range(layout.chunks)), Flops())
     backward_compute = found.backward / speed
     tensor = [x for x in sent if x.axis == "tp" and "tokens" in x.what]

@@ -32,6 +32,8 @@ def module(path: Path) -> str:
 
 
 MODULES = {module(path): path for path in FILES}
+MEASURE = "megacore.plan.measure"
+"""Runs the model, and is imported when it is to."""
 # No torch until they build or compute: floor 0, every family's config and weights table, and what moves bytes.
 WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
     "parallel",
@@ -48,7 +50,7 @@ WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
     "models.registry",
     "models.stages",
     "models.tuning",
-    *(name for name in MODULES if name.startswith(("megacore.plan.", "megacore.store."))),
+    *(name for name in MODULES if name.startswith(("megacore.plan.", "megacore.store.")) and name != MEASURE),
     *(f"tools.{name}" for name in ("convert", "reshard", "inspect", "main", "plan")),
 ]
 
