@@ -1,4 +1,4 @@
-"""`megacore plan`: what a recipe needs of memory, network and time, before anything is started.
+"""`megacore plan`: what a recipe needs of memory, network, time and storage, before anything is started.
 
 With --fit it searches instead: layouts, rungs, recomputation and micro-batches that fit the devices with the recipe's
 model and global batch, estimated fastest first.
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megacore.config import Config, ConfigError, Corpus, load
+from megacore.plan.cluster import Overheads, Storage
 from megacore.plan.devices import DEVICES, Device
 from megacore.plan.fit import MARGIN, Candidate, fit
 from megacore.plan.memory import COMMUNICATOR, TERMS, Memory, groups, memory
@@ -41,16 +42,31 @@ class Plan:
     memory: tuple[Memory, ...]
     traffic: tuple[tuple[Traffic, ...], ...]
     time: Estimate
+    beside: Overheads
 
     @classmethod
-    def of(cls, setting: Setting, cluster: Cluster) -> Plan:
+    def of(cls, config: Config, setting: Setting, cluster: Cluster, storage: Storage) -> Plan:
         held = Held.of(setting)
         sent = tuple(traffic(setting, held, stage) for stage in range(setting.layout.mesh.pp))
-        return cls(setting, cluster, memory(setting, held), sent, estimate(setting, held, cluster))
+        time = estimate(setting, held, cluster)
+        beside = Overheads.of(config, setting, cluster, time, storage)
+        return cls(setting, cluster, memory(setting, held), sent, time, beside)
 
     @property
     def fullest(self) -> Memory:
         return max(self.memory, key=lambda each: each.peak)
+
+    @property
+    def fits(self) -> bool:
+        return self.fullest.peak <= self.cluster.device.memory * (1 - MARGIN)
+
+    def warnings(self) -> Iterator[str]:
+        if not self.fits:
+            yield (
+                f"memory: {_gb(self.fullest.peak)} GB do not fit {_gb(self.cluster.device.memory)} GB less "
+                f"{MARGIN:.0%}: --fit looks for what does"
+            )
+        yield from self.beside.warnings()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,6 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given.add_argument("--memory-bandwidth", type=_positive, metavar="GB/S", help="of a device's memory")
     given.add_argument("--bandwidth", type=_positive, metavar="GB/S", help="between devices of a node, one direction")
     given.add_argument("--network", type=_positive, metavar="GB/S", help="of each device to other nodes, one direction")
+    given.add_argument("--storage", type=_positive, metavar="GB/S", help="of the shared storage (0.12 for each device)")
+    given.add_argument("--storage-per-node", type=_positive, metavar="GB/S", help="between a node and it (4)")
     given.add_argument("--efficiency", type=_positive, default=0.6, metavar="X", help="share of the peak (%(default)s)")
     arguments = parser.parse_intermixed_args(argv)
     try:
@@ -98,7 +116,9 @@ def run(arguments: argparse.Namespace) -> int:
     found = _problems(config, world, model)
     if found:
         raise ConfigError(found)
-    plan = Plan.of(setting_of(config, model, world, "cpu" if name == CPU else "cuda"), cluster)
+    total, per_node = (given and given * 1e9 for given in (arguments.storage, arguments.storage_per_node))
+    setting = setting_of(config, model, world, "cpu" if name == CPU else "cuda")
+    plan = Plan.of(config, setting, cluster, Storage.of(world, total, per_node))
     if arguments.json:
         say_data(as_data(plan), indent=2)
     else:
@@ -167,7 +187,8 @@ def _positive(text: str) -> float:
 
 def show(plan: Plan, name: str) -> str:
     """Tables."""
-    return "\n".join([*_headline(plan, name), "", *_memory(plan), "", *_traffic(plan), "", *_time(plan)])
+    sections = (_headline(plan, name), _memory(plan), _traffic(plan), _time(plan), _beside(plan.beside), _warned(plan))
+    return "\n\n".join(text for section in sections if (text := "\n".join(section)))
 
 
 def _headline(plan: Plan, name: str) -> Iterator[str]:
@@ -206,7 +227,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     ]
     yield table(head, rows)
     most, room = plan.fullest, plan.cluster.device.memory
-    fits = "fits" if most.peak <= room * (1 - MARGIN) else "does not fit"
+    fits = "fits" if plan.fits else "does not fit"
     yield (
         f"  The fullest ranks are those of stage {most.stage}: {_gb(most.peak)} GB, most of it {most.largest} "
         f"({_gb(most.terms[most.largest])} GB). It {fits} {_gb(room)} GB less {MARGIN:.0%}."
@@ -264,6 +285,55 @@ def _time(plan: Plan) -> Iterator[str]:
     )
 
 
+def _beside(x: Overheads) -> Iterator[str]:
+    start, save, resume, data, connections = x.start, x.save, x.resume, x.data, x.connections
+    yield (
+        f"Beside the steps, on {x.nodes:,} node{'s' * (x.nodes > 1)}, if the storage reaches {_gb(x.storage.total)} "
+        f"GB/s in all and {_gb(x.storage.per_node)} GB/s for a node"
+    )
+    took = "" if start.seconds is None else f", {start.seconds:,.0f} s (an order of magnitude)"
+    each = "" if save.interval is None else f"; one is due every {save.interval:,.0f} s"
+    rows = [
+        (
+            "start",
+            f"{start.calls} calls that make groups; a rank is in {start.groups}, of up to {start.largest:,}{took}",
+        ),
+        (
+            "save",
+            f"{_gb(save.size)} GB in {save.files:,} files by {save.writers:,} ranks on {save.nodes:,} nodes, at most "
+            f"{_gb(save.busiest)} GB of a rank and {_gb(save.busiest_node)} GB of a node: {save.seconds:,.1f} s{each}",
+        ),
+        (
+            "resume",
+            f"{_gb(resume.read)} GB are read, {resume.read / resume.size:.2f} times what there is, at most "
+            f"{_gb(resume.busiest)} GB by a rank, and {_gb(resume.received)} GB sent to it: {resume.seconds:,.1f} s",
+        ),
+        (
+            "data",
+            "of examples: known when they are prepared"
+            if data is None
+            else f"{_mb(data.order)} MB of host memory in each rank for the order of samples, {_mb(data.batches)} for "
+            "batches ahead",
+        ),
+        (
+            "sockets",
+            f"up to {connections.sockets:,} of a rank to others on the host; {connections.files:,} files open at the "
+            f"most, where the soft limit is {connections.soft:,} and the hard one {connections.hard:,} here",
+        ),
+    ]
+    for what, said in rows:
+        yield f"  {what:<8}{said}"
+
+
+def _warned(plan: Plan) -> Iterator[str]:
+    for each in plan.warnings():
+        yield f"Warning: {each}"
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.1f}"
+
+
 def _gb(size: float) -> str:
     return f"{size / 1e9:,.2f}"
 
@@ -314,6 +384,8 @@ def as_data(plan: Plan) -> Mapping[str, Any]:
         "memory": [asdict(m) | {"peak": m.peak, "largest": m.largest} for m in plan.memory],
         "traffic": [[asdict(x) | {"sent": x.sent} for x in row] for row in plan.traffic],
         "time": _seconds(plan.time, plan.cluster),
+        "beside": asdict(plan.beside),
+        "warnings": list(plan.warnings()),
     }
 
 
