@@ -1,7 +1,8 @@
 """`megacore plan`: what a recipe needs of memory, network, time and storage, before anything is started.
 
 With --fit it searches instead: layouts, rungs, recomputation and micro-batches that fit the devices with the recipe's
-model and global batch, estimated fastest first.
+model and global batch, estimated fastest first. With --published it says what it makes of runs that others have
+published, and how far off it is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from megacore.plan.devices import DEVICES, Device
 from megacore.plan.fit import MARGIN, Candidate, fit
 from megacore.plan.memory import COMMUNICATOR, TERMS, Memory, groups, memory
 from megacore.plan.of_config import setting_of
+from megacore.plan.published import PUBLISHED
 from megacore.plan.setting import Setting
 from megacore.plan.state import Held
 from megacore.plan.step_time import Cluster, Estimate, estimate
@@ -73,13 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="megacore plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("recipe", help="a recipe")
+    parser.add_argument("recipe", nargs="?", help="a recipe")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument(
         "--world", "--gpus", type=folders.count, metavar="N", help="ranks; by default what the mesh needs"
     )
     parser.add_argument("--gpu", choices=[*DEVICES, CPU], default="h100-80", help="the device (%(default)s)")
     parser.add_argument("--gpus-per-node", type=folders.count, metavar="N", help="8 by default")
+    parser.add_argument("--published", action="store_true", help="hold the plan against published runs")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     search = parser.add_argument_group("search")
     search.add_argument("--fit", metavar="GPU=NAME", type=_fitted, help="what fits such devices: GPU=h100-80")
@@ -93,8 +96,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     given.add_argument("--network", type=_positive, metavar="GB/S", help="of each device to other nodes, one direction")
     given.add_argument("--storage", type=_positive, metavar="GB/S", help="of the shared storage (0.12 for each device)")
     given.add_argument("--storage-per-node", type=_positive, metavar="GB/S", help="between a node and it (4)")
-    given.add_argument("--efficiency", type=_positive, default=0.6, metavar="X", help="share of the peak (%(default)s)")
+    given.add_argument("--efficiency", type=_positive, metavar="X", help="share of it that large products reach")
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.published:
+        show_published(arguments.json)
+        return 0
+    if arguments.recipe is None:
+        parser.error("name a recipe")
     try:
         return run(arguments)
     except (ConfigError, ModelConfigError) as error:
@@ -147,10 +155,11 @@ def _problems(config: Config, world: int, model: ModelConfig) -> list[str]:
 
 def _cluster(arguments: argparse.Namespace, name: str, precision: str) -> Cluster:
     # Of a CPU nothing is in the table: these are round numbers of a small machine.
-    device = Device("A10G", None, 16e9, 50e9, 5e9, 1e9, 50e9) if name == CPU else DEVICES[name]
+    device = Device("A10G", None, 16e9, 50e9, 5e9, 1e9, 50e9, reach=0.6, half=32) if name == CPU else DEVICES[name]
     tflops = arguments.peak_tflops or (0.5 if name == CPU else device.tflops(precision))
     changed: dict[str, Any] = {
         "per_node": arguments.gpus_per_node,
+        "reach": arguments.efficiency,
         **{
             key: value and value * 1e9
             for key, value in (
@@ -162,7 +171,7 @@ def _cluster(arguments: argparse.Namespace, name: str, precision: str) -> Cluste
         },
     }
     device = replace(device, **{key: value for key, value in changed.items() if value})
-    return Cluster(device, tflops, arguments.efficiency)
+    return Cluster(device, tflops)
 
 
 def _fitted(text: str) -> str:
@@ -274,8 +283,9 @@ def _time(plan: Plan) -> Iterator[str]:
     time, cluster = plan.time, plan.cluster
     parts = ("compute", "recompute", "tensor", "bubble", "data", "offload", "optimizer")
     yield (
-        f"A step is estimated at {time.total:,.3f} s, if a block reaches {cluster.efficiency:.0%} of "
-        f"{cluster.tflops:,.1f} TFLOP/s and {cluster.overlap:.0%} of what can be hidden is"
+        f"A step is estimated at {time.total:,.3f} s, if large products reach {cluster.device.reach:.0%} of "
+        f"{cluster.tflops:,.1f} TFLOP/s and {cluster.overlap:.0%} of what can be hidden in a node "
+        f"is, and {cluster.overlap_between:.0%} between nodes"
     )
     values = [(part, f"{asdict(time)[part]:,.3f}", f"{asdict(time)[part] / time.total:.1%}") for part in parts]
     yield table(("of it", "s", "share"), values)
@@ -362,6 +372,24 @@ def _pasted(each: Candidate) -> str:
 
 def _mfu(each: Candidate, cluster: Cluster) -> float:
     return each.time.tflops_per_device / cluster.tflops
+
+
+def show_published(as_json: bool) -> None:
+    """What the plan makes of published runs."""
+    found = [(run, run.planned()) for run in PUBLISHED]
+    if as_json:
+        keys = ("name", "source", "tokens")
+        say_data([{key: getattr(run, key) for key in keys} | {"planned": tokens} for run, tokens in found], indent=2)
+        return
+    sources = list(dict.fromkeys(run.source for run in PUBLISHED))
+    rows = [
+        (run.name, f"{run.tokens:,.0f}", f"{tokens:,.0f}", f"{tokens / run.tokens - 1:+.1%}", f"[{number}]")
+        for run, tokens in found
+        for number in [sources.index(run.source) + 1]
+    ]
+    say("Tokens a second of a device")
+    say(table(("run", "published", "planned", "error", "source"), rows))
+    say("\n".join(f"  [{number}] {source}" for number, source in enumerate(sources, 1)))
 
 
 # -- as data

@@ -67,7 +67,7 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
             for rung in _rungs(base, layout):
                 fits = _least_recomputed(replace(setting, shard=rung), held, cluster, room)
                 found += fits
-                if fits and rung != "none":  # what splits more only sends more
+                if fits and rung != "none" and fits[0].setting.recompute == "none":  # more only sends more
                     break
     found.sort(key=lambda each: each.time.total)
     again = [
