@@ -10,13 +10,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from megacore.levels import NODE, by_level
 from megacore.store.strict_json import StoreError
 from parallel.mesh import Group, Mesh
 
 Made = TypeVar("Made")
-
-FAN_OUT = 16
-"""Groups that meet in one of the next level: gloo passes numbers around a ring, and has a socket for each pair."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Control:
     depth: int
 
     @classmethod
-    def create(cls, mesh: Mesh, node: int = 8) -> Control:
+    def create(cls, mesh: Mesh, node: int = NODE) -> Control:
         """Every rank calls this.
 
         Args:
@@ -45,15 +43,9 @@ class Control:
             return cls(mesh, (), 0)
         if mesh.shape.world <= node and mesh.device.type == "cpu":
             return cls(mesh, (mesh.world,), 1)
-        levels, depth = list[Group](), 0
-        members, size = list(range(mesh.shape.world)), node if node > 1 else FAN_OUT
-        while len(members) > 1:
-            sets = [tuple(members[at : at + size]) for at in range(0, len(members), size)]
-            group = mesh.host_group(sets)
-            if mesh.rank in members:
-                levels.append(group)
-            members, size, depth = [ranks[0] for ranks in sets], FAN_OUT, depth + 1
-        return cls(mesh, tuple(levels), depth)
+        groups = [(mesh.host_group(sets), sets) for sets in by_level(mesh.shape.world, node)]
+        own = tuple(group for group, sets in groups if any(mesh.rank in ranks for ranks in sets))
+        return cls(mesh, own, len(groups))
 
     def largest(self, *here: float) -> list[float]:
         """Of each number, the largest that any rank gives."""

@@ -34,7 +34,7 @@ def needed(shape: MeshShape, kind: str, nodes: int = 1) -> int:
 
 def problems(files: int) -> Iterator[str]:
     """Why this machine cannot have so many files open."""
-    if files > (most := _limits()[1]):
+    if files > (most := limits()[1]):
         yield (
             f"a rank has up to {files:,} files open (a socket for each rank that it talks to), and this machine allows "
             f"{most:,}: raise the hard limit (ulimit -Hn, LimitNOFILE of a service, or limits.conf), or use fewer ranks"
@@ -43,7 +43,7 @@ def problems(files: int) -> Iterator[str]:
 
 def allow(files: int) -> str | None:
     """Raise the limit of this process, and of those that it starts -> what to say; None where it was high enough."""
-    soft, hard = _limits()
+    soft, hard = limits()
     if files <= soft or files > hard:
         return None
     import resource
@@ -53,7 +53,7 @@ def allow(files: int) -> str | None:
     return f"The limit of open files was {soft:,}, and is {files:,} for this run."
 
 
-def _limits() -> tuple[int, int]:
+def limits() -> tuple[int, int]:
     """(of this process, what it may be raised to)."""
     if sys.platform == "win32":
         return sys.maxsize, sys.maxsize

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.layout import MeshShape, Place
+from parallel.rank_sets import Rounds, channel_kinds, of_mesh
 
 Direction = Literal["forward", "backward"]
 FORWARD: Literal["forward"] = "forward"
@@ -72,7 +73,7 @@ class Mesh:
     rank: int
     device: torch.device
     timeout: timedelta = TIMEOUT
-    _made: set[tuple[int, ...]] = field(default_factory=set, init=False)
+    _rounds: Rounds = field(default_factory=Rounds, init=False)
     _groups: dict[tuple[int, ...], Group] = field(default_factory=dict, init=False)
     _channels: dict[tuple[str, int], Group] = field(default_factory=dict, init=False)
 
@@ -98,8 +99,8 @@ class Mesh:
             sizes = " x ".join(f"{dim}={shape[dim]}" for dim in shape.DIMS)
             raise ValueError(f"the mesh {sizes} needs {shape.world} processes, but {world} run")
         mesh = cls(shape, dist.get_rank() if dist.is_initialized() else 0, torch.device(device), timeout)
-        for dims in (("tp",), ("dp", "ep", "cp"), shape.DIMS):
-            mesh.make_groups(shape.all_along(*dims))
+        for sets in of_mesh(shape):
+            mesh.make_groups(sets)
         mesh._make_channels()
         return mesh
 
@@ -140,10 +141,8 @@ class Mesh:
 
         Each is used once before this returns, so that its members connect now rather than in the middle of a step.
         """
-        new = {ranks for ranks in rank_sets if len(ranks) > 1} - self._made
-        self._made |= new
         made = []
-        for disjoint in in_rounds(new):
+        for disjoint in self._rounds.new(rank_sets):
             group = self._make_own(disjoint)
             if group.size > 1:
                 self._groups[group.ranks] = group
@@ -198,16 +197,13 @@ class Mesh:
         return Group(ranks, ranks.index(self.rank), group, pairwise=dist.get_backend(group) == "gloo")
 
     def _make_channels(self) -> None:
-        """The pipeline of this rank has a group for each direction: in it, each pair has a queue of its own.
-
-        In a pipeline of two stages both are the pair of each other, and so each has its own group.
-        """
+        """The pipeline of this rank has a group for each direction: in it, each pair has a queue of its own."""
         stages = self.shape.pp
         if stages == 1:
             return
         pipeline = self.shape.along(self.rank, "pp")
         directions: tuple[Direction, Direction] = (FORWARD, BACKWARD)
-        kinds = 2 if stages == 2 else 1
+        kinds = channel_kinds(stages)
         groups = {(way, kind): self._new_group(pipeline) for way in directions for kind in range(kinds)}
         # NCCL connects a pair at its first message, and each host waits there for the other. In a step the two would
         # begin with different channels, and wait for ever.
@@ -222,16 +218,3 @@ class Mesh:
                 dist.send(message, receiver, group=channel.process_group)
             else:
                 dist.recv(message, sender, group=channel.process_group)
-
-
-def in_rounds(rank_sets: Iterable[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """Sets of ranks, parted so that no two of a round share a rank; the same for the same sets in any order."""
-    rounds = list[tuple[list[tuple[int, ...]], set[int]]]()
-    for ranks in sorted(rank_sets):
-        chosen = next((each for each in rounds if each[1].isdisjoint(ranks)), None)
-        if chosen is None:
-            chosen = [], set()
-            rounds.append(chosen)
-        chosen[0].append(ranks)
-        chosen[1].update(ranks)
-    return [sets for sets, _ in rounds]

@@ -40,9 +40,9 @@ from parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter_,
 )
-from parallel.layout import MeshShape
 from parallel.mesh import Group, Mesh
 from parallel.parameters import Parameters, view
+from parallel.rank_sets import divide, divided
 from parallel.slices import OnDevice, OnHost, SliceHome
 from parallel.sync import (
     Elements,
@@ -99,18 +99,6 @@ def sharing(
     if shard == "none":
         return Gradients(parameters, chunks, dtype, bucket_bytes)
     return ShardedGradients(parameters, chunks, dtype, shard, replicas, bucket_bytes, offload)
-
-
-def divide(shape: MeshShape, ranks: Sequence[int], replicas: int) -> list[tuple[int, ...]]:
-    """The groups of a set of replicas that share with each other: of one stage, and of one of ``replicas`` parts of dp.
-
-    All are alike, so that the first ranks of each, the second ones, ..., hold the same slices.
-    """
-    parts: dict[tuple[int, int], list[int]] = {}
-    for rank in sorted(ranks):
-        place = shape.place(rank)
-        parts.setdefault((place.pp, place.dp * replicas // shape.dp), []).append(rank)
-    return [tuple(part) for part in parts.values()]
 
 
 @dataclass(eq=False)
@@ -388,7 +376,7 @@ class ShardedGradients:
         self._chunks = list(chunks)
         self.spans = trained_spans(parameters)
         still = frozen_spans(parameters) if shard == "parameters" else []
-        self._make_groups(replicas)
+        self._mesh.make_groups(divided(parameters.layout, replicas))
         held = {span.parameter for span in (*self.spans, *still)}
         modules = [list(_units(chunk, held)) for chunk in self._chunks]
         home: SliceHome = OnHost(self._mesh.device) if offload else OnDevice()
@@ -607,13 +595,6 @@ class ShardedGradients:
             self.write(name, lambda part: part.data, host)
 
     # -- how it is put together
-
-    def _make_groups(self, replicas: int) -> None:
-        shape, ranks = self._mesh.shape, set[tuple[int, ...]]()
-        for each in self.parameters.layout.replica_sets():
-            parts = divide(shape, each, replicas)
-            ranks |= {*parts, *(tuple(sorted(same)) for same in zip(*parts, strict=True))}
-        self._mesh.make_groups(ranks)
 
     def _groups_of(self, ranks: Sequence[int], replicas: int) -> tuple[Group, Group]:
         """(the group that shares, those with the same slice) of a span with these replicas."""

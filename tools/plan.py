@@ -1,7 +1,8 @@
-"""`megacore plan`: what a recipe needs of memory, network and time, before anything is started.
+"""`megacore plan`: what a recipe needs of memory, network, time and storage, before anything is started.
 
 With --fit it searches instead: layouts, rungs, recomputation and micro-batches that fit the devices with the recipe's
-model and global batch, estimated fastest first.
+model and global batch, estimated fastest first. With --published it says what it makes of runs that others have
+published, and how far off it is.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megacore.config import Config, ConfigError, Corpus, load
+from megacore.plan.cluster import Overheads, Storage
 from megacore.plan.devices import DEVICES, Device
 from megacore.plan.fit import MARGIN, Candidate, fit
 from megacore.plan.memory import COMMUNICATOR, TERMS, Memory, groups, memory
 from megacore.plan.of_config import setting_of
+from megacore.plan.published import PUBLISHED
 from megacore.plan.setting import Setting
 from megacore.plan.state import Held
 from megacore.plan.step_time import Cluster, Estimate, estimate
@@ -41,29 +44,45 @@ class Plan:
     memory: tuple[Memory, ...]
     traffic: tuple[tuple[Traffic, ...], ...]
     time: Estimate
+    beside: Overheads
 
     @classmethod
-    def of(cls, setting: Setting, cluster: Cluster) -> Plan:
+    def of(cls, config: Config, setting: Setting, cluster: Cluster, storage: Storage) -> Plan:
         held = Held.of(setting)
         sent = tuple(traffic(setting, held, stage) for stage in range(setting.layout.mesh.pp))
-        return cls(setting, cluster, memory(setting, held), sent, estimate(setting, held, cluster))
+        time = estimate(setting, held, cluster)
+        beside = Overheads.of(config, setting, cluster, time, storage)
+        return cls(setting, cluster, memory(setting, held), sent, time, beside)
 
     @property
     def fullest(self) -> Memory:
         return max(self.memory, key=lambda each: each.peak)
+
+    @property
+    def fits(self) -> bool:
+        return self.fullest.peak <= self.cluster.device.memory * (1 - MARGIN)
+
+    def warnings(self) -> Iterator[str]:
+        if not self.fits:
+            yield (
+                f"memory: {_gb(self.fullest.peak)} GB do not fit {_gb(self.cluster.device.memory)} GB less "
+                f"{MARGIN:.0%}: --fit looks for what does"
+            )
+        yield from self.beside.warnings()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="megacore plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("recipe", help="a recipe")
+    parser.add_argument("recipe", nargs="?", help="a recipe")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument(
         "--world", "--gpus", type=folders.count, metavar="N", help="ranks; by default what the mesh needs"
     )
     parser.add_argument("--gpu", choices=[*DEVICES, CPU], default="h100-80", help="the device (%(default)s)")
     parser.add_argument("--gpus-per-node", type=folders.count, metavar="N", help="8 by default")
+    parser.add_argument("--published", action="store_true", help="hold the plan against published runs")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     search = parser.add_argument_group("search")
     search.add_argument("--fit", metavar="GPU=NAME", type=_fitted, help="what fits such devices: GPU=h100-80")
@@ -75,8 +94,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     given.add_argument("--memory-bandwidth", type=_positive, metavar="GB/S", help="of a device's memory")
     given.add_argument("--bandwidth", type=_positive, metavar="GB/S", help="between devices of a node, one direction")
     given.add_argument("--network", type=_positive, metavar="GB/S", help="of each device to other nodes, one direction")
-    given.add_argument("--efficiency", type=_positive, default=0.6, metavar="X", help="share of the peak (%(default)s)")
+    given.add_argument("--storage", type=_positive, metavar="GB/S", help="of the shared storage (0.12 for each device)")
+    given.add_argument("--storage-per-node", type=_positive, metavar="GB/S", help="between a node and it (4)")
+    given.add_argument("--efficiency", type=_positive, metavar="X", help="share of it that large products reach")
     arguments = parser.parse_intermixed_args(argv)
+    if arguments.published:
+        show_published(arguments.json)
+        return 0
+    if arguments.recipe is None:
+        parser.error("name a recipe")
     try:
         return run(arguments)
     except (ConfigError, ModelConfigError) as error:
@@ -103,7 +129,9 @@ def run(arguments: argparse.Namespace) -> int:
     found = _problems(config, world, model)
     if found:
         raise ConfigError(found)
-    plan = Plan.of(setting_of(config, model, world, "cpu" if name == CPU else "cuda"), cluster)
+    total, per_node = (given and given * 1e9 for given in (arguments.storage, arguments.storage_per_node))
+    setting = setting_of(config, model, world, "cpu" if name == CPU else "cuda")
+    plan = Plan.of(config, setting, cluster, Storage.of(world, total, per_node))
     if arguments.json:
         say_data(as_data(plan), indent=2)
     else:
@@ -132,10 +160,11 @@ def _problems(config: Config, world: int, model: ModelConfig) -> list[str]:
 
 def _cluster(arguments: argparse.Namespace, name: str, precision: str) -> Cluster:
     # Of a CPU nothing is in the table: these are round numbers of a small machine.
-    device = Device("A10G", None, 16e9, 50e9, 5e9, 1e9, 50e9) if name == CPU else DEVICES[name]
+    device = Device("A10G", None, 16e9, 50e9, 5e9, 1e9, 50e9, reach=0.6, half=32) if name == CPU else DEVICES[name]
     tflops = arguments.peak_tflops or (0.5 if name == CPU else device.tflops(precision))
     changed: dict[str, Any] = {
         "per_node": arguments.gpus_per_node,
+        "reach": arguments.efficiency,
         **{
             key: value and value * 1e9
             for key, value in (
@@ -147,7 +176,7 @@ def _cluster(arguments: argparse.Namespace, name: str, precision: str) -> Cluste
         },
     }
     device = replace(device, **{key: value for key, value in changed.items() if value})
-    return Cluster(device, tflops, arguments.efficiency)
+    return Cluster(device, tflops)
 
 
 def _fitted(text: str) -> str:
@@ -172,7 +201,8 @@ def _positive(text: str) -> float:
 
 def show(plan: Plan, name: str) -> str:
     """Tables."""
-    return "\n".join([*_headline(plan, name), "", *_memory(plan), "", *_traffic(plan), "", *_time(plan)])
+    sections = (_headline(plan, name), _memory(plan), _traffic(plan), _time(plan), _beside(plan.beside), _warned(plan))
+    return "\n\n".join(text for section in sections if (text := "\n".join(section)))
 
 
 def _headline(plan: Plan, name: str) -> Iterator[str]:
@@ -211,7 +241,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     ]
     yield table(head, rows)
     most, room = plan.fullest, plan.cluster.device.memory
-    fits = "fits" if most.peak <= room * (1 - MARGIN) else "does not fit"
+    fits = "fits" if plan.fits else "does not fit"
     yield (
         f"  The fullest ranks are those of stage {most.stage}: {_gb(most.peak)} GB, most of it {most.largest} "
         f"({_gb(most.terms[most.largest])} GB). It {fits} {_gb(room)} GB less {MARGIN:.0%}."
@@ -258,8 +288,9 @@ def _time(plan: Plan) -> Iterator[str]:
     time, cluster = plan.time, plan.cluster
     parts = ("compute", "recompute", "tensor", "bubble", "data", "offload", "optimizer")
     yield (
-        f"A step is estimated at {time.total:,.3f} s, if a block reaches {cluster.efficiency:.0%} of "
-        f"{cluster.tflops:,.1f} TFLOP/s and {cluster.overlap:.0%} of what can be hidden is"
+        f"A step is estimated at {time.total:,.3f} s, if large products reach {cluster.device.reach:.0%} of "
+        f"{cluster.tflops:,.1f} TFLOP/s and {cluster.overlap:.0%} of what can be hidden in a node "
+        f"is, and {cluster.overlap_between:.0%} between nodes"
     )
     values = [(part, f"{asdict(time)[part]:,.3f}", f"{asdict(time)[part] / time.total:.1%}") for part in parts]
     yield table(("of it", "s", "share"), values)
@@ -267,6 +298,55 @@ def _time(plan: Plan) -> Iterator[str]:
         f"  {time.tokens_per_second:,.0f} tokens/s, {time.tflops_per_device:,.1f} TFLOP/s on each rank, "
         f"MFU {time.tflops_per_device / cluster.tflops:.1%}"
     )
+
+
+def _beside(x: Overheads) -> Iterator[str]:
+    start, save, resume, data, connections = x.start, x.save, x.resume, x.data, x.connections
+    yield (
+        f"Beside the steps, on {x.nodes:,} node{'s' * (x.nodes > 1)}, if the storage reaches {_gb(x.storage.total)} "
+        f"GB/s in all and {_gb(x.storage.per_node)} GB/s for a node"
+    )
+    took = "" if start.seconds is None else f", {start.seconds:,.0f} s (an order of magnitude)"
+    each = "" if save.interval is None else f"; one is due every {save.interval:,.0f} s"
+    rows = [
+        (
+            "start",
+            f"{start.calls} calls that make groups; a rank is in {start.groups}, of up to {start.largest:,}{took}",
+        ),
+        (
+            "save",
+            f"{_gb(save.size)} GB in {save.files:,} files by {save.writers:,} ranks on {save.nodes:,} nodes, at most "
+            f"{_gb(save.busiest)} GB of a rank and {_gb(save.busiest_node)} GB of a node: {save.seconds:,.1f} s{each}",
+        ),
+        (
+            "resume",
+            f"{_gb(resume.read)} GB are read, {resume.read / resume.size:.2f} times what there is, at most "
+            f"{_gb(resume.busiest)} GB by a rank, and {_gb(resume.received)} GB sent to it: {resume.seconds:,.1f} s",
+        ),
+        (
+            "data",
+            "of examples: known when they are prepared"
+            if data is None
+            else f"{_mb(data.order)} MB of host memory in each rank for the order of samples, {_mb(data.batches)} for "
+            "batches ahead",
+        ),
+        (
+            "sockets",
+            f"up to {connections.sockets:,} of a rank to others on the host; {connections.files:,} files open at the "
+            f"most, where the soft limit is {connections.soft:,} and the hard one {connections.hard:,} here",
+        ),
+    ]
+    for what, said in rows:
+        yield f"  {what:<8}{said}"
+
+
+def _warned(plan: Plan) -> Iterator[str]:
+    for each in plan.warnings():
+        yield f"Warning: {each}"
+
+
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.1f}"
 
 
 def _gb(size: float) -> str:
@@ -299,6 +379,24 @@ def _mfu(each: Candidate, cluster: Cluster) -> float:
     return each.time.tflops_per_device / cluster.tflops
 
 
+def show_published(as_json: bool) -> None:
+    """What the plan makes of published runs."""
+    found = [(run, run.planned()) for run in PUBLISHED]
+    if as_json:
+        keys = ("name", "source", "tokens")
+        say_data([{key: getattr(run, key) for key in keys} | {"planned": tokens} for run, tokens in found], indent=2)
+        return
+    sources = list(dict.fromkeys(run.source for run in PUBLISHED))
+    rows = [
+        (run.name, f"{run.tokens:,.0f}", f"{tokens:,.0f}", f"{tokens / run.tokens - 1:+.1%}", f"[{number}]")
+        for run, tokens in found
+        for number in [sources.index(run.source) + 1]
+    ]
+    say("Tokens a second of a device")
+    say(table(("run", "published", "planned", "error", "source"), rows))
+    say("\n".join(f"  [{number}] {source}" for number, source in enumerate(sources, 1)))
+
+
 # -- as data
 
 
@@ -319,6 +417,8 @@ def as_data(plan: Plan) -> Mapping[str, Any]:
         "memory": [asdict(m) | {"peak": m.peak, "largest": m.largest} for m in plan.memory],
         "traffic": [[asdict(x) | {"sent": x.sent} for x in row] for row in plan.traffic],
         "time": _seconds(plan.time, plan.cluster),
+        "beside": asdict(plan.beside),
+        "warnings": list(plan.warnings()),
     }
 
 

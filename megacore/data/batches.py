@@ -17,6 +17,11 @@ from parallel.labels import IGNORE
 
 Item = TypeVar("Item")
 
+DEPTH = 2
+"""Steps whose batches are prepared ahead."""
+HELD = DEPTH + 2
+"""Steps whose batches a rank holds at once: those, the one that the thread has made, and the one that is computed."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -129,7 +134,7 @@ class Prefetch(Generic[Item]):
     Close it, or leave its `with` block, to end the thread.
     """
 
-    def __init__(self, items: Iterator[Item], depth: int = 2) -> None:
+    def __init__(self, items: Iterator[Item], depth: int = DEPTH) -> None:
         self._ready: queue.Queue[Item | _Raised] = queue.Queue(depth)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._fill, args=(items,), name="prefetch", daemon=True)
@@ -168,6 +173,6 @@ class Prefetch(Generic[Item]):
         self.close()
 
 
-def prefetch(items: Iterator[Item], depth: int = 2) -> Prefetch[Item]:
+def prefetch(items: Iterator[Item], depth: int = DEPTH) -> Prefetch[Item]:
     """Starts to prepare the items of an iterator in a thread, `depth` ahead."""
     return Prefetch(items, depth)

@@ -41,6 +41,8 @@ class Device:
         cpu: Of host memory for the CPU, bytes/s, its share of the node's.
         disk: Of the node's local disks, bytes/s in one direction, its share.
         per_node: Devices of a node.
+        reach: Share of its peak that large products reach.
+        half: A product with a side as long as this reaches half of that: tiles and waves are not full.
     """
 
     peak: str
@@ -55,6 +57,9 @@ class Device:
     # channels of DDR5-4800 each are 614 GB/s for eight devices; a PCIe 4 NVMe disk for each device writes about 4 GB/s.
     cpu: float = 77e9
     disk: float = 4e9
+    # Fitted to published runs on H100 (`megacore.plan.published`); nobody held the others but the A100 against any.
+    reach: float = 0.66
+    half: float = 470
 
     def tflops(self, precision: str) -> float:
         """Of matrix products; those of fp8 where the device has them."""
@@ -72,8 +77,8 @@ DEVICES: Mapping[str, Device] = {
     "h100-80": Device("H100", 1978.9, 80e9, 3.35e12, 450e9, 50e9, 64e9),  # H100 SXM5: 80 GB HBM3
     "h200": Device("H200", 1978.9, 141e9, 4.8e12, 450e9, 50e9, 64e9),  # H200 SXM: 141 GB HBM3e
     "b200": Device("B200", 4500.0, 180e9, 8.0e12, 900e9, 50e9, 64e9),  # HGX B200: 180 GB HBM3e usable, NVLink 5
-    "a100-80": Device("A100", None, 80e9, 2.039e12, 300e9, 25e9, 32e9),  # A100 SXM4: 80 GB HBM2e
-    "a100-40": Device("A100", None, 40e9, 1.555e12, 300e9, 25e9, 32e9),  # A100 SXM4: 40 GB HBM2
+    "a100-80": Device("A100", None, 80e9, 2.039e12, 300e9, 25e9, 32e9, reach=0.8),  # A100 SXM4: 80 GB HBM2e
+    "a100-40": Device("A100", None, 40e9, 1.555e12, 300e9, 25e9, 32e9, reach=0.8),  # A100 SXM4: 40 GB HBM2
     "l40s": Device("L40S", 733.0, 48e9, 0.864e12, 32e9, 12.5e9, 32e9),  # L40S: 48 GB GDDR6, PCIe 4 x16
     # AMD Instinct MI300X data sheet: 192 GB HBM3; seven links of 64 GB/s to the other seven in one direction.
     "mi300x": Device("MI300X", 2614.9, 192e9, 5.3e12, 448e9, 50e9, 64e9),

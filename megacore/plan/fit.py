@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -65,12 +65,12 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
     for layout in _layouts(base, world, cluster):
         held = Held.of(replace(base, layout=layout))
         for setting in _batches(base, layout):
-            before = len(found)
+            before, tried = len(found), _RECOMPUTE
             for rung in _rungs(base, layout):
-                fits = _least_recomputed(replace(setting, shard=rung), held, cluster, room)
+                fits = _least_recomputed(replace(setting, shard=rung), held, cluster, room, tried)
                 found += fits
-                if fits and rung != "none":  # what splits more only sends more
-                    break
+                if fits and rung != "none":  # what splits more only sends more: it must recompute less
+                    tried = tried[: tried.index(fits[0].setting.recompute)]
             if len(found) == before:  # larger microbatches take more
                 break
     found.sort(key=lambda each: each.time.total)
@@ -119,11 +119,13 @@ def _batches(base: Setting, layout: Layout) -> Iterator[Setting]:
             yield replace(base, layout=layout, micro_size=micro, microbatches=own // micro, schedule=schedule)
 
 
-def _least_recomputed(setting: Setting, held: Held, cluster: Cluster, room: float) -> list[Candidate]:
-    """The setting with as little recomputation as fits, if any does."""
-    if max(state(own, setting).device(setting).total for own in held.stages) > room:
+def _least_recomputed(
+    setting: Setting, held: Held, cluster: Cluster, room: float, choices: Sequence[Recompute]
+) -> list[Candidate]:
+    """The setting with the least of the recomputations that fits, if any does."""
+    if not choices or max(state(own, setting).device(setting).total for own in held.stages) > room:
         return []
-    for recompute in _RECOMPUTE:
+    for recompute in choices:
         tried = replace(setting, recompute=recompute)
         needed = tuple(takewhile(lambda each: each.peak <= room, by_stage(tried, held)))
         if len(needed) == len(held.stages):

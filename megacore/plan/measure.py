@@ -13,7 +13,7 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cache, cached_property
 from types import FunctionType
 from typing import Any
@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from megacore.plan.unit import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Message, Product, Unit, Work
@@ -56,13 +56,12 @@ class FakeModel:
     """
 
     def __init__(self, config: ModelConfig, tuning: Tuning, mesh: MeshShape, width: int, device: str) -> None:
-        fake = FakeTensorMode() if device == "cpu" else None
-        self._fake: Callable[[], AbstractContextManager[object]] = _fused if fake is None else lambda: fake
+        self._fakes = FakeTensorMode() if device == "cpu" else None
         self._mesh = _SilentMesh(mesh, 0, torch.device("cpu" if device == "cpu" else "meta"))
         self._embed, self._dtype = config.sizes["embed"], _DTYPES[width]
         self._runners: dict[tuple[str, Recompute], Runner] = {}
         self._units: dict[object, Unit] = {}
-        with self._fake():
+        with self._without_numbers():
             layout = layout_of(config, mesh, tuning=tuning)
             model = Model.create(config, layout, self._mesh, self._dtype, tuning=tuning)
         (self._chunk,) = model.chunks
@@ -72,6 +71,12 @@ class FakeModel:
         first: dict[object, str] = {}
         self.kinds = [first.setdefault(_kind(block, at), at) for at, block in self._chunk.layers.items()]
         """Of each layer the first that is like it."""
+
+    @contextmanager
+    def _without_numbers(self) -> Iterator[None]:
+        """Nobody else's modes of torch see what is run here."""
+        with _disable_current_modes(), self._fakes or _fused():
+            yield
 
     @property
     def _ends(self) -> tuple[nn.Module, Head]:
@@ -122,7 +127,7 @@ class FakeModel:
 
     def _run(self, module: nn.Module, call: _Call, entered: bool, length: int, sequences: int) -> Unit:
         parameters = list(module.parameters())
-        with self._fake(), _Watch(self._chunk.parameters()) as seen, self._mesh.watched(seen):
+        with self._without_numbers(), _Watch(self._chunk.parameters()) as seen, self._mesh.watched(seen):
             batch = self._microbatch(length, sequences)
             context = self._chunk.context(batch)
             rotation = [key for key in map(_key, context.rotation or ()) if key in seen.sizes]

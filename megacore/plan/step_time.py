@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+from megacore.plan import efficiency
 from megacore.plan.activations import Activations
-from megacore.plan.devices import Device
+from megacore.plan.devices import PEAK_TFLOPS, Device
 from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import Held, Part, state, updated
-from megacore.plan.traffic import SEND, Traffic, traffic
-from megacore.plan.unit import Unit
+from megacore.plan.traffic import ALL_REDUCE, SEND, Traffic, traffic
+from megacore.plan.unit import Product, Unit
 from models.config import flops_per_token
 from parallel.layout import MeshShape
 from parallel.pipeline.schedules import SCHEDULES, simulate
@@ -26,37 +30,69 @@ class Cluster:
     Args:
         device: Each of them.
         tflops: That matrix products could reach.
-        efficiency: The share of it that a block reaches while nothing is waited for: products are not ideal, and norms,
-            activation functions and the softmax take time beside them.
-        overlap: The share that is really hidden of messages that could be, as both want the same memory and units.
-        latency: Seconds that a message takes however short it is.
+        overlap: The share that is really hidden of messages within a node that could be, as both want the same memory
+            and units.
+        overlap_between: Of those between nodes, which also wait for each other.
     """
 
     device: Device
     tflops: float
-    efficiency: float = 0.6
-    overlap: float = 0.8
-    latency: float = 20e-6
+    overlap: float = 0.9
+    overlap_between: float = 0.7
+
+    @property
+    def wide_tflops(self) -> float:
+        """Of what is never in fp8: the attention and the head."""
+        return min(self.tflops, PEAK_TFLOPS[self.device.peak][0])
+
+    def product_s(self, product: efficiency.Product, tflops: float) -> float:
+        """Seconds of a product where such could reach so many TFLOP/s."""
+        if product.attention:
+            return product.flops / (self.wide_tflops * 1e12 * efficiency.ATTENTION)
+        cast = efficiency.CAST_BYTES * (tflops > self.wide_tflops) * product.k * (product.m + product.n)
+        reached = self.device.reach * efficiency.reached(product, self.device.half)
+        return product.flops / (tflops * 1e12 * reached) + cast / self.device.bandwidth
 
     def bandwidth(self, mesh: MeshShape, axis: str) -> float:
         """Of a ring along some dimensions, bytes/s for each rank.
 
         Between nodes every device of a group that lies in the same node brings its own adapter.
         """
-        dims = axis.split(" x ")
-        places = [mesh.place(rank) for rank in range(min(self.device.per_node, mesh.world))]
-        here = sum(all(getattr(place, dim) == 0 for dim in mesh.DIMS if dim not in dims) for place in places)
-        total = 1
-        for dim in dims:
-            total *= mesh[dim]
+        total, here = _ring(mesh, axis, self.device.per_node)
         return self.device.link if here == total else min(self.device.link, here * self.device.network)
 
-    def shown(self, moving: float, beside: float) -> float:
+    def latency(self, mesh: MeshShape, message: Traffic) -> float:
+        """Seconds that a message takes however short it is: those of a ring grow with its length."""
+        total, here = _ring(mesh, message.axis, self.device.per_node)
+        if message.kind == SEND:
+            return efficiency.ring_s(1, int(here < total))
+        here, rounds = min(here, message.ranks), 2 if message.kind == ALL_REDUCE else 1
+        nodes = -(-message.ranks // here)
+        return efficiency.ring_s(rounds * (message.ranks - 1), rounds * (nodes - 1))
+
+    def shown(self, mesh: MeshShape, messages: Sequence[Traffic], beside: float) -> float:
         """Seconds of messages that compute of so many seconds does not hide."""
-        return max(moving - beside, (1 - self.overlap) * moving)
+        moving, never = 0.0, 0.0
+        for x in messages:
+            seconds, (total, here) = self.seconds(mesh, [x]), _ring(mesh, x.axis, self.device.per_node)
+            moving += seconds
+            never += seconds * (1 - (self.overlap if here == total else self.overlap_between))
+        return max(moving - beside, never)
 
     def seconds(self, mesh: MeshShape, messages: Iterable[Traffic]) -> float:
-        return sum(x.count * self.latency + x.sent / self.bandwidth(mesh, x.axis) for x in messages)
+        return sum(
+            x.count * self.latency(mesh, x) + x.sent / (self.bandwidth(mesh, x.axis) * efficiency.LINKS)
+            for x in messages
+        )
+
+
+@lru_cache(maxsize=4096)
+def _ring(mesh: MeshShape, axis: str, per_node: int) -> tuple[int, int]:
+    """(ranks of a ring along some dimensions, those of them in a node)."""
+    dims = axis.split(" x ")
+    places = [mesh.place(rank) for rank in range(min(per_node, mesh.world))]
+    here = sum(all(getattr(place, dim) == 0 for dim in mesh.DIMS if dim not in dims) for place in places)
+    return math.prod(mesh[dim] for dim in dims), here
 
 
 @dataclass(frozen=True)
@@ -92,39 +128,90 @@ class Estimate:
         return self.model_tflop / self.total
 
 
+Products = Mapping[Product, int]
+"""{product: how often}."""
+
+
 @dataclass(frozen=True)
-class Flops:
-    """Of a rank for one microbatch.
+class Work:
+    """Of a rank for one microbatch, in some blocks or in the head.
 
     Args:
-        forward: Of a forward.
-        backward: Of its backward: as many for the gradients of what is read, where one is asked for, and as many for
-            those of the weights that are trained; twice as many if all is.
-        again: Of the forward that full recomputation repeats.
+        forward: Products of the forward.
+        backward: Of its backward: for the gradients of what is read, where one is asked for, and for those of the
+            weights that are trained; twice as many operations if all is.
+        again: Of what recomputation repeats.
+        moved: Bytes that lie between the products of a forward.
+        moved_again: Of these, bytes that are made again.
+        narrow: Whether its products are in fp8 where the run is.
     """
 
-    forward: int = 0
-    backward: int = 0
-    again: int = 0
+    forward: Products
+    backward: Products
+    again: Products
+    moved: int
+    moved_again: int
+    narrow: bool
 
-    def __add__(self, other: Flops) -> Flops:
-        return Flops(self.forward + other.forward, self.backward + other.backward, self.again + other.again)
 
-    def __mul__(self, times: int) -> Flops:
-        return Flops(self.forward * times, self.backward * times, self.again * times)
+def work(act: Activations, virtual: int) -> list[tuple[Work, int]]:
+    """(work, how often) of a virtual stage."""
+    plain = act.without_recomputation
+    blocks = Counter(zip(act.chunks[virtual], plain.chunks[virtual], strict=True))
+    found = [(_of(block, like, True), number) for (block, like), number in blocks.items()]
+    return found if virtual < len(act.chunks) - 1 else [*found, (_of(act.head, plain.head, False), 1)]
+
+
+def _of(unit: Unit, plain: Unit, narrow: bool) -> Work:
+    """Of what is run as one and, without recomputation, as the other."""
+    again = Counter(unit.backward.products) - Counter(plain.backward.products)
+    made_again = plain.kept - unit.kept if unit.left else 0
+    return Work(unit.forward.products, plain.backward.products, again, plain.kept, made_again, narrow)
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Of a rank for one microbatch: of a forward, its backward, and what recomputation repeats."""
+
+    forward: int
+    backward: int
+    again: int
 
 
 def flops(act: Activations, virtual: int) -> Flops:
     """In a virtual stage."""
-    forward, backward = _flops(act.units(virtual))
-    _, plain = _flops(act.without_recomputation.units(virtual))
-    return Flops(forward, plain, backward - plain)
+    found = work(act, virtual)
+    return Flops(
+        *(
+            sum(number * product.flops * count for each, number in found for product, count in part(each).items())
+            for part in (lambda each: each.forward, lambda each: each.backward, lambda each: each.again)
+        )
+    )
 
 
-def _flops(units: Mapping[Unit, int]) -> tuple[int, int]:
-    """Forward, and backward."""
-    forward = sum(unit.forward.flops * number for unit, number in units.items())
-    return forward, sum(unit.backward.flops * number for unit, number in units.items())
+@dataclass(frozen=True)
+class _Seconds:
+    """Of a rank for one microbatch: of a forward, its backward, and what recomputation repeats."""
+
+    forward: float
+    backward: float
+    again: float
+
+
+def _seconds(cluster: Cluster, found: Sequence[tuple[Work, int]]) -> _Seconds:
+    forward = backward = again = 0.0
+    for each, number in found:
+        tflops = cluster.tflops if each.narrow else cluster.wide_tflops
+        ahead, back, repeated = (
+            sum(count * cluster.product_s(product, tflops) for product, count in part.items())
+            for part in (each.forward, each.backward, each.again)
+        )
+        # A third of the passes are the forward's.
+        one = efficiency.PASSES / 3 / cluster.device.bandwidth
+        forward += number * (ahead + one * each.moved)
+        backward += number * (back + 2 * one * each.moved)
+        again += number * (repeated + one * each.moved_again)
+    return _Seconds(forward, backward, again)
 
 
 def bubble(schedule: str, stages: int, chunks: int, microbatches: int) -> float:
@@ -143,12 +230,11 @@ def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = T
     """
     layout, m = setting.layout, setting.microbatches
     mesh, pp, chunks = layout.mesh, layout.mesh.pp, layout.chunks
-    speed = cluster.tflops * 1e12 * cluster.efficiency
     act = Activations.of(setting)
     sent = [traffic(setting, held, stage) for stage in range(pp)]
-    rows = [_stage_times(setting, act, cluster, stage, sent[stage], speed) for stage in range(pp)]
+    rows = [_stage_times(setting, act, cluster, stage, sent[stage]) for stage in range(pp)]
     slowest = max(rows, key=lambda row: row.forward + row.backward)
-    hop = cluster.latency + setting.activation / cluster.bandwidth(mesh, "pp") if pp > 1 else 0.0
+    hop = cluster.seconds(mesh, [Traffic(SEND, "pp", "", pp, 1, setting.activation, True)]) if pp > 1 else 0.0
     busy = m * (slowest.forward + slowest.backward)
     if pp == 1:
         idle = 0.0
@@ -162,7 +248,8 @@ def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = T
     away = 2 * m * moved if setting.offload_activations else 0
     if setting.offload_parameters:  # a slice comes with each gathering: for the forward and for the backward
         away += 2 * m * max(state(own, setting).parameters for own in held.stages)
-    offload = cluster.shown(away / cluster.device.host, busy)
+    away_s = away / cluster.device.host
+    offload = max(away_s - busy, (1 - cluster.overlap) * away_s)
     per_token = flops_per_token(setting.model, setting.sequence_length, setting.tuning)
     return Estimate(
         m * slowest.compute,
@@ -204,24 +291,15 @@ class _Times:
         return self.compute_backward + self.recompute + self.tensor_backward
 
 
-def _stage_times(
-    setting: Setting, act: Activations, cluster: Cluster, stage: int, sent: Sequence[Traffic], speed: float
-) -> _Times:
+def _stage_times(setting: Setting, act: Activations, cluster: Cluster, stage: int, sent: Sequence[Traffic]) -> _Times:
     layout, m = setting.layout, setting.microbatches
-    found = sum((flops(act, chunk * layout.mesh.pp + stage) for chunk in range(layout.chunks)), Flops())
-    backward_compute = found.backward / speed
+    found = _seconds(cluster, [each for v in range(stage, len(act.chunks), layout.mesh.pp) for each in work(act, v)])
     tensor = [x for x in sent if x.axis == "tp" and "tokens" in x.what]
     forward = cluster.seconds(layout.mesh, (x for x in tensor if "forward" in x.what)) / m
     shown = cluster.seconds(layout.mesh, (x for x in tensor if not x.hidden and "forward" not in x.what)) / m
     # Gathers and scatters of a column-parallel product's backward run beside its two products.
-    hidden = cluster.seconds(layout.mesh, (x for x in tensor if x.hidden)) / m
-    return _Times(
-        found.forward / speed,
-        backward_compute,
-        found.again / speed,
-        forward,
-        shown + cluster.shown(hidden, backward_compute),
-    )
+    hidden = cluster.shown(layout.mesh, [x for x in tensor if x.hidden], m * found.backward) / m
+    return _Times(found.forward, found.backward, found.again, forward, shown + hidden)
 
 
 def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _Times) -> float:
@@ -229,12 +307,11 @@ def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _T
     mesh, m, rung = setting.layout.mesh, setting.microbatches, SHARDS.index(setting.shard)
     gathers = [x for x in sent if x.what == "parameters"]
     sums = [x for x in sent if "gradients" in x.what and "tokens" not in x.what and x.kind != SEND]
-    reduced, gathered = (cluster.seconds(mesh, messages) for messages in (sums, gathers))
     if rung == 3:
-        return cluster.shown(reduced + gathered, m * (times.forward + times.backward))
+        return cluster.shown(mesh, [*sums, *gathers], m * (times.forward + times.backward))
     # A sum starts with the last gradient of the step, so it hides behind one backward; what is split goes with each.
     beside = times.backward * (m if rung == 2 else 1)
-    return cluster.shown(reduced, beside) + cluster.shown(gathered, times.forward)
+    return cluster.shown(mesh, sums, beside) + cluster.shown(mesh, gathers, times.forward)
 
 
 def _optimizer(setting: Setting, cluster: Cluster, held: Sequence[Part]) -> float:

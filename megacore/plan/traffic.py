@@ -89,16 +89,18 @@ def _data(setting: Setting, act: Activations, held: Sequence[Part], stage: int) 
         axis, gradient = " x ".join(own), numel * widths.gradient
         what = "gradients" if not dims else "gradients of what these ranks share"
         if rung == 0:
-            yield _buckets(setting, ALL_REDUCE, axis, what, ranks, gradient, 1)
+            yield _buckets(setting, act, stage, ALL_REDUCE, axis, what, ranks, gradient, 1)
             continue
         times = setting.microbatches if rung >= 2 else 1
-        yield _buckets(setting, REDUCE_SCATTER, axis, what, split, gradient, times)
+        yield _buckets(setting, act, stage, REDUCE_SCATTER, axis, what, split, gradient, times)
         others = ranks // split  # HSDP's replicas, and the other end of the pipeline
-        yield _buckets(setting, ALL_REDUCE, axis, "gradients of the same slice", others, gradient // split, 1)
+        yield _buckets(
+            setting, act, stage, ALL_REDUCE, axis, "gradients of the same slice", others, gradient // split, 1
+        )
         # After the update those that are trained; split ones before their forward and their backward, trained or not.
         used = sum(_used(act, stage, part) for part in group) // 2
         moved, uses = (used, 2 * setting.microbatches) if rung == 3 else (numel, 1)
-        yield _buckets(setting, ALL_GATHER, axis, "parameters", split, moved * widths.parameter, uses)
+        yield _buckets(setting, act, stage, ALL_GATHER, axis, "parameters", split, moved * widths.parameter, uses)
 
 
 def _used(act: Activations, stage: int, part: Part) -> int:
@@ -110,7 +112,10 @@ def _used(act: Activations, stage: int, part: Part) -> int:
     return part.elements // layers * (layers + reached)
 
 
-def _buckets(setting: Setting, kind: str, axis: str, what: str, ranks: int, size: int, times: int) -> Traffic:
-    """A tensor of so many bytes in buckets, so many times in a step."""
-    count = max(1, round(size / setting.bucket_bytes))
+def _buckets(
+    setting: Setting, act: Activations, stage: int, kind: str, axis: str, what: str, ranks: int, size: int, times: int
+) -> Traffic:
+    """A tensor of so many bytes in buckets, so many times in a step; split parameters have one for each block."""
+    units = act.blocks[stage].total() if setting.shard == "parameters" else 0
+    count = units or max(1, round(size / setting.bucket_bytes))
     return Traffic(kind, axis, what, ranks, times * count, size // count, True)

@@ -17,7 +17,7 @@ LOWER = {
     **dict.fromkeys(("parallel.mesh", "parallel.collectives", "parallel.random"), 1),
     **{
         f"parallel.{name}": 0
-        for name in ("choices", "fingerprint", "labels", "layout", "pattern", "schema", "transfer")
+        for name in ("choices", "fingerprint", "labels", "layout", "pattern", "rank_sets", "schema", "transfer")
     },
     "parallel.pipeline.schedules": 0,
 }

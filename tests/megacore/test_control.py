@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pool import Pool
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megacore import control
+from megacore import levels
 from megacore.control import Control
 from megacore.store.strict_json import StoreError
 from parallel.layout import MeshShape
@@ -43,7 +43,7 @@ def test_all_make_it_or_none_does(pool: Pool) -> None:
 
 def talked(node: int, fan_out: int) -> tuple[list[Any], int]:
     """(what one rank is told by each way of talking, the sockets that its groups take)."""
-    with patch.object(control, "FAN_OUT", fan_out):
+    with patch.object(levels, "FAN_OUT", fan_out):
         mesh = Mesh.create(MeshShape(dp=dist.get_world_size()))
         made = Control.create(mesh, node)
     rank = mesh.rank

@@ -36,7 +36,7 @@ def test_the_limit_is_raised_and_said(limits: tuple[int, int]) -> None:
 
 
 def test_what_is_not_allowed_is_a_problem_with_a_way_out() -> None:
-    with patch.object(open_files, "_limits", lambda: (1024, 4096)):
+    with patch.object(open_files, "limits", lambda: (1024, 4096)):
         assert list(open_files.problems(4096)) == []
         (said,) = open_files.problems(5000)
         assert open_files.allow(5000) is None

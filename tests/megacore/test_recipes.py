@@ -15,7 +15,7 @@ RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
 MACHINES = {
     "quickstart": (4, 0, None),
     "llama-3.2-1b": (8, 8, 22.2e9),
-    "llama-3.1-8b": (8, 8, 36.1e9),
+    "llama-3.1-8b": (8, 8, 18.1e9),
     "llama-3.1-70b": (256, 8, 40.9e9),
     "finetune": (2, 0, None),
     "finetune_lora": (2, 0, None),
@@ -40,4 +40,5 @@ def test_recipe_fits(name: str) -> None:
     if state is not None:
         stages = (layout.mesh.place(rank) for rank in layout.mesh.ranks(dp=(0,), tp=(0,)))
         fullest = max(sum(shard.numel for shard in layout.shards(place)) for place in stages)
-        assert 18 * fullest == pytest.approx(state, rel=5e-3)
+        share = layout.mesh.dp if config.data.shard == "parameters" else 1
+        assert 18 * fullest / share == pytest.approx(state, rel=5e-3)

@@ -24,9 +24,10 @@ from models.decoder import Microbatch
 from models.registry import configure
 from models.stages import layout_of
 from parallel.layout import MeshShape
-from parallel.mesh import Mesh, in_rounds
+from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
-from parallel.zero import Shard, divide, sharing
+from parallel.rank_sets import divided, in_rounds
+from parallel.zero import Shard, sharing
 
 
 class NCCL:
@@ -109,13 +110,9 @@ def make_all(shape: MeshShape, preset: str, layers: int, tied: bool, parts: int)
     """The groups that a run of a model makes, hybrid sharding included."""
     mesh = Mesh.create(shape)
     config = configure({"preset": preset, "num_hidden_layers": layers, "tie_word_embeddings": tied})
-    sets = layout_of(config, shape, 1).replica_sets()
-    mesh.make_groups(sets)
-    ranks = set[tuple[int, ...]]()
-    for each in sets:
-        shares = divide(shape, each, parts)
-        ranks |= {*shares, *(tuple(sorted(same)) for same in zip(*shares, strict=True))}
-    mesh.make_groups(ranks)
+    layout = layout_of(config, shape, 1)
+    mesh.make_groups(layout.replica_sets())
+    mesh.make_groups(divided(layout, parts))
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ FAULTS = (
     ),
     fault(
         "stages share with each other",
-        "zero.divide",
+        "rank_sets.divide",
         "place.pp",
         "0",
         "test_stages_and_replicas_divide_a_set",

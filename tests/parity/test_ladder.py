@@ -27,8 +27,9 @@ from models.stages import layout_of
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
+from parallel.rank_sets import divide
 from parallel.recompute import Activations
-from parallel.zero import Shard, ShardedGradients, divide, sharing
+from parallel.zero import Shard, ShardedGradients, sharing
 
 RUNGS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
 BY_NAME = {case.name: case for case in CASES}

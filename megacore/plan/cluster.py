@@ -1,0 +1,394 @@
+"""What a run costs a cluster beside its steps: starting, saving, resuming, its data, and connections.
+
+Nothing here is a formula of its own: who writes and reads what, which groups are made and what the data holds is asked
+of the code that does it, for all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from megacore import levels, open_files
+from megacore.config import Config
+from megacore.data.batches import HELD, Batches
+from megacore.data.blend import Blend
+from megacore.data.indexed import IndexedDataset, Integers
+from megacore.data.samples import BLOCKS, Source, parts
+from megacore.plan.setting import Setting
+from megacore.plan.step_time import Cluster, Estimate
+from megacore.store.index import MASTER, MOMENTS, STATES, on_disk
+from megacore.store.parts import States, share_out, share_reads
+from parallel.layout import MeshShape
+from parallel.pattern import Sizes
+from parallel.rank_sets import RankSet, Rounds, channel_kinds, divided, of_mesh
+from parallel.transfer import Stored, native
+
+WEIGHTS = STATES[0]
+STORAGE_OF_A_DEVICE = 2e12 / 16384
+"""Bytes/s of the shared storage for each device, where nothing is said: 2 TB/s for 16,384 GPUs, sustained, is what
+Llama 3 was trained with (arXiv 2407.21783, 3.3.1)."""
+STORAGE_OF_A_NODE = 4e9
+"""Bytes/s between a node and the storage, where nothing is said: an assumption, half of the 8 GB/s that vendors'
+reference designs give a node for reading."""
+COMMUNICATOR_S, COMMUNICATOR_RANK_S = 2.0, 0.01
+"""Seconds that NCCL takes to make a communicator, and for each of its ranks. An order of magnitude: 8 communicators of
+8 ranks took 16.3 s (github.com/NVIDIA/nccl/issues/534), and thousands of ranks 2.5 minutes (issues/1156)."""
+FEW = 2.0
+"""A save is written by too few where it takes so many times as long as if all nodes wrote."""
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What holds checkpoints: bytes/s for all together, and for each node."""
+
+    total: float
+    per_node: float
+
+    @classmethod
+    def of(cls, world: int, total: float | None, per_node: float | None) -> Storage:
+        """As it is given; else as the assumptions above have it, for one node at least."""
+        per_node = per_node or STORAGE_OF_A_NODE
+        return cls(total or max(world * STORAGE_OF_A_DEVICE, per_node), per_node)
+
+    def seconds(self, everything: float, busiest_node: float) -> float:
+        return max(everything / self.total, busiest_node / self.per_node)
+
+
+@dataclass(frozen=True)
+class StartUp:
+    """Making the groups of the rank that has most of them.
+
+    Args:
+        calls: Collective calls that make groups, on each rank.
+        groups: That it talks in.
+        largest: Ranks of the largest.
+        seconds: Until all are connected; None where they are not NCCL's.
+    """
+
+    calls: int
+    groups: int
+    largest: int
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class Save:
+    """One checkpoint.
+
+    Args:
+        size: Bytes of its tensors.
+        files: Tensor files.
+        writers: Ranks that write some.
+        nodes: Nodes that they are on.
+        busiest: Bytes that one rank writes at the most; it keeps as many in host memory.
+        busiest_node: Bytes of one node.
+        seconds: Until all is written.
+        interval: Seconds of training from one to the next; None where none is.
+    """
+
+    size: int
+    files: int
+    writers: int
+    nodes: int
+    busiest: int
+    busiest_node: int
+    seconds: float
+    interval: float | None
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Going on from it on the same layout.
+
+    Args:
+        size: Bytes of the states that are loaded.
+        read: Bytes that all ranks read.
+        busiest: Bytes that one rank reads at the most.
+        busiest_node: Bytes of one node.
+        received: Bytes that the fullest rank gets from others.
+        seconds: Until all have everything: reading and sending go on side by side.
+    """
+
+    size: int
+    read: int
+    busiest: int
+    busiest_node: int
+    received: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Data:
+    """Bytes of host memory that the data takes in each rank, whatever the corpus: ``order`` for the order of samples,
+    ``batches`` for what is prepared ahead."""
+
+    order: int
+    batches: int
+
+
+@dataclass(frozen=True)
+class Connections:
+    """Of the rank that has most: sockets to others, files that are open at once at the most, and the soft and the hard
+    limit of that on this machine."""
+
+    sockets: int
+    files: int
+    soft: int
+    hard: int
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """All of it. ``data`` is None where it is of examples, whose number is known when they are prepared."""
+
+    ranks: int
+    nodes: int
+    storage: Storage
+    start: StartUp
+    save: Save
+    resume: Resume
+    data: Data | None
+    connections: Connections
+
+    @classmethod
+    def of(cls, config: Config, setting: Setting, cluster: Cluster, time: Estimate, storage: Storage) -> Overheads:
+        """Of a recipe.
+
+        Args:
+            config: The recipe.
+            setting: What it is on paper.
+            cluster: Where it runs.
+            time: Of a step.
+            storage: What holds its checkpoints.
+        """
+        world, per_node = setting.layout.mesh.world, cluster.device.per_node
+        every = config.checkpoint.every
+        return cls(
+            world,
+            -(-world // per_node),
+            storage,
+            _start(setting, per_node),
+            _save(setting, per_node, storage, every * time.total if every else None),
+            _resume(setting, cluster, storage),
+            None if config.data.train and config.data.train[0].has_examples else _data(config, setting),
+            _connections(setting, per_node),
+        )
+
+    def warnings(self) -> Iterator[str]:
+        """What will go wrong or take long, each with a way out."""
+        save, storage = self.save, self.storage
+        if save.interval is not None and save.seconds > save.interval:
+            yield (
+                f"a save takes {save.seconds:,.0f} s, and the next is due after {save.interval:,.0f} s of training: "
+                f"raise checkpoint.every, or give it faster storage than {storage.total / 1e9:,.0f} GB/s in all and "
+                f"{storage.per_node / 1e9:,.0f} GB/s for a node"
+            )
+        by_all = storage.seconds(save.size, save.size / self.nodes)
+        if save.seconds > FEW * by_all:
+            yield (
+                f"few write: {save.writers:,} of {self.ranks:,} ranks, on {save.nodes:,} of {self.nodes:,} nodes; a "
+                f"save takes {save.seconds:,.1f} s where it would take {by_all:,.1f} s if all nodes wrote alike: "
+                "choose more data parallel ranks and less tp x pp"
+            )
+        yield from open_files.problems(self.connections.files)
+
+
+# -- who does what
+
+
+def _held(setting: Setting, stored: Sequence[Stored], states: Mapping[str, int]) -> States:
+    """What a rank has of each state: weights of everything, the others of what is trained."""
+    frozen = setting.frozen
+    return {
+        state: [(each, width) for each in stored if state == WEIGHTS or each.name not in frozen]
+        for state, width in states.items()
+    }
+
+
+def _states(setting: Setting) -> Mapping[str, int]:
+    """{state of a checkpoint: bytes of an element}."""
+    widths = setting.widths
+    master = {MASTER: widths.master} if widths.master else {}
+    return {WEIGHTS: widths.parameter, **master, **dict.fromkeys(MOMENTS, widths.moments // len(MOMENTS))}
+
+
+def _replicas(mesh: MeshShape) -> Iterator[RankSet]:
+    """The ranks that have the same model parallel place, in the order in which they share files out."""
+    return iter(mesh.all_along("dp", "cp"))
+
+
+def _save(setting: Setting, per_node: int, storage: Storage, interval: float | None) -> Save:
+    layout = replace(setting.layout, schema=setting.tuning.kept(setting.model.schema))
+    disk, states = on_disk(layout), _states(setting)
+    by_rank, files = Counter[int](), 0
+    for ranks in _replicas(layout.mesh):
+        place = disk.mesh.rank(replace(layout.mesh.place(ranks[0]), dp=0, cp=0))
+        written = share_out(disk, _held(setting, list(native(disk, [place])), states), len(ranks))
+        for rank, share in zip(ranks, written, strict=True):
+            files += len(share)
+            by_rank[rank] += sum(states[part.state] * _numel(part.tensors) for part in share)
+    size, nodes = by_rank.total(), _by_node(by_rank, per_node)
+    writers = sum(bytes_ > 0 for bytes_ in by_rank.values())
+    busiest_node = max(nodes.values())
+    return Save(
+        size,
+        files,
+        writers,
+        sum(bytes_ > 0 for bytes_ in nodes.values()),
+        max(by_rank.values()),
+        busiest_node,
+        storage.seconds(size, busiest_node),
+        interval,
+    )
+
+
+def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
+    """As :func:`megacore.load.load` goes about it: masters of what is trained, weights of the rest, then moments."""
+    layout, states = setting.layout, _states(setting)
+    frozen = setting.frozen
+    by_rank, size, received, sizes = Counter[int](), 0, 0, layout.schema.sizes
+    first = MASTER if MASTER in states else WEIGHTS
+    for ranks in _replicas(layout.mesh):
+        stored = list(native(layout, [ranks[0]]))
+        trained = [each for each in stored if each.name not in frozen]
+        rest = [each for each in stored if each.name in frozen]
+        before = by_rank.total()
+        for state, tensors in ((first, trained), (WEIGHTS, rest), *((moment, trained) for moment in MOMENTS)):
+            size += states[state] * sum(_unpadded(each, sizes) for each in tensors)
+            for _, slices in share_reads(tensors, len(ranks)):
+                for part, reader in slices:
+                    by_rank[ranks[reader]] += states[state] * _unpadded(part, sizes)
+        own = by_rank.total() - before
+        received = max(received, own - min(by_rank[rank] for rank in ranks))
+    busiest_node = max(_by_node(by_rank, cluster.device.per_node).values())
+    sending = received / cluster.bandwidth(layout.mesh, "dp x cp")
+    return Resume(
+        size,
+        by_rank.total(),
+        max(by_rank.values()),
+        busiest_node,
+        received,
+        max(storage.seconds(by_rank.total(), busiest_node), sending),
+    )
+
+
+def _numel(tensors: Sequence[Stored]) -> int:
+    return sum(math.prod(each.shape) for each in tensors)
+
+
+def _unpadded(stored: Stored, sizes: Sizes) -> int:
+    """Elements that there are: a box may run past its axis."""
+    found = math.prod(stored.shape)
+    for axis, (start, stop) in stored.box.items():
+        found = found * (min(stop, max(start, sizes[axis])) - start) // (stop - start)
+    return found
+
+
+def _by_node(by_rank: Mapping[int, int], per_node: int) -> Counter[int]:
+    found = Counter[int]()
+    for rank, size in by_rank.items():
+        found[rank // per_node] += size
+    return found
+
+
+# -- who talks to whom
+
+
+def _rounds(setting: Setting) -> list[list[RankSet]]:
+    """The sets that get groups of the device's kind, in the calls that make them: of the mesh, of those that share
+    gradients and state, and of those that read together."""
+    layout, rounds = setting.layout, Rounds()
+    shared = layout.replica_sets() if setting.shard == "none" else divided(layout, setting.replicas)
+    batches = [*of_mesh(layout.mesh), shared, layout.mesh.all_along("dp", "cp")]
+    return [each for sets in batches for each in rounds.new(sets)]
+
+
+def _channels(mesh: MeshShape) -> int:
+    return 2 * channel_kinds(mesh.pp)
+
+
+def _on_hosts(setting: Setting, per_node: int) -> list[list[RankSet]]:
+    """The levels of :class:`megacore.control.Control`; on one machine of CPUs the world's own group does."""
+    world = setting.layout.mesh.world
+    return [] if setting.device == "cpu" and world <= per_node else list(levels.by_level(world, per_node))
+
+
+def _start(setting: Setting, per_node: int) -> StartUp:
+    mesh, rounds = setting.layout.mesh, _rounds(setting)
+    own = Counter[int]()
+    for ranks in (ranks for sets in rounds for ranks in sets):
+        own.update(ranks)
+    on_hosts = len(_on_hosts(setting, per_node))
+    made = [sets for sets in rounds if len(sets[0]) < mesh.world]  # the world has its group already
+    largest = [max(map(len, sets)) for sets in rounds] + [mesh.pp] * _channels(mesh)
+    seconds = sum(COMMUNICATOR_S + COMMUNICATOR_RANK_S * ranks for ranks in largest)
+    return StartUp(
+        len(made) + _channels(mesh) + on_hosts,
+        max(own.values(), default=0) + _channels(mesh) + on_hosts,
+        max(largest, default=1),
+        seconds if setting.device == "cuda" else None,
+    )
+
+
+def _connections(setting: Setting, per_node: int) -> Connections:
+    """Of host sockets: NCCL opens its own few, which `open_files` counts among the rank's own files."""
+    mesh, own = setting.layout.mesh, Counter[int]()
+    groups = [ranks for sets in _on_hosts(setting, per_node) for ranks in sets]
+    if setting.device == "cpu":
+        groups += [ranks for sets in _rounds(setting) for ranks in sets]
+        groups += mesh.all_along("pp") * _channels(mesh)
+    for ranks in groups:
+        for rank in ranks:
+            own[rank] += len(ranks) - 1
+    nodes = -(-mesh.world // per_node)
+    soft, hard = open_files.limits()
+    return Connections(max(own.values(), default=0), open_files.needed(mesh, setting.device, nodes), soft, hard)
+
+
+# -- data
+
+
+class _Corpus(IndexedDataset):
+    """Stands for a token file that need not be here: so many documents that more would take no more memory."""
+
+    def __init__(self, length: int) -> None:
+        self.documents, self.scattered, self._length = 2 * BLOCKS, "", length
+
+    def start(self, document: int) -> int:
+        return document * self._length
+
+    def starts_within(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        return np.arange(-(-start // self._length) * self._length + self._length, stop, self._length)
+
+    def tokens(self, start: int, stop: int) -> Integers:
+        return np.zeros(stop - start, np.uint16)
+
+
+def _data(config: Config, setting: Setting) -> Data:
+    """Measured, of a stand-in for each corpus: what Python and numpy take while its order is made and a microbatch is
+    drawn, and what a step's batches take as often as they are held at once."""
+    data, length = config.data, setting.sequence_length
+    corpora = (*data.train, *data.validation) or (None,)
+    fraction = 0.0 if data.validation else data.validation_fraction
+    stands_for = [_Corpus(length) for _ in corpora]
+    tracing = tracemalloc.is_tracing()
+    tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    tracemalloc.reset_peak()
+    made = [parts(dataset, length, data.seed, fraction, "corpus")[0] for dataset in stands_for]
+    own: list[Source] = [*made[: max(1, len(data.train))]]
+    source = own[0] if len(own) == 1 else Blend(own, [corpus.weight for corpus in data.train])
+    micro = setting.micro_size
+    (batch,) = Batches(source, micro, micro, 0, 1, data.within_documents).microbatches_from(0)
+    _, peak = tracemalloc.get_traced_memory()
+    if not tracing:
+        tracemalloc.stop()
+    size = sum(array.nbytes for array in (batch.tokens, batch.labels, batch.positions))
+    return Data(peak - before - size, HELD * setting.microbatches * size)

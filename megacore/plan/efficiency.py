@@ -1,0 +1,48 @@
+"""How fast a device is at the products of a model and at what lies between them, and how long a message takes: a few
+numbers, which published runs agree with (`megacore.plan.published`)."""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+ATTENTION = 0.5
+"""Share of the bf16 peak that the attention reaches of its causal half, forward and backward; published are 35 % for
+FlashAttention-2 on an H100 and up to 75 % for the third one (arXiv 2407.08608)."""
+PASSES = 8.5
+"""How often what a block keeps of its forward passes through the device's memory, in a forward and a backward: norms,
+activation functions, rope and residual adds."""
+CAST_BYTES = 3
+"""Of each factor of a product in fp8: it is read in bf16 and written."""
+LINKS = 0.8
+"""Share of a link's bandwidth that a ring reaches."""
+START_S, HOP_S, NODE_HOP_S = 8.4e-6, 3.4e-6, 14e-6
+"""Seconds of any collective, and of each step of its ring within a node and to the next one: NCCL's own model of its
+simple protocol (NVIDIA/nccl, src/graph/tuning.cc)."""
+
+
+class Product(Protocol):
+    """``batch`` matrix products [m, k] x [k, n] in one call; those of the ``attention`` are in a kernel of its own."""
+
+    @property
+    def m(self) -> int: ...
+    @property
+    def n(self) -> int: ...
+    @property
+    def k(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def attention(self) -> bool: ...
+    @property
+    def flops(self) -> int: ...
+
+
+def reached(product: Product, half: float) -> float:
+    """Of what large products reach, what one does of which a side as long as ``half`` would cost it half of that."""
+    return math.prod(side / (side + half) for side in (product.m, product.n, product.k))
+
+
+def ring_s(steps: int, node_steps: int) -> float:
+    """Seconds that nothing takes around a ring of so many steps, some of which go to another node."""
+    return START_S + (steps - node_steps) * HOP_S + node_steps * NODE_HOP_S

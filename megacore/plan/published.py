@@ -1,0 +1,221 @@
+"""Runs that others have published, and what the plan says of the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megacore.plan.devices import DEVICES, Device
+from megacore.plan.setting import ADAM_16, Precision, Recompute, Setting, Shard, Widths
+from megacore.plan.state import Held
+from megacore.plan.step_time import Cluster, estimate
+from models.config import flops_per_token
+from models.registry import configure
+from models.stages import layout_of
+from parallel.layout import MeshShape
+
+
+@dataclass(frozen=True)
+class Published:
+    """A run, and how fast it was.
+
+    Args:
+        name: What it is.
+        source: Where that is written.
+        tokens: That each device has trained on in a second.
+        model: As a recipe names it.
+        mesh: Its layout.
+        sequence_length, micro_size, microbatches: Tokens, sequences of a microbatch, and microbatches of each data
+            parallel rank in a step.
+        device: What it ran on.
+        changed: What of that is not the table's.
+        tflops: What its devices could do, where that is not the table's.
+        precision: Of its products.
+        shard, recompute, chunks: As a recipe has them.
+        widths: Of the training state, where it is not ours.
+        repeated: Of a block's products, the share that its recomputation repeats beyond ours of the same name.
+    """
+
+    name: str
+    source: str
+    tokens: float
+    model: Mapping[str, Any]
+    mesh: MeshShape
+    sequence_length: int
+    micro_size: int = 1
+    microbatches: int = 1
+    device: str = "h100-80"
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    tflops: float | None = None
+    precision: Precision = "bf16"
+    shard: Shard = "parameters"
+    recompute: Recompute = "none"
+    chunks: int = 1
+    repeated: float = 0.0
+    widths: Widths | None = None
+
+    def setting(self) -> Setting:
+        model = configure(dict(self.model))
+        return Setting(
+            model,
+            layout_of(model, self.mesh, self.chunks),
+            self.widths or Widths.of(self.precision),
+            self.sequence_length,
+            self.micro_size,
+            self.microbatches,
+            "interleaved" if self.chunks > 1 else "1f1b",
+            self.shard,
+            recompute=self.recompute,
+        )
+
+    def cluster(self) -> Cluster:
+        device: Device = replace(DEVICES[self.device], **self.changed)
+        scale = 1.0 if self.tflops is None else self.tflops / device.tflops("bf16")
+        return Cluster(device, device.tflops(self.precision) * scale)
+
+    def planned(self) -> float:
+        """Tokens that each device trains on in a second by the plan."""
+        setting, cluster = self.setting(), self.cluster()
+        held = Held.of(setting)
+        seconds = estimate(setting, held, cluster).total
+        if self.repeated:
+            full = replace(setting, recompute="full")
+            seconds += self.repeated * estimate(full, held, cluster).recompute
+        return setting.global_tokens / seconds / self.mesh.world
+
+
+def _of_tflops(tflops: float, preset: str, length: int) -> float:
+    """Tokens a second of a device that does so many TFLOP/s of the model's operations, the attention's causal half."""
+    return tflops * 1e12 / flops_per_token(configure({"preset": preset}), length)
+
+
+def _mpt(hidden: int, layers: int, heads: int, length: int) -> Mapping[str, Any]:
+    """A gpt2 of the shape of MosaicML's MPT."""
+    shape = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": length}
+    return {"family": "gpt2", "vocab_size": 50368, **shape}
+
+
+_TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+_ASYNC = "pytorch/torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md"
+_A100 = "pytorch/torchtitan, docs/performance.md of 2024 (Llama 3)"
+_LLAMA = "Llama 3 (arXiv 2407.21783), table 4"
+_FOUNDRY = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
+_NVIDIA = "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md, 25.11"
+
+# torchtitan's H100 have memory of 2.4 TB/s and a limit of 500 W, and reach something between the SXM's and the NVL's
+# peak, as its page says: here the NVL's. Its per-op checkpointing keeps every second product.
+_SLOW: Mapping[str, Any] = {"changed": {"bandwidth": 2.4e12, "memory": 96e9}, "tflops": 835.5}
+_8B, _70B, _405B = ({"preset": f"llama-3.1-{size}"} for size in ("8b", "70b", "405b"))
+_PER_OP: Mapping[str, Any] = {"recompute": "selective", "repeated": 0.5, **_SLOW}
+
+# Llama 3's schedule is interleaved, by how much is not said: here with one or two layers a chunk. MosaicML's gradients
+# are taken to be summed in bf16, as its FSDP does by default.
+PUBLISHED = (
+    Published("8B, 8 H100, FSDP", _TITAN, 6667, _8B, MeshShape(dp=8), 8192, 2, **_PER_OP),
+    Published("8B, 128 H100, FSDP", _TITAN, 6514, _8B, MeshShape(dp=128), 8192, 2, **_PER_OP),
+    Published("8B, 8 H100, FSDP, fp8", _TITAN, 8532, _8B, MeshShape(dp=8), 8192, 2, precision="fp8", **_PER_OP),
+    Published("8B, 128 H100, FSDP, fp8", _TITAN, 8380, _8B, MeshShape(dp=128), 8192, 2, precision="fp8", **_PER_OP),
+    Published("8B, 64 H100, FSDP 8 x TP 8", _ASYNC, 4378, _8B, MeshShape(dp=8, tp=8), 8192, 12, **_PER_OP),
+    Published(
+        "70B, 256 H100, FSDP 32 x TP 8",
+        _ASYNC,
+        597.3,
+        _70B,
+        MeshShape(dp=32, tp=8),
+        8192,
+        16,
+        recompute="full",
+        **_SLOW,
+    ),
+    Published(
+        "8B, 64 A100, FSDP",
+        _A100,
+        2973,
+        _8B,
+        MeshShape(dp=64),
+        8192,
+        device="a100-80",
+        recompute="selective",
+        repeated=0.5,
+    ),
+    Published("70B, 64 A100, FSDP", _A100, 331, _70B, MeshShape(dp=64), 8192, device="a100-80", recompute="full"),
+    Published(
+        "405B, 8,192 H100, TP 8 x PP 16 x DP 64",
+        _LLAMA,
+        _of_tflops(430, "llama-3.1-405b", 8192),
+        _405B,
+        MeshShape(pp=16, dp=64, tp=8),
+        8192,
+        microbatches=32,
+        shard="optimizer",
+        chunks=7,
+    ),
+    Published(
+        "405B, 16,384 H100, TP 8 x PP 16 x DP 128",
+        _LLAMA,
+        _of_tflops(400, "llama-3.1-405b", 8192),
+        _405B,
+        MeshShape(pp=16, dp=128, tp=8),
+        8192,
+        microbatches=16,
+        shard="optimizer",
+        chunks=7,
+    ),
+    Published(
+        "MPT 1B, 8 H100, FSDP", _FOUNDRY, 45455, _mpt(2048, 24, 16, 2048), MeshShape(dp=8), 2048, 14, widths=ADAM_16
+    ),
+    Published(
+        "MPT 3B, 8 H100, FSDP", _FOUNDRY, 20964, _mpt(2560, 32, 20, 4096), MeshShape(dp=8), 4096, 5, 6, widths=ADAM_16
+    ),
+    Published(
+        "MPT 3B, 64 H100, FSDP", _FOUNDRY, 22525, _mpt(2560, 32, 20, 2048), MeshShape(dp=64), 2048, 6, 3, widths=ADAM_16
+    ),
+    Published(
+        "MPT 7B, 8 H100, FSDP", _FOUNDRY, 10643, _mpt(4096, 32, 32, 2048), MeshShape(dp=8), 2048, 6, widths=ADAM_16
+    ),
+    Published(
+        "MPT 13B, 8 H100, FSDP", _FOUNDRY, 4792, _mpt(5120, 40, 40, 2048), MeshShape(dp=8), 2048, 2, widths=ADAM_16
+    ),
+    Published(
+        "MPT 13B, 64 H100, FSDP", _FOUNDRY, 4800, _mpt(5120, 40, 40, 2048), MeshShape(dp=64), 2048, 2, widths=ADAM_16
+    ),
+    Published(
+        "MPT 30B, 32 H100, FSDP",
+        _FOUNDRY,
+        2308,
+        _mpt(7168, 48, 56, 2048),
+        MeshShape(dp=32),
+        2048,
+        14,
+        3,
+        recompute="full",
+        widths=ADAM_16,
+    ),
+    Published(
+        "MPT 70B, 64 H100, FSDP",
+        _FOUNDRY,
+        1039,
+        _mpt(8192, 80, 64, 2048),
+        MeshShape(dp=64),
+        2048,
+        8,
+        4,
+        recompute="full",
+        widths=ADAM_16,
+    ),
+    Published("8B, 8 H100, FSDP, fp8", _NVIDIA, 14451, _8B, MeshShape(dp=8), 8192, 1, 16, precision="fp8"),
+    Published(
+        "70B, 64 H100, TP 4 x PP 8 x DP 2, fp8",
+        _NVIDIA,
+        1602,
+        _70B,
+        MeshShape(pp=8, dp=2, tp=4),
+        8192,
+        1,
+        64,
+        precision="fp8",
+        shard="optimizer",
+        chunks=5,
+    ),
+)
