@@ -8,3 +8,6 @@ REDUCE_SCATTERS = 2
 
 OFFLOAD_AHEAD = 256 << 20
 """Bytes of offloaded activations on their way in each direction, beside what the computation itself holds."""
+
+NORM_BLOCK = 1 << 18
+"""Elements of a gradient that a core widens at a time for the norm: they stay in its cache."""

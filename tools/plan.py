@@ -109,6 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ModelConfigError) as error:
         err(error)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        err("megacore plan runs a block of the model on tensors without numbers: install torch (one for CPUs will do)")
+        return 2
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,22 +1,23 @@
-"""What autograd keeps of a microbatch and what a backward adds: the blocks of each chunk, and the ends of the model."""
+"""What a microbatch leaves on a rank, and what each backward adds: the parts of the model as they were measured, put
+together as a run has them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import islice
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache, partial
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Literal
 
-from megacore.plan.block import Block, gathered
-from megacore.plan.setting import Setting
-from megacore.plan.state import Held
-from parallel.layout import Place
-from parallel.schema import Param
+from megacore.plan.setting import Recompute, Setting
+from megacore.plan.unit import Unit
+from models.config import ModelConfig
+from models.tuning import Tuning
+from parallel.layout import MeshShape
 
-_LOSS_CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Elements of the logits that the loss holds in fp32 at a time (`parallel.loss`)."""
+if TYPE_CHECKING:
+    from megacore.plan.measure import FakeModel
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,14 @@ class Visit:
         learned: Elements of it and of those after it that are trained.
     """
 
-    block: Block
+    block: Unit
     which: Literal["last", "lower", "first"]
     freed: int
     learned: int
 
 
-def _visits(blocks: Sequence[Block]) -> Iterator[Visit]:
-    seen, freed, learned = set[Block](), 0, 0
+def _visits(blocks: Sequence[Unit]) -> Iterator[Visit]:
+    seen, freed, learned = set[Unit](), 0, 0
     reached = [block for block in reversed(blocks) if block.left]
     for number, block in enumerate(reached, 1):
         learned += block.learning
@@ -51,162 +52,117 @@ def _visits(blocks: Sequence[Block]) -> Iterator[Visit]:
 
 @dataclass(frozen=True)
 class Activations:
-    """Of one rank for one microbatch, in bytes.
+    """Of one rank for one microbatch, in bytes; made by :meth:`of`. The fields are all that they depend on.
 
     Args:
-        setting: The run.
-        held: What its ranks hold.
+        model: Its configuration.
+        tuning: What of it is trained.
+        mesh: What its layers are split over.
+        stages: Of the pipeline.
+        layers: Of each virtual stage.
+        width: Bytes of a parameter and of an activation.
+        device: What kind of device.
+        length, sequences: Tokens of a sequence, and sequences of a microbatch.
+        recompute: What is computed again in the backward.
+        loss_chunk: Tokens whose logits exist at a time; None for all.
     """
 
-    setting: Setting
-    held: Held
+    model: ModelConfig
+    tuning: Tuning
+    mesh: MeshShape
+    stages: int
+    layers: tuple[int, ...]
+    width: int
+    device: Literal["cpu", "cuda"]
+    length: int
+    sequences: int
+    recompute: Recompute
+    loss_chunk: int | None
 
-    # -- the blocks
+    @classmethod
+    def of(cls, setting: Setting) -> Activations:
+        """Those of a run.
+
+        Raises:
+            ModuleNotFoundError: there is no torch, which they are measured with.
+        """
+        s, mesh = setting, setting.layout.mesh
+        inner = replace(mesh, pp=1, dp=1)
+        return _activations(
+            s.model, s.tuning, inner, mesh.pp, s.layout.layers, s.widths.parameter, s.device, s.sequence_length,
+            s.micro_size, s.recompute, s.loss_chunk,
+        )  # fmt: skip
 
     @cached_property
-    def chunks(self) -> tuple[tuple[Block, ...], ...]:
+    def without_recomputation(self) -> Activations:
+        return replace(self, recompute="none")
+
+    @cached_property
+    def _fake(self) -> FakeModel:
+        from megacore.plan.measure import fake_model  # torch
+
+        return fake_model(self.model, self.tuning, self.mesh, self.width, self.device)
+
+    @cached_property
+    def chunks(self) -> tuple[tuple[Unit, ...], ...]:
         """The blocks of each virtual stage; those that are alike are one object."""
-        layout = self.setting.layout
-        made: dict[tuple[frozenset[str], bool], Block] = {}
-        layers = iter(self.held.trained)
-        found = []
-        for virtual, count in enumerate(layout.layers):
+        measured = cache(partial(self._fake.block, self.recompute, self.length, self.sequences))
+        found, kinds = [], iter(self._fake.kinds)
+        for virtual, count in enumerate(self.layers):
             # What another stage sends asks for a gradient, whatever is trained there.
-            entered, blocks = virtual > 0 or self.embeds, list[Block]()
-            for trained in islice(layers, count):
-                key = trained, entered
-                if key not in made:
-                    made[key] = Block(self.setting, self.held.block, trained, entered)
-                blocks.append(made[key])
-                entered = made[key].left
+            entered, blocks = virtual > 0 or self.embeds, list[Unit]()
+            for kind in islice(kinds, count):
+                blocks.append(measured(kind, entered))
+                entered = blocks[-1].left
             found.append(tuple(blocks))
         return tuple(found)
 
-    def stage(self, stage: int) -> Counter[Block]:
+    @cached_property
+    def embeds(self) -> bool:
+        """Whether a gradient goes to what embeds the tokens."""
+        return self._fake.embeds
+
+    @cached_property
+    def embedding(self) -> Unit:
+        return self._fake.embedding(self.length, self.sequences)
+
+    @cached_property
+    def head(self) -> Unit:
+        """The final norm, the product to the vocabulary, and the loss."""
+        entered = self.chunks[-1][-1].left
+        return self._fake.head(entered, self.loss_chunk, self.length, self.sequences)
+
+    @cached_property
+    def tied(self) -> int:
+        """The gradient of what the embedding and the head share, where one waits for the other's."""
+        return self._fake.tied * self.width if len(self.layers) == 1 else 0
+
+    def units(self, virtual: int) -> Counter[Unit]:
+        """How many of each kind a virtual stage has: blocks, and an end of the model."""
+        found = Counter(self.chunks[virtual])
+        found.update([self.embedding] * (virtual == 0) + [self.head] * (virtual == len(self.layers) - 1))
+        return found
+
+    def stage(self, stage: int) -> Counter[Unit]:
         """How many of each kind a stage has."""
-        return Counter(block for chunk in self.chunks[stage :: self.setting.layout.mesh.pp] for block in chunk)
+        return sum((self.units(virtual) for virtual in range(stage, len(self.layers), self.stages)), Counter[Unit]())
+
+    @cached_property
+    def blocks(self) -> tuple[Counter[Unit], ...]:
+        """How many blocks of each kind each stage has."""
+        return tuple(Counter(chain(*self.chunks[stage :: self.stages])) for stage in range(self.stages))
 
     @cached_property
     def visits(self) -> tuple[tuple[Visit, ...], ...]:
         """Of each virtual stage, in the order of a backward: the last block of each kind, and the first block."""
         return tuple(tuple(_visits(blocks)) for blocks in self.chunks)
 
-    def kept(self, virtual: int) -> int:
-        """What a virtual stage keeps, on the device or, offloaded, on the host: of its blocks, and cos and sin."""
-        blocks = self.chunks[virtual]
-        rotates = any(attention.crossed for attention, _ in (block.branches for block in blocks))
-        return sum(block.kept for block in blocks) + (self.tables if rotates else 0)
-
-    def forward(self, virtual: int) -> int:
-        """What the forward of a virtual stage needs where nothing is kept."""
-        return max(block.forward for block in self.chunks[virtual]) + self.tables
-
     @cached_property
-    def tables(self) -> int:
-        """cos and sin of a chunk, for families that rotate."""
-        sizes = self.setting.layout.schema.sizes
-        return 0 if "position" in sizes else self.setting.tokens * sizes["head"] * self.setting.widths.parameter
+    def kept(self) -> tuple[int, ...]:
+        """What each virtual stage keeps, on the device or, offloaded, on the host: of its blocks, with cos and sin, and
+        of the embedding."""
+        blocks = [sum(block.kept for block in own) + max(block.tables for block in own) for own in self.chunks]
+        return blocks[0] + self.embedding.kept, *blocks[1:]
 
-    # -- the embedding
 
-    @cached_property
-    def embeds(self) -> bool:
-        """Whether a gradient goes to what embeds the tokens."""
-        return any("first" in param.at.split() for param in self._ends)
-
-    @cached_property
-    def embedding_table(self) -> int:
-        """The gradient of the embedding as autograd gives it."""
-        return self._table("first")
-
-    @cached_property
-    def embedding(self) -> int:
-        """That at the end of a backward, with the gathered tokens' gradients."""
-        return self.embedding_table + (self._whole * self.setting.layout.schema.sizes["embed"])
-
-    # -- the head
-
-    @cached_property
-    def normed(self) -> bool:
-        """Whether what the head's product reads has a gradient."""
-        norm = any(param.at == "last" and "vocab" not in param.sentence.axes for param in self._ends)
-        return norm or self.chunks[-1][-1].left
-
-    @cached_property
-    def head_table(self) -> int:
-        """The gradient of the head's table as autograd gives it."""
-        return self._table("last")
-
-    @cached_property
-    def head(self) -> int:
-        """What the last norm and the product to the vocabulary keep: their inputs.
-
-        In chunks the gradient of the product's input is there instead of it.
-        """
-        s = self.setting
-        product = self.head_table > 0 if s.loss_chunk is None else self.normed
-        norm = s.activation + 4 * s.local_tokens if self.normed else 0
-        return norm + (s.activation if product else 0)
-
-    @cached_property
-    def logits(self) -> int:
-        """In the parameters' type; their gradient takes the same memory. With the labels' masks."""
-        s = self.setting
-        rows = min(s.tokens, s.loss_chunk or s.tokens)
-        return rows * self.columns * s.widths.parameter + 14 * s.tokens
-
-    @cached_property
-    def columns(self) -> int:
-        """Of the vocabulary on one rank, padding included."""
-        layout = self.setting.layout
-        start, stop = layout.box("vocab", Place())
-        return stop - start
-
-    @cached_property
-    def rows(self) -> int:
-        """Elements of an embedding or a head on one rank."""
-        return self.columns * self.setting.layout.schema.sizes["embed"]
-
-    @cached_property
-    def loss(self) -> int:
-        """Temporaries of the loss and of the head's backward, beside the logits.
-
-        In chunks the gradients are made in the forward: that of the table is added up in fp32, and nothing is gathered
-        twice.
-        """
-        s = self.setting
-        embed = s.layout.schema.sizes["embed"]
-        wide, rows = max(4, s.widths.parameter), min(s.tokens, s.loss_chunk or s.tokens)
-        # Those of a chunk are let go when the next one's are there.
-        exponentials = min(2 * _LOSS_CHUNK[s.device], rows * self.columns) * wide
-        # In the forward the norm's output still is there, whether it is kept or not.
-        exponentials += 0 if self.head_table else s.activation
-        if s.loss_chunk is not None:
-            tokens = 2 * self._whole * embed if s.layout.mesh.tp > 1 else 0
-            sums = self.head_table * wide // s.widths.parameter
-            # The logits of a chunk are let go when the next one's are there.
-            again = self.head_table or rows * self.columns * s.widths.parameter + exponentials
-            return tokens + sums + again
-        inputs = s.activation if self.normed else 0
-        products = max(gathered(s, self.head_table > 0, self.normed) * embed, inputs) + self.head_table
-        return max(exponentials, products)
-
-    @cached_property
-    def batch(self) -> int:
-        """Tokens, labels and positions of all microbatches of a step, 8 bytes each."""
-        return 24 * self.setting.tokens * self.setting.microbatches
-
-    @property
-    def _ends(self) -> Iterator[Param]:
-        """What is trained of them."""
-        return (param for param in self.setting.layout.schema.params if param.name in self.held.ends)
-
-    def _table(self, end: str) -> int:
-        """Of the one with the vocabulary at an end, if it is trained."""
-        trained = any("vocab" in param.sentence.axes and end in param.at.split() for param in self._ends)
-        return self.rows * self.setting.widths.parameter if trained else 0
-
-    @property
-    def _whole(self) -> int:
-        """Bytes of a feature of all tokens of the microbatch."""
-        return self.setting.tokens * self.setting.widths.parameter
+_activations = lru_cache(maxsize=4096)(Activations)

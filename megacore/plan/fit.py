@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
-from megacore.plan.memory import Memory, memory
+from megacore.plan.memory import Memory, by_stage
 from megacore.plan.setting import SHARDS, Recompute, Setting, Shard
 from megacore.plan.state import Held, state
 from megacore.plan.step_time import Cluster, Estimate, estimate
@@ -64,12 +65,14 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
     for layout in _layouts(base, world, cluster):
         held = Held.of(replace(base, layout=layout))
         for setting in _batches(base, layout):
-            tried = _RECOMPUTE
+            before, tried = len(found), _RECOMPUTE
             for rung in _rungs(base, layout):
                 fits = _least_recomputed(replace(setting, shard=rung), held, cluster, room, tried)
                 found += fits
                 if fits and rung != "none":  # what splits more only sends more: it must recompute less
                     tried = tried[: tried.index(fits[0].setting.recompute)]
+            if len(found) == before:  # larger microbatches take more
+                break
     found.sort(key=lambda each: each.time.total)
     again = [
         replace(each, time=estimate(each.setting, Held.of(each.setting), cluster))
@@ -124,8 +127,8 @@ def _least_recomputed(
         return []
     for recompute in choices:
         tried = replace(setting, recompute=recompute)
-        needed = memory(tried, held)
-        if max(each.peak for each in needed) <= room:
+        needed = tuple(takewhile(lambda each: each.peak <= room, by_stage(tried, held)))
+        if len(needed) == len(held.stages):
             return [Candidate(tried, needed, estimate(tried, held, cluster, simulated=False))]
     return []
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from megacore.plan.activations import Activations
 from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import Held, Part, state
-from parallel.budgets import OFFLOAD_AHEAD, REDUCE_SCATTERS
+from parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
 from parallel.pipeline.schedules import SCHEDULES
 
 TERMS = (
@@ -123,8 +123,14 @@ def _groups(setting: Setting, rank: int) -> set[tuple[int, ...]]:
 
 def memory(setting: Setting, held: Held) -> tuple[Memory, ...]:
     """Of every stage, whose ranks hold what they hold."""
-    act = Activations(setting, held)
-    return tuple(_stage(setting, act, stage, own) for stage, own in enumerate(held.stages))
+    return tuple(by_stage(setting, held))
+
+
+def by_stage(setting: Setting, held: Held) -> Iterator[Memory]:
+    """As :func:`memory`, one after the other: who looks for what is too much need not see all of them."""
+    act = Activations.of(setting)
+    for stage, own in enumerate(held.stages):
+        yield _stage(setting, act, stage, own)
 
 
 @dataclass(frozen=True)
@@ -152,7 +158,7 @@ def _stage(setting: Setting, act: Activations, stage: int, held: Sequence[Part])
         host += min(setting.offload_buffer, whole.gradients + disk)
     moments = list(_moments(setting, act, stage, held))
     worst = max(moments, key=lambda moment: moment.total(everything.gradients))
-    kept = [act.kept(virtual) for virtual in range(stage, len(layout.layers), layout.mesh.pp)]
+    kept = act.kept[stage :: layout.mesh.pp]
     flying = crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches)[stage]
     if setting.offload_activations:
         host += max(sum(n * k for n, k in zip(alive, kept, strict=True)) for _, *alive in flying)
@@ -165,7 +171,7 @@ def _stage(setting: Setting, act: Activations, stage: int, held: Sequence[Part])
         "activations": worst.activations,
         "logits": worst.logits,
         "working": worst.working,
-        "buffers": _buffers(setting, act, stage),
+        "buffers": _buffers(setting, stage),
     }
     assert tuple(terms) == TERMS
     return Memory(
@@ -175,7 +181,7 @@ def _stage(setting: Setting, act: Activations, stage: int, held: Sequence[Part])
         terms,
         host,
         disk,
-        sum(kept) + (act.head + act.logits) * last,
+        sum(kept) + act.head.kept * last,
         max(sum(alive) for _, *alive in flying),
         worst.what,
     )
@@ -184,48 +190,47 @@ def _stage(setting: Setting, act: Activations, stage: int, held: Sequence[Part])
 def _moments(setting: Setting, act: Activations, stage: int, held: Sequence[Part]) -> list[_Moment]:
     """The start of every backward at the head, at the last block of each kind, at the first one and at the embedding,
     for all that is in flight."""
-    layout = setting.layout
+    layout, width = setting.layout, setting.widths.gradient
     last = layout.mesh.pp * layout.chunks - 1
-    tables = [part for part in held if "vocab" in part.param.sentence.axes]
-    twice = act.head_table if layout.mesh.pp == 1 and layout.chunks == 1 and len(tables) == 1 else 0
     lazy = _lazy(held, setting)
     sharing = _Sharing.of(setting, act, stage, held)
-    kept = [_on_device(act, virtual) for virtual in range(stage, len(layout.layers), layout.mesh.pp)]
+    kept = [_on_device(setting, act, virtual) for virtual in range(stage, len(layout.layers), layout.mesh.pp)]
     found = []
     for chunk, *alive in crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches)[stage]:
         virtual = chunk * layout.mesh.pp + stage
         own = kept[chunk]
         # Only the last virtual stage has a head, and it is the last chunk of its stage.
         heads = (alive[-1] - (virtual == last)) * (stage == layout.mesh.pp - 1)
-        others = sum(n * size for n, size in zip(alive, kept, strict=True)) - own + heads * act.head
-        logits = heads * act.logits
+        others = sum(n * size for n, size in zip(alive, kept, strict=True)) - own
+        logits = heads * act.head.kept if heads else 0
+        learned = act.head.learning * width if virtual == last else 0
         if virtual == last:
-            loss = act.loss - (act.head_table if lazy else 0) + sharing.head
-            gradients = act.head_table if lazy else None
-            found.append(_Moment("backward of the head", others + own + act.head, logits + act.logits, loss, gradients))
-        tied = twice if virtual == last else 0
+            working = act.head.peak + sharing.head - learned * lazy
+            gradients = learned if lazy else None
+            found.append(_Moment("backward of the head", others + own, logits + act.head.kept, working, gradients))
+        tied = act.tied if virtual == last else 0
         for visit in act.visits[virtual]:
-            left, working = others + own - visit.freed, visit.block.backward + tied + sharing.block
             # At the first block all gradients are there; if they only come to be, less is there before.
-            coming = act.head_table + visit.learned * setting.widths.gradient
-            partly = coming if lazy and visit.which != "first" else None
+            partly = learned + visit.learned * width if lazy and visit.which != "first" else None
             if lazy or visit.which != "first":
-                what = f"backward of a chunk's {visit.which} block"
-                found.append(_Moment(what, left, logits, working, partly))
+                what, working = f"backward of a chunk's {visit.which} block", visit.block.peak + tied + sharing.block
+                found.append(_Moment(what, others + own - visit.freed, logits, working, partly))
         if not act.chunks[virtual][-1].left:
-            found.append(_Moment("forward of a chunk", others, logits, act.forward(virtual) + sharing.block))
-        if virtual == 0 and act.embeds:
-            working = act.embedding - (act.embedding_table if lazy else 0) + tied + sharing.embedding
-            found.append(_Moment("backward of the embedding", others, logits, working))
-    found.append(_Moment("optimizer step"))
+            # Who runs the chunk holds what its first block was given.
+            working = max(block.peak for block in act.chunks[virtual]) + setting.activation + sharing.block
+            found.append(_Moment("forward of a chunk", others, logits, working))
+        if virtual == 0 and act.embedding.left:
+            working = act.embedding.peak - act.embedding.learning * width * lazy + tied + sharing.embedding
+            found.append(_Moment("backward of the embedding", others + act.embedding.kept, logits, working))
+    widened = min(NORM_BLOCK, sum(part.trained for part in held)) if setting.device == "cpu" else 0
+    found.append(_Moment("optimizer step", working=8 * widened))
     return found
 
 
-def _on_device(act: Activations, virtual: int) -> int:
+def _on_device(setting: Setting, act: Activations, virtual: int) -> int:
     """What a chunk keeps; where it is offloaded, what is on its way."""
-    kept = act.kept(virtual)
-    most = max(block.kept for block in act.chunks[virtual])
-    return min(kept, OFFLOAD_AHEAD + most) if act.setting.offload_activations else kept
+    kept, most = act.kept[virtual], max(block.kept for block in act.chunks[virtual])
+    return min(kept, OFFLOAD_AHEAD + most) if setting.offload_activations else kept
 
 
 def _lazy(held: Sequence[Part], setting: Setting) -> bool:
@@ -252,22 +257,25 @@ class _Sharing:
         rung, widths = SHARDS.index(setting.shard), setting.widths
         if rung < 2:
             return cls()
-        head, embedding = (
-            table // widths.parameter * widths.gradient for table in (act.head_table, act.embedding_table)
-        )
+        first, blocks, last = act.embedding, act.blocks[stage], act.head
+        head, embedding = last.learning * widths.gradient, first.learning * widths.gradient
         everything = sum(part.trained for part in held)
-        learning = max(block.learning for block in act.stage(stage))
+        learning = max(block.learning for block in blocks)
         bucket = learning if rung == 3 else min(setting.bucket_bytes // widths.gradient, everything)
         sums = (1 + REDUCE_SCATTERS) * bucket * widths.gradient
         if rung == 2:
             return cls(head, sums, embedding + sums)
-        unit, table = act.chunks[0][0].elements * widths.parameter, act.rows * widths.parameter
-        return cls(table + head + unit, 2 * unit + sums, table + embedding + unit + sums)
+        unit = max(block.elements for block in blocks) * widths.parameter
+        return cls(
+            last.elements * widths.parameter + head + unit,
+            2 * unit + sums,
+            first.elements * widths.parameter + embedding + unit + sums,
+        )
 
 
-def _buffers(setting: Setting, act: Activations, stage: int) -> int:
+def _buffers(setting: Setting, stage: int) -> int:
     """The batch, and messages between stages."""
-    size = act.batch
+    size = 24 * setting.tokens * setting.microbatches  # tokens, labels and positions, 8 bytes each
     pp, chunks = setting.layout.mesh.pp, setting.layout.chunks
     if pp > 1:
         alone = chunks == 1 and stage in (0, pp - 1)

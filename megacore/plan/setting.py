@@ -112,9 +112,4 @@ class Setting:
     @property
     def activation(self) -> int:
         """Bytes of what travels between blocks and stages: [tokens/tp, embed]."""
-        return self.local_tokens * self.layout.schema.sizes["embed"] * self.widths.parameter
-
-    @property
-    def local_tokens(self) -> int:
-        """Of a microbatch between blocks: they are split over tp."""
-        return self.tokens // self.layout.mesh.tp
+        return self.tokens // self.layout.mesh.tp * self.layout.schema.sizes["embed"] * self.widths.parameter

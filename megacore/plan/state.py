@@ -47,15 +47,9 @@ class Held:
 
     Args:
         stages: Of a rank of each stage.
-        block: Of a rank of one block; all blocks hold alike.
-        trained: Of each layer, the parameters that are trained, by their declarations' names.
-        ends: Of what is in no layer, likewise.
     """
 
     stages: tuple[tuple[Part, ...], ...]
-    block: tuple[HeldShard, ...]
-    trained: tuple[frozenset[str], ...]
-    ends: frozenset[str]
 
     @classmethod
     def of(cls, setting: Setting) -> Held:
@@ -66,18 +60,15 @@ class Held:
         small = Layout(one_each, replace(layout.mesh, pp=few, dp=1, cp=1), (1,) * few)
         like = [0 if stage == 0 else few - 1 if stage == pp - 1 else 1 for stage in range(pp)]
         kinds = [_parts(small, Place(pp=stage)) for stage in range(few)]
-        block = tuple(shard for shard in small.shards(Place()) if "layer" in shard.param.named_axes)
-        trained = _trained([shard.param.name for shard in block], layout.schema.sizes["layer"], frozen)
+        names = [p.name for p in layout.schema.params if "layer" in p.named_axes]
+        trained = _trained(names, layout.schema.sizes["layer"], frozen)
         ends = frozenset(p.name for p in layout.schema.params if "layer" not in p.named_axes and p.name not in frozen)
         layers = [
             [trained[layer] for chunk in range(layout.chunks) for layer in layout.chunk_layers(stage, chunk)]
             for stage in range(pp)
         ]
         return cls(
-            tuple(tuple(part.of(own, ends) for part in kinds[kind]) for kind, own in zip(like, layers, strict=True)),
-            block,
-            trained,
-            ends,
+            tuple(tuple(part.of(own, ends) for part in kinds[kind]) for kind, own in zip(like, layers, strict=True))
         )
 
 

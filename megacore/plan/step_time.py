@@ -10,11 +10,11 @@ from functools import lru_cache
 
 from megacore.plan import efficiency
 from megacore.plan.activations import Activations
-from megacore.plan.block import Block
 from megacore.plan.devices import PEAK_TFLOPS, Device
 from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import Held, Part, state, updated
 from megacore.plan.traffic import ALL_REDUCE, SEND, Traffic, traffic
+from megacore.plan.unit import Product, Unit
 from models.config import flops_per_token
 from parallel.layout import MeshShape
 from parallel.pipeline.schedules import SCHEDULES, simulate
@@ -128,21 +128,6 @@ class Estimate:
         return self.model_tflop / self.total
 
 
-@dataclass(frozen=True)
-class Product:
-    """``batch`` matrix products [m, k] x [k, n] in one call; those of the ``attention`` are in a kernel of its own."""
-
-    m: int
-    n: int
-    k: int
-    batch: int = 1
-    attention: bool = False
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.batch * self.m * self.n * self.k
-
-
 Products = Mapping[Product, int]
 """{product: how often}."""
 
@@ -171,8 +156,17 @@ class Work:
 
 def work(act: Activations, virtual: int) -> list[tuple[Work, int]]:
     """(work, how often) of a virtual stage."""
-    found = [(_of_block(block), number) for block, number in Counter(act.chunks[virtual]).items()]
-    return found if virtual < len(act.chunks) - 1 else [*found, (_of_head(act), 1)]
+    plain = act.without_recomputation
+    blocks = Counter(zip(act.chunks[virtual], plain.chunks[virtual], strict=True))
+    found = [(_of(block, like, True), number) for (block, like), number in blocks.items()]
+    return found if virtual < len(act.chunks) - 1 else [*found, (_of(act.head, plain.head, False), 1)]
+
+
+def _of(unit: Unit, plain: Unit, narrow: bool) -> Work:
+    """Of what is run as one and, without recomputation, as the other."""
+    again = Counter(unit.backward.products) - Counter(plain.backward.products)
+    made_again = plain.kept - unit.kept if unit.left else 0
+    return Work(unit.forward.products, plain.backward.products, again, plain.kept, made_again, narrow)
 
 
 @dataclass(frozen=True)
@@ -193,39 +187,6 @@ def flops(act: Activations, virtual: int) -> Flops:
             for part in (lambda each: each.forward, lambda each: each.backward, lambda each: each.again)
         )
     )
-
-
-def _of_block(block: Block) -> Work:
-    s = block.setting
-    forward, backward = Counter[Product](), Counter[Product]()
-    for branch in block.branches:
-        for x in (branch.column, branch.row):
-            reached = branch.reached(x)
-            forward[Product(s.tokens, x.outputs, x.inputs)] += 1
-            backward[Product(s.tokens, x.inputs, x.outputs)] += reached
-            backward[Product(x.outputs, x.inputs, s.tokens)] += x.trained
-            if x.rank:
-                # Of A and B, that which every rank has whole computes its own tokens.
-                a, b = (s.local_tokens, s.tokens) if x.column else (s.tokens, s.local_tokens)
-                forward.update((Product(a, x.rank, x.inputs), Product(b, x.outputs, x.rank)))
-                backward.update({Product(a, x.inputs, x.rank): reached + 1, Product(b, x.rank, x.outputs): 2})
-        if branch.mixes:
-            head = s.layout.schema.sizes["head"]
-            queries, heads = s.tokens // s.micro_size, s.micro_size * branch.row.inputs // head
-            attention = Product(queries, s.sequence_length + 1, head, heads, True)  # its causal half
-            forward[attention] += 1
-            backward[attention] += 2 * branch.crossed
-    full = s.recompute == "full" and block.left
-    again = block.saved - block.kept if block.left else 0
-    return Work(forward, backward, forward if full else {}, block.saved, again, True)
-
-
-def _of_head(act: Activations) -> Work:
-    s = act.setting
-    tokens, columns, embed = s.tokens, act.columns, s.layout.schema.sizes["embed"]
-    backward = {Product(tokens, embed, columns): int(act.normed), Product(columns, embed, tokens): act.head_table > 0}
-    logits = tokens * columns * s.widths.parameter
-    return Work({Product(tokens, columns, embed): 1}, backward, {}, logits, 0, False)
 
 
 @dataclass(frozen=True)
@@ -269,9 +230,9 @@ def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = T
     """
     layout, m = setting.layout, setting.microbatches
     mesh, pp, chunks = layout.mesh, layout.mesh.pp, layout.chunks
-    act = Activations(setting, held)
+    act = Activations.of(setting)
     sent = [traffic(setting, held, stage) for stage in range(pp)]
-    rows = [_stage_times(act, cluster, stage, sent[stage]) for stage in range(pp)]
+    rows = [_stage_times(setting, act, cluster, stage, sent[stage]) for stage in range(pp)]
     slowest = max(rows, key=lambda row: row.forward + row.backward)
     hop = cluster.seconds(mesh, [Traffic(SEND, "pp", "", pp, 1, setting.activation, True)]) if pp > 1 else 0.0
     busy = m * (slowest.forward + slowest.backward)
@@ -283,7 +244,7 @@ def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = T
     else:
         idle = busy * (pp - 1) / (chunks * m) + 2 * (pp - 1) * hop
     data = max(_data(setting, cluster, sent[stage], rows[stage]) for stage in range(pp))
-    moved = max(sum(b.kept * number for b, number in act.stage(stage).items()) for stage in range(pp))
+    moved = max(sum(b.kept * number for b, number in act.blocks[stage].items()) for stage in range(pp))
     away = 2 * m * moved if setting.offload_activations else 0
     if setting.offload_parameters:  # a slice comes with each gathering: for the forward and for the backward
         away += 2 * m * max(state(own, setting).parameters for own in held.stages)
@@ -330,8 +291,8 @@ class _Times:
         return self.compute_backward + self.recompute + self.tensor_backward
 
 
-def _stage_times(act: Activations, cluster: Cluster, stage: int, sent: Sequence[Traffic]) -> _Times:
-    layout, m = act.setting.layout, act.setting.microbatches
+def _stage_times(setting: Setting, act: Activations, cluster: Cluster, stage: int, sent: Sequence[Traffic]) -> _Times:
+    layout, m = setting.layout, setting.microbatches
     found = _seconds(cluster, [each for v in range(stage, len(act.chunks), layout.mesh.pp) for each in work(act, v)])
     tensor = [x for x in sent if x.axis == "tp" and "tokens" in x.what]
     forward = cluster.seconds(layout.mesh, (x for x in tensor if "forward" in x.what)) / m

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megacore.plan.activations import Activations
-from megacore.plan.block import Block, Branch
 from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import Held, Part, sharing
-
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND = "all-reduce", "all-gather", "reduce-scatter", "send"
+from megacore.plan.unit import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Message
 
 
 def ring(kind: str, size: float, ranks: int) -> float:
@@ -52,81 +50,20 @@ class Traffic:
 
 def traffic(setting: Setting, held: Held, stage: int) -> tuple[Traffic, ...]:
     """All messages of a rank of a stage."""
-    act = Activations(setting, held)
-    found = [*_tensor(act, stage), *_pipeline(setting, stage), *_data(act, stage)]
+    act = Activations.of(setting)
+    found = [*_layers(setting, act, stage), *_pipeline(setting, stage), *_data(setting, act, held.stages[stage], stage)]
     return tuple(each for each in found if each.ranks > 1 and each.count and each.size)
 
 
-@dataclass(frozen=True)
-class _Message:
-    """What tensor parallel ranks exchange; fields as :class:`Traffic`'s."""
-
-    kind: str
-    what: str
-    hidden: bool
-
-
-_GATHER = _Message(ALL_GATHER, "tokens, forward", False)
-_SCATTER = _Message(REDUCE_SCATTER, "tokens, forward", False)
-_GATHER_AGAIN = _Message(ALL_GATHER, "tokens again, backward", True)
-_GRADIENT_GATHER = _Message(ALL_GATHER, "gradients of tokens", False)
-_GRADIENT_SCATTER = _Message(REDUCE_SCATTER, "gradients of tokens", True)
-
-
-def _tensor(act: Activations, stage: int) -> Iterator[Traffic]:
-    setting, layout = act.setting, act.setting.layout
-    m, tp = setting.microbatches, layout.mesh.tp
-    first, last = stage == 0, stage == layout.mesh.pp - 1
-    embed, width = layout.schema.sizes["embed"], setting.tokens * setting.widths.parameter
-    counts = Counter(
-        {
-            (_GATHER, embed): m * last,
-            (_SCATTER, embed): m * first,
-            (_GATHER_AGAIN, embed): m * (last and act.head_table > 0),
-            (_GRADIENT_GATHER, embed): m * (first and act.embeds),
-            (_GRADIENT_SCATTER, embed): m * (last and act.normed),
-        }
-    )
-    for block, number in act.stage(stage).items():
-        for message, features in _of_block(block):
-            counts[message, features] += number * m
-    for (message, features), count in counts.items():
-        what = message.what if features == embed else f"{message.what}, adapters"
-        yield Traffic(message.kind, "tp", what, tp, count, features * width, message.hidden)
-    if last:  # maximum; exponentials and the label's logit
-        yield Traffic(ALL_REDUCE, "tp", "sums of the loss", tp, 2 * m, 6 * setting.tokens, False)
-
-
-def _of_block(block: Block) -> Iterator[tuple[_Message, int]]:
-    """Each message of a block for one microbatch, and how many features of its tokens are moved."""
-    forward = [each for branch in block.branches for each in _forward(branch)]
-    yield from forward
-    if block.setting.recompute == "full" and block.left:
-        # What the last scatter gives is kept, if nothing after it is not.
-        yield from forward if block.branches[-1].row.rank else forward[:-1]
-    for branch in block.branches:
-        column, row = branch.column, branch.row
-        if column.trained:
-            yield _GATHER_AGAIN, column.inputs
-        if branch.normed:
-            yield _GRADIENT_SCATTER, column.inputs
-        if branch.crossed or row.trained:
-            yield _GRADIENT_GATHER, row.outputs
-        if column.rank:
-            yield _GATHER_AGAIN, column.rank
-            yield _GRADIENT_SCATTER, column.rank
-        if row.rank:
-            yield _GRADIENT_GATHER, row.rank
-
-
-def _forward(branch: Branch) -> Iterator[tuple[_Message, int]]:
-    """In their order."""
-    if branch.column.rank:
-        yield _GATHER, branch.column.rank
-    yield _GATHER, branch.column.inputs
-    if branch.row.rank:
-        yield _SCATTER, branch.row.rank
-    yield _SCATTER, branch.row.outputs
+def _layers(setting: Setting, act: Activations, stage: int) -> Iterator[Traffic]:
+    """What the layers themselves exchange."""
+    counts = Counter[tuple[Message, str]]()
+    for unit, number in act.stage(stage).items():
+        for when, work in (("forward", unit.forward), ("backward", unit.backward)):
+            for message, count in work.messages.items():
+                counts[message, f"tokens, {when}"] += count * number * setting.microbatches
+    for (message, what), count in counts.items():
+        yield Traffic(message.kind, message.axis, what, message.ranks, count, message.size, message.hidden)
 
 
 def _pipeline(setting: Setting, stage: int) -> Iterator[Traffic]:
@@ -138,9 +75,8 @@ def _pipeline(setting: Setting, stage: int) -> Iterator[Traffic]:
     yield Traffic(SEND, "pp", "gradients of activations", pp, back, setting.activation, True)
 
 
-def _data(act: Activations, stage: int) -> Iterator[Traffic]:
+def _data(setting: Setting, act: Activations, held: Sequence[Part], stage: int) -> Iterator[Traffic]:
     """Gradients, by who shares them, and split parameters."""
-    setting, held = act.setting, act.held.stages[stage]
     mesh, widths, rung = setting.layout.mesh, setting.widths, SHARDS.index(setting.shard)
     data = mesh.dp * mesh.cp
     alike: dict[tuple[tuple[str, ...], int], list[Part]] = {}
@@ -153,31 +89,33 @@ def _data(act: Activations, stage: int) -> Iterator[Traffic]:
         axis, gradient = " x ".join(own), numel * widths.gradient
         what = "gradients" if not dims else "gradients of what these ranks share"
         if rung == 0:
-            yield _buckets(act, stage, ALL_REDUCE, axis, what, ranks, gradient, 1)
+            yield _buckets(setting, act, stage, ALL_REDUCE, axis, what, ranks, gradient, 1)
             continue
         times = setting.microbatches if rung >= 2 else 1
-        yield _buckets(act, stage, REDUCE_SCATTER, axis, what, split, gradient, times)
+        yield _buckets(setting, act, stage, REDUCE_SCATTER, axis, what, split, gradient, times)
         others = ranks // split  # HSDP's replicas, and the other end of the pipeline
-        yield _buckets(act, stage, ALL_REDUCE, axis, "gradients of the same slice", others, gradient // split, 1)
+        yield _buckets(
+            setting, act, stage, ALL_REDUCE, axis, "gradients of the same slice", others, gradient // split, 1
+        )
         # After the update those that are trained; split ones before their forward and their backward, trained or not.
         used = sum(_used(act, stage, part) for part in group) // 2
         moved, uses = (used, 2 * setting.microbatches) if rung == 3 else (numel, 1)
-        yield _buckets(act, stage, ALL_GATHER, axis, "parameters", split, moved * widths.parameter, uses)
+        yield _buckets(setting, act, stage, ALL_GATHER, axis, "parameters", split, moved * widths.parameter, uses)
 
 
 def _used(act: Activations, stage: int, part: Part) -> int:
     """How many elements of a part are used in the forward of a microbatch, and in its backward."""
     if "layer" not in part.param.named_axes:
         return part.elements * (1 + (act.embeds or part.param.at != "first"))
-    blocks = act.stage(stage)
+    blocks = act.blocks[stage]
     layers, reached = blocks.total(), sum(number for block, number in blocks.items() if block.left)
     return part.elements // layers * (layers + reached)
 
 
 def _buckets(
-    act: Activations, stage: int, kind: str, axis: str, what: str, ranks: int, size: int, times: int
+    setting: Setting, act: Activations, stage: int, kind: str, axis: str, what: str, ranks: int, size: int, times: int
 ) -> Traffic:
     """A tensor of so many bytes in buckets, so many times in a step; split parameters have one for each block."""
-    units = act.stage(stage).total() if act.setting.shard == "parameters" else 0
-    count = units or max(1, round(size / act.setting.bucket_bytes))
+    units = act.blocks[stage].total() if setting.shard == "parameters" else 0
+    count = units or max(1, round(size / setting.bucket_bytes))
     return Traffic(kind, axis, what, ranks, times * count, size // count, True)

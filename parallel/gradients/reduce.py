@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from parallel.budgets import BUCKET_BYTES, REDUCE_SCATTERS
+from parallel.budgets import BUCKET_BYTES, NORM_BLOCK, REDUCE_SCATTERS
 from parallel.choices import check_choice
 from parallel.collectives import Pending, all_reduce_, start_all_reduce
 from parallel.gradients.buckets import (
@@ -384,10 +384,6 @@ class Gradients:
         return parts
 
 
-# Elements that a core widens at a time: they stay in its cache.
-_BLOCK = 1 << 18
-
-
 def square_sums(gradients: list[Tensor]) -> Tensor:
     """n gradients: [...] each -> [n], the sums of their squares in fp64: too exact for the order to show in fp32.
 
@@ -399,7 +395,7 @@ def square_sums(gradients: list[Tensor]) -> Tensor:
 
 
 def _square_sum(gradient: Tensor) -> Tensor:
-    blocks = gradient.reshape(-1).split(_BLOCK)
+    blocks = gradient.reshape(-1).split(NORM_BLOCK)
     memory, total = torch.empty_like(blocks[0], dtype=torch.float64), torch.zeros((), dtype=torch.float64)
     for block in blocks:
         wide = memory[: len(block)].copy_(block)

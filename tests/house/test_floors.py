@@ -42,6 +42,8 @@ def module(path: Path) -> str:
 
 
 MODULES = {module(path): path for path in FILES}
+MEASURE = "megacore.plan.measure"
+"""Runs the model, and is imported when it is to."""
 FILLS_TENSORS = "megacore.store.load"
 # No torch until they build or compute: floor 0, every family's config and weights table, and what moves bytes.
 WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
@@ -59,7 +61,11 @@ WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
     "models.registry",
     "models.stages",
     "models.tuning",
-    *(name for name in MODULES if name.startswith(("megacore.plan.", "megacore.store.")) and name != FILLS_TENSORS),
+    *(
+        name
+        for name in MODULES
+        if name.startswith(("megacore.plan.", "megacore.store.")) and name not in (FILLS_TENSORS, MEASURE)
+    ),
     *(f"tools.{name}" for name in ("convert", "reshard", "inspect", "main", "plan")),
 ]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
+from odd_family import registered
 from pool import Pool
 from resident_home import resident
 from torch import Tensor
@@ -16,23 +17,26 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracked import Tracked
 
 from megacore.optimizer import Optimizer
+from megacore.plan.activations import Activations
 from megacore.plan.memory import TERMS, Memory, groups, memory
 from megacore.plan.setting import SHARDS, Recompute, Setting, Shard, Widths
 from megacore.plan.state import Held
+from megacore.plan.step_time import flops
 from megacore.states.home import MOMENTS
 from megacore.step import TrainStep
 from models.assemble import Model
+from models.config import flops_per_token
 from models.decoder import Losses, Microbatch
 from models.lora import Lora
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
+from parallel import recompute
 from parallel.budgets import BUCKET_BYTES
 from parallel.gradients.reduce import Gradients
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
-from parallel.recompute import Activations
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LLAMA: dict[str, Any] = {
@@ -76,7 +80,8 @@ class Case:
 
     @property
     def setting(self) -> Setting:
-        own = GPT2 if self.family == "gpt2" else LLAMA | {"tie_word_embeddings": self.tied}
+        like_llama = LLAMA | {"family": self.family, "tie_word_embeddings": self.tied}
+        own = GPT2 if self.family == "gpt2" else like_llama
         config = configure(own | {"vocab_size": self.vocab})
         return Setting(
             config,
@@ -113,7 +118,7 @@ class Run:
             self.mesh,
             dtype,
             Losses(chunk=case.loss_chunk),
-            Activations(case.recompute),
+            recompute.Activations(case.recompute),
             tuning=case.tuning,
         )
         self.model.parameters.initialise(0)
@@ -172,6 +177,12 @@ def peaks(cases: list[Case]) -> list[tuple[int, int]]:
             run.step()
         found.append((run.mesh.place.pp, tracked.peak))
     return found
+
+
+def odd_peaks(cases: list[Case]) -> list[tuple[int, int]]:
+    """As :func:`peaks`, of the family that is invented here."""
+    with registered():
+        return peaks(cases)
 
 
 def planned(case: Case) -> tuple[Memory, ...]:
@@ -266,7 +277,11 @@ PEAKS = [(1, OF_ONE), (2, OF_TWO), (4, OF_FOUR), (1, TUNED_ONE), (2, TUNED_TWO),
 
 @pytest.mark.parametrize(("world", "cases"), PEAKS, ids=["one", "two", "four", "tuned-one", "tuned-two", "tuned-four"])
 def test_the_peak_of_a_step_is_what_the_plan_says(pool: Pool, world: int, cases: list[Case]) -> None:
-    found = pool.run(world, peaks, cases)
+    compare(pool.run(world, peaks, cases), cases)
+
+
+def compare(found: list[list[tuple[int, int]]], cases: list[Case]) -> None:
+    """The peaks of each rank against the plan."""
     wrong = []
     for number, case in enumerate(cases):
         plan = planned(case)
@@ -274,6 +289,33 @@ def test_the_peak_of_a_step_is_what_the_plan_says(pool: Pool, world: int, cases:
             if plan[stage].peak != pytest.approx(peak, rel=0.1):
                 wrong.append((case, stage, peak, plan[stage]))
     assert not wrong, "\n".join(f"{c}, stage {s}: {p:,} bytes, planned {m.peak:,}: {m}" for c, s, p, m in wrong)
+
+
+# No peak at the head: what the blocks keep and need decides.
+ODD = [
+    Case(family="odd", vocab=64, precision=precision, recompute=recompute)
+    for precision in ("bf16", "fp32")
+    for recompute in get_args(Recompute)
+]
+ODD_OF_TWO = [
+    *(Case(MeshShape(tp=2), family="odd", vocab=64, recompute=recompute) for recompute in ("none", "full")),
+    Case(MeshShape(pp=2), family="odd", vocab=64, microbatches=4),
+    Case(MeshShape(dp=2), family="odd", vocab=64, microbatches=2, shard="optimizer"),
+]
+
+
+@pytest.mark.parametrize(("world", "cases"), [(1, ODD), (2, ODD_OF_TWO)], ids=["one", "two"])
+def test_a_family_that_the_plan_has_never_heard_of_is_planned_right(pool: Pool, world: int, cases: list[Case]) -> None:
+    with registered():
+        compare(pool.run(world, odd_peaks, cases), cases)
+
+
+def test_the_operations_of_that_family_add_up() -> None:
+    with registered():
+        made = replace(Case(family="odd").setting, device="cuda")
+        found = flops(Activations.of(made), 0)
+        assert (found.backward, found.again) == (2 * found.forward, 0)
+        assert 3 * found.forward == flops_per_token(made.model, made.sequence_length) * made.tokens
 
 
 GROUPS = [

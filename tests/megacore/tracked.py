@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -14,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 class Tracked(TorchDispatchMode):
     """Counts the storages of all tensors that are made while it is active, and of those that it is given.
 
-    ``live``: bytes now. ``peak``: the most at the end of any operation; what a kernel takes and gives back is not seen.
+    ``live``: bytes now. ``peak``: the most at the end of any operation; what a kernel takes and gives back is not seen,
+    but of our own operators, which are Python, it is.
     """
 
     def __init__(self, *given: Tensor) -> None:
@@ -24,6 +26,10 @@ class Tracked(TorchDispatchMode):
         self._add(given)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = OPDEFS.get(function._schema.name)
+        if own is not None:
+            with self:
+                return own._init_fn(*args, **(kwargs or {}))
         result = function(*args, **(kwargs or {}))
         self._add(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         return result

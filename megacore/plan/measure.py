@@ -1,0 +1,431 @@
+"""Runs the embedding, a block of each kind and the head on tensors without numbers, and watches what they do.
+
+The model is the one that trains, built by its family for one rank: what autograd keeps, what forward and backward need
+beside it, and which products and messages they are made of is seen, not derived. For a GPU the tensors lie on torch's
+``meta`` device, on which our modules go the way of GPUs, and the functions of torch that have a fused kernel for CUDA
+alone are told in ``_FUSED``. For a CPU they are fake tensors, as its own kernels are Python too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, cached_property
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from megacore.plan.unit import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Message, Product, Unit, Work
+from models.assemble import Model
+from models.blocks import CHEAP
+from models.config import ModelConfig
+from models.context import Context
+from models.decoder import Head, Losses, Microbatch
+from models.stages import layout_of
+from models.tuning import Tuning
+from parallel.layout import MeshShape
+from parallel.mesh import Group, Mesh
+from parallel.recompute import Activations, Recompute, Runner, runner
+
+aten = torch.ops.aten
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+class FakeModel:
+    """All layers of one rank's model in one chunk, without numbers.
+
+    Args:
+        config: Of the whole model.
+        tuning: What of it is trained.
+        mesh: What its layers are split over: neither pp nor dp.
+        width: Bytes of a parameter.
+        device: What kind of device it is to be on.
+    """
+
+    def __init__(self, config: ModelConfig, tuning: Tuning, mesh: MeshShape, width: int, device: str) -> None:
+        self._fakes = FakeTensorMode() if device == "cpu" else None
+        self._mesh = _SilentMesh(mesh, 0, torch.device("cpu" if device == "cpu" else "meta"))
+        self._embed, self._dtype = config.sizes["embed"], _DTYPES[width]
+        self._runners: dict[tuple[str, Recompute], Runner] = {}
+        self._units: dict[object, Unit] = {}
+        with self._without_numbers():
+            layout = layout_of(config, mesh, tuning=tuning)
+            model = Model.create(config, layout, self._mesh, self._dtype, tuning=tuning)
+        (self._chunk,) = model.chunks
+        for parameter in self._chunk.parameters():
+            if parameter.requires_grad:  # the engine takes it, and lets go of autograd's
+                parameter.register_post_accumulate_grad_hook(_forget)
+        first: dict[object, str] = {}
+        self.kinds = [first.setdefault(_kind(block, at), at) for at, block in self._chunk.layers.items()]
+        """Of each layer the first that is like it."""
+
+    @contextmanager
+    def _without_numbers(self) -> Iterator[None]:
+        """Nobody else's modes of torch see what is run here."""
+        with _disable_current_modes(), self._fakes or _fused():
+            yield
+
+    @property
+    def _ends(self) -> tuple[nn.Module, Head]:
+        """The embedding and the head."""
+        embedding, head = self._chunk.embedding, self._chunk.head
+        assert embedding is not None and head is not None  # there is one chunk
+        return embedding, head
+
+    @property
+    def embeds(self) -> bool:
+        """Whether a gradient goes to what embeds the tokens."""
+        return any(parameter.requires_grad for parameter in self._ends[0].parameters())
+
+    @property
+    def tied(self) -> int:
+        """Elements of what is trained and has a part in the embedding and in the head."""
+        embedding, head = (set(end.parameters()) for end in self._ends)
+        return sum(parameter.numel() for parameter in embedding & head if parameter.requires_grad)
+
+    def embedding(self, length: int, sequences: int) -> Unit:
+        """Sequences of a length -> [tokens/tp, embed]."""
+        embedding, _ = self._ends
+        return self._unit(embedding, lambda x, batch, context: embedding(batch), False, length, sequences)
+
+    def block(self, recompute: Recompute, length: int, sequences: int, kind: str, entered: bool) -> Unit:
+        """[tokens/tp, embed] -> same; ``entered``: what comes in has a gradient."""
+        block = self._chunk.layers[kind]
+        if (kind, recompute) not in self._runners:
+            self._runners[kind, recompute] = runner(Activations(recompute), [block], CHEAP, self._mesh.device)
+        run = self._runners[kind, recompute]
+        return self._unit(
+            block, lambda x, batch, context: run([block], x, context), entered, length, sequences, recompute
+        )
+
+    def head(self, entered: bool, loss_chunk: int | None, length: int, sequences: int) -> Unit:
+        """[tokens/tp, embed] -> the summed loss."""
+        _, head = self._ends
+        head.losses = Losses(chunk=loss_chunk)
+        return self._unit(head, lambda x, batch, context: head(x, batch.labels), entered, length, sequences, loss_chunk)
+
+    def _unit(
+        self, module: nn.Module, call: _Call, entered: bool, length: int, sequences: int, *others: object
+    ) -> Unit:
+        key = module, entered, length, sequences, others
+        if key not in self._units:
+            self._units[key] = self._run(module, call, entered, length, sequences)
+        return self._units[key]
+
+    def _run(self, module: nn.Module, call: _Call, entered: bool, length: int, sequences: int) -> Unit:
+        parameters = list(module.parameters())
+        with self._without_numbers(), _Watch(self._chunk.parameters()) as seen, self._mesh.watched(seen):
+            batch = self._microbatch(length, sequences)
+            context = self._chunk.context(batch)
+            rotation = [key for key in map(_key, context.rotation or ()) if key in seen.sizes]
+            tables = sum(seen.sizes[key] for key in rotation)
+            before = seen.live - tables
+            x: Tensor = _Entering.apply(self._leaf(entered), batch.activation)
+            y = call(x, batch, context)
+            left, forward, most = bool(y.requires_grad), seen.work(), seen.peak - before
+            end = _Leaving.apply(y) if left else None
+            del x, y, context
+            tables = sum(seen.sizes.get(key, 0) for key in rotation)
+            kept = seen.live - before
+            if end is not None:
+                seen.peak = seen.live
+                end.backward()
+                most = max(most, seen.peak - before)
+        return Unit(
+            sum(parameter.numel() for parameter in parameters),
+            sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+            kept - tables,
+            tables,
+            most - kept,
+            left,
+            forward,
+            seen.work(),
+        )
+
+    def _microbatch(self, length: int, sequences: int) -> Microbatch:
+        tokens = length * sequences // self._mesh.shape.cp
+        ids = torch.empty(tokens, dtype=torch.long, device=self._mesh.device)
+        return Microbatch(ids, ids, ids, sequences, (tokens // self._mesh.shape.tp, self._embed))
+
+    def _leaf(self, entered: bool) -> Tensor:
+        return torch.empty((), dtype=self._dtype, device=self._mesh.device, requires_grad=entered)
+
+
+_Call = Callable[[Tensor, Microbatch, Context], Tensor]
+"""Runs a part of the model: (x, microbatch, context) -> y."""
+fake_model = cache(FakeModel)
+
+
+class _Entering(torch.autograd.Function):
+    """A tensor that came out of something before, so that nobody keeps it or its gradient but who needs them."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return leaf.new_empty(shape)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None]:
+        return dx.new_empty(()), None
+
+
+class _Leaving(torch.autograd.Function):
+    """What comes after: it keeps nothing, and gives a gradient that is made when it is asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        ctx.shape = y.shape
+        return y.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy.new_empty(ctx.shape)
+
+
+def _forget(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+# -- which layers are alike
+
+
+def _kind(block: nn.Module, layer: str) -> object:
+    """Equal for layers whose modules, parameters and settings are: what one of them takes, the others do."""
+
+    def told(value: object) -> object:
+        match value:
+            case str():
+                return re.sub(rf"\b{layer}\b", "{layer}", value)
+            case tuple() | list():
+                return tuple(map(told, value))
+            case FunctionType():
+                inner = (cell.cell_contents for cell in value.__closure__ or ())
+                return value.__module__, value.__qualname__, told(tuple(inner))
+            case int() | float() | None:
+                return value
+        return type(value)
+
+    return tuple(
+        (name, type(module), *((key, told(value)) for key, value in vars(module).items() if not key.startswith("__")))
+        for name, module in block.named_modules()
+    ), tuple((name, each.shape, each.requires_grad) for name, each in block.named_parameters())
+
+
+# -- what is seen
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class _Watch(TorchDispatchMode):
+    """Counts bytes of the storages that are made while it is active, products, and messages.
+
+    Args:
+        known: What was there before, and does not count.
+
+    Attributes:
+        sizes: {storage: bytes} of those that are alive.
+        live, peak: Bytes now, and the most at the end of any operation.
+        started: How many products were.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.live = self.peak = self.started = 0
+        self._known = set(map(_key, known))
+        self._products, self.messages = Counter[Product](), Counter[Message]()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and torch's compiler takes a second to import
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        body = OPDEFS.get(op._schema.name)
+        if body is not None and any(isinstance(x, FakeTensor) for x in args):
+            with self:  # operators of our own for CPUs: what they are made of
+                return body._init_fn(*args, **(kwargs or {}))
+        out = op(*args, **(kwargs or {}))
+        for product, count in _products(op, args):
+            self._products[product] += count
+            self.started += 1
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self._add(leaf)
+        self.peak = max(self.peak, self.live)
+        return out
+
+    def work(self) -> Work:
+        """Since it was asked last."""
+        found = Work(self._products, self.messages)
+        self._products, self.messages = Counter(), Counter()
+        return found
+
+    def _add(self, tensor: Tensor) -> None:
+        key = _key(tensor)
+        if tensor.dim() and key not in self.sizes and key not in self._known:
+            storage = tensor.untyped_storage()
+            self.sizes[key] = storage.nbytes()
+            self.live += self.sizes[key]
+            weakref.finalize(storage, self._drop, key)
+
+    def _drop(self, key: int) -> None:
+        self.live -= self.sizes.pop(key)
+
+
+_FIRST = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
+"""{operator: which of its arguments is the first factor}."""
+
+
+def _products(op: Any, args: Any) -> Iterable[tuple[Product, int]]:
+    """Those of one operator of torch."""
+    name = op._schema.name.removeprefix("aten::").rstrip("_")
+    if name in _FIRST:
+        a, b = args[_FIRST[name] : _FIRST[name] + 2]
+        yield Product(a.shape[-2], b.shape[-1], a.shape[-1], math.prod(a.shape[:-2]), _name(a)), 1
+    elif "scaled_dot_product" in name:
+        given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False))
+        q, k, causal = given["query"], given["key"], given["is_causal"]
+        product = Product(q.shape[2], k.shape[2] + causal, q.shape[3], q.shape[0] * q.shape[1], _name(q), True)
+        # Of scores that are looked at from below the diagonal half count. A gradient of each factor in the backward.
+        yield product, (1 if causal else 2) * (2 if "backward" in name else 1)
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+# -- messages that say nothing
+
+_KINDS = {"reduce_scatter": REDUCE_SCATTER, "gather": ALL_GATHER, "reduce": ALL_REDUCE, "send": SEND, "recv": ""}
+"""{in the name of a process group's method: what it does}."""
+
+
+class _SilentMesh(Mesh):
+    """The mesh of one rank, which nobody answers."""
+
+    seen: _Watch
+
+    @contextmanager
+    def watched(self, seen: _Watch) -> Iterator[None]:
+        """Messages are told to the watch, and torch takes the groups for its own."""
+        self.seen = seen
+        known: dict[Any, dict[int, int]] = dist.distributed_c10d._world.pg_group_ranks
+        groups = {group: {rank: at for at, rank in enumerate(group.ranks)} for group in self._silent.values()}
+        known.update(groups)
+        try:
+            yield
+        finally:
+            for group in groups:
+                del known[group]
+
+    @cached_property
+    def _silent(self) -> dict[tuple[int, ...], Any]:
+        return {}
+
+    def group(self, ranks: tuple[int, ...]) -> Group:
+        if len(ranks) == 1:
+            return super().group(ranks)
+        made = self._silent.setdefault(ranks, _SilentGroup(self, ranks))
+        return Group(ranks, ranks.index(self.rank), made, pairwise=self.device.type == "cpu")
+
+
+class _SilentGroup:
+    """In the place of a process group of torch: any message to it is noted, and done at once."""
+
+    def __init__(self, mesh: _SilentMesh, ranks: tuple[int, ...]) -> None:
+        self.mesh, self.ranks = mesh, ranks
+        places = [mesh.shape.place(rank) for rank in ranks]
+        self.axis = " x ".join(dim for dim in mesh.shape.DIMS if len({getattr(at, dim) for at in places}) > 1)
+
+    def rank(self) -> int:
+        return self.ranks.index(self.mesh.rank)
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def __getattr__(self, name: str) -> Callable[..., _Sent]:
+        kind = next((kind for word, kind in _KINDS.items() if word in name.replace("allreduce", "reduce")), None)
+        if kind is None:
+            raise AttributeError(name)
+        return lambda *arguments, **options: _Sent(self, kind, arguments)
+
+
+class _Sent:
+    """In the place of a work of torch: it holds the tensors, and notes the message when it is waited for."""
+
+    def __init__(self, group: _SilentGroup, kind: str, arguments: object) -> None:
+        self._seen, self._group, self._kind, self._held = group.mesh.seen, group, kind, arguments
+        self._size = max(leaf.nbytes for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
+        self._at = self._seen.started
+
+    def wait(self, *timeout: object) -> bool:
+        if self._kind:
+            hidden = self._seen.started > self._at
+            group = self._group
+            self._seen.messages[Message(self._kind, group.axis, group.size(), self._size, hidden)] += 1
+        return True
+
+
+# -- kernels of GPUs
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """It keeps what a layer norm does, which has one number more for each token."""
+    return F.layer_norm(x, shape, weight)
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(x, p, True)[0] if training and p else x
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The choice of torch on an H100, cuDNN aside: flash attention for two bytes without a mask."""
+    if q.dtype.itemsize == 2 and attn_mask is None:
+        y: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
+        return y
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) if enable_gqa else x for x in (k, v))
+    bias = None if attn_mask is None else attn_mask.to(q.dtype).expand(*q.shape[:3], k.shape[2])
+    y = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, is_causal)[0]
+    return y
+
+
+_FUSED: Mapping[str, Callable[..., Tensor]] = {
+    "rms_norm": _rms_norm,
+    "dropout": _dropout,
+    "scaled_dot_product_attention": _attention,
+}
+"""Functions that torch takes apart where a device has no kernel for them, as CUDA has."""
+
+
+@contextmanager
+def _fused() -> Iterator[None]:
+    """A mode of torch would not be asked in a backward, where blocks are computed again."""
+    own = {name: getattr(F, name) for name in _FUSED}
+    vars(F).update(_FUSED)
+    try:
+        yield
+    finally:
+        vars(F).update(own)

@@ -1,0 +1,88 @@
+"""What a part of a model takes on one rank for one microbatch, as `megacore.plan.measure` finds it. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND = "all-reduce", "all-gather", "reduce-scatter", "send"
+
+
+@dataclass(frozen=True)
+class Product:
+    """``batch`` matrix products [m, k] x [k, n] in one call.
+
+    Args:
+        m, n, k, batch: Of a linear m are tokens, n outputs and k inputs in the forward; m and n are queries and keys in
+            the attention, whose two products count as one if half of the scores are masked.
+        dtype: As torch calls it: "bfloat16".
+        attention: Whether it is part of a kernel that softens the scores too.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    dtype: str = "bfloat16"
+    attention: bool = False
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective.
+
+    Args:
+        kind: Of collective.
+        axis: Dimensions of the mesh that its group lies along, as "tp".
+        ranks: In the group.
+        size: Bytes of the whole tensor that is summed or gathered, or of what is sent.
+        hidden: Whether a product is started between its start and the wait for it.
+    """
+
+    kind: str
+    axis: str
+    ranks: int
+    size: int
+    hidden: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What is computed and sent: {product or message: how often}."""
+
+    products: Mapping[Product, int] = field(default_factory=Counter)
+    messages: Mapping[Message, int] = field(default_factory=Counter)
+
+    @property
+    def flops(self) -> int:
+        return sum(product.flops * count for product, count in self.products.items())
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """The embedding, a block or the head: bytes, and work.
+
+    Args:
+        elements: Of its parameters.
+        learning: How many of these are trained.
+        kept: From its forward to its backward, with what it is given if it keeps that.
+        tables: Of cos and sin, which blocks share, if it keeps them.
+        peak: The most that is there at once beside what is kept, in its forward or in its backward.
+        left: Whether what comes out has a gradient: whether there is a backward.
+        forward: What its forward takes.
+        backward: What its backward takes, with all that is computed again.
+    """
+
+    elements: int
+    learning: int
+    kept: int
+    tables: int
+    peak: int
+    left: bool
+    forward: Work
+    backward: Work
