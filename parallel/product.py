@@ -1,0 +1,105 @@
+"""The products of a linear: forward, input gradient and weight gradient, each by itself.
+
+:mod:`parallel.linear` says what a linear that is split over ranks multiplies, sends and keeps, and in which order. A
+:class:`Product` says how matrices are multiplied: as they are (:data:`DENSE`), in fp8 (:mod:`parallel.fp8`), or as
+whoever writes the next one likes. The weight gradient is a call of its own and nothing waits for it, so a product may
+compute it later and hand it in elsewhere (``tests/parallel/test_product.py`` has one that does).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.collectives import Pending, start_all_gather, start_reduce_scatter
+from parallel.mesh import Group
+
+
+class Operand(NamedTuple):
+    """A tensor [t, ..., features] as a product multiplies, sends and keeps it.
+
+    Args:
+        values: The tensor, or narrow numbers that stand for it.
+        unit: What narrow numbers count, a scalar: the tensor is ``values * unit``. None where it is the values.
+    """
+
+    values: Tensor
+    unit: Tensor | None = None
+
+
+class Product(ABC):
+    """How the matrices of a linear are multiplied; x: [t, in], weight: [out, in], dy: [t, out].
+
+    Two methods make operands of tensors and three are the products. The last four are a product and the collective
+    before or after it; a product with a kernel for both at once overrides them.
+    """
+
+    def operands(self, x: Tensor, weight: Tensor, group: Group) -> tuple[Operand, Operand]:
+        """What the forward multiplies; the ranks of the group hold parts of x, of the weight, or of both."""
+        return Operand(x), Operand(weight)
+
+    def gradient(self, dy: Tensor, group: Group) -> Operand:
+        """What the backward multiplies x and the weight by; the ranks of the group may hold parts of dy."""
+        return Operand(dy)
+
+    @abstractmethod
+    def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
+        """Return y = x weight' + bias: [t, out]."""
+
+    @abstractmethod
+    def input_gradient(self, dy: Operand, weight: Operand) -> Tensor:
+        """Return dx = dy weight: [t, in]."""
+
+    @abstractmethod
+    def weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor | None:
+        """Return dweight = dy' x: [out, in], in the weight's dtype; None where it goes elsewhere."""
+
+    def gather_forward(self, x: Operand, weight: Operand, bias: Tensor | None, group: Group) -> Tensor:
+        """x: [t/n, in] of each rank -> y: [t, out]."""
+        return self.forward(gathered(x, group), weight, bias)
+
+    def forward_scatter(self, x: Operand, weight: Operand, group: Group) -> Tensor:
+        """Return this rank's tokens of the sum of all ranks' y: [t/n, out]."""
+        return start_reduce_scatter(self.forward(x, weight), group).wait()
+
+    def gather_input_gradient(self, dy: Operand, weight: Operand, group: Group) -> tuple[Operand, Tensor]:
+        """dy: [t/n, out] of each rank -> all of dy: [t, out], and dx: [t, in]."""
+        full = gathered(dy, group)
+        return full, self.input_gradient(full, weight)
+
+    def input_gradient_scatter(self, dy: Operand, weight: Operand, group: Group) -> Pending:
+        """Start to sum all ranks' dx, and return this rank's tokens of it: [t/n, in]."""
+        return start_reduce_scatter(self.input_gradient(dy, weight), group)
+
+
+def start_gather(x: Operand, group: Group, after: Tensor | None = None) -> Pending:
+    """values: [t/n, ...] of each rank -> [t, ...]; narrow ones travel as bytes."""
+    if x.unit is None:
+        return start_all_gather(x.values, group, after)
+    pending = start_all_gather(x.values.view(torch.uint8), group, after)
+    return Pending(pending.works, lambda: pending.finish().view(x.values.dtype))
+
+
+def gathered(x: Operand, group: Group) -> Operand:
+    """[t/n, ...] of each rank -> [t, ...]."""
+    return Operand(start_gather(x, group).wait(), x.unit)
+
+
+class Dense(Product):
+    """The matrices as they are."""
+
+    def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x.values, weight.values, bias)
+
+    def input_gradient(self, dy: Operand, weight: Operand) -> Tensor:
+        return dy.values @ weight.values
+
+    def weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor | None:
+        return dy.values.flatten(0, -2).t() @ x.values.flatten(0, -2)
+
+
+DENSE = Dense()
