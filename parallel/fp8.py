@@ -11,9 +11,11 @@ every number of fp8 is one of bf16: the results differ in the order of sums alon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import importlib.util
 from dataclasses import dataclass
-from typing import Self
+from types import ModuleType
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -30,8 +32,15 @@ _LARGEST = {E4M3: 9, E5M2: 16}
 # What the scaled product of CUDA devices takes the sizes of its operands to be multiples of.
 _MULTIPLE = 16
 
-Multiply = Callable[[Operand, Operand, torch.dtype], Tensor]
-"""(a: [m, k], b: [n, k], dtype) -> a b': [m, n] in that dtype, summed in fp32."""
+
+class Multiply(Protocol):
+    """(a: [m, k], b: [n, k], dtype) -> a b': [m, n] in that dtype.
+
+    It is summed in fp32. Hardware may keep fewer bits of sums while it adds where that is ``fast``, which the forward
+    can bear: what it rounds is rounded to fp8 or bf16 soon; gradients are sums of many small numbers.
+    """
+
+    def __call__(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor: ...
 
 
 def units(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -49,22 +58,19 @@ def quantise(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Operand:
     return Operand((x * unit.reciprocal()).to(dtype), unit)
 
 
-def _turned(x: Operand) -> Operand:
-    """x: [..., m, n] -> [n, ... m]."""
-    return Operand(x.values.flatten(0, -2).t(), x.unit)
-
-
-def multiply_wide(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+def multiply_wide(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """The product of what the fp8 numbers are: the reference, which runs anywhere."""
-    return F.linear(a.values.to(dtype), b.values.to(dtype)).mul_(a.unit).mul_(b.unit)
+    assert a.scale is not None and b.scale is not None
+    return F.linear(a.values.to(dtype), b.values.to(dtype)).mul_(a.scale).mul_(b.scale)
 
 
-def multiply_scaled(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+def multiply_scaled(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """By the hardware's fp8 units, where they take these sizes."""
     if a.values.shape[1] % _MULTIPLE or b.values.shape[0] % _MULTIPLE:
         return multiply_wide(a, b, dtype)
+    assert a.scale is not None and b.scale is not None
     left, right = a.values.contiguous(), b.values.contiguous().t()
-    return torch._scaled_mm(left, right, scale_a=a.unit, scale_b=b.unit, out_dtype=dtype)
+    return torch._scaled_mm(left, right, scale_a=a.scale, scale_b=b.scale, out_dtype=dtype, use_fast_accum=fast)
 
 
 def multiply_on(device: torch.device) -> Multiply:
@@ -73,48 +79,68 @@ def multiply_on(device: torch.device) -> Multiply:
     return multiply_scaled if hardware else multiply_wide
 
 
-def _largest(group: Group, *tensors: Tensor) -> Tensor:
-    """The largest magnitude of each tensor, of all its parts: [number of tensors], in one message."""
-    here = [torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32) for x in tensors]
-    return all_reduce_(torch.stack(here), group, dist.ReduceOp.MAX)
-
-
 @dataclass(frozen=True)
 class Fp8(Product):
-    """Products of fp8 numbers. The weight is kept as it is, and cast where it is multiplied.
+    """Products of fp8 numbers. The weight is kept as it is, beside its largest magnitude, and cast for each product.
 
     Args:
         multiply: What multiplies on the device.
+        kernels: :mod:`parallel.cast_transpose`, where it runs; None for torch's operators. The compiler is always given
+            these, and fuses them with what comes before.
     """
 
     multiply: Multiply
+    kernels: ModuleType | None
 
     @classmethod
     def on(cls, device: torch.device) -> Self:
-        return cls(multiply_on(device))
+        fused = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        return cls(multiply_on(device), importlib.import_module("parallel.cast_transpose") if fused else None)
 
-    def operands(self, x: Tensor, weight: Tensor, group: Group) -> tuple[Operand, Operand]:
-        x_unit, weight_unit = units(_largest(group, x, weight), E4M3)
-        return quantise(x, x_unit, E4M3), Operand(weight, weight_unit)
+    def operands(self, x: Tensor, weight: Tensor, group: Group, whole: bool) -> tuple[Operand, Operand]:
+        largest, weight_largest = self._largest(group, x, weight)
+        return self._cast(x, largest, E4M3, turned=whole), Operand(weight, weight_largest)
 
-    def gradient(self, dy: Tensor, group: Group) -> Operand:
-        return quantise(dy, units(_largest(group, dy), E5M2)[0], E5M2)
+    def gradient(self, dy: Tensor, group: Group, whole: bool) -> Operand:
+        return self._cast(dy, self._largest(group, dy)[0], E5M2, turned=whole)
 
     def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
-        y = self._multiply(x, self._cast(weight), weight.values.dtype)
+        matrix = self._cast(weight.values, weight.scale, E4M3)
+        y = self._multiply(x, matrix, weight.values.dtype, fast=True)
         return y if bias is None else y.add_(bias)
 
     def input_gradient(self, dy: Operand, weight: Operand) -> Tensor:
-        return self._multiply(dy, _turned(self._cast(weight)), weight.values.dtype)
+        matrix = self._cast(weight.values, weight.scale, E4M3, straight=False, turned=True)
+        return self._multiply(dy, _turned(matrix), weight.values.dtype, fast=False)
 
     def weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor | None:
         return self.multiply(_turned(dy), _turned(x), dtype)
 
-    def _multiply(self, x: Operand, matrix: Operand, dtype: torch.dtype) -> Tensor:
+    def _multiply(self, x: Operand, matrix: Operand, dtype: torch.dtype, fast: bool) -> Tensor:
         """x: [..., n], matrix: [m, n] -> x matrix': [..., m]."""
-        y = self.multiply(Operand(x.values.flatten(0, -2), x.unit), matrix, dtype)
+        y = self.multiply(Operand(x.values.flatten(0, -2), x.scale), matrix, dtype, fast)
         return y.unflatten(0, x.values.shape[:-1])
 
-    def _cast(self, weight: Operand) -> Operand:
-        assert weight.unit is not None
-        return quantise(weight.values, weight.unit, E4M3)
+    def _largest(self, group: Group, *tensors: Tensor) -> Tensor:
+        """The largest magnitude of each tensor, of all its parts: [number of tensors], in one message."""
+        if self.kernels is None or torch.compiler.is_compiling():
+            here = torch.stack([torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32) for x in tensors])
+        else:
+            here = self.kernels.largest(tensors)
+        return all_reduce_(here, group, dist.ReduceOp.MAX)
+
+    def _cast(
+        self, x: Tensor, largest: Tensor | None, dtype: torch.dtype, straight: bool = True, turned: bool = False
+    ) -> Operand:
+        """x: [..., n] in fp8. A kernel also makes its transposed copy where it is ``turned``, or that alone."""
+        assert largest is not None
+        if self.kernels is None or torch.compiler.is_compiling():
+            return quantise(x, units(largest, dtype), dtype)
+        rows = x.flatten(0, -2)
+        values, copy, unit = self.kernels.cast(rows, largest, dtype, _LARGEST[dtype], straight, turned)
+        return Operand(copy.t() if values is None else values.view(x.shape), unit, copy)
+
+
+def _turned(x: Operand) -> Operand:
+    """x: [..., m, n] -> [n, ... m]."""
+    return Operand(x.kept.flatten(0, -2).t(), x.scale)

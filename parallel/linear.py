@@ -52,26 +52,27 @@ class Column(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool, product: Product
     ) -> Tensor:
-        own, matrix = product.operands(x, weight, group)
+        need_dw = ctx.needs_input_grad[1]
+        ctx.group, ctx.sequence, ctx.product = group, sequence and group.size > 1, product
+        own, matrix = product.operands(x, weight, group, need_dw and not ctx.sequence)
         # Only the weight's gradient needs x.
-        ctx.save_for_backward(own.values if ctx.needs_input_grad[1] else None, own.unit, weight, matrix.unit)
-        ctx.group, ctx.sequence, ctx.product = group, sequence, product
-        return product.gather_forward(own, matrix, bias, group) if sequence else product.forward(own, matrix, bias)
+        ctx.save_for_backward(own.kept if need_dw else None, own.scale, weight, matrix.scale)
+        return product.gather_forward(own, matrix, bias, group) if ctx.sequence else product.forward(own, matrix, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        values, unit, weight, weight_unit = ctx.saved_tensors
+        values, scale, weight, weight_scale = ctx.saved_tensors
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        group, product, x, matrix = ctx.group, ctx.product, Operand(values, unit), Operand(weight, weight_unit)
+        group, product, x, matrix = ctx.group, ctx.product, Operand(values, scale), Operand(weight, weight_scale)
         again = start_gather(x, group, after=dy) if ctx.sequence and need_dw else None
-        given = product.gradient(dy, group)
+        given = product.gradient(dy, group, need_dw)
         dx = None
         if need_dx and ctx.sequence:
             dx = product.input_gradient_scatter(given, matrix, group)
         elif need_dx:
             dx = start_all_reduce(product.input_gradient(given, matrix), group)
-        full = Operand(again.wait(), unit) if again else x
+        full = Operand(again.wait(), scale) if again else x
         dw = product.weight_gradient(given, full, weight.dtype) if need_dw else None
         db = dy.flatten(0, -2).sum(0) if need_db else None
         return dx.wait() if dx else None, dw, db, None, None, None
@@ -94,28 +95,29 @@ class Row(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, sequence: bool, product: Product) -> Tensor:
-        own, matrix = product.operands(x, weight, group)
+        need_dw = ctx.needs_input_grad[1]
+        ctx.group, ctx.sequence, ctx.product = group, sequence and group.size > 1, product
+        own, matrix = product.operands(x, weight, group, need_dw)
         # Only the weight's gradient needs x.
-        ctx.save_for_backward(own.values if ctx.needs_input_grad[1] else None, own.unit, weight, matrix.unit)
-        ctx.group, ctx.sequence, ctx.product = group, sequence, product
-        if sequence:
+        ctx.save_for_backward(own.kept if need_dw else None, own.scale, weight, matrix.scale)
+        if ctx.sequence:
             return product.forward_scatter(own, matrix, group)
         return start_all_reduce(product.forward(own, matrix), group).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        values, unit, weight, weight_unit = ctx.saved_tensors
+        values, scale, weight, weight_scale = ctx.saved_tensors
         need_dx, need_dw = ctx.needs_input_grad[:2]
-        group, product, matrix = ctx.group, ctx.product, Operand(weight, weight_unit)
-        full, dx = product.gradient(dy, group), None
+        group, product, matrix = ctx.group, ctx.product, Operand(weight, weight_scale)
+        full, dx = product.gradient(dy, group, need_dw and not ctx.sequence), None
         if ctx.sequence and need_dx:
             full, dx = product.gather_input_gradient(full, matrix, group)
         elif ctx.sequence:
             full = gathered(full, group)
         elif need_dx:
             dx = product.input_gradient(full, matrix)
-        dw = product.weight_gradient(full, Operand(values, unit), weight.dtype) if need_dw else None
+        dw = product.weight_gradient(full, Operand(values, scale), weight.dtype) if need_dw else None
         return dx, dw, None, None, None
 
 

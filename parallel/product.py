@@ -24,11 +24,18 @@ class Operand(NamedTuple):
 
     Args:
         values: The tensor, or narrow numbers that stand for it.
-        unit: What narrow numbers count, a scalar: the tensor is ``values * unit``. None where it is the values.
+        scale: A scalar that goes with the values, where the product needs one.
+        turned: [features, t], a transposed copy of the values, where the product multiplies that faster.
     """
 
     values: Tensor
-    unit: Tensor | None = None
+    scale: Tensor | None = None
+    turned: Tensor | None = None
+
+    @property
+    def kept(self) -> Tensor:
+        """The values as the weight's gradient multiplies them: in the memory of the transposed copy, where one is."""
+        return self.values if self.turned is None else self.turned.t()
 
 
 class Product(ABC):
@@ -38,12 +45,15 @@ class Product(ABC):
     before or after it; a product with a kernel for both at once overrides them.
     """
 
-    def operands(self, x: Tensor, weight: Tensor, group: Group) -> tuple[Operand, Operand]:
-        """What the forward multiplies; the ranks of the group hold parts of x, of the weight, or of both."""
+    def operands(self, x: Tensor, weight: Tensor, group: Group, whole: bool) -> tuple[Operand, Operand]:
+        """Return what the forward multiplies; the ranks of the group hold parts of x, of the weight, or of both.
+
+        ``whole``: whether the weight's gradient multiplies x as it is here, not one that is gathered.
+        """
         return Operand(x), Operand(weight)
 
-    def gradient(self, dy: Tensor, group: Group) -> Operand:
-        """What the backward multiplies x and the weight by; the ranks of the group may hold parts of dy."""
+    def gradient(self, dy: Tensor, group: Group, whole: bool) -> Operand:
+        """Return what the backward multiplies by; ``group`` and ``whole`` as of :meth:`operands`."""
         return Operand(dy)
 
     @abstractmethod
@@ -77,8 +87,8 @@ class Product(ABC):
 
 
 def start_gather(x: Operand, group: Group, after: Tensor | None = None) -> Pending:
-    """values: [t/n, ...] of each rank -> [t, ...]; narrow ones travel as bytes."""
-    if x.unit is None:
+    """values: [t/n, ...] of each rank -> [t, ...]; numbers of one byte travel as bytes."""
+    if x.values.dtype.itemsize > 1:
         return start_all_gather(x.values, group, after)
     pending = start_all_gather(x.values.view(torch.uint8), group, after)
     return Pending(pending.works, lambda: pending.finish().view(x.values.dtype))
@@ -86,7 +96,7 @@ def start_gather(x: Operand, group: Group, after: Tensor | None = None) -> Pendi
 
 def gathered(x: Operand, group: Group) -> Operand:
     """[t/n, ...] of each rank -> [t, ...]."""
-    return Operand(start_gather(x, group).wait(), x.unit)
+    return Operand(start_gather(x, group).wait(), x.scale)
 
 
 class Dense(Product):

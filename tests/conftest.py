@@ -10,6 +10,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The library uses no threads in processes that are forked from one that has used them, and says so unless told.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Kernels for GPUs run here as they are written, by Triton's interpreter, which is chosen when triton is imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -172,6 +174,15 @@ class _Graphs:
 _graphs = _Graphs()
 
 
+def _launch(kernel: Any, programs: int, *arguments: Any, **constants: Any) -> None:
+    """A Triton kernel is launched: counted, as operators are, but there is nothing that it could run on."""
+    name = f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+    if any(isinstance(x, Tensor) and not _on_device(x) for x in arguments):
+        raise Fault(f"{place()} gives {name} a tensor of the host")
+    for watch in _watching:
+        watch.launches[name] += bool(programs)
+
+
 @contextmanager
 def fake_cuda(world: int = 1, rank: int = 0) -> Iterator[None]:
     """All tensors are fake, and this process is a rank of a process group whose messages say nothing."""
@@ -192,6 +203,7 @@ def fake_cuda(world: int = 1, rank: int = 0) -> Iterator[None]:
         (torch.Tensor, "pin_memory", _pin),
         (torch, "empty", _pinning(torch.empty)),
         (torch, "zeros", _pinning(torch.zeros)),
+        *([(import_module("parallel.cast_transpose"), "launch", _launch)] if find_spec("triton") else []),
     )
     try:
         with ExitStack() as on:
@@ -208,6 +220,9 @@ class Fault(AssertionError):
     """What a step must not do, and which function of ours does it."""
 
 
+_watching: list[Watch] = []
+
+
 class Watch(TorchDispatchMode):
     """Counts what reaches the device, and refuses what makes the host wait for it.
 
@@ -217,8 +232,8 @@ class Watch(TorchDispatchMode):
         waits: Places of copies to the device that need not.
 
     Attributes:
-        launches: {operator: how often} of those that do something on the device. Operators of torch, not its kernels:
-            some are several.
+        launches: {operator: how often} of those that do something on the device, and of Triton's kernels. Operators of
+            torch, not its kernels: some are several.
         messages: The same of those that other ranks take part in.
         uploads, downloaded: {place: how often} of copies from and to the host.
     """
@@ -233,10 +248,12 @@ class Watch(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         _graphs.calls = 0
+        _watching.append(self)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        _watching.remove(self)
         if _graphs.calls:
             self.launches["compiled"] = _graphs.calls
 
