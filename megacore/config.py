@@ -228,6 +228,9 @@ class ScheduleConfig:
 class TrainConfig:
     """`precision` of the weights and activations; `fp8` is bf16 with the products of linears in fp8.
 
+    `async_tp`: whether linears of tensor parallel GPUs send parts of their tokens while they multiply others
+    (docs/meshes.md).
+
     `only` and `freeze` are patterns of names of tensors (`embed`, `layers.0`, `attn.qkv`, `*norm`): those that are
     trained (null: all), and those that are not.
 
@@ -241,6 +244,7 @@ class TrainConfig:
     seed: Int = 0
     precision: Literal["bf16", "fp16", "fp8", "fp32", "fp64"] = "bf16"
     compile: Bool = False
+    async_tp: Bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     only: tuple[str, ...] | None = None
     freeze: tuple[str, ...] = ()

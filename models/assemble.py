@@ -22,6 +22,7 @@ from parallel.linear import multiply_by
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
 from parallel.pipeline.run import forward
+from parallel.product import SymmetricMemory
 from parallel.recompute import Activations, runner
 
 
@@ -91,6 +92,17 @@ class Model:
             for layer, block in chunk.layers.items():
                 if layer not in ends:
                     multiply_by(product, block.modules())
+
+    def use_async_tp(self) -> None:
+        """Overlap what tensor parallel linears send with their products.
+
+        Raises:
+            ValueError: a GPU cannot reach the memory of another of its tensor parallel group.
+        """
+        mesh = self.parameters.mesh
+        product = SymmetricMemory.on(mesh.device, mesh.tp)
+        for chunk in self.chunks:
+            multiply_by(product, chunk.modules())
 
     def compile(self) -> None:
         """Compile every block with torch.compile; layers of one shape share the code."""

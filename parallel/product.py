@@ -8,8 +8,9 @@ compute it later and hand it in elsewhere (``tests/parallel/test_product.py`` ha
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -113,3 +114,44 @@ class Dense(Product):
 
 
 DENSE = Dense()
+
+
+class SymmetricMemory(Dense):
+    """Dense products that start with the tokens of one rank while those of the next are on their way, and send a part
+    of the sum while the next is multiplied: torch's fused ones, through memory that GPUs map of each other."""
+
+    @classmethod
+    def on(cls, device: torch.device, group: Group) -> Self:
+        """Raise ValueError where a GPU of the group cannot reach another's memory; its ranks are successive GPUs."""
+        importlib.import_module("torch.distributed._symmetric_memory")  # it is what defines the operators
+        first = (device.index or 0) - group.index
+        peers = [gpu for gpu in range(first, first + group.size) if gpu != device.index]
+        if device.type != "cuda":
+            raise ValueError(f"products that overlap with what they send need GPUs, and this is {device}")
+        if away := [gpu for gpu in peers if not torch.cuda.can_device_access_peer(device, gpu)]:
+            raise ValueError(f"{device} cannot reach the memory of {', '.join(f'cuda:{gpu}' for gpu in away)}")
+        return cls()
+
+    def gather_forward(self, x: Operand, weight: Operand, bias: Tensor | None, group: Group) -> Tensor:
+        y: Tensor = _gather_matmul(x.values, [weight.values.t()], 0, group.name, return_A=False)[1][0]
+        return y if bias is None else y.add_(bias)
+
+    def forward_scatter(self, x: Operand, weight: Operand, group: Group) -> Tensor:
+        y: Tensor = _matmul_scatter(x.values, weight.values.t(), "sum", 0, group.name)
+        return y
+
+    def gather_input_gradient(self, dy: Operand, weight: Operand, group: Group) -> tuple[Operand, Tensor]:
+        full, (dx,) = _gather_matmul(dy.values, [weight.values], 0, group.name)
+        return Operand(full), dx
+
+    def input_gradient_scatter(self, dy: Operand, weight: Operand, group: Group) -> Pending:
+        dx = _matmul_scatter(dy.values, weight.values, "sum", 0, group.name)
+        return Pending([], lambda: dx)
+
+
+def _gather_matmul(*arguments: Any, **named: Any) -> Any:
+    return torch.ops.symm_mem.fused_all_gather_matmul(*arguments, **named)
+
+
+def _matmul_scatter(*arguments: Any) -> Any:
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter(*arguments)

@@ -105,7 +105,8 @@ def test_a_bare_step_needs_torch_and_little_else() -> None:
     wanted = {
         "megacore.step",
         "megacore.hardware",
-        *(name for name in MODULES if not name.startswith(("megacore", "tools"))),
+        # Kernels in Triton are imported where it is.
+        *(name for name in MODULES if not name.startswith(("megacore", "tools", "parallel.cast_transpose"))),
     }
     found: set[str] = set()
     while wanted - found:
