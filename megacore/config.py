@@ -280,6 +280,8 @@ class TrainConfig:
     """Of weights and activations; `fp8` is bf16 with the products of linears in fp8."""
     compile: Bool = False
     """Whether torch.compile compiles the blocks."""
+    async_tp: Bool = False
+    """Whether linears of tensor parallel GPUs send some tokens while they multiply others (docs/meshes.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; `auto`: on GPUs where there are some."""
     only: tuple[str, ...] | None = None

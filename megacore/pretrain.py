@@ -82,6 +82,8 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
     kernels.take_flash_attention(mesh.device, model.drops_attention)
     if config.train.precision == "fp8":
         model.use_fp8()
+    if config.train.async_tp:
+        _overlap(model, control)
     if config.train.compile:
         model.compile()
     section = config.optimizer
@@ -149,6 +151,21 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
         start.progress,
         None,
     )
+
+
+def _overlap(model: Model, control: Control) -> None:
+    """Raise ConfigError on all ranks where one of them cannot do it."""
+
+    def use() -> None:
+        try:
+            model.use_async_tp()
+        except ValueError as error:
+            raise StoreError(str(error)) from error
+
+    try:
+        control.attempt(use)
+    except StoreError as error:
+        raise ConfigError([f"train.async_tp: {error}: set it to false"]) from error
 
 
 def _scaling(config: Config) -> Scaling:

@@ -306,6 +306,23 @@ def _fp8(facts: Facts) -> Iterator[str]:
         )
 
 
+def _async_tp(facts: Facts) -> Iterator[str]:
+    train, tp = facts.config.train, facts.config.mesh.tp
+    if not train.async_tp:
+        return
+    if train.device_type(facts.gpus) == "cpu":
+        yield "train.async_tp needs GPUs that reach each other's memory, and this is a run on CPUs: set it to false"
+    elif tp == 1:
+        yield "train.async_tp overlaps what tensor parallel ranks send, and mesh.tp is 1: set it to false"
+    elif facts.local_ranks % tp:
+        yield (
+            f"train.async_tp needs the ranks of mesh.tp ({tp}) on one node, and each has {facts.local_ranks}: "
+            "choose a tp that divides them, or set it to false"
+        )
+    if train.precision == "fp8":
+        yield "train.async_tp has no products in fp8: set it to false, or train.precision=bf16"
+
+
 def _held_out(facts: Facts) -> Iterator[str]:
     data, every = facts.config.data, facts.config.evaluate.every
     if every and not data.validation and not data.validation_fraction:
@@ -369,6 +386,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("loss_scale.initial", "loss_scale.minimum"), _fp16),
     (("optimizer.betas",), _moments),
     ((MODEL,), _fp8),
+    (("mesh.tp",), _async_tp),
     (("evaluate.every", "data.validation_fraction"), _held_out),
     ((MODEL,), _tuning),
     ((), _adapters),

@@ -16,12 +16,14 @@ from models.config import ModelConfig
 from models.decoder import Decoder, Losses, Microbatch
 from models.registry import build
 from models.tuning import EVERYTHING, Tuning
-from parallel import fp8
 from parallel.collectives import gather
+from parallel.fp8 import Fp8
 from parallel.layout import Layout
+from parallel.linear import multiply_by
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
 from parallel.pipeline.run import forward
+from parallel.product import SymmetricMemory
 from parallel.recompute import Activations, runner
 
 
@@ -92,11 +94,22 @@ class Model:
 
     def use_fp8(self) -> None:
         """Multiply in fp8 in all layers but the first and the last, whose errors count most."""
-        ends = {"0", str(self.config.sizes["layer"] - 1)}
+        product, ends = Fp8.on(self.parameters.mesh.device), {"0", str(self.config.sizes["layer"] - 1)}
         for chunk in self.chunks:
             for layer, block in chunk.layers.items():
                 if layer not in ends:
-                    fp8.use(block.modules(), self.parameters.mesh.device)
+                    multiply_by(product, block.modules())
+
+    def use_async_tp(self) -> None:
+        """Overlap what tensor parallel linears send with their products.
+
+        Raises:
+            ValueError: a GPU cannot reach the memory of another of its tensor parallel group.
+        """
+        mesh = self.parameters.mesh
+        product = SymmetricMemory.on(mesh.device, mesh.tp)
+        for chunk in self.chunks:
+            multiply_by(product, chunk.modules())
 
     def compile(self) -> None:
         """Compile every block with torch.compile; layers of one shape share the code."""

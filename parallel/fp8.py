@@ -11,26 +11,19 @@ every number of fp8 is one of bf16: the results differ in the order of sums alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import Protocol, Self
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
-from parallel.collectives import (
-    Pending,
-    all_reduce_,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
-from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel import kernels
+from parallel.collectives import all_reduce_
 from parallel.mesh import Group
+from parallel.product import Operand, Product
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # The largest numbers, 448 and 57344, are 7/8 of these powers of two.
@@ -39,20 +32,14 @@ _LARGEST = {E4M3: 9, E5M2: 16}
 _MULTIPLE = 16
 
 
-@dataclass(frozen=True)
-class Quantised:
-    """A tensor as ``values * unit``: values in fp8, and a power of two, an fp32 scalar."""
+class Multiply(Protocol):
+    """(a: [m, k], b: [n, k], dtype) -> a b': [m, n] in that dtype.
 
-    values: Tensor
-    unit: Tensor
+    It is summed in fp32. Hardware may keep fewer bits of sums while it adds where that is ``fast``, which the forward
+    can bear: what it rounds is rounded to fp8 or bf16 soon; gradients are sums of many small numbers.
+    """
 
-    @property
-    def t(self) -> Quantised:
-        return Quantised(self.values.t(), self.unit)
-
-
-Multiply = Callable[[Quantised, Quantised, torch.dtype], Tensor]
-"""(a: [m, k], b: [n, k], dtype) -> a b': [m, n] in that dtype, summed in fp32."""
+    def __call__(self, a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor: ...
 
 
 def units(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -65,22 +52,24 @@ def units(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(torch.isfinite(largest), found, torch.nan)
 
 
-def quantise(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Quantised:
+def quantise(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Operand:
     """Round to nearest, ties to even; with the unit of :func:`units` nothing is too large."""
-    return Quantised((x * unit.reciprocal()).to(dtype), unit)
+    return Operand((x * unit.reciprocal()).to(dtype), unit)
 
 
-def multiply_wide(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
+def multiply_wide(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """The product of what the fp8 numbers are: the reference, which runs anywhere."""
-    return F.linear(a.values.to(dtype), b.values.to(dtype)).mul_(a.unit).mul_(b.unit)
+    assert a.scale is not None and b.scale is not None
+    return F.linear(a.values.to(dtype), b.values.to(dtype)).mul_(a.scale).mul_(b.scale)
 
 
-def multiply_scaled(a: Quantised, b: Quantised, dtype: torch.dtype) -> Tensor:
+def multiply_scaled(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """By the hardware's fp8 units, where they take these sizes."""
     if a.values.shape[1] % _MULTIPLE or b.values.shape[0] % _MULTIPLE:
         return multiply_wide(a, b, dtype)
+    assert a.scale is not None and b.scale is not None
     left, right = a.values.contiguous(), b.values.contiguous().t()
-    return torch._scaled_mm(left, right, scale_a=a.unit, scale_b=b.unit, out_dtype=dtype)
+    return torch._scaled_mm(left, right, scale_a=a.scale, scale_b=b.scale, out_dtype=dtype, use_fast_accum=fast)
 
 
 def multiply_on(device: torch.device) -> Multiply:
@@ -89,97 +78,67 @@ def multiply_on(device: torch.device) -> Multiply:
     return multiply_scaled if hardware else multiply_wide
 
 
-def _largest(group: Group, *tensors: Tensor) -> Tensor:
-    """The largest magnitude of each tensor, of all its parts: [number of tensors], in one message."""
-    here = [torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32) for x in tensors]
-    return all_reduce_(torch.stack(here), group, dist.ReduceOp.MAX)
+@dataclass(frozen=True)
+class Fp8(Product):
+    """Products of fp8 numbers. The weight is kept as it is, beside its largest magnitude, and cast for each product.
 
+    Args:
+        multiply: What multiplies on the device.
+        kernels: :mod:`parallel.kernels.fused.cast_transpose`, where it runs; None for torch's operators. The compiler
+            is always given these, and fuses them with what comes before.
+    """
 
-def _start_gather(x: Quantised, group: Group, after: Tensor | None = None) -> Pending:
-    """The values of all ranks' tokens; they travel as bytes."""
-    pending = start_all_gather(x.values.view(torch.uint8), group, after)
-    return Pending(pending.works, lambda: pending.finish().view(x.values.dtype))
+    multiply: Multiply
+    kernels: ModuleType | None
 
+    @classmethod
+    def on(cls, device: torch.device) -> Self:
+        return cls(multiply_on(device), kernels.cast_transpose(device))
 
-class _Column(torch.autograd.Function):
-    """x: [t/tp, in] ("sequence") or [t, in] (replicated) -> y: [t, out/tp]."""
+    def operands(self, x: Tensor, weight: Tensor, group: Group, whole: bool) -> tuple[Operand, Operand]:
+        largest, weight_largest = self._largest(group, x, weight)
+        return self._cast(x, largest, E4M3, turned=whole), Operand(weight, weight_largest)
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool, multiply: Multiply
-    ) -> Tensor:
-        both = units(_largest(group, x, weight), E4M3)
-        own = quantise(x, both[0], E4M3)
-        full = Quantised(_start_gather(own, group).wait(), own.unit) if sequence else own
-        y = multiply(full, quantise(weight, both[1], E4M3), x.dtype)
-        ctx.save_for_backward(own.values, weight, both)
-        ctx.group, ctx.sequence, ctx.multiply = group, sequence, multiply
+    def gradient(self, dy: Tensor, group: Group, whole: bool) -> Operand:
+        return self._cast(dy, self._largest(group, dy)[0], E5M2, turned=whole)
+
+    def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
+        matrix = self._cast(weight.values, weight.scale, E4M3)
+        y = self._multiply(x, matrix, weight.values.dtype, fast=True)
         return y if bias is None else y.add_(bias)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        values, weight, both = ctx.saved_tensors
-        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        x, group = Quantised(values, both[0]), ctx.group
-        again = _start_gather(x, group, after=dy) if ctx.sequence and need_dw else None
-        narrow = quantise(dy, units(_largest(group, dy), E5M2)[0], E5M2)
-        dx = None
-        if need_dx:
-            part = ctx.multiply(narrow, quantise(weight, both[1], E4M3).t, dy.dtype)
-            dx = start_reduce_scatter(part, group) if ctx.sequence else start_all_reduce(part, group)
-        full = Quantised(again.wait(), x.unit) if again else x
-        dw = ctx.multiply(narrow.t, full.t, weight.dtype) if need_dw else None
-        db = dy.sum(0) if need_db else None
-        return dx.wait() if dx else None, dw, db, None, None, None
+    def input_gradient(self, dy: Operand, weight: Operand) -> Tensor:
+        matrix = self._cast(weight.values, weight.scale, E4M3, straight=False, turned=True)
+        return self._multiply(dy, _turned(matrix), weight.values.dtype, fast=False)
+
+    def weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor | None:
+        return self.multiply(_turned(dy), _turned(x), dtype)
+
+    def _multiply(self, x: Operand, matrix: Operand, dtype: torch.dtype, fast: bool) -> Tensor:
+        """x: [..., n], matrix: [m, n] -> x matrix': [..., m]."""
+        y = self.multiply(Operand(x.values.flatten(0, -2), x.scale), matrix, dtype, fast)
+        return y.unflatten(0, x.values.shape[:-1])
+
+    def _largest(self, group: Group, *tensors: Tensor) -> Tensor:
+        """The largest magnitude of each tensor, of all its parts: [number of tensors], in one message."""
+        if self.kernels is None or torch.compiler.is_compiling():
+            here = torch.stack([torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32) for x in tensors])
+        else:
+            here = self.kernels.largest(tensors)
+        return all_reduce_(here, group, dist.ReduceOp.MAX)
+
+    def _cast(
+        self, x: Tensor, largest: Tensor | None, dtype: torch.dtype, straight: bool = True, turned: bool = False
+    ) -> Operand:
+        """x: [..., n] in fp8. A kernel also makes its transposed copy where it is ``turned``, or that alone."""
+        assert largest is not None
+        if self.kernels is None or torch.compiler.is_compiling():
+            return quantise(x, units(largest, dtype), dtype)
+        rows = x.flatten(0, -2)
+        values, copy, unit = self.kernels.cast(rows, largest, dtype, _LARGEST[dtype], straight, turned)
+        return Operand(copy.t() if values is None else values.view(x.shape), unit, copy)
 
 
-class _Row(torch.autograd.Function):
-    """x: [t, in/tp] -> y: [t/tp, out] ("sequence") or [t, out] (replicated)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, sequence: bool, multiply: Multiply) -> Tensor:
-        both = units(_largest(group, x, weight), E4M3)
-        own = quantise(x, both[0], E4M3)
-        part = multiply(own, quantise(weight, both[1], E4M3), x.dtype)
-        ctx.save_for_backward(own.values, weight, both)
-        ctx.group, ctx.sequence, ctx.multiply = group, sequence, multiply
-        return (start_reduce_scatter(part, group) if sequence else start_all_reduce(part, group)).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        values, weight, both = ctx.saved_tensors
-        need_dx, need_dw = ctx.needs_input_grad[:2]
-        x, group = Quantised(values, both[0]), ctx.group
-        own = quantise(dy, units(_largest(group, dy), E5M2)[0], E5M2)
-        full = Quantised(_start_gather(own, group).wait(), own.unit) if ctx.sequence else own
-        dx = ctx.multiply(full, quantise(weight, both[1], E4M3).t, dy.dtype) if need_dx else None
-        dw = ctx.multiply(full.t, x.t, weight.dtype) if need_dw else None
-        return dx, dw, None, None, None
-
-
-def column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool = True, *, multiply: Multiply
-) -> Tensor:
-    """As :func:`parallel.linear.column_linear`, in fp8."""
-    y: Tensor = _Column.apply(x, weight, bias, group, sequence, multiply)
-    return y
-
-
-def row_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool = True, *, multiply: Multiply
-) -> Tensor:
-    """As :func:`parallel.linear.row_linear`, in fp8."""
-    y: Tensor = _Row.apply(x, weight, group, sequence, multiply)
-    return y if bias is None else y + bias
-
-
-def use(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Have all parallel linears among these modules multiply in fp8."""
-    multiply = multiply_on(device)
-    for module in modules:
-        if isinstance(module, ColumnParallelLinear):
-            module.compute = partial(column_linear, multiply=multiply)
-        elif isinstance(module, RowParallelLinear):
-            module.compute = partial(row_linear, multiply=multiply)
+def _turned(x: Operand) -> Operand:
+    """x: [..., m, n] -> [n, ... m]."""
+    return Operand(x.kept.flatten(0, -2).t(), x.scale)

@@ -10,7 +10,7 @@ scatter of the input gradient runs beside the GEMM of the weight gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
@@ -19,15 +19,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from parallel.choices import check_choice
-from parallel.collectives import (
-    gather,
-    reduce,
-    split,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from parallel.collectives import gather, split, start_all_reduce
 from parallel.mesh import Group, Mesh
+from parallel.product import DENSE, Operand, Product, gathered, start_gather
 
 Between = Literal["sequence", "replicated"]
 """What the ranks hold between layers: each a part of the tokens, or all of them the same."""
@@ -37,34 +31,114 @@ RowInput = Literal["split", "replicated"]
 """What a row-parallel linear is given: each rank its features, or all of them the same on every rank."""
 
 
-class _Column(torch.autograd.Function):
-    """x: [t/tp, in] ("sequence") or [t, in] (replicated) -> y: [t, out/tp]."""
+class Column(torch.autograd.Function):
+    """y = x W' + b, with the rows of W split over the n ranks of a group.
+
+    x   [t/n, in]   this rank's tokens; without ``sequence`` [t, in], the same on every rank
+    W   [out/n, in]
+    b   [out/n]
+    y   [t, out/n]
+
+    forward   y  = gather(x) W' + b       without ``sequence`` x W' + b
+    dgrad     dx = scatter(dy W)          without ``sequence`` all-reduce(dy W)
+    wgrad     dW = dy' gather(x)          without ``sequence`` dy' x
+    dbias     db = sum of dy over tokens
+
+    The gathered x is not kept, it would be n times what this rank has: it is gathered again while dgrad multiplies. And
+    dgrad comes first, so that its scatter runs while wgrad multiplies; the layer before waits for dx, nobody for dW.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool, product: Product
+    ) -> Tensor:
+        need_dw = ctx.needs_input_grad[1]
+        ctx.group, ctx.sequence, ctx.product = group, sequence and group.size > 1, product
+        own, matrix = product.operands(x, weight, group, need_dw and not ctx.sequence)
         # Only the weight's gradient needs x.
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.group, ctx.sequence = group, sequence
-        full = start_all_gather(x, group).wait() if sequence else x
-        return F.linear(full, weight, bias)
+        ctx.save_for_backward(own.kept if need_dw else None, own.scale, weight, matrix.scale)
+        return product.gather_forward(own, matrix, bias, group) if ctx.sequence else product.forward(own, matrix, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        values, scale, weight, weight_scale = ctx.saved_tensors
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        again = start_all_gather(x, ctx.group, after=dy) if ctx.sequence and need_dw else None
+        group, product, x, matrix = ctx.group, ctx.product, Operand(values, scale), Operand(weight, weight_scale)
+        again = start_gather(x, group, after=dy) if ctx.sequence and need_dw else None
+        given = product.gradient(dy, group, need_dw)
         dx = None
-        if need_dx:
-            partial = dy @ weight
-            dx = start_reduce_scatter(partial, ctx.group) if ctx.sequence else start_all_reduce(partial, ctx.group)
-        dw = _weight_gradient(dy, again.wait() if again else x) if need_dw else None
+        if need_dx and ctx.sequence:
+            dx = product.input_gradient_scatter(given, matrix, group)
+        elif need_dx:
+            dx = start_all_reduce(product.input_gradient(given, matrix), group)
+        full = Operand(again.wait(), scale) if again else x
+        dw = product.weight_gradient(given, full, weight.dtype) if need_dw else None
         db = dy.flatten(0, -2).sum(0) if need_db else None
-        return dx.wait() if dx else None, dw, db, None, None
+        return dx.wait() if dx else None, dw, db, None, None, None
 
 
-def _weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    return dy.flatten(0, -2).t() @ x.flatten(0, -2)
+class Row(torch.autograd.Function):
+    """y = x W', with the columns of W split over the n ranks of a group.
+
+    x   [t, in/n]
+    W   [out, in/n]
+    y   [t/n, out]   this rank's tokens; without ``sequence`` [t, out], the same on every rank
+
+    forward   y  = scatter(x W')          without ``sequence`` all-reduce(x W')
+    dgrad     dx = gather(dy) W           without ``sequence`` dy W
+    wgrad     dW = gather(dy)' x          without ``sequence`` dy' x
+    dbias     none: who adds a bias does so after the sum, once
+
+    Both gradients need all of dy: it is gathered once, before them, and nothing of the backward is left to send.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, sequence: bool, product: Product) -> Tensor:
+        need_dw = ctx.needs_input_grad[1]
+        ctx.group, ctx.sequence, ctx.product = group, sequence and group.size > 1, product
+        own, matrix = product.operands(x, weight, group, need_dw)
+        # Only the weight's gradient needs x.
+        ctx.save_for_backward(own.kept if need_dw else None, own.scale, weight, matrix.scale)
+        if ctx.sequence:
+            return product.forward_scatter(own, matrix, group)
+        return start_all_reduce(product.forward(own, matrix), group).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        values, scale, weight, weight_scale = ctx.saved_tensors
+        need_dx, need_dw = ctx.needs_input_grad[:2]
+        group, product, matrix = ctx.group, ctx.product, Operand(weight, weight_scale)
+        full, dx = product.gradient(dy, group, need_dw and not ctx.sequence), None
+        if ctx.sequence and need_dx:
+            full, dx = product.gather_input_gradient(full, matrix, group)
+        elif ctx.sequence:
+            full = gathered(full, group)
+        elif need_dx:
+            dx = product.input_gradient(full, matrix)
+        dw = product.weight_gradient(full, Operand(values, scale), weight.dtype) if need_dw else None
+        return dx, dw, None, None, None
+
+
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool = True, product: Product = DENSE
+) -> Tensor:
+    """x: [t/tp, in], or [t, in] on every rank without ``sequence`` -> y: [t, out/tp]."""
+    if group.size == 1 and product is DENSE:
+        return F.linear(x, weight, bias)  # autograd's own, which can be differentiated twice
+    y: Tensor = Column.apply(x, weight, bias, group, sequence, product)
+    return y
+
+
+def row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool = True, product: Product = DENSE
+) -> Tensor:
+    """x: [t, in/tp] -> y: [t/tp, out], or [t, out] on every rank without ``sequence``; the bias is added once."""
+    if group.size == 1 and product is DENSE:
+        return F.linear(x, weight, bias)
+    y: Tensor = Row.apply(x, weight, group, sequence, product)
+    return y if bias is None else y + bias
 
 
 def _drawn(out_features: int, in_features: int, mesh: Mesh, dtype: torch.dtype | None) -> Tensor:
@@ -76,28 +150,17 @@ def _drawn(out_features: int, in_features: int, mesh: Mesh, dtype: torch.dtype |
     return torch.empty(out_features, in_features, dtype=dtype, device=mesh.device).uniform_(-bound, bound)
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool = True) -> Tensor:
-    """x: [t/tp, in], or [t, in] on every rank without ``sequence`` -> y: [t, out/tp]."""
-    if group.size == 1:
-        return F.linear(x, weight, bias)
-    y: Tensor = _Column.apply(x, weight, bias, group, sequence)
-    return y
-
-
-Compute = Callable[[Tensor, Tensor, Tensor | None, Group, bool], Tensor]
-"""(x, weight, bias, group, sequence) -> y, as :func:`column_linear` or :func:`row_linear`."""
-
-
 class _ParallelLinear(nn.Module):
-    """What both linears are: a weight, perhaps a bias, a group, and how tokens and features come in and go out."""
+    """What both linears are: a weight, perhaps a bias, a group, how tokens and features come in and go out, and what
+    multiplies."""
 
     BETWEEN_BLOCKS: ClassVar[tuple[str, str]]
-    compute: Compute
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, mesh: Mesh, input: str, output: str) -> None:
         super().__init__()
         self.weight, self.bias, self.group = weight, bias, mesh.tp
         self.input, self.output = input, output
+        self.product: Product = DENSE
 
     @classmethod
     def of(cls, weight: nn.Parameter, bias: nn.Parameter | None, mesh: Mesh) -> Self:
@@ -133,7 +196,6 @@ class ColumnParallelLinear(_ParallelLinear):
     """
 
     BETWEEN_BLOCKS: ClassVar[tuple[str, str]] = ("sequence", "split")
-    compute: Compute = staticmethod(column_linear)
 
     def __init__(
         self,
@@ -157,35 +219,8 @@ class ColumnParallelLinear(_ParallelLinear):
         super().__init__(nn.Parameter(weight), bias_parameter, mesh, input, output)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.compute(x, self.weight, self.bias, self.group, self.input == "sequence")
+        y = column_linear(x, self.weight, self.bias, self.group, self.input == "sequence", self.product)
         return y if self.output == "split" else gather(y, self.group)
-
-
-class _Row(torch.autograd.Function):
-    """x: [t, in/tp] -> y: [t/tp, out]; the gathered gradient serves both GEMMs."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group) -> Tensor:
-        # Only the weight's gradient needs x.
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        ctx.group = group
-        return start_reduce_scatter(F.linear(x, weight), group).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        need_dx, need_dw = ctx.needs_input_grad[:2]
-        full = start_all_gather(dy, ctx.group).wait()
-        return full @ weight if need_dx else None, _weight_gradient(full, x) if need_dw else None, None
-
-
-def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool = True) -> Tensor:
-    """x: [t, in/tp] -> y: [t/tp, out], or [t, out] on every rank without ``sequence``; the bias is added once."""
-    if group.size == 1:
-        return F.linear(x, weight, bias)
-    y: Tensor = _Row.apply(x, weight, group) if sequence else reduce(F.linear(x, weight), group)
-    return y if bias is None else y + bias
 
 
 class RowParallelLinear(_ParallelLinear):
@@ -209,7 +244,6 @@ class RowParallelLinear(_ParallelLinear):
     """
 
     BETWEEN_BLOCKS: ClassVar[tuple[str, str]] = ("split", "sequence")
-    compute: Compute = staticmethod(row_linear)
 
     def __init__(
         self,
@@ -235,4 +269,11 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self.input == "replicated":
             x = split(x, self.group)
-        return self.compute(x, self.weight, self.bias, self.group, self.output == "sequence")
+        return row_linear(x, self.weight, self.bias, self.group, self.output == "sequence", self.product)
+
+
+def multiply_by(product: Product, modules: Iterable[nn.Module]) -> None:
+    """Have all parallel linears among these modules multiply in another way."""
+    for module in modules:
+        if isinstance(module, _ParallelLinear):
+            module.product = product

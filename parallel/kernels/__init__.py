@@ -3,6 +3,7 @@
 from parallel.kernels.choice import (
     adamw,
     add_product_,
+    cast_transpose,
     causal_attention,
     chosen,
     cross_entropy,
@@ -20,6 +21,7 @@ from parallel.kernels.choice import (
 __all__ = [
     "adamw",
     "add_product_",
+    "cast_transpose",
     "causal_attention",
     "chosen",
     "cross_entropy",

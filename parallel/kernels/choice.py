@@ -108,6 +108,11 @@ def cross_entropy(device: torch.device) -> ModuleType | None:
     return None if torch.compiler.is_compiling() else _fused("cross_entropy", device)
 
 
+def cast_transpose(device: torch.device) -> ModuleType | None:
+    """The kernels that make numbers of :mod:`parallel.fp8`; None where it takes torch's operators."""
+    return _fused("cast_transpose", device)
+
+
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Add a @ b to ``total``, whose dtype is theirs or a wider one: on a GPU by the product itself, in that dtype."""
     if total.dtype == a.dtype:

@@ -192,6 +192,7 @@ def fake_cuda(world: int = 1, rank: int = 0) -> Iterator[None]:
     stubs: tuple[tuple[Any, str, Any], ...] = (
         (torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         (torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100 80GB HBM3"),
+        (torch.cuda, "can_device_access_peer", lambda device, peer: True),
         (torch.cuda, "set_device", lambda device: None),
         (torch.cuda, "set_sync_debug_mode", lambda mode: None),
         (torch.cuda, "synchronize", lambda device=None: None),

@@ -229,6 +229,15 @@ BAD = [
         *("fp8", "first and the last layer", "the model has 2", "train.precision=bf16"),
         sizes=Sizes({**LLAMA.sizes, "layer": 2}),
     ),
+    bad("train.async_tp=true train.device=cpu", "train.async_tp", "a run on CPUs", "set it to false"),
+    bad("train.device=auto train.async_tp=true mesh.tp=1", "train.async_tp", "mesh.tp is 1", "set it to false", gpus=8),
+    bad(
+        "train.device=auto train.async_tp=true train.precision=fp8",
+        "train.async_tp",
+        "fp8",
+        "train.precision=bf16",
+        gpus=8,
+    ),
     bad("out=done", "out (done) already holds a run (metrics.jsonl)", "another out"),
     bad("out=/proc/x", "out (/proc/x)", "no folder can be made in /proc", "another out"),
     bad("out=corpus/text.bin/run", "corpus/text.bin is not a folder", "another out"),
@@ -297,6 +306,7 @@ GOOD = [
     bad("optimizer.lr=1 log.tensorboard=true train.precision=fp64 train.threads=1"),
     bad("train.precision=fp16 loss_scale.initial=4 loss_scale.minimum=4 loss_scale.growth_interval=10"),
     bad("train.precision=fp8 train.compile=true"),
+    bad("train.device=auto train.async_tp=true train.compile=true", gpus=8),
     bad("optimizer.moments=bf16 optimizer.betas=[0.9,0.99]"),
     bad("batch.global_size=12 batch.micro_size=3 data.sequence_length=6 out=fresh/one"),
     bad("out=fresh/one checkpoint.export=fresh/one/hf"),
@@ -357,6 +367,13 @@ def test_all_value_problems_come_together(folder: Path) -> None:
         "train.device",
     ):
         assert any(words in message for message in messages), words
+
+
+def test_products_overlap_with_what_is_sent_within_a_node(folder: Path) -> None:
+    config = load(write(folder, RECIPE), ["mesh.tp=8", "train.async_tp=true", "train.device=auto"])
+    assert problems(config, 16, LLAMA, gpus=8, local_ranks=8) == []
+    (message,) = problems(config, 16, LLAMA, gpus=8, local_ranks=4)
+    assert "the ranks of mesh.tp (8) on one node, and each has 4" in message
 
 
 @pytest.mark.parametrize("override", ["=" + "[" * 10**5, ".a" * 100 + "=1", ".a" * 2000 + "=1"], ids=len)

@@ -21,7 +21,8 @@ from models.assemble import Model
 from models.decoder import Decoder, Microbatch
 from models.registry import configure
 from models.stages import layout_of
-from parallel import collectives, linear
+from parallel import collectives
+from parallel import product as products
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.recompute import Activations, Recompute
@@ -135,7 +136,7 @@ def test_selective_recomputation_multiplies_no_matrices_again(section: dict[str,
 @contextmanager
 def counted(counts: Counter[str]) -> Iterator[None]:
     """Counts the collectives of the linears."""
-    before = {name: getattr(linear, name) for name in ("start_all_gather", "start_reduce_scatter")}
+    before = {name: getattr(products, name) for name in ("start_all_gather", "start_reduce_scatter")}
 
     def counting(name: str) -> Any:
         def call(*arguments: Any, **named: Any) -> collectives.Pending:
@@ -145,12 +146,12 @@ def counted(counts: Counter[str]) -> Iterator[None]:
         return call
 
     for name in before:
-        setattr(linear, name, counting(name))
+        setattr(products, name, counting(name))
     try:
         yield
     finally:
         for name, function in before.items():
-            setattr(linear, name, function)
+            setattr(products, name, function)
 
 
 def messages(recompute: Recompute) -> tuple[int, int]:

@@ -25,8 +25,9 @@ from models.lora import Lora
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import Tuning
-from parallel import fp8
+from parallel.fp8 import Fp8
 from parallel.layout import MeshShape
+from parallel.linear import multiply_by
 from parallel.mesh import Mesh
 from parallel.recompute import Activations, Recompute
 
@@ -98,7 +99,7 @@ def gradients(case: Case, mesh: Mesh, dtype: torch.dtype, compiled: bool) -> lis
             nn.init.normal_(parameter, std=0.02, generator=torch.Generator().manual_seed(1))
     (chunk,) = model.chunks
     if case.fp8:
-        fp8.use(chunk.layers.modules(), mesh.device)
+        multiply_by(Fp8.on(mesh.device), chunk.layers.modules())
     if compiled:
         model.compile()
     tokens, positions = torch.zeros(TOKENS, dtype=torch.int64), torch.arange(TOKENS // 2).repeat(2)

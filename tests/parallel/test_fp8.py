@@ -12,11 +12,11 @@ import torch
 from pool import Pool
 from torch import Tensor, nn
 
-from parallel import fp8
-from parallel.fp8 import E4M3, E5M2, Quantised, multiply_on, multiply_scaled, multiply_wide, quantise, units
+from parallel.fp8 import E4M3, E5M2, Fp8, Multiply, multiply_on, multiply_scaled, multiply_wide, quantise, units
 from parallel.layout import MeshShape
-from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.linear import ColumnParallelLinear, RowParallelLinear, multiply_by
 from parallel.mesh import Mesh
+from parallel.product import Operand
 
 # (bits of the exponent, of the mantissa, the bias, the largest number)
 FORMATS = {E4M3: (4, 3, 7, 448.0), E5M2: (5, 2, 15, 57344.0)}
@@ -72,8 +72,8 @@ def test_the_unit_is_the_smallest_power_of_two_with_which_the_largest_fits(large
 def test_zeros_stay_zeros_and_tiny_numbers_numbers(dtype: torch.dtype) -> None:
     for value in (torch.zeros(4), torch.full((4,), 1e-44)):
         found = quantise(value, units(value.amax(), dtype), dtype)
-        assert torch.isfinite(found.values.float()).all() and found.unit > 0
-    assert not found.unit.isnan()
+        assert found.scale is not None and found.scale > 0
+        assert torch.isfinite(found.values.float()).all()
 
 
 @pytest.mark.quick
@@ -117,7 +117,7 @@ def test_the_error_is_half_a_place(dtype: torch.dtype, error: float) -> None:
 # -- one product
 
 
-def pair(m: int, n: int, k: int) -> tuple[Quantised, Quantised, np.ndarray]:
+def pair(m: int, n: int, k: int) -> tuple[Operand, Operand, np.ndarray]:
     a, b = drawn(4, m, k), drawn(5, n, k)
     left = quantise(a, units(a.abs().amax(), E5M2), E5M2)
     right = quantise(b, units(b.abs().amax(), E4M3), E4M3)
@@ -129,7 +129,7 @@ def pair(m: int, n: int, k: int) -> tuple[Quantised, Quantised, np.ndarray]:
 @pytest.mark.parametrize("multiply", [multiply_wide, multiply_scaled], ids=["reference", "scaled"])
 @pytest.mark.parametrize("sizes", [(32, 48, 16), (5, 16, 32), (6, 10, 12)], ids=str)
 def test_products_are_of_the_quantised_numbers(
-    multiply: fp8.Multiply, sizes: tuple[int, int, int], dtype: torch.dtype, error: float
+    multiply: Multiply, sizes: tuple[int, int, int], dtype: torch.dtype, error: float
 ) -> None:
     """Also where the scaled product does not take the sizes; torch has one for CPUs too, which is slow."""
     a, b, want = pair(*sizes)
@@ -140,9 +140,9 @@ def test_products_are_of_the_quantised_numbers(
 
 @pytest.mark.quick
 @pytest.mark.parametrize("multiply", [multiply_wide, multiply_scaled], ids=["reference", "scaled"])
-def test_operands_may_be_transposed(multiply: fp8.Multiply) -> None:
+def test_operands_may_be_transposed(multiply: Multiply) -> None:
     a, b, want = pair(16, 32, 48)
-    a, b = (Quantised(x.values.t().contiguous(), x.unit).t for x in (a, b))
+    a, b = (Operand(x.values.t().contiguous().t(), x.scale) for x in (a, b))
     np.testing.assert_allclose(multiply(a, b, torch.float32).double().numpy(), want, atol=1e-6 * np.abs(want).max())
 
 
@@ -158,7 +158,7 @@ def test_the_gpu_multiplies_as_the_reference() -> None:
     device = torch.device("cuda")
     assert multiply_on(device) is multiply_scaled
     a, b, want = pair(64, 128, 512)
-    a, b = (Quantised(x.values.to(device), x.unit.to(device)) for x in (a, b))
+    a, b = (Operand(x.values.to(device), x.scale.to(device)) for x in (a, b) if x.scale is not None)
     found = multiply_scaled(a, b, torch.bfloat16).double().cpu().numpy()
     assert np.abs(found - want).max() <= 2**-7 * np.abs(want).max()
 
@@ -210,7 +210,7 @@ def layers(tp: int, dtype: torch.dtype) -> list[dict[str, Tensor]]:
     found = []
     for case in CASES:
         layer = case.layer(mesh).to(dtype)
-        fp8.use([layer], mesh.device)
+        multiply_by(Fp8.on(mesh.device), [layer])
         x, weight, dy = (tensor.to(dtype) for tensor in operands())
         with torch.no_grad():
             layer.weight.copy_(part(weight, 0 if case.column else 1, mesh))
@@ -274,7 +274,7 @@ def kept() -> tuple[list[torch.dtype], list[torch.dtype]]:
     for narrow in (False, True):
         layer = ColumnParallelLinear(IN, OUT, mesh=mesh, bias=False, dtype=torch.bfloat16)
         if narrow:
-            fp8.use(nn.Sequential(layer).modules(), mesh.device)
+            multiply_by(Fp8.on(mesh.device), nn.Sequential(layer).modules())
         saved: list[Tensor] = []
         x = drawn(9, TOKENS, IN).bfloat16().requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda nothing: nothing):
@@ -292,7 +292,7 @@ def broken(where: str) -> bool:
     """Whether an infinity that one rank has is seen on all ranks: in the output, or in its gradient."""
     mesh = Mesh.create(MeshShape(tp=2))
     layer = ColumnParallelLinear(IN, OUT, mesh=mesh, bias=False)
-    fp8.use([layer], mesh.device)
+    multiply_by(Fp8.on(mesh.device), [layer])
     x, _, dy = operands()
     mine, back = part(x, 0, mesh), part(dy, 1, mesh)
     if mesh.place.tp == 1:

@@ -345,9 +345,9 @@ FAULTS = (
     ),
     fault(
         "the input's gradient of a column-parallel linear is the first rank's part alone",
-        "linear._Column.backward",
-        "start_reduce_scatter(partial, ctx.group)",
-        "start_reduce_scatter(partial * (ctx.group.index == 0), ctx.group)",
+        "Product.input_gradient_scatter",
+        "self.input_gradient(dy, weight)",
+        "self.input_gradient(dy, weight) * (group.index == 0)",
         *layout("llama-tp2"),
     ),
     # -- vocabulary and loss

@@ -1,0 +1,157 @@
+"""The products of a linear: forward, input gradient and weight gradient, each by itself.
+
+:mod:`parallel.linear` says what a linear that is split over ranks multiplies, sends and keeps, and in which order. A
+:class:`Product` says how matrices are multiplied: as they are (:data:`DENSE`), in fp8 (:mod:`parallel.fp8`), or as
+whoever writes the next one likes. The weight gradient is a call of its own and nothing waits for it, so a product may
+compute it later and hand it in elsewhere (``tests/parallel/test_product.py`` has one that does).
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from parallel.collectives import Pending, start_all_gather, start_reduce_scatter
+from parallel.mesh import Group
+
+
+class Operand(NamedTuple):
+    """A tensor [t, ..., features] as a product multiplies, sends and keeps it.
+
+    Args:
+        values: The tensor, or narrow numbers that stand for it.
+        scale: A scalar that goes with the values, where the product needs one.
+        turned: [features, t], a transposed copy of the values, where the product multiplies that faster.
+    """
+
+    values: Tensor
+    scale: Tensor | None = None
+    turned: Tensor | None = None
+
+    @property
+    def kept(self) -> Tensor:
+        """The values as the weight's gradient multiplies them: in the memory of the transposed copy, where one is."""
+        return self.values if self.turned is None else self.turned.t()
+
+
+class Product(ABC):
+    """How the matrices of a linear are multiplied; x: [t, in], weight: [out, in], dy: [t, out].
+
+    Two methods make operands of tensors and three are the products. The last four are a product and the collective
+    before or after it; a product with a kernel for both at once overrides them.
+    """
+
+    def operands(self, x: Tensor, weight: Tensor, group: Group, whole: bool) -> tuple[Operand, Operand]:
+        """Return what the forward multiplies; the ranks of the group hold parts of x, of the weight, or of both.
+
+        ``whole``: whether the weight's gradient multiplies x as it is here, not one that is gathered.
+        """
+        return Operand(x), Operand(weight)
+
+    def gradient(self, dy: Tensor, group: Group, whole: bool) -> Operand:
+        """Return what the backward multiplies by; ``group`` and ``whole`` as of :meth:`operands`."""
+        return Operand(dy)
+
+    @abstractmethod
+    def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
+        """Return y = x weight' + bias: [t, out]."""
+
+    @abstractmethod
+    def input_gradient(self, dy: Operand, weight: Operand) -> Tensor:
+        """Return dx = dy weight: [t, in]."""
+
+    @abstractmethod
+    def weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor | None:
+        """Return dweight = dy' x: [out, in], in the weight's dtype; None where it goes elsewhere."""
+
+    def gather_forward(self, x: Operand, weight: Operand, bias: Tensor | None, group: Group) -> Tensor:
+        """x: [t/n, in] of each rank -> y: [t, out]."""
+        return self.forward(gathered(x, group), weight, bias)
+
+    def forward_scatter(self, x: Operand, weight: Operand, group: Group) -> Tensor:
+        """Return this rank's tokens of the sum of all ranks' y: [t/n, out]."""
+        return start_reduce_scatter(self.forward(x, weight), group).wait()
+
+    def gather_input_gradient(self, dy: Operand, weight: Operand, group: Group) -> tuple[Operand, Tensor]:
+        """dy: [t/n, out] of each rank -> all of dy: [t, out], and dx: [t, in]."""
+        full = gathered(dy, group)
+        return full, self.input_gradient(full, weight)
+
+    def input_gradient_scatter(self, dy: Operand, weight: Operand, group: Group) -> Pending:
+        """Start to sum all ranks' dx, and return this rank's tokens of it: [t/n, in]."""
+        return start_reduce_scatter(self.input_gradient(dy, weight), group)
+
+
+def start_gather(x: Operand, group: Group, after: Tensor | None = None) -> Pending:
+    """values: [t/n, ...] of each rank -> [t, ...]; numbers of one byte travel as bytes."""
+    if x.values.dtype.itemsize > 1:
+        return start_all_gather(x.values, group, after)
+    pending = start_all_gather(x.values.view(torch.uint8), group, after)
+    return Pending(pending.works, lambda: pending.finish().view(x.values.dtype))
+
+
+def gathered(x: Operand, group: Group) -> Operand:
+    """[t/n, ...] of each rank -> [t, ...]."""
+    return Operand(start_gather(x, group).wait(), x.scale)
+
+
+class Dense(Product):
+    """The matrices as they are."""
+
+    def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x.values, weight.values, bias)
+
+    def input_gradient(self, dy: Operand, weight: Operand) -> Tensor:
+        return dy.values @ weight.values
+
+    def weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor | None:
+        return dy.values.flatten(0, -2).t() @ x.values.flatten(0, -2)
+
+
+DENSE = Dense()
+
+
+class SymmetricMemory(Dense):
+    """Dense products that start with the tokens of one rank while those of the next are on their way, and send a part
+    of the sum while the next is multiplied: torch's fused ones, through memory that GPUs map of each other."""
+
+    @classmethod
+    def on(cls, device: torch.device, group: Group) -> Self:
+        """Raise ValueError where a GPU of the group cannot reach another's memory; its ranks are successive GPUs."""
+        importlib.import_module("torch.distributed._symmetric_memory")  # it is what defines the operators
+        first = (device.index or 0) - group.index
+        peers = [gpu for gpu in range(first, first + group.size) if gpu != device.index]
+        if device.type != "cuda":
+            raise ValueError(f"products that overlap with what they send need GPUs, and this is {device}")
+        if away := [gpu for gpu in peers if not torch.cuda.can_device_access_peer(device, gpu)]:
+            raise ValueError(f"{device} cannot reach the memory of {', '.join(f'cuda:{gpu}' for gpu in away)}")
+        return cls()
+
+    def gather_forward(self, x: Operand, weight: Operand, bias: Tensor | None, group: Group) -> Tensor:
+        y: Tensor = _gather_matmul(x.values, [weight.values.t()], 0, group.name, return_A=False)[1][0]
+        return y if bias is None else y.add_(bias)
+
+    def forward_scatter(self, x: Operand, weight: Operand, group: Group) -> Tensor:
+        y: Tensor = _matmul_scatter(x.values, weight.values.t(), "sum", 0, group.name)
+        return y
+
+    def gather_input_gradient(self, dy: Operand, weight: Operand, group: Group) -> tuple[Operand, Tensor]:
+        full, (dx,) = _gather_matmul(dy.values, [weight.values], 0, group.name)
+        return Operand(full), dx
+
+    def input_gradient_scatter(self, dy: Operand, weight: Operand, group: Group) -> Pending:
+        dx = _matmul_scatter(dy.values, weight.values, "sum", 0, group.name)
+        return Pending([], lambda: dx)
+
+
+def _gather_matmul(*arguments: Any, **named: Any) -> Any:
+    return torch.ops.symm_mem.fused_all_gather_matmul(*arguments, **named)
+
+
+def _matmul_scatter(*arguments: Any) -> Any:
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter(*arguments)

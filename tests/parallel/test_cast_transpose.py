@@ -1,0 +1,131 @@
+"""Triton's kernels that make fp8 numbers, beside torch's operators: the same to the bit, as Triton's interpreter runs
+them."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from parallel import fp8
+from parallel.fp8 import E4M3, E5M2, Fp8, multiply_scaled, multiply_wide, quantise, units
+from parallel.layout import MeshShape
+from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.mesh import ALONE, Mesh
+
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+cast_transpose = import_module("parallel.kernels.fused.cast_transpose")
+
+NARROW = {"fp8e4nv": E4M3, "fp8e5": E5M2}
+
+
+@pytest.fixture(autouse=True)
+def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the nearest, as a GPU does it: the interpreter cuts off what fp8 has no room for."""
+    convert = interpreter._convert_float
+
+    def nearest(x: Any, source: Any, target: Any, mode: Any) -> Any:
+        if source.name != "fp32" or target.name not in NARROW:
+            return convert(x, source, target, mode)
+        return torch.from_numpy(np.array(x)).to(NARROW[target.name]).view(torch.uint8).numpy()
+
+    monkeypatch.setattr(interpreter, "_convert_float", nearest)
+
+
+def drawn(dtype: torch.dtype, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).mul(2).exp()).to(dtype)
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """To the bit, but for which NaN it is."""
+    return (
+        a.dtype == b.dtype
+        and torch.equal(a.isnan(), b.isnan())
+        and torch.equal(*(x.float().nan_to_num().view(torch.int32) for x in (a, b)))
+    )
+
+
+def check(x: Tensor, dtype: torch.dtype) -> None:
+    want = quantise(x, units(torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32), dtype), dtype)
+    assert want.scale is not None
+    (largest,) = cast_transpose.largest([x])
+    exponent = fp8._LARGEST[dtype]
+    for straight, turned in ((True, True), (True, False), (False, True)):
+        values, copy, unit = cast_transpose.cast(x, largest, dtype, exponent, straight, turned)
+        assert (values is not None, copy is not None) == (straight, turned)
+        assert same(unit, want.scale)
+        assert values is None or same(values, want.values)
+        assert copy is None or (copy.is_contiguous() and same(copy, want.values.t()))
+
+
+@pytest.mark.parametrize("narrow", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [(1, 3), (130, 257), (16, 4100)], ids=str)
+def test_kernels_and_operators_are_the_same_to_the_bit(
+    shape: tuple[int, int], dtype: torch.dtype, narrow: torch.dtype
+) -> None:
+    """Tiles that are full, and some that are not; also where x is a transposed view."""
+    x = drawn(dtype, *shape)
+    check(x, narrow)
+    check(x.t(), narrow)
+
+
+@pytest.mark.parametrize("narrow", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize(
+    "largest", [0.0, 1e-44, 3e-38, 0.4999, 0.875, 0.8750001, 448, 448.1, 7e30, 3.4e38, torch.inf, -torch.inf, torch.nan]
+)
+def test_the_unit_is_that_of_the_operators(largest: float, narrow: torch.dtype) -> None:
+    check(torch.tensor([[0.0, -0.0, largest, largest / 3], [1e-45, -largest / 7, 0.0, 0.0]]), narrow)
+
+
+def test_the_largest_of_many_is_found_wherever_it_is() -> None:
+    x = torch.zeros(3 * cast_transpose._BLOCK * cast_transpose._BLOCKS + 5)
+    for place in (0, len(x) // 2, len(x) - 1):
+        y = x.clone()
+        y[place] = -2.0
+        assert cast_transpose.largest([x, y]).tolist() == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+def test_layers_by_kernels_and_by_operators_are_the_same(kind: type[ColumnParallelLinear | RowParallelLinear]) -> None:
+    """And the kernels' transposed copies are what the backward keeps and multiplies."""
+    found, layouts = list[list[Any]](), set[bool]()
+
+    def multiply(a: Any, b: Any, dtype: torch.dtype, fast: bool = False) -> Tensor:
+        layouts.add(a.values.is_contiguous() and b.values.is_contiguous())
+        return multiply_wide(a, b, dtype)
+
+    for kernels in (None, cast_transpose):
+        torch.manual_seed(0)
+        layer = kind(32, 48, mesh=Mesh.create(MeshShape()), dtype=torch.bfloat16)
+        layer.product = Fp8(multiply, kernels)
+        layouts.clear()
+        x = drawn(torch.bfloat16, 2, 24, 32).requires_grad_()
+        y = layer(x)
+        y.backward(drawn(torch.bfloat16, 2, 24, 48))
+        found.append([y.detach(), x.grad, *(parameter.grad for parameter in layer.parameters())])
+    assert layouts == {True}
+    assert all(same(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_only_the_forward_accumulates_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = []
+
+    def scaled(a: Tensor, b: Tensor, *, scale_a: Tensor, scale_b: Tensor, **options: Any) -> Tensor:
+        fast.append(options["use_fast_accum"])
+        return torch.zeros(a.shape[0], b.shape[1], dtype=options["out_dtype"])
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled)
+    product = Fp8(multiply_scaled, None)
+    x, weight = (drawn(torch.bfloat16, 32, 32) for _ in range(2))
+    left, right = product.operands(x, weight, ALONE, whole=True)
+    product.forward(left, right)
+    dy = product.gradient(x, ALONE, whole=True)
+    product.input_gradient(dy, right)
+    product.weight_gradient(dy, left, torch.bfloat16)
+    assert fast == [True, False, False]
