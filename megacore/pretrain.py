@@ -96,6 +96,8 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
         config.zero.replicas,
         offload=config.memory.offload_parameters,
     )
+    if wide and mesh.device.type == "cuda":  # whose products add in fp32; a CPU's would not
+        model.hand_weight_gradients(gradients.receive)
     _agree(control, start, kernels.chosen(mesh.device, config.train.compile))
     offload = _offload(config)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,11 @@ from models.tuning import EVERYTHING, Tuning
 from parallel.collectives import gather
 from parallel.fp8 import Fp8
 from parallel.layout import Layout
-from parallel.linear import multiply_by
+from parallel.linear import hand_to, multiply_by
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
 from parallel.pipeline.run import forward
-from parallel.product import SymmetricMemory
+from parallel.product import SymmetricMemory, WeightGradient
 from parallel.recompute import Activations, runner
 
 
@@ -110,6 +110,11 @@ class Model:
         product = SymmetricMemory.on(mesh.device, mesh.tp)
         for chunk in self.chunks:
             multiply_by(product, chunk.modules())
+
+    def hand_weight_gradients(self, accept: Callable[[nn.Parameter, WeightGradient], None]) -> None:
+        """Have linears hand their weights' gradients to whoever sums them, who gets no more of them from autograd."""
+        for chunk in self.chunks:
+            hand_to(accept, chunk.modules())
 
     def compile(self) -> None:
         """Compile every block with torch.compile; layers of one shape share the code."""

@@ -78,7 +78,7 @@ def multiply_on(device: torch.device) -> Multiply:
     return multiply_scaled if hardware else multiply_wide
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Fp8(Product):
     """Products of fp8 numbers. The weight is kept as it is, beside its largest magnitude, and cast for each product.
 
@@ -111,7 +111,7 @@ class Fp8(Product):
         matrix = self._cast(weight.values, weight.scale, E4M3, straight=False, turned=True)
         return self._multiply(dy, _turned(matrix), weight.values.dtype, fast=False)
 
-    def weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor | None:
+    def weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
         return self.multiply(_turned(dy), _turned(x), dtype)
 
     def _multiply(self, x: Operand, matrix: Operand, dtype: torch.dtype, fast: bool) -> Tensor:

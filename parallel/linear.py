@@ -10,7 +10,8 @@ scatter of the input gradient runs beside the GEMM of the weight gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
@@ -21,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from parallel.choices import check_choice
 from parallel.collectives import gather, split, start_all_reduce
 from parallel.mesh import Group, Mesh
-from parallel.product import DENSE, Operand, Product, gathered, start_gather
+from parallel.product import DENSE, Operand, Product, WeightGradient, gathered, start_gather
 
 Between = Literal["sequence", "replicated"]
 """What the ranks hold between layers: each a part of the tokens, or all of them the same."""
@@ -73,7 +74,7 @@ class Column(torch.autograd.Function):
         elif need_dx:
             dx = start_all_reduce(product.input_gradient(given, matrix), group)
         full = Operand(again.wait(), scale) if again else x
-        dw = product.weight_gradient(given, full, weight.dtype) if need_dw else None
+        dw = product.give_weight_gradient(given, full, weight.dtype) if need_dw else None
         db = dy.flatten(0, -2).sum(0) if need_db else None
         return dx.wait() if dx else None, dw, db, None, None, None
 
@@ -117,7 +118,7 @@ class Row(torch.autograd.Function):
             full = gathered(full, group)
         elif need_dx:
             dx = product.input_gradient(full, matrix)
-        dw = product.weight_gradient(full, Operand(values, scale), weight.dtype) if need_dw else None
+        dw = product.give_weight_gradient(full, Operand(values, scale), weight.dtype) if need_dw else None
         return dx, dw, None, None, None
 
 
@@ -270,6 +271,13 @@ class RowParallelLinear(_ParallelLinear):
         if self.input == "replicated":
             x = split(x, self.group)
         return row_linear(x, self.weight, self.bias, self.group, self.output == "sequence", self.product)
+
+
+def hand_to(accept: Callable[[nn.Parameter, WeightGradient], None], modules: Iterable[nn.Module]) -> None:
+    """Have all parallel linears among these modules hand their weights' gradients to somebody who sums them."""
+    for module in modules:
+        if isinstance(module, _ParallelLinear) and module.weight.requires_grad:
+            module.product = module.product.handing(partial(accept, module.weight))
 
 
 def multiply_by(product: Product, modules: Iterable[nn.Module]) -> None:

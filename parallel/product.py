@@ -3,19 +3,23 @@
 :mod:`parallel.linear` says what a linear that is split over ranks multiplies, sends and keeps, and in which order. A
 :class:`Product` says how matrices are multiplied: as they are (:data:`DENSE`), in fp8 (:mod:`parallel.fp8`), or as
 whoever writes the next one likes. The weight gradient is a call of its own and nothing waits for it, so a product may
-compute it later and hand it in elsewhere (``tests/parallel/test_product.py`` has one that does).
+hand it on before it is multiplied: to be multiplied later, or into the memory where it is summed.
 """
 
 from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel import kernels
 from parallel.collectives import Pending, start_all_gather, start_reduce_scatter
 from parallel.mesh import Group
 
@@ -42,9 +46,12 @@ class Operand(NamedTuple):
 class Product(ABC):
     """How the matrices of a linear are multiplied; x: [t, in], weight: [out, in], dy: [t, out].
 
-    Two methods make operands of tensors and three are the products. The last four are a product and the collective
+    Two methods make operands of tensors and three are the products. The next four are a product and the collective
     before or after it; a product with a kernel for both at once overrides them.
     """
+
+    hand: Callable[[WeightGradient], None] | None = None
+    """Who is given weight gradients instead of autograd, if anybody."""
 
     def operands(self, x: Tensor, weight: Tensor, group: Group, whole: bool) -> tuple[Operand, Operand]:
         """Return what the forward multiplies; the ranks of the group hold parts of x, of the weight, or of both.
@@ -66,8 +73,8 @@ class Product(ABC):
         """Return dx = dy weight: [t, in]."""
 
     @abstractmethod
-    def weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor | None:
-        """Return dweight = dy' x: [out, in], in the weight's dtype; None where it goes elsewhere."""
+    def weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
+        """Return dweight = dy' x: [out, in], in the weight's dtype."""
 
     def gather_forward(self, x: Operand, weight: Operand, bias: Tensor | None, group: Group) -> Tensor:
         """x: [t/n, in] of each rank -> y: [t, out]."""
@@ -85,6 +92,41 @@ class Product(ABC):
     def input_gradient_scatter(self, dy: Operand, weight: Operand, group: Group) -> Pending:
         """Start to sum all ranks' dx, and return this rank's tokens of it: [t/n, in]."""
         return start_reduce_scatter(self.input_gradient(dy, weight), group)
+
+    def add_weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype, total: Tensor, first: bool) -> None:
+        """Add dy' x to ``total``: [out, in], of any dtype, in which there is nothing yet where it is the ``first``."""
+        gradient = self.weight_gradient(dy, x, dtype)
+        _ = total.copy_(gradient) if first else total.add_(gradient)
+
+    def give_weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor | None:
+        """Return dweight, or None where it has been handed on; the compiler leaves it to autograd."""
+        if self.hand is None or torch.compiler.is_compiling():
+            return self.weight_gradient(dy, x, dtype)
+        self.hand(WeightGradient(self, dy, x, dtype))
+        return None
+
+    def handing(self, hand: Callable[[WeightGradient], None]) -> Self:
+        """Return a product that is the same, but hands weight gradients on."""
+        other = copy(self)
+        other.hand = hand
+        return other
+
+
+@dataclass(frozen=True)
+class WeightGradient:
+    """dy' x: [out, in], multiplied when it is asked for, and into the memory where it is summed if that is given."""
+
+    product: Product
+    dy: Operand
+    x: Operand
+    dtype: torch.dtype
+
+    def __call__(self) -> Tensor:
+        return self.product.weight_gradient(self.dy, self.x, self.dtype)
+
+    def add_to(self, total: Tensor, first: bool) -> None:
+        """Add it to ``total``, or write it there if it is the ``first``."""
+        self.product.add_weight_gradient(self.dy, self.x, self.dtype, total, first)
 
 
 def start_gather(x: Operand, group: Group, after: Tensor | None = None) -> Pending:
@@ -109,8 +151,19 @@ class Dense(Product):
     def input_gradient(self, dy: Operand, weight: Operand) -> Tensor:
         return dy.values @ weight.values
 
-    def weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor | None:
+    def weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
         return dy.values.flatten(0, -2).t() @ x.values.flatten(0, -2)
+
+    def add_weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype, total: Tensor, first: bool) -> None:
+        """On a GPU the product itself adds, in the dtype of the sum: the gradient is never rounded to a narrow one."""
+        if total.device.type != "cuda" or total.dtype == dtype:
+            super().add_weight_gradient(dy, x, dtype, total, first)
+            return
+        a, b = dy.values.flatten(0, -2).t(), x.values.flatten(0, -2)
+        if first:
+            torch.mm(a, b, out_dtype=total.dtype, out=total)
+        else:
+            kernels.add_product_(total, a, b)
 
 
 DENSE = Dense()

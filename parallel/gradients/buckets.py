@@ -22,6 +22,7 @@ from parallel.layout import MeshShape
 from parallel.mesh import Group
 from parallel.parameters import Parameters, view
 from parallel.pattern import Piece
+from parallel.product import WeightGradient
 
 
 class Part(Protocol):
@@ -240,7 +241,7 @@ class Bucket:
         self._came, self._filled = [0] * len(self._uses), set[int]()
         self._waiting = len(self._uses)
 
-    def add(self, number: int, gradient: Tensor | None) -> None:
+    def add(self, number: int, gradient: Tensor | WeightGradient | None) -> None:
         """Add a gradient of the parameter at ``flat.places[number]``, in its shape; None stands for one that does not
         come.
 
@@ -256,7 +257,9 @@ class Bucket:
         if gradient is not None:
             if self.full is None:
                 self.full = torch.empty(self.flat.numel, dtype=self._dtype, device=self._device)
-            if number in self._filled:
+            if isinstance(gradient, WeightGradient):
+                gradient.add_to(place.of(self.full), number not in self._filled)
+            elif number in self._filled:
                 place.of(self.full).add_(place.span.of(gradient))
             else:
                 place.of(self.full).copy_(place.span.of(gradient))

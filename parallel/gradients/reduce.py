@@ -56,6 +56,7 @@ from parallel.gradients.zero import (
 )
 from parallel.mesh import Group, Mesh
 from parallel.parameters import Parameters
+from parallel.product import WeightGradient
 from parallel.rank_sets import across, divide, divided
 from parallel.slices import OnDevice, OnHost, SliceHome
 
@@ -189,15 +190,23 @@ class Gradients:
             total += (square_sums(owned) / self._owners).sum()
         return norm_of(total, self.dtype, self._mesh)
 
+    def receive(self, parameter: Tensor, gradient: Tensor | WeightGradient) -> None:
+        """Add the gradient that the backward which runs has for a parameter in a bucket: autograd's, or in its place
+        what a linear hands on, which is multiplied into the memory where it is summed."""
+        self._to_come.discard(parameter)
+        self._add(parameter, gradient)
+        self._reduce()
+
     def _receive(self, parameter: Tensor) -> None:
         if parameter.grad is not None:  # autograd also calls where a function has returned none
-            self._to_come.discard(parameter)
-            self._add(parameter, parameter.grad)
+            self.receive(parameter, parameter.grad)
             parameter.grad = None
-            self._reduce()
 
-    def _add(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        for bucket, number in self._places[parameter]:
+    def _add(self, parameter: Tensor, gradient: Tensor | WeightGradient | None) -> None:
+        places = self._places[parameter]
+        if isinstance(gradient, WeightGradient) and len(places) > 1:  # each has pieces of it
+            gradient = gradient()
+        for bucket, number in places:
             bucket.add(number, gradient)
 
     def _reduce(self) -> None:

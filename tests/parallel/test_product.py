@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
@@ -19,36 +16,18 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.assemble import Model
+from models.decoder import Microbatch
+from models.registry import configure
+from models.stages import layout_of
 from parallel.fp8 import Fp8
+from parallel.gradients.reduce import Gradients
 from parallel.layout import MeshShape
-from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.linear import ColumnParallelLinear, RowParallelLinear, hand_to
 from parallel.mesh import Group, Mesh
-from parallel.product import DENSE, Operand, Product, SymmetricMemory
+from parallel.product import DENSE, Product, SymmetricMemory, WeightGradient
 
 TOKENS, IN, OUT = 8, 16, 32
-
-
-@dataclass(frozen=True)
-class Queued(Product):
-    """Another product, whose weight gradients wait until they are asked for: what a zero bubble schedule does."""
-
-    of: Product
-    waiting: list[Callable[[], Tensor | None]] = field(default_factory=list)
-
-    def operands(self, *arguments: Any) -> tuple[Operand, Operand]:
-        return self.of.operands(*arguments)
-
-    def gradient(self, *arguments: Any) -> Operand:
-        return self.of.gradient(*arguments)
-
-    def forward(self, *arguments: Any) -> Tensor:
-        return self.of.forward(*arguments)
-
-    def input_gradient(self, *arguments: Any) -> Tensor:
-        return self.of.input_gradient(*arguments)
-
-    def weight_gradient(self, *arguments: Any) -> None:
-        self.waiting.append(partial(self.of.weight_gradient, *arguments))
 
 
 class Messages(TorchDispatchMode):
@@ -61,20 +40,27 @@ class Messages(TorchDispatchMode):
         return function(*arguments, **(named or {}))
 
 
-def gradients(mesh: Mesh, multiply: Product) -> tuple[dict[str, Tensor], int]:
-    """Of both linears, one after the other, and the messages of their backward."""
+def gradients(mesh: Mesh, multiply: Product, later: bool) -> tuple[dict[str, Tensor], int]:
+    """Of both linears, one after the other, and the messages of their backward.
+
+    ``later``: those of the weights wait until the backward is over, as a zero bubble schedule has it.
+    """
+    waiting: list[tuple[nn.Parameter, WeightGradient]] = []
     torch.manual_seed(0)
     up = ColumnParallelLinear(IN, OUT, mesh=mesh, dtype=torch.bfloat16)
     down = RowParallelLinear(OUT, IN, mesh=mesh, bias=False, dtype=torch.bfloat16)
     up.product = down.product = multiply
+    if later:
+        hand_to(lambda *handed: waiting.append(handed), (up, down))
     x = torch.randn(TOKENS, IN).bfloat16().chunk(mesh.shape.tp)[mesh.place.tp].clone().requires_grad_()
     y = down(F.gelu(up(x)))
     with Messages() as messages:
         y.float().square().sum().backward()
-        if isinstance(multiply, Queued):
+        if later:
             assert x.grad is not None and up.weight.grad is None and down.weight.grad is None
             sent = messages.count
-            down.weight.grad, up.weight.grad = (gradient() for gradient in multiply.waiting)
+            for weight, gradient in waiting:
+                weight.grad = gradient()
             assert messages.count == sent
     assert x.grad is not None and up.bias is not None and up.bias.grad is not None
     assert up.weight.grad is not None and down.weight.grad is not None
@@ -87,7 +73,7 @@ def queued() -> list[bool]:
     mesh = Mesh.create(MeshShape(tp=torch.distributed.get_world_size()))
     same = []
     for multiply in (DENSE, Fp8.on(mesh.device)):
-        (now, sent), (later, sent_later) = gradients(mesh, multiply), gradients(mesh, Queued(multiply))
+        (now, sent), (later, sent_later) = gradients(mesh, multiply, False), gradients(mesh, multiply, True)
         assert bool(sent) == (mesh.tp.size > 1)
         same.append(all(torch.equal(now[name], later[name]) for name in now) and sent == sent_later)
     return same
@@ -168,3 +154,36 @@ def test_gpus_that_do_not_reach_each_other_are_refused(monkeypatch: pytest.Monke
         SymmetricMemory.on(torch.device("cuda", 5), group)
     with pytest.raises(ValueError, match=r"need GPUs, and this is cpu"):
         SymmetricMemory.on(torch.device("cpu"), group)
+
+
+# -- summed where they are multiplied
+
+
+def buckets(handed: bool, microbatches: int = 2) -> list[Tensor]:
+    """Of a small model after the backward of some microbatches, and its norm."""
+    config = configure({"preset": "llama-tiny", "num_hidden_layers": 2})
+    mesh = Mesh.single()
+    model = Model.create(config, layout_of(config, mesh.shape), mesh, torch.bfloat16)
+    model.parameters.initialise(0)
+    summed = Gradients(model.parameters, model.chunks)
+    received = Counter[type]()
+
+    def receive(parameter: nn.Parameter, gradient: WeightGradient) -> None:
+        received[type(gradient)] += 1
+        summed.receive(parameter, gradient)
+
+    if handed:
+        model.hand_weight_gradients(receive)
+    summed.begin(microbatches)
+    for seed in range(microbatches):
+        tokens = torch.randint(512, (32,), generator=torch.Generator().manual_seed(seed))
+        model.chunks[0](None, Microbatch(tokens, tokens, torch.arange(32), 1, (32, 64))).backward()
+    summed.finish()
+    assert received == ({WeightGradient: 2 * 4 * microbatches} if handed else {})
+    return [*(bucket.gradient for bucket in summed.buckets), summed.norm()]
+
+
+def test_gradients_may_be_multiplied_where_they_are_summed() -> None:
+    """Where the product cannot add by itself, to the same bit as autograd's."""
+    pairs = zip(buckets(handed=True), buckets(handed=False), strict=True)
+    assert all(torch.equal(mine, want) for mine, want in pairs)
