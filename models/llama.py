@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from models import rope_config
@@ -36,6 +37,15 @@ class LlamaConfig(ModelConfig):
         "model.layers.{layer}.self_attn.rotary_emb.inv_freq",
         "model.rotary_emb.inv_freq",
     )
+    axes: ClassVar[Mapping[str, str]] = {
+        "layer": "num_hidden_layers",
+        "vocab": "vocab_size",
+        "embed": "hidden_size",
+        "heads": "num_attention_heads",
+        "kv": "num_key_value_heads",
+        "head": "head_dim",
+        "mlp": "intermediate_size",
+    }
 
     hidden_size: int
     intermediate_size: int
@@ -52,16 +62,25 @@ class LlamaConfig(ModelConfig):
     mlp_bias: bool = False
     rope_parameters: Rope = field(default_factory=DefaultRope)
 
-    @property
-    def sizes(self) -> Mapping[str, int]:
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        heads, head_dim = tp * rng.choice((1, 2, 3)), rng.choice((4, 6, 8))
+        shared = [kv for kv in (1, 2, 4) if heads % kv == 0 and (kv % tp == 0 or tp % kv == 0)]
+        given = rng.random() < 0.7
         return {
-            "layer": self.num_hidden_layers,
-            "vocab": self.vocab_size,
-            "embed": self.hidden_size,
-            "heads": self.num_attention_heads,
-            "kv": self.num_key_value_heads,
-            "head": self.head_dim,
-            "mlp": self.intermediate_size,
+            "vocab_size": vocab,
+            "hidden_size": heads * (rng.choice((3, 5)) if given else head_dim),
+            "intermediate_size": rng.choice((14, 31)),
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": rng.choice((*shared, heads)),
+            # Where the head size is not given, it follows from the hidden size.
+            **({"head_dim": head_dim} if given else {}),
+            "max_position_embeddings": positions,
+            "rms_norm_eps": rng.choice((1e-6, 1e-2)),
+            "pad_token_id": rng.choice((None, 5, -1)),
+            **{name: rng.random() < 0.5 for name in ("attention_bias", "mlp_bias", "tie_word_embeddings")},
+            "rope_parameters": rope_config.draw(rng, head_dim, positions),
         }
 
     @property
@@ -106,11 +125,7 @@ class LlamaConfig(ModelConfig):
         )
 
     def problems(self) -> list[str]:
-        found = positive(
-            self,
-            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-            *("num_key_value_heads", "head_dim", "max_position_embeddings"),
-        )
+        found = positive(self, *self.axes.values(), "max_position_embeddings")
         found += probabilities(self, "attention_dropout")
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             found.append(
