@@ -42,7 +42,7 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     return kind(**{field: value for field, value in SMALL.items() if field in known} | fields)
 
 
-def random_model(config: PretrainedConfig, seed: int = 0, auto: type = AutoModelForCausalLM) -> PreTrainedModel:
+def random_model(config: PretrainedConfig, seed: int = 0, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
     """transformers' model, every weight of it random: zeros and ones would hide mistakes."""
     torch.manual_seed(seed)
     made: PreTrainedModel = auto.from_config(config)

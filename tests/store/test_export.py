@@ -27,7 +27,8 @@ TORCH = {getattr(torch, name): short for short, name in FLOATS.items()}
 def model(name: str, **fields: Any) -> PreTrainedModel:
     """A model that the family draws, with random weights in bf16."""
     values = ours(name, **fields).to_hugging_face()
-    return random_model(CONFIG_MAPPING[name](**values), seed=5).to(torch.bfloat16)
+    made: Any = random_model(CONFIG_MAPPING[name](**values), seed=5)
+    return made.to(torch.bfloat16)
 
 
 def ours(name: str, **fields: Any) -> ModelConfig:
@@ -117,7 +118,8 @@ def test_transformers_reads_what_is_planned(name: str, tied: bool, size: int, tm
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_config_json_means_the_same(name: str, tmp_path: Path) -> None:
-    theirs = CONFIG_MAPPING[name](architectures=["Mine"], eos_token_id=[7, 8], pad_token_id=3, name_or_path="ä\ud800")
+    kind: Any = CONFIG_MAPPING[name]
+    theirs = kind(architectures=["Mine"], eos_token_id=[7, 8], pad_token_id=3, name_or_path="ä\ud800")
     raw = json.loads(theirs.to_json_string(use_diff=False))
     (tmp_path / "config.json").write_bytes(config_json(raw))
     assert json.loads((tmp_path / "config.json").read_bytes()) == raw

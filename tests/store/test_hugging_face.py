@@ -31,7 +31,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 UNSIGNED = {torch.float64: np.uint64, torch.float32: np.uint32, torch.float16: np.uint16, torch.bfloat16: np.uint16}
 
 
-def model(family: str, auto: type = AutoModelForCausalLM, **fields: Any) -> PreTrainedModel:
+def model(family: str, auto: Any = AutoModelForCausalLM, **fields: Any) -> PreTrainedModel:
     sizes = {"vocab_size": 40, "max_position_embeddings": 16, "num_hidden_layers": 2}
     return random_model(small(family, **(sizes | fields)), seed=3, auto=auto)
 
