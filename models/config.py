@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from random import Random
 from typing import Any, ClassVar, Self
 
 from models import choose
@@ -116,15 +117,25 @@ class ModelConfig(ABC):
     base_model_prefix: ClassVar[str]
     tied: ClassVar[tuple[str, str]]
     ignored: ClassVar[tuple[str, ...]] = ()
+    # {axis of the weights' sentences: the field that holds its size}
+    axes: ClassVar[Mapping[str, str]]
 
     vocab_size: int
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
 
     @property
-    @abstractmethod
     def sizes(self) -> Mapping[str, int]:
         """Sizes of the axes of the weights' sentences."""
+        return {axis: getattr(self, field) for axis, field in self.axes.items()}
+
+    @classmethod
+    @abstractmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        """Hugging Face's fields of a random small model, for tests: every choice that the family has, but no dropout.
+
+        The heads split over ``tp`` ranks, of which some may share keys and values.
+        """
 
     @abstractmethod
     def params(self) -> tuple[Param, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from models.config import ModelConfig, positive, probabilities
@@ -46,6 +47,13 @@ class Gpt2Config(ModelConfig):
     tied: ClassVar[tuple[str, str]] = ("transformer.wte.weight", "lm_head.weight")
     # The causal mask and its fill value.
     ignored: ClassVar[tuple[str, ...]] = ("transformer.h.{layer}.attn.bias", "transformer.h.{layer}.attn.masked_bias")
+    axes: ClassVar[Mapping[str, str]] = {
+        "layer": "n_layer",
+        "vocab": "vocab_size",
+        "position": "n_positions",
+        "embed": "n_embd",
+        "heads": "n_head",
+    }
 
     n_positions: int = 1024
     n_embd: int
@@ -61,14 +69,24 @@ class Gpt2Config(ModelConfig):
 
     @property
     def sizes(self) -> Mapping[str, int]:
+        mlp = self.n_inner if self.n_inner is not None else 4 * self.n_embd
+        return {**super().sizes, "head": self.n_embd // self.n_head, "mlp": mlp}
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        heads = tp * rng.choice((1, 2, 3))
         return {
-            "layer": self.n_layer,
-            "vocab": self.vocab_size,
-            "position": self.n_positions,
-            "embed": self.n_embd,
-            "heads": self.n_head,
-            "head": self.n_embd // self.n_head,
-            "mlp": self.n_inner if self.n_inner is not None else 4 * self.n_embd,
+            "vocab_size": vocab,
+            "n_positions": positions,
+            "n_embd": heads * rng.choice((2, 3, 8)),
+            "n_layer": layers,
+            "n_head": heads,
+            "n_inner": rng.choice((None, 7, 40)),
+            "activation_function": rng.choice(ACTIVATIONS),
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+            "layer_norm_epsilon": rng.choice((1e-5, 1e-2)),
+            "pad_token_id": rng.choice((None, 5)),
+            "tie_word_embeddings": rng.random() < 0.5,
         }
 
     @property
@@ -112,7 +130,7 @@ class Gpt2Config(ModelConfig):
         )
 
     def problems(self) -> list[str]:
-        found = positive(self, "vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
+        found = positive(self, *self.axes.values())
         found += probabilities(self, "resid_pdrop", "embd_pdrop", "attn_pdrop")
         if not found and self.n_embd % self.n_head:
             found.append(f"n_embd ({self.n_embd}) is not a multiple of n_head ({self.n_head})")

@@ -1,197 +1,36 @@
-"""LLaMA 2, 3, 3.1, 3.2 (Touvron et al. 2023, arXiv 2307.09288; Grattafiori et al. 2024, arXiv 2407.21783).
-
-Pre-norm decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU. The config and the weights table import
-without torch; :func:`build` imports the layers when it is called.
-"""
+"""LLaMA 2, 3, 3.1, 3.2 (Touvron et al. 2023, arXiv 2307.09288; Grattafiori et al. 2024, arXiv 2407.21783)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
 
-from models import rope_config
-from models.config import ModelConfig, positive, probabilities
-from models.rope_config import DefaultRope, Rope
-from parallel.schema import Param
+from models.llama_like import LlamaLikeConfig, build, shape
 
-if TYPE_CHECKING:
-    from models.decoder import Decoder
-    from parallel.parameters import Parameters
+__all__ = ["CONFIG", "PRESETS", "LlamaConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig(ModelConfig):
+class LlamaConfig(LlamaLikeConfig):
     """Fields carry their Hugging Face names."""
 
     family: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
-    fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu"}
-    base_model_prefix: ClassVar[str] = "model"
-    tied: ClassVar[tuple[str, str]] = ("model.embed_tokens.weight", "lm_head.weight")
-    # Rotary frequencies, which are computed.
-    ignored: ClassVar[tuple[str, ...]] = (
-        "model.layers.{layer}.self_attn.rotary_emb.inv_freq",
-        "model.rotary_emb.inv_freq",
-    )
 
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float = 1e-6
-    # The token whose embedding gets no gradient from being looked up (padding_idx of transformers' nn.Embedding).
-    pad_token_id: int | None = None
     attention_bias: bool = False
-    attention_dropout: float = 0.0
     mlp_bias: bool = False
-    rope_parameters: Rope = field(default_factory=DefaultRope)
 
     @property
-    def sizes(self) -> Mapping[str, int]:
-        return {
-            "layer": self.num_hidden_layers,
-            "vocab": self.vocab_size,
-            "embed": self.hidden_size,
-            "heads": self.num_attention_heads,
-            "kv": self.num_key_value_heads,
-            "head": self.head_dim,
-            "mlp": self.intermediate_size,
-        }
-
-    @property
-    def max_positions(self) -> int | None:
-        return self.max_position_embeddings
-
-    def params(self) -> tuple[Param, ...]:
-        ours, theirs = "layers.{layer}", "model.layers.{layer}"
-        std = self.initializer_range
-        # Outputs of the residual branches start smaller, so that their sum keeps its size (GPT-2).
-        out = std / math.sqrt(2 * self.num_hidden_layers)
-        qkv, gate_up = "(q: heads head + k: kv head + v: kv head)", "(gate: mlp + up: mlp)"
-        qkv_hf, up_hf = f"{theirs}.self_attn.{{q,k,v}}_proj", f"{theirs}.mlp.{{gate,up}}_proj"
-        attention_biases = (
-            Param(f"{ours}.attn.qkv.bias", qkv, f"{qkv_hf}.bias"),
-            Param(f"{ours}.attn.out.bias", "embed", f"{theirs}.self_attn.o_proj.bias"),
-        )
-        mlp_biases = (
-            Param(f"{ours}.mlp.up.bias", gate_up, f"{up_hf}.bias"),
-            Param(f"{ours}.mlp.down.bias", "embed", f"{theirs}.mlp.down_proj.bias"),
-        )
-        head = Param("head.weight", "vocab embed", "lm_head.weight", at="last", std=std)
-        tied = self.tie_word_embeddings
-        return (
-            Param(
-                "embed.weight",
-                "vocab embed",
-                "model.embed_tokens.weight",
-                at="first last" if tied else "first",
-                std=std,
-            ),
-            Param(f"{ours}.attn_norm.weight", "embed", f"{theirs}.input_layernorm.weight", mean=1),
-            Param(f"{ours}.attn.qkv.weight", f"{qkv} embed", f"{qkv_hf}.weight", std=std),
-            Param(f"{ours}.attn.out.weight", "embed (heads head)", f"{theirs}.self_attn.o_proj.weight", std=out),
-            *attention_biases[: 2 * self.attention_bias],
-            Param(f"{ours}.mlp_norm.weight", "embed", f"{theirs}.post_attention_layernorm.weight", mean=1),
-            Param(f"{ours}.mlp.up.weight", f"{gate_up} embed", f"{up_hf}.weight", std=std),
-            Param(f"{ours}.mlp.down.weight", "embed mlp", f"{theirs}.mlp.down_proj.weight", std=out),
-            *mlp_biases[: 2 * self.mlp_bias],
-            Param("norm.weight", "embed", "model.norm.weight", at="last", mean=1),
-            *([] if tied else [head]),
-        )
-
-    def problems(self) -> list[str]:
-        found = positive(
-            self,
-            *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-            *("num_key_value_heads", "head_dim", "max_position_embeddings"),
-        )
-        found += probabilities(self, "attention_dropout")
-        if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
-            found.append(
-                f"pad_token_id is {self.pad_token_id}: it must be below vocab_size ({self.vocab_size}), or null"
-            )
-        if not found and self.num_attention_heads % self.num_key_value_heads:
-            heads, kv = self.num_attention_heads, self.num_key_value_heads
-            # Bounded, for the numbers may come from a hostile file.
-            near = next(n for n in range(min(kv, heads, 1024), 0, -1) if heads % n == 0)
-            found.append(
-                f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv}): "
-                f"choose {near}, or {heads}"
-            )
-        return found + self.rope_parameters.problems(self.head_dim)
+    def biases(self) -> Collection[str]:
+        return ("attn.qkv", "attn.out") * self.attention_bias + ("mlp.up", "mlp.down") * self.mlp_bias
 
     @classmethod
-    def override(cls, base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-        """As the base class; of the rope, what the fields do not name stays (:func:`models.rope_config.override`)."""
-        return rope_config.override(base, fields)
-
-    @classmethod
-    def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        values, problems = super()._read(config)
-        if isinstance(values.get("num_attention_heads"), int) and values["num_attention_heads"] > 0:
-            if values.get("num_key_value_heads") is None:
-                values["num_key_value_heads"] = values["num_attention_heads"]
-            if values.get("head_dim") is None and isinstance(values.get("hidden_size"), int):
-                head_dim, rest = divmod(values["hidden_size"], values["num_attention_heads"])
-                if rest:
-                    problems.append(
-                        f"hidden_size ({values['hidden_size']}) is not a multiple of num_attention_heads "
-                        f"({values['num_attention_heads']}): give head_dim"
-                    )
-                values["head_dim"] = head_dim
-        values.pop("rope_parameters", None)
-        try:
-            values["rope_parameters"] = rope_config.from_hugging_face(config)
-        except ValueError as error:
-            problems.append(str(error))
-        return values, problems
-
-    @classmethod
-    def _consumed(cls) -> set[str]:
-        return set(rope_config.HUGGING_FACE_KEYS)
-
-    def _write(self) -> dict[str, Any]:
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "rope_parameters"}
-        return plain | rope_config.to_hugging_face(self.rope_parameters)
-
-
-def build(config: LlamaConfig, parameters: Parameters, chunk: int) -> Decoder:
-    """The modules of one pipeline chunk of this rank, over parameters that the layout has cut."""
-    from models.attention import Attention
-    from models.blocks import Block, SwiGLU
-    from models.decoder import Decoder, Head, TokenEmbedding
-    from models.rope import Rotary
-    from parallel.norm import RMSNorm
-
-    p, mesh = parameters, parameters.mesh
-
-    def norm(name: str) -> RMSNorm:
-        return RMSNorm.of(p[f"{name}.weight"], config.rms_norm_eps, mesh)
-
-    def block(layer: int) -> Block:
-        name = f"layers.{layer}"
-        return Block(
-            norm(f"{name}.attn_norm"),
-            Attention(p, f"{name}.attn", dropout=config.attention_dropout),
-            norm(f"{name}.mlp_norm"),
-            SwiGLU(p, f"{name}.mlp"),
-        )
-
-    table = "embed.weight" if config.tie_word_embeddings else "head.weight"
-    return Decoder.chunk(
-        p,
-        chunk,
-        embedding=lambda: TokenEmbedding(p, "embed.weight", config.vocab_size, config.pad_token_id),
-        block=block,
-        head=lambda: Head(norm("norm"), p[table], config.vocab_size, mesh.tp),
-        rotary=Rotary(config.rope_parameters, config.head_dim),
-    )
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | {name: rng.random() < 0.5 for name in ("attention_bias", "mlp_bias")}
 
 
 _LLAMA3 = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072}
@@ -208,33 +47,24 @@ def _llama3_rope(factor: float) -> dict[str, Any]:
     }
 
 
-def _shape(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-    }
-
-
 _LLAMA2 = {"vocab_size": 32000, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "llama-tiny": _shape(64, 176, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512},
-    "llama-2-7b": _LLAMA2 | _shape(4096, 11008, 32, 32),
-    "llama-2-13b": _LLAMA2 | _shape(5120, 13824, 40, 40),
-    "llama-2-70b": _LLAMA2 | _shape(8192, 28672, 80, 64) | {"num_key_value_heads": 8},
+    "llama-tiny": shape(64, 176, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512},
+    "llama-2-7b": _LLAMA2 | shape(4096, 11008, 32, 32),
+    "llama-2-13b": _LLAMA2 | shape(5120, 13824, 40, 40),
+    "llama-2-70b": _LLAMA2 | shape(8192, 28672, 80, 64) | {"num_key_value_heads": 8},
     "llama-3-8b": _LLAMA3
-    | _shape(4096, 14336, 32, 32)
+    | shape(4096, 14336, 32, 32)
     | {"max_position_embeddings": 8192, "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
-    "llama-3.1-8b": _LLAMA3 | _shape(4096, 14336, 32, 32) | {"rope_parameters": _llama3_rope(8.0)},
-    "llama-3.1-70b": _LLAMA3 | _shape(8192, 28672, 80, 64) | {"rope_parameters": _llama3_rope(8.0)},
-    "llama-3.1-405b": _LLAMA3 | _shape(16384, 53248, 126, 128) | {"rope_parameters": _llama3_rope(8.0)},
+    "llama-3.1-8b": _LLAMA3 | shape(4096, 14336, 32, 32) | {"rope_parameters": _llama3_rope(8.0)},
+    "llama-3.1-70b": _LLAMA3 | shape(8192, 28672, 80, 64) | {"rope_parameters": _llama3_rope(8.0)},
+    "llama-3.1-405b": _LLAMA3 | shape(16384, 53248, 126, 128) | {"rope_parameters": _llama3_rope(8.0)},
     "llama-3.2-1b": _LLAMA3
-    | _shape(2048, 8192, 16, 32)
+    | shape(2048, 8192, 16, 32)
     | {"head_dim": 64, "tie_word_embeddings": True, "rope_parameters": _llama3_rope(32.0)},
     "llama-3.2-3b": _LLAMA3
-    | _shape(3072, 8192, 28, 24)
+    | shape(3072, 8192, 28, 24)
     | {"head_dim": 128, "tie_word_embeddings": True, "rope_parameters": _llama3_rope(32.0)},
 }
 

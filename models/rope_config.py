@@ -8,6 +8,7 @@ Fields carry their Hugging Face names. ``from_hugging_face`` reads both spelling
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
+from random import Random
 from typing import Any, ClassVar, Literal, TypeGuard, get_args
 
 from parallel.choices import check_choice, nearest
@@ -238,6 +239,31 @@ def to_hugging_face(rope: Rope, spelling: Spelling = "rope_parameters") -> dict[
     theta = stored.pop("rope_theta")
     scaling = None if rope.rope_type == "default" else {"rope_type": rope.rope_type} | stored
     return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def draw(rng: Random, head_dim: int, positions: int) -> dict[str, Any]:
+    """A config.json's ``rope_parameters`` at random: any type, for heads of this size."""
+    rope_type = rng.choice(tuple(ROPE_TYPES))
+    original = rng.choice((8, positions))
+    own: dict[str, dict[str, Any]] = {
+        "linear": {"factor": 2.5},
+        "dynamic": {"factor": 3.0},
+        "yarn": {"factor": 4.0, "original_max_position_embeddings": original, "truncate": rng.random() < 0.5},
+        "longrope": {
+            "short_factor": [rng.uniform(1, 3) for _ in range(head_dim // 2)],
+            "long_factor": [rng.uniform(1, 30) for _ in range(head_dim // 2)],
+            "original_max_position_embeddings": original,
+            "factor": 2.0,
+        },
+        "llama3": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": original,
+        },
+        "proportional": {"partial_rotary_factor": 0.5},
+    }
+    return {"rope_type": rope_type, "rope_theta": rng.choice((10.0, 1e4)), **own.get(rope_type, {})}
 
 
 def override(base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

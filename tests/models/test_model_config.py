@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families import drawn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from models.assemble import Model
 from models.config import ModelConfig, ModelConfigError, flops_per_token, matmul_parameters
@@ -33,7 +35,6 @@ LLAMA = {
     "max_position_embeddings": 64,
 }
 GPT2 = {"model_type": "gpt2", "vocab_size": 32, "n_positions": 64, "n_embd": 16, "n_layer": 2, "n_head": 4}
-SMALL = {"llama": LLAMA, "gpt2": GPT2}
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
@@ -43,7 +44,8 @@ def read(config: Mapping[str, Any]) -> ModelConfig:
 # -- both directions
 
 THEIRS: dict[str, tuple[type, dict[str, Any]]] = {
-    "llama defaults": (LlamaConfig, {}),
+    **{f"{name} defaults": (CONFIG_MAPPING[name], {}) for name in FAMILIES},
+    **{f"{name} drawn": (CONFIG_MAPPING[name], drawn(name, pad_token_id=None)) for name in FAMILIES},
     "llama 3.1": (
         LlamaConfig,
         {
@@ -66,7 +68,6 @@ THEIRS: dict[str, tuple[type, dict[str, Any]]] = {
     ),
     "llama padding": (LlamaConfig, {"pad_token_id": 3}),
     "llama head_dim": (LlamaConfig, {"hidden_size": 96, "num_attention_heads": 4, "head_dim": 64}),
-    "gpt2 defaults": (GPT2Config, {}),
     "gpt2 other": (
         GPT2Config,
         {
@@ -88,21 +89,41 @@ THEIRS: dict[str, tuple[type, dict[str, Any]]] = {
 def test_their_config_comes_and_goes(case: str) -> None:
     """What we write, transformers reads as the same config; and what we read of that is what we had."""
     kind, values = THEIRS[case]
-    theirs = kind(**values)
+    theirs = kind(**{name: value for name, value in values.items() if name != "family"})
     ours = read(theirs.to_dict())
     written = ours.to_hugging_face()
     json.dumps(written)
     again = kind(**written)
     fields = theirs.to_dict() | {"architectures": [ours.architecture]}
-    assert again.to_dict() == fields
+    # A size that theirs derives, such as head_dim, may be said.
+    assert {name: again.to_dict()[name] for name in fields} == fields
     assert read(again.to_dict()) == read(written) == ours
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_attention_heads": 64}], ids=["defaults", "more heads"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_left_out_means_what_transformers_takes_it_for(name: str, changes: dict[str, Any]) -> None:
+    """Each field in turn, unless it must be there: from a default of our own another model would come."""
+    kind = CONFIG_MAPPING[name]
+    whole, taken = kind(**changes).to_dict(), set()
+    for field in whole.keys() - {"model_type"}:
+        less = {key: value for key, value in whole.items() if key != field}
+        try:
+            ours = read(less)
+        except ModelConfigError as error:
+            assert f"field {field!r} is missing" in str(error)
+            continue
+        taken.add(field)
+        assert ours == read(kind(**less).to_dict()), field
+    assert {f.name for f in fields(family(name).CONFIG) if f.default is not MISSING} <= taken
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_padding_is_said(name: str) -> None:
     """Else the default of transformers' class comes back, which may lie beyond the vocabulary."""
-    assert read(SMALL[name]).to_hugging_face()["pad_token_id"] is None
-    assert read(SMALL[name] | {"pad_token_id": None}).to_hugging_face()["pad_token_id"] is None
+    section = {key: value for key, value in drawn(name).items() if key != "pad_token_id"}
+    assert configure(section).to_hugging_face()["pad_token_id"] is None
+    assert configure(section | {"pad_token_id": None}).to_hugging_face()["pad_token_id"] is None
 
 
 def test_old_spelling_of_rope() -> None:
@@ -172,10 +193,10 @@ REFUSED = [
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("name", "fields", "message"), REFUSED, ids=[message[:50] for _, _, message in REFUSED])
-def test_refused(name: str, fields: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED, ids=[message[:50] for _, _, message in REFUSED])
+def test_refused(name: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelConfigError) as caught:
-        read(SMALL[name] | fields)
+        read({"llama": LLAMA, "gpt2": GPT2}[name] | changes)
     assert message in str(caught.value)
     assert str(caught.value).startswith(f"{name}: ")
 
@@ -214,7 +235,7 @@ SECTIONS = [
     ({"family": ["llama"]}, "family is ['llama']: it must be text"),
     ({"preset": 3}, "preset is 3: it must be text"),
     ({"config": 3}, "config is 3: it must be text"),
-    ({}, "give one of family (gpt2, llama), preset"),
+    ({}, f"give one of family ({', '.join(FAMILIES)}), preset"),
     ({"family": "gpt2", "preset": "llama-tiny"}, "family is 'gpt2', but the preset is of family 'llama'"),
     ({"config": "nowhere/config.json"}, "cannot read nowhere/config.json"),
 ]
@@ -266,8 +287,15 @@ PUBLISHED = {
 
 @pytest.mark.quick
 def test_presets_have_the_published_numbers_of_parameters() -> None:
-    counted = {name: configure({"preset": name}).schema.parameters for name in presets() if not name.endswith("-tiny")}
-    assert counted == PUBLISHED
+    assert {name: configure({"preset": name}).schema.parameters for name in PUBLISHED} == PUBLISHED
+
+
+@pytest.mark.parametrize("preset", sorted(presets().keys() - PUBLISHED.keys()))
+def test_other_presets_have_as_many_parameters_as_in_transformers(preset: str) -> None:
+    config = configure({"preset": preset})
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(CONFIG_MAPPING[config.family](**config.to_hugging_face()))
+    assert config.schema.parameters == theirs.num_parameters()
 
 
 def test_every_family_has_a_tiny_preset() -> None:
@@ -307,8 +335,7 @@ def test_flops_per_token_against_a_formula_by_hand(preset: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     """The linears to the last operation; attention as torch counts it, which is all of the square."""
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if name == "gpt2" else {}
-    config = read(SMALL[name] | dropout | {"tie_word_embeddings": tied})
+    config = configure(drawn(name, positions=64, tie_word_embeddings=tied))
     model = Model.create(config, layout_of(config, MeshShape()), Mesh.single(), torch.float32)
     model.parameters.initialise(0)
     length = 24

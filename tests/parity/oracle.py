@@ -65,8 +65,7 @@ class Case:
 
     def with_layers(self, layers: int) -> Case:
         """The same case with another number of layers."""
-        field = "n_layer" if self.model["family"] == "gpt2" else "num_hidden_layers"
-        return replace(self, model={**self.model, field: layers})
+        return replace(self, model={**self.model, self.config.axes["layer"]: layers})
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from families import drawn
 from oracle import Case, Measured, Run, check, lively, measure, microbatches, relative
 from pool import Pool
 from test_layouts import BIASES, GPT2, LLAMA, NO_DROPOUT
@@ -17,7 +18,7 @@ from megacore.optimizer import Optimizer
 from megacore.step import TrainStep
 from models.assemble import Model
 from models.lora import Lora
-from models.registry import configure
+from models.registry import FAMILIES, configure
 from models.stages import layout_of
 from models.tuning import Tuning
 from parallel.gradients.reduce import Gradients
@@ -38,6 +39,7 @@ CONV = Case("lora-gpt2", GPT2 | NO_DROPOUT, tuning=Tuning(Lora(2, 4.0, ("attn", 
 ENDS = Case("freeze-first", LLAMA, tuning=Tuning(freeze=("embed", "layers.0", "layers.1.mlp")))
 ONLY = Case("only-attention", GPT2 | NO_DROPOUT, tuning=Tuning(only=("attn", "embed", "norm"), freeze=("attn.*.bias",)))
 MIDDLE = Case("only-middle", LLAMA | TIED, tuning=Tuning(only=("layers.1",)))
+DRAWN = [Case(f"lora-{name}-drawn", drawn(name, 2), tuning=Tuning(Lora(4, 8.0, ("*",)))) for name in FAMILIES]
 
 RUNS = {
     "tp": Run(MeshShape(tp=4)),  # kv heads shared
@@ -62,6 +64,7 @@ PAIRS = [
         (ENDS, ("tp", "interleaved", "optimizer", "parameters-full")),
         (ONLY, ("tp", "full", "parameters")),
         (MIDDLE, ("full", "gradients", "parameters")),  # a stage of which nothing is trained
+        *((case, ("tp",)) for case in DRAWN),
     )
     for name in names
 ]
@@ -114,7 +117,7 @@ def loss_of(case: Case, model: Model) -> Tensor:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("case", [ALL, SOME, CONV], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [ALL, SOME, CONV, *DRAWN], ids=lambda case: case.name)
 def test_a_step_is_that_of_the_formula(case: Case) -> None:
     """W + scale B A in place of W, multiplied out piece by piece, gives the loss and, by the chain rule, dA and dB."""
     lora = case.tuning.lora

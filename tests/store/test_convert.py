@@ -59,10 +59,6 @@ DTYPES = {"weights": "BF16", "master": "F32", "exp_avg": "F32", "exp_avg_sq": "F
 ALL_SECTIONS = [pytest.param(s, id=f"{name}-{i}") for name in FAMILIES for i, s in enumerate(SECTIONS[name])]
 
 
-def test_every_family_is_here() -> None:
-    assert set(SECTIONS) == set(FAMILIES)
-
-
 @st.composite
 def layouts(draw: st.DrawFn, section: Section) -> tuple[list[str], Layout]:
     """(arguments that ask for it, a layout): kv < tp, padded vocabularies, uneven and interleaved stages."""

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from families import drawn, random_model
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megacore.store.dtypes import FLOATS
 from megacore.store.export import Shard, config_json, export_files, index_json, parse_size, texts, with_dtype
@@ -24,18 +25,14 @@ TORCH = {getattr(torch, name): short for short, name in FLOATS.items()}
 
 
 def model(name: str, **fields: Any) -> PreTrainedModel:
-    """The family's tiny preset with random weights in bf16."""
-    torch.manual_seed(5)
-    values = {"model_type": name, **ours(name, **fields).to_hugging_face()}
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter)
+    """A model that the family draws, with random weights in bf16."""
+    values = ours(name, **fields).to_hugging_face()
+    made: Any = random_model(CONFIG_MAPPING[name](**values), seed=5)
     return made.to(torch.bfloat16)
 
 
 def ours(name: str, **fields: Any) -> ModelConfig:
-    small = {"n_embd": 16} if name == "gpt2" else {"hidden_size": 16, "intermediate_size": 24, "head_dim": 4}
-    return configure({"preset": f"{name}-tiny", **small, **fields})
+    return configure(drawn(name, 1, layers=4, vocab=512, positions=512, **fields))
 
 
 def kept(theirs: PreTrainedModel) -> dict[str, torch.Tensor]:
@@ -119,8 +116,9 @@ def test_transformers_reads_what_is_planned(name: str, tied: bool, size: int, tm
 # -- config.json
 
 
-@pytest.mark.parametrize("kind", [GPT2Config, LlamaConfig])
-def test_config_json_means_the_same(kind: type, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+def test_config_json_means_the_same(name: str, tmp_path: Path) -> None:
+    kind: Any = CONFIG_MAPPING[name]
     theirs = kind(architectures=["Mine"], eos_token_id=[7, 8], pad_token_id=3, name_or_path="ä\ud800")
     raw = json.loads(theirs.to_json_string(use_diff=False))
     (tmp_path / "config.json").write_bytes(config_json(raw))

@@ -15,16 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import random_model, small
 from safetensors.torch import load_file, save_file
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPT2Model,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaModel,
-    PreTrainedModel,
-)
+from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
 
 from megacore.store.accounting import summary
 from megacore.store.hugging_face import HuggingFace
@@ -33,39 +26,14 @@ from models.registry import FAMILIES
 
 Tensors = dict[str, torch.Tensor]
 
-SMALL: Mapping[str, Callable[..., Any]] = {
-    "gpt2": lambda **fields: GPT2Config(
-        **({"vocab_size": 40, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4} | fields)
-    ),
-    "llama": lambda **fields: LlamaConfig(
-        **(
-            {
-                "vocab_size": 40,
-                "hidden_size": 16,
-                "intermediate_size": 24,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "max_position_embeddings": 16,
-            }
-            | fields
-        )
-    ),
-}
-WHOLE: Mapping[str, type[PreTrainedModel]] = {"gpt2": GPT2LMHeadModel, "llama": LlamaForCausalLM}
-BASE: Mapping[str, type[PreTrainedModel]] = {"gpt2": GPT2Model, "llama": LlamaModel}
-EMBEDDING = {"gpt2": "transformer.wte.weight", "llama": "model.embed_tokens.weight"}
 HEAD = "lm_head.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 UNSIGNED = {torch.float64: np.uint64, torch.float32: np.uint32, torch.float16: np.uint16, torch.bfloat16: np.uint16}
 
 
-def model(family: str, kinds: Mapping[str, type[PreTrainedModel]] = WHOLE, **fields: Any) -> PreTrainedModel:
-    torch.manual_seed(3)
-    made = kinds[family](SMALL[family](**fields))
-    for parameter in made.parameters():  # no ones and zeros: any mistake must show
-        torch.nn.init.normal_(parameter)
-    return made
+def model(family: str, auto: Any = AutoModelForCausalLM, **fields: Any) -> PreTrainedModel:
+    sizes = {"vocab_size": 40, "max_position_embeddings": 16, "num_hidden_layers": 2}
+    return random_model(small(family, **(sizes | fields)), seed=3, auto=auto)
 
 
 def assert_holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> HuggingFace:
@@ -86,6 +54,12 @@ def weights(of: PreTrainedModel) -> Tensors:
     """The state dict, tied tensors once, under the embedding's name."""
     tied = of.config.tie_word_embeddings
     return {name: t.detach().clone() for name, t in of.state_dict().items() if not (tied and name == HEAD)}
+
+
+def embedding(of: PreTrainedModel) -> str:
+    """The name of its table of tokens."""
+    table = of.get_input_embeddings().weight
+    return next(name for name, parameter in of.named_parameters() if parameter is table)
 
 
 def edit(folder: Path, change: Callable[[Tensors], Any]) -> None:
@@ -147,10 +121,10 @@ def test_the_single_file_counts_where_there_is_an_index_too(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_base_model_lacks_the_prefix(family: str, tmp_path: Path) -> None:
-    theirs = model(family, BASE, tie_word_embeddings=True)
+    theirs = model(family, AutoModel, tie_word_embeddings=True)
     theirs.save_pretrained(tmp_path)
     names = set(load_file(tmp_path / SINGLE))
-    prefix = EMBEDDING[family].split(".")[0]
+    prefix = theirs.base_model_prefix
     assert not any(name.startswith(prefix) for name in names)
     assert_holds(tmp_path, {f"{prefix}.{name}": t for name, t in weights(theirs).items()})
 
@@ -162,12 +136,11 @@ def test_tied_once_or_twice(family: str, names: str, tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
 
     def store(tensors: Tensors) -> None:
-        tensors.setdefault(EMBEDDING[family], tensors.get(HEAD, torch.empty(0)))
-        table = tensors.pop(EMBEDDING[family])
+        one = embedding(theirs)
+        tensors.setdefault(one, tensors.get(HEAD, torch.empty(0)))
+        table = tensors.pop(one)
         tensors.pop(HEAD, None)
-        tensors |= {"embedding": {EMBEDDING[family]: table}, "head": {HEAD: table}}.get(
-            names, {EMBEDDING[family]: table, HEAD: table}
-        )
+        tensors |= {"embedding": {one: table}, "head": {HEAD: table}}.get(names, {one: table, HEAD: table})
 
     edit(tmp_path, store)
     assert_holds(tmp_path, weights(theirs))
@@ -175,10 +148,11 @@ def test_tied_once_or_twice(family: str, names: str, tmp_path: Path) -> None:
 
 def test_tied_twice_is_compared_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megacore.store.accounting._COMPARED_AT_ONCE", 7)
-    model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    theirs = model("llama", tie_word_embeddings=True)
+    theirs.save_pretrained(tmp_path)
 
     def store(tensors: Tensors) -> None:
-        tensors[HEAD] = tensors[EMBEDDING["llama"]].clone()
+        tensors[HEAD] = tensors[embedding(theirs)].clone()
         tensors[HEAD][-1, -1] = torch.nextafter(tensors[HEAD][-1, -1], torch.tensor(9.0))
 
     edit(tmp_path, store)
@@ -198,7 +172,7 @@ LEFTOVERS: dict[str, tuple[str, Callable[..., Any], Mapping[str, torch.Tensor]]]
     ),
     "gpt2 masks without prefix": (
         "gpt2",
-        lambda family: model(family, BASE),
+        lambda family: model(family, AutoModel),
         {f"h.{i}.attn.bias": torch.ones(1, 1, 4, 4) for i in (0, 1)},
     ),
     "llama frequencies": (
@@ -598,7 +572,7 @@ def test_what_is_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_base_model_without_a_head(tmp_path: Path) -> None:
-    model("llama", BASE).save_pretrained(tmp_path)
+    model("llama", AutoModel).save_pretrained(tmp_path)
     with pytest.raises(StoreError) as caught:
         HuggingFace.open(tmp_path)
     (problem,) = str(caught.value).splitlines()[1:]

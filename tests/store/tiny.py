@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from families import drawn
 from whole import Whole
 
 from megacore.store import shares
@@ -22,7 +23,7 @@ from megacore.store.index import STATES, FileRecord, Index, Range, file_name, ho
 from megacore.store.stream import File, Read, Tensor, assemble, write
 from megacore.store.tensors import DTYPES, TensorWriter
 from models.config import ModelConfig
-from models.registry import configure
+from models.registry import FAMILIES, configure
 from parallel.layout import Layout, MeshShape
 from parallel.transfer import hugging_face, native, plan
 
@@ -44,13 +45,9 @@ LLAMA: Section = {
 GPT2: Section = {"family": "gpt2", "vocab_size": 13, "n_positions": 7, "n_embd": 8, "n_layer": 5, "n_head": 4}
 
 SECTIONS: Mapping[str, tuple[Section, ...]] = {
-    "llama": (
-        {**LLAMA, "tie_word_embeddings": True},
-        {**LLAMA, "num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True},
-    ),
-    "gpt2": (GPT2, {**GPT2, "tie_word_embeddings": False}),
+    name: tuple(drawn(name, seed, tie_word_embeddings=not seed) for seed in (0, 1)) for name in FAMILIES
 }
-"""Of each family: tied and not, shared kv heads and not, biases and none. All have 5 layers and split over tp=4."""
+"""Of each family: tied and not, all else at random. All have 5 layers and split over tp=4."""
 
 LAYERS = 5
 TRAINER = b'{"step": 7,  "data": {"samples": 1792}}\n'

@@ -10,15 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from families import random_model, small
 from torch import Tensor
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM
 from whole import Whole
 
 from megacore.store.audit import fingerprints
@@ -35,29 +29,10 @@ from parallel.layout import MeshShape
 from parallel.transfer import hugging_face
 from tools import convert
 
-LLAMA: Mapping[str, Any] = {
-    "vocab_size": 43,  # odd: tp pads it
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-}
-GPT2: Mapping[str, Any] = {"vocab_size": 43, "n_positions": 32, "n_embd": 16, "n_layer": 3, "n_head": 4}
-MODELS: Mapping[str, Callable[..., PreTrainedModel]] = {
-    "llama": lambda **fields: LlamaForCausalLM(LlamaConfig(**{**LLAMA, **fields})),
-    "gpt2": lambda **fields: GPT2LMHeadModel(GPT2Config(**{**GPT2, **fields})),
-}
-
 
 def save(family: str, folder: Path, seed: int = 0, **fields: Any) -> Path:
-    """A folder as transformers saves it, every weight of it random."""
-    torch.manual_seed(seed)
-    model = MODELS[family](**fields)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(folder)
+    """A folder as transformers saves it, of a small model whose weights are all random."""
+    random_model(small(family, **fields), seed).save_pretrained(folder)
     return folder
 
 

@@ -32,6 +32,7 @@ from megacore.store.open import open_model
 from megacore.store.strict_json import StoreError
 from models.decoder import Microbatch
 from models.lora import Lora
+from models.registry import FAMILIES
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from tools import evaluate as evaluating
@@ -40,6 +41,7 @@ from tools import generate as generating
 ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
 LORAS = {
+    **{name: Lora(3, 6.0, ("*",), dropout=0.5) for name in FAMILIES},
     "llama": Lora(3, 6.0, ("q_proj", "attn.qkv.v", "attn.out", "mlp"), dropout=0.5, rslora=True),
     "gpt2": Lora(3, 6.0, ("c_attn", "mlp.down", "mlp.up"), dropout=0.5),
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import drawn
 from hub import adapted
 from safetensors.torch import load_file
 from torch import Tensor
@@ -22,7 +23,7 @@ from megacore.store.load import Loader
 from models.assemble import Model
 from models.decoder import Microbatch
 from models.lora import Lora
-from models.registry import configure
+from models.registry import FAMILIES, configure
 from models.stages import layout_of
 from models.tuning import Tuning
 from parallel.layout import MeshShape
@@ -52,7 +53,7 @@ GPT2: Mapping[str, Any] = {
 }
 CASES = {
     "llama": (LLAMA, Lora(3, 6.0, ("q_proj", "attn.qkv.v", "attn.out", "mlp"), rslora=True)),
-    "llama-all": (LLAMA, Lora(2, 1.0, ("*",))),
+    **{f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("*",))) for name in FAMILIES},
     "gpt2": (GPT2, Lora(3, 6.0, ("c_attn", "mlp.down", "mlp.up"))),
 }
 TOKENS = torch.arange(12) * 5 % 61

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hub import MODELS, change, converted, flip, of_a_run, save
+from families import random_model, small
+from hub import change, converted, flip, of_a_run, save
 from safetensors.torch import load_file, save_file
 
 from megacore.data.corpus import Corpus
@@ -58,7 +59,7 @@ def test_the_facts_of_a_run(tmp_path: Path, capsys: Capture) -> None:
     weights, moments = save("llama", tmp_path / "a"), save("llama", tmp_path / "b", seed=1)
     path = of_a_run({"weights": weights, "exp_avg": moments}, tmp_path / "run", tp=2, pp=3)
     status, facts = data(capsys, path)
-    model = MODELS["llama"]()
+    model = random_model(small("llama"))
     assert status == 0
     assert facts["format"] == "megacore" and facts["family"] == "llama" and facts["step"] == 7
     assert facts["parameters"] == sum(p.numel() for p in model.parameters())

@@ -198,8 +198,7 @@ def in_this_rank(checkpoint: Path, folder: Path, chunks: int) -> tuple[Any, list
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_under_ranks(family: str, layout: str, world: int, tmp_path: Path, pool: Pool) -> None:
-    depth = {"num_hidden_layers" if family == "llama" else "n_layer": 4}
-    hf = save(family, tmp_path / "hf", **depth)
+    hf = save(family, tmp_path / "hf", num_hidden_layers=4)
     target = converted(hf, tmp_path / "sharded", *layout.split())
     results = pool.run(world, in_this_rank, target, hf, 2 if "chunks" in layout else 1)
     reports = [report for report, _ in results]

@@ -1,0 +1,51 @@
+"""Small models of every family of the registry: drawn at random by the family itself, and as transformers has them."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from models.registry import family
+
+# As transformers calls them; a class takes those that it has, under its own names.
+SMALL = {
+    "vocab_size": 43,  # odd: tp pads it
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+
+
+def drawn(
+    name: str, seed: int = 0, *, layers: int = 5, vocab: int = 13, positions: int = 16, tp: int = 4, **fields: Any
+) -> dict[str, Any]:
+    """A recipe's section of a model of the family: what it draws, but for these fields."""
+    sizes = {"layers": layers, "vocab": vocab, "positions": positions, "tp": tp}
+    return {"family": name, **family(name).CONFIG.draw(Random(seed), **sizes), **fields}
+
+
+def of_transformers(section: dict[str, Any]) -> PretrainedConfig:
+    """The same model's config, of the class that transformers has for its ``model_type``."""
+    return CONFIG_MAPPING[section["family"]](**{name: value for name, value in section.items() if name != "family"})
+
+
+def small(name: str, **fields: Any) -> PretrainedConfig:
+    """The family's config at transformers' defaults, with small sizes and these fields."""
+    kind = CONFIG_MAPPING[name]
+    known = kind().to_dict().keys() | kind.attribute_map.keys()
+    return kind(**{field: value for field, value in SMALL.items() if field in known} | fields)
+
+
+def random_model(config: PretrainedConfig, seed: int = 0, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
+    """transformers' model, every weight of it random: zeros and ones would hide mistakes."""
+    torch.manual_seed(seed)
+    made: PreTrainedModel = auto.from_config(config)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return made
