@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass
 from megacore.references import escaped
 from models.lora import Lora
 from models.tuning import Tuning
-from parallel.choices import Moments, Offload, PipelineSchedule, Precision, Recompute, Shard
+from parallel.choices import Moments, OptimizerOffload, PipelineSchedule, Precision, Recompute, ZeroShard
 from parallel.layout import MeshShape
 
 # -- ranges
@@ -92,7 +92,7 @@ class PipelineConfig:
 class ZeroConfig:
     """What ranks that hold the same share out instead of holding it each (ZeRO)."""
 
-    shard: Shard = "none"
+    shard: ZeroShard = "none"
     """The state of the `optimizer`, the `gradients` too, the `parameters` too (ZeRO 1, 2, 3), or `none` of it."""
     replicas: Annotated[Int, COUNTED] = 1
     """Copies of what is shared out: it is split over groups of dp / replicas ranks (HSDP)."""
@@ -244,7 +244,7 @@ class MemoryConfig:
     """Whether what the backward needs of the blocks waits in host memory."""
     loss_chunk: Annotated[Int, AT_LEAST_1] | None = None
     """Tokens whose logits are there at a time; null: those of a microbatch."""
-    offload_optimizer: Offload = "none"
+    offload_optimizer: OptimizerOffload = "none"
     """Whether masters and moments live in `host` memory, or in a `file`, and the CPU updates."""
     offload_folder: str | None = None
     """Where the file lies: a folder on a fast disk of each node."""

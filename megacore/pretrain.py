@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megacore import checkpoints, metrics, open_files
+from megacore.build import trainer_of
 from megacore.check import Setup, check, files_of
 from megacore.checkpoints import AUTO
 from megacore.config import Config
@@ -27,195 +28,23 @@ from megacore.control import Control
 from megacore.data.batches import TokenError
 from megacore.data.corpora import facts
 from megacore.export import export
-from megacore.hardware import claim, peak_tflops
+from megacore.hardware import claim
 from megacore.launcher import gpus
-from megacore.load import load as load_into
-from megacore.optimizer import Optimizer
 from megacore.rank import Here, join, leave
 from megacore.recipe import ConfigError
-from megacore.resume import Damaged, Start, companions, find, raw_of, remarks
+from megacore.resume import Damaged, Start, find, remarks
 from megacore.run_lock import RunLock
-from megacore.save import NAMES, Kept, SaveError, Saver, State
+from megacore.save import SaveError
 from megacore.say import err, say
-from megacore.scaler import UNSCALED, Scaling
-from megacore.states.offload import Offload
-from megacore.step import TrainStep
-from megacore.store.adapters import check_fingerprint
 from megacore.store.audit import DamageError
-from megacore.store.export import with_dtype
-from megacore.store.index import Adapters
-from megacore.store.load import fingerprint
 from megacore.store.publish import replace_file
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import os_errors
 from megacore.trainer import NonFinite, Trainer
-from models.assemble import Model
 from models.config import ModelConfig, flops_per_token
-from models.decoder import Losses
-from models.stages import layout_of
 from models.tuning import EVERYTHING
 from parallel import kernels
-from parallel.gradients.reduce import Gradients
 from parallel.mesh import Mesh
-from parallel.pipeline.run import Pipeline
-from parallel.recompute import Activations
-
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.bfloat16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
-
-
-def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
-    """The live parts of a run on this rank, its model initialised or loaded; it logs nothing."""
-    config, corpora, start = setup.config, setup.corpora, setup.start
-    dtype = DTYPES[config.train.precision]
-    tuning, weights = config.tuning, setup.model.schema
-    layout = layout_of(setup.model, mesh.shape, config.pipeline.chunks, config.pipeline.layers_per_stage, tuning)
-    losses = Losses(config.loss.label_smoothing, config.loss.z_loss, config.memory.loss_chunk)
-    activations = Activations(config.memory.recompute, config.memory.offload_activations)
-    hollow = config.zero.shard == "parameters"
-    model = Model.create(setup.model, layout, mesh, dtype, losses, activations, hollow, tuning)
-    kernels.take_flash_attention(mesh.device, model.drops_attention)
-    if config.train.precision == "fp8":
-        model.use_fp8()
-    if config.train.async_tp:
-        _overlap(model, control)
-    if config.train.compile:
-        model.compile()
-    section = config.optimizer
-    wide = section.master_weights and dtype.itemsize < 4
-    gradients = Gradients(
-        model.parameters,
-        model.chunks,
-        torch.float32 if wide else dtype,
-        config.zero.shard,
-        config.zero.replicas,
-        offload=config.memory.offload_parameters,
-    )
-    if wide and mesh.device.type == "cuda":  # whose products add in fp32; a CPU's would not
-        model.hand_weight_gradients(gradients.receive)
-    _agree(control, start, kernels.chosen(mesh.device, config.train.compile))
-    offload = _offload(config)
-    try:
-        optimizer = control.attempt(
-            lambda: Optimizer(
-                gradients,
-                lr=section.lr,
-                betas=section.betas,
-                eps=section.eps,
-                weight_decay=section.weight_decay,
-                clip=section.clip,
-                master_weights=section.master_weights,
-                moments=torch.bfloat16 if section.moments == "bf16" else None,
-                offload=offload,
-            )
-        )
-    except StoreError as error:
-        raise ConfigError([f"memory.offload_folder: {error}"]) from error
-    adapters = _adapters(config, start, control)
-    load_into(start, model.parameters, optimizer, config.train.seed, control)
-    saver = Saver(
-        checkpoints.folder_of(config.out),
-        State(
-            model.parameters,
-            optimizer,
-            offload.folder if offload else None,
-            replace(layout, schema=tuning.kept(weights)),
-        ),
-        with_dtype(raw_of(setup.model, start.source), NAMES[dtype]),
-        companions(start, config),
-        control,
-        Kept(config.checkpoint.keep, config.checkpoint.keep_every),
-        adapters,
-        tuning.frozen(weights) if adapters is None else frozenset(),
-    )
-    if offload and offload.folder and config.checkpoint.on:
-        saver.reserve()
-    pipeline = Pipeline(mesh, model.chunks, dtype, config.pipeline.schedule)
-    step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config))
-    step.scaler.load(start.progress.scaler)
-    held_out, rank, ranks = corpora.validation, mesh.data_rank, mesh.shape.data
-    vocabulary = setup.model.vocab_size
-    return Trainer(
-        config,
-        mesh,
-        model,
-        step,
-        corpora.batches(corpora.train, config, rank, ranks, vocabulary),
-        corpora.batches(held_out, config, rank, ranks, vocabulary) if held_out else None,
-        config.log.peak_tflops or peak_tflops(mesh.device, dtype),
-        control,
-        saver,
-        start.progress,
-        None,
-    )
-
-
-def _overlap(model: Model, control: Control) -> None:
-    """Raise ConfigError on all ranks where one of them cannot do it."""
-
-    def use() -> None:
-        try:
-            model.use_async_tp()
-        except ValueError as error:
-            raise StoreError(str(error)) from error
-
-    try:
-        control.attempt(use)
-    except StoreError as error:
-        raise ConfigError([f"train.async_tp: {error}: set it to false"]) from error
-
-
-def _scaling(config: Config) -> Scaling:
-    """fp32 has the range of bf16; only fp16's gradients need another."""
-    section = config.loss_scale
-    fp16 = config.train.precision == "fp16"
-    return Scaling(section.initial, section.growth_interval, section.minimum) if fp16 else UNSCALED
-
-
-def _offload(config: Config) -> Offload | None:
-    section = config.memory
-    if section.offload_optimizer == "none":
-        return None
-    return Offload(Path(section.offload_folder) if section.offload_folder else None, section.offload_buffer << 20)
-
-
-def _adapters(config: Config, start: Start, control: Control) -> Adapters | None:
-    """What the adapters of a run belong to, if it trains some.
-
-    Raises:
-        ConfigError: they go on beside another model than they were trained on.
-    """
-    lora, base = config.tuning.lora, start.source
-    if lora is None or base is None:
-        return None
-    found = Adapters(lora, str(base.path), fingerprint(base, control))
-    if start.adapters is not None:
-        try:
-            check_fingerprint(start.adapters, base.path, found.fingerprint)
-        except StoreError as error:
-            raise ConfigError([f"checkpoint.init: {error}"]) from error
-    return found
-
-
-def _agree(control: Control, start: Start, chosen: str) -> None:
-    """Each rank has looked for itself; a folder that only some of them see would break the run much later, and kernels
-    that only some of them have would wait for other messages."""
-    step = start.progress.step
-    least, most = -int(control.largest(-step)[0]), int(control.largest(step)[0])
-    if least != most:
-        problem = f"ranks have found checkpoints to resume from of steps {least} to {most}"
-        raise ConfigError([f"checkpoint.resume: {problem}: out must lie on a file system that all nodes share"])
-    sources = control.tell([*{*control.gather(None if start.source is None else str(start.source.path))}])
-    if len(sources) > 1:
-        found = ", ".join(sorted(map(str, sources)))
-        raise ConfigError([f"checkpoint.init: ranks have found different checkpoints of one run ({found}): name one"])
-    if len(various := control.tell(sorted({*control.gather(chosen)}))) > 1:
-        raise ConfigError([f"ranks have chosen different kernels: make their machines alike ({'; '.join(various)})"])
 
 
 def run(setup: Setup, device: torch.device, node: int = 8) -> int:

@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Literal
 
-Shard = Literal["none", "optimizer", "gradients", "parameters"]
-"""What ranks that hold the same share out: nothing, or ZeRO's three rungs."""
+ZeroShard = Literal["none", "optimizer", "gradients", "parameters"]
+"""What ranks that hold the same split, each with what stands before it: ZeRO stages 0 to 3 (Rajbhandari et al. 2020,
+arXiv 1910.02054)."""
 Recompute = Literal["none", "selective", "full"]
 """What of a block the backward computes again."""
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
 """In which order a stage runs its microbatches."""
-Offload = Literal["none", "host", "file"]
+OptimizerOffload = Literal["none", "host", "file"]
 """Where masters and moments wait for the update, if not on the device."""
 Precision = Literal["bf16", "fp16", "fp8", "fp32", "fp64"]
 """Of weights and activations; fp8 of the products of linears."""

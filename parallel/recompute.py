@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from parallel.choices import check_choice
+from parallel.choices import Recompute, check_choice
 from parallel.saved import Back, HostMemory, Keep, Key, View, keep, keeping, key
-
-Recompute = Literal["none", "selective", "full"]
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megacore.hardware import claim
 from megacore.plan.devices import DEVICES, Device
-from megacore.plan.setting import Precision
 from megacore.plan.step_time import Cluster
+from parallel.choices import Precision
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.optimizer import Optimizer
-from megacore.plan.setting import Precision, Recompute, Setting, Widths
+from megacore.plan.setting import Setting, Widths
 from megacore.step import TrainStep
 from models.assemble import Model
 from models.config import ModelConfig
 from models.decoder import Losses, Microbatch
 from models.registry import configure
 from models.stages import layout_of
+from parallel.choices import Precision, Recompute
 from parallel.gradients.reduce import Gradients
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters

@@ -10,10 +10,11 @@ from functools import cache, cached_property, lru_cache, partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
 
-from megacore.plan.setting import Recompute, Setting
+from megacore.plan.setting import Setting
 from megacore.plan.unit import Unit
 from models.config import ModelConfig
 from models.tuning import Tuning
+from parallel.choices import Recompute
 from parallel.layout import MeshShape
 
 if TYPE_CHECKING:

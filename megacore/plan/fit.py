@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from megacore.plan.memory import Memory, by_stage
-from megacore.plan.setting import SHARDS, Recompute, Setting, Shard
+from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import Held, state
 from megacore.plan.step_time import Cluster, Estimate, estimate
 from models.stages import layout_of
+from parallel.choices import Recompute, ZeroShard
 from parallel.layout import Layout, MeshShape, split_problems
 
 MARGIN = 0.1
@@ -103,7 +104,7 @@ def _layouts(base: Setting, world: int, cluster: Cluster) -> Iterator[Layout]:
                     yield layout_of(base.model, mesh, chunks, tuning=base.tuning)
 
 
-def _rungs(base: Setting, layout: Layout) -> tuple[Shard, ...]:
+def _rungs(base: Setting, layout: Layout) -> tuple[ZeroShard, ...]:
     if base.offload_parameters:
         return SHARDS[-1:]
     return SHARDS if layout.mesh.data > 1 else SHARDS[:1]

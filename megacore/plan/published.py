@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megacore.plan.devices import DEVICES, Device
-from megacore.plan.setting import ADAM_16, Precision, Recompute, Setting, Shard, Widths
+from megacore.plan.setting import ADAM_16, Setting, Widths
 from megacore.plan.state import Held
 from megacore.plan.step_time import Cluster, estimate
 from models.config import flops_per_token
 from models.registry import configure
 from models.stages import layout_of
+from parallel.choices import Precision, Recompute, ZeroShard
 from parallel.layout import MeshShape
 
 
@@ -49,7 +50,7 @@ class Published:
     changed: Mapping[str, Any] = field(default_factory=dict)
     tflops: float | None = None
     precision: Precision = "bf16"
-    shard: Shard = "parameters"
+    shard: ZeroShard = "parameters"
     recompute: Recompute = "none"
     chunks: int = 1
     repeated: float = 0.0

@@ -9,17 +9,11 @@ from typing import Literal, get_args
 from models.config import ModelConfig
 from models.tuning import EVERYTHING, Tuning
 from parallel.budgets import BUCKET_BYTES
+from parallel.choices import Moments, OptimizerOffload, Precision, Recompute, ZeroShard
 from parallel.layout import Layout
 
-Shard = Literal["none", "optimizer", "gradients", "parameters"]
-"""What is split over data parallel ranks, each with what stands before it: ZeRO stages 0 to 3 (Rajbhandari et al. 2020,
-arXiv 1910.02054)."""
-Recompute = Literal["none", "selective", "full"]
-Offload = Literal["none", "host", "file"]
-Precision = Literal["bf16", "fp16", "fp8", "fp32", "fp64"]
-
-SHARDS: tuple[Shard, ...] = get_args(Shard)
-OFFLOADS: tuple[Offload, ...] = get_args(Offload)
+SHARDS: tuple[ZeroShard, ...] = get_args(ZeroShard)
+OFFLOADS: tuple[OptimizerOffload, ...] = get_args(OptimizerOffload)
 PARAMETER: Mapping[str, int] = {"bf16": 2, "fp16": 2, "fp8": 2, "fp32": 4, "fp64": 8}
 """Bytes of a parameter and of an activation; fp8 is what matrix products read, not what is kept."""
 
@@ -34,7 +28,7 @@ class Widths:
     moments: int
 
     @classmethod
-    def of(cls, precision: Precision, master_weights: bool = True, moments: Literal["fp32", "bf16"] = "fp32") -> Widths:
+    def of(cls, precision: Precision, master_weights: bool = True, moments: Moments = "fp32") -> Widths:
         """As the engine holds them.
 
         Parameters narrower than fp32 have fp32 masters, and gradients are then accumulated in fp32: 2 + 4 + 4 + 8 = 18
@@ -82,11 +76,11 @@ class Setting:
     micro_size: int
     microbatches: int
     schedule: str = "1f1b"
-    shard: Shard = "none"
+    shard: ZeroShard = "none"
     replicas: int = 1
     recompute: Recompute = "none"
     loss_chunk: int | None = None
-    offload_optimizer: Offload = "none"
+    offload_optimizer: OptimizerOffload = "none"
     offload_parameters: bool = False
     offload_buffer: int = 512 << 20
     offload_activations: bool = False

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megacore.plan.setting import SHARDS, Setting, Shard, Widths
-from parallel.layout import Layout, Place
-from parallel.layout import Shard as HeldShard
+from megacore.plan.setting import SHARDS, Setting, Widths
+from parallel.choices import ZeroShard
+from parallel.layout import Layout, Place, Shard
 from parallel.schema import Param, Schema
 
 
@@ -80,13 +80,13 @@ def _trained(names: Sequence[str], layers: int, frozen: frozenset[str]) -> tuple
 
 
 def _parts(layout: Layout, place: Place) -> tuple[Part, ...]:
-    shards: dict[str, list[HeldShard]] = {}
+    shards: dict[str, list[Shard]] = {}
     for shard in layout.shards(place):
         shards.setdefault(shard.param.name, []).append(shard)
     return tuple(part for alike in shards.values() for part in _by_replicas(layout, alike))
 
 
-def _by_replicas(layout: Layout, alike: list[HeldShard]) -> Iterator[Part]:
+def _by_replicas(layout: Layout, alike: list[Shard]) -> Iterator[Part]:
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     numel = {piece.label: piece.numel for piece in alike[0].pieces}
     for label in numel:
@@ -130,7 +130,7 @@ class State:
 NOTHING = State(0, 0, 0, 0)
 
 
-def state_of(elements: int, ranks: int, widths: Widths, shard: Shard) -> State:
+def state_of(elements: int, ranks: int, widths: Widths, shard: ZeroShard) -> State:
     """The state of so many elements of which ``ranks`` ranks hold copies, and split what the rung says.
 
     Per element, with N ranks and ``ADAM_16``: 16, 4 + 12/N, 2 + 14/N, 16/N bytes (ZeRO 0 to 3).

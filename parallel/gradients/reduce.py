@@ -22,14 +22,14 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
 from parallel.budgets import BUCKET_BYTES, NORM_BLOCK, REDUCE_SCATTERS
-from parallel.choices import check_choice
+from parallel.choices import ZeroShard, check_choice
 from parallel.collectives import Pending, all_reduce_, start_all_reduce
 from parallel.gradients.buckets import (
     Bucket,
@@ -60,9 +60,6 @@ from parallel.product import WeightGradient
 from parallel.rank_sets import across, divide, divided
 from parallel.slices import OnDevice, OnHost, SliceHome
 
-Shard = Literal["none", "optimizer", "gradients", "parameters"]
-"""What replicas split."""
-
 
 class Gradients:
     """Accumulates and sums the gradients of a rank's parameters, on any rung.
@@ -89,12 +86,12 @@ class Gradients:
         parameters: Parameters,
         chunks: Iterable[nn.Module],
         dtype: torch.dtype = torch.float32,
-        shard: Shard = "none",
+        shard: ZeroShard = "none",
         replicas: int = 1,
         bucket_bytes: int = BUCKET_BYTES,
         offload: bool = False,
     ) -> None:
-        check_choice("shard", shard, get_args(Shard))
+        check_choice("shard", shard, get_args(ZeroShard))
         self.parameters, self.dtype = parameters, dtype
         self._mesh: Mesh = parameters.mesh
         self._splits, self._reshards = shard != "none", shard == "parameters"

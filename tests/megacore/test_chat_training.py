@@ -22,6 +22,7 @@ from megacore.control import Control
 from megacore.data.blend import Blend
 from megacore.data.packing import Packed
 from megacore.recipe import ConfigError
+from megacore.resume import companions
 from parallel.labels import IGNORE
 
 LENGTH, ROWS, EXAMPLES = 64, 4, 16
@@ -211,7 +212,7 @@ def test_a_template_in_the_recipe_takes_the_place_of_the_models(recipe: str, tmp
     plain = pretrain.check(recipe, [], 1, 1)
     counts = [each.corpora.remarks[0] for each in (setup, plain)]
     assert counts[0] != counts[1]
-    assert pretrain.companions(setup.start, setup.config)["chat_template.jinja"].path == tmp_path / "mine.jinja"
+    assert companions(setup.start, setup.config)["chat_template.jinja"].path == tmp_path / "mine.jinja"
 
 
 # -- before anything starts

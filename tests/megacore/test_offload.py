@@ -31,7 +31,8 @@ from megacore.states.offload import Offload, Offloaded
 from megacore.states.shelves import BUFFERS, FileShelf
 from megacore.states.windows import ALIGNED, cut
 from models.registry import configure
-from parallel.gradients.reduce import Gradients, Shard
+from parallel.choices import ZeroShard
+from parallel.gradients.reduce import Gradients
 from parallel.layout import Layout, MeshShape
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
@@ -72,7 +73,7 @@ SCHEMA = Schema(
 
 def states_after(
     mesh: MeshShape,
-    shard: Shard,
+    shard: ZeroShard,
     dtypes: tuple[torch.dtype, torch.dtype | None, bool],
     offload: Offload | None,
     parameters_too: bool = False,
@@ -108,7 +109,7 @@ def states_after(
     return found, optimizer.updates, windows
 
 
-def all_alike(mesh: MeshShape, shard: Shard, folder: Path) -> list[str]:
+def all_alike(mesh: MeshShape, shard: ZeroShard, folder: Path) -> list[str]:
     """What differs from states on the device."""
     wrong = []
     bf16 = torch.bfloat16
@@ -142,7 +143,7 @@ DP, TP = MeshShape(dp=2), MeshShape(tp=4)
     ],
 )
 def test_wherever_they_live_they_are_bitwise_the_same(
-    pool: Pool, mesh: MeshShape, shard: Shard, tmp_path: Path
+    pool: Pool, mesh: MeshShape, shard: ZeroShard, tmp_path: Path
 ) -> None:
     """Parts with gaps, parts of several windows, several parts in a window; a step that is left out."""
     for wrong in pool.run(mesh.world, all_alike, mesh, shard, tmp_path):

@@ -19,7 +19,7 @@ from megacore.plan.fit import MARGIN, fit
 from megacore.plan.memory import TERMS, crowds, memory
 from megacore.plan.of_config import setting_of
 from megacore.plan.published import PUBLISHED
-from megacore.plan.setting import ADAM_16, OFFLOADS, SHARDS, Offload, Setting, Widths
+from megacore.plan.setting import ADAM_16, OFFLOADS, SHARDS, Setting, Widths
 from megacore.plan.state import Held, State, state, state_of
 from megacore.plan.step_time import Cluster, Product, bubble, estimate, flops
 from megacore.plan.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic
@@ -30,6 +30,7 @@ from models.lora import Lora
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
+from parallel.choices import OptimizerOffload
 from parallel.layout import MeshShape
 from parallel.pipeline.schedules import SCHEDULES, in_flight_bound, simulate
 from tools.main import main
@@ -265,7 +266,7 @@ def test_what_is_offloaded_lies_elsewhere() -> None:
     made = setting({"preset": "llama-tiny"}, MeshShape(dp=4), shard="parameters", offload_buffer=1000)
     plain, held = memory(made, Held.of(made))[0], Held.of(made)
     assert plain.host == plain.disk == 0
-    cases: list[tuple[Offload, bool, int, int]]
+    cases: list[tuple[OptimizerOffload, bool, int, int]]
     states, parameters = plain.terms["masters"] + plain.terms["moments"], plain.terms["parameters"]
     cases = [
         ("host", False, states + 1000, 0),

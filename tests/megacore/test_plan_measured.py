@@ -19,7 +19,7 @@ from tracked import Tracked
 from megacore.optimizer import Optimizer
 from megacore.plan.activations import Activations
 from megacore.plan.memory import TERMS, Memory, groups, memory
-from megacore.plan.setting import SHARDS, Recompute, Setting, Shard, Widths
+from megacore.plan.setting import SHARDS, Setting, Widths
 from megacore.plan.state import Held
 from megacore.plan.step_time import flops
 from megacore.states.home import MOMENTS
@@ -33,6 +33,7 @@ from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
 from parallel import recompute
 from parallel.budgets import BUCKET_BYTES
+from parallel.choices import Recompute, ZeroShard
 from parallel.gradients.reduce import Gradients
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
@@ -71,7 +72,7 @@ class Case:
     schedule: str = "1f1b"
     chunks: int = 1
     masters: bool = True
-    shard: Shard = "none"
+    shard: ZeroShard = "none"
     replicas: int = 1
     recompute: Recompute = "none"
     loss_chunk: int | None = None

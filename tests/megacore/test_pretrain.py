@@ -16,7 +16,7 @@ from PIL import Image
 from pool import Pool
 from resident_home import resident
 
-from megacore import metrics, pretrain
+from megacore import build, metrics, pretrain
 from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
 from megacore.recipe import ConfigError, load
@@ -248,7 +248,7 @@ def test_one_rank_of_several_writes(pool: Pool, tmp_path: Path) -> None:
 def different_kernels() -> str:
     mesh = Mesh.create(MeshShape(dp=2))
     try:
-        pretrain._agree(Control.create(mesh), Start(), f"Kernels: those of {mesh.rank}")
+        build._agree(Control.create(mesh), Start(), f"Kernels: those of {mesh.rank}")
     except ConfigError as error:
         return str(error)
     return "no error"

@@ -23,7 +23,8 @@ from models.assemble import Model
 from models.decoder import Microbatch
 from models.registry import configure
 from models.stages import layout_of
-from parallel.gradients.reduce import Gradients, Shard
+from parallel.choices import ZeroShard
+from parallel.gradients.reduce import Gradients
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
@@ -55,7 +56,7 @@ def test_every_group_of_nccl_has_urgent_streams_and_the_one_timeout(monkeypatch:
     assert [(each["timeout"], each["pg_options"]) for each in made[2:]] == [(minutes, None)] * 2
 
 
-def connected_in_a_step(shape: MeshShape, shard: Shard, replicas: int) -> tuple[int, list[str]]:
+def connected_in_a_step(shape: MeshShape, shard: ZeroShard, replicas: int) -> tuple[int, list[str]]:
     """(connections before the first step, those that it makes itself) of this rank."""
     with connecting_at_first_use() as connected:
         mesh = Mesh.create(shape)
@@ -81,7 +82,7 @@ def connected_in_a_step(shape: MeshShape, shard: Shard, replicas: int) -> tuple[
     ids=str,
 )
 def test_all_connections_are_made_before_the_first_step(
-    pool: Pool, shape: MeshShape, shard: Shard, replicas: int
+    pool: Pool, shape: MeshShape, shard: ZeroShard, replicas: int
 ) -> None:
     """NCCL makes them at first use, where each host waits for the others: in a step they may never meet."""
     for before, within in pool.run(shape.world, connected_in_a_step, shape, shard, replicas):

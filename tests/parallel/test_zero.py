@@ -15,9 +15,10 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from parallel.choices import ZeroShard
 from parallel.collectives import Pending
 from parallel.gradients import reduce
-from parallel.gradients.reduce import Gradients, Shard
+from parallel.gradients.reduce import Gradients
 from parallel.layout import Layout, MeshShape
 from parallel.mesh import Group, Mesh
 from parallel.parameters import Parameters
@@ -26,7 +27,7 @@ from parallel.schema import Param, Schema
 NAMES = ("first", "left", "right", "last")
 SCHEMA = Schema(tuple(Param(name, "embed mlp", std=1.0) for name in NAMES), {"embed": 5, "mlp": 7, "layer": 1})
 STEPS, MICROBATCHES = 2, 3
-RUNGS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
+RUNGS: tuple[ZeroShard, ...] = ("none", "optimizer", "gradients", "parameters")
 
 
 class Times(nn.Module):
@@ -98,7 +99,7 @@ def went_left(rank: int, step: int, microbatch: int) -> bool:
     return rank == 1 or (step == 0 and microbatch == 1)
 
 
-def train(shard: Shard, splits: bool = False) -> list[dict[str, Tensor]]:
+def train(shard: ZeroShard, splits: bool = False) -> list[dict[str, Tensor]]:
     """The summed gradients of each step. Where the backward ``splits``, ``last`` and ``again`` compute their weight
     gradients when the next microbatch's backward is over; that of the other use of ``first`` comes from autograd."""
     mesh = Mesh.create(MeshShape(dp=2))
@@ -128,7 +129,7 @@ def train(shard: Shard, splits: bool = False) -> list[dict[str, Tensor]]:
     return found
 
 
-def lives_on(shard: Shard) -> bool:
+def lives_on(shard: ZeroShard) -> bool:
     """Whether something is left of a step when all have let go of it."""
     train(shard)
     gc.collect()
@@ -136,7 +137,7 @@ def lives_on(shard: Shard) -> bool:
 
 
 @pytest.mark.parametrize("shard", RUNGS)
-def test_hooks_keep_nothing_alive(pool: Pool, shard: Shard) -> None:
+def test_hooks_keep_nothing_alive(pool: Pool, shard: ZeroShard) -> None:
     assert not any(pool.run(2, lives_on, shard))
 
 
@@ -159,7 +160,7 @@ def by_hand() -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize("splits", [False, True], ids=["", "split"])
 @pytest.mark.parametrize("shard", RUNGS)
 def test_a_gradient_that_does_not_come_is_zero_and_one_that_comes_later_is_waited_for(
-    pool: Pool, shard: Shard, splits: bool
+    pool: Pool, shard: ZeroShard, splits: bool
 ) -> None:
     """Each rank has others of them, at other times: the sums must still meet."""
     want = by_hand()
@@ -194,7 +195,7 @@ def test_gradients_that_nobody_shares_can_be_handed_in(dtype: torch.dtype) -> No
 
 
 @pytest.mark.parametrize("shard", ["gradients", "optimizer"])
-def test_a_gradient_too_many_is_an_error(shard: Shard) -> None:
+def test_a_gradient_too_many_is_an_error(shard: ZeroShard) -> None:
     mesh = Mesh.single()
     weights = Parameters(Layout(SCHEMA, mesh.shape, (1,)), mesh, torch.float64)
     gradients = Gradients(weights, [nn.ParameterList(weights.values())], torch.float64, shard)
@@ -207,7 +208,9 @@ def test_a_gradient_too_many_is_an_error(shard: Shard) -> None:
 
 
 @pytest.mark.parametrize("shard", RUNGS[1:])
-def test_groups_of_replicas_sum_their_slices_beside_the_backward(monkeypatch: pytest.MonkeyPatch, shard: Shard) -> None:
+def test_groups_of_replicas_sum_their_slices_beside_the_backward(
+    monkeypatch: pytest.MonkeyPatch, shard: ZeroShard
+) -> None:
     """All but the last few are summed, or on their way, when it is over; then the others follow in their order."""
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     mesh = Mesh.create(MeshShape(dp=4))

@@ -23,7 +23,8 @@ from models.decoder import Losses, Microbatch
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
-from parallel.gradients.reduce import Gradients, Shard
+from parallel.choices import ZeroShard
+from parallel.gradients.reduce import Gradients
 from parallel.labels import IGNORE, with_labels
 from parallel.layout import Layout, MeshShape
 from parallel.mesh import Mesh
@@ -93,7 +94,7 @@ class Run:
     micro: int = 1
     activations: Activations = field(default_factory=Activations)
     loss_chunk: int | None = None
-    shard: Shard = "none"
+    shard: ZeroShard = "none"
     replicas: int = 1
     offload: Offload | None = None
     offload_parameters: bool = False

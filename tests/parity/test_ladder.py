@@ -24,14 +24,15 @@ from megacore.states.offload import Offload
 from megacore.step import TrainStep
 from models.assemble import Model
 from models.stages import layout_of
-from parallel.gradients.reduce import Gradients, Shard
+from parallel.choices import ZeroShard
+from parallel.gradients.reduce import Gradients
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.rank_sets import divide
 from parallel.recompute import Activations
 
-RUNGS: tuple[Shard, ...] = ("optimizer", "gradients", "parameters")
+RUNGS: tuple[ZeroShard, ...] = ("optimizer", "gradients", "parameters")
 BY_NAME = {case.name: case for case in CASES}
 UNTIED, TIED, GPT2 = "llama", "llama-tied-biases", "gpt2"
 
@@ -70,11 +71,11 @@ def _one(pool: Pool, name: str, layers: int) -> tuple[Case, Measured]:
 
 
 @pytest.mark.parametrize(("name", "spread", "shard"), PAIRS)
-def test_each_rung_computes_what_one_process_computes(pool: Pool, name: str, spread: Run, shard: Shard) -> None:
+def test_each_rung_computes_what_one_process_computes(pool: Pool, name: str, spread: Run, shard: ZeroShard) -> None:
     compare(pool, name, on(spread, shard))
 
 
-def on(spread: Run, shard: Shard, **changes: Any) -> Run:
+def on(spread: Run, shard: ZeroShard, **changes: Any) -> Run:
     return Run(**{**vars(spread), "shard": shard, **changes})
 
 
@@ -87,7 +88,7 @@ def compare(pool: Pool, name: str, spread: Run) -> None:
 @pytest.mark.parametrize(
     "activations", [Activations("full"), Activations("selective", True)], ids=["full", "selective-offload"]
 )
-def test_with_recomputation(pool: Pool, shard: Shard, activations: Activations) -> None:
+def test_with_recomputation(pool: Pool, shard: ZeroShard, activations: Activations) -> None:
     compare(pool, TIED, on(run(MeshShape(pp=2, dp=2), chunks=2), shard, activations=activations, loss_chunk=5))
 
 
@@ -123,7 +124,7 @@ def test_rungs_agree_bitwise_where_sums_have_one_order(pool: Pool, mesh: MeshSha
                     assert np.array_equal(mine.gradients[name], gradient), f"rank {rank}: {name}"
 
 
-def compiled(shard: Shard) -> tuple[list[float], list[float]]:
+def compiled(shard: ZeroShard) -> tuple[list[float], list[float]]:
     """The losses of two steps, without and with torch.compile."""
     mesh, case = Mesh.create(MeshShape(dp=2)), BY_NAME[UNTIED].with_layers(2)
     found = []
@@ -140,7 +141,7 @@ def compiled(shard: Shard) -> tuple[list[float], list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
-def test_blocks_can_be_compiled(pool: Pool, shard: Shard) -> None:
+def test_blocks_can_be_compiled(pool: Pool, shard: ZeroShard) -> None:
     for plain, fast in pool.run(2, compiled, shard):
         np.testing.assert_allclose(fast, plain, rtol=TOLERANCE)
 
@@ -161,7 +162,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum({s._cdata: s.nbytes() for s in (tensor.untyped_storage() for tensor in tensors)}.values())
 
 
-def held(mesh: MeshShape, shard: Shard, replicas: int) -> tuple[dict[str, int], int]:
+def held(mesh: MeshShape, shard: ZeroShard, replicas: int) -> tuple[dict[str, int], int]:
     """(bytes of each kind between two steps, of all that is held of the parameters' number)."""
     live = Mesh.create(mesh)
     case = Case("memory", SIZES)
@@ -189,7 +190,7 @@ def held(mesh: MeshShape, shard: Shard, replicas: int) -> tuple[dict[str, int], 
 
 
 # Bytes of each parameter that lie with each rank: (of all of them, of a rank's share).
-FORMULA: dict[str, dict[Shard, tuple[int, int]]] = {
+FORMULA: dict[str, dict[ZeroShard, tuple[int, int]]] = {
     "parameters": {"none": (2, 0), "optimizer": (2, 0), "gradients": (2, 0), "parameters": (0, 2)},
     "gradients": {"none": (4, 0), "optimizer": (4, 0), "gradients": (0, 4), "parameters": (0, 4)},
     "masters": {"none": (4, 0), "optimizer": (0, 4), "gradients": (0, 4), "parameters": (0, 4)},
@@ -199,7 +200,7 @@ FORMULA: dict[str, dict[Shard, tuple[int, int]]] = {
 
 @pytest.mark.parametrize("shard", ["none", *RUNGS])
 @pytest.mark.parametrize(("mesh", "replicas"), [(MeshShape(dp=4), 1), (MeshShape(dp=4), 2), (MeshShape(tp=2, dp=2), 1)])
-def test_what_is_held_is_what_the_formula_says(pool: Pool, mesh: MeshShape, replicas: int, shard: Shard) -> None:
+def test_what_is_held_is_what_the_formula_says(pool: Pool, mesh: MeshShape, replicas: int, shard: ZeroShard) -> None:
     shares = mesh.dp // replicas if shard != "none" else 1
     for found, numel in pool.run(4, held, mesh, shard, replicas if shard != "none" else 1):
         for kind, rungs in FORMULA.items():
@@ -207,7 +208,7 @@ def test_what_is_held_is_what_the_formula_says(pool: Pool, mesh: MeshShape, repl
             assert found[kind] == pytest.approx(numel * (whole + share / shares), rel=0.02), kind
 
 
-def seen_memory(shard: Shard) -> tuple[list[int], list[int]]:
+def seen_memory(shard: ZeroShard) -> tuple[list[int], list[int]]:
     """Units whose parameters are there: while each computes, forward and backward; and at the end of a step."""
     mesh = Mesh.create(MeshShape(dp=2))
     case = BY_NAME[UNTIED].with_layers(6)
@@ -294,7 +295,7 @@ def test_tensor_parallel_ranks_share_out_what_they_all_hold(pool: Pool) -> None:
         assert "norm.weight" in names and all("norm" in name for name in names) and len(names) == 7
 
 
-def read_twice(shard: Shard) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+def read_twice(shard: ZeroShard) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The weights that were filled in, and those that come back."""
     mesh = Mesh.create(MeshShape(dp=2, tp=4))
     case = BY_NAME[TIED].with_layers(3)
@@ -309,7 +310,7 @@ def read_twice(shard: Shard) -> tuple[dict[str, np.ndarray], dict[str, np.ndarra
 
 
 @pytest.mark.parametrize("shard", RUNGS)
-def test_weights_come_back_as_they_were_filled_in(pool: Pool, shard: Shard) -> None:
+def test_weights_come_back_as_they_were_filled_in(pool: Pool, shard: ZeroShard) -> None:
     for filled, found in pool.run(8, read_twice, shard):
         for name, want in filled.items():
             assert np.array_equal(found[name], want), name

@@ -19,12 +19,13 @@ from megacore.scaler import UNSCALED, Scaling
 from megacore.step import Stats, TrainStep
 from models.assemble import Model
 from models.stages import layout_of
-from parallel.gradients.reduce import Gradients, Shard
+from parallel.choices import ZeroShard
+from parallel.gradients.reduce import Gradients
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 
-RUNGS: tuple[Shard, ...] = ("none", "optimizer", "gradients", "parameters")
+RUNGS: tuple[ZeroShard, ...] = ("none", "optimizer", "gradients", "parameters")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 # fp8 leaves out the first layer and the last.
 UNTIED = Case("llama", LLAMA, sequences=8, ignored=0.3).with_layers(4)
@@ -77,9 +78,9 @@ class Ended:
     kept: dict[str, np.ndarray]
 
 
-def trained(case: Case, run: Run, precision: str) -> dict[Shard, Ended]:
+def trained(case: Case, run: Run, precision: str) -> dict[ZeroShard, Ended]:
     """The same run on each rung."""
-    found = dict[Shard, Ended]()
+    found = dict[ZeroShard, Ended]()
     for shard in RUNGS:
         run = replace(run, shard=shard)
         _, step = train_step(case, run, precision)
@@ -217,7 +218,7 @@ SEEDED = {
 
 @pytest.mark.parametrize("shard", RUNGS)
 @pytest.mark.parametrize("layout", SEEDED)
-def test_an_overflow_on_one_rank_is_left_out_by_all(pool: Pool, layout: str, shard: Shard) -> None:
+def test_an_overflow_on_one_rank_is_left_out_by_all(pool: Pool, layout: str, shard: ZeroShard) -> None:
     case, run, rank = SEEDED[layout]
     for seen in pool.run(run.mesh.world, with_overflow, case, replace(run, shard=shard), rank):
         assert seen.left_out == [False, True, False, False]

@@ -1,0 +1,233 @@
+"""The live parts of a run on one rank, each built from the sections of the config that it needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megacore import checkpoints
+from megacore.check import Setup
+from megacore.config import Config
+from megacore.control import Control
+from megacore.data.batches import Batches
+from megacore.data.samples import Source
+from megacore.hardware import peak_tflops
+from megacore.load import load as load_into
+from megacore.optimizer import Optimizer
+from megacore.recipe import ConfigError
+from megacore.resume import Start, companions, raw_of
+from megacore.save import NAMES, Kept, Saver, State
+from megacore.scaler import UNSCALED, Scaling
+from megacore.states.offload import Offload
+from megacore.step import TrainStep
+from megacore.store.adapters import check_fingerprint
+from megacore.store.export import with_dtype
+from megacore.store.index import Adapters
+from megacore.store.load import fingerprint
+from megacore.store.strict_json import StoreError
+from megacore.trainer import Trainer
+from models.assemble import Model
+from models.decoder import Losses
+from models.stages import layout_of
+from parallel import kernels
+from parallel.gradients.reduce import Gradients
+from parallel.layout import Layout
+from parallel.mesh import Mesh
+from parallel.pipeline.run import Pipeline
+from parallel.recompute import Activations
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
+
+
+def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
+    """Builds the live parts of a run on this rank, its model initialised or loaded; it logs nothing.
+
+    Raises:
+        ConfigError: the ranks have found different things, or one of them cannot do what the config asks for.
+        StoreError: what the run starts from is damaged.
+    """
+    config, start, schema = setup.config, setup.start, setup.model.schema
+    layout = layout_of(setup.model, mesh.shape, config.pipeline.chunks, config.pipeline.layers_per_stage, config.tuning)
+    model = _model(setup, layout, mesh, control)
+    gradients = _gradients(config, model)
+    _agree(control, start, kernels.chosen(mesh.device, config.train.compile))
+    offload = _offload(config)
+    optimizer = _optimizer(config, gradients, offload, control)
+    adapters = _adapters(config, start, control)
+    load_into(start, model.parameters, optimizer, config.train.seed, control)
+    state = State(
+        model.parameters,
+        optimizer,
+        offload.folder if offload else None,
+        replace(layout, schema=config.tuning.kept(schema)),
+    )
+    saver = _saver(setup, state, adapters, control)
+    pipeline = Pipeline(mesh, model.chunks, DTYPES[config.train.precision], config.pipeline.schedule)
+    step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config))
+    step.scaler.load(start.progress.scaler)
+
+    def batches(source: Source) -> Batches:
+        return setup.corpora.batches(source, config, mesh.data_rank, mesh.shape.data, setup.model.vocab_size)
+
+    return Trainer(
+        config,
+        mesh,
+        model,
+        step,
+        batches(setup.corpora.train),
+        batches(setup.corpora.validation) if setup.corpora.validation else None,
+        config.log.peak_tflops or peak_tflops(mesh.device, DTYPES[config.train.precision]),
+        control,
+        saver,
+        start.progress,
+        None,
+    )
+
+
+def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
+    """Builds this rank's part of the model, with the products and kernels that the config asks for; its weights are
+    still to come."""
+    config = setup.config
+    losses = Losses(config.loss.label_smoothing, config.loss.z_loss, config.memory.loss_chunk)
+    activations = Activations(config.memory.recompute, config.memory.offload_activations)
+    dtype, hollow = DTYPES[config.train.precision], config.zero.shard == "parameters"
+    model = Model.create(setup.model, layout, mesh, dtype, losses, activations, hollow, config.tuning)
+    kernels.take_flash_attention(mesh.device, model.drops_attention)
+    if config.train.precision == "fp8":
+        model.use_fp8()
+    if config.train.async_tp:
+        _overlap(model, control)
+    if config.train.compile:
+        model.compile()
+    return model
+
+
+def _gradients(config: Config, model: Model) -> Gradients:
+    """Builds what sums the model's gradients: in fp32 where there are masters for narrower weights."""
+    dtype = DTYPES[config.train.precision]
+    wide = config.optimizer.master_weights and dtype.itemsize < 4
+    gradients = Gradients(
+        model.parameters,
+        model.chunks,
+        torch.float32 if wide else dtype,
+        config.zero.shard,
+        config.zero.replicas,
+        offload=config.memory.offload_parameters,
+    )
+    if wide and model.parameters.mesh.device.type == "cuda":  # whose products add in fp32; a CPU's would not
+        model.hand_weight_gradients(gradients.receive)
+    return gradients
+
+
+def _optimizer(config: Config, gradients: Gradients, offload: Offload | None, control: Control) -> Optimizer:
+    """Builds the optimizer.
+
+    Raises:
+        ConfigError: on all ranks, where one of them cannot offload.
+    """
+    section = config.optimizer
+    try:
+        return control.attempt(
+            lambda: Optimizer(
+                gradients,
+                lr=section.lr,
+                betas=section.betas,
+                eps=section.eps,
+                weight_decay=section.weight_decay,
+                clip=section.clip,
+                master_weights=section.master_weights,
+                moments=torch.bfloat16 if section.moments == "bf16" else None,
+                offload=offload,
+            )
+        )
+    except StoreError as error:
+        raise ConfigError([f"memory.offload_folder: {error}"]) from error
+
+
+def _saver(setup: Setup, state: State, adapters: Adapters | None, control: Control) -> Saver:
+    """Builds what saves checkpoints; room for states on disk is taken at once."""
+    config, start = setup.config, setup.start
+    saver = Saver(
+        checkpoints.folder_of(config.out),
+        state,
+        with_dtype(raw_of(setup.model, start.source), NAMES[DTYPES[config.train.precision]]),
+        companions(start, config),
+        control,
+        Kept(config.checkpoint.keep, config.checkpoint.keep_every),
+        adapters,
+        config.tuning.frozen(setup.model.schema) if adapters is None else frozenset(),
+    )
+    if config.memory.offload_folder is not None and config.checkpoint.on:
+        saver.reserve()
+    return saver
+
+
+def _overlap(model: Model, control: Control) -> None:
+    """Raise ConfigError on all ranks where one of them cannot do it."""
+
+    def use() -> None:
+        try:
+            model.use_async_tp()
+        except ValueError as error:
+            raise StoreError(str(error)) from error
+
+    try:
+        control.attempt(use)
+    except StoreError as error:
+        raise ConfigError([f"train.async_tp: {error}: set it to false"]) from error
+
+
+def _scaling(config: Config) -> Scaling:
+    """fp32 has the range of bf16; only fp16's gradients need another."""
+    section = config.loss_scale
+    fp16 = config.train.precision == "fp16"
+    return Scaling(section.initial, section.growth_interval, section.minimum) if fp16 else UNSCALED
+
+
+def _offload(config: Config) -> Offload | None:
+    section = config.memory
+    if section.offload_optimizer == "none":
+        return None
+    return Offload(Path(section.offload_folder) if section.offload_folder else None, section.offload_buffer << 20)
+
+
+def _adapters(config: Config, start: Start, control: Control) -> Adapters | None:
+    """What the adapters of a run belong to, if it trains some.
+
+    Raises:
+        ConfigError: they go on beside another model than they were trained on.
+    """
+    lora, base = config.tuning.lora, start.source
+    if lora is None or base is None:
+        return None
+    found = Adapters(lora, str(base.path), fingerprint(base, control))
+    if start.adapters is not None:
+        try:
+            check_fingerprint(start.adapters, base.path, found.fingerprint)
+        except StoreError as error:
+            raise ConfigError([f"checkpoint.init: {error}"]) from error
+    return found
+
+
+def _agree(control: Control, start: Start, chosen: str) -> None:
+    """Each rank has looked for itself; a folder that only some of them see would break the run much later, and kernels
+    that only some of them have would wait for other messages."""
+    step = start.progress.step
+    least, most = -int(control.largest(-step)[0]), int(control.largest(step)[0])
+    if least != most:
+        problem = f"ranks have found checkpoints to resume from of steps {least} to {most}"
+        raise ConfigError([f"checkpoint.resume: {problem}: out must lie on a file system that all nodes share"])
+    sources = control.tell([*{*control.gather(None if start.source is None else str(start.source.path))}])
+    if len(sources) > 1:
+        found = ", ".join(sorted(map(str, sources)))
+        raise ConfigError([f"checkpoint.init: ranks have found different checkpoints of one run ({found}): name one"])
+    if len(various := control.tell(sorted({*control.gather(chosen)}))) > 1:
+        raise ConfigError([f"ranks have chosen different kernels: make their machines alike ({'; '.join(various)})"])
