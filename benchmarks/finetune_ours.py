@@ -20,9 +20,10 @@ import torch
 
 from benchmarks import steps
 from benchmarks.finetune_work import LORA, LR, Work
-from megacore import metrics, pretrain
 from megacore.control import Control
 from megacore.data.packing import Packed
+from megacore.run import metrics
+from megacore.run import train as pretrain
 from parallel.mesh import Mesh
 
 MODES = ("full", "lora")

@@ -33,11 +33,11 @@ from torch import Tensor
 
 from megacore import checkpoints
 from megacore.control import Control
-from megacore.optimizer import Optimizer
-from megacore.save import Kept, Saver, State
-from megacore.states.home import MOMENTS
-from megacore.states.resident import Resident
-from megacore.step import TrainStep
+from megacore.run.optimizer import Optimizer
+from megacore.run.save import Kept, Saver, State
+from megacore.run.states.home import MOMENTS
+from megacore.run.states.resident import Resident
+from megacore.run.step import TrainStep
 from models.assemble import Model
 from models.decoder import Microbatch
 from models.registry import configure

@@ -78,7 +78,7 @@ class Pool:
 def forkserver() -> multiprocessing.context.ForkServerContext:
     """Makes processes that have imported what tests need. A session has one server: what it imports is settled here."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "models.decoder", "megacore.pretrain", "pytest"])
+    context.set_forkserver_preload(["torch", "torch.distributed", "models.decoder", "megacore.run.train", "pytest"])
     return context
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megacore.optimizer import Optimizer
-from megacore.states.resident import Resident
+from megacore.run.optimizer import Optimizer
+from megacore.run.states.resident import Resident
 
 
 def resident(optimizer: Optimizer) -> Resident:

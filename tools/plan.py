@@ -24,8 +24,8 @@ from megacore.plan.setting import Setting
 from megacore.plan.state import Held
 from megacore.plan.step_time import Cluster, Estimate, estimate
 from megacore.plan.traffic import Traffic, traffic
-from megacore.problems import problems
 from megacore.recipe import ConfigError, load
+from megacore.run.problems import problems
 from megacore.say import err, say, say_data
 from models.config import ModelConfig, ModelConfigError
 from models.registry import configure

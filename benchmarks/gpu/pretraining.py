@@ -42,9 +42,11 @@ TINY: Mapping[str, Any] = {
 
 def pretraining(machine: Machine) -> Iterator[Row]:
     try:
-        from megacore import checkpoints, metrics, pretrain
+        from megacore import checkpoints
         from megacore.data.indexed import IndexedWriter
         from megacore.plan.of_config import setting_of
+        from megacore.run import metrics
+        from megacore.run import train as pretrain
     except ImportError as error:
         yield skipped("pretraining", error)
         return

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megacore.optimizer import Optimizer
 from megacore.plan.setting import Setting, Widths
-from megacore.step import TrainStep
+from megacore.run.optimizer import Optimizer
+from megacore.run.step import TrainStep
 from models.assemble import Model
 from models.config import ModelConfig
 from models.decoder import Losses, Microbatch

@@ -250,7 +250,7 @@ def _save(setting: Setting, per_node: int, storage: Storage, interval: float | N
 
 
 def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
-    """As :func:`megacore.load.load` goes about it: masters of what is trained, weights of the rest, then moments."""
+    """As `megacore.run.load` goes about it: masters of what is trained, weights of the rest, then moments."""
     layout, states = setting.layout, _states(setting)
     frozen = setting.frozen
     by_rank, size, received, sizes = Counter[int](), 0, 0, layout.schema.sizes

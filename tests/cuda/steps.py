@@ -26,25 +26,25 @@ import numpy as np
 import torch
 from fake_cuda import DEVICE, Watch
 
-from megacore import pretrain
-from megacore.check import Setup
 from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batch
 from megacore.recipe import load
-from megacore.resume import Start
+from megacore.run import train as pretrain
+from megacore.run.check import Setup
+from megacore.run.resume import Start
+from megacore.run.trainer import Trainer, Trouble
 from megacore.store.direct import aligned_memory
-from megacore.trainer import Trainer, Trouble
 from models.registry import configure
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh
 
 READS: Mapping[str, Any] = {
     # The CPU is to update: it must know whether to and what to divide by, and have the gradients.
-    "megacore/states/offload.py:Offloaded.update": 1.0,
+    "megacore/run/states/offload.py:Offloaded.update": 1.0,
 }
 """{where a step may ask the device for a number: the answer}."""
-DOWNLOADS = frozenset({"megacore/states/offload.py:Offloaded._send", "parallel/saved.py:HostMemory.send"})
+DOWNLOADS = frozenset({"megacore/run/states/offload.py:Offloaded._send", "parallel/saved.py:HostMemory.send"})
 """Where a step may copy to the host: gradients that the CPU updates by, activations that are kept there."""
 ONCE = frozenset({"models/rope.py:tables"})
 """Where the first step may wait for a copy to the device: of tables that are made once."""

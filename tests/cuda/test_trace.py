@@ -19,7 +19,7 @@ from pool import TIMEOUT_S, forkserver
 from steps import CASES, HOW, Case, Launches, excess, read
 from torch import Tensor, nn
 
-from megacore.trainer import Trainer
+from megacore.run.trainer import Trainer
 from parallel.kernels.choice import has_triton
 
 NAMES = list(CASES)

@@ -80,7 +80,7 @@ def _serve(connection: Connection) -> None:
     import_transformers()
     for name in MODULES:
         importlib.import_module(f"tools.{name}")
-    for name in ("megacore.pretrain", "megacore.inference.evaluate", "megacore.inference.load", "megacore.verify"):
+    for name in ("megacore.run.train", "megacore.inference.evaluate", "megacore.inference.load", "megacore.verify"):
         importlib.import_module(name)
     limits.SECONDS = COMPUTING
     tqdm.set_lock(threading.RLock())  # not one of semaphores, which would count as leaked
@@ -122,7 +122,7 @@ def _child(command: Sequence[str], folder: Path, said: Sequence[Path]) -> None:
         assert held is not None
         resource.setrlimit(resource.RLIMIT_DATA, ((int(held[1]) << 10) + MEMORY,) * 2)
         name, *arguments = command
-        module = "megacore.pretrain" if name == "pretrain" else f"tools.{name}"
+        module = "megacore.run.train" if name == "pretrain" else f"tools.{name}"
         status = importlib.import_module(module).main(arguments)
     except SystemExit as error:
         status = error.code

@@ -49,8 +49,8 @@ FILLS_TENSORS = "megacore.store.load"
 WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
     "parallel",
     "parallel.random",
-    "megacore.check",
-    "megacore.launch",
+    "megacore.run.check",
+    "megacore.run.launch",
     "megacore.launcher",
     "megacore.rank",
     "models",
@@ -129,7 +129,7 @@ def reached(*names: str) -> set[str]:
 def test_a_bare_step_needs_torch_and_little_else() -> None:
     """Images with GPUs have torch, and often neither pydantic nor omegaconf: recipes alone need them."""
     found = reached(
-        "megacore.step",
+        "megacore.run.step",
         "megacore.hardware",
         # Kernels in Triton are imported where it is.
         *(name for name in MODULES if not name.startswith(("megacore", "tools", "parallel.kernels.fused"))),
@@ -138,7 +138,7 @@ def test_a_bare_step_needs_torch_and_little_else() -> None:
     assert others - sys.stdlib_module_names == {"torch", "numpy", "einops"}
 
 
-TRAINING = {f"megacore.{name}" for name in ("load", "optimizer", "pretrain", "resume", "save", "step", "trainer")}
+TRAINING = {f"megacore.run.{name}" for name in ("load", "optimizer", "resume", "save", "step", "train", "trainer")}
 INFERENCE = [name for name in MODULES if name.startswith("megacore.inference")]
 
 
@@ -147,7 +147,7 @@ INFERENCE = [name for name in MODULES if name.startswith("megacore.inference")]
 )
 def test_who_reads_weights_imports_nothing_of_training(name: str) -> None:
     """Loading lives below both: who generates, evaluates, exports or inspects waits for no optimizer and no run."""
-    training = TRAINING | {other for other in MODULES if other.startswith("megacore.states.")}
+    training = TRAINING | {other for other in MODULES if other.startswith("megacore.run.states.")}
     assert not reached(name) & training
 
 

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 import yaml
 
-from megacore import metrics, pretrain
 from megacore.control import Control
 from megacore.data.indexed import IndexedWriter
-from megacore.trainer import Trainer
+from megacore.run import metrics
+from megacore.run import train as pretrain
+from megacore.run.trainer import Trainer
 from parallel.mesh import Mesh
 
 VOCAB = 61

@@ -17,12 +17,13 @@ from chats import FAMILIES, chat, write_jsonl, write_tokenizer
 from engine import LLAMA, RECIPE, Result, train, trainer
 from pool import Pool
 
-from megacore import checkpoints, pretrain
+from megacore import checkpoints
 from megacore.control import Control
 from megacore.data.blend import Blend
 from megacore.data.packing import Packed
 from megacore.recipe import ConfigError
-from megacore.resume import companions
+from megacore.run import train as pretrain
+from megacore.run.resume import companions
 from parallel.labels import IGNORE
 
 LENGTH, ROWS, EXAMPLES = 64, 4, 16

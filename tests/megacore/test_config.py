@@ -8,8 +8,8 @@ import pytest
 
 from megacore import recipe as recipe_module
 from megacore.config import RANGES, SECTIONS, Config, Corpus, MeshConfig, parts
-from megacore.problems import problems, surroundings
 from megacore.recipe import ConfigError, load, processes
+from megacore.run.problems import problems, surroundings
 from models.registry import configure
 from parallel.schema import Schema
 
@@ -258,7 +258,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "megacore.problems.importlib.util.find_spec", lambda name: None if name == "wandb" else object()
+        "megacore.run.problems.importlib.util.find_spec", lambda name: None if name == "wandb" else object()
     )
     return tmp_path
 

@@ -19,7 +19,7 @@ from megacore.data.corpus import Corpus as Facts
 from megacore.data.first_order import ShuffledDocuments
 from megacore.data.indexed import IndexedDataset, IndexedWriter
 from megacore.data.samples import ORDER, Source, split_documents
-from megacore.progress import Progress
+from megacore.run.progress import Progress
 from megacore.store.strict_json import StoreError
 
 FACTS = Facts("corpus", 60, 1440, 5000, 3.5, VOCAB, None, 4.0, 0, 0)

@@ -12,9 +12,11 @@ import pytest
 from engine import RECIPE, train, trainer, write_recipe
 from pool import Pool
 
-from megacore import checkpoints, metrics, pretrain
+from megacore import checkpoints
 from megacore.inference.load import model_from
 from megacore.recipe import ConfigError
+from megacore.run import metrics
+from megacore.run import train as pretrain
 from megacore.store import load
 from megacore.store.audit import DamageError
 from megacore.store.open import open_folder

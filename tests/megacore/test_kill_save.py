@@ -18,7 +18,8 @@ import torch.distributed as dist
 from engine import RECIPE, write_recipe
 from pool import Pool, forkserver
 
-from megacore import checkpoints, pretrain
+from megacore import checkpoints
+from megacore.run import train as pretrain
 from megacore.store import audit, shares
 from megacore.store.checkpoint import Checkpoint
 

@@ -15,7 +15,7 @@ from pool import Pool
 
 from megacore import checkpoints
 from megacore.config import Config, MeshConfig, ZeroConfig
-from megacore.problems import problems
+from megacore.run.problems import problems
 from parallel.schema import Schema
 
 RUNGS = ("none", "optimizer", "gradients", "parameters")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from engine import write_recipe
 
-from megacore import launch as program
 from megacore.launcher import Node, gpus, threads
+from megacore.run import launch as program
 
 ROOT = Path(__file__).parents[2]
 PYTHON = """#!/usr/bin/env bash
@@ -126,7 +126,7 @@ def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str], given: list
 def test_a_run_is_started_on_as_many_ranks_as_its_mesh_takes(launched: Launched, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     status, given = launched(recipe, f"out={tmp_path / 'run'}", "mesh.tp=2", MALLOC_TRIM_THRESHOLD_="5")
-    assert status == 7 and given["module"] == "megacore.pretrain" and given["node"] == Node(2)
+    assert status == 7 and given["module"] == "megacore.run.train" and given["node"] == Node(2)
     assert given["arguments"] == [recipe, f"out={tmp_path / 'run'}", "mesh.tp=2"] and given["shutdown_s"] == 600
     assert given["environment"].items() >= threads(2).items()
     assert given["environment"]["MALLOC_TRIM_THRESHOLD_"] == "5"

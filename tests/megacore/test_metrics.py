@@ -11,9 +11,9 @@ import pytest
 from engine import LENGTH, train, trainer, write_recipe
 from PIL import Image
 
-from megacore import metrics
 from megacore.config import Config, LogConfig, TrainConfig
-from megacore.metrics import Log
+from megacore.run import metrics
+from megacore.run.metrics import Log
 from megacore.store.strict_json import StoreError
 from models.config import flops_per_token
 from models.registry import configure

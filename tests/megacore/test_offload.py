@@ -21,15 +21,15 @@ from torch import Tensor, nn
 
 from megacore import checkpoints
 from megacore.config import Config, MemoryConfig, ZeroConfig
-from megacore.optimizer import Optimizer
 from megacore.plan.setting import SHARDS
-from megacore.problems import problems, surroundings
 from megacore.recipe import load
-from megacore.states import room, shelves
-from megacore.states.home import MASTER
-from megacore.states.offload import Offload, Offloaded
-from megacore.states.shelves import BUFFERS, FileShelf
-from megacore.states.windows import ALIGNED, cut
+from megacore.run.optimizer import Optimizer
+from megacore.run.problems import problems, surroundings
+from megacore.run.states import room, shelves
+from megacore.run.states.home import MASTER
+from megacore.run.states.offload import Offload, Offloaded
+from megacore.run.states.shelves import BUFFERS, FileShelf
+from megacore.run.states.windows import ALIGNED, cut
 from models.registry import configure
 from parallel.choices import ZeroShard
 from parallel.gradients.reduce import Gradients

@@ -8,7 +8,7 @@ from pool import Pool
 from resident_home import resident
 from torch import nn
 
-from megacore.optimizer import Optimizer
+from megacore.run.optimizer import Optimizer
 from parallel.gradients.buckets import WholeSpan
 from parallel.gradients.reduce import Gradients
 from parallel.layout import Layout, MeshShape

@@ -23,8 +23,8 @@ from megacore.plan.setting import ADAM_16, OFFLOADS, SHARDS, Setting, Widths
 from megacore.plan.state import Held, State, state, state_of
 from megacore.plan.step_time import Cluster, Product, bubble, estimate, flops
 from megacore.plan.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic
-from megacore.problems import problems
 from megacore.recipe import load
+from megacore.run.problems import problems
 from models.config import flops_per_token
 from models.lora import Lora
 from models.registry import configure

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracked import Tracked
 
-from megacore.optimizer import Optimizer
 from megacore.plan.activations import Activations
 from megacore.plan.memory import TERMS, Memory, groups, memory
 from megacore.plan.setting import SHARDS, Setting, Widths
 from megacore.plan.state import Held
 from megacore.plan.step_time import flops
-from megacore.states.home import MOMENTS
-from megacore.step import TrainStep
+from megacore.run.optimizer import Optimizer
+from megacore.run.states.home import MOMENTS
+from megacore.run.step import TrainStep
 from models.assemble import Model
 from models.config import flops_per_token
 from models.decoder import Losses, Microbatch

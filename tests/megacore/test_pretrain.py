@@ -16,13 +16,14 @@ from PIL import Image
 from pool import Pool
 from resident_home import resident
 
-from megacore import build, metrics, pretrain
 from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
 from megacore.recipe import ConfigError, load
-from megacore.resume import Start
-from megacore.states import room
-from megacore.trainer import Interrupt, Trainer
+from megacore.run import build, metrics
+from megacore.run import train as pretrain
+from megacore.run.resume import Start
+from megacore.run.states import room
+from megacore.run.trainer import Interrupt, Trainer
 from models.registry import configure
 from parallel.layout import MeshShape
 from parallel.mesh import Mesh
@@ -325,7 +326,7 @@ def test_a_signal_ends_a_run_after_its_step(recipe: str, tmp_path: Path, number:
     command = [
         sys.executable,
         "-m",
-        "megacore.pretrain",
+        "megacore.run.train",
         recipe,
         f"out={out}",
         "train.steps=100000",
@@ -379,7 +380,7 @@ def test_a_second_ctrl_c_without_a_launcher_is_a_line(
 def test_a_signal_to_torchrun_ends_all_ranks_after_the_same_step(recipe: str, tmp_path: Path) -> None:
     """Another launcher than ours; `test_start.py` has ours."""
     out = tmp_path / "run"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.pretrain"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.run.train"]
     process = start([sys.executable, *torchrun, recipe, f"out={out}", "train.steps=100000", "mesh.tp=2"])
     try:
         await_records(process, out, 3)
@@ -398,7 +399,7 @@ def test_an_error_on_one_rank_ends_all_of_them_and_is_seen(recipe: str, tmp_path
     stand_in = tmp_path / "path" / "wandb"
     stand_in.mkdir(parents=True)
     (stand_in / "__init__.py").write_text("def init(**_):\n    raise RuntimeError('no such project')\n")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.pretrain"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.run.train"]
     command = [sys.executable, *torchrun, recipe, f"out={tmp_path / 'run'}", "mesh.tp=2", "log.wandb=project"]
     process = start(command, PYTHONPATH=str(stand_in.parent))
     try:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from engine import RECIPE, trainer, write_recipe
 from pool import Pool
 
-from megacore import checkpoints, pretrain
+from megacore import checkpoints
+from megacore.run import train as pretrain
 from megacore.store import load, shares
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError

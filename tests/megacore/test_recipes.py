@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.problems import problems
 from megacore.recipe import load
+from megacore.run.problems import problems
 from models.registry import configure
 from models.stages import layout_of
 

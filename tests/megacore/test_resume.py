@@ -18,19 +18,21 @@ from engine import GPT2, LENGTH, LLAMA, RECIPE, VOCAB, Result, train, trainer, w
 from pool import Pool
 from resident_home import resident
 
-from megacore import checkpoints, metrics, pretrain
+from megacore import checkpoints
 from megacore.config import Config
 from megacore.data.first_order import ShuffledDocuments
 from megacore.data.samples import Samples
 from megacore.inference.load import model_from
-from megacore.progress import Progress
 from megacore.recipe import ConfigError, load
-from megacore.resume import find, model_of, raw_of, remarks
-from megacore.save import State
+from megacore.run import metrics
+from megacore.run import train as pretrain
+from megacore.run.progress import Progress
+from megacore.run.resume import find, model_of, raw_of, remarks
+from megacore.run.save import State
+from megacore.run.trainer import Trainer
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
-from megacore.trainer import Trainer
 from models.decoder import Microbatch
 from models.registry import configure
 from models.stages import layout_of

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from engine import RECIPE, write_recipe
 
-from megacore import pretrain
-from megacore.export import export
 from megacore.recipe import load
+from megacore.run import train as pretrain
+from megacore.run.export import export
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
 from tools import convert

@@ -19,14 +19,15 @@ import torch
 from engine import GPT2, RECIPE, train, trainer, write_recipe
 from pool import Pool
 
-from megacore import checkpoints, save
+from megacore import checkpoints
 from megacore.control import Control
-from megacore.save import SaveError
+from megacore.run import save
+from megacore.run.save import SaveError
+from megacore.run.trainer import NonFinite, Trainer
 from megacore.store import audit, publish
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
-from megacore.trainer import NonFinite, Trainer
 from models.decoder import Microbatch
 from parallel.layout import Layout, MeshShape
 from parallel.mesh import Mesh
@@ -381,7 +382,7 @@ def fails_for_a_while(recipe: str, overrides: list[str], rank: int, times: int) 
         return plain(*arguments)
 
     told: list[str] = []
-    with mock.patch.object(save, "write", burning), mock.patch("megacore.trainer._AGAIN_S", 1):
+    with mock.patch.object(save, "write", burning), mock.patch("megacore.run.trainer._AGAIN_S", 1):
         if made.log is not None:
             made.log.tell = told.append  # type: ignore[assignment, method-assign]
         return made.run(), told

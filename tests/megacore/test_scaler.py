@@ -14,11 +14,12 @@ from pool import Pool
 from resident_home import resident
 from torch import Tensor
 
-from megacore import checkpoints, progress
-from megacore.progress import is_scaler_state
-from megacore.scaler import UNSCALED, Scaler, Scaling
+from megacore import checkpoints
+from megacore.run import progress
+from megacore.run.progress import is_scaler_state
+from megacore.run.scaler import UNSCALED, Scaler, Scaling
+from megacore.run.trainer import NonFinite
 from megacore.store.strict_json import StoreError
-from megacore.trainer import NonFinite
 
 FP16 = ["train.precision=fp16", "evaluate.every=0"]
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from engine import write_recipe
 from pool import Pool
 from traps import set_traps
 
-from megacore import pretrain
 from megacore.rank import parted
+from megacore.run import train as pretrain
 from parallel.collectives import all_reduce_
 from parallel.layout import MeshShape
 from parallel.linear import ColumnParallelLinear

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from engine import GPT2, LENGTH, LLAMA, VOCAB
 from resident_home import resident
 
-from megacore.optimizer import Optimizer
-from megacore.step import TrainStep, evaluate
+from megacore.run.optimizer import Optimizer
+from megacore.run.step import TrainStep, evaluate
 from models.assemble import Model
 from models.decoder import Losses, Microbatch
 from models.registry import configure

@@ -16,8 +16,8 @@ from engine import GPT2, LLAMA, RECIPE, Result, train, trainer, weights, write_r
 from pool import Pool
 from resident_home import resident
 
-from megacore.step import Stats, TrainStep
-from megacore.trainer import Interrupt, NonFinite, Trouble
+from megacore.run.step import Stats, TrainStep
+from megacore.run.trainer import Interrupt, NonFinite, Trouble
 from models import assemble
 from models.decoder import Microbatch
 from parallel.gradients.buckets import WholeSpan
@@ -478,7 +478,7 @@ def test_all_ranks_collect_garbage_at_the_same_steps(recipe: str, monkeypatch: p
         return backward(microbatches)
 
     monkeypatch.setattr(made.step, "backward", noted)
-    monkeypatch.setattr("megacore.trainer.COLLECT_EVERY", 2)
+    monkeypatch.setattr("megacore.run.trainer.COLLECT_EVERY", 2)
     monkeypatch.setattr(gc, "collect", seen.append)
     made.run()
     assert seen == [False, False, 1, False, False, 1, False] and gc.isenabled()

@@ -11,10 +11,10 @@ import pytest
 from engine import Result, train, write_recipe
 from pool import Pool
 
-from megacore import pretrain
 from megacore.checkpoints import folder_of, path_of
 from megacore.inference.load import model_from
 from megacore.recipe import ConfigError
+from megacore.run import train as pretrain
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.open import open_folder, open_model
 from megacore.store.strict_json import StoreError

@@ -16,9 +16,9 @@ from connections import connecting_at_first_use
 from pool import Pool
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megacore.optimizer import Optimizer
 from megacore.rank import Here, join
-from megacore.step import TrainStep
+from megacore.run.optimizer import Optimizer
+from megacore.run.step import TrainStep
 from models.assemble import Model
 from models.decoder import Microbatch
 from models.registry import configure

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megacore.optimizer import Optimizer
-from megacore.states.offload import Offload
-from megacore.step import TrainStep, evaluate
+from megacore.run.optimizer import Optimizer
+from megacore.run.states.offload import Offload
+from megacore.run.step import TrainStep, evaluate
 from models.assemble import Model
 from models.config import ModelConfig
 from models.decoder import Losses, Microbatch

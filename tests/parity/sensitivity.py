@@ -642,7 +642,7 @@ FAULTS = (
     ),
     fault(
         "a run that goes on corrects its moments' bias as in the first step",
-        "megacore.load.load",
+        "megacore.run.load.load",
         "optimizer.updates = start.progress.updates",
         "",
         "test_another_layout_goes_on_with_the_same_numbers[tp4]",
@@ -701,7 +701,7 @@ FAULTS = (
     ),
     fault(
         "damaged checkpoints are passed over and left in the way",
-        "pretrain._prepare",
+        "train._prepare",
         "checkpoints.set_aside(each.path)",
         "each.path",
         "test_a_run_goes_on_from_the_newest_whole_checkpoint[cut]",
@@ -722,7 +722,7 @@ FAULTS = (
     ),
     fault(
         "the folder is put in order before it is held",
-        "pretrain.run",
+        "train.run",
         "control.attempt(lambda: stack.enter_context(RunLock.take(out)))",
         "_prepare(setup, mesh)\ncontrol.attempt(lambda: stack.enter_context(RunLock.take(out)))",
         "test_a_second_run_changes_nothing",

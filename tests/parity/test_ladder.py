@@ -18,10 +18,10 @@ from resident_home import resident
 from test_layouts import CASES, LLAMA
 from torch import Tensor
 
-from megacore.optimizer import Optimizer
-from megacore.states.home import MOMENTS
-from megacore.states.offload import Offload
-from megacore.step import TrainStep
+from megacore.run.optimizer import Optimizer
+from megacore.run.states.home import MOMENTS
+from megacore.run.states.offload import Offload
+from megacore.run.step import TrainStep
 from models.assemble import Model
 from models.stages import layout_of
 from parallel.choices import ZeroShard

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore import metrics
+from megacore.run import metrics
 from tools import convert
 
 pytestmark = pytest.mark.slow

@@ -21,8 +21,9 @@ import torch
 import yaml
 from pool import Pool
 
-from megacore import metrics, pretrain
 from megacore.control import Control
+from megacore.run import metrics
+from megacore.run import train as pretrain
 from megacore.store.tensors import TensorFile
 from parallel.mesh import Mesh
 from tools import convert, generate, reshard, tokenize, verify

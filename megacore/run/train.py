@@ -1,4 +1,4 @@
-"""Pretrain what a recipe describes: ``python -m megacore.pretrain RECIPE [overrides]`` is one rank of the run.
+"""Pretrain what a recipe describes: ``python -m megacore.run.train RECIPE [overrides]`` is one rank of the run.
 
 launch/pretrain.sh starts them, and so may torchrun. Everything that can be wrong with a run is found before a process
 group starts, and said once, by the first rank of each node.
@@ -19,28 +19,29 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megacore import checkpoints, metrics, open_files
-from megacore.build import trainer_of
-from megacore.check import Setup, check, files_of
+from megacore import checkpoints, open_files
 from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import TokenError
 from megacore.data.corpora import facts
-from megacore.export import export
 from megacore.hardware import claim
 from megacore.launcher import gpus
 from megacore.rank import Here, join, leave
 from megacore.recipe import ConfigError
-from megacore.resume import Damaged, Start, find, remarks
-from megacore.run_lock import RunLock
-from megacore.save import SaveError
+from megacore.run import metrics
+from megacore.run.build import trainer_of
+from megacore.run.check import Setup, check, files_of
+from megacore.run.export import export
+from megacore.run.lock import RunLock
+from megacore.run.resume import Damaged, Start, find, remarks
+from megacore.run.save import SaveError
+from megacore.run.trainer import NonFinite, Trainer
 from megacore.say import err, say
 from megacore.store.audit import DamageError
 from megacore.store.publish import replace_file
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import os_errors
-from megacore.trainer import NonFinite, Trainer
 from models.config import ModelConfig, flops_per_token
 from models.tuning import EVERYTHING
 from parallel import kernels
@@ -130,7 +131,7 @@ def _prepare(setup: Setup, mesh: Mesh) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0].startswith("-"):
-        err("usage: megacore.pretrain RECIPE [section.key=value ...]")
+        err("usage: megacore.run.train RECIPE [section.key=value ...]")
         return 2
     here = Here.now()
     try:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megacore.control import Control
-from megacore.optimizer import Optimizer
-from megacore.resume import Start
+from megacore.run.optimizer import Optimizer
+from megacore.run.resume import Start
 from megacore.store.index import MASTER, MOMENTS
 from megacore.store.load import Loader
 from parallel.parameters import Parameters

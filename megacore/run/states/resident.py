@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacore.states.home import MASTER, Rule
+from megacore.run.states.home import MASTER, Rule
 from parallel import kernels
 from parallel.gradients.buckets import Part
 
@@ -48,7 +48,7 @@ class Nothing:
 
 
 class Resident:
-    """The :class:`~megacore.states.home.Home` on the device itself: one fused kernel over everything, no host asked.
+    """The :class:`~megacore.run.states.home.Home` on the device: one fused kernel over everything, no host asked.
 
     Args:
         parts: What is updated.

@@ -18,7 +18,7 @@ def room_problems(
     config: Config, model: ModelConfig, world_size: int, local_ranks: int, device_memory: int | None = None
 ) -> Iterator[str]:
     """Where the state of training alone has no room; activations are not counted, so that no run that works is refused.
-    `megacore.problems` has nothing to say any more.
+    `megacore.run.problems` has nothing to say any more.
 
     Args:
         config: Of the run.

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.states.home import MASTER, MOMENTS, Rule
-from megacore.states.shelves import BUFFERS, FileShelf, HostShelf, Shelf
-from megacore.states.windows import ALIGNED, Segment, Window, cut
+from megacore.run.states.home import MASTER, MOMENTS, Rule
+from megacore.run.states.shelves import BUFFERS, FileShelf, HostShelf, Shelf
+from megacore.run.states.windows import ALIGNED, Segment, Window, cut
 from parallel.adamw import Step, update
 from parallel.gradients.buckets import Elements, Part
 
@@ -74,7 +74,7 @@ class _Passage:
 
 
 class Offloaded:
-    """The :class:`~megacore.states.home.Home` that is not the device.
+    """The :class:`~megacore.run.states.home.Home` that is not the device.
 
     Args:
         parts: What is updated.
@@ -125,7 +125,7 @@ class Offloaded:
                 self.of(part, MASTER)[...] = part.data
 
     def update(self, lr: float, go: Tensor, divisor: Tensor | None) -> None:
-        """See :class:`~megacore.states.home.Home`. The host waits for the device, as it is the one that computes."""
+        """See :class:`~megacore.run.states.home.Home`. The host waits for the device, as the host computes."""
         # One number tells both: it is 0 where nothing changes.
         divided_by = float((go if divisor is None else torch.where(go, divisor, go)).item())
         if not divided_by:

@@ -8,26 +8,26 @@ from pathlib import Path
 import torch
 
 from megacore import checkpoints
-from megacore.check import Setup
 from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batches
 from megacore.data.samples import Source
 from megacore.hardware import peak_tflops
-from megacore.load import load as load_into
-from megacore.optimizer import Optimizer
 from megacore.recipe import ConfigError
-from megacore.resume import Start, companions, raw_of
-from megacore.save import NAMES, Kept, Saver, State
-from megacore.scaler import UNSCALED, Scaling
-from megacore.states.offload import Offload
-from megacore.step import TrainStep
+from megacore.run.check import Setup
+from megacore.run.load import load as load_into
+from megacore.run.optimizer import Optimizer
+from megacore.run.resume import Start, companions, raw_of
+from megacore.run.save import NAMES, Kept, Saver, State
+from megacore.run.scaler import UNSCALED, Scaling
+from megacore.run.states.offload import Offload
+from megacore.run.step import TrainStep
+from megacore.run.trainer import Trainer
 from megacore.store.adapters import check_fingerprint
 from megacore.store.export import with_dtype
 from megacore.store.index import Adapters
 from megacore.store.load import fingerprint
 from megacore.store.strict_json import StoreError
-from megacore.trainer import Trainer
 from models.assemble import Model
 from models.decoder import Losses
 from models.stages import layout_of

@@ -10,10 +10,10 @@ from megacore.config import Config
 from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.spelling import ModelFiles
 from megacore.launcher import gpus, memory_of_gpus
-from megacore.problems import problems, readable, surroundings
 from megacore.recipe import ConfigError, load
-from megacore.resume import Start, companions, find, model_of, raw_of
-from megacore.states.room import room_problems
+from megacore.run.problems import problems, readable, surroundings
+from megacore.run.resume import Start, companions, find, model_of, raw_of
+from megacore.run.states.room import room_problems
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig, ModelConfigError
 

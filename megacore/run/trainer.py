@@ -14,16 +14,16 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from megacore import progress
 from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batch, Batches, prefetch
 from megacore.hardware import peak_memory_gib
-from megacore.lr import learning_rate
-from megacore.metrics import Log, Record
-from megacore.progress import Progress
-from megacore.save import SaveError, Saver
-from megacore.step import Stats, TrainStep, evaluate
+from megacore.run import progress
+from megacore.run.lr import learning_rate
+from megacore.run.metrics import Log, Record
+from megacore.run.progress import Progress
+from megacore.run.save import SaveError, Saver
+from megacore.run.step import Stats, TrainStep, evaluate
 from models.assemble import Model
 from models.config import flops_per_token
 from models.decoder import Microbatch

@@ -77,7 +77,7 @@ class Progress:
 
 
 def is_scaler_state(found: Any) -> bool:
-    """Whether something that was read is what :meth:`~megacore.scaler.Scaler.state` gives."""
+    """Whether something that was read is what :meth:`~megacore.run.scaler.Scaler.state` gives."""
     if found is None:
         return True
     if not isinstance(found, Mapping):

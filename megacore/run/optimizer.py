@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megacore.states.home import MASTER, MOMENTS, Home, Rule
-from megacore.states.offload import Offload, Offloaded
-from megacore.states.resident import Nothing, Resident
+from megacore.run.states.home import MASTER, MOMENTS, Home, Rule
+from megacore.run.states.offload import Offload, Offloaded
+from megacore.run.states.resident import Nothing, Resident
 from parallel.gradients.buckets import Elements, Part, Take, all_of_it
 from parallel.gradients.reduce import Gradients
 

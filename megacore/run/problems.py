@@ -15,8 +15,8 @@ from typing import Protocol
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.config import EXAMPLES, RANGES, Bound, Config, Corpus
-from megacore.lr import decay_steps
-from megacore.run_lock import held, holder
+from megacore.run.lock import held, holder
+from megacore.run.lr import decay_steps
 from megacore.say import brief
 from megacore.store.files import leaves
 from models.tuning import EVERYTHING

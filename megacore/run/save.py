@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megacore import checkpoints
 from megacore.control import Control
-from megacore.optimizer import Optimizer
+from megacore.run.optimizer import Optimizer
 from megacore.store.checkpoint import COMPANIONS, TRAINER
 from megacore.store.companions import Companion, copy_companion
 from megacore.store.dtypes import FLOATS

@@ -50,14 +50,14 @@ def run(command: str, given: Sequence[str]) -> int:
         here = _number("NPROC_PER_NODE", 1, 0) or processes(config, nodes, gpus())
         node = _node(nodes, here)
         shutdown_s = _number("SHUTDOWN_TIMEOUT", 0, 600)
-        from megacore.check import check  # imports much, which a typo need not wait for
+        from megacore.run.check import check  # imports much, which a typo need not wait for
 
         check(recipe, overrides, node.world, node.processes, led=node.index > 0)
     except ConfigError as error:
         err(error)
         return 2
     environment = {**{name: os.environ.get(name, value) for name, value in VARIABLES.items()}, **threads(here)}
-    return launch("megacore.pretrain", [recipe, *overrides], node, environment, shutdown_s, WAY_OUT)
+    return launch("megacore.run.train", [recipe, *overrides], node, environment, shutdown_s, WAY_OUT)
 
 
 def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:

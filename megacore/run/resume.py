@@ -11,7 +11,7 @@ from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.data import tokenizer
-from megacore.progress import Progress, recipe
+from megacore.run.progress import Progress, recipe
 from megacore.say import brief
 from megacore.store.checkpoint import TRAINER, Checkpoint
 from megacore.store.companions import Companion

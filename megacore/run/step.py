@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megacore.optimizer import Optimizer
-from megacore.scaler import UNSCALED, Scaler, Scaling
+from megacore.run.optimizer import Optimizer
+from megacore.run.scaler import UNSCALED, Scaler, Scaling
 from models.decoder import Microbatch
 from parallel.collectives import all_reduce_
 from parallel.gradients.reduce import Gradients
