@@ -35,8 +35,8 @@ from megacore import checkpoints
 from megacore.control import Control
 from megacore.run.optimizer import Optimizer
 from megacore.run.save import Kept, Saver, State
-from megacore.run.states.home import MOMENTS
-from megacore.run.states.resident import Resident
+from megacore.run.states.device_store import DeviceStore
+from megacore.run.states.store import MOMENTS
 from megacore.run.step import TrainStep
 from models.assemble import Model
 from models.decoder import Microbatch
@@ -117,8 +117,8 @@ class Run:
     def tensors(self) -> dict[str, Tensor]:
         """The live tensors that make up the state."""
         found = {f"weights/{name}": tensor.detach() for name, tensor in self.model.parameters.items()}
-        home = self.train.optimizer.home
-        assert isinstance(home, Resident)
+        home = self.train.optimizer.store
+        assert isinstance(home, DeviceStore)
         for number, target in enumerate(home.targets):
             name = str(number)
             found[f"master/{name}"] = target.tensor

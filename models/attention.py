@@ -39,5 +39,5 @@ class Attention(nn.Module):
         else:
             q, k, v = qkv.unflatten(-1, (-1, self.head)).split([self.heads, self.kv, self.kv], 1)
         dropout = self.dropout.p if self.training else 0.0
-        y: Tensor = self.out(context.mixing(self.name, q, k, v, dropout).flatten(1))
+        y: Tensor = self.out(context.attention(self.name, q, k, v, dropout).flatten(1))
         return y

@@ -47,8 +47,8 @@ class Cache:
 
 
 @dataclass(frozen=True, eq=False)
-class Beginning:
-    """Mixing of whole prompts one after the other, whose keys and values are kept; what follows them is padding.
+class Prefill:
+    """Attention of whole prompts one after the other, whose keys and values are kept; what follows them is padding.
 
     Args:
         cache: Where they are kept.
@@ -67,8 +67,8 @@ class Beginning:
 
 
 @dataclass(frozen=True, eq=False)
-class GoingOn:
-    """Mixing of one more token of each of the cache's first n rows; what follows them is padding.
+class Decode:
+    """Attention of one more token of each of the cache's first n rows; what follows them is padding.
 
     Args:
         cache: Keys and values of the tokens before; those of these tokens are added.
@@ -82,7 +82,7 @@ class GoingOn:
     seen: Tensor
 
     @classmethod
-    def of(cls, cache: Cache, positions: Sequence[int], device: torch.device) -> GoingOn:
+    def of(cls, cache: Cache, positions: Sequence[int], device: torch.device) -> Decode:
         at = torch.tensor(positions, device=device)
         seen = torch.arange(max(positions) + 1, device=device) <= at[:, None]
         return cls(cache, torch.arange(len(at), device=device), at, seen[:, None, None])

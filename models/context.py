@@ -12,7 +12,7 @@ from parallel import kernels
 from parallel.kernels.documents import Documents
 
 
-class Mixing(Protocol):
+class MaskedAttention(Protocol):
     """How tokens look at each other."""
 
     def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
@@ -27,7 +27,7 @@ class Mixing(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Causal:
+class CausalAttention:
     """Each token looks at those before it in its sequence; there are ``sequences`` of equal length."""
 
     sequences: int
@@ -38,7 +38,7 @@ class Causal:
 
 
 @dataclass(frozen=True, eq=False)
-class Within:
+class DocumentAttention:
     """Each token looks at those before it in its document; none lies in two of the ``sequences`` of equal length."""
 
     documents: Documents
@@ -53,9 +53,9 @@ class Context:
     """Of t tokens, the same for all blocks.
 
     Args:
-        mixing: How they look at each other.
+        attention: How they look at each other.
         rotation: cos, sin: [t, head/2] at their positions, for families that rotate.
     """
 
-    mixing: Mixing
+    attention: MaskedAttention
     rotation: tuple[Tensor, Tensor] | None = None

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.context import Causal, Context, Mixing, Within
+from models.context import CausalAttention, Context, DocumentAttention, MaskedAttention
 from models.rope import Rotary
 from parallel.collectives import all_gather
 from parallel.embedding import VocabParallelEmbedding
@@ -40,7 +40,7 @@ class Microbatch:
         seed: Of the dropout masks.
         lengths: Of the whole sequence that each document is the end of, where rotary frequencies are to go by it rather
             than by the sequence length.
-        mixing: How tokens look at each other, if not as sequences and documents say.
+        attention: How tokens look at each other, if not as sequences and documents say.
         wanted: [n], the tokens whose losses or logits are asked for; None for all. Losses are shared out over tp, so
             that n divides by it, and every token that has a label is among them.
     """
@@ -53,7 +53,7 @@ class Microbatch:
     documents: tuple[int, ...] | None = None
     seed: int = 0
     lengths: tuple[int, ...] | None = None
-    mixing: Mixing | None = None
+    attention: MaskedAttention | None = None
     wanted: Tensor | None = None
 
     @property
@@ -201,7 +201,7 @@ class Decoder(nn.Module):
 
     def context(self, microbatch: Microbatch) -> Context:
         """What the blocks are told of the microbatch's tokens."""
-        return Context(microbatch.mixing or _mixing(microbatch), self._rotation(microbatch))
+        return Context(microbatch.attention or _attention(microbatch), self._rotation(microbatch))
 
     def _rotation(self, microbatch: Microbatch) -> tuple[Tensor, Tensor] | None:
         """cos, sin: [t, head/2] at the microbatch's positions, for families that rotate."""
@@ -214,8 +214,8 @@ class Decoder(nn.Module):
         return cos[microbatch.positions], sin[microbatch.positions]
 
 
-def _mixing(microbatch: Microbatch) -> Mixing:
+def _attention(microbatch: Microbatch) -> MaskedAttention:
     """How the tokens of sequences and documents look at each other."""
     if microbatch.documents is None:
-        return Causal(microbatch.sequences)
-    return Within(Documents.of(microbatch.documents, microbatch.tokens.device), microbatch.sequences)
+        return CausalAttention(microbatch.sequences)
+    return DocumentAttention(Documents.of(microbatch.documents, microbatch.tokens.device), microbatch.sequences)

@@ -89,7 +89,7 @@ class HostMemory:
     def __init__(self, device: torch.device, ahead: int = OFFLOAD_AHEAD) -> None:
         self.device, self.ahead = device, ahead
         self.on: Any = torch.get_device_module(device)
-        self.out, self.home = self.on.Stream(), self.on.Stream()
+        self.out, self.store = self.on.Stream(), self.on.Stream()
         self._leaving: deque[tuple[Any, Tensor]] = deque()
 
     def start(self) -> Keep:
@@ -120,12 +120,12 @@ class HostMemory:
     def fetch(self, host: Tensor, left: Any) -> tuple[Tensor, Any]:
         """-> the bytes on the device, and the event after which they are there."""
         flat = torch.empty(host.shape, dtype=host.dtype, device=self.device)
-        self.home.wait_stream(self.on.current_stream())  # whose memory this was
-        self.home.wait_event(left)
-        with self.on.stream(self.home):
+        self.store.wait_stream(self.on.current_stream())  # whose memory this was
+        self.store.wait_event(left)
+        with self.on.stream(self.store):
             flat.copy_(host, non_blocking=True)
         there = self.on.Event()
-        there.record(self.home)
+        there.record(self.store)
         return flat, there
 
 

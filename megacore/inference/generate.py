@@ -16,7 +16,7 @@ from torch import Tensor
 from megacore.inference.sampling import Choice
 from models.assemble import Model
 from models.attention import Attention
-from models.cache import Beginning, Cache, GoingOn
+from models.cache import Cache, Decode, Prefill
 from models.decoder import Microbatch
 from parallel.collectives import broadcast_
 from parallel.kernels.documents import Documents
@@ -122,9 +122,9 @@ def _beginning(model: Model, cache: Cache, prompts: Sequence[Sequence[int]]) -> 
         torch.tensor(lengths, device=device), output_size=len(tokens)
     )
     documents = _padded(lengths, len(tokens), mesh.shape.tp)
-    mixing = Beginning(cache, rows, torch.tensor(at, device=device), Documents.of(documents, device))
+    attention = Prefill(cache, rows, torch.tensor(at, device=device), Documents.of(documents, device))
     last = torch.tensor([stop - 1 for stop in accumulate(lengths)], device=device)
-    return _microbatch(model, tokens, at, documents, documents, mixing, last)
+    return _microbatch(model, tokens, at, documents, documents, attention, last)
 
 
 def _going_on(model: Model, cache: Cache, alive: Sequence[_Sequence]) -> Microbatch:
@@ -133,8 +133,8 @@ def _going_on(model: Model, cache: Cache, alive: Sequence[_Sequence]) -> Microba
     at = [sequence.length - 1 for sequence in alive]
     documents = _padded([1] * len(alive), len(alive), mesh.shape.tp)
     lengths = [sequence.length for sequence in alive] + documents[len(alive) :]
-    mixing = GoingOn.of(cache, at, mesh.device)
-    return _microbatch(model, [s.last for s in alive], at, documents, lengths, mixing, mixing.rows)
+    attention = Decode.of(cache, at, mesh.device)
+    return _microbatch(model, [s.last for s in alive], at, documents, lengths, attention, attention.rows)
 
 
 def _padded(documents: list[int], tokens: int, tp: int) -> list[int]:
@@ -149,7 +149,7 @@ def _microbatch(
     positions: list[int],
     documents: list[int],
     lengths: list[int],
-    mixing: Beginning | GoingOn,
+    attention: Prefill | Decode,
     wanted: Tensor,
 ) -> Microbatch:
     mesh, total = model.parameters.mesh, sum(documents)
@@ -163,6 +163,6 @@ def _microbatch(
         (total // mesh.shape.tp, model.config.sizes["embed"]),
         tuple(documents),
         lengths=tuple(lengths),
-        mixing=mixing,
+        attention=attention,
         wanted=wanted,
     )

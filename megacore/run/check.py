@@ -13,7 +13,7 @@ from megacore.launcher import gpus, memory_of_gpus
 from megacore.recipe import ConfigError, load
 from megacore.run.problems import problems, readable, surroundings
 from megacore.run.resume import Start, companions, find, model_of, raw_of
-from megacore.run.states.room import room_problems
+from megacore.run.states.capacity import capacity_problems
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig, ModelConfigError
 
@@ -78,7 +78,7 @@ def check(
     if found:
         raise ConfigError([*found, *(f"data: {problem}" for problem in Corpora.look(config, files))])
     device = memory_of_gpus() if config.train.device_type(there) == "cuda" else None
-    no_room = list(room_problems(config, model, world_size, local_ranks, device))
+    no_room = list(capacity_problems(config, model, world_size, local_ranks, device))
     if no_room := [*no_room, *open_files.problems(files_of(config, world_size, local_ranks))]:
         raise ConfigError(no_room)
     try:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megacore.run.states.home import MASTER, MOMENTS, Home, Rule
-from megacore.run.states.offload import Offload, Offloaded
-from megacore.run.states.resident import Nothing, Resident
+from megacore.run.states.device_store import DeviceStore, Nothing
+from megacore.run.states.offload import Offload, OffloadedStore
+from megacore.run.states.store import MASTER, MOMENTS, Rule, StateStore
 from parallel.gradients.buckets import Elements, Part, Take, all_of_it
 from parallel.gradients.reduce import Gradients
 
@@ -47,10 +47,10 @@ class Optimizer:
         self._gradients = gradients
         self._rule = Rule(lr, betas, eps, weight_decay, master_weights, moments)
         device = gradients.parameters.mesh.device
-        self.home: Home = (
-            Resident(gradients.parts, self._rule, device, _nothing(gradients))
+        self.store: StateStore = (
+            DeviceStore(gradients.parts, self._rule, device, _nothing(gradients))
             if offload is None
-            else Offloaded(gradients.parts, self._rule, gradients.parameters.dtype, device, offload)
+            else OffloadedStore(gradients.parts, self._rule, gradients.parameters.dtype, device, offload)
         )
         self._names = tuple(dict.fromkeys(span.name for span in gradients.spans))
 
@@ -64,7 +64,7 @@ class Optimizer:
             go: A bool scalar on the device; where it is false nothing changes. By default, whether ``norm`` is finite.
             scale: What the summed gradients are multiples of; None for 1.
         """
-        self.home.update(lr, torch.isfinite(norm) if go is None else go, self._divisor(norm, scale))
+        self.store.update(lr, torch.isfinite(norm) if go is None else go, self._divisor(norm, scale))
         self._gradients.updated()
 
     def _divisor(self, norm: Tensor, scale: Tensor | None) -> Tensor | None:
@@ -79,19 +79,19 @@ class Optimizer:
     @property
     def updates(self) -> int:
         """Steps taken, without those that were left out. Reading it waits for the device."""
-        return self.home.updates
+        return self.store.updates
 
     @updates.setter
     def updates(self, count: int) -> None:
-        self.home.updates = count
+        self.store.updates = count
 
     def states(self) -> Mapping[str, Mapping[str, torch.dtype]]:
         """{state: {parameter: dtype}} of what is to be kept beside the parameters: masters that are wider, moments."""
         first = {name: self._gradients.parts_of(name)[0] for name in self._names}
-        states = {state: {name: self.home.of(part, state).dtype for name, part in first.items()} for state in MOMENTS}
+        states = {state: {name: self.store.of(part, state).dtype for name, part in first.items()} for state in MOMENTS}
         # A rank that trains nothing has the same states, and nothing in them.
         wider = MASTER in self._rule.kept(self._gradients.parameters.dtype)
-        masters = {name: self.home.of(part, MASTER).dtype for name, part in first.items()}
+        masters = {name: self.store.of(part, MASTER).dtype for name, part in first.items()}
         return {MASTER: masters, **states} if wider else states
 
     @torch.no_grad()
@@ -118,11 +118,11 @@ class Optimizer:
     def load_weight(self, name: str, host: Tensor) -> None:
         """Fill a parameter, and its master if it has one, from a host tensor of its shape, of any float dtype."""
         self._gradients.fill(name, host)
-        if self.home.masters:
+        if self.store.masters:
             self._gradients.write(name, self._state(MASTER), host)
 
     def _state(self, state: str) -> Callable[[Part], Elements]:
-        return lambda part: self.home.of(part, state)
+        return lambda part: self.store.of(part, state)
 
 
 def _nothing(gradients: Gradients) -> Nothing:

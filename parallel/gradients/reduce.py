@@ -58,7 +58,7 @@ from parallel.mesh import Group, Mesh
 from parallel.parameters import Parameters
 from parallel.product import WeightGradient
 from parallel.rank_sets import across, divide, divided
-from parallel.slices import OnDevice, OnHost, SliceHome
+from parallel.shard_stores import OnDevice, OnHost, ShardStore
 
 
 class Gradients:
@@ -341,7 +341,7 @@ class Gradients:
             self.parts.append(part)
             self._owned.setdefault(span.name, []).append(part)
 
-    def _split(self, modules: Sequence[nn.Module], bucket_bytes: int, home: SliceHome) -> list[list[Unit]]:
+    def _split(self, modules: Sequence[nn.Module], bucket_bytes: int, store: ShardStore) -> list[list[Unit]]:
         """Of each bucket a rank owns a shard -> the units of each chunk.
 
         The gradients of a bucket come together, so the same chunks use its spans; parameters that are resharded go with
@@ -363,11 +363,11 @@ class Gradients:
 
         most = math.inf if self._reshards else bucket_bytes // self.dtype.itemsize
         for spans in fill(self.parameters, still, key, most):
-            self.frozen.append(FlatParameters(spans, self._groups(spans)[0], self._reshards, home))
+            self.frozen.append(FlatParameters(spans, self._groups(spans)[0], self._reshards, store))
             self._own(self.frozen[-1], None)
         for spans in fill(self.parameters, self.spans, key, most):
             group, same = self._groups(spans)
-            values = FlatParameters(spans, group, self._reshards, home)
+            values = FlatParameters(spans, group, self._reshards, store)
             bucket = self._bucket(values.flat, same)
             self.values[bucket] = values
             self.parts += self._own(values, bucket.gradient)

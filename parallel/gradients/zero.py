@@ -18,7 +18,7 @@ from parallel.collectives import Pending, broadcast_, start_all_gather_
 from parallel.gradients.buckets import Elements, Flat, Part, Place, Span
 from parallel.mesh import Group
 from parallel.parameters import view
-from parallel.slices import SliceHome
+from parallel.shard_stores import ShardStore
 
 # Elements: shards and spans begin on cache lines, whatever the dtype.
 _ALIGNED = 64
@@ -49,22 +49,22 @@ class FlatParameters:
     """The values of spans, split over a group: parameters become views of ``values``: [numel].
 
     It owns ``values``, and ``own``: [numel / group.size], this rank's shard: a view of ``values`` where these stay,
-    otherwise memory of its own, on the device or wherever ``home`` keeps it.
+    otherwise memory of its own, on the device or wherever ``store`` keeps it.
 
     Args:
         spans: What lies in it; those to which weight decay applies come first.
         group: The ranks that own a shard each.
         reshards: Whether the whole parameters go when they have been used.
-        home: Where the shard lives then.
+        store: Where the shard lives then.
     """
 
-    def __init__(self, spans: Sequence[Span], group: Group, reshards: bool, home: SliceHome) -> None:
+    def __init__(self, spans: Sequence[Span], group: Group, reshards: bool, store: ShardStore) -> None:
         self.flat = flat = Flat(sorted(spans, key=lambda span: not span.decays), group, _ALIGNED)
-        self._home = home
+        self._store = store
         # A span that is only a piece of its parameter has no memory of its own in it: it is copied there.
         self._loose = any(place.span.piece is not None for place in flat.places)
         # What is loose may share its memory with a piece that goes.
-        self.reshards = reshards and (group.size > 1 or self._loose or home.away)
+        self.reshards = reshards and (group.size > 1 or self._loose or store.away)
         parameter = flat.places[0].span.parameter
         hollow = not parameter.untyped_storage().size()
         self.values = torch.zeros(flat.numel, dtype=parameter.dtype, device=parameter.device)
@@ -73,7 +73,7 @@ class FlatParameters:
                 place.of(self.values).copy_(place.span.data)
         self.own, self.there = flat.shard(self.values), True
         if self._loose or self.reshards:
-            self.own = home.keep(self.own)
+            self.own = store.keep(self.own)
         if not self._loose:
             for place in flat.places:
                 # Not in place: what autograd has saved of a parameter must not seem changed when it is gathered again.
@@ -103,7 +103,7 @@ class FlatParameters:
         """Start to gather the parameters: the shards have changed."""
         if self._loose or self.reshards:
             _allocate(self.values)
-            self._gathering = self._home.gather(self.own, self.values, self.flat.group)
+            self._gathering = self._store.gather(self.own, self.values, self.flat.group)
         else:
             self._gathering = start_all_gather_(self.values, self.flat.group)
 

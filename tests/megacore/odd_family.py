@@ -72,7 +72,7 @@ class OddBlock(nn.Module):
         y = self.first(x)
         assert context.rotation is not None
         q, k, v = rotation.split_and_apply(self.qkv(y), *context.rotation, self.heads, self.kv)
-        mixed = context.mixing(self.name, self.queries(q), self.keys(k), v, 0.0).flatten(1)
+        mixed = context.attention(self.name, self.queries(q), self.keys(k), v, 0.0).flatten(1)
         gated: Tensor = mixed * torch.sigmoid(self.gate(y))
         turned: Tensor = torch.tanh(self.widen(F.linear(y, self.squeeze)))
         return x + self.out(gated) + self.close(turned)

@@ -8,9 +8,9 @@ import engine
 import numpy as np
 import pytest
 import torch
+from device_store import device_store
 from engine import LLAMA, RECIPE, Result, train, trainer, write_recipe
 from pool import Pool
-from resident_home import resident
 
 from megacore import checkpoints
 from parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -91,7 +91,7 @@ def test_weights_and_masters_are_those_of_bf16_and_a_run_resumes(recipe: str, tm
     whole = train(recipe, [f"out={tmp_path / 'whole'}", *common])
     first = checkpoints.path_of(checkpoints.folder_of(str(tmp_path / "whole")), 2)
     made = trainer(recipe, [f"out={tmp_path / 'rest'}", f"checkpoint.resume={first}", *common], log=True)
-    assert {target.tensor.dtype for target in resident(made.step.optimizer).targets} == {torch.float32}
+    assert {target.tensor.dtype for target in device_store(made.step.optimizer).targets} == {torch.float32}
     rest = engine.result(made, made.run())
     assert rest.values("loss") == whole.values("loss")[2:]
     assert all(np.array_equal(value, rest.weights[name]) for name, value in whole.weights.items())

@@ -25,10 +25,10 @@ from megacore.plan.setting import SHARDS
 from megacore.recipe import load
 from megacore.run.optimizer import Optimizer
 from megacore.run.problems import problems, surroundings
-from megacore.run.states import room, shelves
-from megacore.run.states.home import MASTER
-from megacore.run.states.offload import Offload, Offloaded
-from megacore.run.states.shelves import BUFFERS, FileShelf
+from megacore.run.states import capacity, window_stores
+from megacore.run.states.offload import Offload, OffloadedStore
+from megacore.run.states.store import MASTER
+from megacore.run.states.window_stores import BUFFERS, FileWindows
 from megacore.run.states.windows import ALIGNED, cut
 from models.registry import configure
 from parallel.choices import ZeroShard
@@ -105,7 +105,7 @@ def states_after(
     for name, parameter in parameters.items():
         found[name] = torch.empty(parameter.shape, dtype=dtype)
         optimizer.read_weight(name, found[name])
-    windows = len(optimizer.home._windows) if isinstance(optimizer.home, Offloaded) else 0
+    windows = len(optimizer.store._windows) if isinstance(optimizer.store, OffloadedStore) else 0
     return found, optimizer.updates, windows
 
 
@@ -156,24 +156,24 @@ def test_a_window_is_read_after_it_was_written_and_one_that_fails_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = {"a": torch.float32, "b": torch.bfloat16}
-    shelf = FileShelf(tmp_path, 11, 100, kept, torch.device("cpu"))
+    store = FileWindows(tmp_path, 11, 100, kept, torch.device("cpu"))
     for turn in range(3):
         for number in range(11):
-            shelf.fetch((number + 2) % 11)
-            for tensor in shelf.open(number).values():
+            store.fetch((number + 2) % 11)
+            for tensor in store.open(number).values():
                 assert (tensor == (turn and turn * 11 + number)).all()
                 tensor.fill_((turn + 1) * 11 + number)
-            shelf.changed(number)
+            store.changed(number)
             if turn:  # otherwise whoever takes its place has it written
-                shelf.put_back(number)
+                store.put_back(number)
 
     def broken(*_: object) -> None:
         raise OSError(5, "the disk is gone")
 
-    monkeypatch.setattr(shelf._file, "read", broken)
+    monkeypatch.setattr(store._file, "read", broken)
     with pytest.raises(OSError, match="the disk is gone"):
         for number in range(11):
-            shelf.open(number)
+            store.open(number)
 
 
 def test_threads_wait_for_events_on_the_device_of_their_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,18 +186,18 @@ def test_threads_wait_for_events_on_the_device_of_their_rank(tmp_path: Path, mon
 
     device = torch.device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
-    monkeypatch.setattr(shelves, "_bytes", lambda size, pinned: torch.zeros(size, dtype=torch.uint8))
-    shelf = FileShelf(tmp_path, 2 * BUFFERS, 100, {"a": torch.float32}, device)
+    monkeypatch.setattr(window_stores, "_bytes", lambda size, pinned: torch.zeros(size, dtype=torch.uint8))
+    store = FileWindows(tmp_path, 2 * BUFFERS, 100, {"a": torch.float32}, device)
     for number in range(2 * BUFFERS):
-        shelf.open(number)
-        shelf.changed(number, Left())
+        store.open(number)
+        store.changed(number, Left())
     assert waited == [device] * BUFFERS
 
 
 # -- memory
 
 
-def resident() -> int:
+def device_store() -> int:
     """Bytes of memory that are this process's own, at their highest since :func:`forget`."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
@@ -215,12 +215,12 @@ def highest(folder: Path | None, buffer: int) -> int:
     parameters = Parameters(Layout(schema, mesh.shape, (1,)), mesh, torch.bfloat16)
     gradients = Gradients(parameters, [nn.ParameterList(parameters.values())], torch.float32, "optimizer")
     forget()
-    before = resident()
+    before = device_store()
     offload = Offload(folder, buffer) if folder else None
     optimizer = Optimizer(gradients, lr=0.1, offload=offload)
     for _ in range(3):
         optimizer.step(0.1, torch.tensor(1.0))
-    return resident() - before
+    return device_store() - before
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's account of memory")
@@ -284,12 +284,16 @@ def _files(folder: Path) -> list[Path]:
 
 def test_the_recipe_arrives(recipe: str, tmp_path: Path) -> None:
     made = trainer(recipe, run_of(tmp_path / "run", *offloaded(tmp_path / "scratch")))
-    home = made.step.optimizer.home
-    assert isinstance(home, Offloaded) and isinstance(home._shelf, FileShelf) and home.kept[MASTER] == torch.float32
-    assert len(home._windows) > BUFFERS
+    store = made.step.optimizer.store
+    assert (
+        isinstance(store, OffloadedStore)
+        and isinstance(store._store, FileWindows)
+        and store.kept[MASTER] == torch.float32
+    )
+    assert len(store._windows) > BUFFERS
     made = trainer(recipe, run_of(tmp_path / "run", "memory.offload_optimizer=host"))
-    home = made.step.optimizer.home
-    assert isinstance(home, Offloaded) and not isinstance(home._shelf, FileShelf)
+    store = made.step.optimizer.store
+    assert isinstance(store, OffloadedStore) and not isinstance(store._store, FileWindows)
 
 
 def test_an_overflow_leaves_everything_as_it_was(recipe: str, tmp_path: Path) -> None:
@@ -358,7 +362,7 @@ def test_a_folder_that_cannot_be_used_is_refused(recipe: str, tmp_path: Path, mo
         "choose another memory.offload_folder="
     ]
     config, model = load(recipe, run_of(tmp_path / "run", *offloaded(tmp_path))), configure(engine.LLAMA)
-    assert not list(room.room_problems(config, model, 2, 2))
-    monkeypatch.setattr(room.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    (problem,) = room.room_problems(config, model, 2, 2)
+    assert not list(capacity.capacity_problems(config, model, 2, 2))
+    monkeypatch.setattr(capacity.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    (problem,) = capacity.capacity_problems(config, model, 2, 2)
     assert problem.startswith(f"memory.offload_folder ({tmp_path}) has 0.00 GB free, and the optimizer's states of 2 ")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from device_store import device_store
 from pool import Pool
-from resident_home import resident
 from torch import nn
 
 from megacore.run.optimizer import Optimizer
@@ -69,8 +69,8 @@ def round_trip(kind: str, masters: bool) -> tuple[dict[str, list[str]], int, boo
     for name, parameter in parameters.items():
         optimizer.load_weight(name, numbered(parameters, name) / 3)
         good &= torch.equal(parameter, (numbered(parameters, name) / 3).to(parameter.dtype))
-    copies = [target for target in resident(optimizer).targets if target.master and not target.wider]
-    for target in resident(optimizer).targets:
+    copies = [target for target in device_store(optimizer).targets if target.master and not target.wider]
+    for target in device_store(optimizer).targets:
         assert isinstance(target.part, WholeSpan)
         span = target.part.span
         want = span.of(numbered(parameters, span.name) / 3)

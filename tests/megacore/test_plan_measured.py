@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 import pytest
 import torch
 import torch.distributed as dist
+from device_store import device_store
 from odd_family import registered
 from pool import Pool
-from resident_home import resident
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracked import Tracked
@@ -22,7 +22,7 @@ from megacore.plan.setting import SHARDS, Setting, Widths
 from megacore.plan.state import Held
 from megacore.plan.step_time import flops
 from megacore.run.optimizer import Optimizer
-from megacore.run.states.home import MOMENTS
+from megacore.run.states.store import MOMENTS
 from megacore.run.step import TrainStep
 from models.assemble import Model
 from models.config import flops_per_token
@@ -148,8 +148,8 @@ class Run:
         return {
             "parameters": parameters,
             "gradients": lazy + [bucket.gradient for bucket in self.gradients.buckets],
-            "masters": [t.tensor for t in resident(self.optimizer).targets if t.master],
-            "moments": [state[m] for state in resident(self.optimizer).adamw.state.values() for m in MOMENTS],
+            "masters": [t.tensor for t in device_store(self.optimizer).targets if t.master],
+            "moments": [state[m] for state in device_store(self.optimizer).adamw.state.values() for m in MOMENTS],
         }
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from device_store import device_store
 from engine import GPT2, RECIPE, VOCAB, write_corpus, write_recipe
 from PIL import Image
 from pool import Pool
-from resident_home import resident
 
 from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
@@ -22,7 +22,7 @@ from megacore.recipe import ConfigError, load
 from megacore.run import build, metrics
 from megacore.run import train as pretrain
 from megacore.run.resume import Start
-from megacore.run.states import room
+from megacore.run.states import capacity
 from megacore.run.trainer import Interrupt, Trainer
 from models.registry import configure
 from parallel.layout import MeshShape
@@ -120,13 +120,13 @@ def test_a_model_that_cannot_fit_is_found(recipe: str, monkeypatch: pytest.Monke
     """By its state alone, of all ranks here: 8 bytes each of weight, gradient and two moments."""
     needed = 32 * configure(load(recipe).model).schema.parameters
     pretrain.check(recipe, [], 1, 1)
-    monkeypatch.setattr(room, "host_memory", lambda: needed)
+    monkeypatch.setattr(capacity, "host_memory", lambda: needed)
     pretrain.check(recipe, [], 1, 1)
-    monkeypatch.setattr(room, "host_memory", lambda: needed - 1)
+    monkeypatch.setattr(capacity, "host_memory", lambda: needed - 1)
     (problem,) = problems(recipe)
     assert "the 1 process here" in problem and "model.vocab_size" in problem and "megacore plan" in problem
     # Two ranks hold it twice; where one of them is elsewhere, or each holds half, there is room.
-    monkeypatch.setattr(room, "host_memory", lambda: 2 * needed - 1)
+    monkeypatch.setattr(capacity, "host_memory", lambda: 2 * needed - 1)
     assert problems(recipe, "mesh.dp=2", world=2)
     pretrain.check(recipe, ["mesh.dp=2"], 2, 1)
     pretrain.check(recipe, ["mesh.pp=2"], 2, 2)
@@ -138,8 +138,8 @@ def test_a_gpu_is_asked_too(recipe: str) -> None:
     config = load(recipe, ["train.device=cuda", "train.precision=fp32"])
     model = configure(config.model)
     needed = 16 * model.schema.parameters
-    assert not list(room.room_problems(config, model, 1, 1, needed))
-    (problem,) = room.room_problems(config, model, 1, 1, needed - 1)
+    assert not list(capacity.capacity_problems(config, model, 1, 1, needed))
+    (problem,) = capacity.capacity_problems(config, model, 1, 1, needed - 1)
     assert "a GPU here has" in problem
 
 
@@ -149,7 +149,7 @@ def test_the_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
     groups = tmp_path / "groups"
 
     def found() -> int | None:
-        return room.host_memory(tmp_path, tmp_path, groups)
+        return capacity.host_memory(tmp_path, tmp_path, groups)
 
     assert found() == 1024 * 1024
     (groups / "job" / "step").mkdir(parents=True)
@@ -160,7 +160,7 @@ def test_the_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
     (groups / "memory" / "old").mkdir(parents=True)
     (groups / "memory" / "old" / "memory.limit_in_bytes").write_text("2048\n")
     assert found() == 2048 + 24 * 1024
-    assert room.host_memory(tmp_path / "nowhere", tmp_path, groups) is None
+    assert capacity.host_memory(tmp_path / "nowhere", tmp_path, groups) is None
 
 
 def test_problems_end_the_program_with_status_2_and_nothing_is_written(
@@ -269,7 +269,7 @@ def test_the_recipe_s_loss_and_optimizer_arrive(recipe: str) -> None:
     head = made.model.chunks[-1].head
     assert head is not None and (head.losses.label_smoothing, head.losses.z_loss) == (0.1, 0.01)
     assert made.step.pipeline.schedule == "gpipe" and len(made.model.chunks) == 2
-    adamw, clip = resident(made.step.optimizer).adamw, made.step.optimizer.clip
+    adamw, clip = device_store(made.step.optimizer).adamw, made.step.optimizer.clip
     assert {(group["betas"], group["eps"]) for group in adamw.param_groups} == {((0.8, 0.9), 1e-5)}
     assert clip is None and made.peak_tflops == 3.5
 

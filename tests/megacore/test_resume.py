@@ -14,9 +14,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from device_store import device_store
 from engine import GPT2, LENGTH, LLAMA, RECIPE, VOCAB, Result, train, trainer, weights, write_recipe
 from pool import Pool
-from resident_home import resident
 
 from megacore import checkpoints
 from megacore.config import Config
@@ -251,13 +251,13 @@ def test_masters_are_the_weights_of_a_wider_run_and_the_other_way_round(recipe: 
     assert all(np.array_equal(value, rounded[name]) for name, value in weights(made).items())
     assert any(not np.array_equal(value, rounded[name]) for name, value in exact.items())
     names = {id(part): part.span.name for part in made.step.gradients.parts if isinstance(part, WholeSpan)}
-    for target in resident(made.step.optimizer).targets:
+    for target in device_store(made.step.optimizer).targets:
         assert np.array_equal(target.tensor.double().numpy(), exact[names[id(target.part)]])
     # Without masters, in bf16 alone.
     pure = ["train.precision=bf16", "optimizer.master_weights=false", *common]
     made = trainer(recipe, [f"checkpoint.resume={path_of(narrow, 2)}", *pure])
     assert State(made.model.parameters, made.step.optimizer).dtypes.keys() == {"weights", "exp_avg", "exp_avg_sq"}
-    assert all(target.tensor.dtype == torch.bfloat16 for target in resident(made.step.optimizer).targets)
+    assert all(target.tensor.dtype == torch.bfloat16 for target in device_store(made.step.optimizer).targets)
 
 
 def skipping(recipe: str, overrides: list[str], step: int) -> Result:
@@ -333,8 +333,8 @@ def test_weights_start_on_any_layout(pool: Pool, recipe: str, six: Path, folder:
         made = trainer(recipe, [f"checkpoint.init={source}"])
         assert made.start == Progress() and made.step.optimizer.updates == 0
         assert not any(
-            resident(made.step.optimizer).adamw.state[t.tensor]["exp_avg"].any()
-            for t in resident(made.step.optimizer).targets
+            device_store(made.step.optimizer).adamw.state[t.tensor]["exp_avg"].any()
+            for t in device_store(made.step.optimizer).targets
         )
         one, layout = weights(made), made.model.parameters.layout
         mesh = MeshShape(tp=2, pp=2)

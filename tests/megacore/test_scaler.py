@@ -9,9 +9,9 @@ import engine
 import numpy as np
 import pytest
 import torch
+from device_store import device_store
 from engine import Result, train, trainer, weights, write_recipe
 from pool import Pool
-from resident_home import resident
 from torch import Tensor
 
 from megacore import checkpoints
@@ -261,8 +261,8 @@ def test_the_optimizer_sees_gradients_without_the_scale(recipe: str, clip: str) 
     for precision in ("fp16", "fp32"):
         made = trainer(recipe, [f"train.precision={precision}", f"optimizer.clip={clip}"])
         made.step(made._microbatches(made.batches.microbatches(0), 1), 1e-2)
-        state = resident(made.step.optimizer).adamw.state
-        found.append([state[target.tensor]["exp_avg"].clone() for target in resident(made.step.optimizer).targets])
+        state = device_store(made.step.optimizer).adamw.state
+        found.append([state[target.tensor]["exp_avg"].clone() for target in device_store(made.step.optimizer).targets])
     for narrow, wide in zip(*found, strict=True):
         torch.testing.assert_close(narrow, wide, rtol=0, atol=0.01 * float(wide.abs().max()))
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from device_store import device_store
 from engine import GPT2, LENGTH, LLAMA, VOCAB
-from resident_home import resident
 
 from megacore.run.optimizer import Optimizer
 from megacore.run.step import TrainStep, evaluate
@@ -153,7 +153,7 @@ def test_the_gradients_of_a_step_do_not_live_through_the_next() -> None:
     _, step = made(LLAMA)
     tokens, labels = drawn()
     step([microbatch(tokens, labels)], 0.1)
-    assert all(target.tensor.grad is None for target in resident(step.optimizer).targets)
+    assert all(target.tensor.grad is None for target in device_store(step.optimizer).targets)
 
 
 def test_adamw_is_the_paper_s() -> None:

@@ -12,9 +12,9 @@ import engine
 import numpy as np
 import pytest
 import torch
+from device_store import device_store
 from engine import GPT2, LLAMA, RECIPE, Result, train, trainer, weights, write_recipe
 from pool import Pool
-from resident_home import resident
 
 from megacore.run.step import Stats, TrainStep
 from megacore.run.trainer import Interrupt, NonFinite, Trouble
@@ -347,11 +347,11 @@ def test_norms_and_biases_do_not_decay(recipe: str) -> None:
     made = trainer(recipe, overrides)
     decays = {
         id(tensor): group["weight_decay"]
-        for group in resident(made.step.optimizer).adamw.param_groups
+        for group in device_store(made.step.optimizer).adamw.param_groups
         for tensor in group["params"]
     }
     names = {id(part): part.span.name for part in made.step.gradients.parts if isinstance(part, WholeSpan)}
-    found = {names[id(t.part)]: decays.pop(id(t.tensor)) for t in resident(made.step.optimizer).targets}
+    found = {names[id(t.part)]: decays.pop(id(t.tensor)) for t in device_store(made.step.optimizer).targets}
     assert not decays
     assert len(found) == len(made.model.parameters)
     for name, decay in found.items():
@@ -373,7 +373,7 @@ def test_clipping_bounds_the_norm_that_the_optimizer_sees(recipe: str) -> None:
     def gradient_norms(clip: str) -> tuple[float, float]:
         """(as logged, as AdamW has used it)."""
         made = trainer(recipe, [f"optimizer.clip={clip}"])
-        adamw, seen = resident(made.step.optimizer).adamw, list[torch.Tensor]()
+        adamw, seen = device_store(made.step.optimizer).adamw, list[torch.Tensor]()
 
         def spy(*_: object) -> None:
             gradients = [p.grad for group in adamw.param_groups for p in group["params"]]
@@ -395,8 +395,8 @@ def test_the_schedule_arrives_in_the_optimizer(recipe: str) -> None:
 
     def recorded(lr: float, *others: torch.Tensor) -> None:
         plain(lr, *others)
-        seen.append(resident(made.step.optimizer).adamw.param_groups[0]["lr"])
-        assert len({group["lr"] for group in resident(made.step.optimizer).adamw.param_groups}) == 1
+        seen.append(device_store(made.step.optimizer).adamw.param_groups[0]["lr"])
+        assert len({group["lr"] for group in device_store(made.step.optimizer).adamw.param_groups}) == 1
 
     made.step.optimizer.step = recorded  # type: ignore[assignment, method-assign]
     made.run()
@@ -428,12 +428,12 @@ def test_masters_are_fp32_and_the_weights_their_rounding(recipe: str) -> None:
     made = trainer(recipe, ["train.precision=bf16", "train.steps=3"])
     assert {part.gradient.dtype for part in made.step.gradients.parts} == {torch.float32}
     made.run()
-    for target in resident(made.step.optimizer).targets:
+    for target in device_store(made.step.optimizer).targets:
         assert target.tensor.dtype == torch.float32 and target.part.data.dtype == torch.bfloat16
         assert torch.equal(target.tensor.to(torch.bfloat16), target.part.data)
-    assert any(not torch.equal(t.tensor, t.part.data.float()) for t in resident(made.step.optimizer).targets)
+    assert any(not torch.equal(t.tensor, t.part.data.float()) for t in device_store(made.step.optimizer).targets)
     pure = trainer(recipe, ["train.precision=bf16", "optimizer.master_weights=false"])
-    assert {target.tensor.dtype for target in resident(pure.step.optimizer).targets} == {torch.bfloat16}
+    assert {target.tensor.dtype for target in device_store(pure.step.optimizer).targets} == {torch.bfloat16}
 
 
 # -- memory

@@ -320,7 +320,7 @@ def by_hand(name: str, c: Mapping[str, Any], sequence: int) -> int:
         width, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
         linears = layers * (e * (width + 2 * kv) + width * e + 3 * e * c["intermediate_size"]) + vocab * e
     attended = (sequence + 1) / 2
-    attention = layers * 2 * width * attended  # scores and mixing: a multiplication and an addition each
+    attention = layers * 2 * width * attended  # scores and attention: a multiplication and an addition each
     return round(3 * 2 * (linears + attention))
 
 

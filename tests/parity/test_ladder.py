@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from device_store import device_store
 from oracle import TOLERANCE, Case, Measured, Run, check, measure, microbatches, snapshot
 from pool import Pool
-from resident_home import resident
 from test_layouts import CASES, LLAMA
 from torch import Tensor
 
 from megacore.run.optimizer import Optimizer
-from megacore.run.states.home import MOMENTS
 from megacore.run.states.offload import Offload
+from megacore.run.states.store import MOMENTS
 from megacore.run.step import TrainStep
 from models.assemble import Model
 from models.stages import layout_of
@@ -180,12 +180,12 @@ def held(mesh: MeshShape, shard: ZeroShard, replicas: int) -> tuple[dict[str, in
         for flat in gradients.values.values():
             flat.wait()
         parameters += [run.data for run in gradients.parts]
-    home = resident(optimizer)
+    store = device_store(optimizer)
     return {
         "parameters": nbytes(parameters),
         "gradients": nbytes(part.gradient for part in gradients.parts),
-        "masters": nbytes(target.tensor for target in home.targets),
-        "moments": nbytes(home.adamw.state[t.tensor][moment] for t in home.targets for moment in MOMENTS),
+        "masters": nbytes(target.tensor for target in store.targets),
+        "moments": nbytes(store.adamw.state[t.tensor][moment] for t in store.targets for moment in MOMENTS),
     }, sizes
 
 

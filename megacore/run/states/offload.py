@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.run.states.home import MASTER, MOMENTS, Rule
-from megacore.run.states.shelves import BUFFERS, FileShelf, HostShelf, Shelf
+from megacore.run.states.store import MASTER, MOMENTS, Rule
+from megacore.run.states.window_stores import BUFFERS, FileWindows, HostWindows, WindowStore
 from megacore.run.states.windows import ALIGNED, Segment, Window, cut
 from parallel.adamw import Step, update
 from parallel.gradients.buckets import Elements, Part
@@ -57,7 +57,7 @@ class _Flat:
 
 
 @dataclass(frozen=True)
-class _Passage:
+class _Staging:
     """Host memory through which windows pass.
 
     Args:
@@ -73,8 +73,8 @@ class _Passage:
     left: Any
 
 
-class Offloaded:
-    """The :class:`~megacore.run.states.home.Home` that is not the device.
+class OffloadedStore:
+    """A :class:`~megacore.run.states.store.StateStore` that is not on the device.
 
     Args:
         parts: What is updated.
@@ -106,8 +106,8 @@ class Offloaded:
         self._number = {id(part): number for number, part in enumerate(parts)}
         self._on: Any = torch.get_device_module(device)
         self._down, self._up = self._on.Stream(), self._on.Stream()
-        self._passages = [
-            _Passage(
+        self._stagings = [
+            _Staging(
                 torch.zeros(numel, dtype=value, pin_memory=pinned),
                 None if self.masters else torch.zeros(numel, dtype=value, pin_memory=pinned),
                 self._on.Event(),
@@ -115,17 +115,17 @@ class Offloaded:
             )
             for _ in self._windows[:BUFFERS]
         ]
-        self._shelf: Shelf = (
-            HostShelf([window.numel for window in self._windows], kept, pinned)
+        self._store: WindowStore = (
+            HostWindows([window.numel for window in self._windows], kept, pinned)
             if offload.folder is None or not self._windows
-            else FileShelf(offload.folder, len(self._windows), numel, kept, device)
+            else FileWindows(offload.folder, len(self._windows), numel, kept, device)
         )
         if self.masters:
             for part in parts:
                 self.of(part, MASTER)[...] = part.data
 
     def update(self, lr: float, go: Tensor, divisor: Tensor | None) -> None:
-        """See :class:`~megacore.run.states.home.Home`. The host waits for the device, as the host computes."""
+        """See :class:`~megacore.run.states.store.StateStore`. The host waits for the device, as the host computes."""
         # One number tells both: it is 0 where nothing changes.
         divided_by = float((go if divisor is None else torch.where(go, divisor, go)).item())
         if not divided_by:
@@ -134,7 +134,7 @@ class Offloaded:
         flats, current = [_Flat.of(part) for part in self._parts], self._on.current_stream()
         self._down.wait_stream(current)
         self._up.wait_stream(current)
-        ahead = max(1, len(self._passages) - 1)
+        ahead = max(1, len(self._stagings) - 1)
         for window in self._windows[:ahead]:
             self._send(window, flats)
         for window in self._windows:
@@ -145,34 +145,34 @@ class Offloaded:
         for flat in flats:
             flat.put_back()
         for window in self._windows[:ahead]:  # the next step's, beside its forward and backward
-            self._shelf.fetch(window.number)
+            self._store.fetch(window.number)
 
     def of(self, part: Part, state: str) -> Elements:
         if state == MASTER and not self.masters:
             return part.data
-        return _Kept(self._shelf, self._of[self._number[id(part)]], part, state, self.kept[state])
+        return _Kept(self._store, self._of[self._number[id(part)]], part, state, self.kept[state])
 
     def _send(self, window: Window, flats: Sequence[_Flat]) -> None:
-        self._shelf.fetch(window.number)
-        passage = self._passages[window.number % len(self._passages)]
+        self._store.fetch(window.number)
+        staging = self._stagings[window.number % len(self._stagings)]
         with self._on.stream(self._down):
-            self._down.wait_event(passage.left)
+            self._down.wait_event(staging.left)
             for segment in window.segments:
                 flat = flats[segment.part]
-                passage.gradient[segment.here].copy_(flat.gradient[segment.there], non_blocking=True)
-                if passage.values is not None:
-                    passage.values[segment.here].copy_(flat.values[segment.there], non_blocking=True)
-        passage.arrived.record(self._down)
+                staging.gradient[segment.here].copy_(flat.gradient[segment.there], non_blocking=True)
+                if staging.values is not None:
+                    staging.values[segment.here].copy_(flat.values[segment.there], non_blocking=True)
+        staging.arrived.record(self._down)
 
     def _update(self, window: Window, flats: Sequence[_Flat], lr: float, divisor: float) -> None:
-        passage = self._passages[window.number % len(self._passages)]
-        passage.arrived.synchronize()
-        states = self._shelf.open(window.number)
-        values = states[MASTER] if passage.values is None else passage.values
+        staging = self._stagings[window.number % len(self._stagings)]
+        staging.arrived.synchronize()
+        states = self._store.open(window.number)
+        values = states[MASTER] if staging.values is None else staging.values
         for decays in (True, False):
             here = [each.here for each in window.segments if self._parts[each.part].decays == decays]
             decay = self._rule.weight_decay if decays else 0.0
-            tensors = (values, passage.gradient, *(states[moment] for moment in MOMENTS))
+            tensors = (values, staging.gradient, *(states[moment] for moment in MOMENTS))
             update(
                 Step(self.updates, lr, self._rule.betas, self._rule.eps, decay, divisor),
                 *([tensor[where] for where in here] for tensor in tensors),
@@ -181,16 +181,16 @@ class Offloaded:
             for segment in window.segments:
                 target = flats[segment.part].values[segment.there]
                 target.copy_(values[segment.here].to(target.device, non_blocking=True))
-        passage.left.record(self._up)
-        self._shelf.changed(window.number, passage.left)
-        self._shelf.put_back(window.number)
+        staging.left.record(self._up)
+        self._store.changed(window.number, staging.left)
+        self._store.put_back(window.number)
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """:class:`~parallel.gradients.buckets.Elements` of a part that are on a shelf."""
+    """:class:`~parallel.gradients.buckets.Elements` of a part that are in a store."""
 
-    shelf: Shelf
+    store: WindowStore
     segments: Sequence[tuple[Window, Segment]]
     part: Part
     state: str
@@ -203,15 +203,15 @@ class _Kept:
         start, stop, _ = where.indices(self.part.data.numel())
         found = torch.empty(stop - start, dtype=self.dtype)
         for window, here, there in self._overlaps(start, stop):
-            found[there] = self.shelf.open(window)[self.state][here]
+            found[there] = self.store.open(window)[self.state][here]
         return found
 
     def __setitem__(self, where: slice | EllipsisType, values: Tensor, /) -> None:
         start, stop, _ = (slice(None) if where is ... else where).indices(self.part.data.numel())
         flat = values.reshape(-1)
         for window, here, there in self._overlaps(start, stop):
-            self.shelf.open(window)[self.state][here] = flat[there]
-            self.shelf.changed(window)
+            self.store.open(window)[self.state][here] = flat[there]
+            self.store.changed(window)
 
     def _overlaps(self, start: int, stop: int) -> Iterable[tuple[int, slice, slice]]:
         """(window, where in it, where from ``start`` on) of what lies in [start, stop)."""

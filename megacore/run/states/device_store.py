@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacore.run.states.home import MASTER, Rule
+from megacore.run.states.store import MASTER, Rule
 from parallel import kernels
 from parallel.gradients.buckets import Part
 
@@ -47,8 +47,8 @@ class Nothing:
     decays: bool = False
 
 
-class Resident:
-    """The :class:`~megacore.run.states.home.Home` on the device: one fused kernel over everything, no host asked.
+class DeviceStore:
+    """A :class:`~megacore.run.states.store.StateStore` on the device: one fused kernel for everything, no host asked.
 
     Args:
         parts: What is updated.

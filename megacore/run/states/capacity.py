@@ -14,7 +14,7 @@ from megacore.plan.state import Held, State, state
 from models.config import ModelConfig
 
 
-def room_problems(
+def capacity_problems(
     config: Config, model: ModelConfig, world_size: int, local_ranks: int, device_memory: int | None = None
 ) -> Iterator[str]:
     """Where the state of training alone has no room; activations are not counted, so that no run that works is refused.

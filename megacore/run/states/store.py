@@ -41,7 +41,7 @@ class Rule:
         return moments if value == parameter else {MASTER: value, **moments}
 
 
-class Home(Protocol):
+class StateStore(Protocol):
     """Where masters and moments live, and the updates made there."""
 
     @property

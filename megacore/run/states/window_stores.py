@@ -18,7 +18,7 @@ BUFFERS = 4
 """Windows in the buffer: one is updated, one is on its way back, and two are on their way here."""
 
 
-class Shelf(Protocol):
+class WindowStore(Protocol):
     """{state: host tensor} of each window, zeros at first."""
 
     def fetch(self, number: int) -> None:
@@ -43,7 +43,7 @@ class Shelf(Protocol):
         ...
 
 
-class HostShelf:
+class HostWindows:
     """All windows in host memory.
 
     Args:
@@ -92,7 +92,7 @@ class _Place:
     moving: Future[None] | None = None
 
 
-class FileShelf:
+class FileWindows:
     """All windows in a file, of which BUFFERS are in host memory. Threads read and write while others compute.
 
     Args:

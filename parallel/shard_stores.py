@@ -11,7 +11,7 @@ from parallel.collectives import Pending, start_all_gather_
 from parallel.mesh import Group
 
 
-class SliceHome(Protocol):
+class ShardStore(Protocol):
     """Keeps slices."""
 
     @property

@@ -1,0 +1,11 @@
+"""What lies on the device of an optimizer that keeps its states there."""
+
+from __future__ import annotations
+
+from megacore.run.optimizer import Optimizer
+from megacore.run.states.device_store import DeviceStore
+
+
+def device_store(optimizer: Optimizer) -> DeviceStore:
+    assert isinstance(optimizer.store, DeviceStore)
+    return optimizer.store
