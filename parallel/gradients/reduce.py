@@ -284,8 +284,9 @@ class Gradients:
         host.copy_(take(whole), non_blocking=True)
 
     def write(self, name: str, of: Callable[[Part], Elements], host: Tensor) -> None:
-        """The other way round: fill what this rank's parts have from a tensor of the parameter's shape."""
-        for owned in self._owned[name]:
+        """The other way round: fill what this rank's parts have from a tensor of the parameter's shape; of one that is
+        frozen they have nothing."""
+        for owned in self._owned.get(name, ()):
             owned.spread(of, owned.span.of(host))
 
     def read_weight(self, name: str, host: Tensor | None, take: Take = all_of_it) -> None:

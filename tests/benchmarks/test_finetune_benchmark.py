@@ -93,4 +93,5 @@ def test_it_runs_without_peers(model: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     modes = json.loads(results.read_text())["modes"]
     assert modes.keys() == {"megacore", "megacore, masters", "megacore LoRA", "megacore LoRA, masters"}
-    assert all(mode["tokens_per_second"] > 0 and not mode["failure"] for mode in modes.values()), done.stdout
+    assert not [mode["failure"] for mode in modes.values() if mode["failure"]]
+    assert all(mode["tokens_per_second"] > 0 for mode in modes.values()), done.stdout

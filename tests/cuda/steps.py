@@ -30,7 +30,7 @@ from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batch
 from megacore.recipe import load
-from megacore.run import train as pretrain
+from megacore.run import build
 from megacore.run.check import Setup
 from megacore.run.resume import Start
 from megacore.run.trainer import Trainer, Trouble
@@ -243,12 +243,12 @@ def _trainer(config: Config, mesh: Mesh) -> Trainer:
     corpora: Any = SimpleNamespace(train=None, validation=None, batches=lambda *arguments: None)
     setup = Setup(config, configure(config.model), corpora, Start())
     with (
-        patch.object(pretrain, "load_into", lambda *arguments: None),
-        patch.object(pretrain, "Saver", lambda *arguments: Mock()),
+        patch.object(build, "load_into", lambda *arguments: None),
+        patch.object(build, "Saver", lambda *arguments: Mock()),
         # What the buffer of a file holds does not matter, but that there is memory for it does.
         patch.object(torch.Tensor, "numpy", lambda tensor: aligned_memory(tensor.nbytes)),
     ):
-        return pretrain.trainer_of(setup, mesh, Control.create(Mesh.single()))
+        return build.trainer_of(setup, mesh, Control.create(Mesh.single()))
 
 
 def _batches(case: Case, config: Config) -> Iterator[Batch]:
