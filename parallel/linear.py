@@ -10,6 +10,7 @@ scatter of the input gradient runs beside the GEMM of the weight gradient.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, get_args
@@ -274,9 +275,14 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def hand_to(accept: Callable[[nn.Parameter, WeightGradient], None], modules: Iterable[nn.Module]) -> None:
-    """Have all parallel linears among these modules hand their weights' gradients to somebody who sums them."""
-    for module in modules:
-        if isinstance(module, _ParallelLinear) and module.weight.requires_grad:
+    """Have all parallel linears among these modules hand their weights' gradients to somebody who sums them.
+
+    A weight that several of them share is left to autograd, which hands in one gradient for all its uses.
+    """
+    linears = [module for module in modules if isinstance(module, _ParallelLinear) and module.weight.requires_grad]
+    uses = Counter(module.weight for module in linears)
+    for module in linears:
+        if uses[module.weight] == 1:
             module.product = module.product.handing(partial(accept, module.weight))
 
 

@@ -42,6 +42,13 @@ def across(groups: Sequence[RankSet]) -> list[RankSet]:
     return [tuple(sorted(same)) for same in zip(*groups, strict=True)]
 
 
+def groups_of(shape: MeshShape, ranks: Sequence[int], replicas: int | None, rank: int) -> tuple[RankSet, RankSet]:
+    """Of one rank of a set of replicas: (its group of :func:`divide`, those of :func:`across` it)."""
+    groups = divide(shape, ranks, replicas)
+    own, same = (next(each for each in way if rank in each) for way in (groups, across(groups)))
+    return own, same
+
+
 def divided(layout: Layout, replicas: int | None) -> set[RankSet]:
     """The sets of :func:`divide` and :func:`across` of all replicas of a layout."""
     ways = (divide(layout.mesh, ranks, replicas) for ranks in layout.replica_sets())

@@ -4,7 +4,8 @@ numbers, which published runs agree with (`megacore.plan.published`)."""
 from __future__ import annotations
 
 import math
-from typing import Protocol
+
+from megacore.plan.unit import Product
 
 ATTENTION = 0.5
 """Share of the bf16 peak that the attention reaches of its causal half, forward and backward; published are 35 % for
@@ -19,23 +20,6 @@ LINKS = 0.8
 START_S, HOP_S, NODE_HOP_S = 8.4e-6, 3.4e-6, 14e-6
 """Seconds of any collective, and of each step of its ring within a node and to the next one: NCCL's own model of its
 simple protocol (NVIDIA/nccl, src/graph/tuning.cc)."""
-
-
-class Product(Protocol):
-    """``batch`` matrix products [m, k] x [k, n] in one call; those of the ``attention`` are in a kernel of its own."""
-
-    @property
-    def m(self) -> int: ...
-    @property
-    def n(self) -> int: ...
-    @property
-    def k(self) -> int: ...
-    @property
-    def batch(self) -> int: ...
-    @property
-    def attention(self) -> bool: ...
-    @property
-    def flops(self) -> int: ...
 
 
 def reached(product: Product, half: float) -> float:

@@ -11,6 +11,7 @@ from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import Held, Part, state
 from parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
 from parallel.pipeline.schedules import SCHEDULES
+from parallel.rank_sets import groups_of
 
 TERMS = (
     "parameters",
@@ -105,19 +106,9 @@ def _groups(setting: Setting, rank: int) -> set[tuple[int, ...]]:
         for shard in layout.shards(mesh.place(rank))
         for label in shard.param.sentence.labels
     }
-    if setting.shard == "none":
-        return {ranks for ranks in found | sets if len(ranks) > 1}
-
-    def part(other: int) -> tuple[int, int]:
-        """Who shares with whom: ranks of one stage, of one group of replicas."""
-        place = mesh.place(other)
-        return place.pp, place.dp * setting.replicas // mesh.dp
-
+    replicas = None if setting.shard == "none" else setting.replicas
     for ranks in sets:
-        own = tuple(other for other in ranks if part(other) == part(rank))
-        at = own.index(rank)
-        parts = {part(other): [each for each in ranks if part(each) == part(other)] for other in ranks}
-        found |= {own, tuple(sorted(each[at] for each in parts.values()))}
+        found |= {*groups_of(mesh, ranks, replicas, rank)}
     return {ranks for ranks in found if len(ranks) > 1}
 
 

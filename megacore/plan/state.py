@@ -145,8 +145,8 @@ def state_of(elements: int, ranks: int, widths: Widths, shard: ZeroShard) -> Sta
 
 
 def sharing(part: Part, setting: Setting) -> int:
-    """Over how many ranks the state of a part is split where it is (`zero.divide`): all that hold copies, less
-    HSDP's replicas, and less the other end of the pipeline."""
+    """Over how many ranks the state of a part is split where it is (`parallel.rank_sets.divide`): all that hold copies,
+    less HSDP's replicas, and less the other end of the pipeline."""
     mesh = setting.layout.mesh
     ends = 2 if "pp" in part.dims else 1
     return part.model_replicas // ends * mesh.dp * mesh.cp // setting.replicas

@@ -57,7 +57,7 @@ from parallel.gradients.zero import (
 from parallel.mesh import Group, Mesh
 from parallel.parameters import Parameters
 from parallel.product import WeightGradient
-from parallel.rank_sets import across, divide, divided
+from parallel.rank_sets import divided, groups_of
 from parallel.shard_stores import OnDevice, OnHost, ShardStore
 
 
@@ -317,8 +317,7 @@ class Gradients:
 
     def _groups(self, spans: Sequence[Span]) -> tuple[Group, Group]:
         """Of spans with the same replicas: (this rank's group that splits them, those that own the same shard)."""
-        groups = divide(self._mesh.shape, spans[0].replicas, self._replicas)
-        mine = (next(each for each in way if self._mesh.rank in each) for way in (groups, across(groups)))
+        mine = groups_of(self._mesh.shape, spans[0].replicas, self._replicas, self._mesh.rank)
         group, same = map(self._mesh.group, mine)
         return group, same
 

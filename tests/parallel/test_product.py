@@ -84,6 +84,17 @@ def test_weight_gradients_may_come_later(pool: Pool, tp: int) -> None:
     assert pool.run(tp, queued) == [[True, True]] * tp
 
 
+def test_a_weight_that_two_linears_share_is_left_to_autograd() -> None:
+    """One gradient of all its uses: whoever sums gradients counts how many come."""
+    mesh = Mesh.single()
+    one, other = ColumnParallelLinear(IN, IN, mesh=mesh), ColumnParallelLinear(IN, IN, mesh=mesh)
+    again, handed = ColumnParallelLinear.of(one.weight, None, mesh), list[nn.Parameter]()
+    hand_to(lambda weight, gradient: handed.append(weight), (one, other, again))
+    again(other(one(torch.randn(TOKENS, IN)))).sum().backward()
+    assert [weight is other.weight for weight in handed] == [True]
+    assert one.weight.grad is not None and other.weight.grad is None
+
+
 # -- products with their collectives
 
 
