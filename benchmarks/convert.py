@@ -38,7 +38,7 @@ from benchmarks.processes import Usage, run
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.tensors import TensorWriter
 from models.registry import configure
-from parallel.transfer import Stored, hugging_face
+from parallel.weights.transfer import Stored, hugging_face
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30

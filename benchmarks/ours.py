@@ -22,9 +22,9 @@ from models.decoder import Microbatch
 from models.stages import layout_of
 from parallel.choices import ZeroShard
 from parallel.gradients.reduce import Gradients
-from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
+from parallel.weights.layout import MeshShape
 
 SHARDS: dict[str, ZeroShard] = {"dp": "none", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters"}
 MODES = {"eager": {}, "compile": {}, "tp": {"tp": 2}, "pp": {"pp": 2}, **{mode: {"dp": 2} for mode in SHARDS}}

@@ -43,9 +43,9 @@ from models.decoder import Microbatch
 from models.registry import configure
 from models.stages import layout_of
 from parallel.gradients.reduce import Gradients
-from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
+from parallel.weights.layout import MeshShape
 
 LR = 1e-4
 UNDISTURBED = 4

@@ -33,8 +33,8 @@ from megacore.store.index import holder, on_disk, path_of
 from megacore.store.shares import share_out, share_reads
 from models.registry import configure
 from models.stages import layout_of
-from parallel.layout import MeshShape
-from parallel.transfer import Stored, native, plan
+from parallel.weights.layout import MeshShape
+from parallel.weights.transfer import Stored, native, plan
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH = 4096
@@ -144,7 +144,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from models.registry import configure
 from models.stages import layout_of
-from parallel.layout import MeshShape
+from parallel.weights.layout import MeshShape
 from parallel.mesh import Mesh
 shape = MeshShape(pp=8, dp=int(sys.argv[2]) // 64, tp=8)
 config = configure({"preset": "llama-3.1-70b"})
@@ -181,7 +181,7 @@ sys.path.insert(0, sys.argv[1])
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from megacore.control import Control
-from parallel.layout import MeshShape
+from parallel.weights.layout import MeshShape
 from parallel.mesh import Mesh
 world = int(sys.argv[2])
 dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())

@@ -18,7 +18,7 @@ from megacore.references import escaped
 from models.lora import Lora
 from models.tuning import Tuning
 from parallel.choices import Moments, OptimizerOffload, PipelineSchedule, Precision, Recompute, ZeroShard
-from parallel.layout import MeshShape
+from parallel.weights.layout import MeshShape
 
 # -- ranges
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from parallel.layout import MeshShape
+from parallel.weights.layout import MeshShape
 
 OWN = 512
 """Of a rank by itself: its data, checkpoints, libraries, and what NCCL opens."""

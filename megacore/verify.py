@@ -26,11 +26,11 @@ from megacore.store.folder import SafetensorsFolder
 from megacore.store.strict_json import StoreError
 from models.assemble import Model
 from models.decoder import Microbatch
-from parallel.fingerprint import Logical, spell
 from parallel.labels import IGNORE
-from parallel.layout import MeshShape
 from parallel.mesh import Mesh
-from parallel.transfer import strided, whole_name
+from parallel.weights.fingerprint import Logical, spell
+from parallel.weights.layout import MeshShape
+from parallel.weights.transfer import strided, whole_name
 
 BOUND = 1e-4
 """The largest difference of two logits that is rounding, relative to the largest logit of the prompt. Float32 rounds to

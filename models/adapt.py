@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from models.lora import WEIGHT, A, B, Lora
-from parallel.layout import Shard
-from parallel.linear import ColumnParallelLinear, RowParallelLinear
-from parallel.lora import ColumnAdapted, RowAdapted, Rows
+from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.layers.lora import ColumnAdapted, RowAdapted, Rows
 from parallel.parameters import Parameters
-from parallel.pattern import Pattern
+from parallel.weights.layout import Shard
+from parallel.weights.pattern import Pattern
 
 
 def adapt(chunk: nn.Module, parameters: Parameters, lora: Lora) -> None:

@@ -17,14 +17,14 @@ from models.decoder import Decoder, Losses, Microbatch
 from models.registry import build
 from models.tuning import EVERYTHING, Tuning
 from parallel.collectives import gather
-from parallel.fp8 import Fp8
-from parallel.layout import Layout
-from parallel.linear import hand_to, multiply_by
+from parallel.layers.fp8 import Fp8
+from parallel.layers.linear import hand_to, multiply_by
+from parallel.layers.product import SymmetricMemory, WeightGradient
+from parallel.memory.recompute import Activations, runner
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
 from parallel.pipeline.run import forward
-from parallel.product import SymmetricMemory, WeightGradient
-from parallel.recompute import Activations, runner
+from parallel.weights.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from models.context import Context
 from parallel import kernels
 from parallel.choices import check_choice
-from parallel.linear import ColumnParallelLinear, RowParallelLinear
-from parallel.norm import LayerNorm, RMSNorm
+from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.layers.norm import LayerNorm, RMSNorm
 from parallel.parameters import Parameters
 
 

@@ -12,11 +12,11 @@ from dataclasses import MISSING, dataclass, fields
 from random import Random
 from typing import Any, ClassVar, Self
 
-from models import choose
+from models.names import whole_names
 from models.tuning import EVERYTHING, Tuning
 from parallel import limits
 from parallel.choices import nearest
-from parallel.schema import Param, Schema
+from parallel.weights.schema import Param, Schema
 
 # Fields of any Hugging Face config that do not change what a forward in training computes: bookkeeping, generation.
 _HARMLESS = frozenset(
@@ -269,6 +269,6 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     schema, frozen = tuning.schema(config.schema), tuning.frozen(config.schema)
     still = 0
     for param in _matmuls(schema):
-        names = list(choose.whole_names(schema, param))
+        names = list(whole_names(schema, param))
         still += schema.numel(param) // len(names) * sum(name in frozen for name in names)
     return 6 * matmul_parameters(schema) - 2 * still + attention

@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from models.context import CausalAttention, Context, DocumentAttention, MaskedAttention
 from models.rope import Rotary
 from parallel.collectives import all_gather
-from parallel.embedding import VocabParallelEmbedding
-from parallel.head_loss import head_loss
 from parallel.kernels.documents import Documents
-from parallel.linear import column_linear
-from parallel.loss import Objective
+from parallel.layers.embedding import VocabParallelEmbedding
+from parallel.layers.head_loss import head_loss
+from parallel.layers.linear import column_linear
+from parallel.layers.loss import Objective
+from parallel.memory.recompute import PLAIN, Runner
 from parallel.mesh import Group
 from parallel.parameters import Parameters
 from parallel.random import key
-from parallel.recompute import PLAIN, Runner
 
 
 @dataclass(frozen=True)

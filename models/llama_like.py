@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from models import rope_config
 from models.config import ModelConfig, positive, probabilities
 from models.rope_config import DefaultRope, Rope
-from parallel.schema import Param
+from parallel.weights.schema import Param
 
 if TYPE_CHECKING:
     from models.decoder import Decoder
@@ -181,7 +181,7 @@ def build(config: LlamaLikeConfig, parameters: Parameters, chunk: int) -> Decode
     from models.blocks import Block, SwiGLU
     from models.decoder import Decoder, Head, TokenEmbedding
     from models.rope import Rotary
-    from parallel.norm import RMSNorm
+    from parallel.layers.norm import RMSNorm
 
     p, mesh = parameters, parameters.mesh
 

@@ -15,9 +15,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from models.choose import in_block, matches, unmatched
-from parallel.pattern import Group, Node, Pattern
-from parallel.schema import WORDS, Param, Schema
+from models.names import in_block, matches, unmatched
+from parallel.weights.pattern import Group, Node, Pattern
+from parallel.weights.schema import WORDS, Param, Schema
 
 RANK = "rank"
 """The axis between A and B."""

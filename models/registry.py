@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from models.decoder import Decoder
     from parallel.parameters import Parameters
 
-FAMILIES: Mapping[str, str] = {"gpt2": "models.gpt2", "llama": "models.llama", "qwen2": "models.qwen2"}
+FAMILIES: Mapping[str, str] = {
+    "gpt2": "models.families.gpt2",
+    "llama": "models.families.llama",
+    "qwen2": "models.families.qwen2",
+}
 """{Hugging Face's ``model_type``: module}."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from models.config import ModelConfig
 from models.tuning import EVERYTHING, Tuning
-from parallel.layout import Layout, MeshShape, balanced_layers
+from parallel.weights.layout import Layout, MeshShape, balanced_layers
 
 
 def default_layers(config: ModelConfig, virtual_stages: int) -> tuple[int, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from models import choose, lora
+from models import lora, names
 from models.lora import Lora
-from parallel.schema import Schema
+from parallel.weights.schema import Schema
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,22 @@ class Tuning:
     def frozen(self, model: Schema) -> frozenset[str]:
         """The tensors of a model that are not trained, by their names."""
         if self.lora is None:
-            return choose.frozen(model, self.only, self.freeze)
-        return frozenset(name for name, _ in choose.tensors(model))
+            return names.frozen(model, self.only, self.freeze)
+        return frozenset(name for name, _ in names.tensors(model))
 
     def trained(self, model: Schema) -> int:
         """How many parameters are trained."""
         schema, still = self.schema(model), self.frozen(model)
         found = 0
         for param in schema.params:
-            names = list(choose.whole_names(schema, param))
-            found += schema.numel(param) // len(names) * sum(name not in still for name in names)
+            tensors = list(names.whole_names(schema, param))
+            found += schema.numel(param) // len(tensors) * sum(name not in still for name in tensors)
         return found
 
     def problems(self, model: Schema) -> list[str]:
         """Everything that is wrong with it for this model."""
         if self.lora is None:
-            return choose.problems(model, self.only, self.freeze)
+            return names.problems(model, self.only, self.freeze)
         both = [
             f"train.{key} is for runs without adapters: lora trains its adapters alone; leave out one of them"
             for key, given in (("only", self.only is not None), ("freeze", self.freeze))

@@ -8,38 +8,38 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # type checkers and editors follow imports, not __getattr__
-    from parallel.embedding import VocabParallelEmbedding as VocabParallelEmbedding
     from parallel.gradients.reduce import Gradients as Gradients
-    from parallel.layout import Layout as Layout
-    from parallel.layout import MeshShape as MeshShape
-    from parallel.linear import ColumnParallelLinear as ColumnParallelLinear
-    from parallel.linear import RowParallelLinear as RowParallelLinear
-    from parallel.loss import cross_entropy as cross_entropy
+    from parallel.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
+    from parallel.layers.linear import ColumnParallelLinear as ColumnParallelLinear
+    from parallel.layers.linear import RowParallelLinear as RowParallelLinear
+    from parallel.layers.loss import cross_entropy as cross_entropy
+    from parallel.layers.norm import LayerNorm as LayerNorm
+    from parallel.layers.norm import RMSNorm as RMSNorm
     from parallel.mesh import Mesh as Mesh
-    from parallel.norm import LayerNorm as LayerNorm
-    from parallel.norm import RMSNorm as RMSNorm
     from parallel.parameters import Parameters as Parameters
-    from parallel.pattern import Pattern as Pattern
     from parallel.pipeline.run import Pipeline as Pipeline
-    from parallel.schema import Param as Param
-    from parallel.schema import Schema as Schema
+    from parallel.weights.layout import Layout as Layout
+    from parallel.weights.layout import MeshShape as MeshShape
+    from parallel.weights.pattern import Pattern as Pattern
+    from parallel.weights.schema import Param as Param
+    from parallel.weights.schema import Schema as Schema
 
 _PUBLIC: Mapping[str, str] = {
-    "ColumnParallelLinear": "parallel.linear",
+    "ColumnParallelLinear": "parallel.layers.linear",
     "Gradients": "parallel.gradients.reduce",
-    "LayerNorm": "parallel.norm",
-    "Layout": "parallel.layout",
+    "LayerNorm": "parallel.layers.norm",
+    "Layout": "parallel.weights.layout",
     "Mesh": "parallel.mesh",
-    "MeshShape": "parallel.layout",
-    "Param": "parallel.schema",
+    "MeshShape": "parallel.weights.layout",
+    "Param": "parallel.weights.schema",
     "Parameters": "parallel.parameters",
-    "Pattern": "parallel.pattern",
+    "Pattern": "parallel.weights.pattern",
     "Pipeline": "parallel.pipeline.run",
-    "RMSNorm": "parallel.norm",
-    "RowParallelLinear": "parallel.linear",
-    "Schema": "parallel.schema",
-    "VocabParallelEmbedding": "parallel.embedding",
-    "cross_entropy": "parallel.loss",
+    "RMSNorm": "parallel.layers.norm",
+    "RowParallelLinear": "parallel.layers.linear",
+    "Schema": "parallel.weights.schema",
+    "VocabParallelEmbedding": "parallel.layers.embedding",
+    "cross_entropy": "parallel.layers.loss",
 }
 
 __all__ = list(_PUBLIC)

@@ -1,4 +1,4 @@
-"""The live mesh: this process's place in a :class:`~parallel.layout.MeshShape`, its device and its groups."""
+"""The live mesh: this process's place in a :class:`~parallel.weights.layout.MeshShape`, its device and its groups."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from parallel.layout import MeshShape, Place
 from parallel.rank_sets import Rounds, channel_kinds, of_mesh
+from parallel.weights.layout import MeshShape, Place
 
 Direction = Literal["forward", "backward"]
 FORWARD: Literal["forward"] = "forward"

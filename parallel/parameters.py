@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from parallel.layout import Layout, Shard
 from parallel.mesh import Mesh
-from parallel.pattern import Piece
 from parallel.random import initial_values
+from parallel.weights.layout import Layout, Shard
+from parallel.weights.pattern import Piece
 
 
 def view(tensor: Tensor, piece: Piece) -> Tensor:

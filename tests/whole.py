@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from megacore.store.companions import Companion
 from megacore.store.folder import WeightFolder
 from megacore.store.stream import Read
-from parallel.schema import Schema
-from parallel.transfer import Stored, hugging_face
+from parallel.weights.schema import Schema
+from parallel.weights.transfer import Stored, hugging_face
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
 from models.stages import layout_of
-from parallel.layout import Layout, MeshShape, split_problems
+from parallel.weights.layout import Layout, MeshShape, split_problems
 
 Item = TypeVar("Item")
 MOST_JOBS = 64

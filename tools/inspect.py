@@ -25,9 +25,9 @@ from megacore.store.hugging_face import CONFIG, HuggingFace
 from megacore.store.index import INDEX, Adapters
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
-from parallel.fingerprint import spell
-from parallel.layout import Layout, MeshShape
-from parallel.transfer import Stored, hugging_face, native, whole_name
+from parallel.weights.fingerprint import spell
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.transfer import Stored, hugging_face, native, whole_name
 from tools import folders
 from tools.tables import table
 

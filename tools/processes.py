@@ -18,7 +18,7 @@ from megacore.store.folder import WeightFolder
 from megacore.store.open import open_model
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
-from parallel.layout import MeshShape, split_problems
+from parallel.weights.layout import MeshShape, split_problems
 from tools import folders
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch

@@ -29,7 +29,7 @@ from tools.tables import table
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
     from megacore.verify import Pair, Report
-    from parallel.layout import MeshShape
+    from parallel.weights.layout import MeshShape
 
 TEXTS = (
     "The sun rose over the quiet harbour, and the first boats were already on their way out to sea.",

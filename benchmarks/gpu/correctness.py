@@ -27,9 +27,9 @@ from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
 from parallel.gradients.buckets import WholeSpan
 from parallel.gradients.reduce import Gradients
+from parallel.memory.recompute import Activations
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
-from parallel.recompute import Activations
 
 STEPS, LENGTH, SEQUENCES, LR = 3, 64, 2, 1e-3
 DOCUMENTS = (40, 20, 4, 30, 34)

@@ -15,7 +15,7 @@ from benchmarks.gpu.rows import Machine, Row, failed, number, skipped
 from benchmarks.gpu.work import SHAPES, Shape
 from parallel import kernels as chosen
 from parallel.kernels import choice
-from parallel.loss import Objective
+from parallel.layers.loss import Objective
 from parallel.mesh import ALONE
 
 APART = 2.0**-7

@@ -15,7 +15,7 @@ from megacore.plan.memory import memory
 from megacore.plan.state import Held
 from megacore.plan.step_time import Estimate, estimate
 from models.config import flops_per_token
-from parallel.recompute import Activations
+from parallel.memory.recompute import Activations
 
 WAYS: Mapping[str, Way] = {
     "ours": Way(),

@@ -25,10 +25,10 @@ from models.registry import configure
 from models.stages import layout_of
 from parallel.choices import Precision, Recompute
 from parallel.gradients.reduce import Gradients
+from parallel.memory.recompute import Activations
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
 from parallel.pipeline.run import Pipeline
-from parallel.recompute import Activations
 
 LR = 3e-4
 BETAS, DECAY = (0.9, 0.95), 0.1

@@ -20,8 +20,8 @@ from models.cache import Cache, Decode, Prefill
 from models.decoder import Microbatch
 from parallel.collectives import broadcast_
 from parallel.kernels.documents import Documents
-from parallel.layout import Place
 from parallel.mesh import Mesh
+from parallel.weights.layout import Place
 
 
 @dataclass(frozen=True)

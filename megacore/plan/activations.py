@@ -15,7 +15,7 @@ from megacore.plan.unit import Unit
 from models.config import ModelConfig
 from models.tuning import Tuning
 from parallel.choices import Recompute
-from parallel.layout import MeshShape
+from parallel.weights.layout import MeshShape
 
 if TYPE_CHECKING:
     from megacore.plan.measure import FakeModel

@@ -25,10 +25,10 @@ from megacore.plan.setting import Setting
 from megacore.plan.step_time import Cluster, Estimate
 from megacore.store.index import MASTER, MOMENTS, STATES, on_disk
 from megacore.store.shares import States, share_out, share_reads
-from parallel.layout import MeshShape
-from parallel.pattern import Sizes
 from parallel.rank_sets import RankSet, Rounds, channel_kinds, divided, of_mesh
-from parallel.transfer import Stored, native
+from parallel.weights.layout import MeshShape
+from parallel.weights.pattern import Sizes
+from parallel.weights.transfer import Stored, native
 
 WEIGHTS = STATES[0]
 STORAGE_OF_A_DEVICE = 2e12 / 16384

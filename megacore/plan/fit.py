@@ -13,7 +13,7 @@ from megacore.plan.state import Held, state
 from megacore.plan.step_time import Cluster, Estimate, estimate
 from models.stages import layout_of
 from parallel.choices import Recompute, ZeroShard
-from parallel.layout import Layout, MeshShape, split_problems
+from parallel.weights.layout import Layout, MeshShape, split_problems
 
 MARGIN = 0.1
 """Of a device's memory, left to its driver, the libraries' workspaces, fragments, and what this arithmetic misses."""

@@ -35,9 +35,9 @@ from models.context import Context
 from models.decoder import Head, Losses, Microbatch
 from models.stages import layout_of
 from models.tuning import Tuning
-from parallel.layout import MeshShape
+from parallel.memory.recompute import Activations, Recompute, Runner, runner
 from parallel.mesh import Group, Mesh
-from parallel.recompute import Activations, Recompute, Runner, runner
+from parallel.weights.layout import MeshShape
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from models.config import flops_per_token
 from models.registry import configure
 from models.stages import layout_of
 from parallel.choices import Precision, Recompute, ZeroShard
-from parallel.layout import MeshShape
+from parallel.weights.layout import MeshShape
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from models.config import ModelConfig
 from models.tuning import EVERYTHING, Tuning
 from parallel.budgets import BUCKET_BYTES
 from parallel.choices import Moments, OptimizerOffload, Precision, Recompute, ZeroShard
-from parallel.layout import Layout
+from parallel.weights.layout import Layout
 
 SHARDS: tuple[ZeroShard, ...] = get_args(ZeroShard)
 OFFLOADS: tuple[OptimizerOffload, ...] = get_args(OptimizerOffload)

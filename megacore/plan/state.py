@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from megacore.plan.setting import SHARDS, Setting, Widths
 from parallel.choices import ZeroShard
-from parallel.layout import Layout, Place, Shard
-from parallel.schema import Param, Schema
+from parallel.weights.layout import Layout, Place, Shard
+from parallel.weights.schema import Param, Schema
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from megacore.plan.state import Held, Part, state, updated
 from megacore.plan.traffic import ALL_REDUCE, SEND, Traffic, traffic
 from megacore.plan.unit import Product, Unit
 from models.config import flops_per_token
-from parallel.layout import MeshShape
 from parallel.pipeline.schedules import SCHEDULES, simulate
+from parallel.weights.layout import MeshShape
 
 PRECISE = 4096
 """Actions of a stage up to which a schedule is simulated rather than its bubble looked up."""

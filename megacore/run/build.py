@@ -33,10 +33,10 @@ from models.decoder import Losses
 from models.stages import layout_of
 from parallel import kernels
 from parallel.gradients.reduce import Gradients
-from parallel.layout import Layout
+from parallel.memory.recompute import Activations
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
-from parallel.recompute import Activations
+from parallel.weights.layout import Layout
 
 DTYPES = {
     "bf16": torch.bfloat16,

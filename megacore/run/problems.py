@@ -20,8 +20,8 @@ from megacore.run.lr import decay_steps
 from megacore.say import brief
 from megacore.store.files import leaves
 from models.tuning import EVERYTHING
-from parallel.layout import MeshShape, split_problems
-from parallel.schema import Schema
+from parallel.weights.layout import MeshShape, split_problems
+from parallel.weights.schema import Schema
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", checkpoints.FOLDER)
 """What a run leaves in its folder; a folder that has one of them is not written to again, unless the run goes on."""

@@ -12,7 +12,7 @@ from typing import Any
 from megacore.config import Config, MeshConfig
 from megacore.data.samples import ORDER
 from megacore.store.strict_json import StoreError
-from parallel.layout import MeshShape
+from parallel.weights.layout import MeshShape
 
 _FIELDS = {"step": "step", "samples": "consumed_samples", "tokens": "tokens", "updates": "optimizer_steps"}
 """{field of Progress: its name in the file}."""

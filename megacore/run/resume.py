@@ -24,8 +24,8 @@ from models.config import ModelConfig, ModelConfigError
 from models.lora import Lora
 from models.registry import configure, family
 from parallel import limits
-from parallel.fingerprint import spell
-from parallel.layout import MeshShape
+from parallel.weights.fingerprint import spell
+from parallel.weights.layout import MeshShape
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,9 @@ from megacore.store.stream import File, write
 from megacore.store.stream import Tensor as Written
 from megacore.store.strict_json import StoreError
 from parallel.gradients.buckets import Take, all_of_it
-from parallel.layout import Layout
 from parallel.parameters import Parameters, view
-from parallel.transfer import Stored, native, plan
+from parallel.weights.layout import Layout
+from parallel.weights.transfer import Stored, native, plan
 
 WEIGHTS = STATES[0]
 _ALIGNED = 64

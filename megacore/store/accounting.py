@@ -12,8 +12,8 @@ import numpy as np
 from megacore.store.dtypes import FLOATS
 from megacore.store.tensors import Entry, TensorFile
 from models.config import ModelConfig
-from parallel.schema import NAMED, Schema
-from parallel.transfer import Stored, hugging_face
+from parallel.weights.schema import NAMED, Schema
+from parallel.weights.transfer import Stored, hugging_face
 
 _LAYER = re.compile(r"(?<=\.)(0|[1-9]\d{0,8})(?=\.)")
 _COMPARED_AT_ONCE = 4 << 20

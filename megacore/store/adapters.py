@@ -28,9 +28,9 @@ from megacore.store.stream import File, Read, assemble
 from megacore.store.strict_json import StoreError, read_json
 from megacore.store.tensors import DTYPES, TensorFile
 from models.lora import linears, peft_names, targets
-from parallel.fingerprint import Logical, combined
-from parallel.schema import Schema
-from parallel.transfer import Stored, hugging_face, plan
+from parallel.weights.fingerprint import Logical, combined
+from parallel.weights.schema import Schema
+from parallel.weights.transfer import Stored, hugging_face, plan
 
 WEIGHTS = "adapter_model.safetensors"
 # Elements of a product at a time, and bytes of merged tensors that are kept while their blocks are written.

@@ -14,10 +14,10 @@ from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.stream import BLOCK_BYTES, Read, of_copy
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
-from parallel.fingerprint import MODULUS, Logical, add_up, spell
-from parallel.pattern import Piece
-from parallel.schema import Schema
-from parallel.transfer import Stored, blocks, plan, strided, whole_name
+from parallel.weights.fingerprint import MODULUS, Logical, add_up, spell
+from parallel.weights.pattern import Piece
+from parallel.weights.schema import Schema
+from parallel.weights.transfer import Stored, blocks, plan, strided, whole_name
 
 OnBytes = Callable[[int], object]
 """Is told the bytes of each tensor when it has been read."""

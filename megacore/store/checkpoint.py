@@ -19,7 +19,7 @@ from megacore.store.folder import SafetensorsFolder
 from megacore.store.index import FORMAT, INDEX, path_of, read_index
 from megacore.store.strict_json import StoreError, read_json, short
 from megacore.store.tensors import TensorFile, os_errors
-from parallel.transfer import Stored
+from parallel.weights.transfer import Stored
 
 TRAINER, COMPANIONS = "trainer.json", "tokenizer"
 LISTED = 20  # problems of a checkpoint that are spelled out

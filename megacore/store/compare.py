@@ -16,9 +16,9 @@ from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.stream import BLOCK_BYTES
 from megacore.store.tensors import DTYPES
 from models.config import ModelConfig
-from parallel.fingerprint import Logical
-from parallel.schema import Schema
-from parallel.transfer import Copy, Stored, blocks, plan, strided, whole_name
+from parallel.weights.fingerprint import Logical
+from parallel.weights.schema import Schema
+from parallel.weights.transfer import Copy, Stored, blocks, plan, strided, whole_name
 
 Both = tuple[Any, Any]
 """What each of the two says; None where it says nothing."""

@@ -20,10 +20,10 @@ from megacore.store.index import INDEX, FileRecord, file_name, on_disk
 from megacore.store.publish import publish, write_file
 from megacore.store.stream import File, Fingerprints, Tensor, write
 from megacore.store.strict_json import StoreError
-from parallel.fingerprint import Logical, add_up, spell
-from parallel.layout import Layout
-from parallel.schema import Schema
-from parallel.transfer import Stored, hugging_face, native, plan, whole_name
+from parallel.weights.fingerprint import Logical, add_up, spell
+from parallel.weights.layout import Layout
+from parallel.weights.schema import Schema
+from parallel.weights.transfer import Stored, hugging_face, native, plan, whole_name
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from megacore.store.hugging_face import CONFIG, INDEX, WEIGHTS
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
 from models.registry import family
-from parallel.schema import Schema
-from parallel.transfer import Stored, hugging_face
+from parallel.weights.schema import Schema
+from parallel.weights.transfer import Stored, hugging_face
 
 Shard = tuple[str, tuple[Stored, ...]]
 """(file name, its tensors)."""

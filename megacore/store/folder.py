@@ -16,10 +16,10 @@ from megacore.store.stream import Read
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
 from models.config import ModelConfig
-from parallel.fingerprint import Logical, add_up
-from parallel.layout import Layout
-from parallel.schema import Schema
-from parallel.transfer import Stored, whole_name
+from parallel.weights.fingerprint import Logical, add_up
+from parallel.weights.layout import Layout
+from parallel.weights.schema import Schema
+from parallel.weights.transfer import Stored, whole_name
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class WeightFolder(ABC):
 
     @abstractmethod
     def read(self, state: str = "weights") -> Read:
-        """What reads the tensors of a state, each by its :class:`~parallel.transfer.Stored`."""
+        """What reads the tensors of a state, each by its :class:`~parallel.weights.transfer.Stored`."""
 
     def fingerprints(self, state: str) -> Mapping[Logical, int]:
         """{piece: its fingerprint when it was written}, of those for which that is known.

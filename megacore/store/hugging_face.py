@@ -20,9 +20,9 @@ from megacore.store.strict_json import StoreError, read_json
 from megacore.store.tensors import TensorFile
 from models.config import ModelConfig, ModelConfigError
 from models.registry import FAMILIES, family
-from parallel.fingerprint import Logical
-from parallel.layout import Layout, MeshShape
-from parallel.transfer import Stored, hugging_face
+from parallel.weights.fingerprint import Logical
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.transfer import Stored, hugging_face
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"

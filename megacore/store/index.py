@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from megacore.store.strict_json import StoreError, read_json, short
-from models import choose
+from models import names
 from models.config import ModelConfig, ModelConfigError
 from models.lora import Lora
 from models.registry import family
 from models.tuning import Tuning
-from parallel.fingerprint import spell
-from parallel.layout import Layout, MeshShape, Place
-from parallel.schema import SPLIT, Param, Schema, Split
-from parallel.transfer import Stored, native
+from parallel.weights.fingerprint import spell
+from parallel.weights.layout import Layout, MeshShape, Place
+from parallel.weights.schema import SPLIT, Param, Schema, Split
+from parallel.weights.transfer import Stored, native
 
 INDEX = "index.json"
 FORMAT, VERSIONS = "megacore", (1, 2)
@@ -67,7 +67,7 @@ class Adapters:
     Args:
         lora: Which adapters they are.
         base: The folder of the model that they were trained on.
-        fingerprint: Of that model's weights, see :func:`~parallel.fingerprint.combined`.
+        fingerprint: Of that model's weights, see :func:`~parallel.weights.fingerprint.combined`.
     """
 
     lora: Lora
@@ -365,7 +365,7 @@ def _adapters(tree: _Tree) -> Adapters | None:
 
 def _frozen(tree: _Tree, schema: Schema) -> frozenset[str]:
     named = tree.get("frozen", list) if "frozen" in tree.tree else []
-    known = {name for name, _ in choose.tensors(schema)}
+    known = {name for name, _ in names.tensors(schema)}
     if strange := [name for name in named if not isinstance(name, str) or name not in known]:
         raise tree.error(f"has frozen={short(strange)}, which are no tensors of it")
     return frozenset(named)

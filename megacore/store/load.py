@@ -32,9 +32,9 @@ from megacore.store.shares import share_reads
 from megacore.store.stream import assemble
 from megacore.store.strict_json import StoreError
 from parallel.collectives import broadcast_
-from parallel.fingerprint import Logical, ReplicasDiffer, add_up, combined, spell
 from parallel.parameters import Parameters, view
-from parallel.transfer import Copy, Cut, Stored, native, plan
+from parallel.weights.fingerprint import Logical, ReplicasDiffer, add_up, combined, spell
+from parallel.weights.transfer import Copy, Cut, Stored, native, plan
 
 _Found = list[tuple[str, Cut | None, dict[str, int]]]
 """(tensor, which slice of it, {label: fingerprint}) of what was read."""

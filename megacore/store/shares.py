@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from parallel.layout import Layout
-from parallel.transfer import Stored
+from parallel.weights.layout import Layout
+from parallel.weights.transfer import Stored
 
 SHARE_BYTES = 64 << 20
 """The least that is worth a writer of its own."""

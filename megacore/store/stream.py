@@ -18,10 +18,10 @@ import numpy as np
 from megacore.store.direct import ALIGNMENT, aligned_memory
 from megacore.store.dtypes import as_dtype
 from megacore.store.tensors import DTYPES, TensorWriter, file_size
-from parallel.fingerprint import MODULUS, fingerprint
-from parallel.pattern import Piece
-from parallel.schema import Schema
-from parallel.transfer import Block, Copy, Stored, blocks, strided
+from parallel.weights.fingerprint import MODULUS, fingerprint
+from parallel.weights.pattern import Piece
+from parallel.weights.schema import Schema
+from parallel.weights.transfer import Block, Copy, Stored, blocks, strided
 
 Read = Callable[[Stored], tuple[str, np.ndarray]]
 """Of a source tensor: (safetensors dtype, its bits as unsigned integers in the stored shape)."""

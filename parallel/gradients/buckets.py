@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from parallel.collectives import Pending, start_reduce_scatter_
-from parallel.layout import MeshShape
+from parallel.layers.product import WeightGradient
 from parallel.mesh import Group
 from parallel.parameters import Parameters, view
-from parallel.pattern import Piece
-from parallel.product import WeightGradient
+from parallel.weights.layout import MeshShape
+from parallel.weights.pattern import Piece
 
 
 class Part(Protocol):

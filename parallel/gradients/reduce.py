@@ -54,11 +54,11 @@ from parallel.gradients.zero import (
     modules_of,
     used_by,
 )
+from parallel.layers.product import WeightGradient
+from parallel.memory.shard_stores import OnDevice, OnHost, ShardStore
 from parallel.mesh import Group, Mesh
 from parallel.parameters import Parameters
-from parallel.product import WeightGradient
 from parallel.rank_sets import divided, groups_of
-from parallel.shard_stores import OnDevice, OnHost, ShardStore
 
 
 class Gradients:

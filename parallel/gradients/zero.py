@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from parallel.collectives import Pending, broadcast_, start_all_gather_
 from parallel.gradients.buckets import Elements, Flat, Part, Place, Span
+from parallel.memory.shard_stores import ShardStore
 from parallel.mesh import Group
 from parallel.parameters import view
-from parallel.shard_stores import ShardStore
 
 # Elements: shards and spans begin on cache lines, whatever the dtype.
 _ALIGNED = 64

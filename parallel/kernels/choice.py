@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.adamw import NarrowAdamW
 from parallel.kernels import activation, cpu, rotation
 from parallel.kernels import documents as within
 from parallel.kernels.documents import Documents
+from parallel.kernels.narrow_adamw import NarrowAdamW
 
 _FLASH_3 = "flash_attn_interface"
 _COMPILED = {"FusedLayerNorm": "fused_layer_norm_cuda", "FusedRMSNorm": "fused_layer_norm_cuda"}
@@ -103,13 +103,13 @@ def split_and_rotate(device: torch.device) -> Split:
 
 
 def cross_entropy(device: torch.device) -> ModuleType | None:
-    """The kernels of :class:`parallel.loss.Objective`, :mod:`parallel.kernels.fused.cross_entropy`; None where it takes
-    torch's operators."""
+    """The kernels of :class:`parallel.layers.loss.Objective`, :mod:`parallel.kernels.fused.cross_entropy`; None where
+    it takes torch's operators."""
     return None if torch.compiler.is_compiling() else _fused("cross_entropy", device)
 
 
 def cast_transpose(device: torch.device) -> ModuleType | None:
-    """The kernels that make numbers of :mod:`parallel.fp8`; None where it takes torch's operators."""
+    """The kernels that make numbers of :mod:`parallel.layers.fp8`; None where it takes torch's operators."""
     return _fused("cast_transpose", device)
 
 

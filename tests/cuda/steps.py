@@ -44,7 +44,9 @@ READS: Mapping[str, Any] = {
     "megacore/run/states/offload.py:OffloadedStore.update": 1.0,
 }
 """{where a step may ask the device for a number: the answer}."""
-DOWNLOADS = frozenset({"megacore/run/states/offload.py:OffloadedStore._send", "parallel/saved.py:HostMemory.send"})
+DOWNLOADS = frozenset(
+    {"megacore/run/states/offload.py:OffloadedStore._send", "parallel/memory/offload.py:HostMemory.send"}
+)
 """Where a step may copy to the host: gradients that the CPU updates by, activations that are kept there."""
 ONCE = frozenset({"models/rope.py:tables"})
 """Where the first step may wait for a copy to the device: of tables that are made once."""

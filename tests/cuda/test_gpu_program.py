@@ -34,7 +34,7 @@ class _Everywhere(Container[str]):
 def sections(names: Sequence[str]) -> dict[str, Any]:
     """{section: rows, or what is wrong}."""
     reads = {"benchmarks/gpu/rows.py:number": 1.0}
-    downloads = {"benchmarks/gpu/rows.py:Machine.seconds", "parallel/saved.py:HostMemory.send"}
+    downloads = {"benchmarks/gpu/rows.py:Machine.seconds", "parallel/memory/offload.py:HostMemory.send"}
     found: dict[str, Any] = {}
     with fake_cuda.fake_cuda():
         with patch.object(hardware, "near", lambda device: set[int]()):
@@ -73,7 +73,7 @@ def waiting(names: Sequence[str]) -> dict[str, str]:
             _, step = correctness.live(run, device, Path())
             step([correctness.microbatch(run, 0, device)], correctness.LR)
             try:
-                with fake_cuda.Watch({}, {"parallel/saved.py:HostMemory.send"}):
+                with fake_cuda.Watch({}, {"parallel/memory/offload.py:HostMemory.send"}):
                     step([correctness.microbatch(run, 1, device)], correctness.LR)
                 found[name] = ""
             except Exception as error:

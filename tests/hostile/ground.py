@@ -19,8 +19,8 @@ from megacore.store.index import Index
 from megacore.store.tensors import DTYPES, TensorWriter
 from models.registry import configure
 from models.stages import layout_of
-from parallel.layout import MeshShape
-from parallel.transfer import hugging_face
+from parallel.weights.layout import MeshShape
+from parallel.weights.transfer import hugging_face
 from tools.tokenize import Options, tokenize
 
 MODEL = {

@@ -20,13 +20,13 @@ LOWER = {
         for name in (
             "budgets",
             "choices",
-            "fingerprint",
             "labels",
-            "layout",
-            "pattern",
             "rank_sets",
-            "schema",
-            "transfer",
+            "weights.fingerprint",
+            "weights.layout",
+            "weights.pattern",
+            "weights.schema",
+            "weights.transfer",
         )
     },
     "parallel.pipeline.schedules": 0,
@@ -54,7 +54,7 @@ WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
     "megacore.launcher",
     "megacore.rank",
     "models",
-    "models.choose",
+    "models.names",
     "models.config",
     "models.lora",
     "models.rope_config",
@@ -164,8 +164,8 @@ for name in {WITHOUT_TORCH!r}:
     importlib.import_module(name)
     assert "torch" not in sys.modules, name
 from models.registry import configure, presets
-from parallel.layout import Layout, MeshShape, balanced_layers
-from parallel.transfer import hugging_face, native, plan
+from parallel.weights.layout import Layout, MeshShape, balanced_layers
+from parallel.weights.transfer import hugging_face, native, plan
 for preset in presets():
     schema = configure({{"preset": preset}}).schema
     assert schema.parameters

@@ -20,12 +20,12 @@ from models import registry
 from models.blocks import column, row
 from models.context import Context
 from models.decoder import Decoder, Head, TokenEmbedding
-from models.llama import LlamaConfig
+from models.families.llama import LlamaConfig
 from models.rope import Rotary
 from parallel.kernels import rotation
-from parallel.norm import RMSNorm
+from parallel.layers.norm import RMSNorm
 from parallel.parameters import Parameters
-from parallel.schema import Param
+from parallel.weights.schema import Param
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from megacore.config import RANGES, SECTIONS, Config, Corpus, MeshConfig, parts
 from megacore.recipe import ConfigError, load, processes
 from megacore.run.problems import problems, surroundings
 from models.registry import configure
-from parallel.schema import Schema
+from parallel.weights.schema import Schema
 
 RECIPE = """
 model: {family: llama, preset: llama-3.2-1b}

@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megacore import levels
 from megacore.control import Control
 from megacore.store.strict_json import StoreError
-from parallel.layout import MeshShape
 from parallel.mesh import Mesh
+from parallel.weights.layout import MeshShape
 
 
 def attempted(failing: list[int]) -> int | str:

@@ -22,8 +22,8 @@ from megacore.store.audit import DamageError
 from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
-from parallel.layout import MeshShape
 from parallel.mesh import Mesh
+from parallel.weights.layout import MeshShape
 from tools import main
 
 STEPS = ["train.steps=6", "checkpoint.patience=0", "train.precision=bf16", "evaluate.every=0", "checkpoint.keep=null"]

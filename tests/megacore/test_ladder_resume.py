@@ -16,7 +16,7 @@ from pool import Pool
 from megacore import checkpoints
 from megacore.config import Config, MeshConfig, ZeroConfig
 from megacore.run.problems import problems
-from parallel.schema import Schema
+from parallel.weights.schema import Schema
 
 RUNGS = ("none", "optimizer", "gradients", "parameters")
 ROUND = ("none", "parameters", "optimizer", "gradients", "none")

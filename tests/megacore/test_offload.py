@@ -33,10 +33,10 @@ from megacore.run.states.windows import ALIGNED, cut
 from models.registry import configure
 from parallel.choices import ZeroShard
 from parallel.gradients.reduce import Gradients
-from parallel.layout import Layout, MeshShape
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
-from parallel.schema import Param, Schema
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.schema import Param, Schema
 
 # -- windows
 

@@ -11,10 +11,10 @@ from torch import nn
 from megacore.run.optimizer import Optimizer
 from parallel.gradients.buckets import WholeSpan
 from parallel.gradients.reduce import Gradients
-from parallel.layout import Layout, MeshShape
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
-from parallel.schema import Param, Schema
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.schema import Param, Schema
 
 # With 2 kv heads on 4 ranks the pieces have other replicas each; beside each other in dim 1, they lie in gaps.
 SIZES = {"layer": 1, "embed": 6, "heads": 8, "kv": 2, "head": 3}

@@ -31,8 +31,8 @@ from models.registry import configure
 from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
 from parallel.choices import OptimizerOffload
-from parallel.layout import MeshShape
 from parallel.pipeline.schedules import SCHEDULES, in_flight_bound, simulate
+from parallel.weights.layout import MeshShape
 from tools.main import main
 
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"

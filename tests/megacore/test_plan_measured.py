@@ -31,13 +31,13 @@ from models.lora import Lora
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
-from parallel import recompute
 from parallel.budgets import BUCKET_BYTES
 from parallel.choices import Recompute, ZeroShard
 from parallel.gradients.reduce import Gradients
-from parallel.layout import MeshShape
+from parallel.memory import recompute
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
+from parallel.weights.layout import MeshShape
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LLAMA: dict[str, Any] = {

@@ -25,8 +25,8 @@ from megacore.run.resume import Start
 from megacore.run.states import capacity
 from megacore.run.trainer import Interrupt, Trainer
 from models.registry import configure
-from parallel.layout import MeshShape
 from parallel.mesh import Mesh
+from parallel.weights.layout import MeshShape
 
 ROOT = Path(__file__).parents[2]
 FACTS = Facts("corpus", 60, 1440, 5000, 3.5, VOCAB, None, 4.0625, 0, 0)

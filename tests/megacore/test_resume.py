@@ -37,9 +37,9 @@ from models.decoder import Microbatch
 from models.registry import configure
 from models.stages import layout_of
 from parallel.gradients.buckets import WholeSpan
-from parallel.layout import MeshShape
 from parallel.mesh import Mesh
-from parallel.transfer import execute, native, plan
+from parallel.weights.layout import MeshShape
+from parallel.weights.transfer import execute, native, plan
 
 TOLERANCE = 1e-9
 OFF = ["evaluate.every=0"]

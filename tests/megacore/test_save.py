@@ -29,8 +29,8 @@ from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
 from models.decoder import Microbatch
-from parallel.layout import Layout, MeshShape
 from parallel.mesh import Mesh
+from parallel.weights.layout import Layout, MeshShape
 from tools import reshard
 
 QUIET = ["evaluate.every=0", "train.precision=fp32"]

@@ -22,9 +22,9 @@ from traps import set_traps
 from megacore.rank import parted
 from megacore.run import train as pretrain
 from parallel.collectives import all_reduce_
-from parallel.layout import MeshShape
-from parallel.linear import ColumnParallelLinear
+from parallel.layers.linear import ColumnParallelLinear
 from parallel.mesh import Mesh
+from parallel.weights.layout import MeshShape
 
 LOOPBACK = ("0100007F", "00000000000000000000000001000000")
 

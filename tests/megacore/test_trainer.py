@@ -21,7 +21,7 @@ from megacore.run.trainer import Interrupt, NonFinite, Trouble
 from models import assemble
 from models.decoder import Microbatch
 from parallel.gradients.buckets import WholeSpan
-from parallel.recompute import PLAIN, Activations, Runner
+from parallel.memory.recompute import PLAIN, Activations, Runner
 
 TOLERANCE = 1e-9
 

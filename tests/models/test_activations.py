@@ -22,10 +22,10 @@ from models.decoder import Decoder, Microbatch
 from models.registry import configure
 from models.stages import layout_of
 from parallel import collectives
-from parallel import product as products
-from parallel.layout import MeshShape
+from parallel.layers import product as products
+from parallel.memory.recompute import Activations, Recompute
 from parallel.mesh import Mesh
-from parallel.recompute import Activations, Recompute
+from parallel.weights.layout import MeshShape
 
 LLAMA = {"preset": "llama-tiny"}
 GPT2 = {"preset": "gpt2-tiny", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

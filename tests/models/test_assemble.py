@@ -13,14 +13,14 @@ from torch import nn
 
 from models.assemble import Model
 from models.decoder import Losses
-from models.llama import LlamaConfig
+from models.families.llama import LlamaConfig
 from models.lora import Lora
 from models.registry import configure
 from models.stages import default_layers, layout_of
 from models.tuning import EVERYTHING, Tuning
-from parallel.layout import MeshShape, balanced_layers
 from parallel.mesh import Mesh
-from parallel.schema import Param
+from parallel.weights.layout import MeshShape, balanced_layers
+from parallel.weights.schema import Param
 
 TINY = {"preset": "llama-tiny"}
 EIGHT_B = {"preset": "llama-3.1-8b"}

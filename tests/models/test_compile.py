@@ -25,11 +25,11 @@ from models.lora import Lora
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import Tuning
-from parallel.fp8 import Fp8
-from parallel.layout import MeshShape
-from parallel.linear import multiply_by
+from parallel.layers.fp8 import Fp8
+from parallel.layers.linear import multiply_by
+from parallel.memory.recompute import Activations, Recompute
 from parallel.mesh import Mesh
-from parallel.recompute import Activations, Recompute
+from parallel.weights.layout import MeshShape
 
 TOKENS, EMBED = 64, 64
 

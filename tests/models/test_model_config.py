@@ -20,8 +20,8 @@ from models.config import ModelConfig, ModelConfigError, flops_per_token, matmul
 from models.decoder import Microbatch
 from models.registry import FAMILIES, configure, family, presets
 from models.stages import layout_of
-from parallel.layout import MeshShape
 from parallel.mesh import Mesh
+from parallel.weights.layout import MeshShape
 
 LLAMA = {
     "model_type": "llama",

@@ -17,14 +17,14 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from models.assemble import Model
 from models.decoder import Microbatch
-from models.gpt2 import ACTIVATIONS
+from models.families.gpt2 import ACTIVATIONS
 from models.registry import FAMILIES, configure, family
 from models.rope_config import ROPE_TYPES
 from models.stages import layout_of
 from parallel.labels import IGNORE
-from parallel.layout import MeshShape
 from parallel.mesh import Mesh
-from parallel.transfer import Stored, execute, hugging_face, native, plan
+from parallel.weights.layout import MeshShape
+from parallel.weights.transfer import Stored, execute, hugging_face, native, plan
 
 TOLERANCE = 1e-9
 Arrays = Mapping[str, np.ndarray]

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentences import meshes, params, sizes_for, splits
 
-from parallel.layout import Layout, MeshShape
-from parallel.schema import Param, Schema
-from parallel.transfer import Block, Copy, Stored, blocks, execute, hugging_face, native, plan, strided
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.schema import Param, Schema
+from parallel.weights.transfer import Block, Copy, Stored, blocks, execute, hugging_face, native, plan, strided
 
 SIZES = {"layer": 2, "vocab": 11, "embed": 6, "heads": 4, "kv": 2, "head": 3, "mlp": 8, "experts": 4}
 MHA = "(q: heads head + k: heads head + v: heads head)"

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from parallel import fp8
-from parallel.fp8 import E4M3, E5M2, Fp8, multiply_scaled, multiply_wide, quantise, units
-from parallel.layout import MeshShape
-from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.layers import fp8
+from parallel.layers.fp8 import E4M3, E5M2, Fp8, multiply_scaled, multiply_wide, quantise, units
+from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.mesh import ALONE, Mesh
+from parallel.weights.layout import MeshShape
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 cast_transpose = import_module("parallel.kernels.fused.cast_transpose")

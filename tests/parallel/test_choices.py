@@ -11,14 +11,14 @@ import torch
 from models.blocks import Mlp
 from models.rope_config import DefaultRope, to_hugging_face
 from parallel.gradients.reduce import Gradients
-from parallel.layout import Layout, MeshShape
-from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.memory.recompute import Activations
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
 from parallel.pipeline.run import Pipeline
 from parallel.pipeline.schedules import in_flight_bound
-from parallel.recompute import Activations
-from parallel.schema import Param, Schema
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.schema import Param, Schema
 
 # They are wrong on purpose, whatever the annotations say.
 Wrong = Any

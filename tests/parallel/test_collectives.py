@@ -14,8 +14,8 @@ from torch import Tensor
 
 from parallel import collectives
 from parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
-from parallel.layout import MeshShape
 from parallel.mesh import ALONE, Group, Mesh
+from parallel.weights.layout import MeshShape
 
 WORLDS = (2, 3, 4)
 SHAPE = (12, 24, 5)  # whole; every world divides the first two

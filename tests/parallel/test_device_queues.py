@@ -26,10 +26,10 @@ from models.decoder import Microbatch
 from models.registry import configure
 from models.stages import layout_of
 from parallel.gradients.reduce import Gradients
-from parallel.layout import MeshShape
 from parallel.mesh import BACKWARD, FORWARD, Group, Mesh
 from parallel.pipeline.run import Pipeline, _Run
 from parallel.pipeline.schedules import SCHEDULES
+from parallel.weights.layout import MeshShape
 
 COMPUTE, ALLOCATE, SEND, RECEIVE, WAIT = "compute", "allocate", "send", "receive", "wait"
 Channel = tuple[str, int]

@@ -21,7 +21,7 @@ from parallel.kernels import activation as plain_activation
 from parallel.kernels import choice
 from parallel.kernels import rotation as plain_rotation
 from parallel.labels import IGNORE
-from parallel.loss import Objective
+from parallel.layers.loss import Objective
 from parallel.mesh import ALONE
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")

@@ -11,11 +11,11 @@ from pool import Pool
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel.head_loss import head_loss
 from parallel.labels import IGNORE
-from parallel.layout import MeshShape, split_axis
-from parallel.loss import Objective
+from parallel.layers.head_loss import head_loss
+from parallel.layers.loss import Objective
 from parallel.mesh import ALONE, Mesh
+from parallel.weights.layout import MeshShape, split_axis
 
 TOKENS, EMBED = 12, 6
 # 5 over 4 ranks: the third has one valid column, the fourth none at all.

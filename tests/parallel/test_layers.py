@@ -14,11 +14,11 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from parallel.embedding import VocabParallelEmbedding
-from parallel.layout import MeshShape
-from parallel.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.layers.embedding import VocabParallelEmbedding
+from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.layers.norm import LayerNorm, RMSNorm
 from parallel.mesh import Mesh
-from parallel.norm import LayerNorm, RMSNorm
+from parallel.weights.layout import MeshShape
 
 TPS = (1, 2, 4)
 TOKENS, IN, OUT, VOCAB = 8, 12, 20, 11

@@ -16,9 +16,9 @@ from sentences import coverage, layouts, meshes, owners, region
 
 from models.registry import configure
 from models.stages import layout_of
-from parallel.layout import Layout, MeshShape, Place, balanced_layers, split_axis, split_problems
-from parallel.schema import PADDED, SPLIT, Param, Schema, Split
-from parallel.transfer import Copy, hugging_face, native, plan
+from parallel.weights.layout import Layout, MeshShape, Place, balanced_layers, split_axis, split_problems
+from parallel.weights.schema import PADDED, SPLIT, Param, Schema, Split
+from parallel.weights.transfer import Copy, hugging_face, native, plan
 
 QKV = Param("layers.{layer}.qkv", "(q: heads head + k: kv head + v: kv head) embed")
 SIZES = {"layer": 4, "vocab": 101, "embed": 8, "heads": 8, "kv": 2, "head": 2, "mlp": 12, "experts": 4}

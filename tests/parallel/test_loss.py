@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel import kernels
 from parallel.labels import IGNORE
-from parallel.layout import MeshShape, split_axis
-from parallel.loss import cross_entropy
+from parallel.layers.loss import cross_entropy
 from parallel.mesh import ALONE, Mesh
+from parallel.weights.layout import MeshShape, split_axis
 
 TPS = (1, 2, 4)
 TOKENS = 12

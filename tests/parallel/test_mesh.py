@@ -25,10 +25,10 @@ from models.registry import configure
 from models.stages import layout_of
 from parallel.choices import ZeroShard
 from parallel.gradients.reduce import Gradients
-from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.rank_sets import divided, in_rounds
+from parallel.weights.layout import MeshShape
 
 
 class NCCL:

@@ -9,9 +9,9 @@ from torch import Tensor
 from models.rope import tables
 from models.rope_config import DefaultRope
 from parallel import kernels
-from parallel.layout import MeshShape
-from parallel.loss import cross_entropy
+from parallel.layers.loss import cross_entropy
 from parallel.mesh import Mesh
+from parallel.weights.layout import MeshShape
 
 NARROW = pytest.mark.parametrize(("dtype", "place"), [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
 CPU = torch.device("cpu")

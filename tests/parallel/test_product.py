@@ -20,12 +20,12 @@ from models.assemble import Model
 from models.decoder import Microbatch
 from models.registry import configure
 from models.stages import layout_of
-from parallel.fp8 import Fp8
 from parallel.gradients.reduce import Gradients
-from parallel.layout import MeshShape
-from parallel.linear import ColumnParallelLinear, RowParallelLinear, hand_to
+from parallel.layers.fp8 import Fp8
+from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear, hand_to
+from parallel.layers.product import DENSE, Product, SymmetricMemory, WeightGradient
 from parallel.mesh import Group, Mesh
-from parallel.product import DENSE, Product, SymmetricMemory, WeightGradient
+from parallel.weights.layout import MeshShape
 
 TOKENS, IN, OUT = 8, 16, 32
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentences import meshes, params, region, sizes_for, splits
 
-from parallel.layout import Layout, MeshShape
 from parallel.random import initial_values, key
-from parallel.schema import Param, Schema
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.schema import Param, Schema
 
 SIZES = {"layer": 2, "vocab": 1001, "embed": 64, "heads": 8, "kv": 2, "head": 16, "mlp": 128, "experts": 4}
 QKV = "(q: heads head + k: kv head + v: kv head) embed"

@@ -15,11 +15,11 @@ from connections import connecting_at_first_use
 from pool import Pool
 from torch import Tensor, nn
 
-from parallel.layout import MeshShape
 from parallel.mesh import BACKWARD, FORWARD, Mesh
 from parallel.pipeline import run
 from parallel.pipeline.run import Pipeline
 from parallel.pipeline.schedules import SCHEDULES, Direction, Message, arrivals, in_flight_bound
+from parallel.weights.layout import MeshShape
 
 WIDTH = 4
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.schema import SPLIT, Param, Schema
+from parallel.weights.schema import SPLIT, Param, Schema
 
 SIZES = {"layer": 3, "vocab": 101, "embed": 8, "heads": 4, "kv": 2, "head": 2, "mlp": 12, "experts": 5}
 QKV = "(q: heads head + k: kv head + v: kv head)"

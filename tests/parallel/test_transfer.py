@@ -14,9 +14,9 @@ from sentences import FOLDED, meshes, params, region, sizes_for, splits, strided
 
 from models.registry import FAMILIES, configure
 from models.stages import default_layers
-from parallel.layout import Layout, MeshShape, balanced_layers
-from parallel.schema import SPLIT, Param, Schema
-from parallel.transfer import Stored, TransferError, execute, hugging_face, native, plan
+from parallel.weights.layout import Layout, MeshShape, balanced_layers
+from parallel.weights.schema import SPLIT, Param, Schema
+from parallel.weights.transfer import Stored, TransferError, execute, hugging_face, native, plan
 
 Arrays = dict[tuple[Any, str], np.ndarray]
 """{(rank or "hf", tensor name): array}."""

@@ -19,10 +19,10 @@ from parallel.choices import ZeroShard
 from parallel.collectives import Pending
 from parallel.gradients import reduce
 from parallel.gradients.reduce import Gradients
-from parallel.layout import Layout, MeshShape
 from parallel.mesh import Group, Mesh
 from parallel.parameters import Parameters
-from parallel.schema import Param, Schema
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.schema import Param, Schema
 
 NAMES = ("first", "left", "right", "last")
 SCHEMA = Schema(tuple(Param(name, "embed mlp", std=1.0) for name in NAMES), {"embed": 5, "mlp": 7, "layer": 1})

@@ -26,11 +26,11 @@ from models.tuning import EVERYTHING, Tuning
 from parallel.choices import ZeroShard
 from parallel.gradients.reduce import Gradients
 from parallel.labels import IGNORE, with_labels
-from parallel.layout import Layout, MeshShape
+from parallel.memory.recompute import Activations
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
-from parallel.recompute import Activations
-from parallel.transfer import execute, native, plan
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.transfer import execute, native, plan
 
 TOLERANCE = 1e-9
 """Relative, in float64."""

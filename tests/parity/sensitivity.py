@@ -288,7 +288,7 @@ FAULTS = (
     ),
     fault(
         "offloaded states are updated by gradients that are not clipped",
-        "adamw.update",
+        "narrow_adamw.update",
         "None if step.divisor == 1 else torch.tensor(step.divisor, dtype=torch.float32)",
         "None",
         "test_gradients_are_divided_in_the_update[fused]",
@@ -482,7 +482,7 @@ FAULTS = (
     # -- what is kept
     fault(
         "what is kept in host memory is taken for what its storage held before",
-        "saved.key",
+        "offload.key",
         "tensor._version",
         "0",
         "test_saved",

@@ -26,11 +26,11 @@ from models.assemble import Model
 from models.stages import layout_of
 from parallel.choices import ZeroShard
 from parallel.gradients.reduce import Gradients
-from parallel.layout import MeshShape
+from parallel.memory.recompute import Activations
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.rank_sets import divide
-from parallel.recompute import Activations
+from parallel.weights.layout import MeshShape
 
 RUNGS: tuple[ZeroShard, ...] = ("optimizer", "gradients", "parameters")
 BY_NAME = {case.name: case for case in CASES}

@@ -21,9 +21,9 @@ from models.assemble import Model
 from models.stages import layout_of
 from parallel.choices import ZeroShard
 from parallel.gradients.reduce import Gradients
-from parallel.layout import MeshShape
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
+from parallel.weights.layout import MeshShape
 
 RUNGS: tuple[ZeroShard, ...] = ("none", "optimizer", "gradients", "parameters")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

@@ -11,7 +11,7 @@ from oracle import Case, Measured, Run, check, measure, relative
 from pool import LARGEST, Pool
 
 from models.registry import FAMILIES
-from parallel.layout import MeshShape
+from parallel.weights.layout import MeshShape
 
 LLAMA = {
     "family": "llama",

@@ -11,8 +11,8 @@ from oracle import Case, Measured, Run, check, measure
 from pool import Pool
 from test_layouts import BIASES, GPT2, LLAMA
 
-from parallel.layout import MeshShape
-from parallel.recompute import Activations
+from parallel.memory.recompute import Activations
+from parallel.weights.layout import MeshShape
 
 TIED = Case("llama", LLAMA | BIASES | {"tie_word_embeddings": True}, ignored=0.3, label_smoothing=0.1, z_loss=1e-2)
 UNTIED = Case("untied", LLAMA, ignored=0.3)

@@ -22,12 +22,12 @@ from models.registry import FAMILIES, configure
 from models.stages import layout_of
 from models.tuning import Tuning
 from parallel.gradients.reduce import Gradients
-from parallel.layout import MeshShape
-from parallel.linear import ColumnParallelLinear
+from parallel.layers.linear import ColumnParallelLinear
+from parallel.memory.recompute import Activations
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
 from parallel.pipeline.run import Pipeline
-from parallel.recompute import Activations
+from parallel.weights.layout import MeshShape
 
 TIED = {"tie_word_embeddings": True, "intermediate_size": 27}  # padded
 

@@ -21,7 +21,7 @@ from tiny import GPT2, LLAMA, edit_index, hugging_face_folder, layout_of, run_ch
 
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
-from parallel.transfer import hugging_face, plan
+from parallel.weights.transfer import hugging_face, plan
 from tools import convert, reshard
 
 pytestmark = pytest.mark.usefixtures("not_durable")

@@ -25,9 +25,9 @@ from megacore.store.checkpoint import Checkpoint
 from megacore.store.index import STATES, FileRecord, Index, file_name, on_disk, read_index
 from megacore.store.strict_json import StoreError, parse_json, read_json
 from models.registry import configure
-from parallel.fingerprint import fingerprint
-from parallel.layout import Layout, MeshShape, Place
-from parallel.transfer import hugging_face, strided, whole_name
+from parallel.weights.fingerprint import fingerprint
+from parallel.weights.layout import Layout, MeshShape, Place
+from parallel.weights.transfer import hugging_face, strided, whole_name
 from tools import convert
 
 pytestmark = pytest.mark.usefixtures("not_durable")

@@ -46,10 +46,10 @@ from megacore.store.convert import to_checkpoint, to_hugging_face
 from megacore.store.index import INDEX, Index, path_of
 from megacore.store.strict_json import StoreError
 from models.registry import FAMILIES, configure
-from parallel.layout import Layout, MeshShape
-from parallel.pattern import Pattern
-from parallel.schema import Param, Schema
-from parallel.transfer import Stored, hugging_face
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.pattern import Pattern
+from parallel.weights.schema import Param, Schema
+from parallel.weights.transfer import Stored, hugging_face
 from tools import convert, reshard
 
 pytestmark = pytest.mark.usefixtures("not_durable")

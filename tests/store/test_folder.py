@@ -23,10 +23,10 @@ from megacore.store.open import open_folder, open_model
 from megacore.store.strict_json import StoreError
 from models.lora import Lora
 from models.tuning import Tuning
-from parallel.fingerprint import combined
-from parallel.layout import Layout, MeshShape
 from parallel.mesh import Mesh
-from parallel.transfer import native
+from parallel.weights.fingerprint import combined
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.transfer import native
 
 LORA = Lora(2, 4.0, ("attn.qkv", "mlp.down"))
 FORMATS = ("hugging_face", "checkpoint", "spread", "adapters", "adapted", "adapted-checkpoint", "merged", "whole")

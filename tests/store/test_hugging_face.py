@@ -246,7 +246,7 @@ def test_companions(tmp_path: Path) -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     script = (
-        "import sys, megacore.store.hugging_face, megacore.store.export, models.llama, models.gpt2\n"
+        "import sys, megacore.store.hugging_face, megacore.store.export, models.families.llama, models.families.gpt2\n"
         "print({'torch', 'transformers', 'safetensors'} & set(sys.modules))"
     )
     root = Path(__file__).parents[2]

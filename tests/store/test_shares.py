@@ -25,8 +25,8 @@ from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
 from models.registry import configure
 from models.stages import layout_of as staged
-from parallel.layout import Layout, MeshShape
-from parallel.transfer import Stored, native, strided
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.transfer import Stored, native, strided
 from tools import convert, inspect, reshard
 
 pytestmark = pytest.mark.usefixtures("not_durable")

@@ -14,12 +14,12 @@ from megacore.store.checkpoint import Checkpoint
 from megacore.store.index import STATES
 from megacore.store.strict_json import StoreError
 from models import lora
-from models.llama import LlamaConfig
+from models.families.llama import LlamaConfig
 from models.lora import Lora
 from models.registry import configure
 from models.stages import default_layers
-from parallel.layout import Layout, MeshShape
-from parallel.schema import SPLIT, Param
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.schema import SPLIT, Param
 from tools import convert, inspect, reshard
 
 pytestmark = pytest.mark.usefixtures("not_durable")

@@ -19,10 +19,10 @@ from megacore.store import stream
 from megacore.store.dtypes import FLOATS, as_dtype
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES, TensorFile
-from parallel.fingerprint import Logical, add_up, fingerprint
-from parallel.layout import Layout, MeshShape
-from parallel.schema import Param, Schema
-from parallel.transfer import Stored, native, plan, strided, whole_name
+from parallel.weights.fingerprint import Logical, add_up, fingerprint
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.schema import Param, Schema
+from parallel.weights.transfer import Stored, native, plan, strided, whole_name
 
 pytestmark = pytest.mark.usefixtures("not_durable")
 

@@ -24,8 +24,8 @@ from megacore.store.stream import File, Read, Tensor, assemble, write
 from megacore.store.tensors import DTYPES, TensorWriter
 from models.config import ModelConfig
 from models.registry import FAMILIES, configure
-from parallel.layout import Layout, MeshShape
-from parallel.transfer import hugging_face, native, plan
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.transfer import hugging_face, native, plan
 
 Section = Mapping[str, Any]
 Bits = dict[str, np.ndarray]

@@ -24,9 +24,9 @@ from megacore.store.tensors import DTYPES, TensorFile
 from models.lora import Lora
 from models.stages import layout_of
 from models.tuning import Tuning
-from parallel.fingerprint import combined
-from parallel.layout import MeshShape
-from parallel.transfer import hugging_face
+from parallel.weights.fingerprint import combined
+from parallel.weights.layout import MeshShape
+from parallel.weights.transfer import hugging_face
 from tools import convert
 
 

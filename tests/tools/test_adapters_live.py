@@ -33,8 +33,8 @@ from megacore.store.strict_json import StoreError
 from models.decoder import Microbatch
 from models.lora import Lora
 from models.registry import FAMILIES
-from parallel.layout import MeshShape
 from parallel.mesh import Mesh
+from parallel.weights.layout import MeshShape
 from tools import evaluate as evaluating
 from tools import generate as generating
 

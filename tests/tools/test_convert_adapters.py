@@ -26,8 +26,8 @@ from models.lora import Lora
 from models.registry import FAMILIES, configure
 from models.stages import layout_of
 from models.tuning import Tuning
-from parallel.layout import MeshShape
 from parallel.mesh import Mesh
+from parallel.weights.layout import MeshShape
 from tools import convert, inspect, reshard
 
 LLAMA: Mapping[str, Any] = {

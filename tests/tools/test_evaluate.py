@@ -25,8 +25,8 @@ from megacore.inference.load import model_from
 from megacore.inference.reading import Document
 from megacore.store.open import open_folder
 from models.registry import FAMILIES
-from parallel.layout import MeshShape
 from parallel.mesh import Mesh
+from parallel.weights.layout import MeshShape
 from tools import evaluate as command
 
 Capture = pytest.CaptureFixture[str]

@@ -26,8 +26,8 @@ from megacore.inference.texts import Stream, Texts
 from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from models.registry import FAMILIES
-from parallel.layout import MeshShape
 from parallel.mesh import Mesh
+from parallel.weights.layout import MeshShape
 from tools import generate as command
 
 Capture = pytest.CaptureFixture[str]

@@ -23,8 +23,8 @@ from megacore.verify import Pair, mesh_shape, parallel_model, transformers_model
 from megacore.verify import verify as verify_pair
 from models.decoder import Microbatch
 from models.registry import FAMILIES
-from parallel.layout import MeshShape
 from parallel.mesh import Mesh
+from parallel.weights.layout import MeshShape
 from tools import verify
 from tools.verify import encode
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from megacore.run.states.store import MASTER, MOMENTS, Rule
 from megacore.run.states.window_stores import BUFFERS, FileWindows, HostWindows, WindowStore
 from megacore.run.states.windows import ALIGNED, Segment, Window, cut
-from parallel.adamw import Step, update
 from parallel.gradients.buckets import Elements, Part
+from parallel.kernels.narrow_adamw import Step, update
 
 
 @dataclass(frozen=True)

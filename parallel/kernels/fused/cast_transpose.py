@@ -3,7 +3,7 @@
 The scale goes by the largest magnitude of the whole tensor, on all ranks that hold parts of it: it must be known before
 the first number is cast. So a tensor is read twice, and what follows is one pass: the unit, the numbers, and their
 transposed copy, for the hardware multiplies fp8 only along rows of both operands. The same in torch's operators is
-:func:`parallel.fp8.units` and :func:`parallel.fp8.quantise`, bit for bit.
+:func:`parallel.layers.fp8.units` and :func:`parallel.layers.fp8.quantise`, bit for bit.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from parallel.choices import Recompute, check_choice
-from parallel.saved import Back, HostMemory, Keep, Key, View, keep, keeping, key
+from parallel.memory.offload import Back, HostMemory, Keep, Key, View, keep, keeping, key
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from parallel import kernels
 from parallel.collectives import start_all_gather, start_reduce_scatter
-from parallel.linear import column_linear
-from parallel.loss import Objective
+from parallel.layers.linear import column_linear
+from parallel.layers.loss import Objective
 
 
 class _ChunkedLoss(torch.autograd.Function):

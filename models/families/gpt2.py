@@ -12,7 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from models.config import ModelConfig, positive, probabilities
-from parallel.schema import Param
+from parallel.weights.schema import Param
 
 if TYPE_CHECKING:
     from models.decoder import Decoder
@@ -146,7 +146,7 @@ def build(config: Gpt2Config, parameters: Parameters, chunk: int) -> Decoder:
     from models.attention import Attention
     from models.blocks import Block, Mlp
     from models.decoder import Decoder, Head, PositionEmbedding
-    from parallel.norm import LayerNorm
+    from parallel.layers.norm import LayerNorm
 
     p, mesh = parameters, parameters.mesh
 

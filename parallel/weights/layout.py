@@ -11,8 +11,8 @@ from functools import cached_property, lru_cache
 from types import MappingProxyType
 
 from parallel.choices import check_choice
-from parallel.pattern import Piece, Sizes
-from parallel.schema import PADDED, SPLIT, Param, Schema, Split, check_splits
+from parallel.weights.pattern import Piece, Sizes
+from parallel.weights.schema import PADDED, SPLIT, Param, Schema, Split, check_splits
 
 Box = Mapping[str, tuple[int, int]]
 """[start, stop) of each axis."""
@@ -119,15 +119,15 @@ def _ranks(shape: MeshShape, *coordinates: Sequence[int]) -> tuple[int, ...]:
 def split_axis(axis: str, size: int, parts: int, part: int, dims: Sequence[str] = ()) -> tuple[int, int]:
     """[start, stop) of ``axis`` in one of ``parts``.
 
-    Splits are even, but those of :data:`~parallel.schema.PADDED` axes are padded up to a multiple (the box may run past
-    ``size``), and ``kv`` heads are shared by neighbouring parts where there are fewer heads than parts.
+    Splits are even, but those of :data:`~parallel.weights.schema.PADDED` axes are padded up to a multiple (the box may
+    run past ``size``), and ``kv`` heads are shared by neighbouring parts where there are fewer heads than parts.
 
     Args:
         axis: Its name.
         size: Its size.
         parts: Of the mesh, along ``dims``.
         part: One of them.
-        dims: The mesh dimensions that split it; by default those of :data:`~parallel.schema.SPLIT`.
+        dims: The mesh dimensions that split it; by default those of :data:`~parallel.weights.schema.SPLIT`.
 
     Raises:
         ValueError: the axis cannot be split so.
@@ -271,7 +271,7 @@ class Layout:
         schema: The parameters.
         mesh: Sizes of the mesh.
         layers: Layers of each virtual stage; virtual stage ``chunk * pp + stage`` is the chunk ``chunk`` of a stage.
-        split: Which dimensions of the mesh split an axis, for axes of :data:`~parallel.schema.SPLIT`.
+        split: Which dimensions of the mesh split an axis, for axes of :data:`~parallel.weights.schema.SPLIT`.
 
     Raises:
         ValueError: the mesh cannot split the model so; the message says all reasons.

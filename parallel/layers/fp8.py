@@ -22,8 +22,8 @@ from torch import Tensor
 
 from parallel import kernels
 from parallel.collectives import all_reduce_
+from parallel.layers.product import Operand, Product
 from parallel.mesh import Group
-from parallel.product import Operand, Product
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 # The largest numbers, 448 and 57344, are 7/8 of these powers of two.

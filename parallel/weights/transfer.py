@@ -13,9 +13,9 @@ from functools import cached_property
 
 import numpy as np
 
-from parallel.layout import Box, Layout
-from parallel.pattern import Pattern, Piece, Sizes
-from parallel.schema import Schema
+from parallel.weights.layout import Box, Layout
+from parallel.weights.pattern import Pattern, Piece, Sizes
+from parallel.weights.schema import Schema
 
 
 class TransferError(ValueError):

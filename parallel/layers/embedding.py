@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from parallel.collectives import reduce_scatter
-from parallel.layout import split_axis
 from parallel.mesh import Mesh
+from parallel.weights.layout import split_axis
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.linear import ColumnParallelLinear, RowParallelLinear, column_linear, row_linear
+from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linear, row_linear
 
 Rows = Sequence[tuple[int, bool]]
 """Of the outputs of a linear, in turn: how many belong together, and whether they have an adapter."""

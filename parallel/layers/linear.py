@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from parallel.choices import check_choice
 from parallel.collectives import gather, split, start_all_reduce
+from parallel.layers.product import DENSE, Operand, Product, WeightGradient, gathered, start_gather
 from parallel.mesh import Group, Mesh
-from parallel.product import DENSE, Operand, Product, WeightGradient, gathered, start_gather
 
 Between = Literal["sequence", "replicated"]
 """What the ranks hold between layers: each a part of the tokens, or all of them the same."""

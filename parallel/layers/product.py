@@ -1,9 +1,10 @@
 """The products of a linear: forward, input gradient and weight gradient, each by itself.
 
-:mod:`parallel.linear` says what a linear that is split over ranks multiplies, sends and keeps, and in which order. A
-:class:`Product` says how matrices are multiplied: as they are (:data:`DENSE`), in fp8 (:mod:`parallel.fp8`), or as
-whoever writes the next one likes. The weight gradient is a call of its own and nothing waits for it, so a product may
-hand it on before it is multiplied: to be multiplied later, or into the memory where it is summed.
+:mod:`parallel.layers.linear` says what a linear that is split over ranks multiplies, sends and keeps, and in which
+order. A :class:`Product` says how matrices are multiplied: as they are (:data:`DENSE`), in fp8
+(:mod:`parallel.layers.fp8`), or as whoever writes the next one likes. The weight gradient is a call of its own and
+nothing waits for it, so a product may hand it on before it is multiplied: to be multiplied later, or into the memory
+where it is summed.
 """
 
 from __future__ import annotations

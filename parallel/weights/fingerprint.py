@@ -15,8 +15,8 @@ from functools import cache
 
 import numpy as np
 
-from parallel.schema import Schema
-from parallel.transfer import Stored, whole_name
+from parallel.weights.schema import Schema
+from parallel.weights.transfer import Stored, whole_name
 
 MODULUS = 1 << 64
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from parallel.pattern import Pattern, Sizes
+from parallel.weights.pattern import Pattern, Sizes
 
 Split = Mapping[str, tuple[str, ...]]
 """{axis: the mesh dimensions over whose product it is split, the slowest first}."""
@@ -42,7 +42,7 @@ class Param:
 
     Args:
         name: Our name, the same on every rank; ``{axis}`` is an axis that lives in the name.
-        pattern: How it is stored, a sentence (see :mod:`parallel.pattern`).
+        pattern: How it is stored, a sentence (see :mod:`parallel.weights.pattern`).
         hf: The name that Hugging Face gives it; ``{q,k,v}`` spells one tensor for each piece in order.
         hf_pattern: How Hugging Face stores it, where that differs from ``pattern``.
         at: The ends of the pipeline that hold it: ``first``, ``last`` or ``first last`` (tied). Parameters with
