@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from parallel.kernels.scoring import Scoring
 from torch import Tensor, nn
 
 from models.blocks import column, row
@@ -20,24 +24,47 @@ class Attention(nn.Module):
     Args:
         parameters: What this rank holds.
         name: Prefix of ``.qkv`` and ``.out``.
-        dropout: Probability of dropping an attention weight in training.
+        rope: The name of the rotation of queries and keys; None: they do not rotate.
+        scoring: How scores are formed and become weights; its dropout is for training.
+        norms: Of queries and of keys, [tokens, heads, head] -> same, before they rotate; None: there are none.
     """
 
-    def __init__(self, parameters: Parameters, name: str, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        name: str,
+        rope: str | None,
+        scoring: Scoring,
+        norms: Sequence[nn.Module] | None = None,
+    ) -> None:
         super().__init__()
         self.qkv, self.out = column(parameters, f"{name}.qkv"), row(parameters, f"{name}.out")
         sizes = parameters.shards[f"{name}.qkv.weight"].sizes
         self.heads, self.head = sizes["heads"], sizes["head"]
         self.kv = sizes.get("kv", self.heads)
-        self.dropout, self.name = nn.Dropout(dropout), name
-        self.rotate = kernels.split_and_rotate(parameters.mesh.device)
+        self.name, self.rope, self.scoring = name, rope, scoring
+        self.sinks = scoring.sinks
+        # Whoever asks whether something drops looks for these.
+        self.dropout = nn.Dropout(scoring.dropout)
+        self.norms = None if norms is None else nn.ModuleList(norms)
+        self._still = replace(scoring, dropout=0.0)
+        self._split_and_rotate = kernels.split_and_rotate(parameters.mesh.device)
+        self._rotate = kernels.rotate(parameters.mesh.device)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        qkv = self.qkv(x)
-        if context.rotation:
-            q, k, v = self.rotate(qkv, *context.rotation, self.heads, self.kv)
-        else:
-            q, k, v = qkv.unflatten(-1, (-1, self.head)).split([self.heads, self.kv, self.kv], 1)
-        dropout = self.dropout.p if self.training else 0.0
-        y: Tensor = self.out(context.attention(self.name, q, k, v, dropout).flatten(1))
+        q, k, v = self._split(self.qkv(x), None if self.rope is None else context.rotations[self.rope])
+        scoring = self.scoring if self.training else self._still
+        y: Tensor = self.out(context.attention(self.name, q, k, v, scoring).flatten(1))
         return y
+
+    def _split(self, qkv: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv: [tokens, (heads + 2 kv) * head] -> q: [tokens, heads, head], k, v: [tokens, kv, head]."""
+        if self.norms is None and rotation is not None:
+            return self._split_and_rotate(qkv, *rotation, self.heads, self.kv)
+        q, k, v = qkv.unflatten(-1, (-1, self.head)).split([self.heads, self.kv, self.kv], 1)
+        if self.norms is not None:
+            of_queries, of_keys = self.norms
+            q, k = of_queries(q), of_keys(k)
+        if rotation is not None:
+            q, k = self._rotate(q, *rotation), self._rotate(k, *rotation)
+        return q, k, v

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -26,18 +27,52 @@ def row(parameters: Parameters, name: str) -> RowParallelLinear:
 
 
 class Block(nn.Module):
-    """A pre-norm residual block. x: [tokens/tp, embed] -> same."""
+    """A residual block of two branches, one after the other. x: [tokens/tp, embed] -> same.
+
+    Args:
+        attn: The branch that mixes tokens, (x, context) -> x.
+        mlp: The branch that treats each token by itself, x -> x.
+        norms: Those that there are: of what a branch is given, ``attn_norm`` and ``mlp_norm``, and of what it gives,
+            ``attn_out_norm`` and ``mlp_out_norm``.
+        scale: Of what a branch adds to x.
+        dropout: Probability of dropping an element of what a branch adds.
+    """
 
     def __init__(
-        self, attn_norm: nn.Module, attn: nn.Module, mlp_norm: nn.Module, mlp: nn.Module, dropout: float = 0.0
+        self,
+        attn: nn.Module,
+        mlp: nn.Module,
+        norms: Mapping[str, nn.Module],
+        *,
+        scale: float = 1.0,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.attn_norm, self.attn, self.mlp_norm, self.mlp = attn_norm, attn, mlp_norm, mlp
-        self.dropout = nn.Dropout(dropout)
+        self.attn_norm, self.attn = norms.get("attn_norm", nn.Identity()), attn
+        self.attn_out_norm = norms.get("attn_out_norm", nn.Identity())
+        self.mlp_norm, self.mlp = norms.get("mlp_norm", nn.Identity()), mlp
+        self.mlp_out_norm = norms.get("mlp_out_norm", nn.Identity())
+        self.scale, self.dropout = scale, nn.Dropout(dropout)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        x = x + self.dropout(self.attn(self.attn_norm(x), context))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        x = self._add(x, self.attn_out_norm(self.attn(self.attn_norm(x), context)))
+        return self._add(x, self.mlp_out_norm(self.mlp(self.mlp_norm(x))))
+
+    def _add(self, x: Tensor, y: Tensor) -> Tensor:
+        return torch.add(x, self.dropout(y), alpha=self.scale)
+
+
+class ParallelBlock(Block):
+    """A residual block whose branches are given the same x (GPT-J, Wang and Komatsuzaki 2021).
+
+    Where there is no ``mlp_norm``, both are given what ``attn_norm`` gives.
+    """
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        y = self.attn_norm(x)
+        z = y if isinstance(self.mlp_norm, nn.Identity) else self.mlp_norm(x)
+        x = self._add(x, self.attn_out_norm(self.attn(y, context)))
+        return self._add(x, self.mlp_out_norm(self.mlp(z)))
 
 
 class Activation(nn.Module):

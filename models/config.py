@@ -12,6 +12,7 @@ from dataclasses import MISSING, dataclass, fields
 from random import Random
 from typing import Any, ClassVar, Self
 
+from models.anatomy import Anatomy
 from models.names import whole_names
 from models.tuning import EVERYTHING, Tuning
 from parallel import limits
@@ -143,6 +144,11 @@ class ModelConfig(ABC):
 
     @property
     @abstractmethod
+    def anatomy(self) -> Anatomy:
+        """What the weights table does not say."""
+
+    @property
+    @abstractmethod
     def max_positions(self) -> int | None:
         """The longest sequence that the positions allow; None if there is no limit."""
 
@@ -171,15 +177,11 @@ class ModelConfig(ABC):
             problems.append(f"unknown field {name!r}{nearest(name, readable) or ', which may change the maths'}")
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
         problems += [f"field {name!r} is missing" for name in missing if name not in values]
-        for field in fields(cls):
-            value = values.get(field.name)
-            expected = _TYPES.get(str(field.type))
-            if (
-                expected
-                and field.name in values
-                and (not isinstance(value, expected) or _bool_for_number(value, expected))
-            ):
-                problems.append(f"{field.name} is {value!r}, which is not of type {field.type}")
+        problems += [
+            f"{field.name} is {values[field.name]!r}, which is not of type {field.type}"
+            for field in fields(cls)
+            if field.name in values and not _is_of(values[field.name], str(field.type))
+        ]
         if problems:
             raise ModelConfigError(cls.family, problems)
         made = cls(**values)
@@ -201,10 +203,12 @@ class ModelConfig(ABC):
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         """(values of the dataclass fields, problems)."""
-        return {f.name: config[f.name] for f in fields(cls) if f.name in config}, []
+        given = {f.name: config[f.name] for f in fields(cls) if f.name in config}
+        return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}, []
 
     def _write(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
     def _consumed(cls) -> set[str]:
@@ -226,11 +230,23 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "bool": (bool,),
     "str": (str,),
     "int | None": (int, type(None)),
+    "float | None": (int, float, type(None)),
+    "tuple[str, ...]": (tuple,),
+    "tuple[str, ...] | None": (tuple, type(None)),
+    "tuple[int, ...]": (tuple,),
+    "tuple[int, ...] | None": (tuple, type(None)),
 }
 
 
-def _bool_for_number(value: object, expected: tuple[type, ...]) -> bool:
-    return isinstance(value, bool) and bool not in expected
+def _is_of(value: object, type_name: str) -> bool:
+    """Whether a value is of a field's type, as its annotation spells it; any is of one that is not listed."""
+    if type_name not in _TYPES:
+        return True
+    if isinstance(value, tuple):
+        inner = type_name.removeprefix("tuple[").partition(",")[0]
+        return tuple in _TYPES[type_name] and all(_is_of(each, inner) for each in value)
+    # True is an int to Python.
+    return isinstance(value, _TYPES[type_name]) and (not isinstance(value, bool) or bool in _TYPES[type_name])
 
 
 def positive(config: ModelConfig, *names: str) -> list[str]:
@@ -247,6 +263,12 @@ def probabilities(config: ModelConfig, *names: str) -> list[str]:
     ]
 
 
+def looks(tokens: int, window: int | None) -> int:
+    """How many pairs of a token and one that it looks at there are in a causal sequence."""
+    seen = min(tokens, window or tokens)
+    return seen * (seen + 1) // 2 + (tokens - seen) * seen
+
+
 def matmul_parameters(schema: Schema) -> int:
     """Parameters that multiply activations: all matrices but tables that are only looked up at the first stage."""
     return sum(map(schema.numel, _matmuls(schema)))
@@ -259,13 +281,15 @@ def _matmuls(schema: Schema) -> list[Param]:
 def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = EVERYTHING) -> int:
     """Floating point operations of forward and backward for one token of a causal sequence.
 
-    6 for each parameter of a matrix product, and 6 * layers * heads * head * (sequence + 1) for the attention scores
-    and their use: a token attends to (sequence + 1) / 2 on average, 2 products of 2 operations, times 3 for the
-    backward. (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, with the causal half left out.) What is frozen has
-    no gradient of its own, and 4 instead of 6; adapters count as any parameters do.
+    6 for each parameter of a matrix product, and for the attention scores and their use in each layer
+    12 * heads * head * (the tokens that a token looks at, on average): 2 products of 2 operations, times 3 for the
+    backward. A token looks at (sequence + 1) / 2 on average, and at no more than its layer's window. (Chowdhery et al.
+    2022, arXiv 2204.02311, appendix B, with the causal half left out.) What is frozen has no gradient of its own, and 4
+    instead of 6; adapters count as any parameters do.
     """
     sizes = config.sizes
-    attention = 6 * sizes["layer"] * sizes["heads"] * sizes["head"] * (sequence_length + 1)
+    looked_at = sum(looks(sequence_length, layer.window) for layer in config.anatomy.layers)
+    attention = 12 * sizes["heads"] * sizes["head"] * looked_at // sequence_length
     schema, frozen = tuning.schema(config.schema), tuning.frozen(config.schema)
     still = 0
     for param in _matmuls(schema):

@@ -32,6 +32,7 @@ class Family(Protocol):
 
     CONFIG: type[ModelConfig]
     PRESETS: Mapping[str, Mapping[str, Any]]
+    PARAMETERS: Mapping[str, int]
 
     def build(self, config: ModelConfig, parameters: Parameters, chunk: int) -> Decoder: ...
 

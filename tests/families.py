@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from random import Random
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from models.registry import family
@@ -49,3 +54,26 @@ def random_model(config: PretrainedConfig, seed: int = 0, auto: Any = AutoModelF
     for parameter in made.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return made
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Within this, transformers' models of float64 compute in float64 all the way.
+
+    Their norms, softmaxes and some logits are cast to float32 whatever the model's dtype. Rotary frequencies and angles
+    are not touched: they are float32 from the start.
+    """
+    to, single, softmax = Tensor.to, Tensor.float, F.softmax
+
+    def to_no_less(self: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        wanted = named.get("dtype", arguments[0] if arguments else None)
+        return self if self.dtype == torch.float64 and wanted == torch.float32 else to(self, *arguments, **named)
+
+    def softmax_no_less(x: Tensor, *arguments: Any, dtype: torch.dtype | None = None, **named: Any) -> Tensor:
+        return softmax(x, *arguments, **named, dtype=None if x.dtype == torch.float64 else dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "to", to_no_less)
+        patch.setattr(Tensor, "float", lambda self: self if self.dtype == torch.float64 else single(self))
+        patch.setattr(F, "softmax", softmax_no_less)
+        yield

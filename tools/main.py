@@ -21,6 +21,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "generate": ("tools.generate", "what a model says after a prompt, computed by the parallel model"),
     "evaluate": ("tools.evaluate", "loss and perplexity of a model on text"),
     "config": ("tools.config", "the keys of a recipe, their ranges, defaults and meaning"),
+    "models": ("tools.models", "the families and presets that there are, and what is special of each"),
     "plan": ("tools.plan", "memory, network traffic and time of a recipe, and what fits a cluster"),
 }
 """{command: (module with ``main(argv) -> exit status``, what it does)}."""

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019): learned positions, LayerNorm with bias, GELU, tied head, dropout.
 
-The config and the weights table import without torch; :func:`build` imports the layers when it is called.
+Hugging Face stores its matrices transposed (Conv1D): the axis that is read is spelled first there.
 """
 
 from __future__ import annotations
@@ -9,16 +9,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from models.anatomy import ACTIVATIONS, Anatomy, LayerAttention
+from models.builder import build
 from models.config import ModelConfig, positive, probabilities
+from models.table import HEADS, Table
 from parallel.weights.schema import Param
 
-if TYPE_CHECKING:
-    from models.decoder import Decoder
-    from parallel.parameters import Parameters
+__all__ = ["CONFIG", "PRESETS", "Gpt2Config", "build"]
 
-ACTIVATIONS = ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu", "silu")
+_QKV = "(q: heads head + k: heads head + v: heads head)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,41 +94,39 @@ class Gpt2Config(ModelConfig):
     def max_positions(self) -> int | None:
         return self.n_positions
 
-    def params(self) -> tuple[Param, ...]:
-        ours, theirs = "layers.{layer}", "transformer.h.{layer}"
-        std = self.initializer_range
-        out = std / math.sqrt(2 * self.n_layer)
-        qkv = "(q: heads head + k: heads head + v: heads head)"
-        tied = self.tie_word_embeddings
-        head = Param("head.weight", "vocab embed", "lm_head.weight", at="last", std=std)
-        # Hugging Face stores these matrices transposed (Conv1D): the embed axis is spelled first there.
-        return (
-            Param(
-                "embed.weight", "vocab embed", "transformer.wte.weight", at="first last" if tied else "first", std=std
-            ),
-            Param("positions.weight", "position embed", "transformer.wpe.weight", std=std),
-            Param(f"{ours}.attn_norm.weight", "embed", f"{theirs}.ln_1.weight", mean=1),
-            Param(f"{ours}.attn_norm.bias", "embed", f"{theirs}.ln_1.bias"),
-            Param(f"{ours}.attn.qkv.weight", f"{qkv} embed", f"{theirs}.attn.c_attn.weight", f"embed {qkv}", std=std),
-            Param(f"{ours}.attn.qkv.bias", qkv, f"{theirs}.attn.c_attn.bias"),
-            Param(
-                f"{ours}.attn.out.weight",
-                "embed (heads head)",
-                f"{theirs}.attn.c_proj.weight",
-                "(heads head) embed",
-                std=out,
-            ),
-            Param(f"{ours}.attn.out.bias", "embed", f"{theirs}.attn.c_proj.bias"),
-            Param(f"{ours}.mlp_norm.weight", "embed", f"{theirs}.ln_2.weight", mean=1),
-            Param(f"{ours}.mlp_norm.bias", "embed", f"{theirs}.ln_2.bias"),
-            Param(f"{ours}.mlp.up.weight", "mlp embed", f"{theirs}.mlp.c_fc.weight", "embed mlp", std=std),
-            Param(f"{ours}.mlp.up.bias", "mlp", f"{theirs}.mlp.c_fc.bias"),
-            Param(f"{ours}.mlp.down.weight", "embed mlp", f"{theirs}.mlp.c_proj.weight", "mlp embed", std=out),
-            Param(f"{ours}.mlp.down.bias", "embed", f"{theirs}.mlp.c_proj.bias"),
-            Param("norm.weight", "embed", "transformer.ln_f.weight", at="last", mean=1),
-            Param("norm.bias", "embed", "transformer.ln_f.bias", at="last"),
-            *([] if tied else [head]),
+    @property
+    def anatomy(self) -> Anatomy:
+        return Anatomy(
+            layers=(LayerAttention(rope=None),) * self.n_layer,
+            norm="layer",
+            norm_eps=self.layer_norm_epsilon,
+            activation=self.activation_function,
+            attention_dropout=self.attn_pdrop,
+            branch_dropout=self.resid_pdrop,
+            embedding_dropout=self.embd_pdrop,
         )
+
+    def params(self) -> tuple[Param, ...]:
+        std = self.initializer_range
+        t = Table(
+            layer="transformer.h.{layer}",
+            std=std,
+            # The residual branches end smaller, so that their sum keeps its size.
+            out_std=std / math.sqrt(2 * self.n_layer),
+            norm_bias=True,
+        )
+        embed, *others = t.model(
+            t.norm("attn_norm", "ln_1"),
+            t.linear("attn.qkv", _QKV, "embed", "attn.c_attn", bias=True, stored=f"embed {_QKV}"),
+            t.linear("attn.out", "embed", HEADS, "attn.c_proj", bias=True, stored=f"{HEADS} embed", ends=True),
+            t.norm("mlp_norm", "ln_2"),
+            t.linear("mlp.up", "mlp", "embed", "mlp.c_fc", bias=True, stored="embed mlp"),
+            t.linear("mlp.down", "embed", "mlp", "mlp.c_proj", bias=True, stored="mlp embed", ends=True),
+            tied=self.tie_word_embeddings,
+            embed="transformer.wte",
+            norm="transformer.ln_f",
+        )
+        return embed, Param("positions.weight", "position embed", "transformer.wpe.weight", std=std), *others
 
     def problems(self) -> list[str]:
         found = positive(self, *self.axes.values())
@@ -141,40 +140,6 @@ class Gpt2Config(ModelConfig):
         return found
 
 
-def build(config: Gpt2Config, parameters: Parameters, chunk: int) -> Decoder:
-    """The modules of one pipeline chunk of this rank, over parameters that the layout has cut."""
-    from models.attention import Attention
-    from models.blocks import Block, Mlp
-    from models.decoder import Decoder, Head, PositionEmbedding
-    from parallel.layers.norm import LayerNorm
-
-    p, mesh = parameters, parameters.mesh
-
-    def norm(name: str) -> LayerNorm:
-        return LayerNorm.of(p[f"{name}.weight"], p[f"{name}.bias"], config.layer_norm_epsilon, mesh)
-
-    def block(layer: int) -> Block:
-        name = f"layers.{layer}"
-        return Block(
-            norm(f"{name}.attn_norm"),
-            Attention(p, f"{name}.attn", dropout=config.attn_pdrop),
-            norm(f"{name}.mlp_norm"),
-            Mlp(p, f"{name}.mlp", config.activation_function),
-            dropout=config.resid_pdrop,
-        )
-
-    table = "embed.weight" if config.tie_word_embeddings else "head.weight"
-    return Decoder.chunk(
-        p,
-        chunk,
-        embedding=lambda: PositionEmbedding(
-            p, "embed.weight", "positions.weight", config.vocab_size, config.embd_pdrop
-        ),
-        block=block,
-        head=lambda: Head(norm("norm"), p[table], config.vocab_size, mesh.tp),
-    )
-
-
 def _shape(embed: int, layers: int, heads: int) -> dict[str, Any]:
     return {"vocab_size": 50257, "n_positions": 1024, "n_embd": embed, "n_layer": layers, "n_head": heads}
 
@@ -186,5 +151,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "gpt2-large": _shape(1280, 36, 20),
     "gpt2-xl": _shape(1600, 48, 25),
 }
+
+PARAMETERS: Mapping[str, int] = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+}
+"""Published numbers of parameters."""
 
 CONFIG: type[Gpt2Config] = Gpt2Config

@@ -2,34 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.llama_like import LlamaLikeConfig, build, shape
+from models.anatomy import Anatomy
+from models.builder import build
+from models.decoder_config import DecoderConfig, shape
+from parallel.weights.schema import Param
 
 __all__ = ["CONFIG", "PRESETS", "LlamaConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig(LlamaLikeConfig):
+class LlamaConfig(DecoderConfig):
     """Fields carry their Hugging Face names."""
 
     family: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
 
+    rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     mlp_bias: bool = False
 
     @property
-    def biases(self) -> Collection[str]:
-        return ("attn.qkv", "attn.out") * self.attention_bias + ("mlp.up", "mlp.down") * self.mlp_bias
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of(norm_eps=self.rms_norm_eps)
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table(out_std=self.small_ends)
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            t.gated_mlp(bias=self.mlp_bias),
+            tied=self.tie_word_embeddings,
+        )
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        drawn["rms_norm_eps"] = rng.choice((1e-6, 1e-2))
         return drawn | {name: rng.random() < 0.5 for name in ("attention_bias", "mlp_bias")}
 
 
@@ -68,5 +83,17 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"head_dim": 128, "tie_word_embeddings": True, "rope_parameters": _llama3_rope(32.0)},
 }
 
+PARAMETERS: Mapping[str, int] = {
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3-8b": 8_030_261_248,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+}
+"""Published numbers of parameters."""
 
 CONFIG: type[LlamaConfig] = LlamaConfig

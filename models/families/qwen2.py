@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.llama_like import LlamaLikeConfig, build, shape
+from models.anatomy import Anatomy
+from models.builder import build
+from models.decoder_config import DecoderConfig, shape
+from parallel.weights.schema import Param
 
 __all__ = ["CONFIG", "PRESETS", "Qwen2Config", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2Config(LlamaLikeConfig):
+class Qwen2Config(DecoderConfig):
     """Fields carry their Hugging Face names."""
 
     family: ClassVar[str] = "qwen2"
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
     # Where windows are off, how long they are and from which layer on changes nothing.
     harmless: ClassVar[frozenset[str]] = frozenset({"layer_types", "max_window_layers", "sliding_window"})
-    fixed: ClassVar[Mapping[str, Any]] = {**LlamaLikeConfig.fixed, "use_sliding_window": False}
+    fixed: ClassVar[Mapping[str, Any]] = {"use_sliding_window": False}
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32}
+
+    rms_norm_eps: float = 1e-6
 
     @property
-    def biases(self) -> Collection[str]:
-        return ("attn.qkv",)
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of(norm_eps=self.rms_norm_eps)
 
-    @classmethod
-    def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        # What transformers takes where nothing is said; a null is as many as there are heads.
-        return super()._read({"num_key_value_heads": 32, **config})
+    def params(self) -> tuple[Param, ...]:
+        t = self.table()
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.attention(bias=True),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            t.gated_mlp(),
+            tied=self.tie_word_embeddings,
+        )
 
     @classmethod
     def _unsupported(cls, config: Mapping[str, Any]) -> list[str]:
@@ -45,5 +56,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
 }
 
+PARAMETERS: Mapping[str, int] = {"qwen2-0.5b": 494_032_768}
+"""Published numbers of parameters."""
 
 CONFIG: type[Qwen2Config] = Qwen2Config

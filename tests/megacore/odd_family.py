@@ -98,6 +98,7 @@ def build(config: OddConfig, parameters: Parameters, chunk: int) -> Decoder:
 
 CONFIG = OddConfig
 PRESETS: Mapping[str, Mapping[str, Any]] = {}
+PARAMETERS: Mapping[str, int] = {}
 
 
 @contextmanager

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from random import Random
-from types import MethodType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from families import drawn, of_transformers
+from families import drawn, in_float64, of_transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from models.anatomy import ACTIVATIONS
 from models.assemble import Model
 from models.decoder import Microbatch
-from models.families.gpt2 import ACTIVATIONS
 from models.registry import FAMILIES, configure, family
 from models.rope_config import ROPE_TYPES
 from models.stages import layout_of
@@ -62,21 +61,12 @@ CASES = [
 ]
 
 
-# transformers' RMSNorms cast to float32 even if the model is float64: their formula without the casts, for the test.
-def _float64_rms_norm(self: Any, x: Tensor) -> Tensor:
-    scaled: Tensor = self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
-    return scaled
-
-
 def theirs_of(config: PretrainedConfig, seed: int) -> nn.Module:
     """Their model in float64 with every weight random: biases of zero and norms of one would hide mistakes."""
     torch.manual_seed(seed)
-    # sdpa: the eager attention takes its softmax in float32 whatever the model's dtype.
-    made = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    # Their other attentions leave softcaps and sinks out.
+    made = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model: nn.Module = made.double().eval()
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.forward = MethodType(_float64_rms_norm, module)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name or ".ln_" in name else 0.0, 0.3)
@@ -121,7 +111,8 @@ def test_logits_and_gradients(name: str, seed: int) -> None:
     labels[:, ::5] = IGNORE
     if hf_config.pad_token_id is not None:
         tokens[:, 4:6] = hf_config.pad_token_id % config.vocab_size
-    want = theirs(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
+    with in_float64():
+        want = theirs(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
     want_loss = F.cross_entropy(want, labels.flatten(), ignore_index=IGNORE, reduction="sum")
     want_loss.backward()
 

@@ -1,0 +1,92 @@
+"""What the weights table of a family does not say: numbers and names, in one frozen table. No torch.
+
+Structure is read off the weights table by :mod:`models.builder`: which norms there are, of what, before or after a
+branch; which linears have biases; whether the feed-forward network is gated; how many heads share keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from models.rope_config import Rope
+
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")
+"""Activation functions by Hugging Face's names; each has f(0) = 0, for the mlp axis is padded with zeros."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""The kinds of layers of a ``config.json`` that says ``layer_types``."""
+ROPE = "rope"
+"""The name of a model's rope where it has one."""
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """How the attention of one layer treats positions.
+
+    Args:
+        rope: The name of its rope among :attr:`Anatomy.ropes`; None: queries and keys do not rotate.
+        window: A token sees itself and the ``window`` - 1 tokens before it; None: all tokens before it.
+    """
+
+    rope: str | None = ROPE
+    window: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anatomy:
+    """The numbers and names of a decoder.
+
+    Args:
+        layers: How each layer's attention treats positions.
+        ropes: The rotary embeddings by name.
+        norm: Root mean square norms, or layer norms.
+        norm_eps: Added to the mean square or the variance.
+        norm_offset: Added to the weights of norms, in fp32 at least.
+        activation: Of the feed-forward network, by Hugging Face's name.
+        parallel: Whether attention and the feed-forward network stand side by side, both given the block's input. Where
+            a layer then has no ``mlp_norm``, both are given what ``attn_norm`` gives.
+        attention_scale: Of products of queries and keys; None: 1 / sqrt(head).
+        attention_softcap: c of c tanh(score / c).
+        logit_softcap: c of c tanh(logit / c).
+        embedding_scale: Of the embeddings of tokens, rounded to the model's dtype.
+        branch_scale: Of what each branch adds to the residual stream.
+        logit_scale: Of the logits.
+        attention_dropout: Probability of dropping an attention weight.
+        branch_dropout: Probability of dropping an element of what a branch adds.
+        embedding_dropout: Probability of dropping an element of the embeddings.
+        padding_idx: The token whose embedding gets no gradient from being looked up.
+    """
+
+    layers: tuple[LayerAttention, ...]
+    ropes: Mapping[str, Rope] = field(default_factory=dict)
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float
+    norm_offset: float = 0.0
+    activation: str = "silu"
+    parallel: bool = False
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    branch_scale: float = 1.0
+    logit_scale: float = 1.0
+    attention_dropout: float = 0.0
+    branch_dropout: float = 0.0
+    embedding_dropout: float = 0.0
+    padding_idx: int | None = None
+
+
+def by_kind(
+    kinds: Collection[str], window: int | None, ropes: Mapping[str, str | None] | None = None
+) -> tuple[LayerAttention, ...]:
+    """How each of the layers treats positions, by its kind.
+
+    Args:
+        kinds: The kind of each layer, :data:`FULL` or :data:`SLIDING`.
+        window: How far a sliding layer sees.
+        ropes: {kind: the name of its rope, or None}; all have the model's one where nothing is said.
+    """
+    windows = {FULL: None, SLIDING: window}
+    return tuple(LayerAttention(ROPE if ropes is None else ropes[kind], windows[kind]) for kind in kinds)

@@ -1,0 +1,135 @@
+"""From a weights table and an anatomy to the modules of one pipeline chunk: the one builder of all families.
+
+What a table declares is used, and nothing else is made: a norm stands where the table has its weight. It imports
+without torch, so that families do; the layers are imported when it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from models.decoder import Decoder
+    from parallel.parameters import Parameters
+
+    Part = Callable[[ModelConfig, Parameters, int], nn.Module]
+    """(config, parameters, layer) -> what mixes tokens, or what treats each by itself: one branch of a block."""
+
+
+def build(
+    config: ModelConfig,
+    parameters: Parameters,
+    chunk: int,
+    attention: Part | None = None,
+    feed_forward: Part | None = None,
+) -> Decoder:
+    """The modules of one pipeline chunk of this rank, over parameters that the layout has cut.
+
+    Args:
+        config: Of the whole model.
+        parameters: What this rank holds.
+        chunk: Which of its chunks.
+        attention: Makes the branch of a layer that mixes tokens, (tokens, context) -> tokens, if not :func:`attend`.
+        feed_forward: Makes the other branch, tokens -> tokens, if not :func:`feed`.
+    """
+    from models.blocks import Block, ParallelBlock
+    from models.decoder import Decoder, Head, PositionEmbedding, TokenEmbedding
+    from models.rope import Rotary
+
+    p, anatomy, vocab = parameters, config.anatomy, config.sizes["vocab"]
+    attention, feed_forward = attention or attend, feed_forward or feed
+
+    def block(layer: int) -> nn.Module:
+        name = f"layers.{layer}"
+        norms = {
+            place: norm(config, p, f"{name}.{place}")
+            for place in ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
+            if f"{name}.{place}.weight" in p
+        }
+        kind = ParallelBlock if anatomy.parallel else Block
+        return kind(
+            attention(config, p, layer),
+            feed_forward(config, p, layer),
+            norms,
+            scale=anatomy.branch_scale,
+            dropout=anatomy.branch_dropout,
+        )
+
+    def embedding() -> nn.Module:
+        if "positions.weight" in p:
+            return PositionEmbedding(p, "embed.weight", "positions.weight", vocab, anatomy.embedding_dropout)
+        return TokenEmbedding(p, "embed.weight", vocab, anatomy.padding_idx, anatomy.embedding_scale)
+
+    def head() -> Head:
+        return Head(
+            norm(config, p, "norm"),
+            p["head.weight" if "head.weight" in p else "embed.weight"],
+            vocab,
+            p.mesh.tp,
+            p.get("head.bias"),
+            scale=anatomy.logit_scale,
+            softcap=anatomy.logit_softcap,
+        )
+
+    return Decoder.chunk(
+        p,
+        chunk,
+        embedding=embedding,
+        block=block,
+        head=head,
+        rotaries={name: Rotary(rope, config.sizes["head"]) for name, rope in anatomy.ropes.items()},
+    )
+
+
+def attend(config: ModelConfig, parameters: Parameters, layer: int) -> nn.Module:
+    """Self-attention of a layer, ``layers.<layer>.attn``."""
+    from parallel.kernels.scoring import Scoring
+
+    from models.attention import Attention
+
+    anatomy, name = config.anatomy, f"layers.{layer}.attn"
+    own = anatomy.layers[layer]
+    scoring = Scoring(
+        scale=anatomy.attention_scale,
+        window=own.window,
+        softcap=anatomy.attention_softcap,
+        sinks=parameters.get(f"{name}.sinks"),
+        dropout=anatomy.attention_dropout,
+    )
+    norms = (
+        [norm(config, parameters, each) for each in (f"{name}.q_norm", f"{name}.k_norm")]
+        if (f"{name}.q_norm.weight" in parameters)
+        else None
+    )
+    return Attention(parameters, name, own.rope, scoring, norms)
+
+
+def feed(config: ModelConfig, parameters: Parameters, layer: int) -> nn.Module:
+    """The feed-forward network of a layer, ``layers.<layer>.mlp``."""
+    from models.blocks import FeedForward
+
+    return FeedForward(parameters, f"layers.{layer}.mlp", config.anatomy.activation)
+
+
+def norm(config: ModelConfig, parameters: Parameters, name: str) -> nn.Module:
+    """The norm of ``name.weight`` and, where it is declared, ``name.bias``.
+
+    One whose weights are those of ``(heads head)`` in one dimension is taken over the heads of all tp ranks.
+    """
+    from parallel.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
+
+    anatomy, mesh, weight = config.anatomy, parameters.mesh, parameters[f"{name}.weight"]
+    shard = parameters.shards[f"{name}.weight"]
+    sentence = shard.param.sentence
+    if len(sentence.dims) == 1 and len(sentence.axes) > 1:
+        heads = next(axis for axis in sentence.axes if axis != "head")
+        sharers = shard.sizes[heads] * mesh.tp.size // config.sizes[heads]
+        return SplitRMSNorm.of(weight, anatomy.norm_eps, mesh, sharers)
+    if anatomy.norm == "rms":
+        return RMSNorm.of(weight, anatomy.norm_eps, mesh, anatomy.norm_offset)
+    return LayerNorm.of(weight, parameters.get(f"{name}.bias"), anatomy.norm_eps, mesh, anatomy.norm_offset)

@@ -1,0 +1,186 @@
+"""The config of families that spell their fields as LLaMA does: rotary positions, heads that may share keys and values.
+
+A family adds its own fields, its weights table and its anatomy. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, ClassVar
+
+from models import rope_config
+from models.anatomy import ACTIVATIONS, ROPE, Anatomy, LayerAttention
+from models.config import ModelConfig, positive, probabilities
+from models.rope_config import DefaultRope, Rope
+from models.table import Table
+from parallel.choices import nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """Fields carry their Hugging Face names."""
+
+    base_model_prefix: ClassVar[str] = "model"
+    tied: ClassVar[tuple[str, str]] = ("model.embed_tokens.weight", "lm_head.weight")
+    # Rotary frequencies, which are computed.
+    ignored: ClassVar[tuple[str, ...]] = (
+        "model.layers.{layer}.self_attn.rotary_emb.inv_freq",
+        "model.rotary_emb.inv_freq",
+    )
+    axes: ClassVar[Mapping[str, str]] = {
+        "layer": "num_hidden_layers",
+        "vocab": "vocab_size",
+        "embed": "hidden_size",
+        "heads": "num_attention_heads",
+        "kv": "num_key_value_heads",
+        "head": "head_dim",
+        "mlp": "intermediate_size",
+    }
+    # Fields that transformers' class does not have, for they follow from others: not written, and right or refused.
+    derived: ClassVar[frozenset[str]] = frozenset()
+    # What transformers' class takes where a field is left out; a null there means what it means to the class.
+    defaults: ClassVar[Mapping[str, Any]] = {}
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    hidden_act: str = "silu"
+    # The token whose embedding gets no gradient from being looked up (padding_idx of transformers' nn.Embedding).
+    pad_token_id: int | None = None
+    attention_dropout: float = 0.0
+    rope_parameters: Rope = field(default_factory=DefaultRope)
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        heads, head_dim = tp * rng.choice((1, 2, 3)), rng.choice((4, 6, 8))
+        shared = [kv for kv in (1, 2, 4) if heads % kv == 0 and (kv % tp == 0 or tp % kv == 0)]
+        given = rng.random() < 0.7 and "head_dim" not in cls.derived
+        drawn = {
+            "vocab_size": vocab,
+            "hidden_size": heads * (rng.choice((3, 5)) if given else head_dim),
+            "intermediate_size": rng.choice((14, 31)),
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": rng.choice((*shared, heads)),
+            # Where the head size is not given, it follows from the hidden size.
+            **({"head_dim": head_dim} if given else {}),
+            "max_position_embeddings": positions,
+            "pad_token_id": rng.choice((None, 5, -1)),
+            "tie_word_embeddings": rng.random() < 0.5,
+            "rope_parameters": rope_config.draw(rng, head_dim, positions),
+        }
+        return {name: value for name, value in drawn.items() if name not in cls.derived}
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.max_position_embeddings
+
+    def table(self, **own: Any) -> Table:
+        """The rows of the weights table, with every weight drawn alike, as transformers does it."""
+        return Table(**({"std": self.initializer_range, "out_std": self.initializer_range} | own))
+
+    @property
+    def small_ends(self) -> float:
+        """The standard deviation with which the sum of the residual branches keeps its size (GPT-2)."""
+        return self.initializer_range / math.sqrt(2 * self.num_hidden_layers)
+
+    def anatomy_of(self, **own: Any) -> Anatomy:
+        """What the fields above say, and the family's own."""
+        plain = (LayerAttention(),) * self.num_hidden_layers
+        common = {
+            "layers": plain,
+            "ropes": {ROPE: self.rope_parameters},
+            "activation": self.hidden_act,
+            "attention_dropout": self.attention_dropout,
+            "padding_idx": self.pad_token_id,
+        }
+        return Anatomy(**(common | own))
+
+    def problems(self) -> list[str]:
+        found = positive(self, *self.axes.values(), "max_position_embeddings")
+        found += probabilities(self, "attention_dropout")
+        if self.hidden_act not in ACTIVATIONS:
+            near = nearest(self.hidden_act, ACTIVATIONS)
+            found.append(f"hidden_act {self.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}{near}")
+        if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
+            found.append(
+                f"pad_token_id is {self.pad_token_id}: it must be below vocab_size ({self.vocab_size}), or null"
+            )
+        if not found and self.num_attention_heads % self.num_key_value_heads:
+            heads, kv = self.num_attention_heads, self.num_key_value_heads
+            # Bounded, for the numbers may come from a hostile file.
+            near_kv = next(n for n in range(min(kv, heads, 1024), 0, -1) if heads % n == 0)
+            found.append(
+                f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv}): "
+                f"choose {near_kv}, or {heads}"
+            )
+        return found + self.rope_problems()
+
+    def rope_problems(self) -> list[str]:
+        """What is wrong with the rotary embeddings."""
+        return self.rope_parameters.problems(self.head_dim)
+
+    @classmethod
+    def override(cls, base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+        """As the base class; of the rope, what the fields do not name stays (:func:`models.rope_config.override`)."""
+        return rope_config.override(base, fields)
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        values, problems = super()._read({**cls.defaults, **config})
+        problems += cls._derive(values)
+        for name in sorted(cls.derived & config.keys()):
+            if config[name] is not None and config[name] != values.get(name):
+                problems.append(f"{name} is {config[name]!r}: {cls.architecture} takes {values.get(name)!r}")
+        values.pop("rope_parameters", None)
+        try:
+            values |= cls._read_ropes(config)
+        except ValueError as error:
+            problems.append(str(error))
+        return values, problems
+
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> list[str]:
+        """Fill in the sizes that follow from others; what keeps them from it."""
+        heads, hidden = values.get("num_attention_heads"), values.get("hidden_size")
+        if not isinstance(heads, int) or heads < 1:
+            return []
+        if values.get("num_key_value_heads") is None or "num_key_value_heads" in cls.derived:
+            values["num_key_value_heads"] = heads
+        if (values.get("head_dim") is None or "head_dim" in cls.derived) and isinstance(hidden, int):
+            values["head_dim"], rest = divmod(hidden, heads)
+            if rest:
+                way = "choose others" if "head_dim" in cls.derived else "give head_dim"
+                return [f"hidden_size ({hidden}) is not a multiple of num_attention_heads ({heads}): {way}"]
+        return []
+
+    @classmethod
+    def _read_ropes(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields that hold ropes. Raises ValueError with all that is wrong with them."""
+        return {"rope_parameters": rope_config.from_hugging_face(config)}
+
+    @classmethod
+    def _consumed(cls) -> set[str]:
+        return set(rope_config.HUGGING_FACE_KEYS)
+
+    def _write(self) -> dict[str, Any]:
+        unwritten = {"rope_parameters", *self.derived}
+        plain = {name: value for name, value in super()._write().items() if name not in unwritten}
+        return plain | rope_config.to_hugging_face(self.rope_parameters)
+
+
+def shape(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
+    """The sizes of a preset."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }

@@ -1,0 +1,135 @@
+"""`megacore models`: the families and presets that a recipe may name, their sizes, and what is special of each.
+
+docs/zoo.md is what it prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+
+from megacore.say import err, say
+from models.anatomy import Anatomy
+from models.config import ModelConfig
+from models.registry import FAMILIES, configure, family, presets
+from parallel.choices import nearest
+from parallel.weights.schema import Schema
+
+HEADING = """# The zoo
+
+Printed by `megacore models` from the registry, [models/registry.py](../models/registry.py). What is special of a family
+is read off the weights table and the anatomy of its largest preset.
+
+Of each family the tests compare random small models with transformers' class in float64 at 1e-9: logits, loss and every
+gradient (60 configs with `-m grid`); every default of `config.json`; the names that `save_pretrained` writes; and
+greedy tokens out of our cache. They train it on layouts beside one process (tp with shared heads, uneven and interleaved
+stages, ZeRO, packed documents, adapters), and convert, reshard and export it bitwise.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="megacore models", description=__doc__)
+    parser.add_argument("name", nargs="?", help="a family (qwen3) or a preset (qwen3-8b); all families by default")
+    name = parser.parse_args(argv).name
+    if name is None:
+        say("\n".join([HEADING, *_table()]))
+        return 0
+    known = presets()
+    if name in FAMILIES:
+        for preset in family(name).PRESETS:
+            say(_line(preset, configure({"preset": preset})))
+    elif name in known:
+        say(_line(name, configure({"preset": name})))
+    else:
+        err(f"there is no family or preset {name!r}{nearest(name, [*FAMILIES, *known])}")
+        return 2
+    return 0
+
+
+def _table() -> Iterator[str]:
+    yield "| family | class of transformers | special | presets |"
+    yield "|---|---|---|---|"
+    for name in sorted(FAMILIES):
+        module = family(name)
+        made = {preset: configure({"preset": preset}) for preset in module.PRESETS}
+        largest = max(made.values(), key=lambda config: config.schema.parameters)
+        sizes = ", ".join(
+            f"{preset} ({_count(config)})" for preset, config in made.items() if not preset.endswith("-tiny")
+        )
+        yield f"| {name} | {module.CONFIG.architecture} | {', '.join(special(largest))} | {sizes} |"
+
+
+def _line(preset: str, config: ModelConfig) -> str:
+    sizes = ", ".join(f"{axis} {size:,}" for axis, size in config.sizes.items())
+    return f"{preset}: {config.schema.parameters:,} parameters ({sizes}): {', '.join(special(config))}"
+
+
+def _count(config: ModelConfig) -> str:
+    count = config.schema.parameters
+    return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
+
+
+def special(config: ModelConfig) -> list[str]:
+    """What a model has that a plain one has not, in a few words each."""
+    return [*_of_table(config.schema), *_of_anatomy(config.anatomy)]
+
+
+def _of_table(schema: Schema) -> Iterator[str]:
+    names = {param.name.removeprefix("layers.{layer}."): param for param in schema.params}
+    if schema.sizes.get("kv", schema.sizes["heads"]) < schema.sizes["heads"]:
+        yield "shared keys and values"
+    if "attn_norm.weight" not in names:
+        yield "norms after the branches"
+    elif "attn_out_norm.weight" in names:
+        yield "norms before and after the branches"
+    if "attn.q_norm.weight" in names:
+        axes = names["attn.q_norm.weight"].sentence
+        yield "norms of queries and keys" + (" over all heads" if len(axes.dims) == 1 < len(axes.axes) else "")
+    if biases := [linear for linear in ("attn.qkv", "attn.out", "mlp.up", "mlp.down") if f"{linear}.bias" in names]:
+        yield f"biases ({', '.join(biases)})"
+    if "attn.sinks" in names:
+        yield "sinks"
+    if "gate" not in names["mlp.up.weight"].sentence.labels:
+        yield "no gate"
+    if "positions.weight" in names:
+        yield "learned positions"
+    if "head.weight" not in names:
+        yield "tied head"
+
+
+def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
+    layers = anatomy.layers
+    if anatomy.norm == "layer":
+        yield "LayerNorm"
+    if anatomy.norm_offset:
+        yield f"norms of {anatomy.norm_offset:g} + w"
+    if anatomy.activation != "silu":
+        yield anatomy.activation
+    if anatomy.parallel:
+        yield "parallel branches"
+    if windows := [each.window for each in layers if each.window is not None]:
+        share = "" if len(windows) == len(layers) else f" in {len(windows)} of {len(layers)} layers"
+        yield f"window {windows[0]:,}{share}"
+    if still := sum(each.rope is None for each in layers) * bool(anatomy.ropes):
+        yield f"no rope in {still} of {len(layers)} layers"
+    kinds = dict.fromkeys(rope.rope_type for rope in anatomy.ropes.values() if rope.rope_type != "default")
+    yield from (f"{kind} rope" for kind in kinds)
+    if len(anatomy.ropes) > 1:
+        yield "a rope for each kind of layer"
+    factors = {factor for rope in anatomy.ropes.values() if (factor := rope.partial_rotary_factor) != 1}
+    yield from (f"{factor:g} of each head turns" for factor in factors)
+    if anatomy.attention_softcap or anatomy.logit_softcap:
+        yield "softcaps"
+    scales = {
+        "embeddings": anatomy.embedding_scale != 1,
+        "branches": anatomy.branch_scale != 1,
+        "logits": anatomy.logit_scale != 1,
+        "scores": anatomy.attention_scale is not None,
+    }
+    if any(scales.values()):
+        yield f"scaled {', '.join(what for what, scaled in scales.items() if scaled)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
