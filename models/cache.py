@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ from torch import Tensor
 from models.attention import Attention
 from parallel import kernels
 from parallel.kernels.documents import Documents
+from parallel.kernels.scoring import Scoring, attend
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +63,9 @@ class Prefill:
     positions: Tensor
     documents: Documents
 
-    def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         self.cache.put(name, self.rows, self.positions, k, v)
-        return kernels.documents_attention(q, k, v, self.documents, 1, dropout=dropout)
+        return kernels.documents_attention(q, k, v, self.documents, 1, scoring)
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,27 +75,46 @@ class Decode:
     Args:
         cache: Keys and values of the tokens before; those of these tokens are added.
         rows, positions: [n], where the tokens are.
-        seen: [n, 1, 1, longest], True where a row's new token may look.
+        span: The lowest and the highest of the positions.
     """
 
     cache: Cache
     rows: Tensor
     positions: Tensor
-    seen: Tensor
+    span: tuple[int, int]
 
     @classmethod
     def of(cls, cache: Cache, positions: Sequence[int], device: torch.device) -> Decode:
         at = torch.tensor(positions, device=device)
-        seen = torch.arange(max(positions) + 1, device=device) <= at[:, None]
-        return cls(cache, torch.arange(len(at), device=device), at, seen[:, None, None])
+        return cls(cache, torch.arange(len(at), device=device), at, (min(positions), max(positions)))
 
-    def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         self.cache.put(name, self.rows, self.positions, k, v)
-        n, longest = self.seen.shape[0], self.seen.shape[-1]
-        keys, values = (kept[name][:n, :, :longest] for kept in (self.cache.keys, self.cache.values))
-        # The queries that share a kv head see the same tokens, so they go through the kernel as if they were several
-        # tokens of one head, and nobody repeats the keys for them.
-        shared = q[:n].unflatten(1, (keys.shape[1], -1))
+        n, (low, high) = len(self.positions), self.span
+        first = 0 if scoring.window is None else max(0, low - scoring.window + 1)
+        keys, values = (kept[name][:n, :, first : high + 1] for kept in (self.cache.keys, self.cache.values))
+        seen = self._seen(first, scoring.window)
         y = q.new_zeros(q.shape)
-        y[:n] = F.scaled_dot_product_attention(shared, keys, values, self.seen, dropout).flatten(1, 2)
+        if scoring.softcap is None and scoring.sinks is None:
+            # The queries that share a kv head see the same tokens, so they go through the kernel as if they were
+            # several tokens of one head, and nobody repeats the keys for them.
+            shared = q[:n].unflatten(1, (keys.shape[1], -1))
+            y[:n] = F.scaled_dot_product_attention(
+                shared, keys, values, seen[:, None], scoring.dropout, scale=scoring.scale
+            ).flatten(1, 2)
+        else:
+            y[:n] = attend(q[:n, :, None], keys, values, seen, scoring)[:, :, 0]
         return y
+
+    def _seen(self, first: int, window: int | None) -> Tensor:
+        """[n, 1, span's end - first], True where a row's new token looks; layers ask for the same ones."""
+        if window not in self._masks:
+            tokens, at = torch.arange(first, self.span[1] + 1, device=self.positions.device), self.positions[:, None]
+            seen = tokens <= at if window is None else (tokens <= at) & (tokens > at - window)
+            self._masks[window] = seen[:, None]
+        return self._masks[window]
+
+    @cached_property
+    def _masks(self) -> dict[int | None, Tensor]:
+        """{window: who sees what}."""
+        return {}

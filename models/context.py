@@ -10,18 +10,19 @@ from torch import Tensor
 
 from parallel import kernels
 from parallel.kernels.documents import Documents
+from parallel.kernels.scoring import Scoring
 
 
 class MaskedAttention(Protocol):
     """How tokens look at each other."""
 
-    def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """q: [t, heads, head], k, v: [t, kv, head] -> [t, heads, head]; softmax in fp32 (fp64 for fp64).
 
         Args:
             name: Of the attention that asks.
             q, k, v: Of this rank's heads.
-            dropout: Probability of dropping an attention weight.
+            scoring: How they look.
         """
         ...
 
@@ -32,9 +33,9 @@ class CausalAttention:
 
     sequences: int
 
-    def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         q, k, v = (rearrange(a, "(b s) heads head -> b heads s head", b=self.sequences) for a in (q, k, v))
-        return rearrange(kernels.causal_attention(q, k, v, dropout=dropout), "b heads s head -> (b s) heads head")
+        return rearrange(kernels.causal_attention(q, k, v, scoring), "b heads s head -> (b s) heads head")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +45,8 @@ class DocumentAttention:
     documents: Documents
     sequences: int
 
-    def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-        return kernels.documents_attention(q, k, v, self.documents, self.sequences, dropout=dropout)
+    def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        return kernels.documents_attention(q, k, v, self.documents, self.sequences, scoring)
 
 
 @dataclass(frozen=True, eq=False)

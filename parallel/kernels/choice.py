@@ -24,10 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kernels import activation, cpu, rotation
+from parallel.kernels import activation, bands, cpu, rotation
 from parallel.kernels import documents as within
 from parallel.kernels.documents import Documents
 from parallel.kernels.narrow_adamw import NarrowAdamW
+from parallel.kernels.scoring import PLAIN, Scoring
 
 _FLASH_3 = "flash_attn_interface"
 _COMPILED = {"FusedLayerNorm": "fused_layer_norm_cuda", "FusedRMSNorm": "fused_layer_norm_cuda"}
@@ -169,30 +170,31 @@ def _fused(name: str, device: torch.device) -> ModuleType | None:
     return importlib.import_module(f"parallel.kernels.fused.{name}") if _triton_serves(device) else None
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, dropout: float = 0.0) -> Tensor:
-    """q: [b, heads, s, head], k, v: [b, kv, s, head] -> [b, heads, s, head]; softmax in fp32 (fp64 for fp64).
-
-    Dropout is of attention weights.
-    """
-    if not dropout and q.device.type == "cpu" and cpu.is_faster(q):
-        return cpu.causal_attention(q, k, v)
-    return within.scaled_dot_product(q, k, v, dropout)
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
+    """q: [b, heads, s, head], k, v: [b, kv, s, head] -> [b, heads, s, head]; softmax in fp32 (fp64 for fp64)."""
+    if not scoring.plain:
+        return bands.by_formula(q, k, v, torch.zeros(1, q.shape[2], dtype=torch.int32, device=q.device), scoring)
+    if not scoring.dropout and q.device.type == "cpu" and cpu.is_faster(q):
+        return cpu.causal_attention(q, k, v, scoring.scale)
+    return within.scaled_dot_product(q, k, v, scoring)
 
 
 def documents_attention(
-    q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int, *, dropout: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int, scoring: Scoring = PLAIN
 ) -> Tensor:
     """q: [t, heads, head], k, v: [t, kv, head] -> [t, heads, head]: causal, and each document by itself.
 
-    No document crosses the end of one of the ``sequences`` of equal length. Dropout as above.
+    No document crosses the end of one of the ``sequences`` of equal length.
     """
-    if not dropout and q.device.type == "cpu":
-        return within.on_cpu(q, k, v, documents)
-    if not dropout and documents.varlen_takes(q):
-        return within.with_varlen(q, k, v, documents, len(q) // sequences)
+    if not scoring.plain:
+        return within.in_bands(q, k, v, documents, sequences, scoring)
+    if not scoring.dropout and q.device.type == "cpu":
+        return within.on_cpu(q, k, v, documents, scoring.scale)
+    if not scoring.dropout and documents.varlen_takes(q):
+        return within.with_varlen(q, k, v, documents, len(q) // sequences, scoring.scale)
     if torch.compiler.is_compiling():
-        return within.masked(q, k, v, documents, sequences, dropout)
-    return within.one_by_one(q, k, v, documents, dropout)
+        return within.masked(q, k, v, documents, sequences, scoring)
+    return within.one_by_one(q, k, v, documents, scoring)
 
 
 def take_flash_attention(device: torch.device, dropout: bool) -> None:

@@ -67,28 +67,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 class _CausalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         share = q.shape[1] // k.shape[1]
         out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), 0.0, True
+            q, k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), 0.0, True, scale=scale
         )
+        ctx.scale = scale
         ctx.save_for_backward(q, k, v, out, log_sum)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return causal_attention_backward(dy, *ctx.saved_tensors)
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        return *causal_attention_backward(dy, *ctx.saved_tensors, ctx.scale), None
 
 
 # An operator, so that torch.compile takes it as it is: unrolled, it compiles for long and runs slower.
 @torch.library.custom_op("megacore::causal_attention_backward", mutates_args=())
 def causal_attention_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv. log_sum: [b, heads, s], of the exponentials of the scores, in fp32 at least."""
     (batch, heads, length, head), kv = q.shape, k.shape[1]
-    share, scale, wide = heads // kv, head**-0.5, log_sum.dtype
+    share, wide = heads // kv, log_sum.dtype
+    scale = head**-0.5 if scale is None else scale
 
     def rows(x: Tensor) -> Tensor:
         """[batch, heads, length, n] -> [batch * kv, length * share, n]: the queries of a kv head side by side."""
@@ -119,7 +121,9 @@ def causal_attention_backward(
 
 
 @causal_attention_backward.register_fake
-def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     (batch, heads, length, head), kv = q.shape, k.shape[1]
     dq = q.new_empty(batch * kv, length * heads // kv, head)
     return _apart(dq, q, heads // kv), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -148,13 +152,13 @@ def _less(x: Tensor, y: Tensor | None = None) -> Tensor:
     return out
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """q: [b, heads, s, head], k, v: [b, kv, s, head] -> [b, heads, s, head]; queries see themselves and what is before.
 
     Torch's kernel forward. The backward (Dao et al. 2022, arXiv 2205.14135) takes blocks of queries, all heads in one
     batched product: two thirds of the time of torch's in bf16.
     """
-    y: Tensor = _CausalAttention.apply(q, k, v)
+    y: Tensor = _CausalAttention.apply(q, k, v, scale)
     return y
 
 

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kernels import cpu
+from parallel.kernels import bands, cpu
+from parallel.kernels.scoring import PLAIN, Scoring
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +53,9 @@ class Documents:
 # -- each: q: [t, heads, head], k, v: [t, kv, head] -> [t, heads, head]; softmax in fp32 (fp64 for fp64)
 
 
-def with_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, longest: int) -> Tensor:
+def with_varlen(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, longest: int, scale: float | None = None
+) -> Tensor:
     """By torch's kernel for CUDA; ``longest`` may be above the longest document's length."""
     from torch.nn.attention.varlen import varlen_attn  # brings torch's compiler along, a second of imports
 
@@ -60,7 +63,7 @@ def with_varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents, longest: 
     if not documents.groups:
         k, v = _shared(k, q), _shared(v, q)
     starts = documents.device
-    y = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=(-1, 0), **more)
+    y = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(-1, 0), **more)
     assert isinstance(y, Tensor)
     return y
 
@@ -72,34 +75,50 @@ def _varlen_shares() -> bool:
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def one_by_one(q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout: float) -> Tensor:
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scoring: Scoring = PLAIN) -> Tensor:
     """A kernel for each document; compiled, it would be for these documents alone."""
     lengths = documents.host.diff().tolist()
     parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
-    return torch.cat([_one(*part, dropout) for part in parts])
+    return torch.cat([_one(*part, scoring) for part in parts])
 
 
-def _one(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+def _one(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return scaled_dot_product(q, k, v, dropout)[0].transpose(0, 1)
+    return scaled_dot_product(q, k, v, scoring)[0].transpose(0, 1)
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int, dropout: float) -> Tensor:
+def masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int, scoring: Scoring = PLAIN) -> Tensor:
     """All scores of each of the sequences, of which those between documents are thrown away."""
     number = torch.bucketize(torch.arange(len(q), device=q.device), documents.device, right=True)
     number = number.view(sequences, 1, -1)
     mask = (number[..., None] == number[..., None, :]).tril()
     q, k, v = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (q, k, v))
-    return scaled_dot_product(q, k, v, dropout, mask).transpose(1, 2).flatten(0, 1)
+    return scaled_dot_product(q, k, v, scoring, mask).transpose(1, 2).flatten(0, 1)
 
 
-def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, dropout: float, mask: Tensor | None = None) -> Tensor:
+def in_bands(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int, scoring: Scoring) -> Tensor:
+    """By the formula; what is thrown away is what lies in the window of a block of queries, and in no document."""
+    at, starts = torch.arange(len(q), device=q.device), documents.device
+    first = starts[torch.bucketize(at, starts, right=True) - 1].view(sequences, -1)
+    first = first - at[:: first.shape[1], None]
+    q, k, v = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (q, k, v))
+    return bands.by_formula(q, k, v, first, scoring).transpose(1, 2).flatten(0, 1)
+
+
+def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, mask: Tensor | None = None) -> Tensor:
     """q: [b, heads, s, head], k, v: [b, kv, s, head] -> [b, heads, s, head]; causal without a mask."""
     if not fused_takes_groups(q.device.type, q.dtype, mask is not None):
         k, v = _shared(k, q), _shared(v, q)
     gqa = k.shape[1] < q.shape[1]
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=gqa
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=scoring.dropout,
+        is_causal=mask is None,
+        scale=scoring.scale,
+        enable_gqa=gqa,
     )
 
 
@@ -111,10 +130,10 @@ def fused_takes_groups(device: str, dtype: torch.dtype, masked: bool) -> bool:
     return device != "cuda" or (dtype.itemsize == 2 and not masked)
 
 
-def on_cpu(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+def on_cpu(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None = None) -> Tensor:
     """By a kernel for all documents of about one length, one operator for all: autograd and the compiler see no
     document."""
-    y: Tensor = _on_cpu(q, k, v, documents.host)[0]
+    y: Tensor = _on_cpu(q, k, v, documents.host, scale)[0]
     return y
 
 
@@ -178,65 +197,84 @@ def _batches(starts: tuple[int, ...]) -> _Batches:
 
 
 @torch.library.custom_op("megacore::attention_within_documents", mutates_args=())
-def _on_cpu(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+def _on_cpu(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """-> out: [t, heads, head], log_sum: [t, heads], of the exponentials of the scores, in fp32 at least."""
     batches = _Batches.of(starts)
     made = []
     for batch in batches.parts:
         queries = batch.of(q)
         keys, values = (_shared(batch.of(x), queries) for x in (k, v))
-        made.append(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, True))
+        made.append(
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, True, scale=scale)
+        )
     out, log_sum = (batches.tokens(parts) for parts in zip(*made, strict=True))
     return out, log_sum
 
 
 @_on_cpu.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
     log_sum = torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     return q.new_empty(q.shape), log_sum
 
 
 @torch.library.custom_op("megacore::attention_within_documents_backward", mutates_args=())
 def _on_cpu_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, starts: Tensor
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    starts: Tensor,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv."""
     batches = _Batches.of(starts)
     made = []
     for batch in batches.parts:
         log_sums = batch.of(log_sum).contiguous()
-        made.append(_batch_backward(log_sums, batch.of_gradient(dy), *(batch.of(x) for x in (q, k, v, out))))
+        made.append(
+            _batch_backward(log_sums, batch.of_gradient(dy), *(batch.of(x) for x in (q, k, v, out)), scale=scale)
+        )
     dq, dk, dv = (batches.tokens(parts) for parts in zip(*made, strict=True))
     return dq, dk, dv
 
 
 @_on_cpu_backward.register_fake
 def _(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, starts: Tensor
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    starts: Tensor,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _batch_backward(
-    log_sum: Tensor, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    log_sum: Tensor, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of one batch: [documents, heads, longest, head] each."""
     if cpu.is_faster(q):
-        return cpu.causal_attention_backward(dy, q, k, v, out, log_sum)
+        return cpu.causal_attention_backward(dy, q, k, v, out, log_sum, scale)
     dq, *shared = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dy, q, _shared(k, q), _shared(v, q), out, log_sum, 0.0, True
+        dy, q, _shared(k, q), _shared(v, q), out, log_sum, 0.0, True, scale=scale
     )
     dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in shared)
     return dq, dk, dv
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs, *output)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
-def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
     q, k, v, starts, out, log_sum = ctx.saved_tensors
-    return *_on_cpu_backward(dy, q, k, v, out, log_sum, starts), None
+    return *_on_cpu_backward(dy, q, k, v, out, log_sum, starts, ctx.scale), None, None
 
 
 _on_cpu.register_autograd(_backward, setup_context=_save)

@@ -23,6 +23,7 @@ from models.decoder import Decoder, Head, TokenEmbedding
 from models.families.llama import LlamaConfig
 from models.rope import Rotary
 from parallel.kernels import rotation
+from parallel.kernels.scoring import Scoring
 from parallel.layers.norm import RMSNorm
 from parallel.parameters import Parameters
 from parallel.weights.schema import Param
@@ -72,7 +73,7 @@ class OddBlock(nn.Module):
         y = self.first(x)
         assert context.rotation is not None
         q, k, v = rotation.split_and_apply(self.qkv(y), *context.rotation, self.heads, self.kv)
-        mixed = context.attention(self.name, self.queries(q), self.keys(k), v, 0.0).flatten(1)
+        mixed = context.attention(self.name, self.queries(q), self.keys(k), v, Scoring()).flatten(1)
         gated: Tensor = mixed * torch.sigmoid(self.gate(y))
         turned: Tensor = torch.tanh(self.widen(F.linear(y, self.squeeze)))
         return x + self.out(gated) + self.close(turned)

@@ -14,6 +14,7 @@ from torch import Tensor
 from parallel import kernels
 from parallel.kernels import documents as within
 from parallel.kernels.documents import Documents, masked, on_cpu, one_by_one, with_varlen
+from parallel.kernels.scoring import Scoring
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 1, 12, 7, 9)
@@ -22,8 +23,8 @@ HEADS = [(4, 2), (3, 3), (6, 1)]
 Ways = dict[str, Callable[[Tensor, Tensor, Tensor, Documents], Tensor]]
 WAYS: Ways = {
     "on-cpu": on_cpu,
-    "one-by-one": lambda q, k, v, documents: one_by_one(q, k, v, documents, 0.0),
-    "masked": lambda q, k, v, documents: masked(q, k, v, documents, SEQUENCES, 0.0),
+    "one-by-one": one_by_one,
+    "masked": lambda q, k, v, documents: masked(q, k, v, documents, SEQUENCES),
     "chosen": lambda q, k, v, documents: kernels.documents_attention(q, k, v, documents, SEQUENCES),
 }
 
@@ -101,8 +102,8 @@ def test_dropout_of_attention_weights_keeps_documents_apart() -> None:
     v[4:16] = 1
     torch.manual_seed(0)
     for way in (
-        lambda: kernels.documents_attention(q, q, v, documents, SEQUENCES, dropout=0.5),
-        lambda: masked(q, q, v, documents, SEQUENCES, 0.5),
+        lambda: kernels.documents_attention(q, q, v, documents, SEQUENCES, Scoring(dropout=0.5)),
+        lambda: masked(q, q, v, documents, SEQUENCES, Scoring(dropout=0.5)),
     ):
         drawn = torch.stack([way() for _ in range(200)])
         assert not drawn[:, :4].any() and not drawn[:, 16:].any()
@@ -138,7 +139,7 @@ def test_with_dropout_too() -> None:
     torch.compiler.reset()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
-        return kernels.documents_attention(q, k, v, documents, SEQUENCES, dropout=1e-9)
+        return kernels.documents_attention(q, k, v, documents, SEQUENCES, Scoring(dropout=1e-9))
 
     compiled = torch.compile(attend, backend=backend, fullgraph=True)
     qkv = projected(4, 2)
@@ -157,11 +158,11 @@ def test_torchs_kernel_for_cuda_is_asked_for_this(
     """It is not there on a CPU: what it is given is checked, and computed by the formula. In torch 2.11 it knows no
     groups."""
 
-    def stand_in(q: Tensor, k: Tensor, v: Tensor, *given: Any, window_size: tuple[int, int], **more: bool) -> Tensor:
+    def stand_in(q: Tensor, k: Tensor, v: Tensor, *given: Any, window_size: tuple[int, int], **more: Any) -> Tensor:
         starts, same, longest, same_again = given
         assert starts is same and longest == same_again >= max(LENGTHS)
         assert starts.dtype == torch.int32 and window_size == (-1, 0)
-        assert more.keys() == ({"enable_gqa"} if groups else set())
+        assert more.pop("scale") is None and more.keys() == ({"enable_gqa"} if groups else set())
         assert more.get("enable_gqa", False) or q.shape[1] == k.shape[1]
         return by_formula(q, k, v, starts.diff().tolist())
 

@@ -73,11 +73,10 @@ def test_attention_in_bf16(heads: int, kv: int, length: int, head: int, size: in
 
 
 def test_attention_is_chosen_by_dtype_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "causal_attention", lambda q, k, v: "own")
+    monkeypatch.setattr(cpu, "causal_attention", lambda q, k, v, scale: "own")
     short, long = torch.zeros(1, 2, 64, 8), torch.zeros(1, 2, 1024, 8)
-    assert kernels.causal_attention(*[short.bfloat16()] * 3) == "own"
-    for x in (short, short.double(), long.bfloat16()):
-        assert kernels.causal_attention(x, x, x) != "own"
+    for x, own in ((short.bfloat16(), True), (short, False), (short.double(), False), (long.bfloat16(), False)):
+        assert (kernels.causal_attention(x, x, x) == "own") == own
 
 
 @pytest.mark.parametrize("shape", [(64, 48), (3, 7, 20), (1, 3), (700, 600)])

@@ -1,0 +1,63 @@
+"""How attention scores its tokens, and the formula itself in torch's operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Scoring:
+    """What a layer's attention makes of queries and keys, beside that a token looks at none after it.
+
+    Args:
+        scale: Factor of the scores; None for head**-0.5.
+        window: How many tokens a token looks at, itself and those right before it; None for all.
+        softcap: Scores s become softcap * tanh(s / softcap) before any are masked, which keeps them between both signs
+            of it (Bello et al. 2016, arXiv 1611.09940).
+        sinks: [heads], of this rank: a logit of each head that takes part in the softmax and stands for no token, so
+            that a head may look at nothing (gpt-oss).
+        dropout: Probability of dropping an attention weight.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    dropout: float = 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Whether every kernel knows it: nothing but a scale and dropout."""
+        return self.window is None and self.softcap is None and self.sinks is None
+
+    def factor(self, head: int) -> float:
+        """Of scores of heads of so many numbers."""
+        return head**-0.5 if self.scale is None else self.scale
+
+
+PLAIN = Scoring()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scoring: Scoring) -> Tensor:
+    """q: [b, heads, n, head], k, v: [b, kv, m, head] -> [b, heads, n, head], by the formula; softmax in fp32 (fp64).
+
+    Args:
+        q, k, v: The queries, and the keys and values that some of them see.
+        seen: [b or 1, n, m], True where a query looks at a key; the window is in it.
+        scoring: What is made of them.
+    """
+    n, kv, wide = q.shape[2], k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    queries = q.unflatten(1, (kv, -1)).flatten(2, 3).to(wide)
+    scores = (queries @ k.to(wide).mT).unflatten(2, (-1, n)) * scoring.factor(q.shape[-1])
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    if scoring.sinks is not None:
+        sinks = scoring.sinks.to(wide).view(kv, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = F.dropout(scores.softmax(-1)[..., : seen.shape[-1]], scoring.dropout)
+    return (weights.to(v.dtype).flatten(2, 3) @ v).unflatten(2, (-1, n)).flatten(1, 2)
