@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from einops import rearrange
@@ -55,8 +56,8 @@ class Context:
 
     Args:
         attention: How they look at each other.
-        rotation: cos, sin: [t, head/2] at their positions, for families that rotate.
+        rotations: Of each rope that layers name: cos, sin: [t, turning/2] at their positions.
     """
 
     attention: MaskedAttention
-    rotation: tuple[Tensor, Tensor] | None = None
+    rotations: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)

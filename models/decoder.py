@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Self
@@ -141,7 +141,7 @@ class Decoder(nn.Module):
         head: Head | None,
         dtype: torch.dtype,
         seed: tuple[int, ...],
-        rotary: Rotary | None = None,
+        rotaries: Mapping[str, Rotary] | None = None,
     ) -> None:
         super().__init__()
         # In the order in which they run: the parameters of one are gathered while the one before it computes.
@@ -149,7 +149,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self.head, self.dtype = head, dtype
         self.run: Runner = PLAIN
-        self._rotary, self._seed = rotary, seed
+        self._rotaries, self._seed = dict(rotaries or {}), seed
 
     @cached_property
     def _drops(self) -> bool:
@@ -165,9 +165,9 @@ class Decoder(nn.Module):
         embedding: Callable[[], nn.Module],
         block: Callable[[int], nn.Module],
         head: Callable[[], Head],
-        rotary: Rotary | None = None,
+        rotaries: Mapping[str, Rotary] | None = None,
     ) -> Self:
-        """A chunk of this rank: only what its layout puts there is built."""
+        """A chunk of this rank: only what its layout puts there is built. Blocks find their rope by its name."""
         layout, place = parameters.layout, parameters.mesh.place
         virtual = chunk * layout.mesh.pp + place.pp
         return cls(
@@ -177,7 +177,7 @@ class Decoder(nn.Module):
             next(iter(parameters.values())).dtype,
             # Ranks that share tokens must not share masks, as each masks other tokens or other heads.
             (virtual, place.dp, place.ep, place.cp, place.tp),
-            rotary,
+            rotaries,
         )
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
@@ -201,16 +201,15 @@ class Decoder(nn.Module):
 
     def context(self, microbatch: Microbatch) -> Context:
         """What the blocks are told of the microbatch's tokens."""
-        return Context(microbatch.attention or _attention(microbatch), self._rotation(microbatch))
+        rotations = {name: self._rotation(rotary, microbatch) for name, rotary in self._rotaries.items()}
+        return Context(microbatch.attention or _attention(microbatch), rotations)
 
-    def _rotation(self, microbatch: Microbatch) -> tuple[Tensor, Tensor] | None:
-        """cos, sin: [t, head/2] at the microbatch's positions, for families that rotate."""
-        if self._rotary is None:
-            return None
+    def _rotation(self, rotary: Rotary, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
+        """cos, sin: [t, turning/2] at the microbatch's positions."""
         if microbatch.lengths is not None:
             assert microbatch.documents is not None  # whose lengths they are
-            return self._rotary.of_documents(microbatch.positions, microbatch.documents, microbatch.lengths, self.dtype)
-        cos, sin = self._rotary(microbatch.sequence_length, self.dtype, microbatch.positions.device)
+            return rotary.of_documents(microbatch.positions, microbatch.documents, microbatch.lengths, self.dtype)
+        cos, sin = rotary(microbatch.sequence_length, self.dtype, microbatch.positions.device)
         return cos[microbatch.positions], sin[microbatch.positions]
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from models import rope_config
 from models.anatomy import ACTIVATIONS, ROPE, Anatomy, LayerAttention
 from models.config import ModelConfig, positive, probabilities
-from models.rope_config import DefaultRope, Rope
+from models.rope_config import PLAIN, Convention, DefaultRope, Rope
 from models.table import Table
 from parallel.choices import nearest
 
@@ -43,6 +43,8 @@ class DecoderConfig(ModelConfig):
     derived: ClassVar[frozenset[str]] = frozenset()
     # What transformers' class takes where a field is left out; a null there means what it means to the class.
     defaults: ClassVar[Mapping[str, Any]] = {}
+    # How its config.json says a rope.
+    rope_convention: ClassVar[Convention] = PLAIN
 
     hidden_size: int
     intermediate_size: int
@@ -74,7 +76,7 @@ class DecoderConfig(ModelConfig):
             "max_position_embeddings": positions,
             "pad_token_id": rng.choice((None, 5, -1)),
             "tie_word_embeddings": rng.random() < 0.5,
-            "rope_parameters": rope_config.draw(rng, head_dim, positions),
+            "rope_parameters": rope_config.draw(rng, head_dim, positions, cls.rope_convention),
         }
         return {name: value for name, value in drawn.items() if name not in cls.derived}
 
@@ -130,7 +132,7 @@ class DecoderConfig(ModelConfig):
     @classmethod
     def override(cls, base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
         """As the base class; of the rope, what the fields do not name stays (:func:`models.rope_config.override`)."""
-        return rope_config.override(base, fields)
+        return rope_config.override(base, fields, cls.rope_convention)
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -164,16 +166,16 @@ class DecoderConfig(ModelConfig):
     @classmethod
     def _read_ropes(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """The fields that hold ropes. Raises ValueError with all that is wrong with them."""
-        return {"rope_parameters": rope_config.from_hugging_face(config)}
+        return {"rope_parameters": rope_config.from_hugging_face(config, cls.rope_convention)}
 
     @classmethod
     def _consumed(cls) -> set[str]:
-        return set(rope_config.HUGGING_FACE_KEYS)
+        return set(cls.rope_convention.keys)
 
     def _write(self) -> dict[str, Any]:
         unwritten = {"rope_parameters", *self.derived}
         plain = {name: value for name, value in super()._write().items() if name not in unwritten}
-        return plain | rope_config.to_hugging_face(self.rope_parameters)
+        return plain | rope_config.to_hugging_face(self.rope_parameters, convention=self.rope_convention)
 
 
 def shape(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Rotary position embeddings, "rotate half" convention: dimension i of a head turns with dimension i + head_dim/2.
+"""Rotary position embeddings, "rotate half" convention: dimension i turns with i + turning/2.
+
+The first ``turning`` dimensions of a head turn (:meth:`models.rope_config.Rope.turning`), mostly all; the others pass.
 
 Frequencies and angles are computed in float32 whatever the model's dtype, in the order of operations of transformers:
 a float32 angle of a few thousand is only good to 1e-4, so models agree with those trained there only if they round
@@ -26,7 +28,7 @@ from models.rope_config import (
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, sequence_length: int) -> tuple[Tensor, float]:
-    """-> inv_freq: [head_dim/2] in radians per position (float32, on the CPU), and the factor on cos and sin.
+    """-> inv_freq: [turning/2] in radians per position (float32, on the CPU), and the factor on cos and sin.
 
     ``sequence_length`` is that of the whole sequence, however it is split over ranks; only the types dynamic and
     longrope depend on it. (The dynamic of transformers also has a memory: after a long sequence it keeps the
@@ -35,26 +37,27 @@ def inverse_frequencies(rope: Rope, head_dim: int, sequence_length: int) -> tupl
     """
     if problems := rope.problems(head_dim):
         raise ValueError(f"rope_type {rope.rope_type!r}: " + "; ".join(problems))
+    dims = rope.turning(head_dim)
     match rope:
         case DefaultRope():
-            return 1.0 / _positions_per_radian(rope.rope_theta, head_dim), 1.0
+            return 1.0 / _positions_per_radian(rope.rope_theta, dims), 1.0
         case LinearRope():
-            return 1.0 / _positions_per_radian(rope.rope_theta, head_dim) / rope.factor, 1.0
+            return 1.0 / _positions_per_radian(rope.rope_theta, dims) / rope.factor, 1.0
         case DynamicRope():
-            return 1.0 / _positions_per_radian(_dynamic_base(rope, head_dim, sequence_length), head_dim), 1.0
+            return 1.0 / _positions_per_radian(_dynamic_base(rope, dims, sequence_length), dims), 1.0
         case YarnRope():
-            return _yarn(rope, head_dim), _yarn_attention_factor(rope)
+            return _yarn(rope, dims), _yarn_attention_factor(rope)
         case LongRope():
             long = sequence_length > rope.original_max_position_embeddings
             divisors = torch.tensor(rope.long_factor if long else rope.short_factor, dtype=torch.float32)
-            return 1.0 / (divisors * _positions_per_radian(rope.rope_theta, head_dim)), _longrope_attention_factor(rope)
+            return 1.0 / (divisors * _positions_per_radian(rope.rope_theta, dims)), _longrope_attention_factor(rope)
         case Llama3Rope():
-            return _llama3(rope, head_dim), 1.0
+            return _llama3(rope, dims), 1.0
         case ProportionalRope():
-            turning = int(rope.partial_rotary_factor * head_dim // 2)
+            nonzero = int(rope.partial_rotary_factor * head_dim // 2)
             # Not a slice of all frequencies: pow rounds the ends of a vector otherwise than its middle.
-            inv_freq = 1.0 / _positions_per_radian(rope.rope_theta, head_dim, turning)
-            inv_freq = torch.cat((inv_freq, torch.zeros(head_dim // 2 - turning)))
+            inv_freq = 1.0 / _positions_per_radian(rope.rope_theta, head_dim, nonzero)
+            inv_freq = torch.cat((inv_freq, torch.zeros(head_dim // 2 - nonzero)))
             return inv_freq / rope.factor, 1.0
     raise TypeError(f"no frequencies are known for {type(rope).__name__}: add a case here")
 
@@ -62,7 +65,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, sequence_length: int) -> tupl
 def tables(
     rope: Rope, head_dim: int, positions: Tensor, *, sequence_length: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """positions: [t] -> cos, sin: [t, head_dim/2] in ``dtype``, computed in float32 on the device of the positions.
+    """positions: [t] -> cos, sin: [t, turning/2] in ``dtype``, computed in float32 on the device of the positions.
 
     For given positions they are the same in every layer and step: ``Rotary`` keeps them.
     """
@@ -74,7 +77,7 @@ def tables(
 class Rotary:
     """The tables of a model, computed when a sequence length is first met and kept.
 
-    ``rotary(sequence_length, dtype, device)`` -> cos, sin: [sequence_length, head_dim/2]. Positions other than
+    ``rotary(sequence_length, dtype, device)`` -> cos, sin: [sequence_length, turning/2]. Positions other than
     0, 1, 2, ... (packed documents, a part of the sequence) are rows of it: ``cos[positions]``.
     """
 
@@ -92,7 +95,7 @@ class Rotary:
     def of_documents(
         self, positions: Tensor, documents: Sequence[int], lengths: Sequence[int], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """positions: [t] -> cos, sin: [t, head_dim/2], each document's with the frequencies of a sequence of its own
+        """positions: [t] -> cos, sin: [t, turning/2], each document's with the frequencies of a sequence of its own
         length; nothing is kept.
 
         Args:
@@ -125,35 +128,35 @@ def _counting(rope: Rope, sequence_length: int) -> int:
 # -- the frequencies of each type
 
 
-def _positions_per_radian(base: float, head_dim: int, count: int | None = None) -> Tensor:
-    """[count, or head_dim/2]: base ** (0/head_dim, 2/head_dim, 4/head_dim, ...)."""
-    stop = head_dim if count is None else 2 * count
-    powers: Tensor = base ** (torch.arange(0, stop, 2, dtype=torch.float32) / head_dim)
+def _positions_per_radian(base: float, dims: int, count: int | None = None) -> Tensor:
+    """[count, or dims/2]: base ** (0/dims, 2/dims, 4/dims, ...)."""
+    stop = dims if count is None else 2 * count
+    powers: Tensor = base ** (torch.arange(0, stop, 2, dtype=torch.float32) / dims)
     return powers
 
 
-def _dynamic_base(rope: DynamicRope, head_dim: int, sequence_length: int) -> float:
-    trained, exponent = rope.max_position_embeddings, head_dim / (head_dim - 2)
+def _dynamic_base(rope: DynamicRope, dims: int, sequence_length: int) -> float:
+    trained, exponent = rope.max_position_embeddings, dims / (dims - 2)
     # Where the sequence is longer than trained, transformers holds its length in a tensor and so rounds to float32.
     length = torch.tensor(sequence_length) if sequence_length > trained else trained
     return float(rope.rope_theta * ((rope.factor * length / trained) - (rope.factor - 1)) ** exponent)
 
 
-def _yarn(rope: YarnRope, head_dim: int) -> Tensor:
+def _yarn(rope: YarnRope, dims: int) -> Tensor:
     def dimension(turns: float) -> float:
         """The (fractional) frequency index that turns this often within the original length."""
         wavelength = rope.original_max_position_embeddings / (turns * 2 * math.pi)
-        return head_dim * math.log(wavelength) / (2 * math.log(rope.rope_theta))
+        return dims * math.log(wavelength) / (2 * math.log(rope.rope_theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+    low, high = max(low, 0), min(high, dims - 1)
     if low == high:
         high += 0.001  # a step instead of a ramp of length 0
-    ramp = torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    ramp = torch.clamp((torch.arange(dims // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
     keep = 1 - ramp
-    radian = _positions_per_radian(rope.rope_theta, head_dim)
+    radian = _positions_per_radian(rope.rope_theta, dims)
     return 1.0 / (rope.factor * radian) * (1 - keep) + 1.0 / radian * keep
 
 
@@ -176,9 +179,9 @@ def _longrope_attention_factor(rope: LongRope) -> float:
     return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
 
 
-def _llama3(rope: Llama3Rope, head_dim: int) -> Tensor:
+def _llama3(rope: Llama3Rope, dims: int) -> Tensor:
     original, low, high = rope.original_max_position_embeddings, rope.low_freq_factor, rope.high_freq_factor
-    inv_freq = 1.0 / _positions_per_radian(rope.rope_theta, head_dim)
+    inv_freq = 1.0 / _positions_per_radian(rope.rope_theta, dims)
     wavelength = 2 * math.pi / inv_freq
     share = (original / wavelength - low) / (high - low)  # of the unscaled frequency, between the two limits
     blended = (1 - share) * inv_freq / rope.factor + share * inv_freq

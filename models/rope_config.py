@@ -6,40 +6,46 @@ Fields carry their Hugging Face names. ``from_hugging_face`` reads both spelling
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from random import Random
 from typing import Any, ClassVar, Literal, TypeGuard, get_args
 
 from parallel.choices import check_choice, nearest
 
-HUGGING_FACE_KEYS = (
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-)
-"""The top-level keys of a config.json that ``from_hugging_face`` reads, beside ``max_position_embeddings``."""
 Spelling = Literal["rope_parameters", "rope_scaling"]
 """The key of a config.json that holds the type and its numbers: as transformers 5 writes it, or as 4 did."""
 _BESIDE = ("rope_theta", "partial_rotary_factor")
 """What the old spelling keeps beside the type and its numbers, not among them."""
+_ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """What every type has: ``rope_theta``, the base of the geometric series of wavelengths."""
+    """What every type has: ``rope_theta``, the base of the geometric series of wavelengths, and
+    ``partial_rotary_factor``, the part of a head that turns."""
 
     rope_type: ClassVar[str]
     from_model: ClassVar[tuple[str, ...]] = ()  # fields that a config.json keeps outside of rope_parameters
 
     rope_theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
+
+    def turning(self, head_dim: int) -> int:
+        """How many dimensions of a head turn, the first ones; the others pass."""
+        return int(head_dim * self.partial_rotary_factor)
 
     def problems(self, head_dim: int) -> list[str]:
         """What is wrong with these values for heads of this size; empty if nothing is."""
-        found = [] if head_dim % 2 == 0 else [f"head_dim {head_dim} is odd: rotary embeddings turn pairs of it"]
-        found += _outside(self, "rope_theta", above=1)
+        found = _outside(self, "partial_rotary_factor", above=0, up_to=1) + _outside(self, "rope_theta", above=1)
+        turning = head_dim if found else self.turning(head_dim)
+        if turning == head_dim and head_dim % 2:
+            found.append(f"head_dim {head_dim} is odd: rotary embeddings turn pairs of it")
+        elif turning % 2 or not turning:
+            found.append(
+                f"partial_rotary_factor {self.partial_rotary_factor} turns {turning} of the head_dim {head_dim}: "
+                f"choose {(turning // 2 + 1) * 2 / head_dim} to turn pairs"
+            )
         return found
 
 
@@ -113,7 +119,7 @@ class YarnRope(Rope):
 
 @dataclass(frozen=True, kw_only=True)
 class LongRope(Rope):
-    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a searched divisor per frequency, [head_dim/2] each.
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a searched divisor per frequency, [turning/2] each.
 
     ``long_factor`` counts for sequences longer than ``original_max_position_embeddings``, ``short_factor`` for the
     others. ``attention_factor`` scales cos and sin; without it, it follows from ``factor``.
@@ -171,11 +177,13 @@ class ProportionalRope(Rope):
     rope_type = "proportional"
 
     factor: float = 1.0
-    partial_rotary_factor: float = 1.0
+
+    def turning(self, head_dim: int) -> int:
+        """All of them: those beyond the factor turn with frequency 0."""
+        return head_dim
 
     def problems(self, head_dim: int) -> list[str]:
-        found = super().problems(head_dim) + _outside(self, "factor", above=0)
-        return found + _outside(self, "partial_rotary_factor", above=0, up_to=1)
+        return super().problems(head_dim) + _outside(self, "factor", above=0)
 
 
 ROPE_TYPES: dict[str, type[Rope]] = {
@@ -189,7 +197,55 @@ ROPE_TYPES: dict[str, type[Rope]] = {
 }
 
 
-def from_hugging_face(config: Mapping[str, Any]) -> Rope:
+@dataclass(frozen=True, kw_only=True)
+class Convention:
+    """How a family's config.json says a rope, and what it means by saying nothing: the defaults of its class.
+
+    Args:
+        rope_theta: Where the file has none.
+        partial_rotary_factor: Where the file has none. None for a family of which whole heads turn: then a part is an
+            error, but for the type proportional.
+        original_max_position_embeddings: Where the file has none, of a family that keeps it at the top level (Phi-3).
+            None for one that falls back to ``max_position_embeddings``.
+        parameters: The ``rope_parameters`` where the file has none (gpt-oss).
+        theta_key: The top-level key of ``rope_theta`` ("rotary_emb_base" of GPT-NeoX).
+        partial_key: That of ``partial_rotary_factor`` ("rotary_pct" of GPT-NeoX).
+        scaled: Whether the old ``rope_scaling`` is about this rope (not about the local one of Gemma-3).
+        rope_types: Types by other names, {"su": "longrope"} (Phi-3).
+    """
+
+    rope_theta: float = 10000.0
+    partial_rotary_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    theta_key: str = "rope_theta"
+    partial_key: str = "partial_rotary_factor"
+    scaled: bool = True
+    rope_types: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def beside(self) -> dict[str, str]:
+        """{what may stand beside the type and its numbers: its top-level key}."""
+        return {"rope_theta": self.theta_key, "partial_rotary_factor": self.partial_key, _ORIGINAL: _ORIGINAL}
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The top-level keys of a config.json that are read, beside ``max_position_embeddings``."""
+        return frozenset({"rope_parameters", *self.beside.values(), *(["rope_scaling"] if self.scaled else [])})
+
+    def stored(self, kind: type[Rope]) -> list[str]:
+        """The fields of a type that ``rope_parameters`` may have in this family."""
+        whole = self.partial_rotary_factor is None and kind is not ProportionalRope
+        others = {*kind.from_model, *(["partial_rotary_factor"] if whole else [])}
+        return [each.name for each in fields(kind) if each.name not in others]
+
+
+PLAIN = Convention()
+Kinds = Mapping[str, Convention]
+"""{kind of layer: how its rope is said}, of families whose ``rope_parameters`` are nested by kind."""
+
+
+def from_hugging_face(config: Mapping[str, Any], convention: Convention = PLAIN) -> Rope:
     """The rope of a config.json, from either spelling; whether its values make sense, ``problems`` says.
 
     A null is as good as a missing key. ``original_max_position_embeddings``, where a type has it, falls back to
@@ -197,22 +253,27 @@ def from_hugging_face(config: Mapping[str, Any]) -> Rope:
     the two. Raises ValueError with all problems at once: unknown types and fields (with the nearest known spelling),
     missing fields, and two spellings of a thing that disagree.
     """
-    given, problems = _flatten(config)
+    given, problems = _said(config, convention)
     rope_type = given.pop("rope_type", None) or "default"
+    if isinstance(rope_type, str):
+        rope_type = convention.rope_types.get(rope_type, rope_type)
     check_choice("rope_type", rope_type, ROPE_TYPES)
     kind = ROPE_TYPES[rope_type]
+    stored = convention.stored(kind)
 
     length = config.get("max_position_embeddings")
-    original = given.get("original_max_position_embeddings") or length
-    derived: dict[str, Any] = {"max_position_embeddings": length, "original_max_position_embeddings": original}
+    original = given.get(_ORIGINAL) or convention.original_max_position_embeddings or length
+    derived: dict[str, Any] = {"max_position_embeddings": length, _ORIGINAL: original}
+    derived |= {name: getattr(convention, name) for name in _BESIDE}
     ratio_wanted = rope_type == "longrope" or (rope_type == "yarn" and "factor" in given)
     if ratio_wanted and _is_number(length) and _is_number(original):
         derived["factor"] = length / original
-    if given.get("partial_rotary_factor") == 1:
+    if "partial_rotary_factor" not in stored and given.get("partial_rotary_factor") == 1:
         del given["partial_rotary_factor"]  # whole heads are what every type means without it
+    if _ORIGINAL not in stored and _ORIGINAL not in (config.get("rope_parameters") or config.get("rope_scaling") or {}):
+        given.pop(_ORIGINAL, None)  # at the top level it is of the model, whatever its rope
 
     optional = {field.name: field.default is not MISSING for field in fields(kind)}
-    stored = [name for name in optional if name not in kind.from_model]
     present = {name: value for name, value in given.items() if value is not None}
     values = {name: value for name, value in (derived | present).items() if name in optional and value is not None}
     problems += [
@@ -228,30 +289,82 @@ def from_hugging_face(config: Mapping[str, Any]) -> Rope:
     return kind(**arguments)
 
 
-def to_hugging_face(rope: Rope, spelling: Spelling = "rope_parameters") -> dict[str, Any]:
+def to_hugging_face(
+    rope: Rope, spelling: Spelling = "rope_parameters", convention: Convention = PLAIN
+) -> dict[str, Any]:
     """The part of a config.json that says this rope: ``{"rope_parameters": ...}``, or as transformers 4 wrote it
     ``{"rope_theta": ..., "rope_scaling": ...}``. ``max_position_embeddings`` is the model's to write."""
     check_choice("spelling", spelling, get_args(Spelling))
-    values = {field.name: getattr(rope, field.name) for field in fields(rope) if field.name not in rope.from_model}
+    values = {name: getattr(rope, name) for name in convention.stored(type(rope))}
     stored = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v is not None}
+    top: dict[str, Any] = {}
+    if convention.original_max_position_embeddings is not None and _ORIGINAL in stored:
+        top = {_ORIGINAL: stored[_ORIGINAL]}  # there transformers would take the class's default for it
     if spelling == "rope_parameters":
-        return {"rope_parameters": {"rope_type": rope.rope_type} | stored}
-    theta = stored.pop("rope_theta")
-    scaling = None if rope.rope_type == "default" else {"rope_type": rope.rope_type} | stored
-    return {"rope_theta": theta, "rope_scaling": scaling}
+        return top | {"rope_parameters": {"rope_type": rope.rope_type} | stored}
+    beside = _BESIDE[:1] if isinstance(rope, ProportionalRope) else _BESIDE
+    top |= {convention.beside[name]: stored.pop(name) for name in beside if name in stored}
+    return top | {"rope_scaling": None if rope.rope_type == "default" else {"rope_type": rope.rope_type} | stored}
 
 
-def draw(rng: Random, head_dim: int, positions: int) -> dict[str, Any]:
-    """A config.json's ``rope_parameters`` at random: any type, for heads of this size."""
-    rope_type = rng.choice(tuple(ROPE_TYPES))
+def by_kind(config: Mapping[str, Any], kinds: Kinds) -> dict[str, Rope]:
+    """The rope of each kind of layer: from ``rope_parameters`` that are nested by kind, as transformers 5 writes them,
+    or from what stood at the top level before (Gemma-3: ``rope_theta`` and ``rope_scaling`` of the global layers,
+    ``rope_local_base_freq`` of the local ones). As :func:`from_hugging_face` for each; raises all problems together."""
+    problems = _not_nested(config, kinds)
+    found = {}
+    for kind, convention in kinds.items() if not problems else ():
+        try:
+            found[kind] = from_hugging_face(_of_kind(config, kind, convention), convention)
+        except ValueError as error:
+            problems.append(f"{kind}: {error}")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return found
+
+
+def by_kind_to_hugging_face(
+    ropes: Mapping[str, Rope], kinds: Kinds, spelling: Spelling = "rope_parameters"
+) -> dict[str, Any]:
+    """The inverse of :func:`by_kind`. Raises ValueError where the old spelling has no place for a rope."""
+    each = {kind: to_hugging_face(ropes[kind], spelling, convention) for kind, convention in kinds.items()}
+    if spelling == "rope_parameters":
+        return {"rope_parameters": {kind: said["rope_parameters"] for kind, said in each.items()}}
+    top: dict[str, Any] = {}
+    for kind, said in each.items():
+        if not kinds[kind].scaled and (scaling := said.pop("rope_scaling")):
+            raise ValueError(f"rope_scaling cannot say the {scaling['rope_type']!r} of {kind}: write rope_parameters")
+        if twice := [key for key in said if key in top and top[key] != said[key]]:
+            raise ValueError(f"{kind} has another {', '.join(twice)} than the other layers: write rope_parameters")
+        top |= said
+    return top
+
+
+def draw(
+    rng: Random,
+    head_dim: int,
+    positions: int,
+    convention: Convention = PLAIN,
+    rope_types: Sequence[str] | None = None,
+) -> dict[str, Any]:
+    """A config.json's ``rope_parameters`` at random: any of the types, for heads of this size."""
+    whole = convention.partial_rotary_factor is None
+    # Families that turn a part cut as wide a one from their heads, but proportional tables are as wide as these.
+    rope_type = rng.choice(rope_types or [name for name in ROPE_TYPES if whole or name != "proportional"])
     original = rng.choice((8, positions))
+    part: dict[str, Any] = {}
+    turning = head_dim
+    if not whole:
+        # Dynamic divides by the number of dimensions less 2.
+        turning = rng.choice(range(4 if rope_type == "dynamic" else 2, head_dim + 1, 2))
+        part = {"partial_rotary_factor": partial_rotary_factor(turning, head_dim)}
     own: dict[str, dict[str, Any]] = {
         "linear": {"factor": 2.5},
         "dynamic": {"factor": 3.0},
         "yarn": {"factor": 4.0, "original_max_position_embeddings": original, "truncate": rng.random() < 0.5},
         "longrope": {
-            "short_factor": [rng.uniform(1, 3) for _ in range(head_dim // 2)],
-            "long_factor": [rng.uniform(1, 30) for _ in range(head_dim // 2)],
+            "short_factor": [rng.uniform(1, 3) for _ in range(turning // 2)],
+            "long_factor": [rng.uniform(1, 30) for _ in range(turning // 2)],
             "original_max_position_embeddings": original,
             "factor": 2.0,
         },
@@ -263,10 +376,24 @@ def draw(rng: Random, head_dim: int, positions: int) -> dict[str, Any]:
         },
         "proportional": {"partial_rotary_factor": 0.5},
     }
-    return {"rope_type": rope_type, "rope_theta": rng.choice((10.0, 1e4)), **own.get(rope_type, {})}
+    return {"rope_type": rope_type, "rope_theta": rng.choice((10.0, 1e4)), **own.get(rope_type, {}), **part}
 
 
-def override(base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+def draw_by_kind(rng: Random, head_dim: int, positions: int, kinds: Kinds) -> dict[str, Any]:
+    """A config.json's ``rope_parameters`` at random, nested by kind of layer."""
+    nested = {kind: draw(rng, head_dim, positions, convention) for kind, convention in kinds.items()}
+    for drawn in nested.values():
+        drawn.pop("truncate", None)  # transformers 5.23 does not look for it in there
+    return nested
+
+
+def partial_rotary_factor(turning: int, head_dim: int) -> float:
+    """The factor with which so many dimensions of a head turn, for families that say their number (``rotary_dim``)."""
+    factor = turning / head_dim
+    return factor if int(head_dim * factor) == turning else math.nextafter(factor, math.inf)
+
+
+def override(base: Mapping[str, Any], fields: Mapping[str, Any], convention: Convention = PLAIN) -> dict[str, Any]:
     """A config.json of which some fields are replaced; what they do not name of its rope stays, in the base's spelling.
 
     ``rope_parameters`` and ``rope_scaling`` mean the same here: with a rope_type they replace the type and its numbers,
@@ -275,26 +402,73 @@ def override(base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, An
     :func:`from_hugging_face` to tell.
     """
     changed = {**base, **fields}
-    (held, wrong), (given, also_wrong) = _flatten(base), _flatten(fields)
-    if fields.keys().isdisjoint(HUGGING_FACE_KEYS) or wrong or also_wrong:
+    (held, wrong), (given, also_wrong) = _said(base, convention), _flatten(fields, convention)
+    if fields.keys().isdisjoint(convention.keys) or wrong or also_wrong:
         return changed
-    beside = [name for name in HUGGING_FACE_KEYS if name in _BESIDE or base.get(name) is not None]
+    beside = {name: key for name, key in convention.beside.items() if name in _BESIDE or base.get(key) is not None}
     scalings = [fields[key] for key in get_args(Spelling) if key in fields]
     if "rope_type" in given or (scalings and not any(scalings)):
         held = {name: value for name, value in held.items() if name in beside}
-    rope = {name: value for name, value in held.items() if name not in fields} | given
-    others = {name: value for name, value in changed.items() if name not in HUGGING_FACE_KEYS}
-    if base.get("rope_parameters") or base.keys().isdisjoint(HUGGING_FACE_KEYS):
+    named = {name for name, key in convention.beside.items() if key in fields}
+    rope = {name: value for name, value in held.items() if name not in named} | given
+    rope.setdefault("rope_type", "default")
+    others = {name: value for name, value in changed.items() if name not in convention.keys}
+    if base.get("rope_parameters") or base.keys().isdisjoint(convention.keys):
         return others | {"rope_parameters": rope}
-    if rope.get("rope_type") == "default":
+    if rope["rope_type"] == "default" and not convention.parameters:
         del rope["rope_type"]
-    return others | {name: rope.pop(name) for name in beside if name in rope} | {"rope_scaling": rope or None}
+    return (
+        others | {key: rope.pop(name) for name, key in beside.items() if name in rope} | {"rope_scaling": rope or None}
+    )
 
 
-def _flatten(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def override_by_kind(base: Mapping[str, Any], fields: Mapping[str, Any], kinds: Kinds) -> dict[str, Any]:
+    """As :func:`override` for the rope of each kind of layer that the fields name; the result is nested by kind."""
+    keys = frozenset[str]().union(*(convention.keys for convention in kinds.values()))
+    changed = {**base, **fields}
+    if fields.keys().isdisjoint(keys) or _not_nested(base, kinds) or _not_nested(fields, kinds):
+        return changed
+    nested = {}
+    for kind, convention in kinds.items():
+        made = override(_of_kind(base, kind, convention), _of_kind(fields, kind, convention), convention)
+        nested[kind], wrong = _flatten(made, convention)
+        if wrong:
+            return changed
+    return {name: value for name, value in changed.items() if name not in keys} | {"rope_parameters": nested}
+
+
+def _not_nested(config: Mapping[str, Any], kinds: Kinds) -> list[str]:
+    """What is wrong with ``rope_parameters`` that should be nested by kind of layer."""
+    nested = config.get("rope_parameters") or {}
+    choices = f"choose from {', '.join(kinds)}"
+    if not isinstance(nested, Mapping):
+        return [f"rope_parameters is {nested!r}: it must be a mapping by kind of layer ({choices}), or null"]
+    return [
+        f"rope_parameters has no kind of layer {name!r}{nearest(name, kinds)} ({choices})"
+        for name in nested
+        if name not in kinds
+    ]
+
+
+def _of_kind(config: Mapping[str, Any], kind: str, convention: Convention) -> dict[str, Any]:
+    """What a config.json says of the rope of one kind of layer, as if there were no other."""
+    keys = convention.keys | {"max_position_embeddings"}
+    nested = config.get("rope_parameters") or {kind: None}
+    said = {name: value for name, value in config.items() if name in keys and name != "rope_parameters"}
+    return said | ({"rope_parameters": nested[kind]} if "rope_parameters" in config and kind in nested else {})
+
+
+def _said(config: Mapping[str, Any], convention: Convention) -> tuple[dict[str, Any], list[str]]:
+    """As :func:`_flatten`, with the family's type and numbers where the file has none."""
+    given, problems = _flatten(config, convention)
+    bare = not any(config.get(key) for key in get_args(Spelling))
+    return ({**convention.parameters, **given} if bare else given), problems
+
+
+def _flatten(config: Mapping[str, Any], convention: Convention) -> tuple[dict[str, Any], list[str]]:
     """One dictionary in the new spelling, and what is no mapping or disagrees between the places it may stand in."""
     problems: list[str] = []
-    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    new, old = config.get("rope_parameters") or {}, (config.get("rope_scaling") or {}) if convention.scaled else {}
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(value, Mapping):
             return {}, [f"{name} is {value!r}: it must be a mapping with a rope_type, or null"]
@@ -302,17 +476,15 @@ def _flatten(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         problems.append(f"rope_parameters {dict(new)} and rope_scaling {dict(old)} disagree: remove one")
     given = dict(new or old)
 
-    elsewhere = {
-        name: config.get(name) for name in HUGGING_FACE_KEYS if name not in ("rope_parameters", "rope_scaling")
-    }
-    elsewhere["rope_type"] = given.pop("type", None)
-    for name, value in elsewhere.items():
+    elsewhere = {name: (key, config.get(key)) for name, key in convention.beside.items()}
+    elsewhere["rope_type"] = ("rope_type", given.pop("type", None))
+    for name, (key, value) in elsewhere.items():
         if value is None:
             continue
         if given.get(name) is None:
             given[name] = value
         elif given[name] != value:
-            problems.append(f"{name} is given twice, as {given[name]!r} and {value!r}: remove one")
+            problems.append(f"{key} is given twice, as {given[name]!r} and {value!r}: remove one")
     return given, problems
 
 

@@ -130,15 +130,15 @@ class FakeModel:
         with self._without_numbers(), _Watch(self._chunk.parameters()) as seen, self._mesh.watched(seen):
             batch = self._microbatch(length, sequences)
             context = self._chunk.context(batch)
-            rotation = [key for key in map(_key, context.rotation or ()) if key in seen.sizes]
-            tables = sum(seen.sizes[key] for key in rotation)
+            rotations = [key for tables in context.rotations.values() for key in map(_key, tables) if key in seen.sizes]
+            tables = sum(seen.sizes[key] for key in rotations)
             before = seen.live - tables
             x: Tensor = _Entering.apply(self._leaf(entered), batch.activation)
             y = call(x, batch, context)
             left, forward, most = bool(y.requires_grad), seen.work(), seen.peak - before
             end = _Leaving.apply(y) if left else None
             del x, y, context
-            tables = sum(seen.sizes.get(key, 0) for key in rotation)
+            tables = sum(seen.sizes.get(key, 0) for key in rotations)
             kept = seen.live - before
             if end is not None:
                 seen.peak = seen.live

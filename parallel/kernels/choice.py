@@ -93,7 +93,10 @@ def swiglu(device: torch.device) -> Callable[[Tensor], Tensor]:
 
 
 Split = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor, Tensor]]
-"""(qkv: [t, (heads + 2 kv) * head], cos, sin: [t, head/2], heads, kv) -> q: [t, heads, head], k, v: [t, kv, head]."""
+"""(qkv: [t, (heads + 2 kv) * head], cos, sin: [t, turning/2], heads, kv) -> q [t, heads, head], k and v [t, kv, head].
+
+The first ``turning`` dimensions of a head turn, the others pass.
+"""
 
 
 def split_and_rotate(device: torch.device) -> Split:
@@ -101,6 +104,14 @@ def split_and_rotate(device: torch.device) -> Split:
     if fused := _fused("rotation", device):
         return _unless_compiled(fused.split_and_apply, rotation.split_and_apply)
     return rotation.split_and_apply
+
+
+def rotate(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """(x: [t, heads, head], cos, sin: [t, turning/2]) -> x turned, a new tensor: queries or keys by themselves, such as
+    come from a norm of their own."""
+    if fused := _fused("rotation", device):
+        return _unless_compiled(fused.apply, rotation.apply)
+    return rotation.apply
 
 
 def cross_entropy(device: torch.device) -> ModuleType | None:

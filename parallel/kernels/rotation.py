@@ -1,4 +1,7 @@
-"""Queries and keys turned by their positions, "rotate half" convention, in torch's operators."""
+"""Queries and keys turned by their positions, "rotate half" convention, in torch's operators.
+
+The tables may be narrower than half of a head: then the first dimensions of a head turn, and the others pass.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 def apply(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [..., t, heads, head_dim], cos, sin: [t, head_dim/2], one dtype -> x turned by its positions, a new tensor.
+    """x: [..., t, heads, head_dim], cos, sin: [t, turning/2], one dtype -> x turned by its positions, a new tensor.
 
     x may be a strided view, such as the queries inside of a fused projection. Nothing but the tables is kept for the
     backward, which turns the gradient the other way.
@@ -27,16 +30,18 @@ def split_and_apply(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv: int) 
     freed, and their gradients are gathered into one without further copies.
     """
     if torch.compiler.is_compiling():
-        q, k, v = qkv.unflatten(-1, (heads + 2 * kv, 2 * cos.shape[-1])).split([heads, kv, kv], dim=-2)
+        q, k, v = qkv.unflatten(-1, (heads + 2 * kv, -1)).split([heads, kv, kv], dim=-2)
         return _formula(q, cos, sin), _formula(k, cos, sin), v
     return _SplitAndRotate.apply(qkv, cos, sin, heads, kv)
 
 
 def _formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """``apply`` as one writes it down: what the compiler fuses into one loop, forward and backward."""
-    first, second = x.chunk(2, dim=-1)
+    half = cos.shape[-1]
+    first, second = x[..., :half], x[..., half : 2 * half]
+    still = [x[..., 2 * half :]] if x.shape[-1] > 2 * half else []
     cos, sin = cos[:, None, :], sin[:, None, :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, *still), dim=-1)
 
 
 class _Rotate(torch.autograd.Function):
@@ -58,7 +63,7 @@ class _SplitAndRotate(torch.autograd.Function):
     def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv: int) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.heads, ctx.kv = heads, kv
-        source = qkv.unflatten(-1, (heads + 2 * kv, 2 * cos.shape[-1]))
+        source = qkv.unflatten(-1, (heads + 2 * kv, -1))
         out = torch.empty(source.shape, dtype=qkv.dtype, device=qkv.device)
         _rotate(source[..., : heads + kv, :], cos, sin, out[..., : heads + kv, :])
         out[..., heads + kv :, :].copy_(source[..., heads + kv :, :])
@@ -79,12 +84,15 @@ class _SplitAndRotate(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, direction: int = 1) -> Tensor:
-    """x, out: [..., t, heads, head_dim], cos, sin: [t, head_dim/2]; out = x turned by direction * angle."""
+    """x, out: [..., t, heads, head_dim], cos, sin: [t, turning/2]; out = x turned by direction * angle."""
     half = cos.shape[-1]
+    if x.shape[-1] > 2 * half:
+        out[..., 2 * half :].copy_(x[..., 2 * half :])
+    x, turned = x[..., : 2 * half], out[..., : 2 * half]
     cos, sin = cos[:, None, :], sin[:, None, :]
     # One full-width product and two half-width fused ones read and write least: 0.55 ms where the textbook form with a
     # concatenated copy takes 0.85 ms (bf16, 2048 tokens of 12 heads of 64, two cores).
-    torch.mul(x.unflatten(-1, (2, half)), cos[..., None, :], out=out.unflatten(-1, (2, half)))
-    out[..., :half].addcmul_(x[..., half:], sin, value=-direction)
-    out[..., half:].addcmul_(x[..., :half], sin, value=direction)
+    torch.mul(x.unflatten(-1, (2, half)), cos[..., None, :], out=turned.unflatten(-1, (2, half)))
+    turned[..., :half].addcmul_(x[..., half:], sin, value=-direction)
+    turned[..., half:].addcmul_(x[..., :half], sin, value=direction)
     return out

@@ -71,8 +71,7 @@ class OddBlock(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         y = self.first(x)
-        assert context.rotation is not None
-        q, k, v = rotation.split_and_apply(self.qkv(y), *context.rotation, self.heads, self.kv)
+        q, k, v = rotation.split_and_apply(self.qkv(y), *context.rotations["rope"], self.heads, self.kv)
         mixed = context.attention(self.name, self.queries(q), self.keys(k), v, Scoring()).flatten(1)
         gated: Tensor = mixed * torch.sigmoid(self.gate(y))
         turned: Tensor = torch.tanh(self.widen(F.linear(y, self.squeeze)))
@@ -93,7 +92,7 @@ def build(config: OddConfig, parameters: Parameters, chunk: int) -> Decoder:
         embedding=lambda: TokenEmbedding(parameters, "embed.weight", config.vocab_size),
         block=lambda layer: OddBlock(parameters, f"layers.{layer}", heads, kv),
         head=head,
-        rotary=Rotary(config.rope_parameters, config.head_dim),
+        rotaries={"rope": Rotary(config.rope_parameters, config.head_dim)},
     )
 
 
