@@ -50,7 +50,8 @@ class Anatomy:
         attention_scale: Of products of queries and keys; None: 1 / sqrt(head).
         attention_softcap: c of c tanh(score / c).
         logit_softcap: c of c tanh(logit / c).
-        embedding_scale: Of the embeddings of tokens, rounded to the model's dtype.
+        embedding_scale: Of the embeddings of tokens.
+        round_embedding_scale: Whether that is rounded to the model's dtype first.
         branch_scale: Of what each branch adds to the residual stream.
         logit_scale: Of the logits.
         attention_dropout: Probability of dropping an attention weight.
@@ -70,6 +71,7 @@ class Anatomy:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
+    round_embedding_scale: bool = False
     branch_scale: float = 1.0
     logit_scale: float = 1.0
     attention_dropout: float = 0.0

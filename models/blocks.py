@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.context import Context
 from parallel import kernels
 from parallel.choices import check_choice
+from parallel.kernels.activation import FUNCTIONS
 from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel.layers.norm import LayerNorm, RMSNorm
 from parallel.parameters import Parameters
@@ -90,33 +90,25 @@ CHEAP = (RMSNorm, LayerNorm, Activation)
 """Modules whose outputs take less to compute again than to keep."""
 
 
-class SwiGLU(nn.Module):
-    """Gated feed-forward network. x: [tokens/tp, embed] -> same."""
-
-    def __init__(self, parameters: Parameters, name: str) -> None:
-        super().__init__()
-        self.up, self.down = column(parameters, f"{name}.up"), row(parameters, f"{name}.down")
-        self.activation = Activation(kernels.swiglu(parameters.mesh.device))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.up(x)))
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-_ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_new": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "relu": F.relu,
-    "silu": F.silu,
+ACTIVATIONS: Mapping[str, str] = {
+    "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
 }
+"""{Hugging Face's name of an activation function: ours}"""
 
 
-class Mlp(nn.Module):
-    """Feed-forward network of two linears. x: [tokens/tp, embed] -> same.
+class FeedForward(nn.Module):
+    """Feed-forward network, gated where ``name.up`` has a piece ``gate``. x: [tokens/tp, embed] -> same.
+
+    Args:
+        parameters: What this rank holds.
+        name: Prefix of ``.up`` and ``.down``.
+        activation: One of :data:`ACTIVATIONS`.
 
     Raises:
         ValueError: there is no activation function of this name.
@@ -124,9 +116,13 @@ class Mlp(nn.Module):
 
     def __init__(self, parameters: Parameters, name: str, activation: str) -> None:
         super().__init__()
-        check_choice("activation", activation, _ACTIVATIONS)
+        check_choice("activation", activation, ACTIVATIONS)
+        function = ACTIVATIONS[activation]
         self.up, self.down = column(parameters, f"{name}.up"), row(parameters, f"{name}.down")
-        self.activation = Activation(_ACTIVATIONS[activation])
+        if "gate" in parameters.shards[f"{name}.up.weight"].param.sentence.labels:
+            self.activation = Activation(kernels.gated(function, parameters.mesh.device))
+        else:
+            self.activation = Activation(FUNCTIONS[function].of)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))

@@ -63,7 +63,9 @@ def build(
     def embedding() -> nn.Module:
         if "positions.weight" in p:
             return PositionEmbedding(p, "embed.weight", "positions.weight", vocab, anatomy.embedding_dropout)
-        return TokenEmbedding(p, "embed.weight", vocab, anatomy.padding_idx, anatomy.embedding_scale)
+        return TokenEmbedding(
+            p, "embed.weight", vocab, anatomy.padding_idx, anatomy.embedding_scale, anatomy.round_embedding_scale
+        )
 
     def head() -> Head:
         return Head(
@@ -124,12 +126,9 @@ def norm(config: ModelConfig, parameters: Parameters, name: str) -> nn.Module:
     from parallel.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
 
     anatomy, mesh, weight = config.anatomy, parameters.mesh, parameters[f"{name}.weight"]
-    shard = parameters.shards[f"{name}.weight"]
-    sentence = shard.param.sentence
+    sentence = parameters.shards[f"{name}.weight"].param.sentence
     if len(sentence.dims) == 1 and len(sentence.axes) > 1:
-        heads = next(axis for axis in sentence.axes if axis != "head")
-        sharers = shard.sizes[heads] * mesh.tp.size // config.sizes[heads]
-        return SplitRMSNorm.of(weight, anatomy.norm_eps, mesh, sharers)
+        return SplitRMSNorm.of(weight, anatomy.norm_eps, mesh)
     if anatomy.norm == "rms":
         return RMSNorm.of(weight, anatomy.norm_eps, mesh, anatomy.norm_offset)
     return LayerNorm.of(weight, parameters.get(f"{name}.bias"), anatomy.norm_eps, mesh, anatomy.norm_offset)

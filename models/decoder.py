@@ -18,7 +18,7 @@ from parallel.kernels.documents import Documents
 from parallel.layers.embedding import VocabParallelEmbedding
 from parallel.layers.head_loss import head_loss
 from parallel.layers.linear import column_linear
-from parallel.layers.loss import Objective
+from parallel.layers.loss import Finish, Objective
 from parallel.memory.recompute import PLAIN, Runner
 from parallel.mesh import Group
 from parallel.parameters import Parameters
@@ -71,14 +71,34 @@ class Losses:
 
 
 class TokenEmbedding(nn.Module):
-    """microbatch -> [tokens/tp, embed]; the row of ``padding_idx`` gets no gradient from being looked up."""
+    """microbatch -> [tokens/tp, embed]; the row of ``padding_idx`` gets no gradient from being looked up.
 
-    def __init__(self, parameters: Parameters, name: str, vocab: int, padding_idx: int | None = None) -> None:
+    Args:
+        parameters: What this rank holds.
+        name: Of the table.
+        vocab: Size of the vocabulary without padding.
+        padding_idx: As :class:`~parallel.layers.embedding.VocabParallelEmbedding`'s.
+        scale: Of the embeddings.
+        round_scale: Whether the scale is rounded to the table's dtype first, as transformers does it for Gemma.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        name: str,
+        vocab: int,
+        padding_idx: int | None = None,
+        scale: float = 1.0,
+        round_scale: bool = False,
+    ) -> None:
         super().__init__()
-        self.tokens = VocabParallelEmbedding.of(parameters[name], vocab, parameters.mesh, padding_idx)
+        table = parameters[name]
+        self.tokens = VocabParallelEmbedding.of(table, vocab, parameters.mesh, padding_idx)
+        self.scale = torch.tensor(scale, dtype=table.dtype, device="cpu").item() if round_scale else scale
 
     def forward(self, microbatch: Microbatch) -> Tensor:
-        return self.tokens(microbatch.tokens)
+        x: Tensor = self.tokens(microbatch.tokens)
+        return x if self.scale == 1 else x * self.scale
 
 
 class PositionEmbedding(nn.Module):
@@ -104,11 +124,24 @@ class Head(nn.Module):
         weight: [padded vocab/tp, embed].
         vocab: Size of the vocabulary without padding.
         group: The tensor parallel group.
+        bias: [padded vocab/tp], added to the products.
+        scale: Of the products, their bias included.
+        softcap: Bound of the logits, softcap * tanh(x / softcap), after the scale.
     """
 
-    def __init__(self, norm: nn.Module, weight: nn.Parameter, vocab: int, group: Group) -> None:
+    def __init__(
+        self,
+        norm: nn.Module,
+        weight: nn.Parameter,
+        vocab: int,
+        group: Group,
+        bias: nn.Parameter | None = None,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> None:
         super().__init__()
-        self.norm, self.weight, self.vocab, self.group = norm, weight, vocab, group
+        self.norm, self.weight, self.bias, self.vocab, self.group = norm, weight, bias, vocab, group
+        self.finish = Finish(scale, softcap)
         self.losses = Losses()
 
     def forward(self, x: Tensor, labels: Tensor | None, wanted: Tensor | None = None) -> Tensor:
@@ -118,14 +151,14 @@ class Head(nn.Module):
         """
         if labels is None and wanted is not None:
             rows = all_gather(self.norm(x), self.group)[wanted]
-            return column_linear(rows, self.weight, None, self.group, sequence=False)
+            return self.finish(column_linear(rows, self.weight, self.bias, self.group, sequence=False))
         if labels is None:
-            return column_linear(self.norm(x), self.weight, None, self.group)
+            return self.finish(column_linear(self.norm(x), self.weight, self.bias, self.group))
         if wanted is not None:
             own = wanted.chunk(self.group.size)[self.group.index]
             x, labels = all_gather(x, self.group).index_select(0, own), labels[wanted]
-        objective = Objective(self.group, self.vocab, self.losses.label_smoothing, self.losses.z_loss)
-        return head_loss(self.norm(x), self.weight, labels, objective, self.losses.chunk)
+        objective = Objective(self.group, self.vocab, self.losses.label_smoothing, self.losses.z_loss, self.finish)
+        return head_loss(self.norm(x), self.weight, labels, objective, self.losses.chunk, self.bias)
 
 
 class Decoder(nn.Module):

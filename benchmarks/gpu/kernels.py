@@ -68,7 +68,7 @@ def _cases(machine: Machine, shape: Shape) -> Mapping[str, Case]:
     return {
         "RMSNorm": Case(lambda: chosen.rms_norm(device), (x, weight, 1e-5), 5 * x.nbytes),
         "LayerNorm": Case(lambda: chosen.layer_norm(device), (x, weight, bias, 1e-5), 5 * x.nbytes),
-        "SwiGLU": Case(lambda: chosen.swiglu(device), (gate_up,), 4 * gate_up.nbytes),
+        "SwiGLU": Case(lambda: chosen.gated("silu", device), (gate_up,), 4 * gate_up.nbytes),
         "rotation": Case(lambda: chosen.split_and_rotate(device), (qkv, table, table, heads, kv), 4 * qkv.nbytes),
         # With the copy.
         "cross entropy": Case(lambda: loss, (logits,), 7 * logits.nbytes),

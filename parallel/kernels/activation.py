@@ -1,7 +1,10 @@
-"""The gated activation in torch's operators."""
+"""Activation functions, plain and gated, in torch's operators."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,33 +13,86 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class _SwiGLU(torch.autograd.Function):
+@dataclass(frozen=True)
+class Function:
+    """A function of each element by itself, 0 at 0, so that features that pad others add nothing.
+
+    Args:
+        of: x -> f(x), a new tensor.
+        gradient: (dy, x, out) writes f'(x) dy into out.
+    """
+
+    of: Callable[[Tensor], Tensor]
+    gradient: Callable[[Tensor, Tensor, Tensor], object]
+
+
+class _ReLU2(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return F.relu(x).square_()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return F.relu(x).mul_(2).mul_(dy)
+
+
+def _relu2(x: Tensor) -> Tensor:
+    """So et al. 2021, arXiv 2109.08668."""
+    if torch.compiler.is_compiling():
+        return F.relu(x).square()
+    y: Tensor = _ReLU2.apply(x)
+    return y
+
+
+def _gelu(approximate: str) -> Function:
+    """Hendrycks and Gimpel 2016, arXiv 1606.08415."""
+    return Function(
+        partial(F.gelu, approximate=approximate),
+        lambda dy, x, out: torch.ops.aten.gelu_backward.grad_input(dy, x, approximate=approximate, grad_input=out),
+    )
+
+
+FUNCTIONS: Mapping[str, Function] = {
+    "silu": Function(F.silu, lambda dy, x, out: torch.ops.aten.silu_backward.grad_input(dy, x, grad_input=out)),
+    "gelu": _gelu("none"),
+    "gelu_tanh": _gelu("tanh"),
+    "relu": Function(F.relu, lambda dy, x, out: torch.ops.aten.threshold_backward.grad_input(dy, x, 0, grad_input=out)),
+    "relu2": Function(_relu2, lambda dy, x, out: torch.mul(dy, F.relu(x).mul_(2), out=out)),
+}
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, function: Function) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.function = function
+        gate, up = gate_up.chunk(2, -1)
+        return function.of(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
         gradient = torch.empty_like(gate_up)
         d_gate, d_up = gradient.chunk(2, -1)
-        torch.mul(dy, F.silu(gate), out=d_up)
-        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d_gate)
-        return gradient
+        torch.mul(dy, ctx.function.of(gate), out=d_up)
+        ctx.function.gradient(dy * up, gate, d_gate)
+        return gradient, None
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020, arXiv 2002.05202). gate_up: [..., 2 mlp] -> [..., mlp].
+def gated(name: str, gate_up: Tensor) -> Tensor:
+    """f(gate) * up (Shazeer 2020, arXiv 2002.05202). gate_up: [..., 2 mlp] -> [..., mlp].
 
     Only the input is kept for the backward; the activation is computed again.
     """
+    function = FUNCTIONS[name]
     if torch.compiler.is_compiling():
         # The compiler fuses the formula, keeps its input alone, and cannot trace writing into halves of a tensor.
         gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate) * up
-    y: Tensor = _SwiGLU.apply(gate_up)
+        return function.of(gate) * up
+    y: Tensor = _Gated.apply(gate_up, function)
     return y

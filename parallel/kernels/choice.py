@@ -15,16 +15,15 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kernels import activation, bands, cpu, rotation
+from parallel.kernels import activation, bands, cpu, norm, rotation
 from parallel.kernels import documents as within
 from parallel.kernels.documents import Documents
 from parallel.kernels.narrow_adamw import NarrowAdamW
@@ -63,33 +62,56 @@ def _use_apex(kernel: str, device: torch.device) -> bool:
     return device.type == "cuda" and apex_has(kernel)
 
 
-def rms_norm(device: torch.device) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """(x: [..., n], weight: [n], eps) -> [..., n]; the mean square is taken in fp32 (fp64 for fp64)."""
+def rms_norm(
+    device: torch.device, offset: float = 0.0, rows: bool = False
+) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """(x: [..., n], weight: [n], eps) -> [..., n]; all in fp32 (fp64 for fp64).
+
+    Args:
+        device: Of the tensors.
+        offset: Added to the weight.
+        rows: Whether weight is [heads, n] instead, a row for each of the heads of x: [..., heads, n].
+    """
+    plain = partial(norm.rms_norm, offset=offset)
+    if rows or offset:
+        return plain
     if _use_apex("FusedRMSNorm", device):
         apply = importlib.import_module("apex.normalization.fused_layer_norm").fused_rms_norm_affine
-        return _unless_compiled(lambda x, weight, eps: apply(x, weight, weight.shape, eps), _torch_rms_norm)
+        return _unless_compiled(lambda x, weight, eps: apply(x, weight, weight.shape, eps), plain)
     if fused := _fused("norm", device):
-        return _unless_compiled(fused.rms_norm, _torch_rms_norm, fused.WIDEST)
-    return _unless_compiled(cpu.rms_norm, _torch_rms_norm) if device.type == "cpu" else _torch_rms_norm
+        return _unless_compiled(fused.rms_norm, plain, fused.WIDEST)
+    return _unless_compiled(cpu.rms_norm, plain) if device.type == "cpu" else plain
 
 
-def layer_norm(device: torch.device) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
-    """(x: [..., n], weight: [n], bias: [n], eps) -> [..., n]; statistics in fp32 (fp64 for fp64)."""
+def layer_norm(
+    device: torch.device, offset: float = 0.0, bias: bool = True, rows: bool = False
+) -> Callable[[Tensor, Tensor, Tensor | None, float], Tensor]:
+    """(x: [..., n], weight: [n], bias: [n], eps) -> [..., n]; all in fp32 (fp64 for fp64).
+
+    Args:
+        device: Of the tensors.
+        offset: Added to the weight.
+        bias: Whether there is one; None is given in its place.
+        rows: As for :func:`rms_norm`.
+    """
+    plain = partial(norm.layer_norm, offset=offset)
+    if rows or offset or not bias:
+        return plain
     if _use_apex("FusedLayerNorm", device):
         apply = importlib.import_module("apex.normalization.fused_layer_norm").fused_layer_norm_affine
-        return _unless_compiled(
-            lambda x, weight, bias, eps: apply(x, weight, bias, weight.shape, eps), _torch_layer_norm
-        )
+        return _unless_compiled(lambda x, weight, bias, eps: apply(x, weight, bias, weight.shape, eps), plain)
     if fused := _fused("norm", device):
-        return _unless_compiled(fused.layer_norm, _torch_layer_norm, fused.WIDEST)
-    return _torch_layer_norm
+        return _unless_compiled(fused.layer_norm, plain, fused.WIDEST)
+    return plain
 
 
-def swiglu(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """gate_up: [..., 2 mlp] -> silu(gate) * up: [..., mlp]; only the input is kept for the backward."""
-    if fused := _fused("activation", device):
-        return _unless_compiled(fused.swiglu, activation.swiglu)
-    return activation.swiglu
+def gated(name: str, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """gate_up: [..., 2 mlp] -> f(gate) * up: [..., mlp], with f of ``activation.FUNCTIONS``; only the input is kept for
+    the backward."""
+    plain = partial(activation.gated, name)
+    if name == "silu" and (fused := _fused("activation", device)):
+        return _unless_compiled(fused.swiglu, plain)
+    return plain
 
 
 Split = Callable[[Tensor, Tensor, Tensor, int, int], tuple[Tensor, Tensor, Tensor]]
@@ -133,14 +155,6 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
-
-
-def _torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def _torch_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def _unless_compiled(

@@ -19,36 +19,46 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, labels: Tensor, objective: Objective, chunk: int, training: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        objective: Objective,
+        chunk: int,
+        training: bool,
     ) -> Tensor:
         full = start_all_gather(x, objective.group).wait()
-        need_dx, need_dw = (training and need for need in ctx.needs_input_grad[:2])
+        need_dx, need_dw, need_db = (training and need for need in ctx.needs_input_grad[:3])
         losses = []
         dx = torch.empty_like(full) if need_dx else None
         wide = torch.promote_types(weight.dtype, torch.float32)
         dw = torch.zeros(weight.shape, dtype=wide, device=weight.device) if need_dw else None
+        db = torch.zeros(len(weight), dtype=wide, device=weight.device) if need_db else None
         one = torch.ones((), dtype=torch.promote_types(full.dtype, torch.float32), device=full.device)
         for start in range(0, len(full), chunk):
             rows = slice(start, start + chunk)
-            logits = full[rows] @ weight.t()
+            logits = full[rows] @ weight.t() if bias is None else torch.addmm(bias, full[rows], weight.t())
             loss, log_sum = objective.losses(logits, labels[rows])
             losses.append(loss)
-            if dx is None and dw is None:
+            if dx is None and dw is None and db is None:
                 continue
             dlogits = objective.gradient_(logits, labels[rows], log_sum, one.expand_as(loss))
             if dx is not None:
                 torch.mm(dlogits, weight, out=dx[rows])
             if dw is not None:
                 kernels.add_product_(dw, dlogits.t(), full[rows])
-        ctx.dtypes = x.dtype, weight.dtype
-        ctx.save_for_backward(start_reduce_scatter(dx, objective.group).wait() if dx is not None else None, dw)
+            if db is not None:
+                db += dlogits.sum(0, dtype=wide)
+        ctx.dtypes = x.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype
+        ctx.save_for_backward(start_reduce_scatter(dx, objective.group).wait() if dx is not None else None, dw, db)
         return objective.own(torch.cat(losses)).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = ctx.saved_tensors
-        return _scaled(dx, dy, ctx.dtypes[0]), _scaled(dw, dy, ctx.dtypes[1]), None, None, None, None
+        found = (_scaled(*each) for each in zip(ctx.saved_tensors, (dy, dy, dy), ctx.dtypes, strict=True))
+        return *found, None, None, None, None
 
 
 def _scaled(gradient: Tensor | None, dy: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -56,9 +66,16 @@ def _scaled(gradient: Tensor | None, dy: Tensor, dtype: torch.dtype) -> Tensor |
     return None if gradient is None else gradient.to(dy.dtype).mul_(dy).to(dtype)
 
 
-def head_loss(x: Tensor, weight: Tensor, labels: Tensor, objective: Objective, chunk: int | None = None) -> Tensor:
-    """x: [t/tp, embed], weight: [padded vocab/tp, embed], labels: [t] -> the sum of this rank's tokens' losses, a
-    scalar, in fp32 at least.
+def head_loss(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    objective: Objective,
+    chunk: int | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """x: [t/tp, embed], weight: [padded vocab/tp, embed], labels: [t], bias: [padded vocab/tp] -> the sum of this
+    rank's tokens' losses, a scalar, in fp32 at least.
 
     Without ``chunk`` the logits [t, padded vocab/tp] are made and kept for the backward. With it, no more than
     [chunk, padded vocab/tp] of them are there at a time, and nothing is computed twice; instead the gradients are kept,
@@ -70,6 +87,6 @@ def head_loss(x: Tensor, weight: Tensor, labels: Tensor, objective: Objective, c
         ValueError: t does not divide over the group.
     """
     if chunk is None:
-        return objective(column_linear(x, weight, None, objective.group), labels).sum()
-    loss: Tensor = _ChunkedLoss.apply(x, weight, labels, objective, chunk, torch.is_grad_enabled())
+        return objective(column_linear(x, weight, bias, objective.group), labels).sum()
+    loss: Tensor = _ChunkedLoss.apply(x, weight, bias, labels, objective, chunk, torch.is_grad_enabled())
     return loss

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,6 +22,39 @@ _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 
 @dataclass(frozen=True)
+class Finish:
+    """What makes logits of the last products, element by element: softcap * tanh(scale * x / softcap).
+
+    Args:
+        scale: Of the products.
+        softcap: Bound of the logits (Bello et al. 2016, arXiv 1611.09940); None for no bound, and no tanh.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [...] -> the logits: [...], which are computed in fp32 at least and rounded once."""
+        return x if self == PLAIN else self.apply_(x.to(_wide(x.dtype), copy=True)).to(x.dtype)
+
+    def apply_(self, x: Tensor) -> Tensor:
+        """x: [...], in fp32 at least -> the logits, in its memory."""
+        if self.scale != 1:
+            x.mul_(self.scale)
+        return x if self.softcap is None else x.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def chain_(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """The gradient of the logits [...] -> that of the products x: [...], in its memory."""
+        if self.softcap is not None:
+            bent = (x.to(gradient.dtype) * (self.scale / self.softcap)).tanh_()
+            gradient.sub_(bent.square_().mul_(gradient))
+        return gradient if self.scale == 1 else gradient.mul_(self.scale)
+
+
+PLAIN = Finish()
+
+
+@dataclass(frozen=True)
 class Objective:
     """Cross entropy and what may be added to it, of logits whose columns are split: [t, padded vocab/tp].
 
@@ -29,12 +63,14 @@ class Objective:
         vocab: Number of tokens of the vocabulary, without padding.
         label_smoothing: Probability that is spread evenly over the vocabulary.
         z_loss: Weight of the squared log-partition (Chowdhery et al. 2022, arXiv 2204.02311).
+        finish: What is done to the logits before.
     """
 
     group: Group
     vocab: int
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    finish: Finish = PLAIN
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
         """As :func:`cross_entropy`."""
@@ -43,7 +79,7 @@ class Objective:
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """-> the losses: [t], zero where the label is ignored, and ``log sum exp``: [t]; the same on every rank."""
-        if fused := kernels.cross_entropy(logits.device):
+        if fused := self._fused(logits.device):
             own = fused.statistics(logits, labels, *self._own(logits), self.label_smoothing > 0)
             found = start_all_gather(own, self.group).wait().view(self.group.size, *own.shape)
             return fused.finish(found, labels, logits.shape[1], self.vocab, self.label_smoothing, self.z_loss)
@@ -53,7 +89,7 @@ class Objective:
         # Three sums in one message: exp, the label's logit, and, for smoothing, all logits; each less the maximum.
         sums = top.new_zeros(3 if self.label_smoothing else 2, len(labels))
         for rows in _chunks(logits) if valid else ():
-            z = logits[rows, :valid].to(top.dtype, copy=True)
+            z = self.finish.apply_(logits[rows, :valid].to(top.dtype, copy=True))
             top[rows] = z.amax(1)
             z.sub_(top[rows, None])
             if self.label_smoothing:
@@ -63,7 +99,8 @@ class Objective:
         if valid:
             below = top - highest
             sums[0] *= below.exp()
-            sums[1] = (logits.gather(1, local[:, None])[:, 0] - highest) * mine
+            on_label = self.finish.apply_(logits.gather(1, local[:, None])[:, 0].to(top.dtype))
+            sums[1] = (on_label - highest) * mine
             if self.label_smoothing:
                 sums[2] += valid * below
         all_reduce_(sums, self.group)
@@ -78,7 +115,7 @@ class Objective:
 
     def gradient_(self, logits: Tensor, labels: Tensor, log_sum: Tensor, dy: Tensor) -> Tensor:
         """The gradient of the logits, of losses whose gradient is dy: [t]; it is written into the logits' memory."""
-        if fused := kernels.cross_entropy(logits.device):
+        if fused := self._fused(logits.device):
             how = self.vocab, self.label_smoothing, self.z_loss
             return fused.gradient_(logits, labels, log_sum, dy, *self._own(logits), *how)
         valid, mine, local = self._columns(logits, labels)
@@ -87,14 +124,18 @@ class Objective:
         on_label = dy * mine * (1 - self.label_smoothing)
         for rows in _chunks(logits):
             z = logits[rows, :valid]
-            p = z.to(log_sum.dtype, copy=True).sub_(log_sum[rows, None]).exp_().mul_(scale[rows, None])
+            p = self.finish.apply_(z.to(log_sum.dtype, copy=True))
+            p.sub_(log_sum[rows, None]).exp_().mul_(scale[rows, None])
             if valid:
                 p.scatter_add_(1, local[rows, None], -on_label[rows, None])
             if self.label_smoothing:
                 p.sub_(dy[rows, None] * (self.label_smoothing / self.vocab))
-            z.copy_(p)
+            z.copy_(self.finish.chain_(p, z))
         logits[:, valid:] = 0
         return logits
+
+    def _fused(self, device: torch.device) -> ModuleType | None:
+        return kernels.cross_entropy(device) if self.finish == PLAIN else None
 
     def own(self, losses: Tensor) -> Tensor:
         """[t] -> [t/tp], the losses of this rank's tokens.

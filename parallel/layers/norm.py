@@ -1,24 +1,31 @@
-"""Norms on tokens that are split over tp: each rank normalises its own, so nothing is communicated.
+"""Norms on tokens that are split over tp, of which each rank normalises its own, and on heads that are split.
 
-Their weights are held by every tp rank, and each rank's gradient covers its own tokens: the sum over replicas is the
-whole (law 4 of ``docs/meshes.md``).
+Norms of tokens communicate nothing. Their weights are held by every tp rank, and each rank's gradient covers its own
+tokens: the sum over replicas is the whole (law 4 of ``docs/meshes.md``).
+
+All is computed in fp32 at least and rounded once, after the weight, as transformers does it for Gemma, OLMo-2 and
+Cohere. For LLaMA, Qwen and Granite it rounds a first time before the weight; for Nemotron it forms weight + 1 in the
+weight's dtype, where bf16 has no room for what was learned. In fp32 and wider these are the same numbers.
 """
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from parallel import kernels
-from parallel.mesh import Mesh
+from parallel.collectives import all_reduce_
+from parallel.mesh import Group, Mesh
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (Zhang and Sennrich 2019, arXiv 1910.07467). x: [tokens/tp, embed] -> same.
+    """Root mean square norm (Zhang and Sennrich 2019, arXiv 1910.07467) of the last dimension.
 
-    The mean square is taken in fp32 at least, whatever the dtype of ``x``.
+    x: [tokens/tp, embed] -> same; or of each head, [tokens, heads/tp, head] -> same. The mean square is taken in fp32
+    at least, whatever the dtype of ``x``.
 
     Args:
         features: Size of the last dimension.
@@ -31,23 +38,26 @@ class RMSNorm(nn.Module):
         self._assemble(nn.Parameter(torch.ones(features, dtype=dtype, device=mesh.device)), eps, mesh)
 
     @classmethod
-    def of(cls, weight: nn.Parameter, eps: float, mesh: Mesh) -> Self:
-        """The norm of a given parameter: weight [embed]."""
+    def of(cls, weight: nn.Parameter, eps: float, mesh: Mesh, offset: float = 0.0) -> Self:
+        """The norm of a given parameter: weight [embed], or [head] or [heads/tp, head] for heads. ``offset`` is what is
+        added to the weight, in fp32 at least."""
         norm = cls.__new__(cls)
-        norm._assemble(weight, eps, mesh)
+        norm._assemble(weight, eps, mesh, offset)
         return norm
 
-    def _assemble(self, weight: nn.Parameter, eps: float, mesh: Mesh) -> None:
+    def _assemble(self, weight: nn.Parameter, eps: float, mesh: Mesh, offset: float = 0.0) -> None:
         nn.Module.__init__(self)
         self.weight, self.eps = weight, eps
-        self._norm = kernels.rms_norm(mesh.device)
+        self._norm = kernels.rms_norm(mesh.device, offset, rows=weight.dim() > 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._norm(x, self.weight, self.eps)
 
 
 class LayerNorm(nn.Module):
-    """Layer norm with bias (Ba et al. 2016, arXiv 1607.06450). x: [tokens/tp, embed] -> same; statistics in fp32.
+    """Layer norm (Ba et al. 2016, arXiv 1607.06450) of the last dimension; statistics in fp32.
+
+    x: [tokens/tp, embed] -> same; or of each head, [tokens, heads/tp, head] -> same.
 
     Args:
         features: Size of the last dimension.
@@ -61,16 +71,69 @@ class LayerNorm(nn.Module):
         self._assemble(weight, nn.Parameter(torch.zeros_like(weight)), eps, mesh)
 
     @classmethod
-    def of(cls, weight: nn.Parameter, bias: nn.Parameter, eps: float, mesh: Mesh) -> Self:
-        """The norm of given parameters: weight and bias [embed]."""
+    def of(cls, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, mesh: Mesh, offset: float = 0.0) -> Self:
+        """The norm of given parameters, each as for :meth:`RMSNorm.of`; a bias need not be."""
         norm = cls.__new__(cls)
-        norm._assemble(weight, bias, eps, mesh)
+        norm._assemble(weight, bias, eps, mesh, offset)
         return norm
 
-    def _assemble(self, weight: nn.Parameter, bias: nn.Parameter, eps: float, mesh: Mesh) -> None:
+    def _assemble(
+        self, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, mesh: Mesh, offset: float = 0.0
+    ) -> None:
         nn.Module.__init__(self)
         self.weight, self.bias, self.eps = weight, bias, eps
-        self._norm = kernels.layer_norm(mesh.device)
+        self._norm = kernels.layer_norm(mesh.device, offset, bias=bias is not None, rows=weight.dim() > 1)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._norm(x, self.weight, self.bias, self.eps)
+
+
+class SplitRMSNorm(nn.Module):
+    """Root mean square norm over all heads of all tp ranks. x: [tokens, heads/tp, head] -> same.
+
+    The mean square is a sum over tp, a number a token, forward and backward. Where ranks share kv heads each head is
+    on as many ranks as any other, so that the mean over all copies is that over all heads, and each copy's gradient is
+    its part of the sum that law 4 takes.
+    """
+
+    @classmethod
+    def of(cls, weight: nn.Parameter, eps: float, mesh: Mesh) -> Self:
+        """The norm of a given parameter: weight [heads/tp * head]."""
+        norm = cls.__new__(cls)
+        nn.Module.__init__(norm)
+        norm.weight, norm.eps, norm.group = weight, eps, mesh.tp
+        return norm
+
+    weight: nn.Parameter
+    eps: float
+    group: Group
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _SplitRMSNorm.apply(x, self.weight, self.eps, self.group)
+        return y
+
+
+class _SplitRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
+        z, w = _wide(x), _wide(weight).view(x.shape[1:])
+        scale = all_reduce_(z.square().mean((1, 2)), group).div_(group.size).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        ctx.group = group
+        return (z * scale[:, None, None] * w).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, scale = ctx.saved_tensors
+        r, w, d = scale[:, None, None], _wide(weight).view(x.shape[1:]), _wide(dy)
+        # With n what the weight multiplies: dx = r (w dy - n mean(n w dy)), a mean over the heads of all ranks.
+        n = _wide(x) * r
+        product = n * d
+        along = all_reduce_((product * w).mean((1, 2)), ctx.group).div_(ctx.group.size)
+        dx = r * (w * d - n * along[:, None, None])
+        return dx.to(x.dtype), product.sum(0).view(-1).to(weight.dtype), None, None
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,19 +1,49 @@
-"""The gated feed-forward network: the formula, and a hand-written backward that is its derivative."""
+"""Activation functions, gated and plain: the formulas, and hand-written backwards that are their derivatives."""
 
 from __future__ import annotations
 
+import pytest
 import torch
-import torch.nn.functional as F
+from torch import nn
+from transformers.activations import ACT2FN
 
-from parallel.kernels.activation import swiglu
+from models.blocks import ACTIVATIONS, FeedForward
+from parallel.kernels.activation import FUNCTIONS, gated
+from parallel.mesh import Mesh
+from parallel.parameters import Parameters
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.schema import Param, Schema
 
 
-def test_swiglu_is_silu_of_the_gate_times_up() -> None:
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gates_multiply(name: str) -> None:
     gate_up = torch.randn(3, 5, 14, dtype=torch.float64)
     gate, up = gate_up[..., :7], gate_up[..., 7:]
-    torch.testing.assert_close(swiglu(gate_up), F.silu(gate) * up, rtol=1e-14, atol=0)
+    torch.testing.assert_close(gated(name, gate_up), FUNCTIONS[name].of(gate) * up, rtol=1e-14, atol=0)
 
 
-def test_its_gradient_is_the_derivative() -> None:
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_are_derivatives(name: str) -> None:
     gate_up = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(swiglu, gate_up)
+    assert torch.autograd.gradcheck(lambda x: gated(name, x), gate_up)
+    assert torch.autograd.gradcheck(FUNCTIONS[name].of, gate_up)
+
+
+def test_what_pads_features_adds_nothing() -> None:
+    assert [float(function.of(torch.zeros(()))) for function in FUNCTIONS.values()] == [0.0] * len(FUNCTIONS)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("up", ["mlp embed", "(gate: mlp + up: mlp) embed"])
+def test_a_feed_forward_network_is_that_of_transformers_names(name: str, up: str) -> None:
+    """gelu_fast's constant has ten digits there."""
+    schema = Schema((Param("f.up.weight", up), Param("f.down.weight", "embed mlp")), {"embed": 3, "mlp": 5})
+    parameters = Parameters(Layout(schema, MeshShape(), ()), Mesh.single(), torch.float64)
+    network = FeedForward(parameters, "f", name)
+    for weight in network.parameters():
+        nn.init.normal_(weight)
+    x = torch.randn(7, 3, dtype=torch.float64)
+    made = x @ network.up.weight.t()
+    function = ACT2FN[name]
+    hidden = function(made[:, :5]) * made[:, 5:] if "gate" in up else function(made)
+    torch.testing.assert_close(network(x), hidden @ network.down.weight.t(), rtol=1e-9, atol=1e-9)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from models.blocks import Mlp
+from models.blocks import FeedForward
 from models.rope_config import DefaultRope, to_hugging_face
 from parallel.gradients.reduce import Gradients
 from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -58,7 +58,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: MeshShape(tp=2).along(0, "tpp"), "dimension of the mesh 'tpp': did you mean 'tp'? (choose from pp, dp,"),
     (lambda: MeshShape(tp=2).ranks(TP=[0]), "dimension of the mesh 'TP' (choose from pp, dp, ep, cp, tp)"),
     (lambda: ONE.along("tpp"), "dimension of the mesh 'tpp': did you mean 'tp'?"),
-    (lambda: Mlp(parameters(), "mlp", "gelu_old"), "activation 'gelu_old': did you mean 'gelu'? (choose from gelu,"),
+    (lambda: FeedForward(parameters(), "mlp", "gelu_old"), "activation 'gelu_old': did you mean 'gelu'? (choose from"),
     (lambda: to_hugging_face(DefaultRope(), "rope_scale"), "spelling 'rope_scale': did you mean 'rope_scaling'?"),  # type: ignore[arg-type]
     (lambda: Param("a", "embed", at="middle"), "a: at='middle' is not one of 'first', 'last', 'first last'"),
 ]

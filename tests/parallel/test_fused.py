@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest.mock import patch
@@ -105,7 +106,7 @@ def test_norms_of_views_and_of_frozen_weights() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 2), (5, 14), (2, 3, 96), (3, 2 * 1500)])
 def test_swiglu(shape: tuple[int, ...]) -> None:
-    check(activation.swiglu, plain_activation.swiglu, [drawn(*shape)])
+    check(activation.swiglu, partial(plain_activation.gated, "silu"), [drawn(*shape)])
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # of an exponential, beyond which there is nothing
@@ -305,15 +306,19 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     choice._triton_serves.cache_clear()
 
 
+def in_torch(gated: Function) -> bool:
+    return isinstance(gated, partial) and gated.func is plain_activation.gated
+
+
 def test_they_are_for_gpus_with_triton(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert choice.swiglu(cpu) is plain_activation.swiglu and choice.cross_entropy(cpu) is None
+    assert in_torch(choice.gated("silu", cpu)) and choice.cross_entropy(cpu) is None
     assert choice.split_and_rotate(cpu) is plain_rotation.split_and_apply
     assert choice.cross_entropy(cuda) is cross_entropy
-    assert choice.swiglu(cuda) is not plain_activation.swiglu
+    assert not in_torch(choice.gated("silu", cuda)) and in_torch(choice.gated("relu", cuda))
     monkeypatch.setattr(choice, "has_triton", lambda: False)
     choice._triton_serves.cache_clear()
-    assert choice.swiglu(cuda) is plain_activation.swiglu and choice.cross_entropy(cuda) is None
+    assert in_torch(choice.gated("silu", cuda)) and choice.cross_entropy(cuda) is None
 
 
 def test_a_triton_that_does_not_serve_is_named(monkeypatch: pytest.MonkeyPatch, gpu: None) -> None:
@@ -322,7 +327,7 @@ def test_a_triton_that_does_not_serve_is_named(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(launching, "try_out", no_compiler)
     with pytest.warns(UserWarning, match=r"fails on cuda \(Failed to find C compiler.\): torch's operators serve"):
-        assert choice.swiglu(torch.device("cuda")) is plain_activation.swiglu
+        assert in_torch(choice.gated("silu", torch.device("cuda")))
 
 
 def test_trying_launches_a_kernel() -> None:
@@ -339,7 +344,7 @@ def test_compiled_or_too_wide_they_are_torchs(monkeypatch: pytest.MonkeyPatch, g
     if how == "compiled":
         gate_up, qkv, table = drawn(2, 8), drawn(2, 12), drawn(2, 1)
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-        assert choice.swiglu(cuda)(gate_up).equal(plain_activation.swiglu(gate_up))
+        assert choice.gated("silu", cuda)(gate_up).equal(plain_activation.gated("silu", gate_up))
         assert choice.split_and_rotate(cuda)(qkv, table, table, 2, 2)[2].equal(qkv.unflatten(-1, (6, 2))[:, 4:])
         assert choice.cross_entropy(cuda) is None
     else:

@@ -296,6 +296,7 @@ def norms() -> Found:
     rms, layer = RMSNorm(IN, mesh=mesh, eps=1e-5).double(), LayerNorm(IN, mesh=mesh).double()
     rms.weight.data.copy_(drawn(3, IN))
     layer.weight.data.copy_(drawn(3, IN))
+    assert layer.bias is not None
     layer.bias.data.copy_(drawn(4, IN))
     found: Found = {}
     for dims in (2, 3):

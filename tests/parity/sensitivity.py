@@ -549,9 +549,9 @@ FAULTS = (
     # -- the model
     fault(
         "gate and up are swapped",
-        "_SwiGLU.forward",
-        "F.silu(gate).mul_(up)",
-        "F.silu(up).mul_(gate)",
+        "kernels.activation._Gated.forward",
+        "function.of(gate).mul_(up)",
+        "function.of(up).mul_(gate)",
         "test_feed_forward",
     ),
     # -- kernels for GPUs

@@ -1,0 +1,66 @@
+"""Norms in torch's operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x: [..., n], weight: [n] or [heads, n] -> x / rms(x) * (weight + offset): [..., n]; the formula is in fp32 at
+    least."""
+    if weight.dim() == 1 and not offset:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return _in_fp32(lambda z: F.rms_norm(z, z.shape[-1:], None, eps), x, weight, None, offset)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+    """As :func:`rms_norm`, of rows less their mean and over their deviation, plus ``bias`` (as weight)."""
+    if weight.dim() == 1 and not offset:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+    return _in_fp32(lambda z: F.layer_norm(z, z.shape[-1:], eps=eps), x, weight, bias, offset)
+
+
+Normal = Callable[[Tensor], Tensor]
+
+
+def _formula(normal: Normal, x: Tensor, weight: Tensor, bias: Tensor | None, offset: float) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = normal(x.to(wide)) * (weight.to(wide) + offset)
+    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
+
+
+class _Formula(torch.autograd.Function):
+    """Keeps its inputs alone, none of what the formula makes in fp32, and goes through it again."""
+
+    @staticmethod
+    def forward(ctx: Any, normal: Normal, x: Tensor, weight: Tensor, bias: Tensor | None, offset: float) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        ctx.normal, ctx.offset = normal, offset
+        return _formula(normal, x, weight, bias, offset)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        needed = ctx.needs_input_grad[1:4]
+        inputs = [
+            tensor if tensor is None else tensor.detach().requires_grad_(need)
+            for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
+        ]
+        x, weight, bias = inputs
+        with torch.enable_grad():
+            y = _formula(ctx.normal, x, weight, bias, ctx.offset)
+        found = iter(torch.autograd.grad(y, [each for each, need in zip(inputs, needed, strict=True) if need], dy))
+        return None, *(next(found) if need else None for need in needed), None
+
+
+def _in_fp32(normal: Normal, x: Tensor, weight: Tensor, bias: Tensor | None, offset: float) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _formula(normal, x, weight, bias, offset)
+    y: Tensor = _Formula.apply(normal, x, weight, bias, offset)
+    return y
