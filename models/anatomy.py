@@ -12,8 +12,16 @@ from typing import Literal
 
 from models.rope_config import Rope
 
-ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")
-"""Activation functions by Hugging Face's names; each has f(0) = 0, for the mlp axis is padded with zeros."""
+ACTIVATIONS: Mapping[str, str] = {
+    "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+    "silu": "silu",
+}
+"""{Hugging Face's name of an activation function: ours}; each has f(0) = 0, for the mlp axis is padded with zeros."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The kinds of layers of a ``config.json`` that says ``layer_types``."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from parallel.kernels.scoring import Scoring
 from torch import Tensor, nn
 
 from models.blocks import column, row
 from models.context import Context
 from parallel import kernels
+from parallel.kernels.scoring import Scoring
 from parallel.parameters import Parameters
 
 

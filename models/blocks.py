@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from models.anatomy import ACTIVATIONS
 from models.context import Context
 from parallel import kernels
 from parallel.choices import check_choice
@@ -90,25 +91,13 @@ CHEAP = (RMSNorm, LayerNorm, Activation)
 """Modules whose outputs take less to compute again than to keep."""
 
 
-ACTIVATIONS: Mapping[str, str] = {
-    "gelu": "gelu",
-    "gelu_fast": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "relu": "relu",
-    "relu2": "relu2",
-    "silu": "silu",
-}
-"""{Hugging Face's name of an activation function: ours}"""
-
-
 class FeedForward(nn.Module):
     """Feed-forward network, gated where ``name.up`` has a piece ``gate``. x: [tokens/tp, embed] -> same.
 
     Args:
         parameters: What this rank holds.
         name: Prefix of ``.up`` and ``.down``.
-        activation: One of :data:`ACTIVATIONS`.
+        activation: One of :data:`models.anatomy.ACTIVATIONS`.
 
     Raises:
         ValueError: there is no activation function of this name.

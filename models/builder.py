@@ -90,9 +90,8 @@ def build(
 
 def attend(config: ModelConfig, parameters: Parameters, layer: int) -> nn.Module:
     """Self-attention of a layer, ``layers.<layer>.attn``."""
-    from parallel.kernels.scoring import Scoring
-
     from models.attention import Attention
+    from parallel.kernels.scoring import Scoring
 
     anatomy, name = config.anatomy, f"layers.{layer}.attn"
     own = anatomy.layers[layer]

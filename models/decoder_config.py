@@ -96,7 +96,7 @@ class DecoderConfig(ModelConfig):
     def anatomy_of(self, **own: Any) -> Anatomy:
         """What the fields above say, and the family's own."""
         plain = (LayerAttention(),) * self.num_hidden_layers
-        common = {
+        common: dict[str, Any] = {
             "layers": plain,
             "ropes": {ROPE: self.rope_parameters},
             "activation": self.hidden_act,

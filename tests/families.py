@@ -69,8 +69,8 @@ def in_float64() -> Iterator[None]:
         wanted = named.get("dtype", arguments[0] if arguments else None)
         return self if self.dtype == torch.float64 and wanted == torch.float32 else to(self, *arguments, **named)
 
-    def softmax_no_less(x: Tensor, *arguments: Any, dtype: torch.dtype | None = None, **named: Any) -> Tensor:
-        return softmax(x, *arguments, **named, dtype=None if x.dtype == torch.float64 else dtype)
+    def softmax_no_less(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        return softmax(x, dim, dtype=None if x.dtype == torch.float64 else dtype)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tensor, "to", to_no_less)

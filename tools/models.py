@@ -23,8 +23,8 @@ is read off the weights table and the anatomy of its largest preset.
 
 Of each family the tests compare random small models with transformers' class in float64 at 1e-9: logits, loss and every
 gradient (60 configs with `-m grid`); every default of `config.json`; the names that `save_pretrained` writes; and
-greedy tokens out of our cache. They train it on layouts beside one process (tp with shared heads, uneven and interleaved
-stages, ZeRO, packed documents, adapters), and convert, reshard and export it bitwise.
+greedy tokens out of our cache. They train it on layouts beside one process (tp with shared heads, uneven and
+interleaved stages, ZeRO, packed documents, adapters), and convert, reshard and export it bitwise.
 """
 
 

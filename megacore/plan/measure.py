@@ -35,6 +35,7 @@ from models.context import Context
 from models.decoder import Head, Losses, Microbatch
 from models.stages import layout_of
 from models.tuning import Tuning
+from parallel.kernels.scoring import Scoring
 from parallel.memory.recompute import Activations, Recompute, Runner, runner
 from parallel.mesh import Group, Mesh
 from parallel.weights.layout import MeshShape
@@ -215,6 +216,8 @@ def _kind(block: nn.Module, layer: str) -> object:
                 return value.__module__, value.__qualname__, told(tuple(inner))
             case int() | float() | None:
                 return value
+            case Scoring():
+                return tuple(told(each) for each in vars(value).values())
         return type(value)
 
     return tuple(

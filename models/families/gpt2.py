@@ -83,7 +83,7 @@ class Gpt2Config(ModelConfig):
             "n_layer": layers,
             "n_head": heads,
             "n_inner": rng.choice((None, 7, 40)),
-            "activation_function": rng.choice(ACTIVATIONS),
+            "activation_function": rng.choice([*ACTIVATIONS]),
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
             "layer_norm_epsilon": rng.choice((1e-5, 1e-2)),
             "pad_token_id": rng.choice((None, 5)),

@@ -90,7 +90,7 @@ def test_bytes_between_forward_and_backward(section: dict[str, Any], recompute: 
     """With offload as many, each of them once: had the tensors stayed, there would be twice as many."""
     chunk = made(section, torch.bfloat16, Activations(recompute, offload))
     context = chunk.context(microbatch())
-    tables = context.rotations.get("", ())
+    tables = context.rotations.get("rope", ())
     leaf = torch.randn(TOKENS, EMBED).bfloat16().requires_grad_()
     with Storages([*chunk.parameters(), *tables, leaf]) as storages:
         y = chunk.run(chunk.layers.values(), leaf * 1, context)

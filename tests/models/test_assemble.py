@@ -121,11 +121,11 @@ def test_compile_is_for_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Normed(LlamaConfig):
-    """Norms of queries and keys are declared, and built by LLaMA, which has none; so is a second final norm."""
+    """Weights beside those of queries and keys are declared, which nothing is made of; so is a second final norm."""
 
     def params(self) -> tuple[Param, ...]:
         norms = (
-            Param(f"layers.{{layer}}.attn.{x}_norm.weight", "head", f"model.layers.{{layer}}.self_attn.{x}_norm.weight")
+            Param(f"layers.{{layer}}.attn.{x}_other.weight", "head", f"model.layers.{{layer}}.self_attn.{x}_other.weight")
             for x in "qk"
         )
         return (*super().params(), *norms, Param("extra.weight", "embed", "model.extra.weight", at="last", mean=1))
@@ -138,7 +138,7 @@ def normed(stages: int = 1, stage: int = 0, hollow: bool = False, tuning: Tuning
     return Model.create(config, layout, mesh, torch.float32, hollow=hollow, tuning=tuning)
 
 
-Q_AND_K = "layers.{layer}.attn.q_norm.weight, layers.{layer}.attn.k_norm.weight"
+Q_AND_K = "layers.{layer}.attn.q_other.weight, layers.{layer}.attn.k_other.weight"
 
 
 @pytest.mark.quick

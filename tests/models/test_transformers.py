@@ -67,6 +67,10 @@ def theirs_of(config: PretrainedConfig, seed: int) -> nn.Module:
     # Their other attentions leave softcaps and sinks out.
     made = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model: nn.Module = made.double().eval()
+    for module in model.modules():
+        # Rotary frequencies are rounded to float32, here and there.
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.float())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name or ".ln_" in name else 0.0, 0.3)
