@@ -47,16 +47,12 @@ class _Formula(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[1:4]
-        inputs = [
-            tensor if tensor is None else tensor.detach().requires_grad_(need)
-            for tensor, need in zip(ctx.saved_tensors, needed, strict=True)
-        ]
-        x, weight, bias = inputs
+        inputs: list[Any] = [each if each is None else each.detach().requires_grad_() for each in ctx.saved_tensors]
         with torch.enable_grad():
+            x, weight, bias = inputs
             y = _formula(ctx.normal, x, weight, bias, ctx.offset)
-        found = iter(torch.autograd.grad(y, [each for each, need in zip(inputs, needed, strict=True) if need], dy))
-        return None, *(next(found) if need else None for need in needed), None
+        dx, dw, *db = torch.autograd.grad(y, [each for each in inputs if each is not None], dy)
+        return None, dx, dw, db[0] if db else None, None
 
 
 def _in_fp32(normal: Normal, x: Tensor, weight: Tensor, bias: Tensor | None, offset: float) -> Tensor:

@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pool import Pool
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.decoder import Head, Losses, Microbatch, TokenEmbedding
 from parallel.labels import IGNORE
 from parallel.layers.head_loss import head_loss
 from parallel.layers.loss import Objective
 from parallel.mesh import ALONE, Mesh
-from parallel.weights.layout import MeshShape, split_axis
+from parallel.parameters import Parameters
+from parallel.weights.layout import Layout, MeshShape, split_axis
+from parallel.weights.schema import Param, Schema
 
 TOKENS, EMBED = 12, 6
 # 5 over 4 ranks: the third has one valid column, the fourth none at all.
@@ -43,6 +47,91 @@ def results(chunk: int | None) -> dict[Any, tuple[Tensor, ...]]:
         assert x.grad is not None and weight.grad is not None
         found[vocab, ignored, extras] = loss.detach(), x.grad, weight.grad
     return found
+
+
+# bias, scale, softcap, label smoothing, z-loss: those of Phi-2, of Cohere, of Gemma-2, and all together.
+HEADS: list[tuple[bool, float, float | None, float, float]] = [
+    (True, 1.0, None, 0.0, 0.0),
+    (False, 1 / 16, None, 0.1, 0.03),
+    (False, 1.0, 2.0, 0.0, 0.0),
+    (True, 0.7, 2.0, 0.1, 0.03),
+]
+
+
+def heads(chunk: int | None) -> list[tuple[Tensor, ...]]:
+    """Of a head for each line: the loss, the gradients of x, the weight and the bias, the logits of all and of some."""
+    mesh = Mesh.create(MeshShape(tp=torch.distributed.get_world_size()))
+    tp, index, found = mesh.shape.tp, mesh.place.tp, list[tuple[Tensor, ...]]()
+    for biased, scale, softcap, smoothing, z_loss in HEADS:
+        x, whole, bias, labels = (tensor.detach() for tensor in given())
+        start, stop = split_axis("vocab", len(whole), tp, index)
+        # What stands in the padding must not matter.
+        weight = nn.Parameter(F.pad(whole, (0, 0, 0, 3), value=9.0)[start:stop].clone())
+        own_bias = nn.Parameter(F.pad(bias, (0, 3), value=9.0)[start:stop].clone()) if biased else None
+        head = Head(nn.Identity(), weight, len(whole), mesh.tp, own_bias, scale, softcap)
+        head.losses = Losses(smoothing, z_loss, chunk)
+        own = x.chunk(tp)[index].clone().requires_grad_()
+        loss = head(own, labels)
+        (loss * SCALE).backward()
+        assert own.grad is not None and weight.grad is not None
+        db = own_bias.grad if own_bias is not None else torch.zeros(0)
+        assert db is not None and not weight.grad[max(0, len(whole) - start) :].any()
+        some = torch.tensor([1, 4, 5, 11])
+        with torch.no_grad():
+            logits = head(own, None), head(own, None, some)
+        found.append((loss.detach(), own.grad, weight.grad, db, *logits))
+    return found
+
+
+def given() -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.randint(5, (TOKENS,), generator=generator)
+    labels[2:4] = IGNORE
+    shapes = (TOKENS, EMBED), (5, EMBED), (5,)
+    return *(torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes), labels
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_loss_is_that_of_finished_logits(pool: Pool, tp: int, chunk: int | None) -> None:
+    """Against the dense formula; 5 tokens of a vocabulary over 4 ranks leave one rank with padding alone."""
+    results = pool.run(tp, heads, chunk)
+    for i, (biased, scale, softcap, smoothing, z_loss) in enumerate(HEADS):
+        x, weight, bias, labels = given()
+        inputs = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+        logits = (x @ weight.t() + (bias if biased else 0)) * scale
+        logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none", label_smoothing=smoothing)
+        loss = (losses + z_loss * logits.logsumexp(1).square() * (labels != IGNORE)).sum()
+        wanted = torch.autograd.grad(loss * SCALE, inputs, allow_unused=not biased)
+        got = [torch.cat([result[i][part] for result in results]) for part in (1, 2, 3)]
+        torch.testing.assert_close(sum(result[i][0] for result in results), loss.detach(), rtol=1e-12, atol=1e-12)
+        for found, want in zip(got, wanted, strict=True):
+            if want is not None:
+                torch.testing.assert_close(found[: len(want)], want, rtol=1e-12, atol=1e-12)
+        for part, rows in ((4, slice(None)), (5, [1, 4, 5, 11])):
+            found = torch.cat([result[i][part] for result in results], 1)[:, :5]
+            torch.testing.assert_close(found, logits[rows].detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_the_scale_of_embeddings_is_rounded_where_it_is_said() -> None:
+    """55.4256 is 55.5 in bf16."""
+    schema = Schema((Param("embed.weight", "vocab embed", at="first"),), {"vocab": 7, "embed": 4})
+    for dtype, rounds, scale in (
+        (torch.bfloat16, True, 55.5),
+        (torch.bfloat16, False, 3072**0.5),
+        (torch.float64, True, 3072**0.5),
+    ):
+        parameters = Parameters(Layout(schema, MeshShape(), ()), Mesh.single(), dtype)
+        table = parameters["embed.weight"]
+        nn.init.normal_(table)
+        tokens = torch.arange(7).flip(0)
+        microbatch = Microbatch(tokens, tokens, tokens, 1, (7, 4))
+        embedding = TokenEmbedding(parameters, "embed.weight", 7, scale=3072**0.5, round_scale=rounds)
+        y = embedding(microbatch)
+        assert y.equal((table[tokens].double() * scale).to(dtype))
+        y.sum().backward()
+        assert table.grad is not None and table.grad.equal(torch.full_like(table, scale))
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 12, 100])
