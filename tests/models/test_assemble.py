@@ -125,7 +125,7 @@ class Normed(LlamaConfig):
 
     def params(self) -> tuple[Param, ...]:
         norms = (
-            Param(f"layers.{{layer}}.attn.{x}_other.weight", "head", f"model.layers.{{layer}}.self_attn.{x}_other.weight")
+            Param(f"layers.{{layer}}.attn.{x}_two.weight", "head", f"model.layers.{{layer}}.self_attn.{x}_two.weight")
             for x in "qk"
         )
         return (*super().params(), *norms, Param("extra.weight", "embed", "model.extra.weight", at="last", mean=1))
@@ -138,7 +138,7 @@ def normed(stages: int = 1, stage: int = 0, hollow: bool = False, tuning: Tuning
     return Model.create(config, layout, mesh, torch.float32, hollow=hollow, tuning=tuning)
 
 
-Q_AND_K = "layers.{layer}.attn.q_other.weight, layers.{layer}.attn.k_other.weight"
+Q_AND_K = "layers.{layer}.attn.q_two.weight, layers.{layer}.attn.k_two.weight"
 
 
 @pytest.mark.quick

@@ -64,7 +64,8 @@ def drawn(dtype: torch.dtype = torch.float64, tokens: int = TOKENS) -> Tensor:
 def results(attend: Attend, qkv: Tensor, scoring: Scoring) -> list[Tensor]:
     """The output and the gradients of q, k and v together, and of the sinks."""
     leaves = [qkv] if scoring.sinks is None else [qkv, scoring.sinks]
-    y = attend(*qkv.split([HEADS, KV, KV], 1), scoring)
+    q, k, v = qkv.split([HEADS, KV, KV], 1)
+    y = attend(q, k, v, scoring)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y.dtype)
     return [x.double() for x in (y.detach(), *torch.autograd.grad(y, leaves, dy))]
 
