@@ -81,9 +81,10 @@ class DynamicRope(Rope):
     def problems(self, head_dim: int) -> list[str]:
         found = super().problems(head_dim) + _outside(self, "factor", above=0)
         found += _outside(self, "max_position_embeddings", above=0)
-        return found + (
-            [f"head_dim {head_dim} is too small for rope_type 'dynamic': choose 4 or more"] * (head_dim < 4)
-        )
+        if not found and self.turning(head_dim) < 4:
+            turning = f"{self.turning(head_dim)} turning dimensions of head_dim {head_dim}"
+            found.append(f"{turning} are too few for rope_type 'dynamic': choose 4 or more")
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +137,13 @@ class LongRope(Rope):
     def problems(self, head_dim: int) -> list[str]:
         found = super().problems(head_dim) + _outside(self, "original_max_position_embeddings", above=1)
         found += _outside(self, "factor", above=0) + _outside(self, "attention_factor", above=0)
+        turning = None if found else self.turning(head_dim)
         for name, factors in (("short_factor", self.short_factor), ("long_factor", self.long_factor)):
             if not isinstance(factors, tuple) or not all(_is_number(number) and number > 0 for number in factors):
                 found.append(f"{name} is {factors!r}: it must be a list of numbers above 0")
-            elif len(factors) != head_dim // 2:
-                found.append(f"{name} has {len(factors)} numbers: head_dim {head_dim} needs {head_dim // 2}")
+            elif turning and len(factors) != turning // 2:
+                dimensions = f"{turning} turning dimensions of head_dim {head_dim}"
+                found.append(f"{name} has {len(factors)} numbers: {dimensions} need {turning // 2}")
         return found
 
 
@@ -413,13 +416,13 @@ def override(base: Mapping[str, Any], fields: Mapping[str, Any], convention: Con
     rope = {name: value for name, value in held.items() if name not in named} | given
     rope.setdefault("rope_type", "default")
     others = {name: value for name, value in changed.items() if name not in convention.keys}
-    if base.get("rope_parameters") or base.keys().isdisjoint(convention.keys):
+    new = base.get("rope_parameters") or base.keys().isdisjoint(convention.keys)
+    others |= {key: rope.pop(name) for name, key in beside.items() if name in rope and (name == _ORIGINAL or not new)}
+    if new:
         return others | {"rope_parameters": rope}
     if rope["rope_type"] == "default" and not convention.parameters:
         del rope["rope_type"]
-    return (
-        others | {key: rope.pop(name) for name, key in beside.items() if name in rope} | {"rope_scaling": rope or None}
-    )
+    return others | {"rope_scaling": rope or None}
 
 
 def override_by_kind(base: Mapping[str, Any], fields: Mapping[str, Any], kinds: Kinds) -> dict[str, Any]:

@@ -9,14 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
+from transformers.models.glm.modeling_glm import GlmRotaryEmbedding
+from transformers.models.glm4.modeling_glm4 import Glm4RotaryEmbedding
+from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.nemotron.modeling_nemotron import NemotronRotaryEmbedding
+from transformers.models.olmo3.modeling_olmo3 import Olmo3RotaryEmbedding
+from transformers.models.persimmon.modeling_persimmon import PersimmonRotaryEmbedding
+from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
+from transformers.models.stablelm.modeling_stablelm import StableLmRotaryEmbedding
 
 from models import rope as rope_module
+from models.decoder import Decoder, Microbatch
 from models.rope import Rotary, inverse_frequencies, tables
 from models.rope_config import (
     ROPE_TYPES,
+    Convention,
     DefaultRope,
     DynamicRope,
     LinearRope,
@@ -26,14 +39,79 @@ from models.rope_config import (
     Rope,
     Spelling,
     YarnRope,
+    by_kind,
+    by_kind_to_hugging_face,
+    draw_by_kind,
     from_hugging_face,
     override,
+    override_by_kind,
+    partial_rotary_factor,
     to_hugging_face,
 )
+from models.rope_config import draw as draw_one
 from parallel.kernels.rotation import apply, split_and_apply
 
 FLOAT64_AND_32 = [torch.float64, torch.float32]
-QKV_SHAPES = [((), 5, 4, 2, 8), ((3,), 7, 2, 2, 6), ((2, 2), 4, 3, 1, 2)]  # leading, t, heads, kv, head_dim
+QKV_SHAPES = [  # leading, t, heads, kv, head_dim, turning
+    ((), 5, 4, 2, 8, 8),
+    ((3,), 7, 2, 2, 6, 6),
+    ((2, 2), 4, 3, 1, 2, 2),
+    ((), 5, 4, 2, 8, 6),
+    ((3,), 7, 2, 1, 6, 2),
+]
+
+# What the families' classes say where a file says nothing, and by which names.
+PARTIAL_FAMILIES: dict[str, tuple[Any, Convention]] = {
+    "gpt_neox": (
+        GPTNeoXRotaryEmbedding,
+        Convention(partial_rotary_factor=0.25, theta_key="rotary_emb_base", partial_key="rotary_pct"),
+    ),
+    "phi": (PhiRotaryEmbedding, Convention(partial_rotary_factor=0.5)),
+    "stablelm": (StableLmRotaryEmbedding, Convention(partial_rotary_factor=0.25)),
+    "nemotron": (NemotronRotaryEmbedding, Convention(partial_rotary_factor=0.5)),
+    "glm": (GlmRotaryEmbedding, Convention(partial_rotary_factor=0.5)),
+    "glm4": (Glm4RotaryEmbedding, Convention(partial_rotary_factor=0.5)),
+    "persimmon": (PersimmonRotaryEmbedding, Convention(partial_rotary_factor=0.5)),
+    "phi3": (
+        Phi3RotaryEmbedding,
+        Convention(
+            partial_rotary_factor=1.0,
+            original_max_position_embeddings=4096,
+            rope_types={"su": "longrope", "yarn": "longrope"},
+        ),
+    ),
+}
+PHI3 = PARTIAL_FAMILIES["phi3"][1]
+GPT_OSS = Convention(
+    rope_theta=150000.0,
+    parameters={
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+)
+NESTED: dict[str, tuple[str, Any, dict[str, Convention]]] = {
+    "gemma3": (
+        "gemma3_text",
+        Gemma3RotaryEmbedding,
+        {
+            "full_attention": Convention(rope_theta=1e6),
+            "sliding_attention": Convention(rope_theta=1e4, theta_key="rope_local_base_freq", scaled=False),
+        },
+    ),
+    "olmo3": (
+        "olmo3",
+        Olmo3RotaryEmbedding,
+        {
+            "full_attention": Convention(rope_theta=5e5),
+            "sliding_attention": Convention(rope_theta=5e5, scaled=False),
+        },
+    ),
+}
+GEMMA3 = NESTED["gemma3"][2]
 
 
 @pytest.fixture(autouse=True)
@@ -162,11 +240,140 @@ def test_rotary_keeps_its_tables_for_each_length() -> None:
     assert rotary(32, torch.float64, cpu)[0] is rotary(32, torch.float64, cpu)[0]
 
 
+# -- parts of heads
+
+
+def of_family(model_type: str, head_dim: int, config: dict[str, Any]) -> PreTrainedConfig:
+    return AutoConfig.for_model(
+        model_type, hidden_size=2 * head_dim, num_attention_heads=2, head_dim=head_dim, pad_token_id=0, **config
+    )
+
+
+def types_of(family: str) -> list[str]:
+    return ["default", "longrope"] if family == "phi3" else [name for name in ROPE_TYPES if name != "proportional"]
+
+
+PARTIAL_CASES = [(family, rope_type) for family in PARTIAL_FAMILIES for rope_type in types_of(family)]
+
+
+@pytest.mark.parametrize(("family", "rope_type"), PARTIAL_CASES)
+def test_parts_of_heads_have_the_tables_of_transformers(family: str, rope_type: str) -> None:
+    embedding, convention = PARTIAL_FAMILIES[family]
+    for seed in range(4):
+        r = random.Random(f"{family} {rope_type} {seed}")
+        head_dim, length = r.choice([16, 64, 80, 96]), r.choice([32, 48, 2048])
+        said = draw_one(r, head_dim, length, convention, [rope_type])
+        config = {"max_position_embeddings": length, "rope_parameters": said}
+        rope = from_hugging_face(config, convention)
+        assert rope.turning(head_dim) == int(head_dim * said["partial_rotary_factor"])
+        for spelling in ("rope_parameters", "rope_scaling"):
+            written = {"max_position_embeddings": length} | to_hugging_face(rope, spelling, convention)
+            assert from_hugging_face(written, convention) == rope
+            theirs = of_family(family, head_dim, written)
+            assert from_hugging_face(theirs.to_dict(), convention) == rope
+            for tokens in (16, 40, 100):
+                positions = torch.arange(tokens)
+                made = embedding(theirs)(torch.empty(0), positions[None])
+                ours = tables(rope, head_dim, positions, sequence_length=tokens, dtype=torch.float32)
+                for our, their in zip(ours, made, strict=True):
+                    assert our.shape == (tokens, rope.turning(head_dim) // 2)
+                    assert torch.equal(our, their[0, :, : their.shape[-1] // 2])
+
+
+def test_a_number_of_dimensions_as_a_factor() -> None:
+    """As GPT-J says it. 0.29 * 100 is 28.999999999999996."""
+    for head_dim in range(2, 513):
+        for turning in range(2, head_dim + 1, 2):
+            assert (
+                DefaultRope(partial_rotary_factor=partial_rotary_factor(turning, head_dim)).turning(head_dim) == turning
+            )
+    sin, cos = create_sinusoidal_positions(32, 64).chunk(2, -1)
+    ours = tables(
+        DefaultRope(partial_rotary_factor=partial_rotary_factor(64, 256)),
+        256,
+        torch.arange(32),
+        sequence_length=32,
+        dtype=torch.float32,
+    )
+    assert torch.equal(ours[0], cos) and torch.equal(ours[1], sin)
+
+
+# -- several ropes
+
+
+def tables_by_kind(family: str, config: dict[str, Any], head_dim: int, tokens: int) -> None:
+    model_type, embedding, kinds = NESTED[family]
+    theirs = of_family(model_type, head_dim, config | {"num_hidden_layers": 12, "sliding_window": 8})
+    made, positions = embedding(theirs), torch.arange(tokens)
+    for kind, rope in by_kind(config, kinds).items():
+        ours = tables(rope, head_dim, positions, sequence_length=tokens, dtype=torch.float32)
+        for our, their in zip(ours, made(torch.empty(0), positions[None], kind), strict=True):
+            assert torch.equal(our, their[0, :, : head_dim // 2]), kind
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("family", NESTED)
+def test_each_kind_of_layer_has_the_tables_of_transformers(family: str, seed: int) -> None:
+    _, _, kinds = NESTED[family]
+    r = random.Random(seed)
+    config = {"max_position_embeddings": 32, "rope_parameters": draw_by_kind(r, 16, 32, kinds)}
+    ropes = by_kind(config, kinds)
+    assert by_kind({"max_position_embeddings": 32} | by_kind_to_hugging_face(ropes, kinds), kinds) == ropes
+    for tokens in (16, 40):
+        tables_by_kind(family, config, 16, tokens)
+
+
+OLD_BY_KIND = [
+    ("gemma3", {}),
+    ("gemma3", {"rope_theta": 1e5, "rope_local_base_freq": 50.0}),
+    ("gemma3", {"rope_theta": 1e5, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    ("gemma3", {"rope_local_base_freq": 50.0, "rope_scaling": None}),
+    ("olmo3", {}),
+    ("olmo3", {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.2}}),
+]
+
+
+@pytest.mark.parametrize(("family", "said"), OLD_BY_KIND)
+def test_kinds_of_layers_in_the_old_spelling(family: str, said: dict[str, Any]) -> None:
+    kinds, length = NESTED[family][2], {"max_position_embeddings": 32}
+    tables_by_kind(family, length | said, 16, 40)
+    ropes = by_kind(length | said, kinds)
+    written = by_kind_to_hugging_face(ropes, kinds, "rope_scaling")
+    assert "rope_parameters" not in written
+    assert by_kind(length | written, kinds) == ropes
+
+
+def test_what_the_old_spelling_has_no_place_for() -> None:
+    gemma = {"full_attention": DefaultRope(), "sliding_attention": LinearRope(factor=2.0)}
+    with pytest.raises(ValueError, match="rope_scaling cannot say the 'linear' of sliding_attention"):
+        by_kind_to_hugging_face(gemma, GEMMA3, "rope_scaling")
+    olmo = {"full_attention": DefaultRope(), "sliding_attention": DefaultRope(rope_theta=7.0)}
+    with pytest.raises(ValueError, match="sliding_attention has another rope_theta than the other layers"):
+        by_kind_to_hugging_face(olmo, NESTED["olmo3"][2], "rope_scaling")
+
+
+def test_a_model_of_several_ropes() -> None:
+    """Each has its own tables, at the microbatch's positions or by the lengths of its documents."""
+    tokens = torch.zeros(12, dtype=torch.int64)
+    ropes = {"near": DefaultRope(rope_theta=50.0), "far": DynamicRope(factor=4, max_position_embeddings=4)}
+    rotaries = {name: Rotary(rope, 8) for name, rope in ropes.items()}
+    decoder = Decoder(None, {}, None, torch.float32, (0,), rotaries)
+    positions = torch.tensor([*range(6), *range(6)])
+    whole = Microbatch(tokens, tokens, positions, 2, (12, 8))
+    parts = replace(whole, documents=(6, 6), lengths=(6, 9))
+    for name, rope in ropes.items():
+        for batch, lengths in ((whole, (6, 6)), (parts, (6, 9))):
+            made = [tables(rope, 8, torch.arange(6), sequence_length=n, dtype=torch.float32) for n in lengths]
+            for our, theirs in zip(decoder.context(batch).rotations[name], zip(*made, strict=True), strict=True):
+                assert torch.equal(our, torch.cat(theirs)), name
+    assert Decoder(None, {}, None, torch.float32, (0,)).context(whole).rotations == {}
+
+
 # -- applying them
 
 
 def textbook(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """transformers' own, for x: [..., t, heads, head_dim]."""
+    """transformers' own, for x: [..., t, heads, head_dim], of which a part may turn."""
     wide = [torch.cat((table, table), -1) for table in (cos, sin)]
     return apply_rotary_pos_emb(x, x, *wide, unsqueeze_dim=1)[0]
 
@@ -176,13 +383,13 @@ def some_tables(t: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor
 
 
 @pytest.mark.parametrize("dtype", FLOAT64_AND_32)
-@pytest.mark.parametrize(("leading", "t", "heads", "kv", "head_dim"), QKV_SHAPES)
+@pytest.mark.parametrize(("leading", "t", "heads", "kv", "head_dim", "turning"), QKV_SHAPES)
 def test_split_and_apply_and_its_gradient(
-    leading: tuple[int, ...], t: int, heads: int, kv: int, head_dim: int, dtype: torch.dtype
+    leading: tuple[int, ...], t: int, heads: int, kv: int, head_dim: int, turning: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(*leading, t, (heads + 2 * kv) * head_dim, dtype=dtype, requires_grad=True)
-    cos, sin = some_tables(t, head_dim, dtype)
+    cos, sin = some_tables(t, turning, dtype)
     q, k, v = qkv.unflatten(-1, (-1, head_dim)).split([heads, kv, kv], dim=-2)
     expected = textbook(q, cos, sin), textbook(k, cos, sin), v
     grads = [torch.randn_like(out) for out in expected]
@@ -205,6 +412,9 @@ def test_gradients_of_strided_and_partial_outputs() -> None:
     assert torch.autograd.gradcheck(lambda x: apply(x, cos, sin).transpose(-2, -3).sum((0, 1)), x)
     assert torch.autograd.gradcheck(lambda x: split_and_apply(x, cos, sin, 3, 1), qkv)
     assert torch.autograd.gradcheck(lambda x: split_and_apply(x, cos, sin, 3, 1)[1], qkv)
+    cos, sin = some_tables(4, 4, torch.float64)  # of 6
+    assert torch.autograd.gradcheck(lambda x: apply(x, cos, sin).transpose(-2, -3).sum((0, 1)), x)
+    assert torch.autograd.gradcheck(lambda x: split_and_apply(x, cos, sin, 3, 1), qkv)
 
 
 def test_input_is_neither_changed_nor_kept() -> None:
@@ -248,8 +458,9 @@ def test_rotation_depends_on_distance_only() -> None:
         torch.testing.assert_close(at[0][i] @ at[1][j], at[0][i + 4] @ at[1][j + 4], rtol=1e-5, atol=1e-5)
 
 
-def test_compiles_without_a_graph_break() -> None:
-    cos, sin = some_tables(4, 8, torch.float64)
+@pytest.mark.parametrize("turning", [8, 6])
+def test_compiles_without_a_graph_break(turning: int) -> None:
+    cos, sin = some_tables(4, turning, torch.float64)
     qkv = torch.randn(2, 4, 32, dtype=torch.float64, requires_grad=True)
     compiled = torch.compile(split_and_apply, fullgraph=True, backend="aot_eager")
     expected, ours = split_and_apply(qkv, cos, sin, 2, 1), compiled(qkv, cos, sin, 2, 1)
@@ -318,6 +529,50 @@ def test_what_may_be_left_out() -> None:
     assert same == YarnRope(factor=2.0, original_max_position_embeddings=64)
     linear = {"rope_type": "linear", "factor": 2.0}
     assert from_hugging_face({"rope_parameters": linear, "rope_scaling": linear}) == LinearRope(factor=2.0)
+
+
+DEFAULTS = {family: convention for family, (_, convention) in PARTIAL_FAMILIES.items()} | {"gpt_oss": GPT_OSS}
+
+
+@pytest.mark.parametrize("family", DEFAULTS)
+def test_what_a_family_means_by_saying_nothing(family: str) -> None:
+    theirs, convention = AutoConfig.for_model(family), DEFAULTS[family]
+    length = {"max_position_embeddings": theirs.max_position_embeddings}
+    ours = from_hugging_face(length, convention)
+    assert to_hugging_face(ours, convention=convention)["rope_parameters"] == theirs.rope_parameters
+    assert from_hugging_face(theirs.to_dict(), convention) == ours
+
+
+@pytest.mark.parametrize("family", NESTED)
+def test_what_a_family_means_by_saying_nothing_of_kinds(family: str) -> None:
+    model_type, _, kinds = NESTED[family]
+    theirs = AutoConfig.for_model(model_type)
+    ours = by_kind({"max_position_embeddings": theirs.max_position_embeddings}, kinds)
+    assert by_kind_to_hugging_face(ours, kinds)["rope_parameters"] == theirs.rope_parameters
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_the_longrope_of_phi3_by_its_names(name: str) -> None:
+    scaling = {"type": name, "short_factor": [1.5] * 3, "long_factor": [3.0] * 3}
+    config = {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.75}
+    config |= {"rope_theta": 1e4, "rope_scaling": scaling}
+    rope = from_hugging_face(config, PHI3)
+    assert rope == LongRope(
+        short_factor=(1.5,) * 3,
+        long_factor=(3.0,) * 3,
+        factor=4.0,
+        original_max_position_embeddings=16,
+        partial_rotary_factor=0.75,
+    )
+    written = {"max_position_embeddings": 64} | to_hugging_face(rope, convention=PHI3)
+    # transformers 5.23 knows "su" by name, and then refuses to load it.
+    said = [written] if name == "su" else [written, config]
+    embeddings = [Phi3RotaryEmbedding(of_family("phi3", 8, each)) for each in said]
+    for tokens in (16, 17):
+        ours = tables(rope, 8, torch.arange(tokens), sequence_length=tokens, dtype=torch.float32)
+        for made in embeddings:
+            for our, their in zip(ours, made(torch.empty(0), torch.arange(tokens)[None]), strict=True):
+                assert torch.equal(our, their[0, :, :3])
 
 
 LLAMA3_1 = Llama3Rope(
@@ -397,6 +652,81 @@ def test_an_override_hides_no_contradiction(base: dict[str, Any], given: dict[st
         from_hugging_face(override(base, given))
 
 
+def test_an_override_by_other_names() -> None:
+    neox = PARTIAL_FAMILIES["gpt_neox"][1]
+    base = {"max_position_embeddings": 64, "rotary_emb_base": 1e5, "rotary_pct": 0.5}
+    half = DefaultRope(rope_theta=1e5, partial_rotary_factor=0.5)
+    for given, after in [
+        ({"rotary_pct": 1.0}, replace(half, partial_rotary_factor=1.0)),
+        ({"rotary_emb_base": 7.0}, replace(half, rope_theta=7.0)),
+        ({"rotary_pct": None}, replace(half, partial_rotary_factor=0.25)),
+        ({"rope_scaling": LINEAR}, LinearRope(rope_theta=1e5, factor=2.0, partial_rotary_factor=0.5)),
+        ({"hidden_size": 8}, half),
+    ]:
+        made = override(base, given, neox)
+        assert from_hugging_face(made, neox) == after
+        assert "rope_parameters" not in made and "rope_theta" not in made
+    # The family's own scaling stays until it is taken away, and then it does not come back.
+    assert from_hugging_face(override({}, {"rope_theta": 7.0}, GPT_OSS), GPT_OSS).rope_theta == 7.0
+    for base in ({}, {"rope_theta": 1e5}):
+        made = override({"max_position_embeddings": 64} | base, {"rope_scaling": None}, GPT_OSS)
+        assert type(from_hugging_face(made, GPT_OSS)) is DefaultRope
+    # Phi-3 says its original length at the top level, whatever its rope.
+    long = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    phi = {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "rope_scaling": long}
+    for spelled in (
+        phi,
+        {"max_position_embeddings": 64} | to_hugging_face(from_hugging_face(phi, PHI3), convention=PHI3),
+    ):
+        assert from_hugging_face(override(spelled, {"rope_scaling": None}, PHI3), PHI3) == DefaultRope()
+
+
+GLOBAL, LOCAL = "full_attention", "sliding_attention"
+OVERRIDES_BY_KIND: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"rope_parameters": {GLOBAL: LINEAR}}, {GLOBAL: LinearRope(rope_theta=1e5, factor=2.0)}),
+    ({"rope_parameters": {LOCAL: {"rope_theta": 7.0}}}, {LOCAL: DefaultRope(rope_theta=7.0)}),
+    ({"rope_local_base_freq": 7.0}, {LOCAL: DefaultRope(rope_theta=7.0)}),
+    ({"rope_theta": 7.0}, {GLOBAL: LinearRope(rope_theta=7.0, factor=8.0)}),
+    ({"rope_scaling": {"factor": 3.0}}, {GLOBAL: LinearRope(rope_theta=1e5, factor=3.0)}),
+    ({"rope_scaling": None}, {GLOBAL: DefaultRope(rope_theta=1e5)}),
+    ({"rope_parameters": None}, {GLOBAL: DefaultRope(rope_theta=1e5)}),
+    ({"hidden_size": 8}, {}),
+]
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(("given", "after"), OVERRIDES_BY_KIND, ids=[str(given) for given, _ in OVERRIDES_BY_KIND])
+def test_what_is_not_overridden_stays_in_each_kind(
+    given: dict[str, Any], after: dict[str, Rope], spelling: Spelling
+) -> None:
+    ropes: dict[str, Rope] = {GLOBAL: LinearRope(rope_theta=1e5, factor=8.0), LOCAL: DefaultRope(rope_theta=50.0)}
+    base = {"max_position_embeddings": 64} | by_kind_to_hugging_face(ropes, GEMMA3, spelling)
+    assert by_kind(override_by_kind(base, given, GEMMA3), GEMMA3) == ropes | after
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_parameters": {"full": {}}}, "no kind of layer 'full' (choose from full_attention, sliding_attention)"),
+        ({"rope_parameters": {"full_atention": {}}}, "did you mean 'full_attention'?"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "no kind of layer 'rope_type'"),
+        ({"rope_parameters": "yarn"}, "rope_parameters is 'yarn': it must be a mapping by kind of layer"),
+        ({"rope_parameters": {GLOBAL: "yarn"}}, "full_attention: rope_parameters: rope_parameters is 'yarn'"),
+        (
+            {"rope_parameters": {LOCAL: {"rope_type": "linear"}}},
+            "sliding_attention: rope_parameters: rope_type 'linear'",
+        ),
+        ({"rope_parameters": {LOCAL: {"rope_theta": 1.0}}, "rope_local_base_freq": 2.0}, "freq is given twice, as 1.0"),
+        ({"rope_parameters": {GLOBAL: {"partial_rotary_factor": 0.5}}}, "no field 'partial_rotary_factor'"),
+    ],
+)
+def test_what_cannot_be_read_of_a_kind_is_named(config: dict[str, Any], message: str) -> None:
+    for given in (config, override_by_kind({}, config, GEMMA3)):
+        with pytest.raises(ValueError) as error:
+            by_kind(given, GEMMA3)
+        assert message in str(error.value)
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
@@ -447,10 +777,17 @@ def test_all_problems_of_reading_come_together() -> None:
         (DefaultRope(), 7, "head_dim 7 is odd"),
         (DefaultRope(rope_theta=0), 8, "rope_theta is 0: it must be a number above 1"),
         (DefaultRope(rope_theta=float("nan")), 8, "rope_theta is nan"),
+        (DefaultRope(partial_rotary_factor=0.2), 16, "turns 3 of the head_dim 16: choose 0.25 to turn pairs"),
+        (DefaultRope(partial_rotary_factor=0.0), 8, "partial_rotary_factor is 0.0: it must be a number above 0 and"),
+        (
+            DynamicRope(factor=2, max_position_embeddings=64, partial_rotary_factor=0.5),
+            4,
+            "2 turning dimensions of head",
+        ),
         (LinearRope(factor=-2), 8, "factor is -2: it must be a number above 0"),
         (LinearRope(factor=True), 8, "factor is True"),
         (LinearRope(factor="2"), 8, "factor is '2'"),  # type: ignore[arg-type]
-        (DynamicRope(factor=2, max_position_embeddings=64), 2, "head_dim 2 is too small for rope_type 'dynamic'"),
+        (DynamicRope(factor=2, max_position_embeddings=64), 2, "2 turning dimensions of head_dim 2 are too few"),
         (YarnRope(factor=2, original_max_position_embeddings=0), 8, "original_max_position_embeddings is 0"),
         (YarnRope(factor=2, original_max_position_embeddings=8, beta_fast=1, beta_slow=2), 8, "beta_fast (1) must not"),
         (YarnRope(factor=2, original_max_position_embeddings=8, mscale=-1), 8, "mscale is -1"),
@@ -458,7 +795,7 @@ def test_all_problems_of_reading_come_together() -> None:
         (
             LongRope(short_factor=(1,) * 4, long_factor=(1,) * 3, factor=2, original_max_position_embeddings=8),
             8,
-            "long_factor has 3 numbers: head_dim 8 needs 4",
+            "long_factor has 3 numbers: 8 turning dimensions of head_dim 8 need 4",
         ),
         (
             LongRope(short_factor=(1, 0), long_factor=(1, 1), factor=2, original_max_position_embeddings=8),
