@@ -119,28 +119,31 @@ def test_swiglu_far_from_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "heads", "kv", "head"), [(1, 1, 1, 2), (5, 4, 2, 16), (3, 14, 3, 10), (2, 20, 20, 6)]
+    ("tokens", "heads", "kv", "head", "turning"),
+    [(1, 1, 1, 2, 2), (5, 4, 2, 16, 16), (3, 14, 3, 10, 10), (2, 20, 20, 6, 6), (5, 4, 2, 16, 4), (3, 14, 3, 10, 8)],
 )
-def test_rotation(tokens: int, heads: int, kv: int, head: int) -> None:
-    cos, sin = drawn(2, tokens, head // 2, seed=3)
+def test_rotation(tokens: int, heads: int, kv: int, head: int, turning: int) -> None:
+    cos, sin = drawn(2, tokens, turning // 2, seed=3)
 
-    def turn(split: Function) -> Function:
-        return lambda qkv: split(qkv, cos.to(qkv.dtype), sin.to(qkv.dtype), heads, kv)
+    def turn(rotate: Function, *counts: int) -> Function:
+        return lambda x: rotate(x, cos.to(x.dtype), sin.to(x.dtype), *counts)
 
-    check(
-        turn(rotation.split_and_apply), turn(plain_rotation.split_and_apply), [drawn(tokens, (heads + 2 * kv) * head)]
-    )
+    qkv = drawn(tokens, (heads + 2 * kv) * head)
+    check(turn(rotation.split_and_apply, heads, kv), turn(plain_rotation.split_and_apply, heads, kv), [qkv])
+    check(turn(rotation.apply), turn(plain_rotation.apply), [drawn(tokens, heads, head)])
 
 
 def test_gradients_of_the_rotation_may_lie_as_attention_leaves_them() -> None:
     """[heads, t, head] in memory, and a part of something wider."""
     cos, sin = drawn(2, 5, 4, seed=3)
-    qkv = drawn(5, 8 * 8).requires_grad_()
+    qkv, q = drawn(5, 8 * 8).requires_grad_(), drawn(4, 5, 8).transpose(0, 1).requires_grad_()
     dq, dk, dv = drawn(4, 5, 8).transpose(0, 1), drawn(5, 2, 20)[..., 5:13], drawn(8, 2, 5).permute(2, 1, 0)
     want, got = (
         torch.autograd.grad(split(qkv, cos, sin, 4, 2), qkv, (dq, dk, dv))[0]
         for split in (plain_rotation.split_and_apply, rotation.split_and_apply)
     )
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
+    want, got = (torch.autograd.grad(apply(q, cos, sin), q, dq)[0] for apply in (plain_rotation.apply, rotation.apply))
     torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
 
 
@@ -314,6 +317,7 @@ def test_they_are_for_gpus_with_triton(monkeypatch: pytest.MonkeyPatch, gpu: Non
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     assert in_torch(choice.gated("silu", cpu)) and choice.cross_entropy(cpu) is None
     assert choice.split_and_rotate(cpu) is plain_rotation.split_and_apply
+    assert choice.rotate(cpu) is plain_rotation.apply
     assert choice.cross_entropy(cuda) is cross_entropy
     assert not in_torch(choice.gated("silu", cuda)) and in_torch(choice.gated("relu", cuda))
     monkeypatch.setattr(choice, "has_triton", lambda: False)
@@ -346,6 +350,8 @@ def test_compiled_or_too_wide_they_are_torchs(monkeypatch: pytest.MonkeyPatch, g
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
         assert choice.gated("silu", cuda)(gate_up).equal(plain_activation.gated("silu", gate_up))
         assert choice.split_and_rotate(cuda)(qkv, table, table, 2, 2)[2].equal(qkv.unflatten(-1, (6, 2))[:, 4:])
+        q = qkv.unflatten(-1, (6, 2))
+        assert choice.rotate(cuda)(q, table, table).equal(plain_rotation.apply(q, table, table))
         assert choice.cross_entropy(cuda) is None
     else:
         monkeypatch.setattr(norm, "WIDEST", 7)

@@ -69,6 +69,7 @@ def launched(sizes: Sizes) -> list[Any]:
             cast_transpose.cast(x, cast_transpose.largest([x])[0], narrow, exponent, True, True)
         table, heads = empty(tokens, sizes.head // 2).detach(), (sizes.heads, sizes.kv)
         run(rotation.split_and_apply(empty(tokens, (heads[0] + 2 * heads[1]) * sizes.head), table, table, *heads))
+        run(rotation.apply(empty(tokens, sizes.heads, 3 * sizes.head), table, table))  # a third turns
         logits = empty(tokens, columns := vocab // sizes.ranks).detach()
         labels = torch.empty(tokens, dtype=torch.int64, device="meta")
         for extras in ((0.0, 0.0), (0.1, 1e-4)):
