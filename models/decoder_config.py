@@ -123,7 +123,7 @@ class DecoderConfig(ModelConfig):
                 f"num_attention_heads ({heads}) is not a multiple of num_key_value_heads ({kv}): "
                 f"choose {near_kv}, or {heads}"
             )
-        return found + self.rope_problems()
+        return found + (self.rope_problems() if self.head_dim > 0 else [])
 
     def rope_problems(self) -> list[str]:
         """What is wrong with the rotary embeddings."""

@@ -269,11 +269,12 @@ def from_hugging_face(config: Mapping[str, Any], convention: Convention = PLAIN)
     derived: dict[str, Any] = {"max_position_embeddings": length, _ORIGINAL: original}
     derived |= {name: getattr(convention, name) for name in _BESIDE}
     ratio_wanted = rope_type == "longrope" or (rope_type == "yarn" and "factor" in given)
-    if ratio_wanted and _is_number(length) and _is_number(original):
+    if ratio_wanted and _is_number(length) and _is_number(original) and original > 0:
         derived["factor"] = length / original
     if "partial_rotary_factor" not in stored and given.get("partial_rotary_factor") == 1:
         del given["partial_rotary_factor"]  # whole heads are what every type means without it
-    if _ORIGINAL not in stored and _ORIGINAL not in (config.get("rope_parameters") or config.get("rope_scaling") or {}):
+    nested = config.get("rope_parameters") or config.get("rope_scaling")
+    if _ORIGINAL not in stored and not (isinstance(nested, Mapping) and _ORIGINAL in nested):
         given.pop(_ORIGINAL, None)  # at the top level it is of the model, whatever its rope
 
     optional = {field.name: field.default is not MISSING for field in fields(kind)}
