@@ -26,7 +26,7 @@ GROUPS: Mapping[str, str] = {
     "loss": r"cross_entropy",
     "copies and casts": r"copy|memcpy|memset|cat|fill",
     "sums": r"reduce|dot|sum",
-    "elementwise": r"elementwise|vectorized|mul|add|sub|exp|silu|swiglu|rotate",
+    "elementwise": r"elementwise|vectorized|mul|add|sub|exp|silu|gated|rotate",
 }
 """{group: how the names of its kernels (on a CPU: operators) are recognised}; the first that fits."""
 STEPS = 2

@@ -73,14 +73,14 @@ def rms_norm(
         rows: Whether weight is [heads, n] instead, a row for each of the heads of x: [..., heads, n].
     """
     plain = partial(norm.rms_norm, offset=offset)
-    if rows or offset:
+    if rows:
         return plain
-    if _use_apex("FusedRMSNorm", device):
+    if not offset and _use_apex("FusedRMSNorm", device):
         apply = importlib.import_module("apex.normalization.fused_layer_norm").fused_rms_norm_affine
         return _unless_compiled(lambda x, weight, eps: apply(x, weight, weight.shape, eps), plain)
     if fused := _fused("norm", device):
-        return _unless_compiled(fused.rms_norm, plain, fused.WIDEST)
-    return _unless_compiled(cpu.rms_norm, plain) if device.type == "cpu" else plain
+        return _unless_compiled(partial(fused.rms_norm, offset=offset), plain, fused.WIDEST)
+    return _unless_compiled(partial(cpu.rms_norm, offset=offset), plain) if device.type == "cpu" else plain
 
 
 def layer_norm(
@@ -95,13 +95,13 @@ def layer_norm(
         rows: As for :func:`rms_norm`.
     """
     plain = partial(norm.layer_norm, offset=offset)
-    if rows or offset or not bias:
+    if rows:
         return plain
-    if _use_apex("FusedLayerNorm", device):
+    if bias and not offset and _use_apex("FusedLayerNorm", device):
         apply = importlib.import_module("apex.normalization.fused_layer_norm").fused_layer_norm_affine
         return _unless_compiled(lambda x, weight, bias, eps: apply(x, weight, bias, weight.shape, eps), plain)
     if fused := _fused("norm", device):
-        return _unless_compiled(fused.layer_norm, plain, fused.WIDEST)
+        return _unless_compiled(partial(fused.layer_norm, offset=offset), plain, fused.WIDEST)
     return plain
 
 
@@ -109,8 +109,8 @@ def gated(name: str, device: torch.device) -> Callable[[Tensor], Tensor]:
     """gate_up: [..., 2 mlp] -> f(gate) * up: [..., mlp], with f of ``activation.FUNCTIONS``; only the input is kept for
     the backward."""
     plain = partial(activation.gated, name)
-    if name == "silu" and (fused := _fused("activation", device)):
-        return _unless_compiled(fused.swiglu, plain)
+    if (fused := _fused("activation", device)) and name in fused.FUNCTIONS:
+        return _unless_compiled(partial(fused.gated, name), plain)
     return plain
 
 

@@ -107,7 +107,7 @@ def test_the_table_ends_with_what_is_bad(tmp_path: Path) -> None:
         "void (anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "optimizer",
         "norm_backward": "norms",
         "cross_entropy_gradient": "loss",
-        "swiglu_forward": "elementwise",
+        "gated_forward": "elementwise",
         "something new": "others",
     }.items(),
 )

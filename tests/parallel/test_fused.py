@@ -20,6 +20,7 @@ from torch import Tensor
 
 from parallel.kernels import activation as plain_activation
 from parallel.kernels import choice
+from parallel.kernels import norm as plain_norm
 from parallel.kernels import rotation as plain_rotation
 from parallel.labels import IGNORE
 from parallel.layers.loss import Objective
@@ -94,6 +95,19 @@ def test_norms(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], parts: i
     )
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norms_with_an_offset_and_without_a_bias(offset: float) -> None:
+    x, weight, bias = drawn(70, 48), drawn(48, seed=5), drawn(48, seed=6)
+    for name, inputs in (("rms_norm", (x, weight)), ("layer_norm", (x, weight)), ("layer_norm", (x, weight, bias))):
+        fused, plain = getattr(norm, name), getattr(plain_norm, name)
+        no_bias = () if name == "rms_norm" or len(inputs) == 3 else (None,)
+        check(
+            lambda *given, f=fused, none=no_bias: f(*given, *none, 1e-5, offset),
+            lambda *given, f=plain, none=no_bias: f(*given, *none, 1e-5, offset),
+            inputs,
+        )
+
+
 def test_norms_of_views_and_of_frozen_weights() -> None:
     x = drawn(9, 40)[:, 3:35].requires_grad_()
     weight = drawn(32)
@@ -105,14 +119,17 @@ def test_norms_of_views_and_of_frozen_weights() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 2), (5, 14), (2, 3, 96), (3, 2 * 1500)])
-def test_swiglu(shape: tuple[int, ...]) -> None:
-    check(activation.swiglu, partial(plain_activation.gated, "silu"), [drawn(*shape)])
+@pytest.mark.parametrize("name", activation.FUNCTIONS)
+@pytest.mark.filterwarnings("ignore:overflow")  # of an exponential, beyond which there is nothing
+def test_gated(name: str, shape: tuple[int, ...]) -> None:
+    check(partial(activation.gated, name), partial(plain_activation.gated, name), [drawn(*shape)])
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # of an exponential, beyond which there is nothing
-def test_swiglu_far_from_zero() -> None:
+@pytest.mark.parametrize("name", activation.FUNCTIONS)
+def test_gated_far_from_zero(name: str) -> None:
     gate_up = torch.tensor([[1e4, -1e4, 90.0, -90.0, 1.0, 1.0, 2.0, 3.0]], requires_grad=True)
-    y = activation.swiglu(gate_up)
+    y = activation.gated(name, gate_up)
     y.sum().backward()
     assert y.tolist() == [[1e4, 0, 180, 0]]
     assert gate_up.grad is not None and gate_up.grad.isfinite().all()
@@ -152,7 +169,8 @@ def test_gradients_of_the_rotation_may_lie_as_attention_leaves_them() -> None:
     [
         (lambda x, w: norm.rms_norm(x, w, 1e-2), [(3, 5), (5,)]),
         (lambda x, w, b: norm.layer_norm(x, w, b, 1e-2), [(3, 5), (5,), (5,)]),
-        (activation.swiglu, [(3, 6)]),
+        (partial(activation.gated, "silu"), [(3, 6)]),
+        (partial(activation.gated, "gelu_tanh"), [(3, 6)]),
         (lambda x: rotation.split_and_apply(x, *drawn(2, 3, 2), 2, 1), [(3, 16)]),
     ],
 )
@@ -262,7 +280,7 @@ def test_of_nothing_nothing_is_launched() -> None:
     with patch.object(launching, "launch", side_effect=launching.launch) as launches:
         weight = torch.ones(4, requires_grad=True)
         norm.rms_norm(torch.empty(0, 4), weight, 1e-5).sum().backward()
-        activation.swiglu(torch.empty(0, 4, requires_grad=True)).sum().backward()
+        activation.gated("silu", torch.empty(0, 4, requires_grad=True)).sum().backward()
     assert weight.grad is not None and not weight.grad.any()
     assert [call.args[1] for call in launches.call_args_list if call.args[1]] == [1]  # the weight's gradient, of zeros
 

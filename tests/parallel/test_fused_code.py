@@ -63,7 +63,11 @@ def launched(sizes: Sizes) -> list[Any]:
         for width in sizes.widths:
             run(norm.rms_norm(empty(tokens, width), empty(width), 1e-5))
             run(norm.layer_norm(empty(tokens, width), empty(width), empty(width), 1e-5))
-        run(activation.swiglu(empty(tokens, 2 * sizes.mlp)))
+        width = sizes.widths[-1]
+        run(norm.rms_norm(empty(tokens, width), empty(width), 1e-5, 1.0))
+        run(norm.layer_norm(empty(tokens, width), empty(width), None, 1e-5, 1.0))
+        for name in activation.FUNCTIONS:
+            run(activation.gated(name, empty(tokens, 2 * sizes.mlp)))
         for exponent, narrow in zip(NARROW, (torch.float8_e4m3fn, torch.float8_e5m2), strict=True):
             x = empty(tokens, sizes.widths[-1]).detach()
             cast_transpose.cast(x, cast_transpose.largest([x])[0], narrow, exponent, True, True)

@@ -613,10 +613,10 @@ FAULTS = (
     ),
     fault(
         "the gradient of the gate forgets its slope",
-        "swiglu_backward",
-        "1 + gate * (1 - sigmoid)",
+        "gated_backward",
+        "1 + along * (1 - sigmoid)",
         "1.0",
-        "test_fused.test_swiglu",
+        "test_fused.test_gated",
     ),
     fault(
         "the losses of ranks are of their own maxima",

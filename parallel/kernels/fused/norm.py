@@ -32,7 +32,9 @@ def norm_forward(
     rows: tl.tensor,
     stride: tl.tensor,
     EPS: tl.constexpr,
+    OFFSET: tl.constexpr,
     CENTRED: tl.constexpr,
+    BIAS: tl.constexpr,
     WIDE: tl.constexpr,
     N: tl.constexpr,
     ROWS: tl.constexpr,
@@ -48,8 +50,11 @@ def norm_forward(
         z = tl.where(here, z - middle[:, None], 0)
     r = tl.rsqrt(tl.sum(z * z, 1) / N + EPS)
     tl.store(scale + row, r, mask=row < rows)
-    z = z * r[:, None] * tl.load(weight + column, mask=column < N, other=0).to(WIDE)[None, :]
-    if CENTRED:
+    w = tl.load(weight + column, mask=column < N, other=0).to(WIDE)
+    if OFFSET != 0:
+        w += OFFSET
+    z = z * r[:, None] * w[None, :]
+    if BIAS:
         z += tl.load(bias + column, mask=column < N, other=0).to(WIDE)[None, :]
     tl.store(y + row[:, None] * N + column[None, :], z, mask=here)
 
@@ -67,7 +72,9 @@ def norm_backward(
     per: tl.tensor,
     stride_dy: tl.tensor,
     stride_x: tl.tensor,
+    OFFSET: tl.constexpr,
     CENTRED: tl.constexpr,
+    BIAS: tl.constexpr,
     SUMS: tl.constexpr,
     WIDE: tl.constexpr,
     N: tl.constexpr,
@@ -77,6 +84,8 @@ def norm_backward(
     part = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     w = tl.load(weight + column, mask=column < N, other=0).to(WIDE)[None, :]
+    if OFFSET != 0:
+        w += OFFSET
     # The gradient of the weight, and of the bias.
     dw, db = tl.zeros((ROWS, COLUMNS), WIDE), tl.zeros((ROWS, COLUMNS), WIDE)
     for before in range(0, per, ROWS):
@@ -87,8 +96,8 @@ def norm_backward(
         r = tl.load(scale + row, mask=row < rows, other=0)[:, None]
         if CENTRED:
             z -= tl.load(mean + row, mask=row < rows, other=0)[:, None]
-            if SUMS:
-                db += dz
+        if SUMS and BIAS:
+            db += dz
         z *= r
         if SUMS:
             dw += dz * z
@@ -100,7 +109,7 @@ def norm_backward(
         tl.store(dx + row[:, None] * N + column[None, :], r * (dz - z * along), mask=here)
     if SUMS:
         tl.store(parts + part * N + column, tl.sum(dw, 0), mask=column < N)
-        if CENTRED:
+        if BIAS:
             of_bias = parts + tl.num_programs(0).to(tl.int64) * N
             tl.store(of_bias + part * N + column, tl.sum(db, 0), mask=column < N)
 
@@ -127,25 +136,30 @@ def norm_sum_parts(
 
 
 class _Norm(torch.autograd.Function):
-    """Of rows less their mean where there is a bias."""
+    """Of rows less their mean where they are ``centred``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float, centred: bool
+    ) -> Tensor:
         of = _rows(x)
         count, n = of.shape
         sizes, wide = _tile(n), launching.wide(x.dtype)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        kept = torch.empty(1 if bias is None else 2, count, dtype=_torch(x.dtype), device=x.device)
+        kept = torch.empty(2 if centred else 1, count, dtype=_torch(x.dtype), device=x.device)
         launching.launch(
             norm_forward,
             triton.cdiv(count, sizes["ROWS"]),
             *(of, weight, bias, y, kept[-1], kept[0], count, of.stride(0)),
             EPS=eps,
-            CENTRED=bias is not None,
+            OFFSET=offset,
+            CENTRED=centred,
+            BIAS=bias is not None,
             WIDE=wide,
             **sizes,
         )
         ctx.save_for_backward(x, weight, kept)
+        ctx.offset, ctx.summed = offset, 1 if bias is None else 2
         return y
 
     @staticmethod
@@ -158,24 +172,26 @@ class _Norm(torch.autograd.Function):
         dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         per = triton.cdiv(triton.cdiv(count, sizes["ROWS"]), _PARTS) * sizes["ROWS"]
         programs = triton.cdiv(count, per) if count else 0
-        parts = torch.empty(len(kept), programs, n, dtype=kept.dtype, device=x.device) if sums else None
+        parts = torch.empty(ctx.summed, programs, n, dtype=kept.dtype, device=x.device) if sums else None
         launching.launch(
             norm_backward,
             programs,
             *(of_dy, of, weight, kept[-1], kept[0], dx, parts, count, per, of_dy.stride(0), of.stride(0)),
+            OFFSET=ctx.offset,
             CENTRED=len(kept) == 2,
+            BIAS=ctx.summed == 2,
             SUMS=sums,
             WIDE=wide,
             **sizes,
         )
         if parts is None:
-            return dx, None, None, None
-        found = torch.empty(len(kept), n, dtype=weight.dtype, device=x.device)
+            return dx, None, None, None, None, None
+        found = torch.empty(ctx.summed, n, dtype=weight.dtype, device=x.device)
         blocks = triton.cdiv(n, 64)
         launching.launch(
-            norm_sum_parts, len(kept) * blocks, parts, found, programs, blocks, WIDE=wide, N=n, ROWS=32, COLUMNS=64
+            norm_sum_parts, ctx.summed * blocks, parts, found, programs, blocks, WIDE=wide, N=n, ROWS=32, COLUMNS=64
         )
-        return dx, found[0], found[1] if len(kept) == 2 else None, None
+        return dx, found[0], found[1] if ctx.summed == 2 else None, None, None, None
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -198,13 +214,14 @@ def _torch(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x: [..., n], weight: [n] -> x / rms(x) * weight; n is at most :data:`WIDEST`."""
-    y: Tensor = _Norm.apply(x, weight, None, eps)
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x: [..., n], weight: [n] -> x / rms(x) * (weight + offset); n is at most :data:`WIDEST`."""
+    y: Tensor = _Norm.apply(x, weight, None, eps, offset, False)
     return y
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """x: [..., n], weight, bias: [n] -> (x - mean(x)) / deviation(x) * weight + bias; n is at most :data:`WIDEST`."""
-    y: Tensor = _Norm.apply(x, weight, bias, eps)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+    """x: [..., n], weight, bias: [n] -> (x - mean(x)) / deviation(x) * (weight + offset) + bias; n is at most
+    :data:`WIDEST`."""
+    y: Tensor = _Norm.apply(x, weight, bias, eps, offset, True)
     return y
