@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -43,12 +42,11 @@ class Finish:
             x.mul_(self.scale)
         return x if self.softcap is None else x.div_(self.softcap).tanh_().mul_(self.softcap)
 
-    def chain_(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """The gradient of the logits [...] -> that of the products x: [...], in its memory."""
-        if self.softcap is not None:
-            bent = (x.to(gradient.dtype) * (self.scale / self.softcap)).tanh_()
-            gradient.sub_(bent.square_().mul_(gradient))
-        return gradient if self.scale == 1 else gradient.mul_(self.scale)
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """The derivative of :meth:`apply_` at what has become of it."""
+        if self.softcap is None:
+            return self.scale
+        return logits.div(self.softcap).square_().neg_().add_(1).mul_(self.scale)
 
 
 PLAIN = Finish()
@@ -79,8 +77,9 @@ class Objective:
 
     def losses(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """-> the losses: [t], zero where the label is ignored, and ``log sum exp``: [t]; the same on every rank."""
-        if fused := self._fused(logits.device):
-            own = fused.statistics(logits, labels, *self._own(logits), self.label_smoothing > 0)
+        if fused := kernels.cross_entropy(logits.device):
+            how = self.label_smoothing > 0, self.finish.scale, self.finish.softcap
+            own = fused.statistics(logits, labels, *self._own(logits), *how)
             found = start_all_gather(own, self.group).wait().view(self.group.size, *own.shape)
             return fused.finish(found, labels, logits.shape[1], self.vocab, self.label_smoothing, self.z_loss)
         valid, mine, local = self._columns(logits, labels)
@@ -115,8 +114,8 @@ class Objective:
 
     def gradient_(self, logits: Tensor, labels: Tensor, log_sum: Tensor, dy: Tensor) -> Tensor:
         """The gradient of the logits, of losses whose gradient is dy: [t]; it is written into the logits' memory."""
-        if fused := self._fused(logits.device):
-            how = self.vocab, self.label_smoothing, self.z_loss
+        if fused := kernels.cross_entropy(logits.device):
+            how = self.vocab, self.label_smoothing, self.z_loss, self.finish.scale, self.finish.softcap
             return fused.gradient_(logits, labels, log_sum, dy, *self._own(logits), *how)
         valid, mine, local = self._columns(logits, labels)
         dy = dy * (labels != IGNORE)
@@ -125,17 +124,15 @@ class Objective:
         for rows in _chunks(logits):
             z = logits[rows, :valid]
             p = self.finish.apply_(z.to(log_sum.dtype, copy=True))
+            slope = self.finish.slope(p)
             p.sub_(log_sum[rows, None]).exp_().mul_(scale[rows, None])
             if valid:
                 p.scatter_add_(1, local[rows, None], -on_label[rows, None])
             if self.label_smoothing:
                 p.sub_(dy[rows, None] * (self.label_smoothing / self.vocab))
-            z.copy_(self.finish.chain_(p, z))
+            z.copy_(p if self.finish == PLAIN else p.mul_(slope))
         logits[:, valid:] = 0
         return logits
-
-    def _fused(self, device: torch.device) -> ModuleType | None:
-        return kernels.cross_entropy(device) if self.finish == PLAIN else None
 
     def own(self, losses: Tensor) -> Tensor:
         """[t] -> [t/tp], the losses of this rank's tokens.

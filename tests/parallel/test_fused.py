@@ -23,7 +23,7 @@ from parallel.kernels import choice
 from parallel.kernels import norm as plain_norm
 from parallel.kernels import rotation as plain_rotation
 from parallel.labels import IGNORE
-from parallel.layers.loss import Objective
+from parallel.layers.loss import PLAIN, Finish, Objective
 from parallel.mesh import ALONE
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -183,17 +183,20 @@ def test_gradients_are_derivatives(function: Function, shapes: Sequence[tuple[in
 
 # 5 over 4 ranks: the third has one valid column, the fourth none at all. 9000: more than a program reads at a time.
 LOSSES = [
-    (5, 4, 0.0, 0.0),
-    (5, 4, 0.1, 0.03),
-    (16, 1, 0.0, 0.03),
-    (16, 4, 0.1, 0.0),
-    (9000, 1, 0.1, 0.03),
-    (9000, 2, 0.0, 0.0),
+    (5, 4, 0.0, 0.0, PLAIN),
+    (5, 4, 0.1, 0.03, PLAIN),
+    (16, 1, 0.0, 0.03, PLAIN),
+    (16, 4, 0.1, 0.0, PLAIN),
+    (9000, 1, 0.1, 0.03, PLAIN),
+    (9000, 2, 0.0, 0.0, PLAIN),
+    (5, 4, 0.1, 0.03, Finish(0.3, 9.0)),
+    (16, 1, 0.0, 0.0, Finish(softcap=5.0)),
+    (9000, 1, 0.0, 0.03, Finish(1 / 16)),
 ]
 
 
 def loss_and_gradient(
-    logits: Tensor, labels: Tensor, dy: Tensor, ranks: int, smoothing: float, z_loss: float
+    logits: Tensor, labels: Tensor, dy: Tensor, ranks: int, smoothing: float, z_loss: float, finish: Finish = PLAIN
 ) -> tuple[Tensor, Tensor]:
     """What so many ranks make of their columns, whose padding must not matter."""
     vocab = logits.shape[1]
@@ -201,30 +204,33 @@ def loss_and_gradient(
     own = [part.clone() for part in padded.chunk(ranks, 1)]
     columns = own[0].shape[1]
     spans = [(rank * columns, max(0, min(columns, vocab - rank * columns))) for rank in range(ranks)]
-    found = [cross_entropy.statistics(z, labels, *span, smoothing > 0) for z, span in zip(own, spans, strict=True)]
+    bend = finish.scale, finish.softcap
+    found = [cross_entropy.statistics(z, labels, *at, smoothing > 0, *bend) for z, at in zip(own, spans, strict=True)]
     loss, log_sum = cross_entropy.finish(torch.stack(found), labels, columns, vocab, smoothing, z_loss)
     for z, span in zip(own, spans, strict=True):
-        assert cross_entropy.gradient_(z, labels, log_sum, dy, *span, vocab, smoothing, z_loss) is z
+        assert cross_entropy.gradient_(z, labels, log_sum, dy, *span, vocab, smoothing, z_loss, *bend) is z
     gradient = torch.cat(own, 1)
     assert not gradient[:, vocab:].any()
     return loss, gradient[:, :vocab]
 
 
-def plain(logits: Tensor, labels: Tensor, dy: Tensor, smoothing: float, z_loss: float) -> tuple[Tensor, Tensor]:
-    objective = Objective(ALONE, logits.shape[1], smoothing, z_loss)
+def plain(
+    logits: Tensor, labels: Tensor, dy: Tensor, smoothing: float, z_loss: float, finish: Finish = PLAIN
+) -> tuple[Tensor, Tensor]:
+    objective = Objective(ALONE, logits.shape[1], smoothing, z_loss, finish)
     logits = logits.clone()
     loss, log_sum = objective.losses(logits, labels)
     return loss, objective.gradient_(logits, labels, log_sum, dy)
 
 
-@pytest.mark.parametrize(("vocab", "ranks", "smoothing", "z_loss"), LOSSES)
-def test_cross_entropy(vocab: int, ranks: int, smoothing: float, z_loss: float) -> None:
+@pytest.mark.parametrize(("vocab", "ranks", "smoothing", "z_loss", "finish"), LOSSES)
+def test_cross_entropy(vocab: int, ranks: int, smoothing: float, z_loss: float, finish: Finish) -> None:
     tokens = 4 if vocab < 100 else 2
     # Of many columns the later ones are larger, so that the maximum rises.
     logits = (drawn(tokens, vocab) + torch.arange(vocab) / 300).bfloat16().double()
     labels, dy = torch.arange(tokens) * 3 % vocab, drawn(tokens, seed=1)
     labels[-1] = IGNORE
-    extras = smoothing, z_loss
+    extras = smoothing, z_loss, finish
     loss, gradient = plain(logits, labels, dy, *extras)
     for got, want in zip(loss_and_gradient(logits, labels, dy, ranks, *extras), (loss, gradient), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)

@@ -76,11 +76,11 @@ def launched(sizes: Sizes) -> list[Any]:
         run(rotation.apply(empty(tokens, sizes.heads, 3 * sizes.head), table, table))  # a third turns
         logits = empty(tokens, columns := vocab // sizes.ranks).detach()
         labels = torch.empty(tokens, dtype=torch.int64, device="meta")
-        for extras in ((0.0, 0.0), (0.1, 1e-4)):
-            found = cross_entropy.statistics(logits, labels, 0, columns, extras[0] > 0)
+        for extras, bend in (((0.0, 0.0), (1.0, None)), ((0.1, 1e-4), (1 / 16, 30.0))):
+            found = cross_entropy.statistics(logits, labels, 0, columns, extras[0] > 0, *bend)
             everything = found.expand(sizes.ranks, *found.shape)
             loss, log_sum = cross_entropy.finish(everything, labels, columns, vocab, *extras)
-            cross_entropy.gradient_(logits, labels, log_sum, loss, 0, columns, vocab, *extras)
+            cross_entropy.gradient_(logits, labels, log_sum, loss, 0, columns, vocab, *extras, *bend)
     return seen
 
 

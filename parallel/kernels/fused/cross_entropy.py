@@ -17,6 +17,17 @@ _TOKENS = 128
 
 
 @triton.jit
+def finished(x: tl.tensor, SCALE: tl.constexpr, SOFTCAP: tl.constexpr) -> tl.tensor:
+    """As ``parallel.layers.loss.Finish``; a softcap of 0 is none."""
+    if SCALE != 1:
+        x = x * SCALE
+    if SOFTCAP != 0:
+        # tanh, of which Triton has none for all types.
+        x = SOFTCAP * (2 / (1 + tl.exp(x * (-2 / SOFTCAP))) - 1)
+    return x
+
+
+@triton.jit
 def cross_entropy_statistics(
     logits: tl.tensor,
     labels: tl.tensor,
@@ -26,6 +37,8 @@ def cross_entropy_statistics(
     step: tl.tensor,
     start: tl.tensor,
     valid: tl.tensor,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     SUM: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -38,6 +51,8 @@ def cross_entropy_statistics(
     for before in range(0, valid, BLOCK):
         column = before + tl.arange(0, BLOCK)
         z = tl.load(own + column * step, mask=column < valid, other=float("-inf")).to(WIDE)
+        if SCALE != 1 or SOFTCAP != 0:
+            z = tl.where(column < valid, finished(z, SCALE, SOFTCAP), float("-inf"))
         higher = tl.maximum(top, tl.max(z, 0))
         new = tl.where(higher == float("-inf"), 0.0, higher).to(WIDE)
         total = total * tl.exp(top - new) + tl.sum(tl.exp(z - new), 0)
@@ -48,7 +63,8 @@ def cross_entropy_statistics(
     mine = (label >= 0) & (label < valid)
     tl.store(found + row, top)
     tl.store(found + tokens + row, total)
-    tl.store(found + 2 * tokens + row, tl.load(own + label * step, mask=mine, other=0).to(WIDE))
+    on_label = tl.load(own + label * step, mask=mine, other=0).to(WIDE)
+    tl.store(found + 2 * tokens + row, finished(on_label, SCALE, SOFTCAP))
     if SUM:
         tl.store(found + 3 * tokens + row, below)
 
@@ -110,6 +126,8 @@ def cross_entropy_gradient(
     start: tl.tensor,
     valid: tl.tensor,
     blocks: tl.tensor,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     VOCAB: tl.constexpr,
     SMOOTHING: tl.constexpr,
     Z_LOSS: tl.constexpr,
@@ -122,15 +140,27 @@ def cross_entropy_gradient(
     at = logits + row * stride + column * step
     label, log_total = tl.load(labels + row), tl.load(log_sum + row)
     d = tl.where(label != IGNORED, tl.load(dy + row * stride_dy).to(WIDE), 0.0)
-    z = tl.load(at, mask=column < valid, other=float("-inf")).to(WIDE)
+    z = finished(tl.load(at, mask=column < valid, other=float("-inf")).to(WIDE), SCALE, SOFTCAP)
     p = tl.exp(z - log_total) * (d * (1 + 2 * Z_LOSS * log_total))
     p -= tl.where(column == label - start, d * (1 - SMOOTHING), 0.0)
     if SMOOTHING > 0:
         p -= d * (SMOOTHING / VOCAB)
+    if SOFTCAP != 0:
+        p *= 1 - (z / SOFTCAP) * (z / SOFTCAP)
+    if SCALE != 1:
+        p *= SCALE
     tl.store(at, tl.where(column < valid, p, 0.0), mask=column < columns)
 
 
-def statistics(logits: Tensor, labels: Tensor, start: int, valid: int, everything: bool) -> Tensor:
+def statistics(
+    logits: Tensor,
+    labels: Tensor,
+    start: int,
+    valid: int,
+    everything: bool,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
     """Of this rank's columns [t, columns], of which the first ``valid`` are no padding -> [3 or 4, t], for
     :func:`finish`: the maximum, the sum of the exponentials of what is below it, the label's logit, and with
     ``everything`` the sum of what is below.
@@ -141,6 +171,8 @@ def statistics(logits: Tensor, labels: Tensor, start: int, valid: int, everythin
         start: The first of the columns, in the whole vocabulary.
         valid: Columns that are no padding.
         everything: Whether the last is needed.
+        scale: As that of ``parallel.layers.loss.Finish``.
+        softcap: As well.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     found = torch.empty(3 + everything, len(labels), dtype=dtype, device=logits.device)
@@ -148,6 +180,8 @@ def statistics(logits: Tensor, labels: Tensor, start: int, valid: int, everythin
         cross_entropy_statistics,
         len(labels),
         *(logits, labels, found, len(labels), *logits.stride(), start, valid),
+        SCALE=scale,
+        SOFTCAP=softcap or 0.0,
         SUM=everything,
         WIDE=launching.wide(dtype),
         BLOCK=min(_BLOCK, triton.next_power_of_2(logits.shape[1])),
@@ -187,9 +221,11 @@ def gradient_(
     vocab: int,
     label_smoothing: float,
     z_loss: float,
+    scale: float = 1.0,
+    softcap: float | None = None,
 ) -> Tensor:
-    """The gradient of the logits, in their memory; dy: [t] is that of the losses. The columns as for
-    :func:`statistics`."""
+    """The gradient of what came before scale and softcap, in its memory; dy: [t] is that of the losses. The columns as
+    for :func:`statistics`."""
     columns = logits.shape[1]
     block = min(_BLOCK, triton.next_power_of_2(columns))
     blocks = triton.cdiv(columns, block)
@@ -197,6 +233,8 @@ def gradient_(
         cross_entropy_gradient,
         len(labels) * blocks,
         *(logits, labels, log_sum, dy, *logits.stride(), dy.stride(0), columns, start, valid, blocks),
+        SCALE=scale,
+        SOFTCAP=softcap or 0.0,
         VOCAB=vocab,
         SMOOTHING=label_smoothing,
         Z_LOSS=z_loss,
