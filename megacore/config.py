@@ -99,7 +99,7 @@ class ZeroConfig:
 
 
 @dataclass(frozen=True, config=TYPED)
-class Corpus:
+class CorpusConfig:
     """A token file or a file of examples, and its weight in the blend."""
 
     path: str
@@ -123,7 +123,7 @@ def _as_corpora(value: object) -> object:
     return [{"path": each} if isinstance(each, str) else each for each in listed] if isinstance(listed, list) else value
 
 
-Corpora = Annotated[tuple[Corpus, ...], BeforeValidator(_as_corpora)]
+Corpora = Annotated[tuple[CorpusConfig, ...], BeforeValidator(_as_corpora)]
 
 
 @dataclass(frozen=True, config=TYPED)

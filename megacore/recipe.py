@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from megacore.config import SECTIONS, Config, Corpus
+from megacore.config import SECTIONS, Config, CorpusConfig
 from megacore.references import ReferenceProblem, References, dotted
 from megacore.store.strict_json import StoreError, read_file
 from parallel import limits
@@ -207,7 +207,7 @@ def _keys(parents: Sequence[str | int]) -> list[str]:
     if not parents:
         section: type = Config
     else:
-        section = SECTIONS[str(parents[0])] if len(parents) == 1 else Corpus
+        section = SECTIONS[str(parents[0])] if len(parents) == 1 else CorpusConfig
     return [each.name for each in fields(section)]
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from models.names import in_block, matches, unmatched
-from parallel.weights.pattern import Group, Node, Pattern
+from parallel.weights.pattern import FusedGroup, Node, Pattern
 from parallel.weights.schema import WORDS, Param, Schema
 
 RANK = "rank"
@@ -168,9 +168,9 @@ def _text(dim: Node) -> str:
     return str(Pattern((dim,)))
 
 
-def _terms(param: Param, out: Node, labels: Sequence[str]) -> Group:
+def _terms(param: Param, out: Node, labels: Sequence[str]) -> FusedGroup:
     """The pieces of a fused group that have these labels."""
-    if not isinstance(out, Group) or tuple(term.label for term in out.terms) != param.sentence.labels:
+    if not isinstance(out, FusedGroup) or tuple(term.label for term in out.terms) != param.sentence.labels:
         raise ValueError(f"{param.name}: {param.pattern!r} is not fused in its first dimension alone")
     return replace(out, terms=tuple(term for term in out.terms if term.label in labels))
 

@@ -198,7 +198,7 @@ def _concatenate(x: Tensor, group: Group, dim: int) -> Tensor:
     return start_all_gather(x.movedim(dim, 0), group).wait().movedim(0, dim)
 
 
-class _Pair(torch.autograd.Function):
+class _CollectiveAndAdjoint(torch.autograd.Function):
     """A collective and its adjoint; both are functions of (tensor, group, dim)."""
 
     @staticmethod
@@ -234,7 +234,7 @@ def _same(x: Tensor, group: Group, dim: int) -> Tensor:
 def _apply(x: Tensor, group: Group, dim: int, there: _Move, back: _Move) -> Tensor:
     if group.size == 1:
         return x
-    result: Tensor = _Pair.apply(x, group, dim, there, back)
+    result: Tensor = _CollectiveAndAdjoint.apply(x, group, dim, there, back)
     return result
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.rank_sets import Rounds, channel_kinds, of_mesh
-from parallel.weights.layout import MeshShape, Place
+from parallel.weights.layout import Coordinates, MeshShape
 
 Direction = Literal["forward", "backward"]
 FORWARD: Literal["forward"] = "forward"
@@ -105,7 +105,7 @@ class Mesh:
         return mesh
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Coordinates:
         return self.shape.place(self.rank)
 
     @property
@@ -161,7 +161,7 @@ class Mesh:
     def peer(self, stage: int) -> int:
         """The global rank of this place on another pipeline stage."""
         place = self.place
-        return self.shape.rank(Place(stage % self.shape.pp, place.dp, place.ep, place.cp, place.tp))
+        return self.shape.rank(Coordinates(stage % self.shape.pp, place.dp, place.ep, place.cp, place.tp))
 
     def host_group(self, disjoint: Sequence[tuple[int, ...]]) -> Group:
         """Make groups for tensors in host memory, of sets that share no rank; every rank of the world calls this.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from megacore import config
-from megacore.config import SECTIONS, Bound, Config, Corpus
+from megacore.config import SECTIONS, Bound, Config, CorpusConfig
 from megacore.say import err, say
 from parallel.choices import nearest
 
@@ -33,7 +33,7 @@ WORDS: Mapping[Any, str] = {
     str: "text",
     type(None): "null",
     dict[str, Any]: "a mapping",
-    Corpus: "a mapping of `path` and `weight`",
+    CorpusConfig: "a mapping of `path` and `weight`",
 }
 
 
@@ -69,7 +69,7 @@ def _sections() -> Iterator[tuple[str, list[str]]]:
             yield each.name, [f"## {each.name}", "", line, ""]
         if each.name == "data":
             corpus = "data.train[]"
-            yield corpus, ["### A corpus", "", _about(Corpus), "", *_lines(corpus, Corpus, said), ""]
+            yield corpus, ["### A corpus", "", _about(CorpusConfig), "", *_lines(corpus, CorpusConfig, said), ""]
 
 
 def _lines(section: str, kind: Any, said: Mapping[str, Mapping[str, str]]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megacore.config import Config, Corpus, ZeroConfig
+from megacore.config import Config, CorpusConfig, ZeroConfig
 from megacore.plan.cluster import Overheads, Storage
 from megacore.plan.devices import DEVICES, Device
 from megacore.plan.fit import MARGIN, Candidate, fit
@@ -153,7 +153,7 @@ def _alone(config: Config) -> Config:
 
 def _problems(config: Config, world: int, model: ModelConfig) -> list[str]:
     """What is wrong with the numbers; where data and models lie and what this machine has does not matter here."""
-    named = replace(config, data=replace(config.data, train=config.data.train or (Corpus("-"),)))
+    named = replace(config, data=replace(config.data, train=config.data.train or (CorpusConfig("-"),)))
     if config.lora is not None:
         named = replace(named, checkpoint=replace(config.checkpoint, init=config.checkpoint.init or "-"))
     return problems(named, world, model, gpus=world, local_ranks=1)

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from megacore.data import stage as stages
 from megacore.data import text
 from megacore.data.corpus import CORPUS, LISTED, Corpus, Tally
-from megacore.data.encode import Task, encode_all, grouped
+from megacore.data.encode import EncodeTask, encode_all, grouped
 from megacore.data.indexed import Extent, GrowingPair
 from megacore.data.partition import PART, Partition, finish, in_order
 from megacore.data.samples import Purpose, shuffled
@@ -174,7 +174,9 @@ def _encode_into(stage: Stage, options: Options, made: Made, total: int) -> Stag
     progress = stage.progress or StageProgress(made, 0, 0, size, Extent(), Tally.zero(tokenizer.vocabulary), end)
     tally, pieces, finished = progress.tally, progress.pieces, progress.size
     left = islice(stage.pieces(start, stop), pieces, None)
-    tasks = (Task(group, stage.folder, options.text_key, end) for group in grouped(left, lambda piece: piece.size))
+    tasks = (
+        EncodeTask(group, stage.folder, options.text_key, end) for group in grouped(left, lambda piece: piece.size)
+    )
     bar = tqdm(
         total=size,
         initial=finished,

@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megacore.config import Config, Corpus
+from megacore.config import Config, CorpusConfig
 from megacore.data import first_order, samples
 from megacore.data.batches import Batches
 from megacore.data.blend import Blend
-from megacore.data.corpus import Corpus as Facts
-from megacore.data.examples import Examples, Preparation
-from megacore.data.examples import Facts as ExampleFacts
+from megacore.data.corpus import Corpus
+from megacore.data.examples import Examples, Facts, Preparation
 from megacore.data.indexed import IndexedDataset, Integers
 from megacore.data.packing import Packed
 from megacore.data.samples import ORDER, Source, split_documents
@@ -92,7 +91,7 @@ class Corpora:
         folder, remarks = Path(config.out) / EXAMPLES, list[str]()
         epoch_order = samples.epoch_order if order == ORDER else first_order.epoch_order
 
-        def prepared(corpus: Corpus) -> Examples:
+        def prepared(corpus: CorpusConfig) -> Examples:
             examples = Preparation(Path(corpus.path), folder, config.chat, data.sequence_length, model).examples()
             remarks.extend(_remarks(corpus.path, examples.facts, data.sequence_length))
             return examples
@@ -134,7 +133,7 @@ def _held_out(config: Config) -> float:
     return 0.0 if config.data.validation else config.data.validation_fraction
 
 
-def _remarks(path: str, known: ExampleFacts, length: int) -> list[str]:
+def _remarks(path: str, known: Facts, length: int) -> list[str]:
     lines = [f"{path}: {known.examples:,} examples of {known.tokens:,} tokens, {known.counted:,} of which count"]
     if known.cut or known.dropped:
         lines.append(f"  longer than {length + 1:,} tokens: {known.cut:,} cut, {known.dropped:,} dropped")
@@ -143,13 +142,13 @@ def _remarks(path: str, known: ExampleFacts, length: int) -> list[str]:
     return lines
 
 
-def _blend(sources: list[Source], corpora: tuple[Corpus, ...]) -> Source:
+def _blend(sources: list[Source], corpora: tuple[CorpusConfig, ...]) -> Source:
     return sources[0] if len(sources) == 1 else Blend(sources, [corpus.weight for corpus in corpora])
 
 
-def facts(corpus: Corpus) -> Facts | None:
+def facts(corpus: CorpusConfig) -> Corpus | None:
     """What `megacore tokenize` has written about a corpus; None for token files of other origin."""
-    return Facts.beside(Path(corpus.path))
+    return Corpus.beside(Path(corpus.path))
 
 
 def vocabulary_problems(config: Config, vocab_size: int) -> Iterator[str]:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from megacore.data import text, tokenizer
 from megacore.data.corpus import LISTED, Tally
 from megacore.data.indexed import Integers, token_dtype
-from megacore.data.text import Fault, Piece
+from megacore.data.text import Fault, FileRange
 
 Item = TypeVar("Item")
 Made = TypeVar("Made")
@@ -30,10 +30,10 @@ AT_ONCE = 2**20  # bytes of text that a worker is sent, and that it encodes, at 
 
 
 @dataclass(frozen=True)
-class Task:
+class EncodeTask:
     """Pieces to encode by the tokenizer in a folder, each document followed by the token `end` if it is given."""
 
-    pieces: list[Piece]
+    pieces: list[FileRange]
     folder: Path
     text_key: str
     end: int | None
@@ -68,7 +68,7 @@ class Encoded:
 _load = lru_cache(maxsize=1)(tokenizer.load)  # once in each process
 
 
-def encode(task: Task) -> Encoded:
+def encode(task: EncodeTask) -> Encoded:
     """Encodes one task in this process."""
     loaded = _load(task.folder)
     dtype = token_dtype(loaded.vocabulary)
@@ -108,7 +108,7 @@ def grouped(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list
         yield group
 
 
-def encode_all(tasks: Iterator[Task], workers: int) -> Generator[Encoded, None, None]:
+def encode_all(tasks: Iterator[EncodeTask], workers: int) -> Generator[Encoded, None, None]:
     """The results of the tasks in their order; at most two per worker are under way."""
     return in_order(encode, tasks, workers)
 

@@ -28,7 +28,7 @@ from megacore.data import text
 from megacore.data.encode import grouped, in_order
 from megacore.data.indexed import IndexedDataset, IndexedWriter, Integers
 from megacore.data.spelling import Guarded, ModelFiles, Tokens
-from megacore.data.text import Fault, InputError, Piece, Row
+from megacore.data.text import Fault, FileRange, InputError, Record
 from megacore.say import harmless
 from megacore.store.files import open_lock
 from megacore.store.publish import publish, write_file
@@ -209,7 +209,7 @@ def _lock(path: Path) -> Iterator[None]:
 class Task:
     """Pieces to prepare by the tokenizer in a folder; no more than `most` rows of them."""
 
-    pieces: list[Piece]
+    pieces: list[FileRange]
     folder: Path
     chat: ChatConfig
     length: int
@@ -280,7 +280,7 @@ def prepare(task: Task) -> Prepared:
     spelling, made = _load(task.folder), _Made(task)
     rows = islice((row for piece in task.pieces for row in text.rows(piece)), task.most)
     for group in grouped(rows, lambda row: 0 if isinstance(row, Fault) else row.size):
-        encoded = iter(spelling.examples([each for each in group if isinstance(each, Row)], task.chat.train_on))
+        encoded = iter(spelling.examples([each for each in group if isinstance(each, Record)], task.chat.train_on))
         for row in group:
             found = row if isinstance(row, Fault) else next(encoded)
             if isinstance(found, Fault):
@@ -288,7 +288,7 @@ def prepare(task: Task) -> Prepared:
             elif found[1].any():
                 made.add(found)
             else:
-                assert isinstance(row, Row)
+                assert isinstance(row, Record)
                 made.skip(row.fault("the loss would count none of its tokens"))
     return Prepared(
         np.concatenate([np.empty(0, np.int64), *made.tokens]),

@@ -28,7 +28,7 @@ def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 
 
 @dataclass(frozen=True)
-class _Epoch:
+class _EpochOrder:
     number: int
     documents: npt.NDArray[np.int64]  # in the order of the stream
     ends: npt.NDArray[np.int64]  # where each ends in the stream
@@ -54,12 +54,12 @@ class ShuffledDocuments:
         self._documents = np.arange(dataset.documents) if documents is None else documents.astype(np.int64)
         self.tokens = int(dataset.document_lengths()[self._documents].sum(dtype=np.int64))
         self.per_epoch = whole_samples(self.tokens, self._documents.size, length, name)
-        self._epoch: _Epoch | None = None
+        self._epoch: _EpochOrder | None = None
 
-    def _order(self, epoch: int) -> _Epoch:
+    def _order(self, epoch: int) -> _EpochOrder:
         documents = self._documents[shuffled(self._documents.size, self._seed, Purpose.DOCUMENTS, epoch)]
         ends = np.cumsum(self._dataset.document_lengths()[documents], dtype=np.int64)
-        return _Epoch(epoch, documents, ends, epoch_order(self.per_epoch, self._seed, epoch))
+        return _EpochOrder(epoch, documents, ends, epoch_order(self.per_epoch, self._seed, epoch))
 
     def sample(self, index: int) -> Sample:
         """Sample `index` >= 0 of the endless sequence of epochs."""

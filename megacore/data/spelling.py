@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from megacore import pretrained
 from megacore.data.chat import BadExample, Message, Passage, Span, Template, TrainOn, passage
-from megacore.data.text import Fault, InputError, Row
+from megacore.data.text import Fault, InputError, Record
 from megacore.data.tokenizer import import_transformers
 from megacore.guard import Guard, GuardError
 from megacore.store.companions import Companion, copy_companion
@@ -159,7 +159,7 @@ class Guarded:
         except GuardError as error:
             raise InputError(f"the model's tokenizer cannot be loaded: {error}") from error
 
-    def examples(self, rows: Sequence[Row], train_on: TrainOn) -> list[Tokens | Fault]:
+    def examples(self, rows: Sequence[Record], train_on: TrainOn) -> list[Tokens | Fault]:
         """The tokens of the example in each row, or why there is none.
 
         InputError if the tokenizer or its template take too much for them, or there is no template for chats.

@@ -23,7 +23,7 @@ from typing import Any
 from megacore.data import text
 from megacore.data.corpus import Tally, fits
 from megacore.data.indexed import Extent, publish, sync
-from megacore.data.text import InputError, Piece
+from megacore.data.text import FileRange, InputError
 from megacore.store.files import open_file, replacing
 from megacore.store.publish import PARTIAL, discard, empty, make_and_hold, replace_file
 from megacore.store.strict_json import StoreError, read_json
@@ -161,7 +161,7 @@ class Stage:
     def paths(self) -> Iterator[Path]:
         return (Path(path) for path, _, _ in self._listed())
 
-    def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[Piece]:
+    def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[FileRange]:
         """Those of the listed files that begin in bytes [start, stop) of all of them."""
         at = 0
         for path in self.paths():

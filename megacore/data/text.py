@@ -36,7 +36,7 @@ class InputError(ValueError):
 
 
 @dataclass(frozen=True)
-class Piece:
+class FileRange:
     """What is read at once: a text file, the lines of a .jsonl file that begin in bytes [start, stop), or, for a
     .parquet file, row group `start`. `size` is its length in bytes, those of the file where it is compressed."""
 
@@ -69,7 +69,7 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Row:
+class Record:
     """A line of a .jsonl file that begins at byte `line_at`, or row `row` of a table: an object with these values, of
     about `size` bytes."""
 
@@ -146,20 +146,20 @@ def _walk(folder: Path, exclude: Sequence[str]) -> Iterator[Path]:
             yield Path(entry.path)
 
 
-def cut(path: Path) -> list[Piece]:
+def cut(path: Path) -> list[FileRange]:
     """A file's pieces, in order: they hold each of its documents once."""
     size = path.stat().st_size
     if path.suffix in WHOLE:
-        return [Piece(path, 0, size, size)]
+        return [FileRange(path, 0, size, size)]
     if path.suffix == ".jsonl":
-        return [Piece(path, at, min(at + LINES, size), min(LINES, size - at)) for at in range(0, size, LINES)]
+        return [FileRange(path, at, min(at + LINES, size), min(LINES, size - at)) for at in range(0, size, LINES)]
     if path.suffix == ".gz":
-        return [Piece(path, 0, sys.maxsize, size)]
+        return [FileRange(path, 0, sys.maxsize, size)]
     parquet = _parquet()
     with _table_errors(path):
         metadata = parquet.read_metadata(path)
     groups = range(metadata.num_row_groups)
-    pieces = [Piece(path, group, group + 1, metadata.row_group(group).total_byte_size) for group in groups]
+    pieces = [FileRange(path, group, group + 1, metadata.row_group(group).total_byte_size) for group in groups]
     if any(piece.size > _unpacked(path) for piece in pieces):
         raise InputError(_too_much(path))
     return pieces
@@ -186,7 +186,7 @@ def _table_errors(path: Path) -> Iterator[None]:
         raise InputError(f"{path} is no parquet file that can be read: {error}") from error
 
 
-def documents(piece: Piece, text_key: str) -> Iterator[str | Fault]:
+def documents(piece: FileRange, text_key: str) -> Iterator[str | Fault]:
     """The documents of a piece: their text, or why there is none. InputError if a table has no column `text_key`."""
     if piece.path.suffix in WHOLE:
         yield _whole(piece.path)
@@ -198,7 +198,7 @@ def documents(piece: Piece, text_key: str) -> Iterator[str | Fault]:
         yield from _rows(piece, text_key)
 
 
-def rows(piece: Piece) -> Iterator[Row | Fault]:
+def rows(piece: FileRange) -> Iterator[Record | Fault]:
     """What the lines of a piece of a .jsonl file, or the rows of one of a .parquet file, hold; or why that is nothing.
 
     Empty lines are passed over. InputError if a compressed file is damaged.
@@ -210,22 +210,22 @@ def rows(piece: Piece) -> Iterator[Row | Fault]:
         for at, line in _lines(piece):
             if line.strip():
                 found = _object(piece.path, at, line)
-                yield found if isinstance(found, Fault) else Row(found, piece.path, at, size=len(line))
+                yield found if isinstance(found, Fault) else Record(found, piece.path, at, size=len(line))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"{piece.path} is no whole gzip file: {error}") from error
 
 
-def _table_rows(piece: Piece) -> Iterator[Row]:
+def _table_rows(piece: FileRange) -> Iterator[Record]:
     parquet = _parquet()
     with _table_errors(piece.path), parquet.ParquetFile(piece.path) as file:
         row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
         for batch in _batches(file, piece):
             for values in batch.to_pylist():
-                yield Row(values, piece.path, row=row, size=batch.nbytes // batch.num_rows)
+                yield Record(values, piece.path, row=row, size=batch.nbytes // batch.num_rows)
                 row += 1
 
 
-def _batches(file: Any, piece: Piece, columns: list[str] | None = None) -> Iterator[Any]:
+def _batches(file: Any, piece: FileRange, columns: list[str] | None = None) -> Iterator[Any]:
     """Some rows at a time. InputError where a few values are so many rows that they were no text."""
     most = _unpacked(piece.path)
     for batch in file.iter_batches(limits.ROWS, row_groups=[piece.start], columns=columns):
@@ -251,7 +251,7 @@ def _whole(path: Path) -> str | Fault:
     return _decoded(path, data, None)
 
 
-def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
+def _lines(piece: FileRange) -> Iterator[tuple[int, bytes]]:
     """Where each line begins, and the line; of one that is longer than `limits.LINE`, a byte more than that. Empty
     lines are left out.
 
@@ -320,7 +320,7 @@ def _text(path: Path, value: object, what: str, line_at: int | None) -> str | Fa
     return value
 
 
-def _rows(piece: Piece, text_key: str) -> Iterator[str | Fault]:
+def _rows(piece: FileRange, text_key: str) -> Iterator[str | Fault]:
     parquet = _parquet()
     with _table_errors(piece.path), parquet.ParquetFile(piece.path) as file:
         if text_key not in file.schema_arrow.names:

@@ -21,7 +21,7 @@ from models.decoder import Microbatch
 from parallel.collectives import broadcast_
 from parallel.kernels.documents import Documents
 from parallel.mesh import Mesh
-from parallel.weights.layout import Place
+from parallel.weights.layout import Coordinates
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _batch(model: Model, prompts: Mapping[int, Sequence[int]], choose: Choice, e
 
 def _chosen(mesh: Mesh, logits: Tensor | None, choose: Choice, which: Sequence[tuple[int, int]]) -> list[int]:
     """The tokens that the first rank of the last stage chooses, on all ranks."""
-    source = mesh.shape.rank(Place(mesh.shape.pp - 1, 0, 0, 0, 0))
+    source = mesh.shape.rank(Coordinates(mesh.shape.pp - 1, 0, 0, 0, 0))
     tokens = torch.empty(len(which), dtype=torch.int64, device=mesh.device)
     if mesh.rank == source:
         assert logits is not None  # it is of the last stage

@@ -14,7 +14,7 @@ from megacore.data import text
 from megacore.data.chat import TrainOn
 from megacore.data.indexed import IndexedDataset
 from megacore.data.spelling import Guarded
-from megacore.data.text import Fault, InputError, Piece
+from megacore.data.text import Fault, FileRange, InputError
 from megacore.inference.texts import Texts, files_of
 from megacore.store.strict_json import StoreError
 
@@ -104,7 +104,7 @@ class Reading:
         unseen = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return Document(tokens, np.ones(tokens.size, np.bool_), len(found.encode()) - len(unseen.encode()))
 
-    def _examples(self, pieces: Sequence[Piece]) -> Iterator[Document]:
+    def _examples(self, pieces: Sequence[FileRange]) -> Iterator[Document]:
         assert self.texts is not None
         with files_of(self.texts.folder).folder() as folder:
             spelling = Guarded(folder)
@@ -123,7 +123,7 @@ def is_tokens(path: Path) -> bool:
     return not path.exists() and Path(f"{path}.idx").is_file()
 
 
-def _has_examples(pieces: Sequence[Piece]) -> bool:
+def _has_examples(pieces: Sequence[FileRange]) -> bool:
     if not pieces or pieces[0].path.suffix in text.WHOLE:
         return False
     first = next(text.rows(pieces[0]), None)

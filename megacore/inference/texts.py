@@ -24,7 +24,7 @@ class Texts:
 
     Args:
         folder: The model.
-        guard: Of a :class:`_Tokenizer`.
+        guard: Of a :class:`_TransformersTokenizer`.
         end: What the tokenizer says of the token that ends a text.
     """
 
@@ -42,7 +42,7 @@ class Texts:
         import_transformers()
         try:
             with files_of(folder).folder() as files:
-                guard = Guard(lambda: _Tokenizer(files))
+                guard = Guard(lambda: _TransformersTokenizer(files))
                 return cls(folder, guard, guard.call("end"))
         except InputError as error:
             raise StoreError(f"{folder.path} has no tokenizer among its files: put those of the model there") from error
@@ -101,7 +101,7 @@ class Texts:
         return frozenset(ids)
 
 
-class _Tokenizer:
+class _TransformersTokenizer:
     """The tokenizer in a folder, as transformers loads it."""
 
     def __init__(self, folder: Path) -> None:

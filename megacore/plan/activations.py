@@ -10,8 +10,8 @@ from functools import cache, cached_property, lru_cache, partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
 
+from megacore.plan.costs import LayerCost
 from megacore.plan.setting import Setting
-from megacore.plan.unit import Unit
 from models.config import ModelConfig
 from models.tuning import Tuning
 from parallel.choices import Recompute
@@ -32,14 +32,14 @@ class Visit:
         learned: Elements of it and of those after it that are trained.
     """
 
-    block: Unit
+    block: LayerCost
     which: Literal["last", "lower", "first"]
     freed: int
     learned: int
 
 
-def _visits(blocks: Sequence[Unit]) -> Iterator[Visit]:
-    seen, freed, learned = set[Unit](), 0, 0
+def _visits(blocks: Sequence[LayerCost]) -> Iterator[Visit]:
+    seen, freed, learned = set[LayerCost](), 0, 0
     reached = [block for block in reversed(blocks) if block.left]
     for number, block in enumerate(reached, 1):
         learned += block.learning
@@ -52,7 +52,7 @@ def _visits(blocks: Sequence[Unit]) -> Iterator[Visit]:
 
 
 @dataclass(frozen=True)
-class Activations:
+class ActivationMemory:
     """Of one rank for one microbatch, in bytes; made by :meth:`of`. The fields are all that they depend on.
 
     Args:
@@ -81,7 +81,7 @@ class Activations:
     loss_chunk: int | None
 
     @classmethod
-    def of(cls, setting: Setting) -> Activations:
+    def of(cls, setting: Setting) -> ActivationMemory:
         """Those of a run.
 
         Raises:
@@ -95,7 +95,7 @@ class Activations:
         )  # fmt: skip
 
     @cached_property
-    def without_recomputation(self) -> Activations:
+    def without_recomputation(self) -> ActivationMemory:
         return replace(self, recompute="none")
 
     @cached_property
@@ -105,13 +105,13 @@ class Activations:
         return fake_model(self.model, self.tuning, self.mesh, self.width, self.device)
 
     @cached_property
-    def chunks(self) -> tuple[tuple[Unit, ...], ...]:
+    def chunks(self) -> tuple[tuple[LayerCost, ...], ...]:
         """The blocks of each virtual stage; those that are alike are one object."""
         measured = cache(partial(self._fake.block, self.recompute, self.length, self.sequences))
         found, kinds = [], iter(self._fake.kinds)
         for virtual, count in enumerate(self.layers):
             # What another stage sends asks for a gradient, whatever is trained there.
-            entered, blocks = virtual > 0 or self.embeds, list[Unit]()
+            entered, blocks = virtual > 0 or self.embeds, list[LayerCost]()
             for kind in islice(kinds, count):
                 blocks.append(measured(kind, entered))
                 entered = blocks[-1].left
@@ -124,11 +124,11 @@ class Activations:
         return self._fake.embeds
 
     @cached_property
-    def embedding(self) -> Unit:
+    def embedding(self) -> LayerCost:
         return self._fake.embedding(self.length, self.sequences)
 
     @cached_property
-    def head(self) -> Unit:
+    def head(self) -> LayerCost:
         """The final norm, the product to the vocabulary, and the loss."""
         entered = self.chunks[-1][-1].left
         return self._fake.head(entered, self.loss_chunk, self.length, self.sequences)
@@ -138,18 +138,20 @@ class Activations:
         """The gradient of what the embedding and the head share, where one waits for the other's."""
         return self._fake.tied * self.width if len(self.layers) == 1 else 0
 
-    def units(self, virtual: int) -> Counter[Unit]:
+    def units(self, virtual: int) -> Counter[LayerCost]:
         """How many of each kind a virtual stage has: blocks, and an end of the model."""
         found = Counter(self.chunks[virtual])
         found.update([self.embedding] * (virtual == 0) + [self.head] * (virtual == len(self.layers) - 1))
         return found
 
-    def stage(self, stage: int) -> Counter[Unit]:
+    def stage(self, stage: int) -> Counter[LayerCost]:
         """How many of each kind a stage has."""
-        return sum((self.units(virtual) for virtual in range(stage, len(self.layers), self.stages)), Counter[Unit]())
+        return sum(
+            (self.units(virtual) for virtual in range(stage, len(self.layers), self.stages)), Counter[LayerCost]()
+        )
 
     @cached_property
-    def blocks(self) -> tuple[Counter[Unit], ...]:
+    def blocks(self) -> tuple[Counter[LayerCost], ...]:
         """How many blocks of each kind each stage has."""
         return tuple(Counter(chain(*self.chunks[stage :: self.stages])) for stage in range(self.stages))
 
@@ -166,4 +168,4 @@ class Activations:
         return blocks[0] + self.embedding.kept, *blocks[1:]
 
 
-_activations = lru_cache(maxsize=4096)(Activations)
+_activations = lru_cache(maxsize=4096)(ActivationMemory)

@@ -355,7 +355,7 @@ def _connections(setting: Setting, per_node: int) -> Connections:
 # -- data
 
 
-class _Corpus(IndexedDataset):
+class _VirtualDataset(IndexedDataset):
     """Stands for a token file that need not be here: so many documents that more would take no more memory."""
 
     def __init__(self, length: int) -> None:
@@ -377,7 +377,7 @@ def _data(config: Config, setting: Setting) -> Data:
     data, length = config.data, setting.sequence_length
     corpora = (*data.train, *data.validation) or (None,)
     fraction = 0.0 if data.validation else data.validation_fraction
-    stands_for = [_Corpus(length) for _ in corpora]
+    stands_for = [_VirtualDataset(length) for _ in corpora]
     tracing = tracemalloc.is_tracing()
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from megacore.plan.unit import Product
+from megacore.plan.costs import MatMul
 
 ATTENTION = 0.5
 """Share of the bf16 peak that the attention reaches of its causal half, forward and backward; published are 35 % for
@@ -22,7 +22,7 @@ START_S, HOP_S, NODE_HOP_S = 8.4e-6, 3.4e-6, 14e-6
 simple protocol (NVIDIA/nccl, src/graph/tuning.cc)."""
 
 
-def reached(product: Product, half: float) -> float:
+def reached(product: MatMul, half: float) -> float:
     """Of what large products reach, what one does of which a side as long as ``half`` would cost it half of that."""
     return math.prod(side / (side + half) for side in (product.m, product.n, product.k))
 

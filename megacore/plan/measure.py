@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megacore.plan.unit import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Message, Product, Unit, Work
+from megacore.plan.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Collective, LayerCost, MatMul, OpCounts
 from models.assemble import Model
 from models.blocks import CHEAP
 from models.config import ModelConfig
@@ -61,7 +61,7 @@ class FakeModel:
         self._mesh = _SilentMesh(mesh, 0, torch.device("cpu" if device == "cpu" else "meta"))
         self._embed, self._dtype = config.sizes["embed"], _DTYPES[width]
         self._runners: dict[tuple[str, Recompute], Runner] = {}
-        self._units: dict[object, Unit] = {}
+        self._units: dict[object, LayerCost] = {}
         with self._without_numbers():
             layout = layout_of(config, mesh, tuning=tuning)
             model = Model.create(config, layout, self._mesh, self._dtype, tuning=tuning)
@@ -97,12 +97,12 @@ class FakeModel:
         embedding, head = (set(end.parameters()) for end in self._ends)
         return sum(parameter.numel() for parameter in embedding & head if parameter.requires_grad)
 
-    def embedding(self, length: int, sequences: int) -> Unit:
+    def embedding(self, length: int, sequences: int) -> LayerCost:
         """Sequences of a length -> [tokens/tp, embed]."""
         embedding, _ = self._ends
         return self._unit(embedding, lambda x, batch, context: embedding(batch), False, length, sequences)
 
-    def block(self, recompute: Recompute, length: int, sequences: int, kind: str, entered: bool) -> Unit:
+    def block(self, recompute: Recompute, length: int, sequences: int, kind: str, entered: bool) -> LayerCost:
         """[tokens/tp, embed] -> same; ``entered``: what comes in has a gradient."""
         block = self._chunk.layers[kind]
         if (kind, recompute) not in self._runners:
@@ -112,7 +112,7 @@ class FakeModel:
             block, lambda x, batch, context: run([block], x, context), entered, length, sequences, recompute
         )
 
-    def head(self, entered: bool, loss_chunk: int | None, length: int, sequences: int) -> Unit:
+    def head(self, entered: bool, loss_chunk: int | None, length: int, sequences: int) -> LayerCost:
         """[tokens/tp, embed] -> the summed loss."""
         _, head = self._ends
         head.losses = Losses(chunk=loss_chunk)
@@ -120,13 +120,13 @@ class FakeModel:
 
     def _unit(
         self, module: nn.Module, call: _Call, entered: bool, length: int, sequences: int, *others: object
-    ) -> Unit:
+    ) -> LayerCost:
         key = module, entered, length, sequences, others
         if key not in self._units:
             self._units[key] = self._run(module, call, entered, length, sequences)
         return self._units[key]
 
-    def _run(self, module: nn.Module, call: _Call, entered: bool, length: int, sequences: int) -> Unit:
+    def _run(self, module: nn.Module, call: _Call, entered: bool, length: int, sequences: int) -> LayerCost:
         parameters = list(module.parameters())
         with self._without_numbers(), _Watch(self._chunk.parameters()) as seen, self._mesh.watched(seen):
             batch = self._microbatch(length, sequences)
@@ -145,7 +145,7 @@ class FakeModel:
                 seen.peak = seen.live
                 end.backward()
                 most = max(most, seen.peak - before)
-        return Unit(
+        return LayerCost(
             sum(parameter.numel() for parameter in parameters),
             sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             kept - tables,
@@ -250,7 +250,7 @@ class _Watch(TorchDispatchMode):
         self.sizes: dict[int, int] = {}
         self.live = self.peak = self.started = 0
         self._known = set(map(_key, known))
-        self._products, self.messages = Counter[Product](), Counter[Message]()
+        self._products, self.messages = Counter[MatMul](), Counter[Collective]()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -271,9 +271,9 @@ class _Watch(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
         return out
 
-    def work(self) -> Work:
+    def work(self) -> OpCounts:
         """Since it was asked last."""
-        found = Work(self._products, self.messages)
+        found = OpCounts(self._products, self.messages)
         self._products, self.messages = Counter(), Counter()
         return found
 
@@ -293,16 +293,16 @@ _FIRST = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
 """{operator: which of its arguments is the first factor}."""
 
 
-def _products(op: Any, args: Any) -> Iterable[tuple[Product, int]]:
+def _products(op: Any, args: Any) -> Iterable[tuple[MatMul, int]]:
     """Those of one operator of torch."""
     name = op._schema.name.removeprefix("aten::").rstrip("_")
     if name in _FIRST:
         a, b = args[_FIRST[name] : _FIRST[name] + 2]
-        yield Product(a.shape[-2], b.shape[-1], a.shape[-1], math.prod(a.shape[:-2]), _name(a)), 1
+        yield MatMul(a.shape[-2], b.shape[-1], a.shape[-1], math.prod(a.shape[:-2]), _name(a)), 1
     elif "scaled_dot_product" in name:
         given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False))
         q, k, causal = given["query"], given["key"], given["is_causal"]
-        product = Product(q.shape[2], k.shape[2] + causal, q.shape[3], q.shape[0] * q.shape[1], _name(q), True)
+        product = MatMul(q.shape[2], k.shape[2] + causal, q.shape[3], q.shape[0] * q.shape[1], _name(q), True)
         # Of scores that are looked at from below the diagonal half count. A gradient of each factor in the backward.
         yield product, (1 if causal else 2) * (2 if "backward" in name else 1)
 
@@ -379,7 +379,7 @@ class _Sent:
         if self._kind:
             hidden = self._seen.started > self._at
             group = self._group
-            self._seen.messages[Message(self._kind, group.axis, group.size(), self._size, hidden)] += 1
+            self._seen.messages[Collective(self._kind, group.axis, group.size(), self._size, hidden)] += 1
         return True
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from megacore.plan.activations import Activations
+from megacore.plan.activations import ActivationMemory
 from megacore.plan.setting import SHARDS, Setting
-from megacore.plan.state import Held, Part, state
+from megacore.plan.state import Held, ParameterShare, state
 from parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
 from parallel.pipeline.schedules import SCHEDULES
 from parallel.rank_sets import groups_of
@@ -119,7 +119,7 @@ def memory(setting: Setting, held: Held) -> tuple[Memory, ...]:
 
 def by_stage(setting: Setting, held: Held) -> Iterator[Memory]:
     """As :func:`memory`, one after the other: who looks for what is too much need not see all of them."""
-    act = Activations.of(setting)
+    act = ActivationMemory.of(setting)
     for stage, own in enumerate(held.stages):
         yield _stage(setting, act, stage, own)
 
@@ -138,7 +138,7 @@ class _Moment:
         return self.activations + self.logits + self.working + (gradients if self.gradients is None else self.gradients)
 
 
-def _stage(setting: Setting, act: Activations, stage: int, held: Sequence[Part]) -> Memory:
+def _stage(setting: Setting, act: ActivationMemory, stage: int, held: Sequence[ParameterShare]) -> Memory:
     layout = setting.layout
     whole = state(held, setting)
     everything = whole.device(setting)
@@ -178,7 +178,7 @@ def _stage(setting: Setting, act: Activations, stage: int, held: Sequence[Part])
     )
 
 
-def _moments(setting: Setting, act: Activations, stage: int, held: Sequence[Part]) -> list[_Moment]:
+def _moments(setting: Setting, act: ActivationMemory, stage: int, held: Sequence[ParameterShare]) -> list[_Moment]:
     """The start of every backward at the head, at the last block of each kind, at the first one and at the embedding,
     for all that is in flight."""
     layout, width = setting.layout, setting.widths.gradient
@@ -218,13 +218,13 @@ def _moments(setting: Setting, act: Activations, stage: int, held: Sequence[Part
     return found
 
 
-def _on_device(setting: Setting, act: Activations, virtual: int) -> int:
+def _on_device(setting: Setting, act: ActivationMemory, virtual: int) -> int:
     """What a chunk keeps; where it is offloaded, what is on its way."""
     kept, most = act.kept[virtual], max(block.kept for block in act.chunks[virtual])
     return min(kept, OFFLOAD_AHEAD + most) if setting.offload_activations else kept
 
 
-def _lazy(held: Sequence[Part], setting: Setting) -> bool:
+def _lazy(held: Sequence[ParameterShare], setting: Setting) -> bool:
     """Whether gradients only come to be in the backward: nobody shares them, they need no wider type, and there is one
     microbatch (the next one finds those of the one before)."""
     mesh, widths = setting.layout.mesh, setting.widths
@@ -243,7 +243,7 @@ class _Sharing:
     embedding: int = 0
 
     @classmethod
-    def of(cls, setting: Setting, act: Activations, stage: int, held: Sequence[Part]) -> _Sharing:
+    def of(cls, setting: Setting, act: ActivationMemory, stage: int, held: Sequence[ParameterShare]) -> _Sharing:
         """A bucket that fills, and those whose sums are under way; of parameters a unit, and the one gathered next."""
         rung, widths = SHARDS.index(setting.shard), setting.widths
         if rung < 2:

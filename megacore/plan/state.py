@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from megacore.plan.setting import SHARDS, Setting, Widths
 from parallel.choices import ZeroShard
-from parallel.weights.layout import Layout, Place, Shard
+from parallel.weights.layout import Coordinates, Layout, Shard
 from parallel.weights.schema import Param, Schema
 
 
 @dataclass(frozen=True)
-class Part:
+class ParameterShare:
     """What a rank holds of one parameter, all its layers together, as far as the same ranks hold copies of it.
 
     Args:
@@ -32,7 +32,7 @@ class Part:
     model_replicas: int
     dims: tuple[str, ...]
 
-    def of(self, layers: Sequence[frozenset[str]], ends: frozenset[str]) -> Part:
+    def of(self, layers: Sequence[frozenset[str]], ends: frozenset[str]) -> ParameterShare:
         """Of layers of which these parameters are trained, if it is a layer's; else of the ends."""
         name = self.param.name
         if "layer" not in self.param.named_axes:
@@ -49,7 +49,7 @@ class Held:
         stages: Of a rank of each stage.
     """
 
-    stages: tuple[tuple[Part, ...], ...]
+    stages: tuple[tuple[ParameterShare, ...], ...]
 
     @classmethod
     def of(cls, setting: Setting) -> Held:
@@ -59,7 +59,7 @@ class Held:
         one_each = Schema(layout.schema.params, {**layout.schema.sizes, "layer": few})
         small = Layout(one_each, replace(layout.mesh, pp=few, dp=1, cp=1), (1,) * few)
         like = [0 if stage == 0 else few - 1 if stage == pp - 1 else 1 for stage in range(pp)]
-        kinds = [_parts(small, Place(pp=stage)) for stage in range(few)]
+        kinds = [_parts(small, Coordinates(pp=stage)) for stage in range(few)]
         names = [p.name for p in layout.schema.params if "layer" in p.named_axes]
         trained = _trained(names, layout.schema.sizes["layer"], frozen)
         ends = frozenset(p.name for p in layout.schema.params if "layer" not in p.named_axes and p.name not in frozen)
@@ -79,14 +79,14 @@ def _trained(names: Sequence[str], layers: int, frozen: frozenset[str]) -> tuple
     return tuple(frozenset(name for name in names if name.format(layer=n) not in frozen) for n in range(layers))
 
 
-def _parts(layout: Layout, place: Place) -> tuple[Part, ...]:
+def _parts(layout: Layout, place: Coordinates) -> tuple[ParameterShare, ...]:
     shards: dict[str, list[Shard]] = {}
     for shard in layout.shards(place):
         shards.setdefault(shard.param.name, []).append(shard)
     return tuple(part for alike in shards.values() for part in _by_replicas(layout, alike))
 
 
-def _by_replicas(layout: Layout, alike: list[Shard]) -> Iterator[Part]:
+def _by_replicas(layout: Layout, alike: list[Shard]) -> Iterator[ParameterShare]:
     by_ranks: dict[tuple[int, ...], list[str]] = {}
     numel = {piece.label: piece.numel for piece in alike[0].pieces}
     for label in numel:
@@ -95,11 +95,11 @@ def _by_replicas(layout: Layout, alike: list[Shard]) -> Iterator[Part]:
         places = [layout.mesh.place(rank) for rank in ranks]
         dims = tuple(dim for dim in layout.mesh.DIMS if len({getattr(at, dim) for at in places}) > 1)
         elements = sum(numel[label] for label in labels) * len(alike)
-        yield Part(alike[0].param, tuple(labels), elements, elements, len(ranks), dims)
+        yield ParameterShare(alike[0].param, tuple(labels), elements, elements, len(ranks), dims)
 
 
 @dataclass(frozen=True)
-class State:
+class StateBytes:
     """Bytes of the training state on one rank."""
 
     parameters: int
@@ -111,15 +111,15 @@ class State:
     def total(self) -> int:
         return self.parameters + self.gradients + self.masters + self.moments
 
-    def device(self, setting: Setting) -> State:
+    def device(self, setting: Setting) -> StateBytes:
         """Less what is offloaded."""
         parameters = 0 if setting.offload_parameters else self.parameters
         if setting.offload_optimizer == "none":
             return replace(self, parameters=parameters)
         return replace(self, parameters=parameters, masters=0, moments=0)
 
-    def __add__(self, other: State) -> State:
-        return State(
+    def __add__(self, other: StateBytes) -> StateBytes:
+        return StateBytes(
             self.parameters + other.parameters,
             self.gradients + other.gradients,
             self.masters + other.masters,
@@ -127,10 +127,10 @@ class State:
         )
 
 
-NOTHING = State(0, 0, 0, 0)
+NOTHING = StateBytes(0, 0, 0, 0)
 
 
-def state_of(elements: int, ranks: int, widths: Widths, shard: ZeroShard) -> State:
+def state_of(elements: int, ranks: int, widths: Widths, shard: ZeroShard) -> StateBytes:
     """The state of so many elements of which ``ranks`` ranks hold copies, and split what the rung says.
 
     Per element, with N ranks and ``ADAM_16``: 16, 4 + 12/N, 2 + 14/N, 16/N bytes (ZeRO 0 to 3).
@@ -139,12 +139,12 @@ def state_of(elements: int, ranks: int, widths: Widths, shard: ZeroShard) -> Sta
     own = -(-elements // ranks)
     gradients, parameters = (own if rung >= least else elements for least in (2, 3))
     states = own if rung >= 1 else elements
-    return State(
+    return StateBytes(
         parameters * widths.parameter, gradients * widths.gradient, states * widths.master, states * widths.moments
     )
 
 
-def sharing(part: Part, setting: Setting) -> int:
+def sharing(part: ParameterShare, setting: Setting) -> int:
     """Over how many ranks the state of a part is split where it is (`parallel.rank_sets.divide`): all that hold copies,
     less HSDP's replicas, and less the other end of the pipeline."""
     mesh = setting.layout.mesh
@@ -152,7 +152,7 @@ def sharing(part: Part, setting: Setting) -> int:
     return part.model_replicas // ends * mesh.dp * mesh.cp // setting.replicas
 
 
-def state(held: Iterable[Part], setting: Setting) -> State:
+def state(held: Iterable[ParameterShare], setting: Setting) -> StateBytes:
     """Of everything a rank holds, wherever it lies.
 
     Where pieces of one parameter have different owners, each rank that updates a slice of one has a copy of the slice.
@@ -171,6 +171,6 @@ def state(held: Iterable[Part], setting: Setting) -> State:
     return total
 
 
-def updated(held: Iterable[Part], setting: Setting) -> State:
+def updated(held: Iterable[ParameterShare], setting: Setting) -> StateBytes:
     """As :func:`state`, of what is trained alone."""
     return state((replace(part, elements=part.trained) for part in held), setting)

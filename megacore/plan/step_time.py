@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megacore.plan import efficiency
-from megacore.plan.activations import Activations
+from megacore.plan.activations import ActivationMemory
+from megacore.plan.costs import LayerCost, MatMul
 from megacore.plan.devices import PEAK_TFLOPS, Device
 from megacore.plan.setting import SHARDS, Setting
-from megacore.plan.state import Held, Part, state, updated
+from megacore.plan.state import Held, ParameterShare, state, updated
 from megacore.plan.traffic import ALL_REDUCE, SEND, Traffic, traffic
-from megacore.plan.unit import Product, Unit
 from models.config import flops_per_token
 from parallel.pipeline.schedules import SCHEDULES, simulate
 from parallel.weights.layout import MeshShape
@@ -45,7 +45,7 @@ class Cluster:
         """Of what is never in fp8: the attention and the head."""
         return min(self.tflops, PEAK_TFLOPS[self.device.peak][0])
 
-    def product_s(self, product: efficiency.Product, tflops: float) -> float:
+    def product_s(self, product: efficiency.MatMul, tflops: float) -> float:
         """Seconds of a product where such could reach so many TFLOP/s."""
         if product.attention:
             return product.flops / (self.wide_tflops * 1e12 * efficiency.ATTENTION)
@@ -128,12 +128,12 @@ class Estimate:
         return self.model_tflop / self.total
 
 
-Products = Mapping[Product, int]
+Products = Mapping[MatMul, int]
 """{product: how often}."""
 
 
 @dataclass(frozen=True)
-class Work:
+class LayerCompute:
     """Of a rank for one microbatch, in some blocks or in the head.
 
     Args:
@@ -154,7 +154,7 @@ class Work:
     narrow: bool
 
 
-def work(act: Activations, virtual: int) -> list[tuple[Work, int]]:
+def work(act: ActivationMemory, virtual: int) -> list[tuple[LayerCompute, int]]:
     """(work, how often) of a virtual stage."""
     plain = act.without_recomputation
     blocks = Counter(zip(act.chunks[virtual], plain.chunks[virtual], strict=True))
@@ -162,11 +162,11 @@ def work(act: Activations, virtual: int) -> list[tuple[Work, int]]:
     return found if virtual < len(act.chunks) - 1 else [*found, (_of(act.head, plain.head, False), 1)]
 
 
-def _of(unit: Unit, plain: Unit, narrow: bool) -> Work:
+def _of(unit: LayerCost, plain: LayerCost, narrow: bool) -> LayerCompute:
     """Of what is run as one and, without recomputation, as the other."""
     again = Counter(unit.backward.products) - Counter(plain.backward.products)
     made_again = plain.kept - unit.kept if unit.left else 0
-    return Work(unit.forward.products, plain.backward.products, again, plain.kept, made_again, narrow)
+    return LayerCompute(unit.forward.products, plain.backward.products, again, plain.kept, made_again, narrow)
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Flops:
     again: int
 
 
-def flops(act: Activations, virtual: int) -> Flops:
+def flops(act: ActivationMemory, virtual: int) -> Flops:
     """In a virtual stage."""
     found = work(act, virtual)
     return Flops(
@@ -198,7 +198,7 @@ class _Seconds:
     again: float
 
 
-def _seconds(cluster: Cluster, found: Sequence[tuple[Work, int]]) -> _Seconds:
+def _seconds(cluster: Cluster, found: Sequence[tuple[LayerCompute, int]]) -> _Seconds:
     forward = backward = again = 0.0
     for each, number in found:
         tflops = cluster.tflops if each.narrow else cluster.wide_tflops
@@ -230,7 +230,7 @@ def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = T
     """
     layout, m = setting.layout, setting.microbatches
     mesh, pp, chunks = layout.mesh, layout.mesh.pp, layout.chunks
-    act = Activations.of(setting)
+    act = ActivationMemory.of(setting)
     sent = [traffic(setting, held, stage) for stage in range(pp)]
     rows = [_stage_times(setting, act, cluster, stage, sent[stage]) for stage in range(pp)]
     slowest = max(rows, key=lambda row: row.forward + row.backward)
@@ -291,7 +291,9 @@ class _Times:
         return self.compute_backward + self.recompute + self.tensor_backward
 
 
-def _stage_times(setting: Setting, act: Activations, cluster: Cluster, stage: int, sent: Sequence[Traffic]) -> _Times:
+def _stage_times(
+    setting: Setting, act: ActivationMemory, cluster: Cluster, stage: int, sent: Sequence[Traffic]
+) -> _Times:
     layout, m = setting.layout, setting.microbatches
     found = _seconds(cluster, [each for v in range(stage, len(act.chunks), layout.mesh.pp) for each in work(act, v)])
     tensor = [x for x in sent if x.axis == "tp" and "tokens" in x.what]
@@ -314,7 +316,7 @@ def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _T
     return cluster.shown(mesh, sums, beside) + cluster.shown(mesh, gathers, times.forward)
 
 
-def _optimizer(setting: Setting, cluster: Cluster, held: Sequence[Part]) -> float:
+def _optimizer(setting: Setting, cluster: Cluster, held: Sequence[ParameterShare]) -> float:
     """Reading and writing what AdamW works on.
 
     Offloaded, the host does it, window by window: gradients come and parameters go beside its work, each in a

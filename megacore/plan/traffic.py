@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megacore.plan.activations import Activations
+from megacore.plan.activations import ActivationMemory
+from megacore.plan.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Collective
 from megacore.plan.setting import SHARDS, Setting
-from megacore.plan.state import Held, Part, sharing
-from megacore.plan.unit import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Message
+from megacore.plan.state import Held, ParameterShare, sharing
 
 
 def ring(kind: str, size: float, ranks: int) -> float:
@@ -50,14 +50,14 @@ class Traffic:
 
 def traffic(setting: Setting, held: Held, stage: int) -> tuple[Traffic, ...]:
     """All messages of a rank of a stage."""
-    act = Activations.of(setting)
+    act = ActivationMemory.of(setting)
     found = [*_layers(setting, act, stage), *_pipeline(setting, stage), *_data(setting, act, held.stages[stage], stage)]
     return tuple(each for each in found if each.ranks > 1 and each.count and each.size)
 
 
-def _layers(setting: Setting, act: Activations, stage: int) -> Iterator[Traffic]:
+def _layers(setting: Setting, act: ActivationMemory, stage: int) -> Iterator[Traffic]:
     """What the layers themselves exchange."""
-    counts = Counter[tuple[Message, str]]()
+    counts = Counter[tuple[Collective, str]]()
     for unit, number in act.stage(stage).items():
         for when, work in (("forward", unit.forward), ("backward", unit.backward)):
             for message, count in work.messages.items():
@@ -75,11 +75,11 @@ def _pipeline(setting: Setting, stage: int) -> Iterator[Traffic]:
     yield Traffic(SEND, "pp", "gradients of activations", pp, back, setting.activation, True)
 
 
-def _data(setting: Setting, act: Activations, held: Sequence[Part], stage: int) -> Iterator[Traffic]:
+def _data(setting: Setting, act: ActivationMemory, held: Sequence[ParameterShare], stage: int) -> Iterator[Traffic]:
     """Gradients, by who shares them, and split parameters."""
     mesh, widths, rung = setting.layout.mesh, setting.widths, SHARDS.index(setting.shard)
     data = mesh.dp * mesh.cp
-    alike: dict[tuple[tuple[str, ...], int], list[Part]] = {}
+    alike: dict[tuple[tuple[str, ...], int], list[ParameterShare]] = {}
     for part in held:
         alike.setdefault((part.dims, part.model_replicas), []).append(part)
     for (dims, _), group in alike.items():
@@ -103,7 +103,7 @@ def _data(setting: Setting, act: Activations, held: Sequence[Part], stage: int) 
         yield _buckets(setting, act, stage, ALL_GATHER, axis, "parameters", split, moved * widths.parameter, uses)
 
 
-def _used(act: Activations, stage: int, part: Part) -> int:
+def _used(act: ActivationMemory, stage: int, part: ParameterShare) -> int:
     """How many elements of a part are used in the forward of a microbatch, and in its backward."""
     if "layer" not in part.param.named_axes:
         return part.elements * (1 + (act.embeds or part.param.at != "first"))
@@ -113,7 +113,15 @@ def _used(act: Activations, stage: int, part: Part) -> int:
 
 
 def _buckets(
-    setting: Setting, act: Activations, stage: int, kind: str, axis: str, what: str, ranks: int, size: int, times: int
+    setting: Setting,
+    act: ActivationMemory,
+    stage: int,
+    kind: str,
+    axis: str,
+    what: str,
+    ranks: int,
+    size: int,
+    times: int,
 ) -> Traffic:
     """A tensor of so many bytes in buckets, so many times in a step; split parameters have one for each block."""
     units = act.blocks[stage].total() if setting.shard == "parameters" else 0

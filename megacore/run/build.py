@@ -18,7 +18,7 @@ from megacore.run.check import Setup
 from megacore.run.load import load as load_into
 from megacore.run.optimizer import Optimizer
 from megacore.run.resume import Start, companions, raw_of
-from megacore.run.save import NAMES, Kept, Saver, State
+from megacore.run.save import NAMES, Retention, Saver, TrainingState
 from megacore.run.scaler import UNSCALED, Scaling
 from megacore.run.states.offload import Offload
 from megacore.run.step import TrainStep
@@ -63,7 +63,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
     optimizer = _optimizer(config, gradients, offload, control)
     adapters = _adapters(config, start, control)
     load_into(start, model.parameters, optimizer, config.train.seed, control)
-    state = State(
+    state = TrainingState(
         model.parameters,
         optimizer,
         offload.folder if offload else None,
@@ -152,7 +152,7 @@ def _optimizer(config: Config, gradients: Gradients, offload: Offload | None, co
         raise ConfigError([f"memory.offload_folder: {error}"]) from error
 
 
-def _saver(setup: Setup, state: State, adapters: Adapters | None, control: Control) -> Saver:
+def _saver(setup: Setup, state: TrainingState, adapters: Adapters | None, control: Control) -> Saver:
     """Builds what saves checkpoints; room for states on disk is taken at once."""
     config, start = setup.config, setup.start
     saver = Saver(
@@ -161,7 +161,7 @@ def _saver(setup: Setup, state: State, adapters: Adapters | None, control: Contr
         with_dtype(raw_of(setup.model, start.source), NAMES[DTYPES[config.train.precision]]),
         companions(start, config),
         control,
-        Kept(config.checkpoint.keep, config.checkpoint.keep_every),
+        Retention(config.checkpoint.keep, config.checkpoint.keep_every),
         adapters,
         config.tuning.frozen(setup.model.schema) if adapters is None else frozenset(),
     )

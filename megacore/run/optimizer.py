@@ -10,7 +10,7 @@ from torch import Tensor
 from megacore.run.states.device_store import DeviceStore, Nothing
 from megacore.run.states.offload import Offload, OffloadedStore
 from megacore.run.states.store import MASTER, MOMENTS, Rule, StateStore
-from parallel.gradients.buckets import Elements, Part, Take, all_of_it
+from parallel.gradients.buckets import Elements, OwnedShard, Take, all_of_it
 from parallel.gradients.reduce import Gradients
 
 _AWAY_FROM_0 = 1e-6
@@ -121,7 +121,7 @@ class Optimizer:
         if self.store.masters:
             self._gradients.write(name, self._state(MASTER), host)
 
-    def _state(self, state: str) -> Callable[[Part], Elements]:
+    def _state(self, state: str) -> Callable[[OwnedShard], Elements]:
         return lambda part: self.store.of(part, state)
 
 

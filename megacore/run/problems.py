@@ -14,7 +14,7 @@ from typing import Protocol
 
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
-from megacore.config import EXAMPLES, RANGES, Bound, Config, Corpus
+from megacore.config import EXAMPLES, RANGES, Bound, Config, CorpusConfig
 from megacore.run.lock import held, holder
 from megacore.run.lr import decay_steps
 from megacore.say import brief
@@ -61,7 +61,7 @@ def problems(
         local_ranks: Ranks on this node.
     """
     out_of_range = {key: message for key, bound in RANGES.items() for message in _range_problem(config, key, bound)}
-    facts = Facts(config, world_size, model, gpus, local_ranks)
+    facts = RuleContext(config, world_size, model, gpus, local_ranks)
     unknown = {*out_of_range, *([MODEL] if model is None else [])}
     askable = [rule for keys, rule in RULES if unknown.isdisjoint(keys)]
     return [*out_of_range.values(), *(message for rule in askable for message in rule(facts))]
@@ -91,7 +91,7 @@ def _field(section: object, name: str) -> object:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RuleContext:
     """What the rules look at."""
 
     config: Config
@@ -106,7 +106,7 @@ class Facts:
         return self.model.sizes
 
 
-def _world(facts: Facts) -> Iterator[str]:
+def _world(facts: RuleContext) -> Iterator[str]:
     mesh, world = facts.config.mesh, facts.world_size
     ranks = mesh.model_ranks
     product = f"pp x cp x ep x tp = {mesh.pp} x {mesh.cp} x {mesh.ep} x {mesh.tp} = {ranks}"
@@ -119,7 +119,7 @@ def _world(facts: Facts) -> Iterator[str]:
         )
 
 
-def _parts(facts: Facts) -> Iterator[str]:
+def _parts(facts: RuleContext) -> Iterator[str]:
     mesh = facts.config.mesh
     if mesh.cp > 1:
         yield f"mesh.cp ({mesh.cp}): context parallelism is not there yet; set mesh.cp=1"
@@ -128,7 +128,7 @@ def _parts(facts: Facts) -> Iterator[str]:
     yield from split_problems(facts.sizes, MeshShape(pp=mesh.pp, cp=mesh.cp, ep=mesh.ep, tp=mesh.tp))
 
 
-def _stages(facts: Facts) -> Iterator[str]:
+def _stages(facts: RuleContext) -> Iterator[str]:
     pp, pipeline, layers = facts.config.mesh.pp, facts.config.pipeline, facts.sizes["layer"]
     stages = pp * pipeline.chunks
     product = f"mesh.pp x pipeline.chunks = {pp} x {pipeline.chunks} = {stages}"
@@ -141,7 +141,7 @@ def _stages(facts: Facts) -> Iterator[str]:
         yield f"pipeline.layers_per_stage {list(counts)} adds up to {sum(counts)}: the model has {layers} layers"
 
 
-def _chunks(facts: Facts) -> Iterator[str]:
+def _chunks(facts: RuleContext) -> Iterator[str]:
     pipeline = facts.config.pipeline
     if pipeline.schedule == "1f1b" and pipeline.chunks > 1:
         yield (
@@ -150,7 +150,7 @@ def _chunks(facts: Facts) -> Iterator[str]:
         )
 
 
-def _loss_chunk(facts: Facts) -> Iterator[str]:
+def _loss_chunk(facts: RuleContext) -> Iterator[str]:
     chunk, schedule = facts.config.memory.loss_chunk, facts.config.pipeline.schedule
     if chunk is not None and schedule == "gpipe":
         yield (
@@ -160,7 +160,7 @@ def _loss_chunk(facts: Facts) -> Iterator[str]:
         )
 
 
-def _offload(facts: Facts) -> Iterator[str]:
+def _offload(facts: RuleContext) -> Iterator[str]:
     memory, shard = facts.config.memory, facts.config.zero.shard
     if memory.offload_optimizer == "file" and memory.offload_folder is None:
         yield (
@@ -184,7 +184,7 @@ def _offload(facts: Facts) -> Iterator[str]:
         )
 
 
-def _positions(facts: Facts) -> Iterator[str]:
+def _positions(facts: RuleContext) -> Iterator[str]:
     assert facts.model is not None
     length, limit = facts.config.data.sequence_length, facts.model.max_positions
     if limit is not None and length > limit:
@@ -194,7 +194,7 @@ def _positions(facts: Facts) -> Iterator[str]:
         )
 
 
-def _tokens(facts: Facts) -> Iterator[str]:
+def _tokens(facts: RuleContext) -> Iterator[str]:
     mesh, length, micro = facts.config.mesh, facts.config.data.sequence_length, facts.config.batch.micro_size
     ranks = mesh.tp * mesh.cp
     if micro * length % ranks:
@@ -206,7 +206,7 @@ def _tokens(facts: Facts) -> Iterator[str]:
         )
 
 
-def _corpora(facts: Facts) -> Iterator[str]:
+def _corpora(facts: RuleContext) -> Iterator[str]:
     data = facts.config.data
     if not data.train:
         yield "data.train names no corpus: give the path prefix of a token file, or a list of {path, weight}"
@@ -223,7 +223,7 @@ def _corpora(facts: Facts) -> Iterator[str]:
         )
 
 
-def _batches(facts: Facts) -> Iterator[str]:
+def _batches(facts: RuleContext) -> Iterator[str]:
     mesh, batch = facts.config.mesh, facts.config.batch
     dp = facts.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
     unit = batch.micro_size * dp * mesh.ep
@@ -235,7 +235,7 @@ def _batches(facts: Facts) -> Iterator[str]:
         )
 
 
-def _shards(facts: Facts) -> Iterator[str]:
+def _shards(facts: RuleContext) -> Iterator[str]:
     mesh, shard, replicas = facts.config.mesh, facts.config.zero.shard, facts.config.zero.replicas
     dp = facts.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
     if replicas > 1 and shard == "none":
@@ -248,7 +248,7 @@ def _shards(facts: Facts) -> Iterator[str]:
         yield f"cannot divide dp={dp} data parallel ranks into zero.replicas={replicas} groups: choose from {choices}"
 
 
-def _lengths(facts: Facts) -> Iterator[str]:
+def _lengths(facts: RuleContext) -> Iterator[str]:
     schedule, steps = facts.config.schedule, facts.config.train.steps
     warmup = schedule.warmup_steps
     if warmup >= steps:
@@ -262,7 +262,7 @@ def _lengths(facts: Facts) -> Iterator[str]:
         yield "schedule.decay_steps is for cosine, linear and wsd: leave it null for constant"
 
 
-def _device(facts: Facts) -> Iterator[str]:
+def _device(facts: RuleContext) -> Iterator[str]:
     train = facts.config.train
     if train.device == "cuda" and not facts.gpus:
         yield "train.device is cuda, and there is no GPU: set train.device=cpu (or auto)"
@@ -275,7 +275,7 @@ def _device(facts: Facts) -> Iterator[str]:
         yield "train.precision fp64 is for the CPU: set train.device=cpu, or train.precision=fp32 or bf16"
 
 
-def _fp16(facts: Facts) -> Iterator[str]:
+def _fp16(facts: RuleContext) -> Iterator[str]:
     scale = facts.config.loss_scale
     if facts.config.train.precision != "fp16":
         return
@@ -288,7 +288,7 @@ def _fp16(facts: Facts) -> Iterator[str]:
         yield f"loss_scale.initial ({scale.initial:g}) is below loss_scale.minimum ({scale.minimum:g}): raise it"
 
 
-def _moments(facts: Facts) -> Iterator[str]:
+def _moments(facts: RuleContext) -> Iterator[str]:
     optimizer = facts.config.optimizer
     if optimizer.moments == "bf16" and max(optimizer.betas) >= 1 - 2**-8:
         yield (
@@ -297,7 +297,7 @@ def _moments(facts: Facts) -> Iterator[str]:
         )
 
 
-def _fp8(facts: Facts) -> Iterator[str]:
+def _fp8(facts: RuleContext) -> Iterator[str]:
     layers = facts.sizes["layer"]
     if facts.config.train.precision == "fp8" and layers < 3:
         yield (
@@ -306,7 +306,7 @@ def _fp8(facts: Facts) -> Iterator[str]:
         )
 
 
-def _async_tp(facts: Facts) -> Iterator[str]:
+def _async_tp(facts: RuleContext) -> Iterator[str]:
     train, tp = facts.config.train, facts.config.mesh.tp
     if not train.async_tp:
         return
@@ -323,7 +323,7 @@ def _async_tp(facts: Facts) -> Iterator[str]:
         yield "train.async_tp has no products in fp8: set it to false, or train.precision=bf16"
 
 
-def _held_out(facts: Facts) -> Iterator[str]:
+def _held_out(facts: RuleContext) -> Iterator[str]:
     data, every = facts.config.data, facts.config.evaluate.every
     if every and not data.validation and not data.validation_fraction:
         yield (
@@ -332,20 +332,20 @@ def _held_out(facts: Facts) -> Iterator[str]:
         )
 
 
-def _tuning(facts: Facts) -> Iterator[str]:
+def _tuning(facts: RuleContext) -> Iterator[str]:
     assert facts.model is not None
     tuning = facts.config.tuning
     if tuning != EVERYTHING:
         yield from tuning.problems(facts.model.schema)
 
 
-def _adapters(facts: Facts) -> Iterator[str]:
+def _adapters(facts: RuleContext) -> Iterator[str]:
     section = facts.config.checkpoint
     if facts.config.lora is not None and section.init is None:
         yield "lora trains adapters of a model that is there: name its folder or checkpoint in checkpoint.init"
 
 
-def _one_start(facts: Facts) -> Iterator[str]:
+def _one_start(facts: RuleContext) -> Iterator[str]:
     section = facts.config.checkpoint
     # Adapters are resumed beside the model that they were begun on.
     if facts.config.lora is None and section.init is not None and section.resume not in (None, AUTO):
@@ -355,7 +355,7 @@ def _one_start(facts: Facts) -> Iterator[str]:
         )
 
 
-def _export(facts: Facts) -> Iterator[str]:
+def _export(facts: RuleContext) -> Iterator[str]:
     section = facts.config.checkpoint
     if section.export is not None and not section.at_end:
         yield (
@@ -364,7 +364,7 @@ def _export(facts: Facts) -> Iterator[str]:
         )
 
 
-Rule = Callable[[Facts], Iterator[str]]
+Rule = Callable[[RuleContext], Iterator[str]]
 
 MODEL = "model"
 MODEL_RANKS = ("mesh.pp", "mesh.cp", "mesh.ep", "mesh.tp")
@@ -426,7 +426,7 @@ def _missing_files(config: Config) -> Iterator[str]:
         yield f"chat.template: there is no {template}: name a file, or leave it null for the model's own"
 
 
-def _missing(corpus: Corpus) -> Iterator[str]:
+def _missing(corpus: CorpusConfig) -> Iterator[str]:
     """Of a token file or a file of examples; and what a path that is there, and is neither, may have meant."""
     path = Path(corpus.path)
     ends = ("",) if corpus.has_examples else (".bin", ".idx")

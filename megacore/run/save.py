@@ -47,14 +47,14 @@ class SaveError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Kept:
+class Retention:
     """What a run keeps: the newest checkpoints (None: all of them), and those of every so many steps (0: no others)."""
 
     newest: int | None
     every: int
 
 
-class State:
+class TrainingState:
     """The tensors of this rank that a checkpoint holds, by state and name.
 
     Args:
@@ -106,7 +106,7 @@ class _Written:
 class Snapshot:
     """This rank's share of a checkpoint's files, and host memory for it that is kept from save to save."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: TrainingState) -> None:
         parameters = state.parameters
         self.state, self.schema, mesh = state, state.layout.schema, parameters.mesh
         disk, place = on_disk(state.layout), replace(mesh.place, dp=0, cp=0)
@@ -197,7 +197,7 @@ def _copies(
 
 
 @dataclass
-class _Work:
+class _Future:
     """Something that a thread does; what it gives and what it raises stay until they are asked for."""
 
     do: Callable[[], Any]
@@ -223,7 +223,7 @@ class _Saving:
     step: int
     trainer: Mapping[str, Any]
     publication: Publication | None
-    work: _Work | None
+    work: _Future | None
     publishing: bool = False
 
 
@@ -243,11 +243,11 @@ class Saver:
     def __init__(
         self,
         folder: Path,
-        state: State,
+        state: TrainingState,
         raw: Mapping[str, Any],
         companions: Mapping[str, Companion],
         control: Control,
-        kept: Kept,
+        kept: Retention,
         adapters: Adapters | None = None,
         frozen: frozenset[str] = frozenset(),
     ) -> None:
@@ -287,7 +287,7 @@ class Saver:
             raise self._failed(f"cannot save step {step}: {begun['error']}")
         folder = Path(begun["folder"])
         snapshot.take()
-        self._saving = _Saving(step, trainer, publication, _Work(lambda: snapshot.write(folder)))
+        self._saving = _Saving(step, trainer, publication, _Future(lambda: snapshot.write(folder)))
 
     def reserve(self) -> Snapshot:
         """Room for a copy of what is written, kept from save to save.
@@ -341,7 +341,7 @@ class Saver:
         elif not busy:
             written = self._control.gather(saving.work.result if saving.work else None)
             saving.publishing = True
-            saving.work = _Work(lambda: self._publish(saving, written)) if saving.publication else None
+            saving.work = _Future(lambda: self._publish(saving, written)) if saving.publication else None
 
     def finish(self) -> None:
         """Wait until the save in the background is published, if there is one. Raises as :meth:`advance`."""

@@ -90,7 +90,7 @@ def check_fingerprint(checkpoint: WeightFolder, base: Path, found: int) -> None:
 
 
 @dataclass(frozen=True)
-class Adapted(WeightFolder):
+class AdaptedFolder(WeightFolder):
     """Adapters and the model that they were trained on, two folders that are read as one.
 
     Args:
@@ -101,7 +101,7 @@ class Adapted(WeightFolder):
     base: SafetensorsFolder = field(kw_only=True)
 
     @classmethod
-    def of(cls, own: SafetensorsFolder, base: SafetensorsFolder) -> Adapted:
+    def of(cls, own: SafetensorsFolder, base: SafetensorsFolder) -> AdaptedFolder:
         """The two, if they belong together as far as can be known without reading the weights.
 
         Raises:

@@ -113,7 +113,7 @@ def _steps(folders: Folders) -> Both | None:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _PieceSummary:
     sizes: Mapping[str, int]
     dtype: str
     fingerprint: str
@@ -133,7 +133,7 @@ def _pieces(folders: Folders, state: str, jobs: int, progress: OnBytes) -> Itera
             yield Difference(state, *piece, "values", (here.fingerprint, there.fingerprint))
 
 
-def _held(folder: SafetensorsFolder, state: str, jobs: int, progress: OnBytes) -> dict[Logical, _Piece]:
+def _held(folder: SafetensorsFolder, state: str, jobs: int, progress: OnBytes) -> dict[Logical, _PieceSummary]:
     schema, values = folder.schema, folder.fingerprints(state)
     # Those of another release may have taken the axes in another order.
     if not values or _orders(folder.layout.schema) != _orders(schema):
@@ -144,7 +144,7 @@ def _held(folder: SafetensorsFolder, state: str, jobs: int, progress: OnBytes) -
             piece = whole_name(schema, stored), label
             axes = schema[stored.param].sentence.piece_axes(label)
             sizes = {axis: schema.sizes[axis] for axis in axes}
-            held[piece] = _Piece(sizes, FLOATS[folder.dtype(state, stored)], f"{values[piece]:016x}")
+            held[piece] = _PieceSummary(sizes, FLOATS[folder.dtype(state, stored)], f"{values[piece]:016x}")
     return held
 
 

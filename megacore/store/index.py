@@ -19,7 +19,7 @@ from models.lora import Lora
 from models.registry import family
 from models.tuning import Tuning
 from parallel.weights.fingerprint import spell
-from parallel.weights.layout import Layout, MeshShape, Place
+from parallel.weights.layout import Coordinates, Layout, MeshShape
 from parallel.weights.schema import SPLIT, Param, Schema, Split
 from parallel.weights.transfer import Stored, native
 
@@ -37,12 +37,12 @@ _LONGEST_NAME, _MOST_TARGETS = 200, 1000
 _HUGGING_FACE = re.compile(r"(?:[\w.-]|\{\w+(?:,\w+)*\})*", re.ASCII)
 
 
-def holder(place: Place, part: int | None = None) -> str:
+def holder(place: Coordinates, part: int | None = None) -> str:
     """The name of a file in the folder of each state; ``part`` is its number, where a place has several."""
     return f"pp{place.pp}-ep{place.ep}-tp{place.tp}" + ("" if part is None else f"-part{part}")
 
 
-def file_name(state: str, place: Place, part: int | None = None) -> str:
+def file_name(state: str, place: Coordinates, part: int | None = None) -> str:
     return path_of(state, holder(place, part))
 
 
@@ -141,11 +141,11 @@ class Index:
         return 1 if whole and not some and self.layout.split == SPLIT else 2
 
     @cached_property
-    def parts(self) -> Mapping[tuple[str, Place], list[int | None]]:
+    def parts(self) -> Mapping[tuple[str, Coordinates], list[int | None]]:
         """{(state, place): the numbers of its files}; a file that holds all of them has none."""
-        found: dict[tuple[str, Place], list[int | None]] = {}
+        found: dict[tuple[str, Coordinates], list[int | None]] = {}
         for state, pp, ep, tp, part in (match.groups() for match in map(_FILE.fullmatch, self.files) if match):
-            place = Place(pp=int(pp), ep=int(ep), tp=int(tp))
+            place = Coordinates(pp=int(pp), ep=int(ep), tp=int(tp))
             found.setdefault((state, place), []).append(None if part is None else int(part))
         return found
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from megacore.checkpoints import FOLDER, newest_of
-from megacore.store.adapters import Adapted
+from megacore.store.adapters import AdaptedFolder
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.hugging_face import ADAPTER, CONFIG, HuggingFace
@@ -63,7 +63,7 @@ def open_model(path: Path, base: Path | None = None) -> WeightFolder:
             f"{path} holds adapters (LoRA of rank {held.lora.rank}) of {held.base}, and there is no such folder here: "
             "give that model, a Hugging Face folder or a checkpoint of it, by --base"
         )
-    return Adapted.of(found, open_folder(base or Path(held.base)))
+    return AdaptedFolder.of(found, open_folder(base or Path(held.base)))
 
 
 def _known(path: Path) -> str | None:

@@ -21,7 +21,7 @@ from megacore.store.tensors import DTYPES, TensorWriter, file_size
 from parallel.weights.fingerprint import MODULUS, fingerprint
 from parallel.weights.pattern import Piece
 from parallel.weights.schema import Schema
-from parallel.weights.transfer import Block, Copy, Stored, blocks, strided
+from parallel.weights.transfer import Copy, Stored, TargetChunk, blocks, strided
 
 Read = Callable[[Stored], tuple[str, np.ndarray]]
 """Of a source tensor: (safetensors dtype, its bits as unsigned integers in the stored shape)."""
@@ -158,7 +158,7 @@ class _Open:
             return not self.runs
 
 
-_Task = tuple[_Open, Tensor, Sequence[Block]]
+_Task = tuple[_Open, Tensor, Sequence[TargetChunk]]
 
 
 def _tasks(folder: Path, files: Iterable[File]) -> Iterator[_Task]:
@@ -178,7 +178,7 @@ def _tasks(folder: Path, files: Iterable[File]) -> Iterator[_Task]:
 
 
 def fill(
-    block: Block, tensor: Tensor, read: Read, schema: Schema, buffer: np.ndarray
+    block: TargetChunk, tensor: Tensor, read: Read, schema: Schema, buffer: np.ndarray
 ) -> tuple[np.ndarray, dict[str, int]]:
     """(the elements of a block, the fingerprints of its pieces); ``buffer`` (bytes) is used if it is large enough."""
     dtype = DTYPES[tensor.dtype]
@@ -235,7 +235,7 @@ def _same_order(copy: Copy) -> bool:
     return steps(copy.source_view) == steps(copy.target_view)
 
 
-def _fingerprints(block: Block, bits: np.ndarray, schema: Schema) -> dict[str, int]:
+def _fingerprints(block: TargetChunk, bits: np.ndarray, schema: Schema) -> dict[str, int]:
     found: dict[str, int] = {}
     for copy in block.copies:
         value = of_copy(copy, copy.target_view, bits, schema[copy.target.param].sentence.piece_axes(copy.label))

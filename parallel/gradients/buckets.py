@@ -25,7 +25,7 @@ from parallel.weights.layout import MeshShape
 from parallel.weights.pattern import Piece
 
 
-class Part(Protocol):
+class OwnedShard(Protocol):
     """Elements that this rank updates: they have one gradient, and one optimizer state."""
 
     @property
@@ -104,7 +104,7 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class WholeSpan:
-    """The :class:`Part` that is a span, in the parameter's own memory.
+    """The :class:`OwnedShard` that is a span, in the parameter's own memory.
 
     Args:
         span: What is updated.
@@ -133,14 +133,14 @@ class WholeSpan:
         return self.span.decays
 
     @property
-    def parts(self) -> Sequence[Part]:
+    def parts(self) -> Sequence[OwnedShard]:
         return [self]
 
-    def collect(self, of: Callable[[Part], Elements]) -> Tensor:
+    def collect(self, of: Callable[[OwnedShard], Elements]) -> Tensor:
         """What there is for the span's elements, in its shape."""
         return of(self)[...]
 
-    def spread(self, of: Callable[[Part], Elements], values: Tensor) -> None:
+    def spread(self, of: Callable[[OwnedShard], Elements], values: Tensor) -> None:
         """The other way round: fill it from a tensor of the span's shape."""
         of(self)[...] = values
 
@@ -149,7 +149,7 @@ class WholeSpan:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class FlatSlice:
     """A span, and where it begins in flat memory."""
 
     span: Span
@@ -164,7 +164,7 @@ class Place:
         return flat[self.start : self.stop].view(self.span.shape)
 
 
-class Flat:
+class FlatLayout:
     """Spans one after the other in ``numel`` elements, of which each rank of a group owns ``numel / group.size``.
 
     It owns no memory: gradients and values are laid out alike by it.
@@ -176,9 +176,9 @@ class Flat:
     """
 
     def __init__(self, spans: Iterable[Span], group: Group, aligned: int = 1) -> None:
-        self.group, self.places, self.used = group, list[Place](), 0
+        self.group, self.places, self.used = group, list[FlatSlice](), 0
         for span in spans:
-            self.places.append(Place(span, self.used))
+            self.places.append(FlatSlice(span, self.used))
             self.used = -(-self.places[-1].stop // aligned) * aligned
         whole = aligned * group.size
         self.numel = -(-self.used // whole) * whole
@@ -219,7 +219,7 @@ class Bucket:
 
     def __init__(
         self,
-        flat: Flat,
+        flat: FlatLayout,
         across: Group,
         uses: Mapping[nn.Parameter, int],
         dtype: torch.dtype,

@@ -34,8 +34,8 @@ from parallel.collectives import Pending, all_reduce_, start_all_reduce
 from parallel.gradients.buckets import (
     Bucket,
     Elements,
-    Flat,
-    Part,
+    FlatLayout,
+    OwnedShard,
     Span,
     Take,
     WholeSpan,
@@ -47,8 +47,8 @@ from parallel.gradients.buckets import (
 )
 from parallel.gradients.zero import (
     FlatParameters,
+    FSDPUnit,
     SplitSpan,
-    Unit,
     end_backward,
     gather_in_turn,
     modules_of,
@@ -103,7 +103,7 @@ class Gradients:
         self.values: dict[Bucket, FlatParameters] = {}
         """Where parameters are split: those whose gradients lie in a bucket."""
         self.frozen: list[FlatParameters] = []
-        self.parts: list[Part] = []
+        self.parts: list[OwnedShard] = []
         """What this rank updates."""
         self._owned: dict[str, list[WholeSpan | SplitSpan]] = {}
         modules = list(chunks)
@@ -223,7 +223,7 @@ class Gradients:
         if bucket.summed == bucket.rounds and not bucket.late:
             self._sums.append(start_all_reduce(bucket.gradient, bucket.across))
 
-    def _watch(self, chunk: nn.Module, units: Sequence[Unit]) -> None:
+    def _watch(self, chunk: nn.Module, units: Sequence[FSDPUnit]) -> None:
         """Be told when a backward of a chunk begins and ends."""
         trained = {parameter for parameter in chunk.parameters() if parameter in self._places}
         buckets = [bucket for bucket in self.buckets if not trained.isdisjoint(bucket.flat.parameters)]
@@ -241,7 +241,7 @@ class Gradients:
 
         chunk.register_forward_hook(after_forward)
 
-    def _end_backward(self, units: Sequence[Unit]) -> None:
+    def _end_backward(self, units: Sequence[FSDPUnit]) -> None:
         """Where a gradient has not come, others may have one: the messages are the same on all ranks."""
         for parameter in self._to_come:
             self._add(parameter, None)
@@ -258,11 +258,13 @@ class Gradients:
 
     # -- what is held, by the names and in the shapes of the parameters
 
-    def parts_of(self, name: str) -> Sequence[Part]:
+    def parts_of(self, name: str) -> Sequence[OwnedShard]:
         """This rank's parts where a parameter lies; all have state of the same dtypes."""
         return [part for owned in self._owned[name] for part in owned.parts]
 
-    def read(self, name: str, of: Callable[[Part], Elements], host: Tensor | None, take: Take = all_of_it) -> None:
+    def read(
+        self, name: str, of: Callable[[OwnedShard], Elements], host: Tensor | None, take: Take = all_of_it
+    ) -> None:
         """Put together what parts have for a parameter, in its shape; all ranks do so for all names in one order.
 
         Args:
@@ -283,7 +285,7 @@ class Gradients:
                 span.of(whole).copy_(values)
         host.copy_(take(whole), non_blocking=True)
 
-    def write(self, name: str, of: Callable[[Part], Elements], host: Tensor) -> None:
+    def write(self, name: str, of: Callable[[OwnedShard], Elements], host: Tensor) -> None:
         """The other way round: fill what this rank's parts have from a tensor of the parameter's shape; of one that is
         frozen they have nothing."""
         for owned in self._owned.get(name, ()):
@@ -321,7 +323,7 @@ class Gradients:
         group, same = map(self._mesh.group, mine)
         return group, same
 
-    def _bucket(self, flat: Flat, same: Group) -> Bucket:
+    def _bucket(self, flat: FlatLayout, same: Group) -> Bucket:
         late = crosses_stages(self._mesh.shape, flat.places[0].span.replicas)
         self.buckets.append(Bucket(flat, same, self._uses, self.dtype, self._keeps, late))
         return self.buckets[-1]
@@ -334,14 +336,14 @@ class Gradients:
         spans = [span for span in self.spans if span.name in taken]
         for each in fill(self.parameters, spans, lambda span: span.replicas, bucket_bytes // self.dtype.itemsize):
             group, same = self._groups(each)
-            bucket = self._bucket(Flat(each, group), same)
+            bucket = self._bucket(FlatLayout(each, group), same)
             summed |= {place.span: place.of(bucket.gradient) for place in bucket.flat.places}
         for span in self.spans:
             part = WholeSpan(span, summed.get(span))
             self.parts.append(part)
             self._owned.setdefault(span.name, []).append(part)
 
-    def _split(self, modules: Sequence[nn.Module], bucket_bytes: int, store: ShardStore) -> list[list[Unit]]:
+    def _split(self, modules: Sequence[nn.Module], bucket_bytes: int, store: ShardStore) -> list[list[FSDPUnit]]:
         """Of each bucket a rank owns a shard -> the units of each chunk.
 
         The gradients of a bucket come together, so the same chunks use its spans; parameters that are resharded go with
@@ -372,7 +374,10 @@ class Gradients:
             self.values[bucket] = values
             self.parts += self._own(values, bucket.gradient)
         chunks = [
-            [Unit(module, used_by(needs, self.values.values()), used_by(needs, self.frozen)) for module, needs in units]
+            [
+                FSDPUnit(module, used_by(needs, self.values.values()), used_by(needs, self.frozen))
+                for module, needs in units
+            ]
             for units in found
         ]
         if self._mesh.place.pp == self._mesh.shape.pp - 1 and chunks[-1]:
@@ -383,7 +388,7 @@ class Gradients:
             values.reshard()
         return chunks
 
-    def _own(self, values: FlatParameters, gradient: Tensor | None) -> Sequence[Part]:
+    def _own(self, values: FlatParameters, gradient: Tensor | None) -> Sequence[OwnedShard]:
         parts = values.parts(gradient)
         for place in values.flat.places:
             self._owned.setdefault(place.span.name, []).append(SplitSpan(place, values, parts))

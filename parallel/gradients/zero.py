@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from parallel.collectives import Pending, broadcast_, start_all_gather_
-from parallel.gradients.buckets import Elements, Flat, Part, Place, Span
+from parallel.gradients.buckets import Elements, FlatLayout, FlatSlice, OwnedShard, Span
 from parallel.memory.shard_stores import ShardStore
 from parallel.mesh import Group
 from parallel.parameters import view
@@ -26,8 +26,8 @@ _ALIGNED = 64
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """The :class:`~parallel.gradients.buckets.Part` that lies from element ``start`` of a flat on, within this rank's
-    shard: [n], and all of it decays or not."""
+    """The :class:`~parallel.gradients.buckets.OwnedShard` [n] from element ``start`` of flat memory on, within this
+    rank's shard; all of it decays or none."""
 
     start: int
     data: Tensor
@@ -59,7 +59,7 @@ class FlatParameters:
     """
 
     def __init__(self, spans: Sequence[Span], group: Group, reshards: bool, store: ShardStore) -> None:
-        self.flat = flat = Flat(sorted(spans, key=lambda span: not span.decays), group, _ALIGNED)
+        self.flat = flat = FlatLayout(sorted(spans, key=lambda span: not span.decays), group, _ALIGNED)
         self._store = store
         # A span that is only a piece of its parameter has no memory of its own in it: it is copied there.
         self._loose = any(place.span.piece is not None for place in flat.places)
@@ -148,7 +148,7 @@ class SplitSpan:
         parts: All of this rank's shard.
     """
 
-    place: Place
+    place: FlatSlice
     values: FlatParameters
     parts: Sequence[Stretch]
 
@@ -156,7 +156,7 @@ class SplitSpan:
     def span(self) -> Span:
         return self.place.span
 
-    def collect(self, of: Callable[[Part], Elements]) -> Tensor:
+    def collect(self, of: Callable[[OwnedShard], Elements]) -> Tensor:
         """What there is for the span's elements, in its shape; all ranks of the group do so."""
         place, group = self.place, self.values.flat.group
         flat = torch.empty(place.span.numel, dtype=of(self.parts[0]).dtype, device=place.span.parameter.device)
@@ -168,7 +168,7 @@ class SplitSpan:
                 broadcast_(flat[start - place.start : stop - place.start], group, owner)
         return flat.view(place.span.shape)
 
-    def spread(self, of: Callable[[Part], Elements], values: Tensor) -> None:
+    def spread(self, of: Callable[[OwnedShard], Elements], values: Tensor) -> None:
         """The other way round: fill this rank's share of it from a tensor of the span's shape."""
         flat = values.reshape(-1)
         for part, theirs, mine in self._overlaps():
@@ -187,7 +187,7 @@ class SplitSpan:
 
 
 @dataclass(eq=False)
-class Unit:
+class FSDPUnit:
     """A module, and the parameters that it needs whole while it computes.
 
     Args:
@@ -229,14 +229,14 @@ def used_by(parameters: Iterable[Tensor], values: Iterable[FlatParameters]) -> l
     return [each for each in values if not each.flat.parameters.isdisjoint(parameters)]
 
 
-def gather_in_turn(units: Sequence[Unit], reshards: bool) -> None:
+def gather_in_turn(units: Sequence[FSDPUnit], reshards: bool) -> None:
     """Have the units of a chunk wait for their parameters before they run, each of which is gathered beside the unit
     before it, and reshard them afterwards if they do."""
     for i, unit in enumerate(units):
         _hook(unit, units[max(0, i - 1) : i], units[i + 1 : i + 2], reshards)
 
 
-def _hook(unit: Unit, before: Sequence[Unit], after: Sequence[Unit], reshards: bool) -> None:
+def _hook(unit: FSDPUnit, before: Sequence[FSDPUnit], after: Sequence[FSDPUnit], reshards: bool) -> None:
     def before_forward(module: nn.Module, inputs: object) -> None:
         _ready(unit, [] if unit.backward else after)
 
@@ -262,14 +262,14 @@ def _hook(unit: Unit, before: Sequence[Unit], after: Sequence[Unit], reshards: b
         unit.module.register_forward_hook(after_forward)
 
 
-def end_backward(units: Iterable[Unit]) -> None:
+def end_backward(units: Iterable[FSDPUnit]) -> None:
     """The backward of a chunk is over."""
     for unit in units:
         unit.backward = False
         _reshard(unit.frozen, [])
 
 
-def _ready(unit: Unit, ahead: Sequence[Unit]) -> None:
+def _ready(unit: FSDPUnit, ahead: Sequence[FSDPUnit]) -> None:
     for each in (unit, *ahead):
         for values in each.used:
             values.gather()
@@ -277,7 +277,7 @@ def _ready(unit: Unit, ahead: Sequence[Unit]) -> None:
         values.wait()
 
 
-def _reshard(used: Iterable[FlatParameters], needing: Sequence[Unit]) -> None:
+def _reshard(used: Iterable[FlatParameters], needing: Sequence[FSDPUnit]) -> None:
     """Reshard parameters, but for those that some units need."""
     needed = {values for unit in needing for values in unit.used}
     for values in used:

@@ -35,7 +35,7 @@ KINDS: Mapping[Direction, Kind] = {FORWARD: "F", BACKWARD: "B"}
 OPPOSITE: Mapping[Direction, Direction] = {FORWARD: BACKWARD, BACKWARD: FORWARD}
 
 
-class Microbatch(Protocol):
+class MicrobatchLike(Protocol):
     """What a step is made of; chunks read from it whatever they need."""
 
     @property
@@ -44,7 +44,7 @@ class Microbatch(Protocol):
         ...
 
 
-M = TypeVar("M", bound=Microbatch)
+M = TypeVar("M", bound=MicrobatchLike)
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Pipeline:
         self.on: Any = torch.get_device_module(self.mesh.device)
         self.receiving = self.on.Stream()
 
-    def train(self, microbatches: Sequence[Microbatch], scale: Tensor) -> Tensor:
+    def train(self, microbatches: Sequence[MicrobatchLike], scale: Tensor) -> Tensor:
         """Forward and backward of a step; gradients accumulate on the parameters.
 
         Args:
@@ -155,7 +155,7 @@ class Pipeline:
         return _Run(self, SCHEDULES[self.schedule], microbatches, scale).run()
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[Microbatch], scale: Tensor) -> Tensor:
+    def evaluate(self, microbatches: Sequence[MicrobatchLike], scale: Tensor) -> Tensor:
         """Forward only; arguments and result as :meth:`train`'s."""
         return _Run(self, forward_only, microbatches, scale).run()
 
@@ -202,7 +202,7 @@ class _Run:
         self,
         pipeline: Pipeline,
         build: Callable[[int, int, int], Schedule],
-        microbatches: Sequence[Microbatch],
+        microbatches: Sequence[MicrobatchLike],
         scale: Tensor,
     ) -> None:
         self.pipeline, self.microbatches = pipeline, microbatches

@@ -165,7 +165,7 @@ def _check_one_chunk(chunks: int) -> None:
 # -- the simulator
 
 
-class Span(NamedTuple):
+class TimedAction(NamedTuple):
     """When an action ran: [start, end), in the time units of ``simulate``."""
 
     action: Action
@@ -181,7 +181,7 @@ class Timeline:
     ``peak_in_flight``: per stage, the most forwards at once whose backward was still to come.
     """
 
-    spans: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[TimedAction, ...], ...]
     total: float
     peak_in_flight: tuple[int, ...]
 
@@ -212,7 +212,7 @@ def simulate(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, ho
     stages, chunks = len(schedule), _check_complete(schedule)
     duration = {"F": forward, "B": backward}
     end: dict[tuple[int, Action], float] = {}
-    spans: list[list[Span]] = [[] for _ in schedule]
+    spans: list[list[TimedAction]] = [[] for _ in schedule]
     blocked: dict[tuple[int, Action], list[int]] = {}  # the stages that wait for this action
     ready = deque(range(stages))
     while ready:
@@ -229,7 +229,7 @@ def simulate(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, ho
             start = max(arrivals, default=0.0)
             if done:
                 start = max(start, done[-1].end)
-            done.append(Span(action, start, start + duration[action.kind]))
+            done.append(TimedAction(action, start, start + duration[action.kind]))
             end[stage, action] = done[-1].end
             ready.extend(blocked.pop((stage, action), ()))
     if blocked:

@@ -19,7 +19,7 @@ Box = Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class Coordinates:
     """Coordinates of one rank in the mesh."""
 
     pp: int = 0
@@ -65,13 +65,13 @@ class MeshShape:
         """Number of ranks that read different sequences: dp x ep."""
         return self.dp * self.ep
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> Coordinates:
         coordinates = {}
         for dim in reversed(self.DIMS):
             rank, coordinates[dim] = divmod(rank, self[dim])
-        return Place(**coordinates)
+        return Coordinates(**coordinates)
 
-    def rank(self, place: Place) -> int:
+    def rank(self, place: Coordinates) -> int:
         rank = 0
         for dim in self.DIMS:
             rank = rank * self[dim] + getattr(place, dim)
@@ -319,14 +319,14 @@ class Layout:
         ends = {"first": 0, "last": self.mesh.pp - 1}
         return tuple(sorted({ends[end] for end in param.at.split()}))
 
-    def box(self, axis: str, place: Place) -> tuple[int, int]:
+    def box(self, axis: str, place: Coordinates) -> tuple[int, int]:
         """[start, stop) of an axis at a place; layers are dealt out by stage instead, see :meth:`stages`."""
         dims = self.split.get(axis, ())
         if not dims or axis == "layer":
             return 0, self.schema.sizes[axis]
         return self._split(axis, [getattr(place, dim) for dim in dims])
 
-    def shards(self, place: Place) -> Iterator[Shard]:
+    def shards(self, place: Coordinates) -> Iterator[Shard]:
         """Everything that is held at a place, in the order of declaration, layer by layer."""
         for param in self.schema.params:
             boxes = {axis: self.box(axis, place) for axis in sorted({*param.sentence.axes, *param.named_axes})}
@@ -360,7 +360,7 @@ class Layout:
         sets = set()
         for stage, ep, tp in itertools.product(range(self.mesh.pp), range(self.mesh.ep), range(self.mesh.tp)):
             seen = set()  # all layers of a stage are alike
-            for shard in self.shards(Place(pp=stage, ep=ep, tp=tp)):
+            for shard in self.shards(Coordinates(pp=stage, ep=ep, tp=tp)):
                 if shard.param.name not in seen:
                     seen.add(shard.param.name)
                     sets |= {self.replicas(shard, label) for label in shard.param.sentence.labels}

@@ -31,7 +31,7 @@ class PatternError(ValueError):
 
 
 @dataclass(frozen=True)
-class Product:
+class AxisProduct:
     """``label: factor factor ...``, row-major; the label may be empty, and so may the factors of a labelled product."""
 
     label: str
@@ -39,13 +39,13 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Group:
+class FusedGroup:
     """``( product + product + ... )``: the concatenation of its terms."""
 
-    terms: tuple[Product, ...]
+    terms: tuple[AxisProduct, ...]
 
 
-Node = str | Group
+Node = str | FusedGroup
 
 
 @dataclass(frozen=True)
@@ -149,9 +149,9 @@ class Pattern:
                 return [node]
             terms = node.terms
             if len(terms) > 1:
-                terms = tuple(Product("", term.factors) for term in terms if term.label == label)
-            terms = tuple(Product(t.label, tuple(n for f in t.factors for n in reduce(f))) for t in terms)
-            return [Group(terms)] if terms[0].factors else []
+                terms = tuple(AxisProduct("", term.factors) for term in terms if term.label == label)
+            terms = tuple(AxisProduct(t.label, tuple(n for f in t.factors for n in reduce(f))) for t in terms)
+            return [FusedGroup(terms)] if terms[0].factors else []
 
         return Pattern(tuple(kept for dim in self.dims for kept in reduce(dim)))
 
@@ -161,7 +161,8 @@ class Pattern:
         def reduce(node: Node) -> list[Node]:
             if isinstance(node, str):
                 return [] if node in axes else [node]
-            return [Group(tuple(Product(t.label, tuple(n for f in t.factors for n in reduce(f))) for t in node.terms))]
+            terms = (AxisProduct(t.label, tuple(n for f in t.factors for n in reduce(f))) for t in node.terms)
+            return [FusedGroup(tuple(terms))]
 
         return Pattern(tuple(kept for dim in self.dims for kept in reduce(dim)))
 
@@ -258,7 +259,7 @@ class _Parser:
             return self.group()
         return f"{token}@{column}" if self.columns else token
 
-    def group(self) -> Group:
+    def group(self) -> FusedGroup:
         opened = self.tokens[self.at - 1][2]
         terms, columns = [], []
         while True:
@@ -277,9 +278,9 @@ class _Parser:
                 raise PatternError(self.text, column, "each term of a fused group needs a label such as 'q:'")
             if any(term.label == other.label for other in terms[:i]):
                 raise PatternError(self.text, column, f"label {term.label!r} stands twice in one group")
-        return Group(tuple(terms))
+        return FusedGroup(tuple(terms))
 
-    def product(self) -> Product:
+    def product(self) -> AxisProduct:
         kind, token, _ = self.peek()
         label = ""
         if kind == "label":
@@ -288,7 +289,7 @@ class _Parser:
         while True:
             kind, token, column = self.peek()
             if kind is None or token in ("+", ")"):
-                return Product(label, tuple(factors))
+                return AxisProduct(label, tuple(factors))
             if kind == "label":
                 raise PatternError(self.text, column, f"label {token!r} in the middle of a term: it opens one")
             factors.append(self.node())

@@ -101,7 +101,7 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Block:
+class TargetChunk:
     """``numel`` contiguous elements of a target from ``start`` on, and what fills them; the rest of them is padding.
 
     The offsets of the copies' target views count from ``start``.
@@ -203,7 +203,7 @@ def _inside(piece: Piece, hit: Box, stored: Stored, order: tuple[str, ...]) -> P
     )
 
 
-def blocks(copies: Sequence[Copy], limit: int) -> Iterator[Block]:
+def blocks(copies: Sequence[Copy], limit: int) -> Iterator[TargetChunk]:
     """The parts of one target, in ascending order, of at most ``limit`` elements each where its sentence allows that.
 
     Padding that no copy touches is in no block.
@@ -225,11 +225,11 @@ def _interleaved(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
         yield together
 
 
-def _divide(copies: list[Copy], limit: int) -> Iterator[Block]:
+def _divide(copies: list[Copy], limit: int) -> Iterator[TargetChunk]:
     start, end = min(c.target_view.offset for c in copies), max(_end(c.target_view) for c in copies)
     axis = _outermost(copies) if end - start > limit else None
     if axis is None:
-        yield Block(start, end - start, tuple(_from(copy, start) for copy in copies))
+        yield TargetChunk(start, end - start, tuple(_from(copy, start) for copy in copies))
         return
     view = copies[0].target_view
     at = view.axes.index(axis)

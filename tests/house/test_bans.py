@@ -29,7 +29,7 @@ MODES = re.compile(r"(?=.*[wa+])[rwatb+]{1,3}")
 COPIES = {"copy", "copy2", "copyfile", "copytree", "move"}
 FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT"}
 
-FOLDERS = {"Adapted", "Checkpoint", "HuggingFace", "Merged", "SafetensorsFolder"}
+FOLDERS = {"AdaptedFolder", "Checkpoint", "HuggingFace", "Merged", "SafetensorsFolder"}
 """What kind of folder it has, nobody asks: a folder does what its format takes."""
 
 OPENING = {"megacore/store/files.py", "megacore/store/direct.py"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megacore import recipe as recipe_module
-from megacore.config import RANGES, SECTIONS, Config, Corpus, MeshConfig, parts
+from megacore.config import RANGES, SECTIONS, Config, CorpusConfig, MeshConfig, parts
 from megacore.recipe import ConfigError, load, processes
 from megacore.run.problems import problems, surroundings
 from models.registry import configure
@@ -396,7 +396,7 @@ def test_recipe_then_overrides_then_defaults(folder: Path) -> None:
     assert config.optimizer.lr == 1e-3
     assert (config.mesh.pp, config.mesh.dp, config.mesh.tp) == (2, None, 1)
     assert config.model == {"family": "llama", "preset": "llama-3.2-1b", "n_layer": 3}
-    assert config.data.train == (Corpus("corpus/text", 1.0),)
+    assert config.data.train == (CorpusConfig("corpus/text", 1.0),)
     assert config.data.seed == 2
     assert config.optimizer.betas == (0.9, 0.95)
     assert config.out == "runs/recipe"

@@ -10,19 +10,17 @@ import numpy as np
 import pytest
 from engine import VOCAB, write_corpus
 
-from megacore.config import Config, DataConfig
-from megacore.config import Corpus as Named
+from megacore.config import Config, CorpusConfig, DataConfig
 from megacore.data.blend import Blend
 from megacore.data.corpora import Corpora, facts, vocabulary_problems
-from megacore.data.corpus import CORPUS
-from megacore.data.corpus import Corpus as Facts
+from megacore.data.corpus import CORPUS, Corpus
 from megacore.data.first_order import ShuffledDocuments
 from megacore.data.indexed import IndexedDataset, IndexedWriter
 from megacore.data.samples import ORDER, Source, split_documents
 from megacore.run.progress import Progress
 from megacore.store.strict_json import StoreError
 
-FACTS = Facts("corpus", 60, 1440, 5000, 3.5, VOCAB, None, 4.0, 0, 0)
+FACTS = Corpus("corpus", 60, 1440, 5000, 3.5, VOCAB, None, 4.0, 0, 0)
 
 
 def write(prefix: Path, *lengths: int, start: int = 0) -> str:
@@ -34,9 +32,11 @@ def write(prefix: Path, *lengths: int, start: int = 0) -> str:
     return str(prefix)
 
 
-def config(*train: str | Named, validation: tuple[str, ...] = (), fraction: float = 0.0, length: int = 8) -> Config:
-    corpora = tuple(each if isinstance(each, Named) else Named(each) for each in train)
-    held_out = tuple(map(Named, validation))
+def config(
+    *train: str | CorpusConfig, validation: tuple[str, ...] = (), fraction: float = 0.0, length: int = 8
+) -> Config:
+    corpora = tuple(each if isinstance(each, CorpusConfig) else CorpusConfig(each) for each in train)
+    held_out = tuple(map(CorpusConfig, validation))
     return Config(data=DataConfig(corpora, held_out, fraction, length))
 
 
@@ -68,7 +68,7 @@ def test_validation_corpora_take_the_place_of_the_fraction(tmp_path: Path) -> No
 
 def test_several_corpora_are_blended_by_weight_on_both_sides(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", *[10] * 50), write(tmp_path / "b", *[10] * 50, start=1000)
-    corpora = Corpora.open(config(Named(a, 3.0), Named(b, 1.0), fraction=0.3))
+    corpora = Corpora.open(config(CorpusConfig(a, 3.0), CorpusConfig(b, 1.0), fraction=0.3))
     for source in (corpora.train, corpora.validation):
         assert isinstance(source, Blend)
         of_b = [source.sample(i).tokens[0] >= 1000 for i in range(40)]
@@ -126,10 +126,10 @@ def test_what_is_too_short_is_named(
 
 def test_facts_are_those_of_this_pair(tmp_path: Path) -> None:
     """Another pair in the same folder may be of another tokenizer."""
-    assert facts(Named(str(tmp_path / "corpus"))) is None
+    assert facts(CorpusConfig(str(tmp_path / "corpus"))) is None
     FACTS.write(tmp_path)
-    assert facts(Named(str(tmp_path / "corpus"))) == FACTS
-    assert facts(Named(str(tmp_path / "other"))) is None
+    assert facts(CorpusConfig(str(tmp_path / "corpus"))) == FACTS
+    assert facts(CorpusConfig(str(tmp_path / "other"))) is None
     assert json.loads((tmp_path / CORPUS).read_text()) == asdict(FACTS)
 
 

@@ -13,7 +13,7 @@ import pytest
 from chats import FAMILIES, chat, write_jsonl, write_tokenizer
 
 from megacore.data.spelling import Guarded
-from megacore.data.text import InputError, Row, cut, rows
+from megacore.data.text import InputError, Record, cut, rows
 from megacore.data.tokenizer import load
 from megacore.guard import Guard, GuardError
 from parallel import limits
@@ -137,7 +137,7 @@ TEMPLATES = {
 def test_a_template_that_explodes_is_an_error(name: str, tmp_path: Path, strict: None) -> None:
     spelling = Guarded(write_tokenizer(tmp_path, TEMPLATES[name]))
     (row,) = rows(cut(write_jsonl(tmp_path / "a.jsonl", {"messages": chat("hi", "hello")}))[0])
-    assert isinstance(row, Row)
+    assert isinstance(row, Record)
     try:
         (found,) = spelling.examples([row], "assistant")
         assert "a.jsonl, line 1: the chat template fails" in str(found)

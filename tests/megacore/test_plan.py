@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from megacore.config import Config, MemoryConfig
-from megacore.plan.activations import Activations
+from megacore.plan.activations import ActivationMemory
 from megacore.plan.devices import DEVICES
 from megacore.plan.fit import MARGIN, fit
 from megacore.plan.memory import TERMS, crowds, memory
 from megacore.plan.of_config import setting_of
 from megacore.plan.published import PUBLISHED
 from megacore.plan.setting import ADAM_16, OFFLOADS, SHARDS, Setting, Widths
-from megacore.plan.state import Held, State, state, state_of
-from megacore.plan.step_time import Cluster, Product, bubble, estimate, flops
+from megacore.plan.state import Held, StateBytes, state, state_of
+from megacore.plan.step_time import Cluster, MatMul, bubble, estimate, flops
 from megacore.plan.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic
 from megacore.recipe import load
 from megacore.run.problems import problems
@@ -92,10 +92,10 @@ def test_the_bubble_is_p_1_over_v_m() -> None:
 def test_what_the_engine_holds_is_18_bytes_for_each_parameter() -> None:
     """Gradients are accumulated in fp32 where there are masters; without them it is 2 + 2 + 4."""
     per = state_of(1, 1, Widths.of("bf16"), "none")
-    assert (per, per.total) == (State(2, 4, 4, 8), 18)
-    assert state_of(1, 1, Widths.of("bf16", master_weights=False), "none") == State(2, 2, 0, 4)
-    assert state_of(1, 1, Widths.of("fp32"), "none") == State(4, 4, 0, 8)
-    assert state_of(1, 1, Widths.of("bf16", moments="bf16"), "none") == State(2, 4, 4, 4)
+    assert (per, per.total) == (StateBytes(2, 4, 4, 8), 18)
+    assert state_of(1, 1, Widths.of("bf16", master_weights=False), "none") == StateBytes(2, 2, 0, 4)
+    assert state_of(1, 1, Widths.of("fp32"), "none") == StateBytes(4, 4, 0, 8)
+    assert state_of(1, 1, Widths.of("bf16", moments="bf16"), "none") == StateBytes(2, 4, 4, 4)
 
 
 def test_real_models_through_the_same_functions() -> None:
@@ -141,7 +141,7 @@ def test_what_a_stage_holds_is_what_each_of_its_ranks_holds(tied: bool, mesh: Me
 @pytest.mark.parametrize("family", ["llama-tiny", "gpt2-tiny"])
 def test_operations_add_up_to_those_of_the_model(mesh: MeshShape, family: str) -> None:
     made = setting({"preset": family}, mesh)
-    act = Activations.of(made)
+    act = ActivationMemory.of(made)
     found = [flops(act, virtual) for virtual in range(mesh.pp)]
     assert all(each.backward == 2 * each.forward for each in found)
     assert 3 * mesh.tp * sum(each.forward for each in found) == flops_per_token(made.model, 64) * made.tokens
@@ -161,13 +161,13 @@ def test_what_is_frozen_has_no_product_for_its_gradient(mesh: MeshShape) -> None
     """Above what is trained it passes gradients on; below it has no backward at all."""
     upper, lower, everything = (tuned(tuning, mesh) for tuning in (UPPER, LOWER, EVERYTHING))
     found, all_of_them = (
-        [flops(Activations.of(made), virtual) for virtual in range(mesh.pp)] for made in (upper, everything)
+        [flops(ActivationMemory.of(made), virtual) for virtual in range(mesh.pp)] for made in (upper, everything)
     )
     total = mesh.tp * sum(each.forward + each.backward for each in found)
     assert total == flops_per_token(upper.model, 64, UPPER) * upper.tokens
     assert [each.forward for each in found] == [each.forward for each in all_of_them]
     if mesh.pp == 1:
-        ((half, *_),) = (Activations.of(made).chunks for made in (lower,))
+        ((half, *_),) = (ActivationMemory.of(made).chunks for made in (lower,))
         assert [block.left for block in half] == 4 * [False] + 4 * [True]
         assert [block.kept for block in half[:4]] == 4 * [0]
 
@@ -176,13 +176,13 @@ def test_adapters_add_their_products_and_what_they_read() -> None:
     """Of the second product of each feed-forward network: 24 features in, 16 out, rank 4, in bf16."""
     lora = Tuning(Lora(4, 8.0, ("mlp.down",)))
     made, plain = tuned(lora, MeshShape()), tuned(EVERYTHING, MeshShape())
-    ((_, *blocks),), ((other, *_),) = (Activations.of(each).chunks for each in (made, plain))
+    ((_, *blocks),), ((other, *_),) = (ActivationMemory.of(each).chunks for each in (made, plain))
     (block,) = set(blocks)  # all but the first, to which no gradient comes
     # The inputs of the other products are not kept: of two from norms, while what the attention gives it keeps itself.
     assert block.kept == other.kept - 64 * 2 * (16 + 16) + 64 * 2 * 4 + 4 * 16 * 2
-    act = Activations.of(made)
+    act = ActivationMemory.of(made)
     per_block = 2 * 64 * 4 * (24 + 16)
-    forward = flops(Activations.of(plain), 0).forward
+    forward = flops(ActivationMemory.of(plain), 0).forward
     assert flops(act, 0).forward == forward + 8 * per_block
 
 
@@ -303,7 +303,7 @@ def test_the_recipe_s_offloading_arrives() -> None:
 def test_what_a_token_leaves_behind() -> None:
     """A block: 5 embed + (heads + 2 kv) head + 3 mlp features, fp32 statistics; the head: two inputs and the logits."""
     made = setting({"preset": "llama-3.1-8b"}, MeshShape(), sequence_length=8192)
-    act = Activations.of(made)
+    act = ActivationMemory.of(made)
     ((block, *_),) = act.chunks
     features = 5 * 4096 + (32 + 2 * 8) * 128 + 3 * 14336
     assert block.kept == 8192 * (2 * features + 4 * 32 + 2 * 8) + 16  # and the state of flash attention's dropout
@@ -321,7 +321,7 @@ def test_replicas_of_hsdp_each_hold_everything() -> None:
 def test_a_chunked_loss_never_holds_all_logits() -> None:
     """Until the backward it keeps gradients instead, and that of the table in fp32."""
     whole, chunked = (
-        Activations.of(setting({"preset": "llama-tiny"}, MeshShape(), sequence_length=512, loss_chunk=chunk)).head
+        ActivationMemory.of(setting({"preset": "llama-tiny"}, MeshShape(), sequence_length=512, loss_chunk=chunk)).head
         for chunk in (None, 16)
     )
     assert whole.kept == 512 * (2 * (2 * 64 + 512) + 8 + 4)
@@ -394,9 +394,9 @@ def test_the_parts_of_a_step_add_up() -> None:
 
 def test_narrow_products_reach_less() -> None:
     """tp=8 makes a product an eighth as large, which takes more than an eighth of the time; a short side costs most."""
-    seconds = [H100.product_s(Product(8192, n, 4096), H100.tflops) for n in (28672, 3584, 64)]
+    seconds = [H100.product_s(MatMul(8192, n, 4096), H100.tflops) for n in (28672, 3584, 64)]
     assert seconds[1] > seconds[0] / 8 * 1.1 and seconds[2] > seconds[0] / 448 * 5
-    ideal = Product(8192, 28672, 4096).flops / (H100.tflops * 1e12)
+    ideal = MatMul(8192, 28672, 4096).flops / (H100.tflops * 1e12)
     assert 0.5 < ideal / seconds[0] < H100.device.reach
 
 
@@ -405,7 +405,7 @@ def test_fp8_is_of_the_products_of_blocks() -> None:
     narrow = Cluster(H100.device, H100.device.tflops("fp8"))
     wide, fast = (estimate(made, Held.of(made), cluster).compute for cluster in (H100, narrow))
     assert 1.2 < wide / fast < 1.8
-    attention = Product(8192, 8193, 128, 32, attention=True)
+    attention = MatMul(8192, 8193, 128, 32, attention=True)
     assert narrow.product_s(attention, narrow.tflops) == H100.product_s(attention, H100.tflops)
 
 

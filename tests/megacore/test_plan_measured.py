@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracked import Tracked
 
-from megacore.plan.activations import Activations
+from megacore.plan.activations import ActivationMemory
 from megacore.plan.memory import TERMS, Memory, groups, memory
 from megacore.plan.setting import SHARDS, Setting, Widths
 from megacore.plan.state import Held
@@ -314,7 +314,7 @@ def test_a_family_that_the_plan_has_never_heard_of_is_planned_right(pool: Pool, 
 def test_the_operations_of_that_family_add_up() -> None:
     with registered():
         made = replace(Case(family="odd").setting, device="cuda")
-        found = flops(Activations.of(made), 0)
+        found = flops(ActivationMemory.of(made), 0)
         assert (found.backward, found.again) == (2 * found.forward, 0)
         assert 3 * found.forward == flops_per_token(made.model, made.sequence_length) * made.tokens
 

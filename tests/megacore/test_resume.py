@@ -28,7 +28,7 @@ from megacore.run import metrics
 from megacore.run import train as pretrain
 from megacore.run.progress import Progress
 from megacore.run.resume import find, model_of, raw_of, remarks
-from megacore.run.save import State
+from megacore.run.save import TrainingState
 from megacore.run.trainer import Trainer
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.open import open_folder
@@ -256,7 +256,11 @@ def test_masters_are_the_weights_of_a_wider_run_and_the_other_way_round(recipe: 
     # Without masters, in bf16 alone.
     pure = ["train.precision=bf16", "optimizer.master_weights=false", *common]
     made = trainer(recipe, [f"checkpoint.resume={path_of(narrow, 2)}", *pure])
-    assert State(made.model.parameters, made.step.optimizer).dtypes.keys() == {"weights", "exp_avg", "exp_avg_sq"}
+    assert TrainingState(made.model.parameters, made.step.optimizer).dtypes.keys() == {
+        "weights",
+        "exp_avg",
+        "exp_avg_sq",
+    }
     assert all(target.tensor.dtype == torch.bfloat16 for target in device_store(made.step.optimizer).targets)
 
 

@@ -13,7 +13,7 @@ from sentences import meshes, params, sizes_for, splits
 
 from parallel.weights.layout import Layout, MeshShape
 from parallel.weights.schema import Param, Schema
-from parallel.weights.transfer import Block, Copy, Stored, blocks, execute, hugging_face, native, plan, strided
+from parallel.weights.transfer import Copy, Stored, TargetChunk, blocks, execute, hugging_face, native, plan, strided
 
 SIZES = {"layer": 2, "vocab": 11, "embed": 6, "heads": 4, "kv": 2, "head": 3, "mlp": 8, "experts": 4}
 MHA = "(q: heads head + k: heads head + v: heads head)"
@@ -70,7 +70,7 @@ def last(copy: Copy) -> int:
     return sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
 
 
-def check_all(schema: Schema, sources: list[Stored], targets: list[Stored], limit: int) -> list[list[Block]]:
+def check_all(schema: Schema, sources: list[Stored], targets: list[Stored], limit: int) -> list[list[TargetChunk]]:
     numbers, found = numbered(sources), []
     for target, copies in plan(schema, sources, targets):
         check(target, copies, limit, numbers)
@@ -120,7 +120,7 @@ def test_real_sentences(name: str, limit: int) -> None:
             assert all(block.numel <= max(limit, smallest(block)) for block in found)
 
 
-def smallest(block: Block) -> int:
+def smallest(block: TargetChunk) -> int:
     """What cannot be cut any more: one element of each copy, and what lies between them."""
     return block.numel if any(copy.target_view.numel == 1 for copy in block.copies) else 0
 

@@ -16,7 +16,7 @@ from sentences import coverage, layouts, meshes, owners, region
 
 from models.registry import configure
 from models.stages import layout_of
-from parallel.weights.layout import Layout, MeshShape, Place, balanced_layers, split_axis, split_problems
+from parallel.weights.layout import Coordinates, Layout, MeshShape, balanced_layers, split_axis, split_problems
 from parallel.weights.schema import PADDED, SPLIT, Param, Schema, Split
 from parallel.weights.transfer import Copy, hugging_face, native, plan
 
@@ -42,14 +42,14 @@ def test_tp_is_innermost_then_cp_ep_dp_and_pp_outermost() -> None:
     assert mesh.along(0, "dp") == (0, 16, 32)
     assert mesh.along(0, "pp") == (0, 48)
     assert mesh.along(95, "pp") == (47, 95)
-    assert mesh.place(48 + 32 + 8 + 4 + 3) == Place(pp=1, dp=2, ep=1, cp=1, tp=3)
+    assert mesh.place(48 + 32 + 8 + 4 + 3) == Coordinates(pp=1, dp=2, ep=1, cp=1, tp=3)
 
 
 @given(meshes(48))
 def test_ranks_and_places_are_one_to_one(mesh: MeshShape) -> None:
     places = [mesh.place(rank) for rank in range(mesh.world)]
     assert [mesh.rank(place) for place in places] == list(range(mesh.world))
-    assert places == [Place(*c) for c in itertools.product(*(range(mesh[dim]) for dim in mesh.DIMS))]
+    assert places == [Coordinates(*c) for c in itertools.product(*(range(mesh[dim]) for dim in mesh.DIMS))]
 
 
 @given(meshes(48), st.sets(st.sampled_from(MeshShape.DIMS)))
@@ -131,7 +131,7 @@ def test_choices_are_choices(axis: str, size: int, parts: int) -> None:
 
 def test_local_shapes() -> None:
     one = layout(QKV, Param("embed", "vocab embed"), mesh=MeshShape(tp=4, pp=2))
-    shards = {shard.name: shard for shard in one.shards(Place(pp=0, tp=1))}
+    shards = {shard.name: shard for shard in one.shards(Coordinates(pp=0, tp=1))}
     assert list(shards) == ["layers.0.qkv", "layers.1.qkv", "embed"]
     assert shards["layers.0.qkv"].shape == ((2 + 1 + 1) * 2, 8)
     assert shards["layers.1.qkv"].box == {
@@ -139,13 +139,13 @@ def test_local_shapes() -> None:
     }  # fmt: skip
     assert shards["embed"].shape == (26, 8)
     assert shards["embed"].numel == 26 * 8
-    assert [shard.name for shard in one.shards(Place(pp=1))] == ["layers.2.qkv", "layers.3.qkv"]
+    assert [shard.name for shard in one.shards(Coordinates(pp=1))] == ["layers.2.qkv", "layers.3.qkv"]
 
 
 @pytest.mark.quick
 def test_shared_kv_heads_are_replicas_and_query_heads_are_not() -> None:
     one = layout(QKV, mesh=MeshShape(tp=4, dp=2))
-    shard = next(one.shards(Place(tp=1)))
+    shard = next(one.shards(Coordinates(tp=1)))
     assert one.replicas(shard, "q") == (1, 5)
     assert one.replicas(shard, "k") == one.replicas(shard, "v") == (0, 1, 4, 5)
 
@@ -153,16 +153,16 @@ def test_shared_kv_heads_are_replicas_and_query_heads_are_not() -> None:
 def test_tied_parameters_live_at_both_ends() -> None:
     table = Param("embed", "vocab embed", at="first last")
     one = layout(table, Param("norm", "embed", at="last"), mesh=MeshShape(pp=3, tp=2, dp=2))
-    assert [{shard.name for shard in one.shards(Place(pp=stage))} for stage in range(3)] == [
+    assert [{shard.name for shard in one.shards(Coordinates(pp=stage))} for stage in range(3)] == [
         {"embed"},
         set(),
         {"embed", "norm"},
     ]
-    (shard,) = one.shards(Place(pp=0, tp=1))
+    (shard,) = one.shards(Coordinates(pp=0, tp=1))
     assert one.replicas(shard, "") == (1, 3, 9, 11)
     # On one stage both ends are the same place, and the parameter is there once.
     alone = layout(table, mesh=MeshShape(tp=2))
-    (shard,) = alone.shards(Place(tp=1))
+    (shard,) = alone.shards(Coordinates(tp=1))
     assert alone.replicas(shard, "") == (1,)
 
 
@@ -171,7 +171,7 @@ def test_experts_are_replicated_over_dp_only_and_dense_weights_over_ep_too() -> 
     listed = Param("layers.{layer}.expert.{experts}.up", "mlp embed")
     dense = Param("layers.{layer}.down", "embed mlp")
     one = layout(stacked, listed, dense, mesh=MeshShape(dp=2, ep=2, tp=2), layer=1)
-    shards = {shard.name: shard for shard in one.shards(Place(ep=1, tp=1))}
+    shards = {shard.name: shard for shard in one.shards(Coordinates(ep=1, tp=1))}
     assert list(shards) == ["layers.0.up", "layers.0.expert.2.up", "layers.0.expert.3.up", "layers.0.down"]
     assert shards["layers.0.up"].box["experts"] == (2, 4)
     assert one.replicas(shards["layers.0.up"], "") == (3, 7)
@@ -189,7 +189,7 @@ def test_uneven_and_interleaved_stages() -> None:
         [4, 5],
         [6],
     ]
-    assert [shard.name for shard in one.shards(Place(pp=0))] == [f"layers.{i}.norm" for i in (0, 4, 5)]
+    assert [shard.name for shard in one.shards(Coordinates(pp=0))] == [f"layers.{i}.norm" for i in (0, 4, 5)]
 
 
 @settings(max_examples=40)

@@ -96,7 +96,7 @@ FAULTS = (
     # -- the data parallel ladder
     fault(
         "a rank updates another one's slice",
-        "Flat.shard",
+        "FlatLayout.shard",
         "flat.chunk(self.group.size)[self.group.index]",
         "flat.chunk(self.group.size)[self.group.index - 1]",
         *ladder("llama-dp2-optimizer"),

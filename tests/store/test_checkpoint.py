@@ -26,7 +26,7 @@ from megacore.store.index import STATES, FileRecord, Index, file_name, on_disk, 
 from megacore.store.strict_json import StoreError, parse_json, read_json
 from models.registry import configure
 from parallel.weights.fingerprint import fingerprint
-from parallel.weights.layout import Layout, MeshShape, Place
+from parallel.weights.layout import Coordinates, Layout, MeshShape
 from parallel.weights.transfer import hugging_face, strided, whole_name
 from tools import convert
 
@@ -49,7 +49,7 @@ def test_what_is_in_it(made: Checkpoint) -> None:
     assert made.trainer == json.loads(TRAINER)
     assert made.layout.mesh == MeshShape(**SPLIT) and made.layout.layers == (1, 1, 1, 2) and made.layout.chunks == 2
     assert made.config.to_hugging_face() == made.index.raw
-    files = {file_name(state, Place(pp=pp, tp=tp)) for state in STATES for pp in range(2) for tp in range(4)}
+    files = {file_name(state, Coordinates(pp=pp, tp=tp)) for state in STATES for pp in range(2) for tp in range(4)}
     assert set(made.index.files) == files
     assert {name for name, digest in snapshot(made.path).items() if digest} == {*files, "index.json", "trainer.json"}
     assert made.companions() == {}
@@ -101,7 +101,7 @@ def test_fingerprints_are_those_of_the_logical_pieces(made: Checkpoint, state: s
 
 def test_replicas_that_were_recorded_as_different(tmp_path: Path) -> None:
     run_checkpoint(tmp_path / "c", LLAMA, layout_of(LLAMA, tp=2))
-    name = file_name("exp_avg", Place(tp=1))
+    name = file_name("exp_avg", Coordinates(tp=1))
     edit_index(tmp_path / "c", lambda t: t["files"][name]["fingerprints"].update({"norm.weight": {"": "0" * 16}}))
     opened = Checkpoint.open(tmp_path / "c")
     assert opened.fingerprints("master")

@@ -10,7 +10,7 @@ from pathlib import Path
 from megacore.config import Config
 from megacore.plan.of_config import setting_of
 from megacore.plan.setting import Setting
-from megacore.plan.state import Held, State, state
+from megacore.plan.state import Held, StateBytes, state
 from models.config import ModelConfig
 
 
@@ -45,7 +45,7 @@ def capacity_problems(
 
 
 def _memory_problems(
-    setting: Setting, states: Sequence[State], local_ranks: int, device_memory: int | None
+    setting: Setting, states: Sequence[StateBytes], local_ranks: int, device_memory: int | None
 ) -> Iterator[str]:
     """On several nodes it is not known which ranks are here: those that hold least are counted."""
     disk = setting.offload_optimizer == "file"

@@ -10,22 +10,22 @@ from torch import Tensor
 
 from megacore.run.states.store import MASTER, Rule
 from parallel import kernels
-from parallel.gradients.buckets import Part
+from parallel.gradients.buckets import OwnedShard
 
 
 @dataclass(frozen=True)
-class Target:
+class UpdatedTensor:
     """What is updated for one part: the parameter's own memory, or an fp32 master of it.
 
     A part whose memory has gaps gets a master of its own dtype, as the fused kernels walk memory without strides.
     """
 
-    part: Part
+    part: OwnedShard
     tensor: Tensor
     master: bool
 
     @classmethod
-    def of(cls, part: Part, rule: Rule) -> Target:
+    def of(cls, part: OwnedShard, rule: Rule) -> UpdatedTensor:
         data = part.data
         dtype = rule.value(data.dtype)
         if dtype != data.dtype or not data.is_contiguous():
@@ -57,8 +57,8 @@ class DeviceStore:
         nothing: Stands for the parts of a rank that has none.
     """
 
-    def __init__(self, parts: Sequence[Part], rule: Rule, device: torch.device, nothing: Nothing) -> None:
-        self.targets = [Target.of(part, rule) for part in parts or [nothing]]
+    def __init__(self, parts: Sequence[OwnedShard], rule: Rule, device: torch.device, nothing: Nothing) -> None:
+        self.targets = [UpdatedTensor.of(part, rule) for part in parts or [nothing]]
         groups = [
             {"params": [t.tensor for t in self.targets if t.part.decays], "weight_decay": rule.weight_decay},
             {"params": [t.tensor for t in self.targets if not t.part.decays], "weight_decay": 0.0},
@@ -88,7 +88,7 @@ class DeviceStore:
         for target in self.targets:
             target.tensor.grad = None  # else this step's gradients would live through the next backward
 
-    def of(self, part: Part, state: str) -> Tensor:
+    def of(self, part: OwnedShard, state: str) -> Tensor:
         target = self._of[id(part)]
         if state == MASTER:
             return target.tensor

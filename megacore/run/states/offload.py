@@ -21,7 +21,7 @@ from torch import Tensor
 from megacore.run.states.store import MASTER, MOMENTS, Rule
 from megacore.run.states.window_stores import BUFFERS, FileWindows, HostWindows, WindowStore
 from megacore.run.states.windows import ALIGNED, Segment, Window, cut
-from parallel.gradients.buckets import Elements, Part
+from parallel.gradients.buckets import Elements, OwnedShard
 from parallel.kernels.narrow_adamw import Step, update
 
 
@@ -39,15 +39,15 @@ class Offload:
 
 
 @dataclass(frozen=True)
-class _Flat:
+class _FlatShard:
     """A part in one dimension: views, or where its memory has gaps, copies."""
 
-    part: Part
+    part: OwnedShard
     values: Tensor
     gradient: Tensor
 
     @classmethod
-    def of(cls, part: Part) -> _Flat:
+    def of(cls, part: OwnedShard) -> _FlatShard:
         return cls(part, part.data.reshape(-1), part.gradient.reshape(-1))
 
     def put_back(self) -> None:
@@ -88,7 +88,7 @@ class OffloadedStore:
     """
 
     def __init__(
-        self, parts: Sequence[Part], rule: Rule, dtype: torch.dtype, device: torch.device, offload: Offload
+        self, parts: Sequence[OwnedShard], rule: Rule, dtype: torch.dtype, device: torch.device, offload: Offload
     ) -> None:
         self.updates = 0
         self._parts, self._rule, self._device = parts, rule, device
@@ -131,7 +131,7 @@ class OffloadedStore:
         if not divided_by:
             return
         self.updates += 1
-        flats, current = [_Flat.of(part) for part in self._parts], self._on.current_stream()
+        flats, current = [_FlatShard.of(part) for part in self._parts], self._on.current_stream()
         self._down.wait_stream(current)
         self._up.wait_stream(current)
         ahead = max(1, len(self._stagings) - 1)
@@ -147,12 +147,12 @@ class OffloadedStore:
         for window in self._windows[:ahead]:  # the next step's, beside its forward and backward
             self._store.fetch(window.number)
 
-    def of(self, part: Part, state: str) -> Elements:
+    def of(self, part: OwnedShard, state: str) -> Elements:
         if state == MASTER and not self.masters:
             return part.data
-        return _Kept(self._store, self._of[self._number[id(part)]], part, state, self.kept[state])
+        return _StoredElements(self._store, self._of[self._number[id(part)]], part, state, self.kept[state])
 
-    def _send(self, window: Window, flats: Sequence[_Flat]) -> None:
+    def _send(self, window: Window, flats: Sequence[_FlatShard]) -> None:
         self._store.fetch(window.number)
         staging = self._stagings[window.number % len(self._stagings)]
         with self._on.stream(self._down):
@@ -164,7 +164,7 @@ class OffloadedStore:
                     staging.values[segment.here].copy_(flat.values[segment.there], non_blocking=True)
         staging.arrived.record(self._down)
 
-    def _update(self, window: Window, flats: Sequence[_Flat], lr: float, divisor: float) -> None:
+    def _update(self, window: Window, flats: Sequence[_FlatShard], lr: float, divisor: float) -> None:
         staging = self._stagings[window.number % len(self._stagings)]
         staging.arrived.synchronize()
         states = self._store.open(window.number)
@@ -187,12 +187,12 @@ class OffloadedStore:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _StoredElements:
     """:class:`~parallel.gradients.buckets.Elements` of a part that are in a store."""
 
     store: WindowStore
     segments: Sequence[tuple[Window, Segment]]
-    part: Part
+    part: OwnedShard
     state: str
     dtype: torch.dtype
 

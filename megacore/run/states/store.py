@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megacore.store.index import MASTER, MOMENTS
-from parallel.gradients.buckets import Elements, Part
+from parallel.gradients.buckets import Elements, OwnedShard
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class StateStore(Protocol):
         """
         ...
 
-    def of(self, part: Part, state: str) -> Elements:
+    def of(self, part: OwnedShard, state: str) -> Elements:
         """What is kept of a part: a moment, or what is updated in place of the part's values."""
         ...
 

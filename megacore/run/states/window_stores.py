@@ -72,7 +72,7 @@ class HostWindows:
 
 
 @dataclass(eq=False)
-class _Place:
+class _Slot:
     """A place in the buffer.
 
     Args:
@@ -117,7 +117,7 @@ class FileWindows:
             memory = _bytes(self._record, device.type != "cpu")
             parts = dict(zip(sizes, memory.split(list(sizes.values())), strict=True))
             tensors = {state: part.view(kept[state])[:numel] for state, part in parts.items()}
-            self._places.append(_Place(memory.numpy(), tensors))
+            self._places.append(_Slot(memory.numpy(), tensors))
         self._all_here = count <= BUFFERS
         # A thread begins on GPU 0: waiting for an event there would make a context, and take memory for it.
         self._threads = ThreadPoolExecutor(2, "offload", torch.get_device_module(device).set_device, (device,))
@@ -148,24 +148,24 @@ class FileWindows:
         if place.changed and not self._all_here:
             self._write(place)
 
-    def _place(self, number: int) -> _Place:
+    def _place(self, number: int) -> _Slot:
         return self._places[number % len(self._places)]
 
-    def _write(self, place: _Place) -> None:
+    def _write(self, place: _Slot) -> None:
         assert place.holds is not None
         place.changed = False
         place.moving = self._threads.submit(self._put, place, place.moving, place.holds)
 
     # -- in a thread; what a place did before was given to the threads before, so it is under way
 
-    def _bring(self, place: _Place, before: Future[None] | None, number: int) -> None:
+    def _bring(self, place: _Slot, before: Future[None] | None, number: int) -> None:
         if before is not None:
             before.result()
         if place.left is not None:
             place.left.synchronize()
         self._file.read(place.memory, number * self._record)
 
-    def _put(self, place: _Place, before: Future[None] | None, number: int) -> None:
+    def _put(self, place: _Slot, before: Future[None] | None, number: int) -> None:
         if before is not None:
             before.result()
         self._file.write(place.memory, number * self._record)

@@ -10,7 +10,7 @@ ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND = "all-reduce", "all-gather", "redu
 
 
 @dataclass(frozen=True)
-class Product:
+class MatMul:
     """``batch`` matrix products [m, k] x [k, n] in one call.
 
     Args:
@@ -33,7 +33,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Message:
+class Collective:
     """A collective.
 
     Args:
@@ -52,11 +52,11 @@ class Message:
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class OpCounts:
     """What is computed and sent: {product or message: how often}."""
 
-    products: Mapping[Product, int] = field(default_factory=Counter)
-    messages: Mapping[Message, int] = field(default_factory=Counter)
+    products: Mapping[MatMul, int] = field(default_factory=Counter)
+    messages: Mapping[Collective, int] = field(default_factory=Counter)
 
     @property
     def flops(self) -> int:
@@ -64,7 +64,7 @@ class Work:
 
 
 @dataclass(frozen=True, eq=False)
-class Unit:
+class LayerCost:
     """The embedding, a block or the head: bytes, and work.
 
     Args:
@@ -84,5 +84,5 @@ class Unit:
     tables: int
     peak: int
     left: bool
-    forward: Work
-    backward: Work
+    forward: OpCounts
+    backward: OpCounts
