@@ -100,7 +100,7 @@ def prepare(model: Path, folder: Path, facts: int, length: int, rows: int, accum
 def prepared(work: Work, folder: Path) -> Examples:
     from megacore.config import ChatConfig
     from megacore.data.examples import Preparation
-    from megacore.data.spelling import ModelFiles
+    from megacore.data.model_tokenizer import ModelFiles
     from megacore.store.hugging_face import HuggingFace
 
     source = HuggingFace.open(work.model)

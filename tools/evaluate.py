@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megacore.inference.reading import Reading, is_tokens
+from megacore.inference.documents import DocumentFiles, is_tokens
 from megacore.inference.texts import Texts
 from megacore.rank import Here
 from megacore.say import err, say, say_data
@@ -66,10 +66,10 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         folder = processes.model(arguments)
         shape = processes.mesh_shape(folder.config, here, arguments.tp, arguments.pp, arguments.dp)
         length, stride = _lengths(arguments, folder)
-        reading = Reading(
+        files = DocumentFiles(
             arguments.data, folder.config.vocab_size, _texts(arguments, folder), arguments.text_key, arguments.count
         )
-        if next(reading.documents(), None) is None:
+        if next(files.documents(), None) is None:
             raise StoreError("there are no documents in the data")
         kind = processes.device(arguments.device, here, shape.world)
     if shape.world > 1 and not here.launched:
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     windows, started = Windows(length, stride), time.perf_counter()
     with processes.agreed(here), processes.live(shape, here, kind) as mesh:
         model = model_from(folder, mesh, processes.dtype(arguments.dtype))
-        documents = reading.documents()
+        documents = files.documents()
         watched = folders.watched(documents, "evaluate", " documents") if here.rank == 0 else documents
         found = evaluate(model, watched, windows, arguments.tokens)
         if not found.tokens:

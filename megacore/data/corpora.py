@@ -13,9 +13,9 @@ from megacore.data.blend import Blend
 from megacore.data.corpus import Corpus
 from megacore.data.examples import Examples, Facts, Preparation
 from megacore.data.indexed import IndexedDataset, Integers
+from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.packing import Packed
 from megacore.data.samples import ORDER, Source, split_documents
-from megacore.data.spelling import ModelFiles
 from megacore.data.text import InputError
 from megacore.store.strict_json import StoreError
 

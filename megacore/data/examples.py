@@ -27,7 +27,7 @@ from megacore.config import ChatConfig
 from megacore.data import text
 from megacore.data.encode import grouped, in_order
 from megacore.data.indexed import IndexedDataset, IndexedWriter, Integers
-from megacore.data.spelling import Guarded, ModelFiles, Tokens
+from megacore.data.model_tokenizer import GuardedTokenizer, ModelFiles, Tokens
 from megacore.data.text import Fault, FileRange, InputError, Record
 from megacore.say import harmless
 from megacore.store.files import open_lock
@@ -272,15 +272,15 @@ def _until_counted(tokens: Tokens) -> Tokens:
     return ids[:size], counted[:size]
 
 
-_load = lru_cache(maxsize=1)(Guarded)  # once in each process
+_load = lru_cache(maxsize=1)(GuardedTokenizer)  # once in each process
 
 
 def prepare(task: Task) -> Prepared:
     """Prepares one task in this process."""
-    spelling, made = _load(task.folder), _Made(task)
+    tokenizer, made = _load(task.folder), _Made(task)
     rows = islice((row for piece in task.pieces for row in text.rows(piece)), task.most)
     for group in grouped(rows, lambda row: 0 if isinstance(row, Fault) else row.size):
-        encoded = iter(spelling.examples([each for each in group if isinstance(each, Record)], task.chat.train_on))
+        encoded = iter(tokenizer.examples([each for each in group if isinstance(each, Record)], task.chat.train_on))
         for row in group:
             found = row if isinstance(row, Fault) else next(encoded)
             if isinstance(found, Fault):

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from megacore.control import Control
-from megacore.inference.reading import Document
+from megacore.inference.documents import Document
 from models.assemble import Model
 from models.decoder import Microbatch
 from parallel.labels import IGNORE

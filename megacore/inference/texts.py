@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore import pretrained
-from megacore.data.spelling import ModelFiles
+from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.text import InputError
 from megacore.data.tokenizer import import_transformers, parts_of
 from megacore.guard import Guard, GuardError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megacore import open_files
 from megacore.config import Config
 from megacore.data.corpora import Corpora, vocabulary_problems
-from megacore.data.spelling import ModelFiles
+from megacore.data.model_tokenizer import ModelFiles
 from megacore.launcher import gpus, memory_of_gpus
 from megacore.recipe import ConfigError, load
 from megacore.run.problems import problems, readable, surroundings

@@ -11,7 +11,7 @@ import pytest
 from chats import FAMILIES, SPECIAL, chat, write_tokenizer
 
 from megacore.data.chat import BadExample, TrainOn, passage
-from megacore.data.spelling import ModelFiles, Spelling, counts
+from megacore.data.model_tokenizer import ModelFiles, ModelTokenizer, counts
 from megacore.data.text import InputError
 
 CHATS = {
@@ -29,14 +29,14 @@ def spelled(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The tokenizer of a family."""
 
     @cache
-    def load(family: str, trim: bool = False) -> Spelling:
+    def load(family: str, trim: bool = False) -> ModelTokenizer:
         made = FAMILIES[family]
-        return Spelling(write_tokenizer(tmp_path_factory.mktemp(family), made.template, made.end, trim))
+        return ModelTokenizer(write_tokenizer(tmp_path_factory.mktemp(family), made.template, made.end, trim))
 
     return load
 
 
-def counted_text(spelling: Spelling, row: dict[str, Any], train_on: TrainOn = "assistant") -> tuple[str, str]:
+def counted_text(spelling: ModelTokenizer, row: dict[str, Any], train_on: TrainOn = "assistant") -> tuple[str, str]:
     """(all of the text, what counts of it), from the tokens."""
     ((ids, counted),) = spelling.encode([passage(row, lambda: spelling.template, train_on)])
     decode = spelling._tokenizer.decode
@@ -94,7 +94,7 @@ CALLED = [
 
 @pytest.mark.parametrize("tools", [[{"name": "warmth"}], '[{"name": "warmth"}]', None, "", []])
 def test_tools_and_calls(tmp_path: Path, tools: object) -> None:
-    spelling = Spelling(write_tokenizer(tmp_path, CALLING, "<|im_end|>"))
+    spelling = ModelTokenizer(write_tokenizer(tmp_path, CALLING, "<|im_end|>"))
     text, counted = counted_text(spelling, {"messages": CALLED, "tools": tools})
     assert text.startswith("<|system|>warmth<|end|>\n<|im_start|>user" if tools else "<|im_start|>user")
     assert counted == '<|user|>warmth({"unit": "C"})<|/head|><|im_end|>21 degrees<|im_end|>'
@@ -107,7 +107,7 @@ def test_a_marked_turn_may_have_several_parts_and_the_last_turn_keeps_all_of_its
         "{% generation %}{{ m.content.split('/')[-1] + eos_token }}{% endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
     )
-    spelling, row = Spelling(write_tokenizer(tmp_path, template)), {"messages": chat("hi", "a/b", "and", "c/d")}
+    spelling, row = ModelTokenizer(write_tokenizer(tmp_path, template)), {"messages": chat("hi", "a/b", "and", "c/d")}
     assert counted_text(spelling, row)[1] == "ab</s>cd</s>"
     assert counted_text(spelling, row, "last")[1] == "cd</s>"
 
@@ -191,7 +191,7 @@ def test_a_template_that_rewrites_earlier_turns_is_for_the_last_alone(spelled: A
 
 def test_a_prompt_that_does_not_lead_to_the_turn_is_named(tmp_path: Path) -> None:
     template = FAMILIES["chatml"].template.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>think' }}")
-    spelling = Spelling(write_tokenizer(tmp_path, template, "<|im_end|>"))
+    spelling = ModelTokenizer(write_tokenizer(tmp_path, template, "<|im_end|>"))
     choices: tuple[TrainOn, ...] = ("assistant", "last")
     for train_on in choices:
         with pytest.raises(BadExample, match=r"message 2: the chat template writes the messages before it otherwise"):
@@ -207,7 +207,7 @@ def test_a_prompt_that_does_not_lead_to_the_turn_is_named(tmp_path: Path) -> Non
     ],
 )
 def test_a_template_that_fails_is_a_bad_row(tmp_path: Path, template: str, words: str) -> None:
-    spelling = Spelling(write_tokenizer(tmp_path, template))
+    spelling = ModelTokenizer(write_tokenizer(tmp_path, template))
     with pytest.raises(BadExample) as error:
         counted_text(spelling, {"messages": chat("hi", "hello")})
     assert words in str(error.value)
@@ -215,11 +215,11 @@ def test_a_template_that_fails_is_a_bad_row(tmp_path: Path, template: str, words
 
 def test_what_is_wrong_with_the_tokenizer_is_no_rows_fault(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no chat template: set chat\.template"):
-        counted_text(Spelling(write_tokenizer(tmp_path / "bare", None)), {"messages": chat("hi", "hello")})
+        counted_text(ModelTokenizer(write_tokenizer(tmp_path / "bare", None)), {"messages": chat("hi", "hello")})
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match="the model's tokenizer cannot be loaded"):
-        Spelling(tmp_path / "broken")
+        ModelTokenizer(tmp_path / "broken")
     with (
         pytest.raises(InputError, match="none is there: start from a folder that has it"),
         ModelFiles({}, {}, 3).folder(),

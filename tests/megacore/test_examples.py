@@ -18,7 +18,7 @@ from megacore.config import ChatConfig
 from megacore.data import examples as module
 from megacore.data import text
 from megacore.data.examples import Examples, Preparation
-from megacore.data.spelling import ModelFiles
+from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.text import InputError
 from megacore.store.companions import Companion
 from parallel import limits

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from chats import FAMILIES, chat, write_jsonl, write_tokenizer
 
-from megacore.data.spelling import Guarded
+from megacore.data.model_tokenizer import GuardedTokenizer
 from megacore.data.text import InputError, Record, cut, rows
 from megacore.data.tokenizer import load
 from megacore.guard import Guard, GuardError
@@ -135,7 +135,7 @@ TEMPLATES = {
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_template_that_explodes_is_an_error(name: str, tmp_path: Path, strict: None) -> None:
-    spelling = Guarded(write_tokenizer(tmp_path, TEMPLATES[name]))
+    spelling = GuardedTokenizer(write_tokenizer(tmp_path, TEMPLATES[name]))
     (row,) = rows(cut(write_jsonl(tmp_path / "a.jsonl", {"messages": chat("hi", "hello")}))[0])
     assert isinstance(row, Record)
     try:

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megacore.data import tokenizer
 from megacore.inference import load
+from megacore.inference.documents import Document
 from megacore.inference.evaluate import Windows, evaluate
 from megacore.inference.generate import Ending, generate
-from megacore.inference.reading import Document
 from megacore.inference.sampling import Greedy
 from megacore.store import load as loading
 from megacore.store.companions import Companion

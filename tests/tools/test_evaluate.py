@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megacore.data import tokenizer
 from megacore.data.indexed import IndexedWriter
+from megacore.inference.documents import Document
 from megacore.inference.evaluate import Windows, evaluate
 from megacore.inference.load import model_from
-from megacore.inference.reading import Document
 from megacore.store.open import open_folder
 from models.registry import FAMILIES
 from parallel.mesh import Mesh

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from megacore.data import text
 from megacore.data.chat import TrainOn
 from megacore.data.indexed import IndexedDataset
-from megacore.data.spelling import Guarded
+from megacore.data.model_tokenizer import GuardedTokenizer
 from megacore.data.text import Fault, FileRange, InputError
 from megacore.inference.texts import Texts, files_of
 from megacore.store.strict_json import StoreError
@@ -38,7 +38,7 @@ class Document:
 
 
 @dataclass(frozen=True)
-class Reading:
+class DocumentFiles:
     """Files of documents.
 
     Args:
@@ -107,11 +107,11 @@ class Reading:
     def _examples(self, pieces: Sequence[FileRange]) -> Iterator[Document]:
         assert self.texts is not None
         with files_of(self.texts.folder).folder() as folder:
-            spelling = Guarded(folder)
+            tokenizer = GuardedTokenizer(folder)
         for row in (row for piece in pieces for row in text.rows(piece)):
             if isinstance(row, Fault):
                 raise InputError(str(row))
-            (found,) = spelling.examples([row], self.count)
+            (found,) = tokenizer.examples([row], self.count)
             if isinstance(found, Fault):
                 raise InputError(str(found))
             tokens, counted = found

@@ -58,7 +58,7 @@ Tokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 """ids [n], and whether the loss counts the prediction of each [n]."""
 
 
-class Spelling:
+class ModelTokenizer:
     """The tokenizer in a folder. InputError if it cannot be loaded, or does not say where its tokens are."""
 
     def __init__(self, folder: Path) -> None:
@@ -149,13 +149,13 @@ class Spelling:
         return [next(encoded) if isinstance(each, Passage) else each for each in made]
 
 
-class Guarded:
-    """The tokenizer in a folder, held by another process, see `megacore.guard`. InputError as of Spelling."""
+class GuardedTokenizer:
+    """The tokenizer in a folder, held by another process, see `megacore.guard`. InputError as of ModelTokenizer."""
 
     def __init__(self, folder: Path) -> None:
         import_transformers()
         try:
-            self._guard = Guard(lambda: Spelling(folder), (InputError,))
+            self._guard = Guard(lambda: ModelTokenizer(folder), (InputError,))
         except GuardError as error:
             raise InputError(f"the model's tokenizer cannot be loaded: {error}") from error
 
