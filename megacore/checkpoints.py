@@ -25,7 +25,7 @@ _DOOMED = ".{}.doomed"
 
 
 def folder_of(out: str | Path) -> Path:
-    """Where a run keeps its checkpoints."""
+    """Return where a run keeps its checkpoints."""
     return Path(out) / FOLDER
 
 
@@ -60,7 +60,8 @@ def set_aside(path: Path) -> Path:
 
 
 def instead_of(damaged: Path) -> str:
-    """Where to go on, in place of a damaged checkpoint: the newest beside it that is whole. Reads all of its bytes."""
+    """Return where to go on, in place of a damaged checkpoint: the newest beside it that is whole. Reads all of its
+    bytes."""
     for path in reversed(named(damaged.parent).values()):
         with suppress(StoreError):
             if path.resolve() != damaged.resolve() and not audit.check(Checkpoint.open(path), jobs=2):
@@ -69,7 +70,7 @@ def instead_of(damaged: Path) -> str:
 
 
 def newest_of(path: Path) -> Path:
-    """The newest checkpoint of a run's folder, or of the folder of its checkpoints; any other path is itself."""
+    """Return the newest checkpoint of a run's folder, or of the folder of its checkpoints; any other path is itself."""
     if any((path / name).exists() for name in (INDEX, CONFIG)):
         return path
     found = complete(folder_of(path)) or complete(path)
@@ -77,7 +78,8 @@ def newest_of(path: Path) -> Path:
 
 
 def kept(steps: list[int], newest: int | None, every: int) -> set[int]:
-    """Which of some steps are kept: the newest (None: all of them), and multiples of ``every`` if it is not 0."""
+    """Return which of some steps are kept: the newest (None: all of them), and multiples of ``every`` if it is not
+    0."""
     last = steps if newest is None else sorted(steps)[-newest:]
     return {step for step in steps if step in last or (every and step % every == 0)}
 

@@ -71,7 +71,7 @@ class MeshConfig:
         return self.pp * self.cp * self.ep * self.tp
 
     def shape(self, world_size: int) -> MeshShape:
-        """The mesh on `world_size` ranks; `megacore.run.problems` has made sure that it fits."""
+        """Return the mesh on `world_size` ranks; `megacore.run.problems` has made sure that it fits."""
         dp = world_size // self.model_ranks if self.dp is None else self.dp
         return MeshShape(pp=self.pp, dp=dp, ep=self.ep, cp=self.cp, tp=self.tp)
 
@@ -118,7 +118,7 @@ EXAMPLES = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 def _as_corpora(value: object) -> object:
-    """A path prefix, or a list of path prefixes and {path, weight}, as a list of {path, weight}."""
+    """Return a path prefix, or a list of path prefixes and {path, weight}, as a list of {path, weight}."""
     listed = [value] if isinstance(value, str) else value
     return [{"path": each} if isinstance(each, str) else each for each in listed] if isinstance(listed, list) else value
 
@@ -295,7 +295,7 @@ class TrainConfig:
     do takes as long as it takes."""
 
     def device_type(self, gpus: int) -> Literal["cpu", "cuda"]:
-        """Where a machine with `gpus` GPUs trains."""
+        """Return where a machine with `gpus` GPUs trains."""
         if self.device == "auto":
             return "cuda" if gpus else "cpu"
         return self.device
@@ -396,7 +396,7 @@ class Config:
         return Tuning(lora, self.train.only, self.train.freeze)
 
     def to_yaml(self) -> str:
-        """A recipe that loads back as this very config."""
+        """Return a recipe that loads back as this very config."""
         return OmegaConf.to_yaml(OmegaConf.create(escaped(asdict(self))))
 
 
@@ -404,7 +404,8 @@ class Config:
 
 
 def parts(annotation: Any) -> Iterator[Any]:
-    """A type and all that it is made of: `tuple[Annotated[int, BOUND], ...] | None` has int, BOUND and None in it."""
+    """Yield a type and all that it is made of: `tuple[Annotated[int, BOUND], ...] | None` has int, BOUND and None in
+    it."""
     yield annotation
     if get_origin(annotation) in (Annotated, Union, types.UnionType, tuple):
         for each in get_args(annotation):

@@ -61,14 +61,14 @@ class Control:
         return values
 
     def gather(self, here: object) -> list[Any]:
-        """What each rank gives, in their order, on rank 0; nothing on the others. It travels as JSON."""
+        """Return what each rank gives, in their order, on rank 0; nothing on the others. It travels as JSON."""
         found = [here]
         for group in self.levels:
             found = _gathered(found, group)
         return found if self.mesh.rank == 0 else []
 
     def tell(self, here: object) -> Any:
-        """What rank 0 gives, on all. It travels as JSON."""
+        """Return what rank 0 gives, on all. It travels as JSON."""
         if not self.levels:
             return here
         data = torch.frombuffer(bytearray(json.dumps(here).encode()), dtype=torch.uint8)
@@ -81,7 +81,7 @@ class Control:
         return json.loads(data.numpy().tobytes())
 
     def exchange(self, here: object) -> list[Any]:
-        """What each rank gives, in their order, on all of them; for little, and seldom. It travels as JSON."""
+        """Return what each rank gives, in their order, on all of them; for little, and seldom. It travels as JSON."""
         told: list[Any] = self.tell(self.gather(here))
         return told
 
@@ -109,7 +109,7 @@ class Control:
 
 
 def _gathered(found: list[Any], group: Group) -> list[Any]:
-    """What all of a group have found, on its first rank."""
+    """Return what all of a group have found, on its first rank."""
     data = torch.frombuffer(bytearray(json.dumps(found).encode()), dtype=torch.uint8)
     sizes = torch.zeros(group.size, dtype=torch.int64)
     sizes[group.index] = len(data)

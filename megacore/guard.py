@@ -56,7 +56,7 @@ class Guard:
         self._answer()
 
     def call(self, method: str, *arguments: object) -> Any:
-        """What a method of the object returns.
+        """Return what a method of the object returns.
 
         Raises:
             GuardError: it fails, or takes too much time or memory; or the process has ended before.

@@ -32,7 +32,7 @@ def claim(kind: str, number: int) -> torch.device:
 
 
 def near(device: torch.device, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
-    """The CPUs on the NUMA node of a GPU; none where the system does not say."""
+    """Return the CPUs on the NUMA node of a GPU; none where the system does not say."""
     at: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack these
     found = devices / f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0" / "local_cpulist"
     try:
@@ -73,7 +73,7 @@ def _gemm_tflops(dtype: torch.dtype, size: int = 1024, seconds: float = 0.5) -> 
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory that this process has held: on the GPU, or resident on the host."""
+    """Return the most memory that this process has held: on the GPU, or resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux KiB

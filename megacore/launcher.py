@@ -66,7 +66,7 @@ class Node:
         return self.nodes * self.processes
 
     def environments(self, folder: Path) -> Iterator[Mapping[str, str]]:
-        """What each rank here is told by the environment, as torchrun would, and how it finds the others."""
+        """Yield what each rank here is told by the environment, as torchrun would, and how it finds the others."""
         everyone = {"WORLD_SIZE": str(self.world), "LOCAL_WORLD_SIZE": str(self.processes), "PYTHONSAFEPATH": "1"}
         if self.master is None:
             loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
@@ -235,7 +235,7 @@ class _Ranks:
         return stacks
 
     def _report(self, rank: int) -> Mapping[str, Any] | None:
-        """What a rank has left that could not talk to the others any more."""
+        """Return what a rank has left that could not talk to the others any more."""
         file = report_of(self.folder, rank)
         found: Mapping[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
         return found

@@ -9,7 +9,7 @@ from megacore.store.strict_json import StoreError, short
 
 
 def tokenizer(source: str | Path, hub: bool = False) -> Any:
-    """The tokenizer of a folder, or with ``hub`` of a name on the Hugging Face hub.
+    """Return the tokenizer of a folder, or with ``hub`` of a name on the Hugging Face hub.
 
     Raises:
         StoreError: whatever its files lead to.
@@ -28,7 +28,7 @@ def tokenizer(source: str | Path, hub: bool = False) -> Any:
 
 
 def model(folder: Path, **options: Any) -> Any:
-    """The model of a folder.
+    """Return the model of a folder.
 
     Raises:
         StoreError: whatever its files lead to.

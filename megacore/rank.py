@@ -35,12 +35,12 @@ WAITING = ("torch/distributed/distributed_c10d.py", "parallel/collectives.py", "
 
 
 def stacks_of(folder: Path, rank: int) -> Path:
-    """The file in the launcher's folder that a rank writes its stacks to, on SIGUSR2."""
+    """Return the file in the launcher's folder that a rank writes its stacks to, on SIGUSR2."""
     return folder / f"stacks-{rank}"
 
 
 def report_of(folder: Path, rank: int) -> Path:
-    """The file that says why a rank could not talk to the others any more."""
+    """Return the file that says why a rank could not talk to the others any more."""
     return folder / f"report-{rank}"
 
 
@@ -134,7 +134,8 @@ def _outlive(parent: int) -> None:
 
 
 def parted(error: RuntimeError) -> dict[str, Any] | None:
-    """What to report of an error that comes of another rank, which has not arrived or is gone; None of any other."""
+    """Return what to report of an error that comes of another rank, which has not arrived or is gone; None of any
+    other."""
     calls = traceback.extract_tb(error.__traceback__)
     if not calls[-1].filename.endswith(WAITING):
         return None

@@ -41,12 +41,12 @@ RECIPES = Path(__file__).parent.parent / "launch" / "recipes"
 
 
 def recipes() -> list[str]:
-    """The names of the recipes that come along."""
+    """Return the names of the recipes that come along."""
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
 def find(recipe: str | Path) -> Path:
-    """The file of a recipe: itself, or where there is none, the one of this name that comes along.
+    """Return the file of a recipe: itself, or where there is none, the one of this name that comes along.
 
     Raises:
         ConfigError: there is neither.
@@ -59,7 +59,7 @@ def find(recipe: str | Path) -> Path:
 
 
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Reads a recipe, a file or the name of one that comes along, and applies dotted overrides in order.
+    """Read a recipe, a file or the name of one that comes along, and apply dotted overrides in order.
 
     Overrides are `optimizer.lr=1e-3` or `data.train[0].weight=2`.
 
@@ -187,8 +187,8 @@ def _explain(error: ErrorDetails) -> str:
 
 
 def _nearest(where: Sequence[str | int]) -> str:
-    """The keys that an unknown one may have meant: what other trainers call so, its name in another section, else one
-    spelled alike beside it."""
+    """Return the keys that an unknown one may have meant: what other trainers call so, its name in another section,
+    else one spelled alike beside it."""
     *parents, key = where
     if (how := NO_CHOICE.get(dotted(where))) is not None:
         return how

@@ -26,12 +26,12 @@ class ReferenceProblem(ValueError):
 
 
 def dotted(where: Sequence[str | int]) -> str:
-    """How a place of a recipe is written: ``data.train[0].path``."""
+    """Return how a place of a recipe is written: ``data.train[0].path``."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{brief(part)}" for part in where).removeprefix(".")
 
 
 def escaped(value: Any) -> Any:
-    """A value whose texts are read back as they are: none of them refers to anything."""
+    """Return a value whose texts are read back as they are: none of them refers to anything."""
     if isinstance(value, Mapping):
         return {key: escaped(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -52,7 +52,7 @@ class References:
     found: int = 0
 
     def resolved(self) -> Any:
-        """The recipe without references.
+        """Return the recipe without references.
 
         Raises:
             ReferenceProblem: one asks for anything else than a key that is there, or they stand for too much.
@@ -60,7 +60,7 @@ class References:
         return self._resolved(self.tree, (), ())
 
     def _resolved(self, value: Any, where: Where, asked: tuple[str, ...], depth: int = 0) -> Any:
-        """The value of a place; ``asked`` are the references that led to it from another."""
+        """Return the value of a place; ``asked`` are the references that led to it from another."""
         if depth > limits.DEEPEST:
             raise ReferenceProblem(
                 f"{dotted(where[:1])}: its references are nested more than {limits.DEEPEST} levels deep"

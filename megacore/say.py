@@ -41,12 +41,13 @@ def write_out(text: str) -> None:
 
 
 def harmless(text: str) -> str:
-    """A text without what may do something to a terminal; lines stay lines."""
+    """Return a text without what may do something to a terminal; lines stay lines."""
     return "".join(char if _is_plain(char) or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 def brief(value: object) -> str:
-    """A value of a file, to be told in a line: as it stands if it is short and plain, else its beginning, quoted."""
+    """Return a value of a file, to be told in a line: as it stands if it is short and plain, else its beginning,
+    quoted."""
     text = value if isinstance(value, str) else short(value)
     return text if 0 < len(text) <= _BRIEF and all(map(_is_plain, text)) else short(value)
 

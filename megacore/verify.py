@@ -61,7 +61,7 @@ class Pair:
         return config_differences(self.checkpoint.config, self.folder.config)
 
     def dtypes(self) -> dict[Logical, tuple[str, str]]:
-        """The folder's dtype and the checkpoint's of each piece."""
+        """Return the folder's dtype and the checkpoint's of each piece."""
         schema = self.checkpoint.config.schema
         theirs, ours = (
             {(whole_name(schema, s), label): folder.dtype("weights", s) for s in folder.stored() for label in s.labels}
@@ -71,7 +71,7 @@ class Pair:
 
 
 def mesh_shape(checkpoint: SafetensorsFolder, world: int) -> MeshShape:
-    """The mesh for some processes: of one, or the checkpoint's own layout, once or several times.
+    """Return the mesh for some processes: of one, or the checkpoint's own layout, once or several times.
 
     Raises:
         StoreError: it takes another number of processes.
@@ -217,7 +217,7 @@ def _dtype(found: Compared) -> str:
 
 
 def _logits(pair: Pair, prompts: Sequence[Sequence[int]], mesh: Mesh) -> list[dict[str, Any]] | None:
-    """The fields of each prompt's :class:`Logits`, on one rank; None on the others."""
+    """Return the fields of each prompt's :class:`Logits`, on one rank; None on the others."""
     ours, place = parallel_model(pair, mesh), mesh.place
     own = [ours.logits(_microbatch(ids, ours)) for ids in prompts]
     if place.pp < mesh.shape.pp - 1 or place.tp or place.ep or place.dp:
@@ -244,7 +244,7 @@ def _microbatch(ids: Sequence[int], model: Model) -> Microbatch:
 
 
 def parallel_model(pair: Pair, mesh: Mesh) -> Model:
-    """This rank's part of the checkpoint's model, in float32."""
+    """Return this rank's part of the checkpoint's model, in float32."""
     model, dtypes = model_from(pair.checkpoint, mesh, torch.float32, verified=False), pair.dtypes()
     with torch.no_grad():
         for name, label, view in model.parameters.pieces():
@@ -253,7 +253,7 @@ def parallel_model(pair: Pair, mesh: Mesh) -> Model:
 
 
 def transformers_model(pair: Pair) -> nn.Module:
-    """The folder's model, in float32.
+    """Return the folder's model, in float32.
 
     Raises:
         StoreError: transformers cannot load it.

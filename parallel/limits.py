@@ -47,7 +47,7 @@ MESSAGE_LINES, MESSAGE_LINE = 100, 2000
 
 
 def cut(text: str) -> str:
-    """A message without what is too long of it: the middle of a line, and the last lines."""
+    """Return a message without what is too long of it: the middle of a line, and the last lines."""
     lines = text.split("\n", MESSAGE_LINES)
     if len(lines) > MESSAGE_LINES:
         lines[MESSAGE_LINES] = "... and more"

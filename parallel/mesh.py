@@ -79,7 +79,7 @@ class Mesh:
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> Mesh:
-        """A mesh of one process; needs no process group."""
+        """Return a mesh of one process; needs no process group."""
         return cls(MeshShape(), 0, torch.device(device))
 
     @classmethod
@@ -127,11 +127,11 @@ class Mesh:
         return self.along(*self.shape.DIMS)
 
     def along(self, *dims: str) -> Group:
-        """The group of this rank along some dimensions."""
+        """Return the group of this rank along some dimensions."""
         return self.group(self.shape.along(self.rank, *dims))
 
     def group(self, ranks: tuple[int, ...]) -> Group:
-        """The group of some ranks, which :meth:`make_groups` has made before (groups of one always exist)."""
+        """Return the group of some ranks, which :meth:`make_groups` has made before (groups of one always exist)."""
         if ranks == (self.rank,):
             return Group(ranks, 0, None)
         return self._groups[ranks]
@@ -152,14 +152,15 @@ class Mesh:
             dist.all_reduce(torch.zeros(1, device=self.device), group=group.process_group)
 
     def channel(self, direction: str, source: int) -> Group:
-        """The one-way channel that leaves pipeline stage ``source``: to the next stage (forward) or the one before.
+        """Return the one-way channel that leaves pipeline stage ``source``: to the next stage (forward) or the one
+        before.
 
         It is a queue which no other message can block: gloo has one for each pair of a group, and NCCL a communicator.
         """
         return self._channels[direction, source]
 
     def peer(self, stage: int) -> int:
-        """The global rank of this place on another pipeline stage."""
+        """Return the global rank of this place on another pipeline stage."""
         place = self.place
         return self.shape.rank(Coordinates(stage % self.shape.pp, place.dp, place.ep, place.cp, place.tp))
 

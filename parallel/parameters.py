@@ -14,7 +14,7 @@ from parallel.weights.pattern import Piece
 
 
 def view(tensor: Tensor, piece: Piece) -> Tensor:
-    """A piece of a contiguous tensor, one dimension per axis, sharing its memory."""
+    """Return a piece of a contiguous tensor, one dimension per axis, sharing its memory."""
     return tensor.detach().as_strided(piece.shape, piece.strides, tensor.storage_offset() + piece.offset)
 
 
@@ -46,7 +46,7 @@ class Parameters(Mapping[str, nn.Parameter]):
             parameter.detach().copy_(self.drawn(name, seed))
 
     def drawn(self, name: str, seed: int) -> Tensor:
-        """The initial values of a parameter, a host tensor of its shape and dtype."""
+        """Return the initial values of a parameter, a host tensor of its shape and dtype."""
         shard = self.shards[name]
         values = torch.empty(shard.shape, dtype=self.dtype)
         for piece in shard.pieces:

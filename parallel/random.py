@@ -18,12 +18,13 @@ _BLOCK = 1 << 16
 
 
 def key(*words: object) -> int:
-    """A 64-bit key of some words, the same in every process and release."""
+    """Return a 64-bit key of some words, the same in every process and release."""
     return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=8).digest(), "little")
 
 
 def initial_values(layout: Layout, shard: Shard, label: str, seed: int) -> np.ndarray:
-    """The initial values of one piece of a shard: float32 [one dimension per axis of the piece]; padding is zero."""
+    """Return the initial values of one piece of a shard: float32 [one dimension per axis of the piece]; padding is
+    zero."""
     param = shard.param
     piece = shard.piece(label)
     values = np.zeros(piece.shape, np.float32)

@@ -10,19 +10,20 @@ RankSet = tuple[int, ...]
 
 
 def of_mesh(shape: MeshShape) -> Iterator[list[RankSet]]:
-    """The sets that every mesh has: of tensor parallelism, those that share a step's tokens, and the world."""
+    """Yield the sets that every mesh has: of tensor parallelism, those that share a step's tokens, and the world."""
     for dims in (("tp",), ("dp", "ep", "cp"), shape.DIMS):
         yield shape.all_along(*dims)
 
 
 def channel_kinds(stages: int) -> int:
-    """How many groups a pipeline has for each direction: in one of two stages both are the pair of each other, so each
-    has its own."""
+    """Return how many groups a pipeline has for each direction: in one of two stages both are the pair of each other,
+    so each has its own."""
     return {1: 0, 2: 2}.get(stages, 1)
 
 
 def divide(shape: MeshShape, ranks: Sequence[int], replicas: int | None) -> list[RankSet]:
-    """The groups of a set of replicas that split what they hold: of one stage, and of one of ``replicas`` parts of dp.
+    """Return the groups of a set of replicas that split what they hold: of one stage, and of one of ``replicas`` parts
+    of dp.
 
     Pipeline stages run microbatches in other orders, so their messages would not meet. All groups are alike, so that
     the first ranks of each, the second ones, ..., own the same shards. Where nothing is split (None), each rank is a
@@ -50,7 +51,7 @@ def groups_of(shape: MeshShape, ranks: Sequence[int], replicas: int | None, rank
 
 
 def divided(layout: Layout, replicas: int | None) -> set[RankSet]:
-    """The sets of :func:`divide` and :func:`across` of all replicas of a layout."""
+    """Return the sets of :func:`divide` and :func:`across` of all replicas of a layout."""
     ways = (divide(layout.mesh, ranks, replicas) for ranks in layout.replica_sets())
     return {group for groups in ways for group in (*groups, *across(groups))}
 
@@ -62,7 +63,7 @@ class Rounds:
         self._made = set[RankSet]()
 
     def new(self, rank_sets: Iterable[RankSet]) -> list[list[RankSet]]:
-        """The rounds of the sets of several ranks that have no group yet."""
+        """Return the rounds of the sets of several ranks that have no group yet."""
         new = {ranks for ranks in rank_sets if len(ranks) > 1} - self._made
         self._made |= new
         return in_rounds(new)

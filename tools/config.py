@@ -84,7 +84,7 @@ def _line(key: str, annotation: Any, default: Any, said: str) -> str:
 
 
 def words(annotation: Any) -> str:
-    """The type of a key in words: `a number above 0 or null`."""
+    """Return the type of a key in words: `a number above 0 or null`."""
     kinds = get_args(annotation)
     if annotation in WORDS:
         return WORDS[annotation]

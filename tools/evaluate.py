@@ -112,7 +112,7 @@ def _lengths(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[int, 
 
 
 def _texts(arguments: argparse.Namespace, folder: WeightFolder) -> Texts | None:
-    """The tokenizer; None where it is not needed and not there."""
+    """Return the tokenizer; None where it is not needed and not there."""
     try:
         return Texts.of(folder)
     except StoreError:

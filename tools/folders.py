@@ -43,12 +43,12 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 
 
 def has_layout(arguments: argparse.Namespace) -> bool:
-    """Whether any argument of :func:`add_layout` was given another value than its default."""
+    """Return whether any argument of :func:`add_layout` was given another value than its default."""
     return any(getattr(arguments, dim) != 1 for dim in ("tp", "pp", "ep", "chunks")) or bool(arguments.layers_per_stage)
 
 
 def layout(arguments: argparse.Namespace, config: ModelConfig) -> Layout:
-    """The layout that the arguments ask for.
+    """Return the layout that the arguments ask for.
 
     Raises:
         StoreError: all reasons why the model cannot be split so.
@@ -111,7 +111,7 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
 
 
 def dtype(arguments: argparse.Namespace) -> str | None:
-    """The name in safetensors files of the dtype that is asked for."""
+    """Return the name in safetensors files of the dtype that is asked for."""
     return next((name for name, kind in FLOATS.items() if kind == arguments.dtype), None)
 
 
@@ -149,7 +149,7 @@ def bar(size: int, name: str) -> Iterator[Callable[[int], object]]:
 
 
 def watched(items: Iterable[Item], name: str, unit: str) -> Iterable[Item]:
-    """The same items, and if somebody watches, how many have gone by."""
+    """Return the same items, and if somebody watches, how many have gone by."""
     if not sys.stderr.isatty():
         return items
     from tqdm import tqdm
@@ -181,7 +181,7 @@ def program(run: Callable[[argparse.Namespace], int], arguments: argparse.Namesp
 
 
 def lines(path: Path) -> list[str]:
-    """The prompts in a file, one on each line.
+    """Return the prompts in a file, one on each line.
 
     Raises:
         StoreError: there are none.

@@ -105,7 +105,7 @@ class Prompt:
 
 
 def _prompts(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[Texts, list[Prompt]]:
-    """The tokenizer, and the prompts.
+    """Return the tokenizer, and the prompts.
 
     Raises:
         StoreError: everything that is wrong with them.
@@ -159,7 +159,7 @@ class Answer:
     ended: bool = False
 
     def add(self, new: New) -> str:
-        """The text that is now certain."""
+        """Return the text that is now certain."""
         self.ids.append(new.token)
         self.ended = new.last
         more = self.stream.add(new.token) + (self.stream.end() if new.last else "")

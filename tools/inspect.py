@@ -87,8 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def token_files(path: Path) -> list[Path]:
-    """The token files that a path names, without their endings: a pair, one of its two files, or a folder of pairs that
-    holds no model."""
+    """Return the token files that a path names, without their endings: a pair, one of its two files, or a folder of
+    pairs that holds no model."""
     if path.is_dir():
         model = any((path / name).exists() for name in (INDEX, CONFIG))
         found = [] if model else [each.with_suffix("") for each in sorted(path.glob("*.idx"))]
@@ -112,7 +112,8 @@ def _show_tokens(prefixes: Sequence[Path], arguments: argparse.Namespace) -> int
 
 
 def tokens(prefix: Path) -> dict[str, Any]:
-    """What a token file holds; ``corpus`` is what `megacore tokenize` has written beside it, None of another origin.
+    """Return what a token file holds; ``corpus`` is what `megacore tokenize` has written beside it, None of another
+    origin.
 
     Raises:
         StoreError: it is damaged.
@@ -151,7 +152,7 @@ def _tokens_text(facts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def summary(folder: SafetensorsFolder) -> dict[str, Any]:
-    """What a folder is; all keys are always there, with None where the kind of folder has no such thing."""
+    """Return what a folder is; all keys are always there, with None where the kind of folder has no such thing."""
     config, index, layout = folder.config, folder.index, folder.layout
     files = [
         {"path": name, "bytes": record.size, "tensors": len(record.fingerprints)}
@@ -190,7 +191,7 @@ def _adapters(held: Adapters) -> dict[str, Any]:
 
 
 def tensors(folder: SafetensorsFolder) -> list[dict[str, Any]]:
-    """The tensors of the model, whole, and where their shards lie."""
+    """Return the tensors of the model, whole, and where their shards lie."""
     schema = folder.schema
     names: dict[str, list[str]] = {}
     for stored in hugging_face(schema):

@@ -49,13 +49,13 @@ def find_parts(out: Path, name: str) -> dict[Path, StageProgress]:
 
 
 def _common(part: StageProgress) -> dict[str, Any]:
-    """What the tokens of all parts depend on."""
+    """Return what the tokens of all parts depend on."""
     made = {key: value for key, value in part.made.items() if key != "--part"}
     return made | {"a vocabulary of": part.tally.counts.size, "the end of documents": part.end}
 
 
 def merge(out: Path, name: str = "corpus", shuffle: int | None = None, overwrite: bool = False) -> Corpus:
-    """Writes NAME.bin, NAME.idx, the tokenizer's files and corpus.json beside the parts, which stay.
+    """Write NAME.bin, NAME.idx, the tokenizer's files and corpus.json beside the parts, which stay.
 
     InputError says why not; on a failure there are none of them.
     """

@@ -141,7 +141,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _alone(config: Config) -> Config:
-    """The recipe on one rank, which has the whole global batch: the search lays it out anew."""
+    """Return the recipe on one rank, which has the whole global batch: the search lays it out anew."""
     return replace(
         config,
         zero=ZeroConfig(),
@@ -152,7 +152,8 @@ def _alone(config: Config) -> Config:
 
 
 def _problems(config: Config, world: int, model: ModelConfig) -> list[str]:
-    """What is wrong with the numbers; where data and models lie and what this machine has does not matter here."""
+    """Return what is wrong with the numbers; where data and models lie and what this machine has does not matter
+    here."""
     named = replace(config, data=replace(config.data, train=config.data.train or (CorpusConfig("-"),)))
     if config.lora is not None:
         named = replace(named, checkpoint=replace(config.checkpoint, init=config.checkpoint.init or "-"))

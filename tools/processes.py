@@ -58,7 +58,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def model(arguments: argparse.Namespace) -> WeightFolder:
-    """The model that the arguments name.
+    """Return the model that the arguments name.
 
     Raises:
         StoreError: as :func:`~megacore.store.open.open_model`.
@@ -88,7 +88,7 @@ def add_mesh(parser: argparse.ArgumentParser, data: bool = False) -> None:
 
 
 def mesh_shape(config: ModelConfig, here: Here, tp: int, pp: int, dp: int = 1) -> MeshShape:
-    """The mesh that the arguments ask for.
+    """Return the mesh that the arguments ask for.
 
     Raises:
         StoreError: all reasons why the model, or torchrun's processes, cannot be split so.
@@ -106,7 +106,7 @@ def mesh_shape(config: ModelConfig, here: Here, tp: int, pp: int, dp: int = 1) -
 
 
 def device(wanted: str, here: Here, processes: int) -> str:
-    """The kind of device that each of the processes is to use.
+    """Return the kind of device that each of the processes is to use.
 
     Raises:
         StoreError: there are too few GPUs.
@@ -119,7 +119,7 @@ def device(wanted: str, here: Here, processes: int) -> str:
 
 
 def dtype(name: str | None) -> torch.dtype | None:
-    """The dtype of this name."""
+    """Return the dtype of this name."""
     import torch
 
     found: torch.dtype | None = getattr(torch, name) if name else None

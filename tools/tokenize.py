@@ -88,7 +88,7 @@ class Outcome:
 
 
 def tokenize(options: Options) -> Outcome:
-    """Writes NAME.bin, NAME.idx, the tokenizer's files and corpus.json, or part.json.
+    """Write NAME.bin, NAME.idx, the tokenizer's files and corpus.json, or part.json.
 
     InputError says why not. On a failure there are none of them, and what is finished is kept for a resume.
     """
@@ -131,7 +131,7 @@ def _refuse(options: Options) -> None:
 
 
 def _made(stage: Stage, options: Options) -> dict[str, Any]:
-    """What the tokens depend on. The tokenizer's files are in the stage afterwards."""
+    """Return what the tokens depend on. The tokenizer's files are in the stage afterwards."""
     made: dict[str, Any] = {
         "--train-vocab": options.train_vocab,
         "--text-key": options.text_key,
@@ -161,7 +161,7 @@ def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
 
 
 def _encode_into(stage: Stage, options: Options, made: Made, total: int) -> StageProgress:
-    """Encodes what is not finished yet, and keeps what is as it goes."""
+    """Encode what is not finished yet, and keep what is as it goes."""
     tokenizer = load(stage.folder)
     if options.append_eod and tokenizer.end is None:
         raise InputError(

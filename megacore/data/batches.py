@@ -95,11 +95,12 @@ class Batches:
         self._separate, self._vocabulary = separate_documents, vocabulary
 
     def microbatches(self, step: int) -> list[Batch]:
-        """This rank's microbatches of step `step`: of the samples [step global_batch, (step + 1) global_batch)."""
+        """Return this rank's microbatches of step `step`: of the samples [step global_batch, (step + 1)
+        global_batch)."""
         return self.microbatches_from(step * self._global)
 
     def microbatches_from(self, position: int) -> list[Batch]:
-        """This rank's microbatches of the global batch that begins at sample `position`."""
+        """Return this rank's microbatches of the global batch that begins at sample `position`."""
         first = range(position + self._rank * self._micro, position + self._global, self._size * self._micro)
         return [
             collate([self._sample(i) for i in range(begin, begin + self._micro)], self._separate) for begin in first
@@ -117,7 +118,8 @@ class Batches:
         return sample
 
     def steps(self, position: int = 0) -> Iterator[list[Batch]]:
-        """The microbatches of the global batch that begins at sample `position`, and of all after it, without end."""
+        """Yield the microbatches of the global batch that begins at sample `position`, and of all after it, without
+        end."""
         while True:
             yield self.microbatches_from(position)
             position += self._global
@@ -174,5 +176,5 @@ class Prefetch(Generic[Item]):
 
 
 def prefetch(items: Iterator[Item], depth: int = DEPTH) -> Prefetch[Item]:
-    """Starts to prepare the items of an iterator in a thread, `depth` ahead."""
+    """Start to prepare the items of an iterator in a thread, `depth` ahead."""
     return Prefetch(items, depth)

@@ -48,7 +48,7 @@ class Template:
 
 
 def passage(row: Mapping[str, Any], template: Callable[[], Template], train_on: TrainOn) -> Passage:
-    """The example in a row: its `messages` (and `tools`), its `prompt` and `completion`, or its `text`.
+    """Return the example in a row: its `messages` (and `tools`), its `prompt` and `completion`, or its `text`.
 
     Messages after the assistant's last are left out, as nothing of them is learned, unless all tokens count.
 
@@ -116,7 +116,7 @@ def _message(name: str, value: object) -> Message:
 
 
 def _tools(value: object) -> list[Any] | None:
-    """A list of JSON schemas; tables often hold it as text."""
+    """Return a list of JSON schemas; tables often hold it as text."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
@@ -154,7 +154,7 @@ def _chat(messages: list[Message], tools: list[Any] | None, template: Template, 
 
 
 def _turn(text: str, messages: Sequence[Message], turn: int, tools: list[Any] | None, template: Template) -> Span:
-    """What the assistant writes in a turn, from the end of what prompts it to the token that ends the turn.
+    """Return what the assistant writes in a turn, from the end of what prompts it to the token that ends the turn.
 
     The text of the messages before it, with the prompt, ends where the turn begins; that of the messages up to it
     ends where the turn does.
@@ -192,13 +192,14 @@ def _ends(text: str, end: str) -> Iterator[int]:
 
 
 def _closed(text: str, start: int, stop: int, template: Template) -> int:
-    """Where a turn ends within [start, stop): without the blanks after its last special token."""
+    """Return where a turn ends within [start, stop): without the blanks after its last special token."""
     stripped = text[start:stop].rstrip()
     return start + len(stripped) if stripped.endswith(template.special) else stop
 
 
 def _as_it_stands(text: str, start: int, message: Message, template: Template) -> int | None:
-    """Where a turn ends that begins with its content, unchanged but for blanks around it, and a special token."""
+    """Return where a turn ends that begins with its content, unchanged but for blanks around it, and a special
+    token."""
     content = message["content"].strip()
     begin = start + len(text[start:]) - len(text[start:].lstrip())
     if not content or message.get("tool_calls") or not text.startswith(content, begin):

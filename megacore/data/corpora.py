@@ -73,8 +73,8 @@ class Corpora:
 
     @classmethod
     def look(cls, config: Config, model: ModelFiles) -> Iterator[str]:
-        """What is wrong with the data of a run that will not start as it is: of files of examples, with their first
-        rows. Nothing is kept."""
+        """Yield what is wrong with the data of a run that will not start as it is: of files of examples, with their
+        first rows. Nothing is kept."""
         data = config.data
         for corpus in (*data.train, *data.validation):
             try:
@@ -123,13 +123,14 @@ class Corpora:
     def batches(
         self, source: Source, config: Config, data_rank: int, data_size: int, vocabulary: int | None = None
     ) -> Batches:
-        """The batches of one data-parallel rank; ids beyond the vocabulary raise a TokenError when they are met."""
+        """Return the batches of one data-parallel rank; ids beyond the vocabulary raise a TokenError when they are
+        met."""
         batch = config.batch
         return Batches(source, batch.global_size, batch.micro_size, data_rank, data_size, self.separate, vocabulary)
 
 
 def _held_out(config: Config) -> float:
-    """The fraction that is; none where there are validation corpora."""
+    """Return the fraction that is; none where there are validation corpora."""
     return 0.0 if config.data.validation else config.data.validation_fraction
 
 
@@ -147,7 +148,7 @@ def _blend(sources: list[Source], corpora: tuple[CorpusConfig, ...]) -> Source:
 
 
 def facts(corpus: CorpusConfig) -> Corpus | None:
-    """What `megacore tokenize` has written about a corpus; None for token files of other origin."""
+    """Return what `megacore tokenize` has written about a corpus; None for token files of other origin."""
     return Corpus.beside(Path(corpus.path))
 
 

@@ -50,7 +50,7 @@ class Corpus:
 
     @classmethod
     def read(cls, folder: Path) -> Corpus:
-        """What is known of the corpus in a folder; StoreError if that is nothing that was written here."""
+        """Return what is known of the corpus in a folder; StoreError if that is nothing that was written here."""
         path = folder / CORPUS
         found = read_json(path, folder)
         if not fits(cls, found):
@@ -59,7 +59,7 @@ class Corpus:
 
     @classmethod
     def beside(cls, prefix: Path) -> Corpus | None:
-        """What `megacore tokenize` has written about a token file; None of those of other origin."""
+        """Return what `megacore tokenize` has written about a token file; None of those of other origin."""
         known = cls.read(prefix.parent) if (prefix.parent / CORPUS).is_file() else None
         return known if known is not None and known.name == prefix.name else None
 
@@ -69,8 +69,8 @@ _LISTS = {"list[str]": "str", "tuple[str, ...]": "str", "npt.NDArray[np.int64]":
 
 
 def fits(kind: type[Any], found: Any) -> bool:
-    """Whether a JSON value has the fields of a dataclass, each of its type, and numbers from 0 to 2^63. What is neither
-    plain nor a list is an object."""
+    """Return whether a JSON value has the fields of a dataclass, each of its type, and numbers from 0 to 2^63. What is
+    neither plain nor a list is an object."""
     types = {field.name: str(field.type) for field in fields(kind)}
     return (
         isinstance(found, dict)

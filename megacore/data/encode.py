@@ -53,7 +53,7 @@ class Encoded:
     size: int
 
     def tally(self, so_far: Tally) -> Tally:
-        """What it adds to a tally; the faults in words are no more than that still lists."""
+        """Return what it adds to a tally; the faults in words are no more than that still lists."""
         # To find a line's number the file is read: only for those that are shown.
         return Tally(
             np.bincount(self.tokens, minlength=so_far.counts.size),
@@ -69,7 +69,7 @@ _load = lru_cache(maxsize=1)(tokenizer.load)  # once in each process
 
 
 def encode(task: EncodeTask) -> Encoded:
-    """Encodes one task in this process."""
+    """Encode one task in this process."""
     loaded = _load(task.folder)
     dtype = token_dtype(loaded.vocabulary)
     end = np.array([] if task.end is None else [task.end], np.int32)
@@ -95,7 +95,7 @@ def encode(task: EncodeTask) -> Encoded:
 
 
 def grouped(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Successive items together, until their sizes reach AT_ONCE."""
+    """Yield successive items together, until their sizes reach AT_ONCE."""
     group: list[Item] = []
     total = 0
     for item in items:
@@ -109,12 +109,12 @@ def grouped(items: Iterable[Item], size: Callable[[Item], int]) -> Iterator[list
 
 
 def encode_all(tasks: Iterator[EncodeTask], workers: int) -> Generator[Encoded, None, None]:
-    """The results of the tasks in their order; at most two per worker are under way."""
+    """Return the results of the tasks in their order; at most two per worker are under way."""
     return in_order(encode, tasks, workers)
 
 
 def in_order(function: Callable[[Item], Made], items: Iterator[Item], workers: int) -> Generator[Made, None, None]:
-    """What a function makes of each item, in their order, by several processes; at most two per worker are under
+    """Yield what a function makes of each item, in their order, by several processes; at most two per worker are under
     way."""
     if workers == 1:
         yield from map(function, items)

@@ -80,7 +80,7 @@ class Examples:
         self.count, self.lengths = self._dataset.documents, self._dataset.document_lengths()
 
     def example(self, index: int) -> tuple[Integers, npt.NDArray[np.bool_]]:
-        """Its tokens [lengths[index]], and which of them count."""
+        """Return its tokens [lengths[index]], and which of them count."""
         dataset = self._dataset
         runs = dataset.lengths[int(dataset.bounds[index]) : int(dataset.bounds[index + 1])]
         return dataset.document(index), np.repeat(np.arange(runs.size) % 2 == 1, runs)
@@ -103,7 +103,7 @@ class Preparation:
     model: ModelFiles
 
     def examples(self) -> Examples:
-        """Those prepared before, or now: by the first process that comes, while others wait for it.
+        """Return those prepared before, or now: by the first process that comes, while others wait for it.
 
         Raises:
             InputError: lines are bad, or the tokenizer or its template do not serve.
@@ -228,7 +228,7 @@ class Prepared:
     size: int
 
     def examples(self) -> Iterator[list[Integers]]:
-        """The sequences of each."""
+        """Yield the sequences of each."""
         parts = np.split(self.tokens, np.cumsum(self.runs))
         for stop, count in zip(np.cumsum(self.sequences).tolist(), self.sequences.tolist(), strict=True):
             yield parts[stop - count : stop]
@@ -249,7 +249,7 @@ class _Made:
         self.facts += Facts(skipped=1, faults=words)
 
     def add(self, tokens: Tokens) -> None:
-        """Keeps an example up to its last token that counts, or drops it."""
+        """Keep an example up to its last token that counts, or drop it."""
         ids, counted = _until_counted(tokens)
         limit, cut = self.task.length + 1, 0
         if ids.size > limit:
@@ -276,7 +276,7 @@ _load = lru_cache(maxsize=1)(GuardedTokenizer)  # once in each process
 
 
 def prepare(task: Task) -> Prepared:
-    """Prepares one task in this process."""
+    """Prepare one task in this process."""
     tokenizer, made = _load(task.folder), _Made(task)
     rows = islice((row for piece in task.pieces for row in text.rows(piece)), task.most)
     for group in grouped(rows, lambda row: 0 if isinstance(row, Fault) else row.size):

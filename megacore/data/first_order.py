@@ -14,7 +14,7 @@ from megacore.data.samples import Purpose, Sample, shuffled, split_documents, wh
 def parts(
     dataset: IndexedDataset, length: int, seed: int, fraction: float, name: str
 ) -> tuple[ShuffledDocuments, ShuffledDocuments | None]:
-    """The samples to train on and those held out, a fraction of the documents; None where that is 0."""
+    """Return the samples to train on and those held out, a fraction of the documents; None where that is 0."""
     split = split_documents(dataset.documents, fraction, seed)
     if not split.validation.size:
         return ShuffledDocuments(dataset, length, seed, name=name), None
@@ -23,7 +23,8 @@ def parts(
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The order of the samples of an epoch: a permutation of range(count), [count], that belongs to (seed, epoch)."""
+    """Return the order of the samples of an epoch: a permutation of range(count), [count], that belongs to (seed,
+    epoch)."""
     return shuffled(count, seed, Purpose.SAMPLES, epoch)
 
 

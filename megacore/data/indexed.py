@@ -39,7 +39,7 @@ CHUNK = 2**18
 
 
 def token_dtype(vocabulary: int) -> np.dtype[Any]:
-    """The dtype Megatron stores tokens of this vocabulary in."""
+    """Return the dtype Megatron stores tokens of this vocabulary in."""
     return np.dtype("<u2" if vocabulary < 65500 else "<i4")
 
 
@@ -58,7 +58,7 @@ def sync(path: Path) -> None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Moves a finished file to its place on the same disk: after a crash all of it is there, or none of it."""
+    """Move a finished file to its place on the same disk: after a crash all of it is there, or none of it."""
     sync(temporary)
     os.replace(temporary, final)
     sync(final.parent)
@@ -115,17 +115,17 @@ class GrowingPair:
             file.truncate(size)
 
     def write(self, *sequences: npt.ArrayLike) -> None:
-        """Appends one document of the given sequences, each of shape [tokens]; ValueError on a token that is none."""
+        """Append one document of the given sequences, each of shape [tokens]; ValueError on a token that is none."""
         arrays = [np.asarray(sequence) for sequence in sequences]
         tokens = np.concatenate([np.empty(0, self.dtype), *arrays]) if len(arrays) != 1 else arrays[0]
         self._append(tokens, np.array([array.size for array in arrays]), np.array([len(arrays)]))
 
     def extend(self, tokens: Integers, lengths: Integers) -> None:
-        """Appends documents of a sequence each: their tokens [of all], and how many each has, [documents]."""
+        """Append documents of a sequence each: their tokens [of all], and how many each has, [documents]."""
         self._append(tokens, lengths, np.ones(lengths.size, np.int64))
 
     def join(self, other: IndexedDataset) -> None:
-        """Appends all documents of another pair; ValueError if its sequences do not lie one after the other."""
+        """Append all documents of another pair; ValueError if its sequences do not lie one after the other."""
         if other.scattered:
             raise ValueError(f"{other.scattered}: it is not as `megacore tokenize` writes it")
         for at in range(0, other.sequences, CHUNK):
@@ -159,7 +159,7 @@ class GrowingPair:
         self.extent = Extent(now.tokens + tokens, now.sequences + sequences, now.documents + documents)
 
     def sync(self) -> Extent:
-        """What is on the disk now, whatever happens: all that was written."""
+        """Return what is on the disk now, whatever happens: all that was written."""
         for file in self._files:
             file.flush()
             os.fsync(file.fileno())
@@ -204,7 +204,7 @@ class IndexedWriter:
         return self
 
     def write(self, *sequences: npt.ArrayLike) -> None:
-        """Appends one document of the given sequences, each of shape [tokens]; ValueError on a token that is none."""
+        """Append one document of the given sequences, each of shape [tokens]; ValueError on a token that is none."""
         self._pair.write(*sequences)
 
     def __exit__(
@@ -266,7 +266,7 @@ class IndexedDataset:
         self.scattered = "" if checked else self._check(index, data)
 
     def _check(self, index: Path, data: Path) -> str:
-        """Reads all entries, by chunks, so that their memory does not grow with the corpus -> what is scattered."""
+        """Read all entries, by chunks, so that their memory does not grow with the corpus -> what is scattered."""
         bounds, width, size = self.bounds, self.dtype.itemsize, self._bytes.size
         chunks = (slice(at, at + CHUNK + 1) for at in range(0, bounds.size, CHUNK))
         climb = all((part[1:] >= part[:-1]).all() for part in map(bounds.__getitem__, chunks))
@@ -302,7 +302,8 @@ class IndexedDataset:
         return scattered
 
     def start(self, document: int) -> int:
-        """Where a document begins in the stream of all tokens; of the number after the last one, where it ends."""
+        """Return where a document begins in the stream of all tokens; of the number after the last one, where it
+        ends."""
         sequence = int(self.bounds[document])
         if sequence < self.sequences:
             place = int(self.pointers[sequence])
@@ -313,7 +314,8 @@ class IndexedDataset:
         return (place - int(self.pointers[0])) // self.dtype.itemsize
 
     def starts_within(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Where in the stream documents begin, after token `start` and before `stop`; ascending, empty ones too."""
+        """Return where in the stream documents begin, after token `start` and before `stop`; ascending, empty ones
+        too."""
         documents = range(self.documents)
         first = bisect_right(documents, start, key=self.start)
         last = bisect_left(documents, stop, first, key=self.start)
@@ -326,7 +328,7 @@ class IndexedDataset:
         return np.frombuffer(self._bytes, self.dtype, stop - start, first)
 
     def sequence(self, sequence: int) -> Integers:
-        """One sequence, [lengths[sequence]] in the file's dtype: a view of the file."""
+        """Return one sequence, [lengths[sequence]] in the file's dtype: a view of the file."""
         return np.frombuffer(self._bytes, self.dtype, int(self.lengths[sequence]), int(self.pointers[sequence]))
 
     def document(self, document: int, start: int = 0, stop: int | None = None) -> Integers:

@@ -105,7 +105,7 @@ class ModelTokenizer:
         return texts[0], spans[0] if spans else []
 
     def encode(self, passages: Sequence[Passage]) -> list[Tokens]:
-        """The tokens of each passage. A bare text begins and ends as the tokenizer would have it.
+        """Return the tokens of each passage. A bare text begins and ends as the tokenizer would have it.
 
         A text is encoded as a whole. A token counts where it holds a character that does; the first, which nothing
         predicts, never.
@@ -135,7 +135,7 @@ class ModelTokenizer:
         return [each for each in found if each is not None]
 
     def examples(self, rows: Sequence[Mapping[str, Any]], train_on: TrainOn) -> list[Tokens | str]:
-        """The tokens of the example in each row, or why there is none.
+        """Return the tokens of the example in each row, or why there is none.
 
         InputError if it takes a chat template, and there is none.
         """
@@ -160,7 +160,7 @@ class GuardedTokenizer:
             raise InputError(f"the model's tokenizer cannot be loaded: {error}") from error
 
     def examples(self, rows: Sequence[Record], train_on: TrainOn) -> list[Tokens | Fault]:
-        """The tokens of the example in each row, or why there is none.
+        """Return the tokens of the example in each row, or why there is none.
 
         InputError if the tokenizer or its template take too much for them, or there is no template for chats.
         """

@@ -45,13 +45,14 @@ class Partition:
         return f"{name}.part-{self.number}-of-{self.count}"
 
     def share(self, total: int) -> tuple[int, int | None]:
-        """The bytes [start, stop) in which its pieces begin; those at the very end, which are empty, are the last's."""
+        """Return the bytes [start, stop) in which its pieces begin; those at the very end, which are empty, are the
+        last's."""
         stop = None if self.number == self.count else total * self.number // self.count
         return total * (self.number - 1) // self.count, stop
 
 
 def in_order(stage: Stage, name: str, shuffle: int | None) -> Path:
-    """The prefix that documents are written to in the order of the input."""
+    """Return the prefix that documents are written to in the order of the input."""
     return stage.folder / (name if shuffle is None else f".{name}.in_order")
 
 

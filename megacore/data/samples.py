@@ -26,14 +26,15 @@ class Purpose(IntEnum):
 
 
 def draw(count: int, seed: int, purpose: Purpose, epoch: int = 0) -> npt.NDArray[np.uint64]:
-    """The first `count` words, [count], of the random stream of (seed, purpose, epoch), each from 0 to 2^64 - 1."""
+    """Return the first `count` words, [count], of the random stream of (seed, purpose, epoch), each from 0 to 2^64 -
+    1."""
     # Raw words are a fixed function of key and counter; what numpy's Generator makes of them may change with numpy.
     key, counter = np.array([seed, purpose], np.uint64), np.array([0, 0, 0, epoch], np.uint64)
     return np.random.Philox(key=key, counter=counter).random_raw(count)
 
 
 def shuffled(count: int, seed: int, purpose: Purpose, epoch: int = 0) -> npt.NDArray[np.int64]:
-    """The permutation of range(count), [count], that belongs to (seed, purpose, epoch)."""
+    """Return the permutation of range(count), [count], that belongs to (seed, purpose, epoch)."""
     return np.argsort(draw(count, seed, purpose, epoch), kind="stable")
 
 
@@ -71,7 +72,7 @@ class Split:
 
 
 def split_documents(documents: int, fraction: float, seed: int) -> Split:
-    """Holds out each document with probability `fraction`, by a hash of (seed, its index); never all and never none.
+    """Hold out each document with probability `fraction`, by a hash of (seed, its index); never all and never none.
 
     fraction = 0 holds out nothing. A document stays on its side when others are appended, but for the one that is
     held out or kept so that neither side is empty. ValueError if there are too few documents for two sides.
@@ -144,7 +145,7 @@ class _Epoch:
 def parts(
     dataset: IndexedDataset, length: int, seed: int, fraction: float, name: str
 ) -> tuple[Samples, Samples | None]:
-    """The samples to train on and those held out, a fraction of the documents; None where that is 0."""
+    """Return the samples to train on and those held out, a fraction of the documents; None where that is 0."""
     train, held_out = split_runs(dataset.documents, fraction, seed)
     if not held_out.documents:
         return Samples(dataset, length, seed, name=name), None
@@ -163,7 +164,7 @@ def whole_samples(tokens: int, documents: int, length: int, name: str) -> int:
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> Permutation:
-    """The order of the samples of an epoch: a permutation of range(count) that belongs to (seed, epoch)."""
+    """Return the order of the samples of an epoch: a permutation of range(count) that belongs to (seed, epoch)."""
     return Permutation(count, draw(ROUNDS, seed, Purpose.SAMPLES, epoch).tolist())
 
 
@@ -208,7 +209,7 @@ class Samples:
         return _Epoch(epoch, epoch_order(self.per_epoch, self._seed, epoch), word * self.tokens >> 64)
 
     def _cut(self, at: int) -> Sample:
-        """The sample that begins at a token of the stream."""
+        """Return the sample that begins at a token of the stream."""
         tokens = np.empty(self.length + 1, np.int64)
         begins = np.zeros(self.length + 1, np.int32)  # 1 where another document begins
         filled = 0

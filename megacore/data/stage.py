@@ -77,7 +77,7 @@ class Stage:
     @classmethod
     @contextmanager
     def open(cls, out: Path, name: str, resume: bool, overwrite: bool) -> Iterator[Stage]:
-        """Makes the folder, or takes up what an interrupted run has left in it.
+        """Make the folder, or take up what an interrupted run has left in it.
 
         On a failure what was kept stays; without any, neither the folder nor an `out` that was made for it does.
         InputError if something was kept and neither `resume` nor `overwrite` says what to do about it; StoreError if
@@ -162,7 +162,7 @@ class Stage:
         return (Path(path) for path, _, _ in self._listed())
 
     def pieces(self, start: int = 0, stop: int | None = None) -> Iterator[FileRange]:
-        """Those of the listed files that begin in bytes [start, stop) of all of them."""
+        """Yield those of the listed files that begin in bytes [start, stop) of all of them."""
         at = 0
         for path in self.paths():
             for piece in text.cut(path):
@@ -183,13 +183,13 @@ class Stage:
         self.progress = progress
 
     def finish(self, progress: StageProgress, outputs: Sequence[str]) -> None:
-        """Keeps that all is finished: these files, which are in the folder."""
+        """Keep that all is finished: these files, which are in the folder."""
         for name in outputs:
             sync(self.folder / name)
         self.keep(replace(progress, outputs=tuple(outputs)))
 
     def publish(self, replaced: Sequence[str]) -> None:
-        """Moves the outputs to their places, the index last, and removes what they replace and the folder's rest.
+        """Move the outputs to their places, the index last, and remove what they replace and the folder's rest.
 
         If it is interrupted, a resume goes on with it: nothing but what is not moved yet is replaced.
         """

@@ -84,7 +84,7 @@ class Record:
 
 
 def find_files(inputs: Sequence[Path], exclude: Sequence[str] = ()) -> Iterator[Path]:
-    """The files among the inputs, and in the folders among them, in the order of the inputs, each once.
+    """Yield the files among the inputs, and in the folders among them, in the order of the inputs, each once.
 
     A folder is walked in sorted order, without hidden entries, those whose name matches a pattern of `exclude`, and
     links that leave it, which are said on stderr. InputError names an input that does not exist, is of another type, or
@@ -121,12 +121,12 @@ def find_files(inputs: Sequence[Path], exclude: Sequence[str] = ()) -> Iterator[
 
 
 def without_link(path: Path) -> Path:
-    """What a link leads to now: pieces are read without following any."""
+    """Return what a link leads to now: pieces are read without following any."""
     return path.resolve() if path.is_symlink() else path
 
 
 def _walks(folder: Path, file: Path, exclude: Sequence[str]) -> bool:
-    """Whether a walk of the folder comes upon the file, neither of whose paths has links."""
+    """Return whether a walk of the folder comes upon the file, neither of whose paths has links."""
     if folder not in file.parents or file.suffix not in SUFFIXES:
         return False
     return not any(_passed_over(name, exclude) for name in file.relative_to(folder).parts)
@@ -147,7 +147,7 @@ def _walk(folder: Path, exclude: Sequence[str]) -> Iterator[Path]:
 
 
 def cut(path: Path) -> list[FileRange]:
-    """A file's pieces, in order: they hold each of its documents once."""
+    """Return a file's pieces, in order: they hold each of its documents once."""
     size = path.stat().st_size
     if path.suffix in WHOLE:
         return [FileRange(path, 0, size, size)]
@@ -187,7 +187,8 @@ def _table_errors(path: Path) -> Iterator[None]:
 
 
 def documents(piece: FileRange, text_key: str) -> Iterator[str | Fault]:
-    """The documents of a piece: their text, or why there is none. InputError if a table has no column `text_key`."""
+    """Yield the documents of a piece: their text, or why there is none. InputError if a table has no column
+    `text_key`."""
     if piece.path.suffix in WHOLE:
         yield _whole(piece.path)
     elif piece.path.suffix == ".jsonl":
@@ -199,7 +200,8 @@ def documents(piece: FileRange, text_key: str) -> Iterator[str | Fault]:
 
 
 def rows(piece: FileRange) -> Iterator[Record | Fault]:
-    """What the lines of a piece of a .jsonl file, or the rows of one of a .parquet file, hold; or why that is nothing.
+    """Yield what the lines of a piece of a .jsonl file, or the rows of one of a .parquet file, hold; or why that is
+    nothing.
 
     Empty lines are passed over. InputError if a compressed file is damaged.
     """
@@ -226,7 +228,7 @@ def _table_rows(piece: FileRange) -> Iterator[Record]:
 
 
 def _batches(file: Any, piece: FileRange, columns: list[str] | None = None) -> Iterator[Any]:
-    """Some rows at a time. InputError where a few values are so many rows that they were no text."""
+    """Yield some rows at a time. InputError where a few values are so many rows that they were no text."""
     most = _unpacked(piece.path)
     for batch in file.iter_batches(limits.ROWS, row_groups=[piece.start], columns=columns):
         most -= batch.nbytes
@@ -252,8 +254,8 @@ def _whole(path: Path) -> str | Fault:
 
 
 def _lines(piece: FileRange) -> Iterator[tuple[int, bytes]]:
-    """Where each line begins, and the line; of one that is longer than `limits.LINE`, a byte more than that. Empty
-    lines are left out.
+    """Yield where each line begins, and the line; of one that is longer than `limits.LINE`, a byte more than that.
+    Empty lines are left out.
 
     InputError if a compressed file unpacks to more than text does.
     """

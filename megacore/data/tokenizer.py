@@ -51,7 +51,8 @@ class Tokenizer:
     guard: Guard
 
     def encode(self, texts: list[str]) -> list[Integers]:
-        """The ids of each text, int32. One longer than LONGEST is encoded in parts that end with lines where they can.
+        """Return the ids of each text, int32. One longer than LONGEST is encoded in parts that end with lines where
+        they can.
 
         InputError if the tokenizer fails.
         """
@@ -70,7 +71,8 @@ class Tokenizer:
 
 
 def _batches(parts: Iterable[str]) -> Iterator[list[str]]:
-    """Successive parts, of at most LONGEST characters together: a long text of parts takes time and memory too."""
+    """Yield successive parts, of at most LONGEST characters together: a long text of parts takes time and memory
+    too."""
     batch, size = list[str](), 0
     for part in parts:
         if size + len(part) > LONGEST:
@@ -83,7 +85,7 @@ def _batches(parts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def parts_of(text: str) -> list[str]:
-    """A text in parts of at most LONGEST characters, which end with lines where they can."""
+    """Return a text in parts of at most LONGEST characters, which end with lines where they can."""
     if len(text) <= LONGEST:
         return [text]
     parts, at = [], 0
@@ -96,7 +98,7 @@ def parts_of(text: str) -> list[str]:
 
 
 def load(folder: Path) -> Tokenizer:
-    """The tokenizer of a folder. InputError if it cannot be used."""
+    """Return the tokenizer of a folder. InputError if it cannot be used."""
     kind: type[_Fast] | type[_Slow] = _Fast if (folder / "tokenizer.json").is_file() else _Slow
     if kind is _Slow:
         import_transformers()
@@ -201,7 +203,7 @@ def _copied(folder: Path) -> Iterator[Path]:
 
 
 def fetch(source: str, folder: Path) -> None:
-    """Copies the tokenizer of a Hugging Face folder, or of a name on its hub, to `folder`. InputError if none."""
+    """Copy the tokenizer of a Hugging Face folder, or of a name on its hub, to `folder`. InputError if none."""
     try:
         found = companions(Path(source), Path(source))
     except StoreError as error:

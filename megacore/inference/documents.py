@@ -56,7 +56,7 @@ class DocumentFiles:
     count: TrainOn
 
     def documents(self) -> Iterator[Document]:
-        """All of them, in the order of the paths.
+        """Yield all of them, in the order of the paths.
 
         Raises:
             StoreError: something cannot be read, or is no document.
@@ -119,7 +119,7 @@ class DocumentFiles:
 
 
 def is_tokens(path: Path) -> bool:
-    """Whether it names a token file: a pair PATH.bin, PATH.idx."""
+    """Return whether it names a token file: a pair PATH.bin, PATH.idx."""
     return not path.exists() and Path(f"{path}.idx").is_file()
 
 

@@ -66,7 +66,8 @@ class Measured:
 
 
 def evaluate(model: Model, documents: Iterable[Document], windows: Windows, together: int, pad: int = 0) -> Measured:
-    """The loss on documents; every rank of the model's mesh calls this with the same ones, and gets the same answer.
+    """Return the loss on documents; every rank of the model's mesh calls this with the same ones, and gets the same
+    answer.
 
     Args:
         model: In evaluation mode. Data-parallel ranks share out the microbatches.
@@ -106,7 +107,7 @@ class _Count:
 
 
 def _packs(windows: Iterable[tuple[Integers, Integers]], together: int) -> Iterator[list[tuple[Integers, Integers]]]:
-    """Successive windows, as many as have no more than so many tokens."""
+    """Yield successive windows, as many as have no more than so many tokens."""
     pack, size = list[tuple[Integers, Integers]](), 0
     for window in windows:
         if pack and size + len(window[0]) > together:

@@ -36,7 +36,7 @@ class Ending:
     positions: int | None = None
 
     def limit(self, prompt: Sequence[int]) -> int:
-        """The number of new tokens that a prompt can have."""
+        """Return the number of new tokens that a prompt can have."""
         return self.most if self.positions is None else min(self.most, self.positions - len(prompt) + 1)
 
 
@@ -63,7 +63,7 @@ class _Sequence:
 def generate(
     model: Model, prompts: Sequence[Sequence[int]], choose: Choice, ending: Ending, together: int
 ) -> Iterator[list[New]]:
-    """The next token of each prompt that has not ended, until all have.
+    """Yield the next token of each prompt that has not ended, until all have.
 
     Every rank of the model's mesh iterates to the end.
 
@@ -99,7 +99,7 @@ def _batch(model: Model, prompts: Mapping[int, Sequence[int]], choose: Choice, e
 
 
 def _chosen(mesh: Mesh, logits: Tensor | None, choose: Choice, which: Sequence[tuple[int, int]]) -> list[int]:
-    """The tokens that the first rank of the last stage chooses, on all ranks."""
+    """Return the tokens that the first rank of the last stage chooses, on all ranks."""
     source = mesh.shape.rank(Coordinates(mesh.shape.pp - 1, 0, 0, 0, 0))
     tokens = torch.empty(len(which), dtype=torch.int64, device=mesh.device)
     if mesh.rank == source:
@@ -113,7 +113,7 @@ def _chosen(mesh: Mesh, logits: Tensor | None, choose: Choice, which: Sequence[t
 
 
 def _beginning(model: Model, cache: Cache, prompts: Sequence[Sequence[int]]) -> Microbatch:
-    """All tokens of some prompts, of whose last ones the logits are wanted."""
+    """Return all tokens of some prompts, of whose last ones the logits are wanted."""
     mesh = model.parameters.mesh
     device, lengths = mesh.device, [len(ids) for ids in prompts]
     tokens = [token for ids in prompts for token in ids]
@@ -128,7 +128,7 @@ def _beginning(model: Model, cache: Cache, prompts: Sequence[Sequence[int]]) -> 
 
 
 def _going_on(model: Model, cache: Cache, alive: Sequence[_Sequence]) -> Microbatch:
-    """The last token of each sequence."""
+    """Return the last token of each sequence."""
     mesh = model.parameters.mesh
     at = [sequence.length - 1 for sequence in alive]
     documents = _padded([1] * len(alive), len(alive), mesh.shape.tp)

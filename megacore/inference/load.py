@@ -19,7 +19,7 @@ from parallel.mesh import Mesh
 
 
 def model_from(whole: WeightFolder, mesh: Mesh, dtype: torch.dtype | None = None, verified: bool = True) -> Model:
-    """This rank's part of the model, dropout off, filled one tensor at a time.
+    """Return this rank's part of the model, dropout off, filled one tensor at a time.
 
     On the number of stages that a checkpoint has, its layers lie as they do there.
 
@@ -57,7 +57,7 @@ def _fill(model: Model, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def dtype_of(whole: WeightFolder) -> torch.dtype:
-    """The dtype of a model's weights; of several, one that holds all of their numbers."""
+    """Return the dtype of a model's weights; of several, one that holds all of their numbers."""
     held = {whole.dtype("weights", stored) for stored in whole.stored()}
     widest = held.pop() if len(held) == 1 else "F64" if "F64" in held else "F32"
     found: torch.dtype = getattr(torch, FLOATS[widest])

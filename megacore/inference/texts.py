@@ -56,7 +56,8 @@ class Texts:
             raise StoreError(f"{self.folder.path}: {fails}: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, with the special ones that the tokenizer puts around it; a very long one in parts."""
+        """Return the tokens of a text, with the special ones that the tokenizer puts around it; a very long one in
+        parts."""
         first, *others = parts_of(text)
         ids: list[int] = self._ask("encode", first, True)
         for part in others:
@@ -64,7 +65,7 @@ class Texts:
         return ids
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """The tokens of a conversation up to where the answer begins.
+        """Return the tokens of a conversation up to where the answer begins.
 
         Raises:
             StoreError: there is no chat template, or it does not take these messages.
@@ -75,12 +76,12 @@ class Texts:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of some tokens, special ones left out."""
+        """Return the text of some tokens, special ones left out."""
         text: str = self._ask("decode", list(ids))
         return text
 
     def stops(self) -> frozenset[int]:
-        """The tokens that end an answer: the generation config's, else the model config's, else the tokenizer's.
+        """Return the tokens that end an answer: the generation config's, else the model config's, else the tokenizer's.
 
         Raises:
             StoreError: they are no ids of the model's tokens.
@@ -128,7 +129,7 @@ class _TransformersTokenizer:
 
 
 def files_of(folder: WeightFolder) -> ModelFiles:
-    """What a folder holds beside the weights."""
+    """Return what a folder holds beside the weights."""
     return ModelFiles(folder.companions(), folder.raw, folder.config.vocab_size)
 
 
@@ -146,7 +147,7 @@ class Stream:
     waiting: list[int] = field(default_factory=list)
 
     def add(self, token: int) -> str:
-        """The text that is now certain; nothing after the first bytes of a character."""
+        """Return the text that is now certain; nothing after the first bytes of a character."""
         self.waiting.append(token)
         text = self._text()
         if text.endswith("\N{REPLACEMENT CHARACTER}") or not text:
@@ -155,7 +156,7 @@ class Stream:
         return text
 
     def end(self) -> str:
-        """What is left, with a replacement character for half of one."""
+        """Return what is left, with a replacement character for half of one."""
         return self._text() if self.waiting else ""
 
     def _text(self) -> str:

@@ -82,7 +82,7 @@ class ActivationMemory:
 
     @classmethod
     def of(cls, setting: Setting) -> ActivationMemory:
-        """Those of a run.
+        """Return those of a run.
 
         Raises:
             ModuleNotFoundError: there is no torch, which they are measured with.
@@ -139,13 +139,13 @@ class ActivationMemory:
         return self._fake.tied * self.width if len(self.layers) == 1 else 0
 
     def units(self, virtual: int) -> Counter[LayerCost]:
-        """How many of each kind a virtual stage has: blocks, and an end of the model."""
+        """Return how many of each kind a virtual stage has: blocks, and an end of the model."""
         found = Counter(self.chunks[virtual])
         found.update([self.embedding] * (virtual == 0) + [self.head] * (virtual == len(self.layers) - 1))
         return found
 
     def stage(self, stage: int) -> Counter[LayerCost]:
-        """How many of each kind a stage has."""
+        """Return how many of each kind a stage has."""
         return sum(
             (self.units(virtual) for virtual in range(stage, len(self.layers), self.stages)), Counter[LayerCost]()
         )

@@ -182,7 +182,7 @@ class Overheads:
         )
 
     def warnings(self) -> Iterator[str]:
-        """What will go wrong or take long, each with a way out."""
+        """Yield what will go wrong or take long, each with a way out."""
         save, storage = self.save, self.storage
         if save.interval is not None and save.seconds > save.interval:
             yield (
@@ -204,7 +204,7 @@ class Overheads:
 
 
 def _held(setting: Setting, stored: Sequence[Stored], states: Mapping[str, int]) -> States:
-    """What a rank has of each state: weights of everything, the others of what is trained."""
+    """Return what a rank has of each state: weights of everything, the others of what is trained."""
     frozen = setting.frozen
     return {
         state: [(each, width) for each in stored if state == WEIGHTS or each.name not in frozen]
@@ -220,7 +220,7 @@ def _states(setting: Setting) -> Mapping[str, int]:
 
 
 def _replicas(mesh: MeshShape) -> Iterator[RankSet]:
-    """The ranks that have the same model parallel place, in the order in which they share files out."""
+    """Return the ranks that have the same model parallel place, in the order in which they share files out."""
     return iter(mesh.all_along("dp", "cp"))
 
 
@@ -302,8 +302,8 @@ def _by_node(by_rank: Mapping[int, int], per_node: int) -> Counter[int]:
 
 
 def _rounds(setting: Setting) -> list[list[RankSet]]:
-    """The sets that get groups of the device's kind, in the calls that make them: of the mesh, of those that share
-    gradients and state, and of those that read together."""
+    """Return the sets that get groups of the device's kind, in the calls that make them: of the mesh, of those that
+    share gradients and state, and of those that read together."""
     layout, rounds = setting.layout, Rounds()
     shared = divided(layout, None if setting.shard == "none" else setting.replicas)
     batches = [*of_mesh(layout.mesh), shared, layout.mesh.all_along("dp", "cp")]
@@ -315,7 +315,7 @@ def _channels(mesh: MeshShape) -> int:
 
 
 def _on_hosts(setting: Setting, per_node: int) -> list[list[RankSet]]:
-    """The levels of :class:`megacore.control.Control`; on one machine of CPUs the world's own group does."""
+    """Return the levels of :class:`megacore.control.Control`; on one machine of CPUs the world's own group does."""
     world = setting.layout.mesh.world
     return [] if setting.device == "cpu" and world <= per_node else list(levels.by_level(world, per_node))
 

@@ -53,7 +53,7 @@ class Candidate:
 
 
 def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Candidate, ...]:
-    """The settings that fit ``world`` devices, fastest first.
+    """Return the settings that fit ``world`` devices, fastest first.
 
     Args:
         base: Model, widths, sequence length, offloads; its batch is the global one that all of them keep.
@@ -83,7 +83,7 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
 
 
 def _distinct(found: list[Candidate], count: int) -> Iterator[Candidate]:
-    """The fastest of each mesh: a list of its variants would say little."""
+    """Yield the fastest of each mesh: a list of its variants would say little."""
     seen = set[tuple[MeshShape, int]]()
     for each in found:
         key = (each.setting.layout.mesh, each.setting.layout.chunks)
@@ -111,7 +111,7 @@ def _rungs(base: Setting, layout: Layout) -> tuple[ZeroShard, ...]:
 
 
 def _batches(base: Setting, layout: Layout) -> Iterator[Setting]:
-    """The global batch in micro-batches of several sizes."""
+    """Yield the global batch in micro-batches of several sizes."""
     sequences = base.micro_size * base.microbatches * base.layout.mesh.data
     own, rest = divmod(sequences, layout.mesh.data)
     schedule = "interleaved" if layout.chunks > 1 else "1f1b"
@@ -123,7 +123,7 @@ def _batches(base: Setting, layout: Layout) -> Iterator[Setting]:
 def _least_recomputed(
     setting: Setting, held: Held, cluster: Cluster, room: float, choices: Sequence[Recompute]
 ) -> list[Candidate]:
-    """The setting with the least of the recomputations that fits, if any does."""
+    """Return the setting with the least of the recomputations that fits, if any does."""
     if not choices or max(state(own, setting).device(setting).total for own in held.stages) > room:
         return []
     for recompute in choices:

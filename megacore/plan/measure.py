@@ -294,7 +294,7 @@ _FIRST = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
 
 
 def _products(op: Any, args: Any) -> Iterable[tuple[MatMul, int]]:
-    """Those of one operator of torch."""
+    """Yield those of one operator of torch."""
     name = op._schema.name.removeprefix("aten::").rstrip("_")
     if name in _FIRST:
         a, b = args[_FIRST[name] : _FIRST[name] + 2]
@@ -405,7 +405,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The choice of torch on an H100, cuDNN aside: flash attention for two bytes without a mask."""
+    """Return the choice of torch on an H100, cuDNN aside: flash attention for two bytes without a mask."""
     if q.dtype.itemsize == 2 and attn_mask is None:
         y: Tensor = aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal)[0]
         return y

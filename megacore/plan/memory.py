@@ -92,8 +92,8 @@ has measured it: others have seen 0.54 to 0.69 GB on an A100 with NVLink (github
 
 
 def groups(setting: Setting) -> int:
-    """The most groups that a rank talks in, each of which is a communicator of NCCL: those of the mesh, the channels of
-    the pipeline, and who holds the same of some piece, or shares it out."""
+    """Return the most groups that a rank talks in, each of which is a communicator of NCCL: those of the mesh, the
+    channels of the pipeline, and who holds the same of some piece, or shares it out."""
     mesh = setting.layout.mesh
     return max(len(_groups(setting, rank)) for rank in mesh.ranks(dp=(0,), ep=(0,), cp=(0,))) + 4 * (mesh.pp > 1)
 
@@ -179,8 +179,8 @@ def _stage(setting: Setting, act: ActivationMemory, stage: int, held: Sequence[P
 
 
 def _moments(setting: Setting, act: ActivationMemory, stage: int, held: Sequence[ParameterShare]) -> list[_Moment]:
-    """The start of every backward at the head, at the last block of each kind, at the first one and at the embedding,
-    for all that is in flight."""
+    """Return the start of every backward at the head, at the last block of each kind, at the first one and at the
+    embedding, for all that is in flight."""
     layout, width = setting.layout, setting.widths.gradient
     last = layout.mesh.pp * layout.chunks - 1
     lazy = _lazy(held, setting)
@@ -219,14 +219,14 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, held: Sequence
 
 
 def _on_device(setting: Setting, act: ActivationMemory, virtual: int) -> int:
-    """What a chunk keeps; where it is offloaded, what is on its way."""
+    """Return what a chunk keeps; where it is offloaded, what is on its way."""
     kept, most = act.kept[virtual], max(block.kept for block in act.chunks[virtual])
     return min(kept, OFFLOAD_AHEAD + most) if setting.offload_activations else kept
 
 
 def _lazy(held: Sequence[ParameterShare], setting: Setting) -> bool:
-    """Whether gradients only come to be in the backward: nobody shares them, they need no wider type, and there is one
-    microbatch (the next one finds those of the one before)."""
+    """Return whether gradients only come to be in the backward: nobody shares them, they need no wider type, and there
+    is one microbatch (the next one finds those of the one before)."""
     mesh, widths = setting.layout.mesh, setting.widths
     shared = mesh.dp * mesh.cp > 1 or any(part.model_replicas > 1 for part in held if part.trained)
     one = setting.microbatches * setting.layout.chunks == 1
@@ -244,7 +244,8 @@ class _Sharing:
 
     @classmethod
     def of(cls, setting: Setting, act: ActivationMemory, stage: int, held: Sequence[ParameterShare]) -> _Sharing:
-        """A bucket that fills, and those whose sums are under way; of parameters a unit, and the one gathered next."""
+        """Return a bucket that fills, and those whose sums are under way; of parameters a unit, and the one gathered
+        next."""
         rung, widths = SHARDS.index(setting.shard), setting.widths
         if rung < 2:
             return cls()
@@ -265,7 +266,7 @@ class _Sharing:
 
 
 def _buffers(setting: Setting, stage: int) -> int:
-    """The batch, and messages between stages."""
+    """Return the batch, and messages between stages."""
     size = 24 * setting.tokens * setting.microbatches  # tokens, labels and positions, 8 bytes each
     pp, chunks = setting.layout.mesh.pp, setting.layout.chunks
     if pp > 1:

@@ -11,7 +11,7 @@ from models.stages import layout_of
 
 
 def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["cpu", "cuda"]) -> Setting:
-    """A recipe on so many ranks; `megacore.run.problems` has made sure that it fits them."""
+    """Return a recipe on so many ranks; `megacore.run.problems` has made sure that it fits them."""
     mesh, tuning = config.mesh.shape(world), config.tuning
     return Setting(
         model=model,

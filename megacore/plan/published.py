@@ -92,7 +92,7 @@ def _of_tflops(tflops: float, preset: str, length: int) -> float:
 
 
 def _mpt(hidden: int, layers: int, heads: int, length: int) -> Mapping[str, Any]:
-    """A gpt2 of the shape of MosaicML's MPT."""
+    """Return a gpt2 of the shape of MosaicML's MPT."""
     shape = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": length}
     return {"family": "gpt2", "vocab_size": 50368, **shape}
 

@@ -131,7 +131,7 @@ NOTHING = StateBytes(0, 0, 0, 0)
 
 
 def state_of(elements: int, ranks: int, widths: Widths, shard: ZeroShard) -> StateBytes:
-    """The state of so many elements of which ``ranks`` ranks hold copies, and split what the rung says.
+    """Return the state of so many elements of which ``ranks`` ranks hold copies, and split what the rung says.
 
     Per element, with N ranks and ``ADAM_16``: 16, 4 + 12/N, 2 + 14/N, 16/N bytes (ZeRO 0 to 3).
     """

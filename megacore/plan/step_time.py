@@ -305,7 +305,7 @@ def _stage_times(
 
 
 def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _Times) -> float:
-    """What the sums of gradients and the gathering of parameters add to a step."""
+    """Return what the sums of gradients and the gathering of parameters add to a step."""
     mesh, m, rung = setting.layout.mesh, setting.microbatches, SHARDS.index(setting.shard)
     gathers = [x for x in sent if x.what == "parameters"]
     sums = [x for x in sent if "gradients" in x.what and "tokens" not in x.what and x.kind != SEND]

@@ -49,14 +49,14 @@ class Traffic:
 
 
 def traffic(setting: Setting, held: Held, stage: int) -> tuple[Traffic, ...]:
-    """All messages of a rank of a stage."""
+    """Return all messages of a rank of a stage."""
     act = ActivationMemory.of(setting)
     found = [*_layers(setting, act, stage), *_pipeline(setting, stage), *_data(setting, act, held.stages[stage], stage)]
     return tuple(each for each in found if each.ranks > 1 and each.count and each.size)
 
 
 def _layers(setting: Setting, act: ActivationMemory, stage: int) -> Iterator[Traffic]:
-    """What the layers themselves exchange."""
+    """Yield what the layers themselves exchange."""
     counts = Counter[tuple[Collective, str]]()
     for unit, number in act.stage(stage).items():
         for when, work in (("forward", unit.forward), ("backward", unit.backward)):
@@ -104,7 +104,7 @@ def _data(setting: Setting, act: ActivationMemory, held: Sequence[ParameterShare
 
 
 def _used(act: ActivationMemory, stage: int, part: ParameterShare) -> int:
-    """How many elements of a part are used in the forward of a microbatch, and in its backward."""
+    """Return how many elements of a part are used in the forward of a microbatch, and in its backward."""
     if "layer" not in part.param.named_axes:
         return part.elements * (1 + (act.embeds or part.param.at != "first"))
     blocks = act.blocks[stage]
@@ -123,7 +123,8 @@ def _buckets(
     size: int,
     times: int,
 ) -> Traffic:
-    """A tensor of so many bytes in buckets, so many times in a step; split parameters have one for each block."""
+    """Return a tensor of so many bytes in buckets, so many times in a step; split parameters have one for each
+    block."""
     units = act.blocks[stage].total() if setting.shard == "parameters" else 0
     count = units or max(1, round(size / setting.bucket_bytes))
     return Traffic(kind, axis, what, ranks, times * count, size // count, True)

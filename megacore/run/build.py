@@ -200,7 +200,7 @@ def _offload(config: Config) -> Offload | None:
 
 
 def _adapters(config: Config, start: Start, control: Control) -> Adapters | None:
-    """What the adapters of a run belong to, if it trains some.
+    """Return what the adapters of a run belong to, if it trains some.
 
     Raises:
         ConfigError: they go on beside another model than they were trained on.

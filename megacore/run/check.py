@@ -88,6 +88,6 @@ def check(
 
 
 def files_of(config: Config, world_size: int, local_ranks: int) -> int:
-    """How many files a rank of a run has open at once, at the most."""
+    """Return how many files a rank of a run has open at once, at the most."""
     shape, kind = config.mesh.shape(world_size), config.train.device_type(gpus())
     return open_files.needed(shape, kind, nodes=world_size // local_ranks)

@@ -61,7 +61,8 @@ def run(command: str, given: Sequence[str]) -> int:
 
 
 def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:
-    """The recipe and all of its overrides, of what a command was given; ends the process where that is not clear."""
+    """Return the recipe and all of its overrides, of what a command was given; ends the process where that is not
+    clear."""
     names = [name for name in OPTIONS if name != "export" or command == "finetune"]
     parser = argparse.ArgumentParser(prog=f"megacore {command}", allow_abbrev=False)
     parser.add_argument("recipe", help=f"a file, or one that comes along: {', '.join(recipes())}")
@@ -75,7 +76,7 @@ def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _node(nodes: int, processes: int) -> Node:
-    """What the environment says of this machine among several.
+    """Return what the environment says of this machine among several.
 
     Raises:
         ConfigError: it does not say enough.

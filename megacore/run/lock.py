@@ -76,7 +76,7 @@ def _machine() -> str:
 
 
 def read(path: Path) -> Holder | None:
-    """What a lock's file says; None where it says nothing."""
+    """Return what a lock's file says; None where it says nothing."""
     try:
         with open_file(path, path.parent) as file:
             found = Holder(**json.loads(file.read(_BYTES)))
@@ -86,7 +86,7 @@ def read(path: Path) -> Holder | None:
 
 
 def holder(out: Path) -> str | None:
-    """Who holds a folder, as far as this machine's locks tell; None if nobody does. Takes nothing."""
+    """Return who holds a folder, as far as this machine's locks tell; None if nobody does. Takes nothing."""
     path = out / LOCK
     try:
         with open_file(path, out) as file:
@@ -203,7 +203,7 @@ def _open(path: Path) -> tuple[FileIO, bool]:
 
 
 def held(out: Path, who: str) -> str:
-    """What to say to a second run."""
+    """Return what to say to a second run."""
     return f"out ({out}) is held by a run, {who}: wait for it or end it, or choose another out="
 
 

@@ -6,7 +6,7 @@ from megacore.config import ScheduleConfig
 
 
 def learning_rate(step: int, schedule: ScheduleConfig, base: float, total_steps: int) -> float:
-    """The learning rate of optimizer step `step`, which is 1 for the first, as in metrics.jsonl.
+    """Return the learning rate of optimizer step `step`, which is 1 for the first, as in metrics.jsonl.
 
     Warm-up rises in a straight line and arrives at `base` on step `warmup_steps`. The decay leaves from `base` on its
     first step, so that no step is wasted at the floor before its time, and is at `min_ratio * base` after its last:
@@ -43,5 +43,5 @@ def decay_steps(schedule: ScheduleConfig, total_steps: int) -> int:
 
 
 def _height(name: str, progress: float) -> float:
-    """Where the decay stands between 1 and 0, `progress` of the way."""
+    """Return where the decay stands between 1 and 0, `progress` of the way."""
     return (1 + math.cos(math.pi * progress)) / 2 if name == "cosine" else 1 - progress

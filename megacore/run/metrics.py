@@ -135,7 +135,7 @@ class Log:
 
 
 def read(path: Path) -> list[dict[str, float | None]]:
-    """The records of a metrics.jsonl."""
+    """Return the records of a metrics.jsonl."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
@@ -156,7 +156,7 @@ def drop_after(path: Path, step: int) -> int:
 
 
 def _step(line: str) -> int | None:
-    """The step of a line's record; None if the line is none."""
+    """Return the step of a line's record; None if the line is none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

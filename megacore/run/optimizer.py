@@ -68,7 +68,8 @@ class Optimizer:
         self._gradients.updated()
 
     def _divisor(self, norm: Tensor, scale: Tensor | None) -> Tensor | None:
-        """What gradients are divided by: clipping and the way out of the scale, in the fp32 that kernels take."""
+        """Return what gradients are divided by: clipping and the way out of the scale, in the fp32 that kernels
+        take."""
         if self.clip is None:
             return scale
         over = ((norm + _AWAY_FROM_0) / self.clip).clamp_(min=1)

@@ -51,7 +51,8 @@ class ModelSizes(Protocol):
 def problems(
     config: Config, world_size: int, model: ModelSizes | None, *, gpus: int = 0, local_ranks: int = 1
 ) -> list[str]:
-    """Every violation: numbers out of range, then broken rules. A rule is left out where a value it needs is bad.
+    """Return every violation: numbers out of range, then broken rules. A rule is left out where a value it needs is
+    bad.
 
     Args:
         config: As loaded.
@@ -397,7 +398,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
 
 
 def _multiples(value: int, step: int) -> str:
-    """The multiples of `step` on both sides of a value that is none."""
+    """Return the multiples of `step` on both sides of a value that is none."""
     below = value // step * step
     return f"{below} or {below + step}" if below else str(step)
 
@@ -454,7 +455,7 @@ _KINDS = (
 
 
 def readable(config: Config) -> bool:
-    """Whether the data can be looked at, whatever else is wrong with a config."""
+    """Return whether the data can be looked at, whatever else is wrong with a config."""
     numbers = (key for key in RANGES if key.startswith("data."))
     wrong = (message for key in numbers for message in _range_problem(config, key, RANGES[key]))
     return bool(config.data.train) and not any(wrong) and not any(_missing_files(config))

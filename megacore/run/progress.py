@@ -77,7 +77,7 @@ class Progress:
 
 
 def is_scaler_state(found: Any) -> bool:
-    """Whether something that was read is what :meth:`~megacore.run.scaler.Scaler.state` gives."""
+    """Return whether something that was read is what :meth:`~megacore.run.scaler.Scaler.state` gives."""
     if found is None:
         return True
     if not isinstance(found, Mapping):
@@ -87,12 +87,12 @@ def is_scaler_state(found: Any) -> bool:
 
 
 def recipe(config: Config, mesh: MeshShape) -> dict[str, Any]:
-    """The recipe of a run with the sizes of the mesh that it ran on."""
+    """Return the recipe of a run with the sizes of the mesh that it ran on."""
     return asdict(replace(config, mesh=MeshConfig(**{dim: mesh[dim] for dim in mesh.DIMS})))
 
 
 def document(progress: Progress, lr: float, config: Config, mesh: MeshShape) -> dict[str, Any]:
-    """A ``trainer.json``.
+    """Return a ``trainer.json``.
 
     There is no state of random numbers: samples and masks are functions of the seeds in the recipe, the step and the
     sample. ``lr`` was the learning rate of the last step; the recipe says how it goes on.

@@ -100,7 +100,7 @@ def find(config: Config, damaged: tuple[Damaged, ...] = (), checked: bool = Fals
 
 
 def _whole(path: Path, checked: bool) -> Checkpoint:
-    """A checkpoint of a run, as far as can be known without reading its tensors.
+    """Return a checkpoint of a run, as far as can be known without reading its tensors.
 
     Raises:
         StoreError: something is missing or damaged.
@@ -163,7 +163,7 @@ def _going_on(checkpoint: Checkpoint) -> Start:
 
 
 def model_of(config: Config, source: WeightFolder | None) -> ModelConfig:
-    """The model: the recipe's, or where that names none, the source's with the fields that the recipe changes.
+    """Return the model: the recipe's, or where that names none, the source's with the fields that the recipe changes.
 
     Raises:
         ModelConfigError: everything that is wrong with it, and with its fit to the source.
@@ -183,7 +183,7 @@ def model_of(config: Config, source: WeightFolder | None) -> ModelConfig:
 
 
 def raw_of(model: ModelConfig, source: WeightFolder | None) -> Mapping[str, Any]:
-    """The Hugging Face config of a model that started from a source: all of its fields, some of them changed."""
+    """Return the Hugging Face config of a model that started from a source: all of its fields, some of them changed."""
     ours = model.to_hugging_face()
     if source is None:
         return ours
@@ -217,7 +217,7 @@ def _misfits(model: ModelConfig, source: WeightFolder) -> Iterator[str]:
 
 
 def remarks(start: Start, config: Config, model: ModelConfig, mesh: MeshShape) -> list[str]:
-    """What is not as it was where the weights come from, a line each."""
+    """Return what is not as it was where the weights come from, a line each."""
     if start.source is None:
         return list(start.said)
     lines = list(start.said) if start.said else [f"Starting from the weights of {start.source.path}."]

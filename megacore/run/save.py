@@ -167,7 +167,7 @@ class Snapshot:
 
 
 def _slice(whole: Stored, part: Stored) -> Take:
-    """What takes a slice of a tensor as it is stored by itself, in one piece of memory."""
+    """Return what takes a slice of a tensor as it is stored by itself, in one piece of memory."""
     if part.box == whole.box:
         return all_of_it
     inside = whole.inside(part)

@@ -54,7 +54,7 @@ class Scaler:
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)
 
     def overflow(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """Whether a step is to be left out for want of a smaller scale, which there is: a bool scalar.
+        """Return whether a step is to be left out for want of a smaller scale, which there is: a bool scalar.
 
         A loss that is not finite is not the scale's doing, nor is a gradient that is not so even at the smallest one.
         """

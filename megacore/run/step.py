@@ -70,7 +70,7 @@ class TrainStep:
         return stats
 
     def backward(self, microbatches: Sequence[Microbatch]) -> Stats:
-        """The first half: loss, and gradients that are summed over their replicas; these are scaled."""
+        """Return the first half: loss, and gradients that are summed over their replicas; these are scaled."""
         scale, tokens = self.scaler.scale, counted_tokens(microbatches, self.mesh)
         self.gradients.begin(len(microbatches))
         own = self.pipeline.train(microbatches, scale / tokens) / scale
@@ -86,11 +86,11 @@ def evaluate(mesh: Mesh, pipeline: Pipeline, microbatches: Sequence[Microbatch])
 
 
 def counted_tokens(microbatches: Sequence[Microbatch], mesh: Mesh) -> Tensor:
-    """The number of labels of the global batch that count, at least 1: the one divisor of the loss."""
+    """Return the number of labels of the global batch that count, at least 1: the one divisor of the loss."""
     own = torch.stack([(m.labels != IGNORE).sum() for m in microbatches]).sum().to(torch.float64)
     return all_reduce_(own, mesh.batch).clamp_(min=1)
 
 
 def total_loss(own: Tensor, mesh: Mesh) -> Tensor:
-    """The sum of what each rank has counted of the loss."""
+    """Return the sum of what each rank has counted of the loss."""
     return all_reduce_(own.clone(), mesh.world)

@@ -84,7 +84,7 @@ def run(setup: Setup, device: torch.device, node: int = 8) -> int:
 
 
 def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
-    """The trainer of a run, and where it really starts.
+    """Return the trainer of a run, and where it really starts.
 
     With ``checkpoint.resume=auto``, a checkpoint that turns out to be damaged while it is loaded is set aside, and the
     one before it is taken.
@@ -106,7 +106,8 @@ def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
 
 
 def _led(setup: Setup, control: Control) -> Setup:
-    """A run that starts where rank 0 has found that it can: it alone has looked at all files of the checkpoints."""
+    """Return a run that starts where rank 0 has found that it can: it alone has looked at all files of the
+    checkpoints."""
     told = control.tell([[str(each.path), each.reason] for each in setup.start.damaged])
     damaged = tuple(Damaged(Path(path), reason) for path, reason in told)
 
@@ -192,7 +193,7 @@ def _headline(config: Config, model: ModelConfig, mesh: Mesh) -> str:
 
 
 def _report(config: Config, last: int) -> str:
-    """The end of a run in a few lines; draws the picture."""
+    """Return the end of a run in a few lines and draw the picture."""
     out = Path(config.out)
     records = metrics.read(out / metrics.METRICS)
     known = facts(config.data.train[0]) if len(config.data.train) == 1 else None

@@ -401,7 +401,7 @@ class _Meter:
         }
 
     def _peak_above(self, tflops: float, step: int) -> float | None:
-        """The device's peak, as long as it has not been exceeded: then it was none, which is said once."""
+        """Return the device's peak, as long as it has not been exceeded: then it was none, which is said once."""
         peak, trainer = self._trainer.peak_tflops, self._trainer
         if peak is None or tflops <= peak:
             return peak

@@ -68,7 +68,7 @@ def account(config: ModelConfig, files: Mapping[str, TensorFile]) -> Account:
 
 
 def ignorable_by(kind: type[ModelConfig]) -> Callable[[str], bool]:
-    """Whether a tensor is on the family's list of those that hold no weights, with its prefix or without."""
+    """Return whether a tensor is on the family's list of those that hold no weights, with its prefix or without."""
     dotted = f"{kind.base_model_prefix}."
     templates = [re.escape(template.removeprefix(dotted)) for template in kind.ignored]
     pattern = "|".join(re.sub(r"\\\{\w+\\\}", r"\\d+", template) for template in templates)
@@ -77,7 +77,7 @@ def ignorable_by(kind: type[ModelConfig]) -> Callable[[str], bool]:
 
 
 def summary(names: Iterable[str]) -> list[str]:
-    """All the names, each once, those that differ in the layer drawn together: ``h.{0..3,7}.ln_1.weight``."""
+    """Return all the names, each once, those that differ in the layer drawn together: ``h.{0..3,7}.ln_1.weight``."""
     groups: dict[tuple[str, ...], list[int]] = {}
     for name in names:
         around = _LAYER.split(name, maxsplit=1)
@@ -88,7 +88,7 @@ def summary(names: Iterable[str]) -> list[str]:
 
 
 def printable(name: str) -> str:
-    """A name as it stands, or quoted where it would do something to a terminal."""
+    """Return a name as it stands, or quoted where it would do something to a terminal."""
     return name if name.isprintable() and name else repr(name)
 
 

@@ -38,7 +38,7 @@ _ROWS, _KEPT = 1 << 22, 1 << 29
 
 
 def adapters_of(checkpoint: WeightFolder) -> Adapters:
-    """What the adapters of a checkpoint belong to.
+    """Return what the adapters of a checkpoint belong to.
 
     Raises:
         StoreError: it holds a model.
@@ -102,7 +102,7 @@ class AdaptedFolder(WeightFolder):
 
     @classmethod
     def of(cls, own: SafetensorsFolder, base: SafetensorsFolder) -> AdaptedFolder:
-        """The two, if they belong together as far as can be known without reading the weights.
+        """Return the two, if they belong together as far as can be known without reading the weights.
 
         Raises:
             StoreError: as :func:`check_model`.
@@ -133,7 +133,7 @@ class AdaptedFolder(WeightFolder):
         return {piece: value for folder in self.folders for piece, value in folder.fingerprints(state).items()}
 
     def companions(self) -> Mapping[str, Companion]:
-        """The adapters', for their run may have had a chat template of its own; else the base's."""
+        """Return the adapters', for their run may have had a chat template of its own; else the base's."""
         return self.own.companions() or self.base.companions()
 
     def _holder(self, stored: Stored) -> SafetensorsFolder:
@@ -144,7 +144,7 @@ class AdaptedFolder(WeightFolder):
 
 
 def to_peft(checkpoint: WeightFolder, dtype: str | None = None) -> FolderPlan:
-    """A folder of adapters as the peft library saves them.
+    """Return a folder of adapters as the peft library saves them.
 
     Raises:
         StoreError: the checkpoint holds none, or no single config describes them.
@@ -190,7 +190,7 @@ def _config(checkpoint: WeightFolder, held: Adapters) -> dict[str, object]:
 def merged(
     checkpoint: WeightFolder, base: SafetensorsFolder, max_shard_bytes: int, dtype: str | None = None
 ) -> FolderPlan:
-    """A Hugging Face folder of the base with the adapters merged into it, which is made when it is written.
+    """Return a Hugging Face folder of the base with the adapters merged into it, which is made when it is written.
 
     Raises:
         StoreError: the checkpoint holds no adapters, or those of a model of another shape or config.

@@ -26,7 +26,7 @@ LISTED = 20  # problems of a checkpoint that are spelled out
 
 
 def listed(problems: Sequence[object]) -> list[str]:
-    """The first of the problems, and how many more there are."""
+    """Return the first of the problems, and how many more there are."""
     return [*map(str, problems[:LISTED]), *[f"and {len(problems) - LISTED} more"] * (len(problems) > LISTED)]
 
 

@@ -72,7 +72,7 @@ class Companion:
             return file
 
     def read(self) -> bytes:
-        """Its content; errors as of :meth:`open`."""
+        """Return its content; errors as of :meth:`open`."""
         with self.open() as file, os_errors(self.path):
             return file.read(limits.COMPANION)
 
@@ -83,7 +83,7 @@ class Companion:
 
 
 def travelling(folder: Path) -> list[str]:
-    """The names of the companions in a folder, those that are links to nothing among them."""
+    """Return the names of the companions in a folder, those that are links to nothing among them."""
     # Not by glob, which passes over links to nothing.
     found = itertools.chain(folder.iterdir() if folder.is_dir() else (), (folder / TEMPLATES).glob("*"))
     each = (file.relative_to(folder) for file in found)

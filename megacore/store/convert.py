@@ -98,7 +98,7 @@ class FolderPlan:
 
 
 def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None) -> FolderPlan:
-    """A checkpoint of all that a folder holds, in a layout.
+    """Return a checkpoint of all that a folder holds, in a layout.
 
     Args:
         source: The folder.
@@ -133,7 +133,7 @@ def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None
 
 
 def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | None = None) -> FolderPlan:
-    """A Hugging Face folder of a folder's weights and companions; fp32 masters are not used.
+    """Return a Hugging Face folder of a folder's weights and companions; fp32 masters are not used.
 
     Args:
         source: The folder.
@@ -156,7 +156,7 @@ def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | Non
 def tensors(
     schema: Schema, source: WeightFolder, state: str, targets: Iterable[Stored], dtype: str | None
 ) -> Iterator[Tensor]:
-    """The targets with what fills them of a state, in the dtype that is asked for or their own.
+    """Yield the targets with what fills them of a state, in the dtype that is asked for or their own.
 
     Raises:
         StoreError: pieces that are stored together have different dtypes.
@@ -174,7 +174,7 @@ def tensors(
 
 
 def expected(schema: Schema, source: WeightFolder, state: str, files: Iterable[File]) -> Mapping[Logical, int]:
-    """The source's fingerprints of a state, as far as it knows them and if no number changes on the way.
+    """Return the source's fingerprints of a state, as far as it knows them and if no number changes on the way.
 
     Less those of pieces that another release stored with another axis last: fingerprints take the elements along it
     together.

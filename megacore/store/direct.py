@@ -38,7 +38,7 @@ class DirectFile:
 
     @classmethod
     def open(cls, path: Path) -> DirectFile | None:
-        """A file that exists; None where the system or the filesystem has no such way. Raises OSError."""
+        """Return a file that exists; None where the system or the filesystem has no such way. Raises OSError."""
         if not hasattr(os, "O_DIRECT"):
             return None
         try:

@@ -11,7 +11,7 @@ FLOATS: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16
 
 
 def as_dtype(bits: np.ndarray, held: str, wanted: str) -> np.ndarray:
-    """The bits (unsigned integers) of the same numbers in another dtype, rounded to nearest, ties to even."""
+    """Return the bits (unsigned integers) of the same numbers in another dtype, rounded to nearest, ties to even."""
     if held == wanted:
         return bits
     import torch  # only to compute with: moving bytes must not wait for its import

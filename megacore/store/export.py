@@ -52,7 +52,7 @@ def parse_size(text: str) -> int:
 
 
 def export_files(schema: Schema, dtypes: Mapping[str, str], max_shard_bytes: int) -> list[Shard]:
-    """The weight files, in the order of the family's table.
+    """Return the weight files, in the order of the family's table.
 
     Args:
         schema: The model.
@@ -80,7 +80,8 @@ def texts(raw: Mapping[str, Any], shards: Sequence[Shard], dtypes: Mapping[str, 
 
 
 def config_json(raw: Mapping[str, Any]) -> bytes:
-    """A ``config.json`` with all fields of ``raw`` but the names of code, and a class to load where none is named.
+    """Return a ``config.json`` with all fields of ``raw`` but the names of code, and a class to load where none is
+    named.
 
     Args:
         raw: Fields of a config of one of the families.
@@ -91,13 +92,13 @@ def config_json(raw: Mapping[str, Any]) -> bytes:
 
 
 def with_dtype(raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """The fields of a ``config.json`` after all weights were converted to a safetensors dtype."""
+    """Return the fields of a ``config.json`` after all weights were converted to a safetensors dtype."""
     names = [name for name in ("dtype", "torch_dtype") if name in raw] or ["dtype"]
     return {**raw, **dict.fromkeys(names, FLOATS[dtype])}
 
 
 def index_json(shards: Sequence[Shard], dtypes: Mapping[str, str]) -> bytes:
-    """The index of several files."""
+    """Return the index of several files."""
     tensors = [stored for _, held in shards for stored in held]
     return _json(
         {

@@ -57,7 +57,7 @@ def open_file(path: Path, root: Path | None = None) -> BufferedReader:
 
 
 def leaves(path: Path, root: Path) -> bool:
-    """Whether the links of a path lead out of a folder, as :func:`open_file` has it."""
+    """Return whether the links of a path lead out of a folder, as :func:`open_file` has it."""
     return _home(Path(os.path.realpath(path)), root) is None
 
 
@@ -68,7 +68,7 @@ def _home(real: Path, root: Path) -> Path | None:
 
 
 def _opened(path: Path, flags: int, name: str | None = None, folder: int | None = None) -> int:
-    """The descriptor of a regular file that is no link; a pipe is not waited for."""
+    """Return the descriptor of a regular file that is no link; a pipe is not waited for."""
     file = os.open(name or path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o666, dir_fd=folder)
     try:
         _check_regular(os.fstat(file), path)
@@ -116,7 +116,7 @@ def replacing(path: Path, durable: bool = True) -> Iterator[BufferedWriter]:
 
 
 def append(path: Path) -> BufferedWriter:
-    """A file of ours to add to, which is made if it is not there.
+    """Return a file of ours to add to, which is made if it is not there.
 
     Raises:
         OSError: its name is taken by a link, by what is no file, or by a file of somebody else or of two names.
@@ -131,7 +131,7 @@ def append(path: Path) -> BufferedWriter:
 
 
 def open_lock(path: Path) -> FileIO:
-    """A file to hold, which is made if it is not there.
+    """Return a file to hold, which is made if it is not there.
 
     Raises:
         OSError: its name is taken by a link or by what is no file, or its folder has just gone.

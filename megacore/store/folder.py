@@ -71,15 +71,15 @@ class WeightFolder(ABC):
 
     @abstractmethod
     def stored(self, state: str = "weights") -> Iterator[Stored]:
-        """The tensors of a state and the slices of them; none of a state that is not there."""
+        """Return the tensors of a state and the slices of them; none of a state that is not there."""
 
     @abstractmethod
     def dtype(self, state: str, stored: Stored) -> str:
-        """The safetensors dtype of one of :meth:`stored`."""
+        """Return the safetensors dtype of one of :meth:`stored`."""
 
     @abstractmethod
     def read(self, state: str = "weights") -> Read:
-        """What reads the tensors of a state, each by its :class:`~parallel.weights.transfer.Stored`."""
+        """Return what reads the tensors of a state, each by its :class:`~parallel.weights.transfer.Stored`."""
 
     def fingerprints(self, state: str) -> Mapping[Logical, int]:
         """{piece: its fingerprint when it was written}, of those for which that is known.
@@ -94,11 +94,11 @@ class WeightFolder(ABC):
         return {}
 
     def trainer_json(self) -> bytes | None:
-        """The file that :attr:`trainer` was read from, as it stands."""
+        """Return the file that :attr:`trainer` was read from, as it stands."""
         return None
 
     def names(self, state: str) -> set[str]:
-        """The whole names of the tensors that have a state."""
+        """Return the whole names of the tensors that have a state."""
         return {whole_name(self.schema, stored) for stored in self.stored(state)}
 
 

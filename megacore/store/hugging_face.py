@@ -137,7 +137,7 @@ def _object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _files(folder: Path, problems: list[str]) -> _WeightFiles | None:
-    """The opened weight files; None if some cannot be opened.
+    """Return the opened weight files; None if some cannot be opened.
 
     Where there are both a single file and an index, the single file counts, as for transformers.
     """
@@ -185,7 +185,7 @@ def _weight_map(index: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_inside(name: object) -> bool:
-    """Whether a name stays in the folder. Links in the folder may lead out: the hub's cache is made of them."""
+    """Return whether a name stays in the folder. Links in the folder may lead out: the hub's cache is made of them."""
     if not isinstance(name, str) or not name.endswith(".safetensors") or "\\" in name or not name.isprintable():
         return False
     path = PurePosixPath(name)
@@ -193,7 +193,7 @@ def _is_inside(name: object) -> bool:
 
 
 def _unnamed(found: _WeightFiles, kind: type[ModelConfig]) -> list[str]:
-    """Where the index and the files disagree."""
+    """Return where the index and the files disagree."""
     if found.named is None:
         return []
     problems = []

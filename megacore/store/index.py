@@ -38,7 +38,7 @@ _HUGGING_FACE = re.compile(r"(?:[\w.-]|\{\w+(?:,\w+)*\})*", re.ASCII)
 
 
 def holder(place: Coordinates, part: int | None = None) -> str:
-    """The name of a file in the folder of each state; ``part`` is its number, where a place has several."""
+    """Return the name of a file in the folder of each state; ``part`` is its number, where a place has several."""
     return f"pp{place.pp}-ep{place.ep}-tp{place.tp}" + ("" if part is None else f"-part{part}")
 
 
@@ -55,7 +55,7 @@ _FILE = re.compile(r"(\w+)/pp(\d{1,9})-ep(\d{1,9})-tp(\d{1,9})(?:-part(\d{1,9}))
 
 
 def on_disk(layout: Layout) -> Layout:
-    """The layout without what does not show on disk: its ranks are the model-parallel coordinates."""
+    """Return the layout without what does not show on disk: its ranks are the model-parallel coordinates."""
     mesh = layout.mesh
     return Layout(layout.schema, MeshShape(pp=mesh.pp, ep=mesh.ep, tp=mesh.tp), layout.layers, layout.split)
 
@@ -130,7 +130,7 @@ class Index:
         return Tuning(self.adapters.lora if self.adapters else None)
 
     def has(self, state: str, tensor: str) -> bool:
-        """Whether a tensor has a state."""
+        """Return whether a tensor has a state."""
         return state == STATES[0] or tensor not in self.frozen
 
     @property
@@ -150,7 +150,8 @@ class Index:
         return found
 
     def stored(self, state: str) -> Iterator[Stored]:
-        """The tensors of a state and the slices of them; ``where`` is the name of their file, see :func:`path_of`."""
+        """Yield the tensors of a state and the slices of them; ``where`` is the name of their file, see
+        :func:`path_of`."""
         for rank in range(self.layout.mesh.world):
             place = self.layout.mesh.place(rank)
             held = {s.name: s for s in native(self.layout, [rank]) if self.has(state, s.name)}
@@ -242,7 +243,7 @@ class _Tree:
         return _Tree(self.path, key, self.get(key, dict))
 
     def numbers(self) -> dict[str, int]:
-        """All fields, which must be positive whole numbers."""
+        """Return all fields, which must be positive whole numbers."""
         if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in self.tree.values()):
             raise self.error(f"{short(self.tree)} holds something else than positive whole numbers")
         return dict(self.tree)
@@ -320,7 +321,7 @@ def _check_files(tree: _Tree, index: Index, version: int) -> None:
 def _tiled(
     tree: _Tree, place: str, held: Iterable[Stored], records: Sequence[FileRecord]
 ) -> Iterator[tuple[Stored, list[Range]]]:
-    """Each tensor of a place, and in which ranges its files hold it: none where one has all of it."""
+    """Yield each tensor of a place, and in which ranges its files hold it: none where one has all of it."""
     listed: dict[str, list[Range | None]] = {}
     for record in records:
         for name in record.fingerprints:

@@ -112,7 +112,7 @@ class Loader:
         self._control.attempt(end)
 
     def _planned(self, read: _Read, names: Set[str] | None) -> Iterator[_Target]:
-        """The tensors with who reads what: all replicas come to the same."""
+        """Yield the tensors with who reads what: all replicas come to the same."""
         layout = self._parameters.layout
         wanted = (s for s in native(layout, [self._parameters.mesh.rank]) if names is None or s.name in names)
         shared = list(share_reads(wanted, self._replicas.size))
@@ -127,7 +127,7 @@ class Loader:
             yield _Target(target, dtype, made)
 
     def _ahead(self, thread: ThreadPoolExecutor, planned: Sequence[_Target], read: _Read) -> Iterator[Future[Tensor]]:
-        """What this rank reads, some of it before it is asked for."""
+        """Yield what this rank reads, some of it before it is asked for."""
         own = ((target, part) for target in planned for part in target.slices if part.reader == self._replicas.index)
         under_way, source = deque[Future[Tensor]](), read.folder.read(read.state)
 
@@ -145,7 +145,7 @@ class Loader:
         yield from under_way
 
     def _received(self, target: _Target, coming: Iterator[Future[Tensor]], errors: list[StoreError]) -> Tensor:
-        """A tensor, put together from what this rank and its replicas read."""
+        """Return a tensor, put together from what this rank and its replicas read."""
         whole = torch.empty(target.stored.shape, dtype=getattr(torch, FLOATS[target.dtype]))
         for part in target.slices:
             found = self._sent(part, whole.dtype, coming, errors)
@@ -158,7 +158,7 @@ class Loader:
     def _sent(
         self, part: _Slice, dtype: torch.dtype, coming: Iterator[Future[Tensor]], errors: list[StoreError]
     ) -> Tensor:
-        """A slice in host memory, from whoever reads it."""
+        """Return a slice in host memory, from whoever reads it."""
         group, device, read = self._replicas, self._parameters.mesh.device, None
         if part.reader == group.index:
             try:
@@ -191,7 +191,7 @@ class Loader:
             raise StoreError("\n".join(problems))
 
     def _wrong(self, read: _Read, of_ranks: Sequence[_Found]) -> set[Logical]:
-        """The pieces of a state that the ranks have not read as they were written."""
+        """Return the pieces of a state that the ranks have not read as they were written."""
         if not any(of_ranks):
             return set()
         layout, mesh = on_disk(self._parameters.layout), self._parameters.layout.mesh

@@ -16,7 +16,7 @@ class NoLocks(StoreError):
 
 
 def hold(path: Path) -> FileIO | None:
-    """The file, made if it is not there, and held; None while someone else holds it.
+    """Return the file, made if it is not there, and held; None while someone else holds it.
 
     To hold it is to own what it stands for: who opened it before it was renamed or removed does not.
 
@@ -36,12 +36,12 @@ def hold(path: Path) -> FileIO | None:
 
 
 def is_at(lock: FileIO, path: Path) -> bool:
-    """Whether the file that was opened still stands under its path."""
+    """Return whether the file that was opened still stands under its path."""
     return os.path.samestat(os.fstat(lock.fileno()), os.stat(path))
 
 
 def flock(lock: FileIO | BufferedReader, kind: int) -> bool:
-    """Whether the lock of this kind is now held.
+    """Return whether the lock of this kind is now held.
 
     Raises:
         NoLocks: its filesystem has none.

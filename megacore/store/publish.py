@@ -37,7 +37,7 @@ class Publication:
 
     @classmethod
     def begin(cls, target: str | Path, needed_bytes: int = 0) -> Publication:
-        """Makes and holds the partial folder, empty; a leftover of the same name is removed first.
+        """Make and hold the partial folder, empty; a leftover of the same name is removed first.
 
         StoreError if the target is there already and is no empty folder, if someone else is writing it, or if its disk
         has no room for `needed_bytes`.
@@ -76,7 +76,7 @@ class Publication:
         self._lock.close()
 
     def abandon(self) -> None:
-        """Removes the folder, unless it is published; what cannot be removed stays behind as a leftover."""
+        """Remove the folder, unless it is published; what cannot be removed stays behind as a leftover."""
         if not self._lock.closed:
             with suppress(OSError):
                 discard(self.folder, self._lock)
@@ -95,7 +95,7 @@ def publish(target: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
 
 
 def write_file(path: Path, data: bytes, durable: bool = True) -> None:
-    """Writes a new file, which is on the disk afterwards if that is asked for; StoreError if it exists or there is no
+    """Write a new file, which is on the disk afterwards if that is asked for; StoreError if it exists or there is no
     room."""
     with os_errors(path, len(data)), open(path, "xb") as file:
         file.write(data)
@@ -105,13 +105,14 @@ def write_file(path: Path, data: bytes, durable: bool = True) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Writes a file, or writes it anew: under its name stands the old one or the new one. StoreError as above."""
+    """Write a file, or write it anew: under its name stands the old one or the new one. StoreError as above."""
     with os_errors(path, len(data)), replacing(path) as file:
         file.write(data)
 
 
 def partial(target: str | Path) -> Path:
-    """The hidden sibling that is written before it becomes the target; ranks other than the first one write there."""
+    """Return the hidden sibling that is written before it becomes the target; ranks other than the first one write
+    there."""
     resolved = _resolved(target)
     if not resolved.name:
         raise StoreError(f"{resolved}: has no folder around it: choose one inside it")
@@ -119,14 +120,14 @@ def partial(target: str | Path) -> Path:
 
 
 def leftovers(folder: str | Path) -> list[Path]:
-    """The partial folders within a folder whose writers are gone."""
+    """Return the partial folders within a folder whose writers are gone."""
     with os_errors(Path(folder)):
         found = sorted(Path(folder).glob(PARTIAL.format("*")))
         return [path for path in found if _is_leftover(path)]
 
 
 def remove_leftovers(folder: str | Path) -> list[Path]:
-    """Removes the partial folders within a folder whose writers are gone; those that it removed."""
+    """Remove the partial folders within a folder whose writers are gone; those that it removed."""
     found = leftovers(folder)
     for path in found:
         with os_errors(path), suppress(FileNotFoundError):
@@ -159,7 +160,7 @@ def _refuse_taken(target: Path) -> None:
 
 
 def _make_folders(folder: Path) -> None:
-    """Makes the missing ones, durably."""
+    """Make the missing ones, durably."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
@@ -178,7 +179,7 @@ def _sync(folder: Path) -> None:
 
 
 def spelled(size: int) -> str:
-    """A number of bytes as people read it: in the largest unit of which there is at least one."""
+    """Return a number of bytes as people read it: in the largest unit of which there is at least one."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
             return f"{size / unit:.2f} {name}"
@@ -189,7 +190,7 @@ def spelled(size: int) -> str:
 
 
 def make_and_hold(folder: Path) -> FileIO:
-    """The lock of the folder, held, whether it was there or not; StoreError if another writer holds it."""
+    """Return the lock of the folder, held, whether it was there or not; StoreError if another writer holds it."""
     while True:
         made = False
         with suppress(FileExistsError):
@@ -206,8 +207,8 @@ def make_and_hold(folder: Path) -> FileIO:
 
 
 def _is_ours(folder: Path) -> bool:
-    """A real folder, not a link, that is this user's, that nobody else may write to, and that is empty or has the lock:
-    nothing else is ever emptied or published.
+    """Return a real folder, not a link, that is this user's, that nobody else may write to, and that is empty or has
+    the lock: nothing else is ever emptied or published.
 
     FileNotFoundError if it is not there.
     """
@@ -238,7 +239,7 @@ def _is_leftover(folder: Path) -> bool:
 
 
 def empty(folder: Path) -> None:
-    """Removes all but the lock; links are removed, not followed."""
+    """Remove all but the lock; links are removed, not followed."""
     with os.scandir(folder) as entries:
         doomed = [entry for entry in entries if entry.name != LOCK]
     for entry in doomed:
@@ -249,7 +250,7 @@ def empty(folder: Path) -> None:
 
 
 def discard(folder: Path, lock: FileIO) -> None:
-    """Removes a folder whose lock was held, if it still is, and lets go of the lock."""
+    """Remove a folder whose lock was held, if it still is, and let go of the lock."""
     with lock:
         if is_at(lock, folder / LOCK):
             empty(folder)

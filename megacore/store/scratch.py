@@ -99,7 +99,7 @@ def mapped(folder: Path, size: int, what: str) -> Bytes:
 
 
 def _reserve(folder: Path, size: int, what: str) -> int:
-    """A descriptor of a file that has no name and all of its room."""
+    """Return a descriptor of a file that has no name and all of its room."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(folder).free < size:

@@ -45,7 +45,7 @@ class FileContents:
 
 
 def share_out(layout: Layout, states: States, replicas: int) -> list[list[FileContents]]:
-    """What each of the replicas of a place writes.
+    """Return what each of the replicas of a place writes.
 
     Where there are fewer shares than replicas, those that write are far from each other, on different machines.
 

@@ -202,7 +202,7 @@ def fill(
 def assemble(
     stored: Stored, copies: Sequence[Copy], read: Read, dtype: str, found: dict[str, int] | None = None
 ) -> np.ndarray:
-    """One whole target tensor, as unsigned integers in its stored shape; padding is zero.
+    """Return one whole target tensor, as unsigned integers in its stored shape; padding is zero.
 
     Args:
         stored: The target.
@@ -227,7 +227,7 @@ def assemble(
 
 
 def _same_order(copy: Copy) -> bool:
-    """Whether the elements lie in the source as in the target, without gaps."""
+    """Return whether the elements lie in the source as in the target, without gaps."""
 
     def steps(view: Piece) -> list[int]:
         return [n for n, size in zip(view.strides, view.shape, strict=True) if size > 1]
@@ -244,7 +244,8 @@ def _fingerprints(block: TargetChunk, bits: np.ndarray, schema: Schema) -> dict[
 
 
 def of_copy(copy: Copy, view: Piece, bits: np.ndarray, axes: Sequence[str]) -> int:
-    """The fingerprint of what a copy moves, read from one of its two views; it takes the axes in the given order."""
+    """Return the fingerprint of what a copy moves, read from one of its two views; it takes the axes in the given
+    order."""
     array = strided(bits, view)
     # Axes that live in a name on one side have one index here.
     order = [view.axes.index(axis) for axis in axes if axis in view.axes]

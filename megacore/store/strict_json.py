@@ -24,13 +24,13 @@ class StoreError(ValueError):
 
 
 def short(value: object) -> str:
-    """What to show of a value that may be of any size."""
+    """Return what to show of a value that may be of any size."""
     return _SHORT.repr(value)
 
 
 def parse_json(data: bytes, where: object, wide: bool = False) -> Any:
-    """The value of a JSON text; ``wide``: whose whole numbers may have more than 64 bits, as the settings of tokenizers
-    have 10^30 where there is no limit.
+    """Return the value of a JSON text; ``wide``: whose whole numbers may have more than 64 bits, as the settings of
+    tokenizers have 10^30 where there is no limit.
 
     Raises:
         StoreError: it is not JSON, or only Python's relaxed idea of it.
@@ -78,7 +78,7 @@ def _is_deeper(value: object, levels: int) -> bool:
 
 
 def read_json(path: Path, root: Path | None = None, *, limit: int = limits.JSON, wide: bool = False) -> Any:
-    """The value in a JSON file of at most ``limit`` bytes.
+    """Return the value in a JSON file of at most ``limit`` bytes.
 
     Args:
         path: Which one.
@@ -93,7 +93,7 @@ def read_json(path: Path, root: Path | None = None, *, limit: int = limits.JSON,
 
 
 def read_file(path: Path, limit: int, root: Path | None = None) -> bytes:
-    """What is in a file of at most ``limit`` bytes.
+    """Return what is in a file of at most ``limit`` bytes.
 
     Raises:
         StoreError: it cannot be read.

@@ -132,7 +132,7 @@ class TensorFile:
 
     @classmethod
     def open(cls, path: str | Path, root: Path | None = None) -> TensorFile:
-        """Reads and checks the header, and nothing else; StoreError names all that is wrong with it.
+        """Read and check the header, and nothing else; StoreError names all that is wrong with it.
 
         Its links may not leave `root`, see :func:`~megacore.store.files.open_file`.
         """
@@ -155,7 +155,8 @@ class TensorFile:
         return cls(path, entries, metadata, size, root)
 
     def array(self, name: str) -> Bits:
-        """The bits of one tensor, [shape] in DTYPES[dtype]: a read-only view of the file, a copy if it is unaligned."""
+        """Return the bits of one tensor, [shape] in DTYPES[dtype]: a read-only view of the file, a copy if it is
+        unaligned."""
         if name not in self.entries:
             raise StoreError(f"{self.path}: holds no tensor {name!r}, and {len(self.entries)} others")
         entry = self.entries[name]
@@ -211,7 +212,7 @@ def _is_strings(metadata: object) -> bool:
 
 
 def _entry(record: object, data: int, size: int) -> Entry:
-    """The checked entry of a header whose data begins at byte `data`; StoreError without a subject."""
+    """Return the checked entry of a header whose data begins at byte `data`; StoreError without a subject."""
     if not isinstance(record, dict) or record.keys() != KEYS:
         raise StoreError(f"is {short(record)}: it must have dtype, shape and data_offsets, and nothing else")
     dtype, shape, offsets = record["dtype"], record["shape"], record["data_offsets"]
@@ -293,7 +294,7 @@ class TensorWriter:
         return cls(path, entries, size, file, direct)
 
     def offset(self, name: str, start: int) -> int:
-        """The byte of the file at which an element of a tensor lies."""
+        """Return the byte of the file at which an element of a tensor lies."""
         entry = self.entries[name]
         return entry.start + start * DTYPES[entry.dtype].itemsize
 
@@ -357,7 +358,7 @@ def file_size(tensors: Iterable[Declared], metadata: Mapping[str, str] | None = 
 
 
 def _lay_out(tensors: Iterable[Declared], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry], int]:
-    """The file's first bytes up to the data, where each tensor lies, and the size of the file."""
+    """Return the file's first bytes up to the data, where each tensor lies, and the size of the file."""
     declared = [(name, dtype, tuple(map(operator.index, shape))) for name, dtype, shape in tensors]
     if problems := list(_undeclarable(declared)):
         raise StoreError("; ".join(problems[:LISTED]))
@@ -392,7 +393,7 @@ def _undeclarable(declared: list[Declared]) -> Iterator[str]:
 
 
 def _allocate(file: int, size: int) -> None:
-    """Reserves the bytes, so that a full disk shows now; where it cannot be asked for, it shows while writing."""
+    """Reserve the bytes, so that a full disk shows now; where it cannot be asked for, it shows while writing."""
     if hasattr(os, "posix_fallocate"):
         try:
             os.posix_fallocate(file, 0, size)

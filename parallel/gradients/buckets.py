@@ -98,7 +98,7 @@ class Span:
         return view(self.parameter, self.piece) if self.piece else self.parameter.detach()
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The span's part of a tensor that is stored like the parameter."""
+        """Return the span's part of a tensor that is stored like the parameter."""
         return view(tensor.contiguous(), self.piece) if self.piece else tensor.detach()
 
 
@@ -137,7 +137,7 @@ class WholeSpan:
         return [self]
 
     def collect(self, of: Callable[[OwnedShard], Elements]) -> Tensor:
-        """What there is for the span's elements, in its shape."""
+        """Return what there is for the span's elements, in its shape."""
         return of(self)[...]
 
     def spread(self, of: Callable[[OwnedShard], Elements], values: Tensor) -> None:
@@ -311,12 +311,12 @@ class Bucket:
 
 
 def spans_of(parameters: Parameters, trained: bool) -> list[Span]:
-    """The spans of all parameters that are trained, or of all others, in the order of the parameters."""
+    """Return the spans of all parameters that are trained, or of all others, in the order of the parameters."""
     return [span for name, p in parameters.items() if p.requires_grad == trained for span in _spans(parameters, name)]
 
 
 def _spans(parameters: Parameters, name: str) -> list[Span]:
-    """One span, or one for each piece where their replicas differ (kv heads shared by ranks)."""
+    """Return one span, or one for each piece where their replicas differ (kv heads shared by ranks)."""
     shard = parameters.shards[name]
     parameter, decays = parameters[name], shard.param.decays
     replicas = {piece.label: parameters.layout.replicas(shard, piece.label) for piece in shard.pieces}
@@ -326,20 +326,20 @@ def _spans(parameters: Parameters, name: str) -> list[Span]:
 
 
 def crosses_stages(shape: MeshShape, ranks: Iterable[int]) -> bool:
-    """Whether some ranks belong to several stages of a pipeline: the ends, which hold a tied table each."""
+    """Return whether some ranks belong to several stages of a pipeline: the ends, which hold a tied table each."""
     return len({shape.place(rank).pp for rank in ranks}) > 1
 
 
 def fill(
     parameters: Parameters, spans: Iterable[Span], key: Callable[[Span], Hashable], most: float
 ) -> list[list[Span]]:
-    """The spans of each bucket: those with the same key, at most so many elements of more than one.
+    """Return the spans of each bucket: those with the same key, at most so many elements of more than one.
 
     Buckets are in the order in which the backward completes them; those that cross stages come last.
     """
 
     def depth(span: Span) -> float:
-        """How deep in the model the parameter is used for the first time."""
+        """Return how deep in the model the parameter is used for the first time."""
         shard = parameters.shards[span.name]
         if "layer" in shard.box:
             return shard.box["layer"][0]

@@ -177,7 +177,7 @@ class Gradients:
             self._sums.popleft().wait()
 
     def norm(self) -> Tensor:
-        """The norm of the whole model's gradient, a scalar that is the same on every rank; fp32 at least.
+        """Return the norm of the whole model's gradient, a scalar that is the same on every rank; fp32 at least.
 
         Each element counts once: 1/n on each of the n ranks that own it.
         """
@@ -259,7 +259,7 @@ class Gradients:
     # -- what is held, by the names and in the shapes of the parameters
 
     def parts_of(self, name: str) -> Sequence[OwnedShard]:
-        """This rank's parts where a parameter lies; all have state of the same dtypes."""
+        """Return this rank's parts where a parameter lies; all have state of the same dtypes."""
         return [part for owned in self._owned[name] for part in owned.parts]
 
     def read(
@@ -415,6 +415,6 @@ def _square_sum(gradient: Tensor) -> Tensor:
 
 
 def norm_of(squares: Tensor, dtype: torch.dtype, mesh: Mesh) -> Tensor:
-    """The root of the sum over all ranks, in the dtype of the gradients or fp32: whoever holds which part of the
+    """Return the root of the sum over all ranks, in the dtype of the gradients or fp32: whoever holds which part of the
     gradient, it is the same number, bit for bit but for one step in millions."""
     return all_reduce_(squares, mesh.world).sqrt().to(torch.promote_types(dtype, torch.float32))

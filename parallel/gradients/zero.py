@@ -83,7 +83,7 @@ class FlatParameters:
         self._gathering: Pending | None = None
 
     def parts(self, gradient: Tensor | None) -> list[Stretch]:
-        """What this rank updates; gradient: [numel / group.size] of its shard, None where it is frozen."""
+        """Return what this rank updates; gradient: [numel / group.size] of its shard, None where it is frozen."""
         lo, hi = self.flat.bounds(self.flat.group.index)
         plain = next((place.start for place in self.flat.places if not place.span.decays), self.flat.used)
         middle = min(max(plain, lo), hi)
@@ -157,7 +157,7 @@ class SplitSpan:
         return self.place.span
 
     def collect(self, of: Callable[[OwnedShard], Elements]) -> Tensor:
-        """What there is for the span's elements, in its shape; all ranks of the group do so."""
+        """Return what there is for the span's elements, in its shape; all ranks of the group do so."""
         place, group = self.place, self.values.flat.group
         flat = torch.empty(place.span.numel, dtype=of(self.parts[0]).dtype, device=place.span.parameter.device)
         for part, theirs, mine in self._overlaps():
@@ -225,7 +225,7 @@ def modules_of(chunk: nn.Module, held: Set[nn.Parameter]) -> Iterator[tuple[nn.M
 
 
 def used_by(parameters: Iterable[Tensor], values: Iterable[FlatParameters]) -> list[FlatParameters]:
-    """Those in which some of these parameters lie."""
+    """Return those in which some of these parameters lie."""
     return [each for each in values if not each.flat.parameters.isdisjoint(parameters)]
 
 

@@ -26,7 +26,7 @@ Keep = Callable[[Tensor], Back]
 
 
 def keeping(kept: Keep) -> saved_tensors_hooks:
-    """A context: what is saved in it is kept so."""
+    """Return a context: what is saved in it is kept so."""
     return saved_tensors_hooks(kept, lambda back: back())
 
 
@@ -57,7 +57,7 @@ class View:
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, tensor: Tensor) -> Tensor:
-        """The same view of another storage, a tensor's."""
+        """Return the same view of another storage, a tensor's."""
         empty = torch.empty(0, dtype=self.dtype, device=tensor.device)
         return empty.set_(tensor.untyped_storage(), self.offset, self.size, self.stride)
 
@@ -93,7 +93,7 @@ class HostMemory:
         self._leaving: deque[tuple[Any, Tensor]] = deque()
 
     def start(self) -> Keep:
-        """The Keep of one forward."""
+        """Return the Keep of one forward."""
         return _Forward(self)
 
     def send(self, flat: Tensor) -> tuple[Tensor, Any]:

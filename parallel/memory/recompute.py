@@ -60,7 +60,7 @@ class Runner:
 def runner(
     activations: Activations, blocks: Iterable[nn.Module], cheap: tuple[type[nn.Module], ...], device: torch.device
 ) -> Runner:
-    """What runs these blocks.
+    """Return what runs these blocks.
 
     Args:
         activations: What is kept.

@@ -163,7 +163,7 @@ class Pipeline:
 def forward(
     mesh: Mesh, chunks: Sequence[Callable[[Tensor | None, M], Tensor]], microbatch: M, dtype: torch.dtype
 ) -> Tensor | None:
-    """One microbatch through all virtual stages in turn -> what the last one gives; None on other stages.
+    """Return one microbatch through all virtual stages in turn -> what the last one gives; None on other stages.
 
     Args:
         mesh: The live mesh.
@@ -190,7 +190,7 @@ def forward(
 def _planned(
     build: Callable[[int, int, int], Schedule], stages: int, chunks: int, microbatches: int
 ) -> tuple[Schedule, tuple[tuple[tuple[Request, ...], ...], ...]]:
-    """A schedule, and when its stages ask for messages: the same in every step."""
+    """Return a schedule, and when its stages ask for messages: the same in every step."""
     schedule = build(stages, chunks, microbatches)
     return schedule, requests(schedule)
 
@@ -296,7 +296,7 @@ class _Run:
         return chunk * self.stages + self.stage
 
     def _neighbour(self, chunk: int, step: int) -> int:
-        """The chunk that the next virtual stage (or the one before, with step -1) is on its own stage."""
+        """Return the chunk that the next virtual stage (or the one before, with step -1) is on its own stage."""
         return (self._virtual(chunk) + step) // self.stages
 
     def _send(self, direction: Direction, chunk: int, m: int, tensor: Tensor) -> None:

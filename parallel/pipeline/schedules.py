@@ -31,12 +31,12 @@ class Action:
 
 
 def F(chunk: int, microbatch: int) -> Action:
-    """The forward of a chunk on a microbatch."""
+    """Return the forward of a chunk on a microbatch."""
     return Action("F", chunk, microbatch)
 
 
 def B(chunk: int, microbatch: int) -> Action:
-    """The backward of a chunk on a microbatch."""
+    """Return the backward of a chunk on a microbatch."""
     return Action("B", chunk, microbatch)
 
 
@@ -55,7 +55,7 @@ class Deadlock(ScheduleError):
 
 
 def gpipe(stages: int, chunks: int, microbatches: int) -> Schedule:
-    """All forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965), chunk after chunk.
+    """Return all forwards, then all backwards (Huang et al. 2019, arXiv 1811.06965), chunk after chunk.
 
     Keeps the activations of every microbatch. Bubble (stages - 1) / (chunks * microbatches) from ``stages``
     microbatches on.
@@ -67,7 +67,8 @@ def gpipe(stages: int, chunks: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, chunks: int, microbatches: int) -> Schedule:
-    """One forward, one backward in turn (PipeDream-flush, Narayanan et al. 2021, arXiv 2006.09503). One chunk a stage.
+    """Return one forward, one backward in turn (PipeDream-flush, Narayanan et al. 2021, arXiv 2006.09503). One chunk a
+    stage.
 
     Stage s first runs the stages - 1 - s forwards that the stages behind it need before the first gradient can come
     back, so it never keeps more than stages - s activations. Bubble (stages - 1) / microbatches, as GPipe's.
@@ -93,7 +94,7 @@ def interleaved(stages: int, chunks: int, microbatches: int) -> Schedule:
 
 
 def forward_only(stages: int, chunks: int, microbatches: int) -> Schedule:
-    """The forwards of ``interleaved`` alone, for evaluation: nothing is kept for a backward."""
+    """Return the forwards of ``interleaved`` alone, for evaluation: nothing is kept for a backward."""
     _check_sizes(stages, chunks, microbatches)
     groups = _groups(stages, microbatches)
     forwards = tuple(F(chunk, m) for group in groups for chunk in range(chunks) for m in group)
@@ -193,7 +194,7 @@ class Timeline:
 
 
 def dependencies(action: Action, stage: int, stages: int, chunks: int) -> tuple[tuple[int, Action], ...]:
-    """The (stage, action) pairs that must have ended before ``stage`` can run ``action``."""
+    """Return the (stage, action) pairs that must have ended before ``stage`` can run ``action``."""
     chunk, m = action.chunk, action.microbatch
     virtual, last = chunk * stages + stage, chunks * stages - 1
     if action.kind == "F":
@@ -246,7 +247,8 @@ def simulate(schedule: Schedule, forward: float = 1.0, backward: float = 2.0, ho
 
 
 def _check_complete(schedule: Schedule) -> int:
-    """The number of chunks of a schedule in which every stage runs every forward once and all backwards or none."""
+    """Return the number of chunks of a schedule in which every stage runs every forward once and all backwards or
+    none."""
     actions = [action for row in schedule for action in row]
     if not actions:
         raise ScheduleError("the schedule is empty: it needs at least one stage with one action")
@@ -317,12 +319,12 @@ def messages(schedule: Schedule) -> tuple[dict[Direction, tuple[Message, ...]], 
 
 
 def _last(schedule: Schedule) -> int:
-    """The last virtual stage."""
+    """Return the last virtual stage."""
     return max(action.chunk for row in schedule for action in row) * len(schedule) + len(schedule) - 1
 
 
 def _sent(action: Action, stage: int, stages: int, last: int) -> Request | None:
-    """What a stage sends after an action, if it sends anything."""
+    """Return what a stage sends after an action, if it sends anything."""
     virtual = action.chunk * stages + stage
     if stages > 1 and action.kind == "F" and virtual < last:
         return Request("forward", Message((virtual + 1) // stages, action.microbatch))
@@ -332,7 +334,7 @@ def _sent(action: Action, stage: int, stages: int, last: int) -> Request | None:
 
 
 def arrivals(schedule: Schedule, stage: int) -> dict[Direction, tuple[Message, ...]]:
-    """What ``stage`` must receive from its two neighbours, in the order in which they send it."""
+    """Return what ``stage`` must receive from its two neighbours, in the order in which they send it."""
     plans, stages = messages(schedule), len(schedule)
     return {
         "forward": plans[(stage - 1) % stages]["forward"],
@@ -367,7 +369,7 @@ def requests(schedule: Schedule) -> tuple[tuple[tuple[Request, ...], ...], ...]:
 
 
 def draw(schedule: Schedule) -> str:
-    """A text Gantt chart, one row per stage; a forward is one cell wide, a backward two, and dots are idle.
+    """Return a text Gantt chart, one row per stage; a forward is one cell wide, a backward two, and dots are idle.
 
     ``F3`` is the forward of microbatch 3; with several chunks ``F3b`` is that of chunk 1 (a, b, c, ...).
     """

@@ -34,13 +34,13 @@ class ReplicasDiffer(ValueError):
 
 
 def spell(piece: Logical) -> str:
-    """A piece as people read it: ``layers.0.attn.qkv.weight (q)``."""
+    """Return a piece as people read it: ``layers.0.attn.qkv.weight (q)``."""
     name, label = piece
     return f"{name} ({label})" if label else name
 
 
 def fingerprint(bits: np.ndarray, axes: Sequence[str], starts: Mapping[str, int]) -> int:
-    """The fingerprint of one box of a piece.
+    """Return the fingerprint of one box of a piece.
 
     Args:
         bits: Unsigned integers, one dimension per axis in the order of the piece's sentence; any strides.
@@ -57,7 +57,8 @@ def fingerprint(bits: np.ndarray, axes: Sequence[str], starts: Mapping[str, int]
 
 
 def add_up(schema: Schema, found: Iterable[tuple[Stored, Mapping[str, int]]]) -> dict[Logical, int]:
-    """The fingerprints of the logical pieces from those of their boxes: {label: fingerprint} of each stored tensor.
+    """Return the fingerprints of the logical pieces from those of their boxes: {label: fingerprint} of each stored
+    tensor.
 
     Raises:
         ReplicasDiffer: replicas, which hold the same box, differ; the message names all of them.
@@ -76,13 +77,14 @@ def add_up(schema: Schema, found: Iterable[tuple[Stored, Mapping[str, int]]]) ->
 
 
 def combined(found: Mapping[Logical, int]) -> int:
-    """One 64-bit number for all pieces of a model: the same for equal weights, wherever they lie."""
+    """Return one 64-bit number for all pieces of a model: the same for equal weights, wherever they lie."""
     lines = "\n".join(f"{spell(piece)} {value:016x}" for piece, value in sorted(found.items()))
     return int.from_bytes(hashlib.blake2b(lines.encode(), digest_size=8).digest(), "little")
 
 
 def _words(bits: np.ndarray, start: int) -> np.ndarray:
-    """The elements along the last axis as 64-bit words, with zeros around them if the box begins or ends in a word."""
+    """Return the elements along the last axis as 64-bit words, with zeros around them if the box begins or ends in a
+    word."""
     per_word = 8 // bits.itemsize
     before = start % per_word
     length = bits.shape[-1]
@@ -96,7 +98,8 @@ def _words(bits: np.ndarray, start: int) -> np.ndarray:
 
 
 def _weights(axis: str, start: int, stop: int) -> np.ndarray:
-    """An odd 64-bit number for each coordinate: Steele, Lea and Flood's SplitMix64 (2014) from the axis' own seed."""
+    """Return an odd 64-bit number for each coordinate: Steele, Lea and Flood's SplitMix64 (2014) from the axis' own
+    seed."""
     x = np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(_seed(axis))
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -88,7 +88,7 @@ class MeshShape:
         return _ranks(self, *(tuple(fixed.get(dim, range(self[dim]))) for dim in self.DIMS))
 
     def along(self, rank: int, *dims: str) -> tuple[int, ...]:
-        """The group of ``rank`` along some dimensions: ranks that differ from it in nothing else.
+        """Return the group of ``rank`` along some dimensions: ranks that differ from it in nothing else.
 
         Raises:
             ValueError: there is no dimension of one of the names.
@@ -99,7 +99,7 @@ class MeshShape:
         return self.ranks(**{dim: (getattr(place, dim),) for dim in self.DIMS if dim not in dims})
 
     def all_along(self, *dims: str) -> list[tuple[int, ...]]:
-        """The groups of all ranks along some dimensions, each once; they share no rank.
+        """Return the groups of all ranks along some dimensions, each once; they share no rank.
 
         Raises:
             ValueError: there is no dimension of one of the names.
@@ -109,7 +109,8 @@ class MeshShape:
 
 @lru_cache(maxsize=4096)
 def _ranks(shape: MeshShape, *coordinates: Sequence[int]) -> tuple[int, ...]:
-    """Those of all combinations of coordinates, given for each dimension. Asked for again and again, and long."""
+    """Return those of all combinations of coordinates, given for each dimension. Asked for again and again, and
+    long."""
     ranks = [0]
     for dim, chosen in zip(shape.DIMS, coordinates, strict=True):
         ranks = [rank * shape[dim] + coordinate for rank in ranks for coordinate in chosen]
@@ -153,7 +154,7 @@ def _choices(over: str, size: int, shared: bool) -> str:
 
 
 def split_problems(sizes: Sizes, mesh: MeshShape, split: Split = SPLIT) -> list[str]:
-    """Every axis that the mesh cannot split, each with the sizes that would do."""
+    """Return every axis that the mesh cannot split, each with the sizes that would do."""
     problems = []
     for axis, dims in split.items():
         if axis in sizes and axis != "layer":
@@ -204,7 +205,8 @@ def _cut_by_work(done: Sequence[float], extra: Sequence[float]) -> tuple[int, ..
     stages = len(extra)
 
     def longest(start: int, stage: int, bound: float) -> int:
-        """Where a stage that begins at a layer must end at the latest: within the bound, with layers for the others."""
+        """Return where a stage that begins at a layer must end at the latest: within the bound, with layers for the
+        others."""
         last = bisect_right(done, bound - extra[stage] + done[start]) - 1
         return min(last, len(done) - stages + stage)
 
@@ -307,7 +309,7 @@ class Layout:
         return tuple(v % self.mesh.pp for v, count in enumerate(self.layers) for _ in range(count))
 
     def chunk_layers(self, stage: int, chunk: int) -> range:
-        """The layers of one virtual stage."""
+        """Return the layers of one virtual stage."""
         virtual = chunk * self.mesh.pp + stage
         start = sum(self.layers[:virtual])
         return range(start, start + self.layers[virtual])
@@ -356,7 +358,7 @@ class Layout:
         return self.mesh.ranks(**fixed)
 
     def replica_sets(self) -> set[tuple[int, ...]]:
-        """Every set of ranks that hold the same box of some piece, over the whole mesh."""
+        """Return every set of ranks that hold the same box of some piece, over the whole mesh."""
         sets = set()
         for stage, ep, tp in itertools.product(range(self.mesh.pp), range(self.mesh.ep), range(self.mesh.tp)):
             seen = set()  # all layers of a stage are alike
@@ -374,7 +376,7 @@ class Layout:
         return split_axis(axis, self.schema.sizes[axis], self.mesh.size(dims), part, dims)
 
     def _held(self, shard: Shard, axis: str) -> tuple[int, int]:
-        """What the holder of a shard has of an axis: of one in the name the whole range of its names."""
+        """Return what the holder of a shard has of an axis: of one in the name the whole range of its names."""
         first, stop = shard.box[axis]
         if axis not in shard.param.named_axes:
             return first, stop

@@ -63,7 +63,7 @@ class Piece:
         return math.prod(self.shape)
 
     def box(self, bounds: Mapping[str, tuple[int, int]]) -> Piece:
-        """The part inside ``bounds`` ([start, stop) of each axis, counted from this piece's own origin)."""
+        """Return the part inside ``bounds`` ([start, stop) of each axis, counted from this piece's own origin)."""
         starts = [bounds[axis][0] for axis in self.axes]
         return Piece(
             self.label,
@@ -74,7 +74,7 @@ class Piece:
         )
 
     def permute(self, axes: tuple[str, ...]) -> Piece:
-        """The same elements with the dimensions in the order of ``axes``."""
+        """Return the same elements with the dimensions in the order of ``axes``."""
         order = [self.axes.index(axis) for axis in axes]
         return Piece(
             self.label, axes, tuple(self.shape[i] for i in order), tuple(self.strides[i] for i in order), self.offset
@@ -114,7 +114,7 @@ class Pattern:
         return tuple(_label(leaf) for leaf in self._leaves())
 
     def piece_axes(self, label: str) -> tuple[str, ...]:
-        """The axes of one piece, in the order of the sentence."""
+        """Return the axes of one piece, in the order of the sentence."""
         try:
             return self._piece_axes[label]
         except KeyError:
@@ -129,7 +129,7 @@ class Pattern:
         return tuple(_extent(dim, sizes) for dim in self.dims)
 
     def pieces(self, sizes: Sizes) -> tuple[Piece, ...]:
-        """The views of all pieces; together they cover each stored element exactly once."""
+        """Return the views of all pieces; together they cover each stored element exactly once."""
         shape = self.shape(sizes)
         dim_strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         pieces = []
@@ -142,7 +142,7 @@ class Pattern:
         return tuple(pieces)
 
     def select(self, label: str) -> Pattern:
-        """The sentence of one piece stored by itself: the fused group is replaced by the labelled term."""
+        """Return the sentence of one piece stored by itself: the fused group is replaced by the labelled term."""
 
         def reduce(node: Node) -> list[Node]:
             if isinstance(node, str):
@@ -156,7 +156,7 @@ class Pattern:
         return Pattern(tuple(kept for dim in self.dims for kept in reduce(dim)))
 
     def without(self, axes: frozenset[str]) -> Pattern:
-        """The sentence less some axes: those that live in a tensor's name rather than in its shape."""
+        """Return the sentence less some axes: those that live in a tensor's name rather than in its shape."""
 
         def reduce(node: Node) -> list[Node]:
             if isinstance(node, str):

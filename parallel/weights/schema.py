@@ -79,7 +79,7 @@ class Param:
         return tuple(NAMED.findall(self.name))
 
     def values(self, axis: str, sizes: Sizes) -> Sequence[int]:
-        """The indices that an axis has in its names: of ``layer`` those of the layers that have it."""
+        """Return the indices that an axis has in its names: of ``layer`` those of the layers that have it."""
         return range(sizes[axis]) if axis != "layer" or self.layers is None else self.layers
 
     @property
@@ -161,12 +161,13 @@ class Schema:
         return self.count(param, param.name) * math.prod(param.sentence.shape(self.sizes))
 
     def count(self, param: Param, template: str) -> int:
-        """How many tensors have a name of a parameter, ours or Hugging Face's: one for each of its layers, say."""
+        """Return how many tensors have a name of a parameter, ours or Hugging Face's: one for each of its layers,
+        say."""
         some = {} if param.layers is None else {"layer": len(param.layers)}
         return math.prod(some.get(axis, self.sizes[axis]) for axis in NAMED.findall(template))
 
     def indices(self, param: Param, template: str) -> Iterator[Mapping[str, int]]:
-        """What stands for each axis in a name of a parameter, ours or Hugging Face's, for each of its tensors."""
+        """Yield what stands for each axis in a name of a parameter, ours or Hugging Face's, for each of its tensors."""
         axes = NAMED.findall(template)
         for values in itertools.product(*(param.values(axis, self.sizes) for axis in axes)):
             yield dict(zip(axes, values, strict=True))
@@ -190,7 +191,8 @@ def _check_hf_names(params: Sequence[Param], sizes: Sizes) -> None:
 
 
 def _in_common(one: tuple[Param, str], other: tuple[Param, str], sizes: Sizes) -> str | None:
-    """A name that both of two templates spell, which are alike but for axes and numbers; None where there is none."""
+    """Return a name that both of two templates spell, which are alike but for axes and numbers; None where there is
+    none."""
 
     def indices(param: Param, word: str) -> Sequence[int]:
         return param.values(word[1:-1], sizes) if word.startswith("{") else range(int(word), int(word) + 1)

@@ -59,7 +59,7 @@ class Stored:
         return dict(zip(self.labels, self.pattern.pieces(self.sizes), strict=True))
 
     def along(self, axis: str, start: int, stop: int) -> Stored:
-        """The slice from ``start`` to ``stop`` of an axis that all pieces have: stored by the same sentence."""
+        """Return the slice from ``start`` to ``stop`` of an axis that all pieces have: stored by the same sentence."""
         return replace(self, box={**self.box, axis: (start, stop)})
 
     def inside(self, part: Stored) -> Mapping[str, Piece]:
@@ -90,7 +90,7 @@ class Copy:
     box: Box
 
     def along(self, axis: str, start: int, stop: int) -> Copy:
-        """The part from ``start`` to ``stop`` of one axis of the views, counted from their origin."""
+        """Return the part from ``start`` to ``stop`` of one axis of the views, counted from their origin."""
         origin = self.box[axis][0]
         return replace(
             self,
@@ -117,7 +117,7 @@ class TargetChunk:
 
 
 def native(layout: Layout, ranks: Iterable[int]) -> Iterator[Stored]:
-    """What each of the ranks holds, in our own format; ``where`` is the rank."""
+    """Yield what each of the ranks holds, in our own format; ``where`` is the rank."""
     for rank in ranks:
         for shard in layout.shards(layout.mesh.place(rank)):
             param = shard.param
@@ -125,7 +125,7 @@ def native(layout: Layout, ranks: Iterable[int]) -> Iterator[Stored]:
 
 
 def hugging_face(schema: Schema, where: Hashable = "hf") -> Iterator[Stored]:
-    """The tensors of a Hugging Face checkpoint of the model, whole."""
+    """Yield the tensors of a Hugging Face checkpoint of the model, whole."""
     for param in schema.params:
         tensors: dict[tuple[str, Pattern], list[str]] = {}
         for label, tensor in param.hf_tensors.items():
@@ -144,7 +144,7 @@ def whole_name(schema: Schema, stored: Stored) -> str:
 
 
 def plan(schema: Schema, sources: Iterable[Stored], targets: Iterable[Stored]) -> Iterator[tuple[Stored, list[Copy]]]:
-    """The copies that fill each target; elements beyond an axis' size have none, they are padding.
+    """Yield the copies that fill each target; elements beyond an axis' size have none, they are padding.
 
     Raises:
         TransferError: a target element that no source holds (raised when its target is reached).
@@ -180,7 +180,7 @@ def plan(schema: Schema, sources: Iterable[Stored], targets: Iterable[Stored]) -
 
 
 def _axes(stored: Stored, piece: Piece) -> frozenset[str]:
-    """The axes of a piece and those in the tensor's name; not those of the pieces that are fused to it."""
+    """Return the axes of a piece and those in the tensor's name; not those of the pieces that are fused to it."""
     return frozenset(piece.axes) | (stored.box.keys() - stored.pattern.axes)
 
 
@@ -204,7 +204,8 @@ def _inside(piece: Piece, hit: Box, stored: Stored, order: tuple[str, ...]) -> P
 
 
 def blocks(copies: Sequence[Copy], limit: int) -> Iterator[TargetChunk]:
-    """The parts of one target, in ascending order, of at most ``limit`` elements each where its sentence allows that.
+    """Yield the parts of one target, in ascending order, of at most ``limit`` elements each where its sentence allows
+    that.
 
     Padding that no copy touches is in no block.
     """
@@ -240,7 +241,7 @@ def _divide(copies: list[Copy], limit: int) -> Iterator[TargetChunk]:
 
 
 def _outermost(copies: list[Copy]) -> str | None:
-    """The axis with the largest stride of all copies, if they have the same extent along it."""
+    """Return the axis with the largest stride of all copies, if they have the same extent along it."""
 
     def largest(view: Piece) -> tuple[int, int, str]:
         return max(((n, size, a) for a, n, size in zip(view.axes, view.strides, view.shape, strict=True) if size > 1))
@@ -252,7 +253,7 @@ def _outermost(copies: list[Copy]) -> str | None:
 
 
 def _end(view: Piece) -> int:
-    """One past the last element."""
+    """Return one past the last element."""
     return view.offset + 1 + sum((size - 1) * n for size, n in zip(view.shape, view.strides, strict=True))
 
 
@@ -271,7 +272,7 @@ def execute(copy: Copy, source: np.ndarray, target: np.ndarray) -> None:
 
 
 def strided(array: np.ndarray, piece: Piece) -> np.ndarray:
-    """A piece of a contiguous array, one dimension per axis, sharing its memory."""
+    """Return a piece of a contiguous array, one dimension per axis, sharing its memory."""
     flat = array.reshape(-1)[piece.offset :] if piece.numel else array.reshape(-1)
     strides = [stride * array.itemsize for stride in piece.strides]
     return np.lib.stride_tricks.as_strided(flat, piece.shape, strides)

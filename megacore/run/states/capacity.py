@@ -17,8 +17,8 @@ from models.config import ModelConfig
 def capacity_problems(
     config: Config, model: ModelConfig, world_size: int, local_ranks: int, device_memory: int | None = None
 ) -> Iterator[str]:
-    """Where the state of training alone has no room; activations are not counted, so that no run that works is refused.
-    `megacore.run.problems` has nothing to say any more.
+    """Yield where the state of training alone has no room; activations are not counted, so that no run that works is
+    refused. `megacore.run.problems` has nothing to say any more.
 
     Args:
         config: Of the run.

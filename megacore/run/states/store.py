@@ -63,7 +63,7 @@ class StateStore(Protocol):
         ...
 
     def of(self, part: OwnedShard, state: str) -> Elements:
-        """What is kept of a part: a moment, or what is updated in place of the part's values."""
+        """Return what is kept of a part: a moment, or what is updated in place of the part's values."""
         ...
 
     @property

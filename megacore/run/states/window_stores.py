@@ -26,7 +26,7 @@ class WindowStore(Protocol):
         ...
 
     def open(self, number: int) -> Mapping[str, Tensor]:
-        """What is kept of a window, there until another one takes its place; waits for it."""
+        """Return what is kept of a window, there until another one takes its place; waits for it."""
         ...
 
     def changed(self, number: int, left: Any = None) -> None:
