@@ -34,7 +34,8 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def named(folder: Path) -> dict[int, Path]:
-    """{step: folder with the name of a checkpoint} in ascending order, whatever is in it; links are none of a run's."""
+    """Return {step: folder with the name of a checkpoint} in ascending order, whatever is in it; links are none of a
+    run's."""
     found = {int(path.name[5:]): path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,18}", path.name)}
     return {
         step: path for step, path in sorted(found.items()) if path == path_of(folder, step) and not path.is_symlink()
@@ -42,7 +43,7 @@ def named(folder: Path) -> dict[int, Path]:
 
 
 def complete(folder: Path) -> dict[int, Path]:
-    """{step: checkpoint} in ascending order. A folder is given its name only when all of it is there."""
+    """Return {step: checkpoint} in ascending order. A folder is given its name only when all of it is there."""
     return {step: path for step, path in named(folder).items() if (path / INDEX).exists()}
 
 

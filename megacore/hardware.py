@@ -50,7 +50,8 @@ def stay_on(cpus: set[int]) -> None:
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """TFLOP/s that the device can reach in matrix products of ``dtype``; None for a GPU that the table lacks.
+    """Return the TFLOP/s that the device can reach in matrix products of ``dtype``; None for a GPU that the table
+    lacks.
 
     On a CPU it is measured, in about a second, with the threads that this process has: when all ranks of a machine
     measure at once, each finds its share.

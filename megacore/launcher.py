@@ -78,7 +78,7 @@ class Node:
 
 
 def gpus() -> int:
-    """GPUs of this machine. torch, which is slow to import, is asked only where there is a driver."""
+    """Return the GPUs of this machine. torch, which is slow to import, is asked only where there is a driver."""
     drivers = ("nvidia*", "nvhost*", "dxg", "kfd")
     if not any(device for driver in drivers for device in Path("/dev").glob(driver)):
         return 0
@@ -88,14 +88,15 @@ def gpus() -> int:
 
 
 def memory_of_gpus() -> int:
-    """Bytes of the largest GPU of this machine, which has one."""
+    """Return the bytes of the largest GPU of this machine, which has one."""
     import torch
 
     return max(torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count()))
 
 
 def threads(processes: int) -> Mapping[str, str]:
-    """Threads of each of some processes, for the environment: the cores shared out evenly, unless it says already."""
+    """Return the threads of each of some processes, for the environment: the cores shared out evenly, unless it says
+    already."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // processes))}
 

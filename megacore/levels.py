@@ -11,8 +11,8 @@ NODE = 8
 
 
 def by_level(world: int, node: int = NODE) -> Iterator[list[tuple[int, ...]]]:
-    """Yield sets of at most ``node`` successive ranks, then of at most ``FAN_OUT`` of their first ones, and so on until one is
-    left; a rank is in those of its level and of the ones before it."""
+    """Yield sets of at most ``node`` successive ranks, then of at most ``FAN_OUT`` of their first ones, and so on until
+    one is left; a rank is in those of its level and of the ones before it."""
     members, size = list(range(world)), node if node > 1 else FAN_OUT
     while len(members) > 1:
         sets = [tuple(members[at : at + size]) for at in range(0, len(members), size)]

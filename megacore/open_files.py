@@ -15,7 +15,7 @@ OWN = 512
 
 
 def needed(shape: MeshShape, kind: str, nodes: int = 1) -> int:
-    """Files of the rank that has most open: the first one, which others ask to find each other.
+    """Return the files of the rank that has most open: the first one, which others ask to find each other.
 
     Args:
         shape: Of the mesh.
@@ -54,7 +54,7 @@ def allow(files: int) -> str | None:
 
 
 def limits() -> tuple[int, int]:
-    """(of this process, what it may be raised to)."""
+    """Return (of this process, what it may be raised to)."""
     if sys.platform == "win32":
         return sys.maxsize, sys.maxsize
     import resource

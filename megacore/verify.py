@@ -194,7 +194,7 @@ def verify(pair: Pair, prompts: Sequence[Sequence[int]], mesh: Mesh, jobs: int =
 
 
 def _tensors(pair: Pair, part: int, parts: int, jobs: int) -> tuple[list[dict[str, Any]], list[str]]:
-    """(groups, each piece that differs) of one of so many parts of the checkpoint's tensors."""
+    """Return (groups, each piece that differs) of one of so many parts of the checkpoint's tensors."""
     checkpoint, schema = pair.checkpoint, pair.checkpoint.config.schema
     own, read = list(checkpoint.stored())[part::parts], checkpoint.read()
     groups, differing = list[ComparedParameter](), list[str]()

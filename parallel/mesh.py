@@ -55,7 +55,7 @@ ALONE = Group((0,), 0, None)
 
 
 def urgent(timeout: timedelta) -> Any:
-    """Options of a process group of NCCL: its kernels run on a stream of high priority.
+    """Return the options of a process group of NCCL: its kernels run on a stream of high priority.
 
     They take few of the device's units. But behind a product that fills the device they would wait for some, and who
     waits for the message would wait for the product.

@@ -59,7 +59,7 @@ class Parameters(Mapping[str, nn.Parameter]):
             parameter.requires_grad_(name not in names)
 
     def pieces(self) -> Iterator[tuple[str, str, Tensor]]:
-        """(name, label, view) of every piece that is held here."""
+        """Yield (name, label, view) of every piece that is held here."""
         for name, shard in self.shards.items():
             for piece in shard.pieces:
                 yield name, piece.label, view(self._tensors[name], piece)

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sections() -> Iterator[tuple[str, list[str]]]:
-    """(section, its lines of Markdown)."""
+    """Yield (section, its lines of Markdown)."""
     said = _docstrings()
     for each in fields(Config):
         if (kind := SECTIONS.get(each.name)) is not None:
@@ -104,7 +104,7 @@ def _about(kind: Any) -> str:
 
 
 def _docstrings() -> dict[str, dict[str, str]]:
-    """{class of megacore/config.py: {field: the string below it}}."""
+    """Return {class of megacore/config.py: {field: the string below it}}."""
     module = ast.parse(Path(str(config.__file__)).read_text(encoding="utf-8"))
     return {each.name: dict(_below(each.body)) for each in module.body if isinstance(each, ast.ClassDef)}
 

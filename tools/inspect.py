@@ -222,7 +222,7 @@ def tensors(folder: SafetensorsFolder) -> list[dict[str, Any]]:
 
 
 def _dtypes(folder: SafetensorsFolder, state: str) -> dict[str, int]:
-    """{dtype: tensors of the model}."""
+    """Return {dtype: tensors of the model}."""
     schema = folder.schema
     found = {whole_name(schema, stored): FLOATS[folder.dtype(state, stored)] for stored in folder.stored(state)}
     return {dtype: list(found.values()).count(dtype) for dtype in sorted({*found.values()})}

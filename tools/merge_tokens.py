@@ -19,7 +19,8 @@ from megacore.store.companions import Companion, copy_companion
 
 
 def find_parts(out: Path, name: str) -> dict[Path, StageProgress]:
-    """{folder: what it holds} of all parts of a corpus, in order. InputError if they are not all there, or differ."""
+    """Return {folder: what it holds} of all parts of a corpus, in order. InputError if they are not all there, or
+    differ."""
     pattern = re.compile(re.escape(name) + r"\.part-([1-9][0-9]*)-of-([1-9][0-9]*)")
     names = (pattern.fullmatch(path.name) for path in out.iterdir()) if out.is_dir() else ()
     parts = sorted((int(found[2]), int(found[1])) for found in names if found)

@@ -202,7 +202,7 @@ def _positive(text: str) -> float:
 
 
 def show(plan: Plan, name: str) -> str:
-    """Tables."""
+    """Return the tables."""
     sections = (_headline(plan, name), _memory(plan), _traffic(plan), _time(plan), _beside(plan.beside), _warned(plan))
     return "\n\n".join(text for section in sections if (text := "\n".join(section)))
 

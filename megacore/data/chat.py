@@ -182,7 +182,8 @@ def _ambiguous(turn: int, what: str, when: str) -> str:
 
 
 def _ends(text: str, end: str) -> Iterator[int]:
-    """Lengths of a text without what a template may put at the end of a chat alone: blanks, the token of the end."""
+    """Yield the lengths of a text without what a template may put at the end of a chat alone: blanks, the token of the
+    end."""
     yield len(text)
     stripped = text.rstrip()
     yield len(stripped)

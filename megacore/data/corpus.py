@@ -20,7 +20,7 @@ LISTED = 5  # skipped documents that are spelled out
 
 
 def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
-    """Nats per token, from how often each token occurs, [vocabulary]."""
+    """Return the nats per token, from how often each token occurs, [vocabulary]."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 

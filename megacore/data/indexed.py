@@ -323,7 +323,7 @@ class IndexedDataset:
         return (places - self.pointers[0]) // self.dtype.itemsize if last > first else places
 
     def tokens(self, start: int, stop: int) -> Integers:
-        """Tokens [start, stop) of the stream of all documents: a view of the file."""
+        """Return the tokens [start, stop) of the stream of all documents: a view of the file."""
         first = int(self.pointers[0]) + start * self.dtype.itemsize
         return np.frombuffer(self._bytes, self.dtype, stop - start, first)
 
@@ -332,7 +332,8 @@ class IndexedDataset:
         return np.frombuffer(self._bytes, self.dtype, int(self.lengths[sequence]), int(self.pointers[sequence]))
 
     def document(self, document: int, start: int = 0, stop: int | None = None) -> Integers:
-        """Tokens [start, stop) of one document, counted over all of its sequences; a view where one holds them."""
+        """Return the tokens [start, stop) of one document, counted over all of its sequences; a view where one holds
+        them."""
         parts = []
         for sequence in range(int(self.bounds[document]), int(self.bounds[document + 1])):
             length = int(self.lengths[sequence])
@@ -343,7 +344,7 @@ class IndexedDataset:
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
 
     def document_lengths(self) -> Integers:
-        """Tokens of each document, [documents]."""
+        """Return the tokens of each document, [documents]."""
         if self.documents == self.sequences and (self.bounds == np.arange(self.documents + 1)).all():
             return self.lengths
         ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths, dtype=np.int64)])

@@ -115,7 +115,8 @@ class Runs:
 
 
 def split_runs(documents: int, fraction: float, seed: int) -> tuple[Runs, Runs]:
-    """(to train on, held out): as :func:`split_documents`, by blocks of successive documents, up to BLOCKS of them.
+    """Return (to train on, held out): as :func:`split_documents`, by blocks of successive documents, up to BLOCKS of
+    them.
 
     So what is known of the split does not grow with the corpus. Up to BLOCKS documents, each is a block. A document
     stays on its side when others are appended, as long as there are no more than BLOCKS blocks of the same size.
@@ -154,7 +155,7 @@ def parts(
 
 
 def whole_samples(tokens: int, documents: int, length: int, name: str) -> int:
-    """Samples of an epoch: a token more than its length is in each. ValueError if there is not one."""
+    """Return the samples of an epoch: a token more than its length is in each. ValueError if there is not one."""
     if tokens <= length:
         raise ValueError(
             f"{name} has {tokens} tokens in {documents} document(s), and one sample of length {length} takes "

@@ -112,7 +112,7 @@ class Stage:
                     out.rmdir()
 
     def list_files(self, inputs: Sequence[Path], exclude: Sequence[str]) -> int:
-        """Lists the files of the input, or compares them with those listed before -> bytes of their pieces.
+        """List the files of the input, or compares them with those listed before -> bytes of their pieces.
 
         InputError names the first one that has changed.
         """
@@ -207,7 +207,7 @@ BEGIN_ANEW = "undo that, or begin anew with --overwrite"
 
 
 def digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """{name: digest} of those files that are there."""
+    """Return {name: digest} of those files that are there."""
     return {name: _digest(folder / name) for name in names if (folder / name).is_file()}
 
 

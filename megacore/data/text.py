@@ -166,7 +166,7 @@ def cut(path: Path) -> list[FileRange]:
 
 
 def _unpacked(path: Path) -> int:
-    """Bytes that a compressed file may become."""
+    """Return the bytes that a compressed file may become."""
     return limits.LINE + limits.UNPACKED * path.stat().st_size
 
 

@@ -141,7 +141,7 @@ class _Fast:
         return None if token is None else self._tokenizer.token_to_id(token)
 
     def batch(self, texts: list[str]) -> tuple[Integers, list[int]]:
-        """(the ids of all, how many each has)."""
+        """Return (the ids of all, how many each has)."""
         return _flat([each.ids for each in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)])
 
 
@@ -237,7 +237,7 @@ def _save(source: str, folder: Path) -> None:
 
 
 def train(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
-    """Trains a byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) and saves it as a Hugging Face tokenizer.
+    """Train a byte-level BPE (Sennrich et al. 2016, arXiv:1508.07909) and saves it as a Hugging Face tokenizer.
 
     The same texts give the same bytes. The vocabulary is smaller than asked for where the texts have too few pairs.
     """

@@ -35,7 +35,8 @@ class Windows:
     stride: int
 
     def of(self, document: Document) -> Iterator[tuple[Integers, Integers]]:
-        """(tokens, labels), int64 [at most length] each, of each window; IGNORE is the label of what does not count."""
+        """Yield (tokens, labels), int64 [at most length] each, of each window; IGNORE is the label of what does not
+        count."""
         tokens, predictions, done = document.tokens, len(document.tokens) - 1, 0
         all_labels = np.where(document.counted, tokens, IGNORE)[1:]
         for start in range(0, max(predictions, 0), self.stride):
@@ -120,7 +121,7 @@ def _packs(windows: Iterable[tuple[Integers, Integers]], together: int) -> Itera
 
 
 def _microbatch(model: Model, pack: Sequence[tuple[Integers, Integers]], pad: int) -> Microbatch:
-    """Windows one after the other, none of which sees another."""
+    """Return the windows one after the other, none of which sees another."""
     mesh = model.parameters.mesh
     lengths = [len(tokens) for tokens, _ in pack]
     rest = -sum(lengths) % mesh.shape.tp

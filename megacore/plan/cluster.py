@@ -213,7 +213,7 @@ def _held(setting: Setting, stored: Sequence[Stored], states: Mapping[str, int])
 
 
 def _states(setting: Setting) -> Mapping[str, int]:
-    """{state of a checkpoint: bytes of an element}."""
+    """Return {state of a checkpoint: bytes of an element}."""
     widths = setting.widths
     master = {MASTER: widths.master} if widths.master else {}
     return {WEIGHTS: widths.parameter, **master, **dict.fromkeys(MOMENTS, widths.moments // len(MOMENTS))}
@@ -284,7 +284,7 @@ def _numel(tensors: Sequence[Stored]) -> int:
 
 
 def _unpadded(stored: Stored, sizes: Sizes) -> int:
-    """Elements that there are: a box may run past its axis."""
+    """Return the elements that there are: a box may run past its axis."""
     found = math.prod(stored.shape)
     for axis, (start, stop) in stored.box.items():
         found = found * (min(stop, max(start, sizes[axis])) - start) // (stop - start)

@@ -76,7 +76,7 @@ class Published:
         return Cluster(device, device.tflops(self.precision) * scale)
 
     def planned(self) -> float:
-        """Tokens that each device trains on in a second by the plan."""
+        """Return the tokens that each device trains on in a second by the plan."""
         setting, cluster = self.setting(), self.cluster()
         held = Held.of(setting)
         seconds = estimate(setting, held, cluster).total
@@ -87,7 +87,8 @@ class Published:
 
 
 def _of_tflops(tflops: float, preset: str, length: int) -> float:
-    """Tokens a second of a device that does so many TFLOP/s of the model's operations, the attention's causal half."""
+    """Return the tokens a second of a device that does so many TFLOP/s of the model's operations, the attention's
+    causal half."""
     return tflops * 1e12 / flops_per_token(configure({"preset": preset}), length)
 
 

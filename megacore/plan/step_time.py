@@ -46,7 +46,7 @@ class Cluster:
         return min(self.tflops, PEAK_TFLOPS[self.device.peak][0])
 
     def product_s(self, product: efficiency.MatMul, tflops: float) -> float:
-        """Seconds of a product where such could reach so many TFLOP/s."""
+        """Return the seconds of a product where such could reach so many TFLOP/s."""
         if product.attention:
             return product.flops / (self.wide_tflops * 1e12 * efficiency.ATTENTION)
         cast = efficiency.CAST_BYTES * (tflops > self.wide_tflops) * product.k * (product.m + product.n)
@@ -62,7 +62,7 @@ class Cluster:
         return self.device.link if here == total else min(self.device.link, here * self.device.network)
 
     def latency(self, mesh: MeshShape, message: Traffic) -> float:
-        """Seconds that a message takes however short it is: those of a ring grow with its length."""
+        """Return the seconds that a message takes however short it is: those of a ring grow with its length."""
         total, here = _ring(mesh, message.axis, self.device.per_node)
         if message.kind == SEND:
             return efficiency.ring_s(1, int(here < total))
@@ -71,7 +71,7 @@ class Cluster:
         return efficiency.ring_s(rounds * (message.ranks - 1), rounds * (nodes - 1))
 
     def shown(self, mesh: MeshShape, messages: Sequence[Traffic], beside: float) -> float:
-        """Seconds of messages that compute of so many seconds does not hide."""
+        """Return the seconds of messages that compute of so many seconds does not hide."""
         moving, never = 0.0, 0.0
         for x in messages:
             seconds, (total, here) = self.seconds(mesh, [x]), _ring(mesh, x.axis, self.device.per_node)
@@ -88,7 +88,7 @@ class Cluster:
 
 @lru_cache(maxsize=4096)
 def _ring(mesh: MeshShape, axis: str, per_node: int) -> tuple[int, int]:
-    """(ranks of a ring along some dimensions, those of them in a node)."""
+    """Return (ranks of a ring along some dimensions, those of them in a node)."""
     dims = axis.split(" x ")
     places = [mesh.place(rank) for rank in range(min(per_node, mesh.world))]
     here = sum(all(getattr(place, dim) == 0 for dim in mesh.DIMS if dim not in dims) for place in places)
@@ -155,7 +155,7 @@ class LayerCompute:
 
 
 def work(act: ActivationMemory, virtual: int) -> list[tuple[LayerCompute, int]]:
-    """(work, how often) of a virtual stage."""
+    """Return (work, how often) of a virtual stage."""
     plain = act.without_recomputation
     blocks = Counter(zip(act.chunks[virtual], plain.chunks[virtual], strict=True))
     found = [(_of(block, like, True), number) for (block, like), number in blocks.items()]

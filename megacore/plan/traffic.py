@@ -13,8 +13,8 @@ from megacore.plan.state import Held, ParameterShare, sharing
 
 
 def ring(kind: str, size: float, ranks: int) -> float:
-    """Bytes that each rank sends in a ring for a tensor of ``size`` bytes (Patarasuk and Yuan 2009): 2 (n-1)/n of it
-    for an all-reduce, (n-1)/n for its halves."""
+    """Return the bytes that each rank sends in a ring for a tensor of ``size`` bytes (Patarasuk and Yuan 2009): 2
+    (n-1)/n of it for an all-reduce, (n-1)/n for its halves."""
     if kind == SEND:
         return size
     return (2 if kind == ALL_REDUCE else 1) * size * (ranks - 1) / ranks
@@ -76,7 +76,7 @@ def _pipeline(setting: Setting, stage: int) -> Iterator[Traffic]:
 
 
 def _data(setting: Setting, act: ActivationMemory, held: Sequence[ParameterShare], stage: int) -> Iterator[Traffic]:
-    """Gradients, by who shares them, and split parameters."""
+    """Yield the gradients, by who shares them, and split parameters."""
     mesh, widths, rung = setting.layout.mesh, setting.widths, SHARDS.index(setting.shard)
     data = mesh.dp * mesh.cp
     alike: dict[tuple[tuple[str, ...], int], list[ParameterShare]] = {}

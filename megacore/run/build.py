@@ -48,7 +48,7 @@ DTYPES = {
 
 
 def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
-    """Builds the live parts of a run on this rank, its model initialised or loaded; it logs nothing.
+    """Build the live parts of a run on this rank, its model initialised or loaded; it logs nothing.
 
     Raises:
         ConfigError: the ranks have found different things, or one of them cannot do what the config asks for.
@@ -93,7 +93,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
 
 
 def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
-    """Builds this rank's part of the model, with the products and kernels that the config asks for; its weights are
+    """Build this rank's part of the model, with the products and kernels that the config asks for; its weights are
     still to come."""
     config = setup.config
     losses = Losses(config.loss.label_smoothing, config.loss.z_loss, config.memory.loss_chunk)
@@ -111,7 +111,7 @@ def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
 
 
 def _gradients(config: Config, model: Model) -> Gradients:
-    """Builds what sums the model's gradients: in fp32 where there are masters for narrower weights."""
+    """Build what sums the model's gradients: in fp32 where there are masters for narrower weights."""
     dtype = DTYPES[config.train.precision]
     wide = config.optimizer.master_weights and dtype.itemsize < 4
     gradients = Gradients(
@@ -128,7 +128,7 @@ def _gradients(config: Config, model: Model) -> Gradients:
 
 
 def _optimizer(config: Config, gradients: Gradients, offload: Offload | None, control: Control) -> Optimizer:
-    """Builds the optimizer.
+    """Build the optimizer.
 
     Raises:
         ConfigError: on all ranks, where one of them cannot offload.
@@ -153,7 +153,7 @@ def _optimizer(config: Config, gradients: Gradients, offload: Offload | None, co
 
 
 def _saver(setup: Setup, state: TrainingState, adapters: Adapters | None, control: Control) -> Saver:
-    """Builds what saves checkpoints; room for states on disk is taken at once."""
+    """Build what saves checkpoints; room for states on disk is taken at once."""
     config, start = setup.config, setup.start
     saver = Saver(
         checkpoints.folder_of(config.out),

@@ -42,7 +42,7 @@ WAY_OUT = (
 
 
 def run(command: str, given: Sequence[str]) -> int:
-    """Runs what `megacore COMMAND` was given on this machine -> its exit status."""
+    """Run what `megacore COMMAND` was given on this machine -> its exit status."""
     recipe, overrides = arguments(command, given)
     try:
         config = load(recipe, overrides)

@@ -186,7 +186,7 @@ class RunLock:
 
 
 def _open(path: Path) -> tuple[FileIO, bool]:
-    """(the file, whether it is locked); without locks it is merely open.
+    """Return (the file, whether it is locked); without locks it is merely open.
 
     Raises:
         StoreError: somebody else holds it.

@@ -33,7 +33,8 @@ def learning_rate(step: int, schedule: ScheduleConfig, base: float, total_steps:
 
 
 def decay_steps(schedule: ScheduleConfig, total_steps: int) -> int:
-    """Steps of the decay. Null stands for a tenth of the run in wsd, and for all after the warm-up elsewhere."""
+    """Return the steps of the decay. Null stands for a tenth of the run in wsd, and for all after the warm-up
+    elsewhere."""
     if schedule.name == "constant":
         return 0
     if schedule.decay_steps is not None:

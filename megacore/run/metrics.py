@@ -167,7 +167,7 @@ def _step(line: str) -> int | None:
 
 
 def curve(records: Sequence[Record], key: str) -> list[tuple[float, float]]:
-    """(step, value) of every record that has the value."""
+    """Return (step, value) of every record that has the value."""
     points = ((record["step"], record.get(key)) for record in records)
     return [(step, value) for step, value in points if step is not None and value is not None]
 

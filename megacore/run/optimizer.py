@@ -87,7 +87,8 @@ class Optimizer:
         self.store.updates = count
 
     def states(self) -> Mapping[str, Mapping[str, torch.dtype]]:
-        """{state: {parameter: dtype}} of what is to be kept beside the parameters: masters that are wider, moments."""
+        """Return {state: {parameter: dtype}} of what is to be kept beside the parameters: masters that are wider,
+        moments."""
         first = {name: self._gradients.parts_of(name)[0] for name in self._names}
         states = {state: {name: self.store.of(part, state).dtype for name, part in first.items()} for state in MOMENTS}
         # A rank that trains nothing has the same states, and nothing in them.

@@ -197,7 +197,7 @@ def raw_of(model: ModelConfig, source: WeightFolder | None) -> Mapping[str, Any]
 
 
 def _misfits(model: ModelConfig, source: WeightFolder) -> Iterator[str]:
-    """Differences of the weights, which must be the same."""
+    """Yield the differences of the weights, which must be the same."""
     ours, theirs = model.schema, source.config.schema
     way_out = f"choose another checkpoint than {source.path}, or leave the recipe's model to it"
     for axis in sorted({*ours.sizes, *theirs.sizes}):
@@ -269,7 +269,7 @@ def _drops(model: ModelConfig) -> bool:
 
 
 def companions(start: Start, config: Config) -> Mapping[str, Companion]:
-    """{name: file} of what travels with the model: the source's files, or the tokenizer beside the first corpus.
+    """Return {name: file} of what travels with the model: the source's files, or the tokenizer beside the first corpus.
 
     A chat template that the recipe names takes the place of theirs.
     """

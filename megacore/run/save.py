@@ -316,7 +316,7 @@ class Saver:
         return SaveError(reason)
 
     def news(self) -> tuple[bool, bool]:
-        """(whether this rank is still at work, whether it has failed): for :meth:`advance`."""
+        """Return (whether this rank is still at work, whether it has failed): for :meth:`advance`."""
         if self._saving is None or self._saving.work is None:
             return False, False
         busy = self._saving.work.thread.is_alive()

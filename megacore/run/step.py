@@ -80,7 +80,8 @@ class TrainStep:
 
 
 def evaluate(mesh: Mesh, pipeline: Pipeline, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:
-    """(mean loss of the counted tokens, their number) of a global batch, scalars that are the same on every rank."""
+    """Return (mean loss of the counted tokens, their number) of a global batch, scalars that are the same on every
+    rank."""
     tokens = counted_tokens(microbatches, mesh)
     return total_loss(pipeline.evaluate(microbatches, 1 / tokens), mesh), tokens
 

@@ -49,7 +49,7 @@ from parallel.mesh import Mesh
 
 
 def run(setup: Setup, device: torch.device, node: int = 8) -> int:
-    """One run on the processes that there are; returns the last step that was done.
+    """Return one run on the processes that there are; returns the last step that was done.
 
     Args:
         setup: The run.

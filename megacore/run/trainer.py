@@ -303,7 +303,7 @@ class Trainer:
             self._tolerate(self.saver.finish)
 
     def _listen(self) -> tuple[bool, bool]:
-        """(whether any rank is asked to end, whether any is asked to save): all must do so after the same step.
+        """Return (whether any rank is asked to end, whether any is asked to save): all must do so after the same step.
 
         With it goes what the ranks must know of a save in the background.
         """

@@ -122,7 +122,7 @@ def _tensors(schema: Schema) -> int:
 def _with_prefix(
     config: ModelConfig, files: Mapping[str, TensorFile], known: Callable[[str], bool]
 ) -> tuple[dict[str, TensorInFile], list[str]]:
-    """(the tensors by the names that they have in a whole model, problems)."""
+    """Return (the tensors by the names that they have in a whole model, problems)."""
     prefix = f"{config.base_model_prefix}."
     having = [name for name in files if name.startswith(prefix) and known(name)]
     lacking = {name: prefix + name for name in files if not name.startswith(prefix) and known(prefix + name)}

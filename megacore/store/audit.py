@@ -38,7 +38,7 @@ def silent(done: int) -> None:
 def taken(
     stored: Sequence[Stored], read: Read, schema: Schema, jobs: int, progress: OnBytes = silent
 ) -> Iterator[dict[str, int]]:
-    """{label: fingerprint} of each tensor as its bytes are now, padding left out.
+    """Yield {label: fingerprint} of each tensor as its bytes are now, padding left out.
 
     Args:
         stored: The tensors.
@@ -126,7 +126,7 @@ def check(
 
 
 def padding(schema: Schema, stored: Stored) -> Iterator[tuple[str, Piece]]:
-    """(label, view) of what a tensor holds beyond the end of an axis."""
+    """Yield (label, view) of what a tensor holds beyond the end of an axis."""
     for label, piece in stored.pieces.items():
         for axis, size in zip(piece.axes, piece.shape, strict=True):
             start, stop = stored.box[axis]

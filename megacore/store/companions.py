@@ -91,7 +91,7 @@ def travelling(folder: Path) -> list[str]:
 
 
 def companions(folder: Path, root: Path) -> Mapping[str, Companion]:
-    """{name within the folder: file} of those that travel along.
+    """Return {name within the folder: file} of those that travel along.
 
     Args:
         folder: Which they lie in.

@@ -89,14 +89,14 @@ def compare(folders: Folders, jobs: int, progress: OnBytes = silent) -> Differen
 
 
 def config_differences(one: ModelConfig, other: ModelConfig) -> dict[str, Both]:
-    """{field: what each has} of all that a config means."""
+    """Return {field: what each has} of all that a config means."""
     ours, theirs = ({"model_type": config.family} | asdict(config) for config in (one, other))
     found = {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs}}
     return {name: both for name, both in found.items() if both[0] != both[1]}
 
 
 def _adapters(folders: Folders) -> dict[str, Both]:
-    """{fact about the adapters of two checkpoints: what each has}, where they differ."""
+    """Return {fact about the adapters of two checkpoints: what each has}, where they differ."""
     held = (folder.index.adapters for folder in folders)
     ours, theirs = ({} if each is None else asdict(each.lora) | {"base": each.fingerprint} for each in held)
     found = {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs}}

@@ -82,7 +82,7 @@ class DirectFile:
 
 
 def aligned_memory(size: int) -> Bytes:
-    """Bytes that begin at a multiple of ALIGNMENT."""
+    """Return the bytes that begin at a multiple of ALIGNMENT."""
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 

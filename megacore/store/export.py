@@ -37,7 +37,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as ``5GB``, ``1.5 GiB`` or ``1000000``; a GB has 1000^3 bytes, a GiB 1024^3.
+    """Return the bytes of a size such as ``5GB``, ``1.5 GiB`` or ``1000000``; a GB has 1000^3 bytes, a GiB 1024^3.
 
     Raises:
         StoreError: it is not a size.
@@ -74,7 +74,8 @@ def export_files(schema: Schema, dtypes: Mapping[str, str], max_shard_bytes: int
 
 
 def texts(raw: Mapping[str, Any], shards: Sequence[Shard], dtypes: Mapping[str, str]) -> dict[str, bytes]:
-    """{file name: content} of what goes with the weight files: ``config.json``, and the index if there are several."""
+    """Return {file name: content} of what goes with the weight files: ``config.json``, and the index if there are
+    several."""
     made = {CONFIG: config_json(raw)}
     return made | {INDEX: index_json(shards, dtypes)} if len(shards) > 1 else made
 

@@ -82,7 +82,7 @@ class WeightFolder(ABC):
         """Return what reads the tensors of a state, each by its :class:`~parallel.weights.transfer.Stored`."""
 
     def fingerprints(self, state: str) -> Mapping[Logical, int]:
-        """{piece: its fingerprint when it was written}, of those for which that is known.
+        """Return {piece: its fingerprint when it was written}, of those for which that is known.
 
         Raises:
             StoreError: replicas differ.
@@ -90,7 +90,7 @@ class WeightFolder(ABC):
         return {}
 
     def companions(self) -> Mapping[str, Companion]:
-        """{name: file} of what travels with the model: tokenizer, generation config, chat templates."""
+        """Return {name: file} of what travels with the model: tokenizer, generation config, chat templates."""
         return {}
 
     def trainer_json(self) -> bytes | None:
@@ -116,7 +116,7 @@ class SafetensorsFolder(WeightFolder):
 
     @abstractmethod
     def location(self, state: str, stored: Stored) -> tuple[str, str]:
-        """(path of the file within the folder, name of the tensor there) of one of :meth:`stored`."""
+        """Return (path of the file within the folder, name of the tensor there) of one of :meth:`stored`."""
 
     @property
     def folders(self) -> tuple[SafetensorsFolder, ...]:
@@ -135,7 +135,7 @@ class SafetensorsFolder(WeightFolder):
         return read
 
     def written(self, state: str, stored: Stored) -> Mapping[str, int]:
-        """{label: fingerprint when it was written} of one of :meth:`stored`; empty where none was kept."""
+        """Return {label: fingerprint when it was written} of one of :meth:`stored`; empty where none was kept."""
         file, name = self.location(state, stored)
         return self.index.files[file].fingerprints[name]
 

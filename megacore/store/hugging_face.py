@@ -108,7 +108,7 @@ class _WeightFiles:
 
 
 def _config(folder: Path, problems: list[str]) -> tuple[dict[str, Any], type[ModelConfig] | None, ModelConfig | None]:
-    """(``config.json``, its family's kind of config, what it means), each as far as it can be made out."""
+    """Return (``config.json``, its family's kind of config, what it means), each as far as it can be made out."""
     raw: dict[str, Any] = {}
     kind = None
     try:
@@ -174,7 +174,7 @@ def _open(folder: Path, files: list[str], problems: list[str]) -> tuple[TensorFi
 
 
 def _weight_map(index: Mapping[str, Any]) -> dict[str, str]:
-    """{tensor: file} of an index."""
+    """Return {tensor: file} of an index."""
     found = index.get("weight_map")
     if not isinstance(found, dict) or not found:
         raise StoreError(f"{INDEX} has no weight_map, the object that names the file of each tensor")

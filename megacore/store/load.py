@@ -87,7 +87,7 @@ class Loader:
         self._reads: list[_Read] = []
 
     def tensors(self, folder: WeightFolder, state: str, names: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor of the shape that this rank holds) of each parameter, or of those that are named, in the
+        """Yield (name, tensor of the shape that this rank holds) of each parameter, or of those that are named, in the
         folder's dtype; padding is zero. They count as sound only after :meth:`verify`. All of them are to be taken.
 
         Raises:
@@ -210,7 +210,8 @@ class Loader:
 
 
 def _located(read: _Read, wrong: set[Logical]) -> tuple[str | None, list[str]]:
-    """(the damaged checkpoint, which of its files hold the pieces and how that shows); None if none is damaged now."""
+    """Return (the damaged checkpoint, which of its files hold the pieces and how that shows); None if none is damaged
+    now."""
     names = {name for name, _ in wrong}
     for folder in read.folder.folders:
         if damage := audit.check(folder, _JOBS, tensors={read.state: names}):

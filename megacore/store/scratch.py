@@ -86,7 +86,8 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 def mapped(folder: Path, size: int, what: str) -> Bytes:
-    """[size] bytes of zeros that look like memory and lie in a file: the system writes them out where memory is short.
+    """Return [size] bytes of zeros that look like memory and lie in a file: the system writes them out where memory is
+    short.
 
     Raises:
         StoreError: as :class:`Scratch`.

@@ -65,7 +65,7 @@ def share_out(layout: Layout, states: States, replicas: int) -> list[list[FileCo
 
 
 def divide(states: States, shares: int, whole: Set[str] = frozenset()) -> list[dict[str, list[Stored]]]:
-    """{state: its tensors and slices} of each share.
+    """Return {state: its tensors and slices} of each share.
 
     Args:
         states: What is cut.
@@ -85,7 +85,7 @@ def divide(states: States, shares: int, whole: Set[str] = frozenset()) -> list[d
 
 
 def share_reads(targets: Iterable[Stored], replicas: int) -> Iterator[tuple[Stored, list[tuple[Stored, int]]]]:
-    """(tensor, [(slice of it, which of the replicas reads it)]) of each tensor that they hold.
+    """Yield (tensor, [(slice of it, which of the replicas reads it)]) of each tensor that they hold.
 
     They take turns, so that all read at once; each slice goes to the one that has least so far.
     """
@@ -100,7 +100,7 @@ def share_reads(targets: Iterable[Stored], replicas: int) -> Iterator[tuple[Stor
 
 
 def _slices(stored: Stored, axis: str | None, begin: int, end: int, size: int) -> Iterator[tuple[int, Stored]]:
-    """(share, what it has) of a tensor that lies from ``begin`` to ``end``, where shares are ``size`` long."""
+    """Yield (share, what it has) of a tensor that lies from ``begin`` to ``end``, where shares are ``size`` long."""
     if axis is None:
         yield (begin + end) // (2 * size), stored
         return

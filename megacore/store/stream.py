@@ -180,7 +180,8 @@ def _tasks(folder: Path, files: Iterable[File]) -> Iterator[_Task]:
 def fill(
     block: TargetChunk, tensor: Tensor, read: Read, schema: Schema, buffer: np.ndarray
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """(the elements of a block, the fingerprints of its pieces); ``buffer`` (bytes) is used if it is large enough."""
+    """Return (the elements of a block, the fingerprints of its pieces); ``buffer`` (bytes) is used if it is large
+    enough."""
     dtype = DTYPES[tensor.dtype]
     whole = block.copies[0]
     if len(block.copies) == 1 and block.is_full and _same_order(whole):

@@ -179,7 +179,7 @@ class TensorFile:
 
 
 def _header_length(path: Path, head: bytes, size: int) -> int:
-    """Bytes of the header, from the beginning of the file."""
+    """Return the bytes of the header, from the beginning of the file."""
     length = LENGTH.unpack_from(head)[0] if size >= LENGTH.size else None
     if length is None or length > limits.JSON:
         # Only here: the length of a sound header may begin with any of these bytes.
@@ -353,7 +353,7 @@ class TensorWriter:
 
 
 def file_size(tensors: Iterable[Declared], metadata: Mapping[str, str] | None = None) -> int:
-    """Bytes of the file that :meth:`TensorWriter.create` makes of the same arguments."""
+    """Return the bytes of the file that :meth:`TensorWriter.create` makes of the same arguments."""
     return _lay_out(tensors, metadata or {})[2]
 
 

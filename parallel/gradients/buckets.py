@@ -188,7 +188,7 @@ class FlatLayout:
         return {place.span.parameter for place in self.places}
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """[start, stop) of the shard of a rank of the group."""
+        """Return [start, stop) of the shard of a rank of the group."""
         size = self.numel // self.group.size
         return index * size, (index + 1) * size
 

@@ -175,7 +175,7 @@ class SplitSpan:
             of(part)[theirs] = flat[mine]
 
     def _overlaps(self) -> Iterator[tuple[Stretch, slice, slice]]:
-        """(part, where in it, where in the span) of what this rank owns."""
+        """Yield (part, where in it, where in the span) of what this rank owns."""
         for part in self.parts:
             start, stop = max(self.place.start, part.start), min(self.place.stop, part.stop)
             if start < stop:
@@ -209,7 +209,8 @@ class FSDPUnit:
 
 
 def modules_of(chunk: nn.Module, held: Set[nn.Parameter]) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """(module, parameters) of what a chunk runs one after the other: its children in their order and, of lists, theirs.
+    """Yield (module, parameters) of what a chunk runs one after the other: its children in their order and, of lists,
+    theirs.
 
     Of the parameters, those that are ``held`` count. Some of its own make the chunk itself a unit.
     """

@@ -78,7 +78,8 @@ class MeshShape:
         return rank
 
     def ranks(self, **fixed: Sequence[int]) -> tuple[int, ...]:
-        """Ranks whose coordinate along each named dimension is among the given ones; other dimensions are free.
+        """Return the ranks whose coordinate along each named dimension is among the given ones; other dimensions are
+        free.
 
         Raises:
             ValueError: there is no dimension of one of the names.
@@ -118,7 +119,7 @@ def _ranks(shape: MeshShape, *coordinates: Sequence[int]) -> tuple[int, ...]:
 
 
 def split_axis(axis: str, size: int, parts: int, part: int, dims: Sequence[str] = ()) -> tuple[int, int]:
-    """[start, stop) of ``axis`` in one of ``parts``.
+    """Return [start, stop) of ``axis`` in one of ``parts``.
 
     Splits are even, but those of :data:`~parallel.weights.schema.PADDED` axes are padded up to a multiple (the box may
     run past ``size``), and ``kv`` heads are shared by neighbouring parts where there are fewer heads than parts.
@@ -168,7 +169,8 @@ def split_problems(sizes: Sizes, mesh: MeshShape, split: Split = SPLIT) -> list[
 def balanced_layers(
     layers: int, stages: int, embedding: float = 0.0, head: float = 0.0, work: Sequence[float] | None = None
 ) -> tuple[int, ...]:
-    """Layers of each virtual stage so that the slowest stage is as fast as possible, with at least one layer each.
+    """Return the layers of each virtual stage so that the slowest stage is as fast as possible, with at least one layer
+    each.
 
     Args:
         layers: Layers of the model.
@@ -196,7 +198,8 @@ def balanced_layers(
 
 
 def _cut_by_work(done: Sequence[float], extra: Sequence[float]) -> tuple[int, ...]:
-    """Layers of each stage, none of which has more than the slowest must have, each near an even share of the rest.
+    """Return the layers of each stage, none of which has more than the slowest must have, each near an even share of
+    the rest.
 
     Args:
         done: The work of all layers before each, and of all.
@@ -322,7 +325,7 @@ class Layout:
         return tuple(sorted({ends[end] for end in param.at.split()}))
 
     def box(self, axis: str, place: Coordinates) -> tuple[int, int]:
-        """[start, stop) of an axis at a place; layers are dealt out by stage instead, see :meth:`stages`."""
+        """Return [start, stop) of an axis at a place; layers are dealt out by stage instead, see :meth:`stages`."""
         dims = self.split.get(axis, ())
         if not dims or axis == "layer":
             return 0, self.schema.sizes[axis]
@@ -339,7 +342,7 @@ class Layout:
                     yield Shard(param.name.format(**index), param, MappingProxyType(box))
 
     def replicas(self, shard: Shard, label: str) -> tuple[int, ...]:
-        """Ranks that hold the same box of a piece as ``shard``.
+        """Return the ranks that hold the same box of a piece as ``shard``.
 
         One answer to four questions: who sums its gradient, how it counts in the norm (once: 1/len each), who writes
         it, who shares its optimizer state.
@@ -369,7 +372,7 @@ class Layout:
         return sets
 
     def _split(self, axis: str, at: Sequence[int]) -> tuple[int, int]:
-        """[start, stop) of an axis at some coordinates along the dimensions that split it."""
+        """Return [start, stop) of an axis at some coordinates along the dimensions that split it."""
         dims, part = self.split[axis], 0
         for dim, coordinate in zip(dims, at, strict=True):
             part = part * self.mesh[dim] + coordinate

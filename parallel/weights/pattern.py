@@ -125,7 +125,7 @@ class Pattern:
         return {_label(leaf): tuple(axis for _, factors in leaf for axis, _ in factors) for leaf in self._leaves()}
 
     def shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Dimensions of the stored tensor."""
+        """Return the dimensions of the stored tensor."""
         return tuple(_extent(dim, sizes) for dim in self.dims)
 
     def pieces(self, sizes: Sizes) -> tuple[Piece, ...]:
@@ -198,7 +198,7 @@ def _extent(node: Node, sizes: Sizes) -> int:
 
 
 def _occurrences(node: Node, sizes: Sizes) -> list[tuple[str, list[tuple[str, int]], int]]:
-    """(label, [(axis, stride)], offset) of every piece inside one dimension; an axis may occur twice here."""
+    """Return (label, [(axis, stride)], offset) of every piece inside one dimension; an axis may occur twice here."""
     if isinstance(node, str):
         return [("", [(node, 1)], 0)]
     found, base = [], 0

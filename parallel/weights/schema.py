@@ -157,7 +157,8 @@ class Schema:
         return {(p.name, label): (frozenset(p.sentence.piece_axes(label)), p.layers) for p, label in found}
 
     def numel(self, param: Param) -> int:
-        """Elements of a parameter over all its layers (and every other axis in its name), unsharded, unpadded."""
+        """Return the elements of a parameter over all its layers (and every other axis in its name), unsharded,
+        unpadded."""
         return self.count(param, param.name) * math.prod(param.sentence.shape(self.sizes))
 
     def count(self, param: Param, template: str) -> int:

@@ -63,14 +63,14 @@ class Stored:
         return replace(self, box={**self.box, axis: (start, stop)})
 
     def inside(self, part: Stored) -> Mapping[str, Piece]:
-        """{label: where the piece of a slice of this tensor lies in it}."""
+        """Return {label: where the piece of a slice of this tensor lies in it}."""
         bounds = {
             axis: (start - self.box[axis][0], stop - self.box[axis][0]) for axis, (start, stop) in part.box.items()
         }
         return {label: piece.box(bounds) for label, piece in self.pieces.items()}
 
     def cut(self, part: Stored) -> Cut | None:
-        """(axis, start, stop) of a slice of this tensor; None if it is all of it."""
+        """Return (axis, start, stop) of a slice of this tensor; None if it is all of it."""
         return next(((axis, *box) for axis, box in part.box.items() if box != self.box[axis]), None)
 
 

@@ -79,8 +79,8 @@ def _memory_problems(
 def host_memory(
     proc: Path = Path("/proc"), own: Path = Path("/proc/self"), groups: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Bytes that the processes of this machine, or of this container, can hold together, swap included; None where
-    Linux does not say so."""
+    """Return the bytes that the processes of this machine, or of this container, can hold together, swap included; None
+    where Linux does not say so."""
     try:
         known = dict(re.findall(r"^(\w+): +(\d+) kB", (proc / "meminfo").read_text(), re.MULTILINE))
         memory, swap = (1024 * int(known.get(name, 0)) for name in ("MemTotal", "SwapTotal"))

@@ -214,13 +214,13 @@ class _StoredElements:
             self.store.changed(window)
 
     def _overlaps(self, start: int, stop: int) -> Iterable[tuple[int, slice, slice]]:
-        """(window, where in it, where from ``start`` on) of what lies in [start, stop)."""
+        """Yield (window, where in it, where from ``start`` on) of what lies in [start, stop)."""
         for window, segment in self.segments:
             if (found := segment.overlap(start, stop)) is not None:
                 yield window.number, *found
 
 
 def _window(sizes: Sequence[int], most: int) -> int:
-    """Elements of a window: a power of two, as pinned memory is given out so; no more than there are."""
+    """Return the elements of a window: a power of two, as pinned memory is given out so; no more than there are."""
     everything = sum(-(-size // ALIGNED) * ALIGNED for size in sizes)
     return max(ALIGNED, min(1 << max(0, everything - 1).bit_length(), 1 << (max(1, most).bit_length() - 1)))

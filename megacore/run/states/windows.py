@@ -59,7 +59,8 @@ class Window:
 
 
 def cut(sizes: Sequence[int], numel: int) -> list[Window]:
-    """Parts of these sizes in windows of at most ``numel`` elements, a multiple of ALIGNED, in their order."""
+    """Return the parts of these sizes in windows of at most ``numel`` elements, a multiple of ALIGNED, in their
+    order."""
     windows: list[list[Segment]] = []
     at = numel
     for part, stop in enumerate(sizes):
