@@ -25,7 +25,7 @@ _DOOMED = ".{}.doomed"
 
 
 def folder_of(out: str | Path) -> Path:
-    """Return where a run keeps its checkpoints."""
+    """Return the folder that a run keeps its checkpoints in."""
     return Path(out) / FOLDER
 
 
@@ -61,7 +61,7 @@ def set_aside(path: Path) -> Path:
 
 
 def instead_of(damaged: Path) -> str:
-    """Return where to go on, in place of a damaged checkpoint: the newest beside it that is whole. Reads all of its
+    """Return the checkpoint to resume from in place of a damaged one: the newest whole one beside it; reads all of its
     bytes."""
     for path in reversed(named(damaged.parent).values()):
         with suppress(StoreError):
@@ -79,8 +79,8 @@ def newest_of(path: Path) -> Path:
 
 
 def kept(steps: list[int], newest: int | None, every: int) -> set[int]:
-    """Return which of some steps are kept: the newest (None: all of them), and multiples of ``every`` if it is not
-    0."""
+    """Return those of some steps whose checkpoints are kept: the newest (None: all of them), and multiples of ``every``
+    if it is not 0."""
     last = steps if newest is None else sorted(steps)[-newest:]
     return {step for step in steps if step in last or (every and step % every == 0)}
 

@@ -1,4 +1,4 @@
-"""What a recipe can say: each key with its type, its range, its default and what it means, in one place.
+"""All keys of a recipe: each with its type, its range, its default and what it means, in one place.
 
 docs/config.md is printed from here (`megacore config`). `megacore.recipe` reads a recipe into a `Config`, and whether
 its values fit each other, the model and the machine is asked in `megacore.run.problems`. Nothing here imports torch.
@@ -78,7 +78,7 @@ class MeshConfig:
 
 @dataclass(frozen=True, config=TYPED)
 class PipelineConfig:
-    """How microbatches go through the stages of a pipeline."""
+    """The way of microbatches through the stages of a pipeline."""
 
     schedule: PipelineSchedule = "1f1b"
     """The order of forwards and backwards on each stage."""
@@ -90,7 +90,7 @@ class PipelineConfig:
 
 @dataclass(frozen=True, config=TYPED)
 class ZeroConfig:
-    """What ranks that hold the same share out instead of holding it each (ZeRO)."""
+    """The states that ranks split instead of each holding all of them (ZeRO)."""
 
     shard: ZeroShard = "none"
     """The state of the `optimizer`, the `gradients` too, the `parameters` too (ZeRO 1, 2, 3), or `none` of it."""
@@ -114,7 +114,7 @@ class CorpusConfig:
 
 
 EXAMPLES = (".jsonl", ".jsonl.gz", ".parquet")
-"""How the names of files of examples end."""
+"""The endings of the names of files of examples."""
 
 
 def _as_corpora(value: object) -> object:
@@ -128,28 +128,28 @@ Corpora = Annotated[tuple[CorpusConfig, ...], BeforeValidator(_as_corpora)]
 
 @dataclass(frozen=True, config=TYPED)
 class DataConfig:
-    """What the model is trained and evaluated on."""
+    """The data that the model is trained and evaluated on."""
 
     train: Corpora = ()
     """A corpus, or a list of corpora, each a path or {path, weight}."""
     validation: Corpora = ()
     """The same for evaluation; where there is none, a part of the training data is held out."""
     validation_fraction: Annotated[Float, BELOW_1] = 0.01
-    """How much of the training data is held out where `validation` names no corpora."""
+    """The share of the training data that is held out where `validation` names no corpora."""
     sequence_length: Annotated[Int, AT_LEAST_1] = 512
     """Tokens of a sequence."""
     seed: Annotated[Int, SEED] = 0
-    """Of the order of the samples."""
+    """The seed of the order of the samples."""
     within_documents: Bool = False
     """Whether attention stays within documents; examples are always kept apart."""
 
 
 @dataclass(frozen=True, config=TYPED)
 class ChatConfig:
-    """How examples become training data."""
+    """The way from examples to training data."""
 
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """What of a chat the loss counts: every turn of the `assistant`, the `last` of them, or `all` tokens."""
+    """The part of a chat that the loss counts: every turn of the `assistant`, the `last` of them, or `all` tokens."""
     too_long: Literal["cut", "drop"] = "cut"
     """Whether an example that is too long is cut to its beginning or dropped."""
     bad_lines: Literal["stop", "skip"] = "stop"
@@ -177,9 +177,9 @@ class OptimizerConfig:
     lr: Annotated[Float, ABOVE_0] = 3e-4
     """The highest learning rate; `schedule` moves it."""
     betas: tuple[Annotated[Float, BELOW_1], Annotated[Float, BELOW_1]] = (0.9, 0.95)
-    """How much of the moments each step keeps."""
+    """The share of each moment that a step keeps."""
     eps: Annotated[Float, ABOVE_0] = 1e-8
-    """What is added to the root of the second moment."""
+    """The number that is added to the root of the second moment."""
     weight_decay: Annotated[Float, AT_LEAST_0] = 0.1
     """Decay of the matrices, times the learning rate."""
     clip: Annotated[Float, ABOVE_0] | None = 1.0
@@ -206,14 +206,14 @@ class LoraConfig:
     targets: tuple[str, ...] = ("*",)
     """Patterns of the linears' names, ours (`attn.qkv`, `attn.qkv.q`, `mlp`) or Hugging Face's (`q_proj`)."""
     dropout: Annotated[Float, BELOW_1] = 0.0
-    """Of their inputs."""
+    """The dropout of their inputs."""
     rslora: Bool = False
     """Whether their outputs count alpha / sqrt(rank) times instead."""
 
 
 @dataclass(frozen=True, config=TYPED)
 class LossConfig:
-    """What the loss is beyond cross entropy."""
+    """The terms of the loss beyond cross entropy."""
 
     label_smoothing: Annotated[Float, BELOW_1] = 0.0
     """Probability that is spread over the vocabulary."""
@@ -226,28 +226,29 @@ class LossScaleConfig:
     """The dynamic loss scale of fp16."""
 
     initial: Annotated[Float, POWER_OF_2] = 2.0**16
-    """Where it begins."""
+    """The scale of the first step."""
     growth_interval: Annotated[Int, AT_LEAST_1] = 2000
     """Steps without an overflow that double it; an overflow halves it."""
     minimum: Annotated[Float, POWER_OF_2] = 1.0
-    """Where it ends."""
+    """The smallest scale."""
 
 
 @dataclass(frozen=True, config=TYPED)
 class MemoryConfig:
-    """What is kept for the backward and for the update, and where."""
+    """The memory of what is kept for the backward and for the update."""
 
     recompute: Recompute = "none"
-    """What of a block is computed again in the backward: `none` of it, `selective`: the outputs of its norms and
+    """The part of a block that is computed again in the backward: `none` of it, `selective`: the outputs of its norms
+    and
     activation functions, or `full`: all of it."""
     offload_activations: Bool = False
-    """Whether what the backward needs of the blocks waits in host memory."""
+    """Whether the activations of the blocks wait in host memory for the backward."""
     loss_chunk: Annotated[Int, AT_LEAST_1] | None = None
     """Tokens whose logits are there at a time; null: those of a microbatch."""
     offload_optimizer: OptimizerOffload = "none"
     """Whether masters and moments live in `host` memory, or in a `file`, and the CPU updates."""
     offload_folder: str | None = None
-    """Where the file lies: a folder on a fast disk of each node."""
+    """The folder of the file, on a fast disk of each node."""
     offload_buffer: Annotated[Int, AT_LEAST_1] = 512
     """MiB on each rank of the buffer that they pass through."""
     offload_parameters: Bool = False
@@ -256,7 +257,7 @@ class MemoryConfig:
 
 @dataclass(frozen=True, config=TYPED)
 class ScheduleConfig:
-    """How the learning rate moves, in optimizer steps."""
+    """The course of the learning rate, in optimizer steps."""
 
     name: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """The shape of its fall after the warm-up; `wsd` stays and falls at the end."""
@@ -265,7 +266,7 @@ class ScheduleConfig:
     decay_steps: Annotated[Int, AT_LEAST_1] | None = None
     """Steps of the fall; null: all that are left, or for `wsd` a tenth of all."""
     min_ratio: Annotated[Float, UP_TO_1] = 0.1
-    """What is left of it at the end, of optimizer.lr."""
+    """The share of optimizer.lr that is left at the end."""
 
 
 @dataclass(frozen=True, config=TYPED)
@@ -275,19 +276,19 @@ class TrainConfig:
     steps: Annotated[Int, AT_LEAST_1] = 100
     """Optimizer steps in all."""
     seed: Annotated[Int, AT_LEAST_0] = 0
-    """Of the initial weights and of dropout."""
+    """The seed of the initial weights and of dropout."""
     precision: Precision = "bf16"
-    """Of weights and activations; `fp8` is bf16 with the products of linears in fp8."""
+    """The precision of weights and activations; `fp8` is bf16 with the products of linears in fp8."""
     compile: Bool = False
     """Whether torch.compile compiles the blocks."""
     async_tp: Bool = False
     """Whether linears of tensor parallel GPUs send some tokens while they multiply others (docs/meshes.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; `auto`: on GPUs where there are some."""
+    """The devices to train on; `auto`: GPUs where there are some."""
     only: tuple[str, ...] | None = None
     """Patterns of names of the tensors that are trained (`embed`, `layers.0`, `attn.qkv`, `*norm`); null: all."""
     freeze: tuple[str, ...] = ()
-    """Patterns of names of those that are not."""
+    """Patterns of the names of tensors that are not trained."""
     threads: Annotated[Int, AT_LEAST_1] | None = None
     """Torch threads of each process; null leaves them to the environment (OMP_NUM_THREADS)."""
     timeout: Annotated[Float, TIMEOUT] = 10.0
@@ -295,7 +296,7 @@ class TrainConfig:
     do takes as long as it takes."""
 
     def device_type(self, gpus: int) -> Literal["cpu", "cuda"]:
-        """Return where a machine with `gpus` GPUs trains."""
+        """Return the kind of device that a machine with `gpus` GPUs trains on."""
         if self.device == "auto":
             return "cuda" if gpus else "cpu"
         return self.device
@@ -313,14 +314,14 @@ class EvaluateConfig:
 
 @dataclass(frozen=True, config=TYPED)
 class CheckpointConfig:
-    """What a run saves, and what it starts from."""
+    """The checkpoints that a run saves, and the weights that it starts from."""
 
     every: Annotated[Int, AT_LEAST_0] = 1000
     """Steps from one checkpoint to the next; 0: at no interval."""
     at_end: Bool = True
     """Whether the end is saved, also where a signal ends the run."""
     keep: Annotated[Int, AT_LEAST_1] | None = 3
-    """How many of the newest stay; null: all."""
+    """The number of the newest that stay; null: all."""
     keep_every: Annotated[Int, AT_LEAST_0] = 0
     """Those of every so many steps stay too; 0: no others."""
     background: Bool = True
@@ -343,7 +344,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, config=TYPED)
 class LogConfig:
-    """Where the metrics go, besides metrics.jsonl."""
+    """The places that metrics go to, besides metrics.jsonl."""
 
     every: Annotated[Int, AT_LEAST_1] = 1
     """Steps from one line to the next."""
@@ -356,7 +357,7 @@ class LogConfig:
 
 
 def _as_section(value: object) -> object:
-    """A recipe's `model=null` leaves the model to the checkpoint that the run starts from."""
+    """Read a recipe's `model=null` as no key: the model is the checkpoint's that the run starts from."""
     return {} if value is None else value
 
 
@@ -391,7 +392,7 @@ class Config:
 
     @property
     def tuning(self) -> Tuning:
-        """What of the model is trained."""
+        """The part of the model that is trained."""
         lora = None if self.lora is None else Lora(**vars(self.lora))
         return Tuning(lora, self.train.only, self.train.freeze)
 

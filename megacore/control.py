@@ -1,4 +1,4 @@
-"""What the ranks of a run tell each other between steps, in host memory: it must not wait for a device."""
+"""Messages between the ranks of a run, between steps and in host memory: they must not wait for a device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Control:
     Args:
         mesh: The mesh.
         levels: Groups for host tensors: of this rank's node; if it is the first there, of such ranks; and so on.
-        depth: How many levels there are; rank 0 is in all of them. One process has none.
+        depth: The number of levels; rank 0 is in all of them. One process has none.
     """
 
     mesh: Mesh
@@ -33,11 +33,11 @@ class Control:
 
     @classmethod
     def create(cls, mesh: Mesh, node: int = NODE) -> Control:
-        """Every rank calls this.
+        """Create the groups of all levels; every rank calls this.
 
         Args:
             mesh: The mesh.
-            node: How many successive ranks share a machine.
+            node: The number of successive ranks that share a machine.
         """
         if mesh.shape.world == 1:
             return cls(mesh, (), 0)
@@ -48,7 +48,7 @@ class Control:
         return cls(mesh, own, len(groups))
 
     def largest(self, *here: float) -> list[float]:
-        """Of each number, the largest that any rank gives."""
+        """Return the largest of each number that any rank gives."""
         said = torch.tensor(here, dtype=torch.float64)
         for level, group in enumerate(self.levels, start=1):
             if level == self.depth:
@@ -61,14 +61,14 @@ class Control:
         return values
 
     def gather(self, here: object) -> list[Any]:
-        """Return what each rank gives, in their order, on rank 0; nothing on the others. It travels as JSON."""
+        """Return the values of all ranks, in their order, on rank 0; nothing on the others. They travel as JSON."""
         found = [here]
         for group in self.levels:
             found = _gathered(found, group)
         return found if self.mesh.rank == 0 else []
 
     def tell(self, here: object) -> Any:
-        """Return what rank 0 gives, on all. It travels as JSON."""
+        """Return the value of rank 0 on all ranks. It travels as JSON."""
         if not self.levels:
             return here
         data = torch.frombuffer(bytearray(json.dumps(here).encode()), dtype=torch.uint8)
@@ -81,12 +81,13 @@ class Control:
         return json.loads(data.numpy().tobytes())
 
     def exchange(self, here: object) -> list[Any]:
-        """Return what each rank gives, in their order, on all of them; for little, and seldom. It travels as JSON."""
+        """Return the values of all ranks, in their order, on all of them; for small values, and seldom. They travel as
+        JSON."""
         told: list[Any] = self.tell(self.gather(here))
         return told
 
     def attempt(self, make: Callable[[], Made]) -> Made:
-        """What each rank makes for itself, or nobody: ranks that go on would wait for one that does not.
+        """Make something on each rank, or on none: ranks that go on would wait for one that does not.
 
         Raises:
             StoreError: ranks have raised it; what they say, on all of them.
@@ -109,7 +110,7 @@ class Control:
 
 
 def _gathered(found: list[Any], group: Group) -> list[Any]:
-    """Return what all of a group have found, on its first rank."""
+    """Return the values of all ranks of a group on its first one."""
     data = torch.frombuffer(bytearray(json.dumps(found).encode()), dtype=torch.uint8)
     sizes = torch.zeros(group.size, dtype=torch.int64)
     sizes[group.index] = len(data)

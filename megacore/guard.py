@@ -1,4 +1,4 @@
-"""What files of strangers make us compute, in a process that may come to harm: it has little time and little memory.
+"""Computations that files of strangers ask for, in a process that may come to harm: it has little time and memory.
 
 A chat template is a program, and so are a tokenizer's regular expressions and replacements: they may never end, take
 all memory, or crash. A signal handler of Python would not end them, for the libraries are not Python.
@@ -27,7 +27,7 @@ from parallel import limits
 
 
 class GuardError(ValueError):
-    """What failed in the other process, or what it failed of."""
+    """The other process failed; the message says why."""
 
 
 class Guard:
@@ -56,7 +56,7 @@ class Guard:
         self._answer()
 
     def call(self, method: str, *arguments: object) -> Any:
-        """Return what a method of the object returns.
+        """Call a method of the object, and return its result.
 
         Raises:
             GuardError: it fails, or takes too much time or memory; or the process has ended before.
@@ -168,7 +168,8 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _limit_memory() -> None:
-    """Of what the process has by itself, beside what it shares and what is only reserved: Linux counts that."""
+    """Limit the memory that the process has by itself, beside what it shares and what it only reserves: Linux counts
+    that."""
     status = Path("/proc/self/status")
     if status.exists() and (held := re.search(r"VmData:\s+(\d+) kB", status.read_text())):
         _limit(resource.RLIMIT_DATA, (int(held[1]) << 10) + limits.MEMORY)

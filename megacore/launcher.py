@@ -35,11 +35,12 @@ from megacore.say import err
 
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BLOCKED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""For ranks from their first instruction on; what a rank listens to it unblocks, and what came before is not lost."""
+"""The signals that ranks block from their first instruction on; a rank unblocks those that it listens to, and none is
+lost."""
 
 SHUTDOWN_S = 600.0
 GRACE_S = 30.0
-"""For the other ranks, once one has failed: they may have something to say, or a checkpoint to publish."""
+"""The seconds that the other ranks have once one has failed: to say something, or to publish a checkpoint."""
 PATIENCE_S = 1.0
 """A second Ctrl-C within it is the first one still: wrappers pass on what the terminal has sent to all."""
 STACKS_S = 2.0
@@ -50,9 +51,9 @@ class Node:
     """The processes of this machine among those of all.
 
     Args:
-        processes: On each machine.
+        processes: The number of processes on each machine.
         nodes: Machines.
-        index: Which of them this is.
+        index: The number of this one.
         master: (host of node 0, port) where there are several.
     """
 
@@ -66,7 +67,7 @@ class Node:
         return self.nodes * self.processes
 
     def environments(self, folder: Path) -> Iterator[Mapping[str, str]]:
-        """Yield what each rank here is told by the environment, as torchrun would, and how it finds the others."""
+        """Yield the environment of each rank here, as torchrun would make it, with the way to find the others."""
         everyone = {"WORLD_SIZE": str(self.world), "LOCAL_WORLD_SIZE": str(self.processes), "PYTHONSAFEPATH": "1"}
         if self.master is None:
             loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
@@ -78,7 +79,8 @@ class Node:
 
 
 def gpus() -> int:
-    """Return the GPUs of this machine. torch, which is slow to import, is asked only where there is a driver."""
+    """Return the number of GPUs of this machine. torch, which is slow to import, is asked only where there is a
+    driver."""
     drivers = ("nvidia*", "nvhost*", "dxg", "kfd")
     if not any(device for driver in drivers for device in Path("/dev").glob(driver)):
         return 0
@@ -88,14 +90,14 @@ def gpus() -> int:
 
 
 def memory_of_gpus() -> int:
-    """Return the bytes of the largest GPU of this machine, which has one."""
+    """Return the bytes of memory of the largest GPU of this machine, which has one."""
     import torch
 
     return max(torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count()))
 
 
 def threads(processes: int) -> Mapping[str, str]:
-    """Return the threads of each of some processes, for the environment: the cores shared out evenly, unless it says
+    """Return the number of threads of each process, for the environment: the cores shared out evenly, unless it says
     already."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // processes))}
@@ -113,11 +115,11 @@ def launch(
 
     Args:
         module: The module.
-        arguments: Of each rank.
-        node: How many they are, and among which others.
+        arguments: The arguments of each rank.
+        node: Their number, and the machines beside this one.
         environment: More variables for them.
         shutdown_s: Seconds that the signal to end leaves them.
-        way_out: What to do where a rank stands still, a sentence.
+        way_out: A sentence that says what to do where a rank stands still.
     """
     with tempfile.TemporaryDirectory(prefix="megacore-") as made, _signals() as arriving:
         ranks = _start(module, arguments, node, Path(made), environment or {})
@@ -145,7 +147,7 @@ def _start(module: str, arguments: Sequence[str], node: Node, folder: Path, envi
 
 @contextmanager
 def _signals() -> Iterator[int]:
-    """In this block signals do nothing but to appear as bytes in a pipe; those that are ignored stay so (nohup)."""
+    """Let signals within this block only appear as bytes in a pipe; those that are ignored stay so (nohup)."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
     os.set_blocking(writing, False)
@@ -236,7 +238,7 @@ class _Ranks:
         return stacks
 
     def _report(self, rank: int) -> Mapping[str, Any] | None:
-        """Return what a rank has left that could not talk to the others any more."""
+        """Return the report of a rank that could not talk to the others any more."""
         file = report_of(self.folder, rank)
         found: Mapping[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
         return found
@@ -247,7 +249,8 @@ class _Ranks:
         return report["waited"] if report else self.ended[rank] == -signal.SIGABRT
 
     def _status(self, signalled: int, way_out: str) -> int:
-        """Of all together, once everyone has ended or been given up; says what the ranks have not said."""
+        """Return the exit status of all together, once all have ended or been given up; says what the ranks have not
+        said."""
         reports = {rank: report for rank in self.ended if (report := self._report(rank))}
         failed = {rank: status for rank, status in self.ended.items() if status and status != LOST}
         if waiting := [rank for rank, status in self.ended.items() if status and self._waited_in_vain(rank)]:

@@ -1,4 +1,4 @@
-"""Which ranks talk to which between steps: a node's among themselves, their first ones, and so on. No torch."""
+"""The groups of ranks that talk between steps: a node's among themselves, their first ones, and so on. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many files a rank has open at once: each rank that it talks to over gloo takes a socket for each group.
+"""The number of files that a rank has open at once: each rank that it talks to over gloo takes a socket for each group.
 
 A limit of 1,024 is common, and whoever meets it while ranks connect waits without a word.
 """
@@ -11,15 +11,15 @@ from collections.abc import Iterator
 from parallel.weights.layout import MeshShape
 
 OWN = 512
-"""Of a rank by itself: its data, checkpoints, libraries, and what NCCL opens."""
+"""The files of a rank by itself: its data, checkpoints, libraries, and what NCCL opens."""
 
 
 def needed(shape: MeshShape, kind: str, nodes: int = 1) -> int:
-    """Return the files of the rank that has most open: the first one, which others ask to find each other.
+    """Return the number of files of the rank that has most open: the first one, which others ask to find each other.
 
     Args:
-        shape: Of the mesh.
-        kind: Of the devices; on CPUs all groups are gloo's.
+        shape: The shape of the mesh.
+        kind: The kind of the devices; on CPUs all groups are gloo's.
         nodes: Machines; ranks of one find each other by a file.
     """
     store = shape.world if nodes > 1 else 0
@@ -54,7 +54,7 @@ def allow(files: int) -> str | None:
 
 
 def limits() -> tuple[int, int]:
-    """Return (of this process, what it may be raised to)."""
+    """Return the limit of this process, and the one that it may be raised to."""
     if sys.platform == "win32":
         return sys.maxsize, sys.maxsize
     import resource

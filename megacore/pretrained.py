@@ -1,4 +1,5 @@
-"""What transformers makes of a folder: none of its code runs, and nothing is looked for anywhere else."""
+"""Tokenizers, models and configs that transformers loads from a folder: none of its code runs, and nothing is looked
+for anywhere else."""
 
 from __future__ import annotations
 

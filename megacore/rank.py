@@ -46,7 +46,7 @@ def report_of(folder: Path, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class Here:
-    """Which process this is, as its launcher (or torchrun) says it in the environment; the only one without it."""
+    """The place of this process, as its launcher (or torchrun) says it in the environment; the only one without it."""
 
     rank: int
     world: int
@@ -83,7 +83,7 @@ def join(here: Here, kind: str, timeout: timedelta) -> None:
 
 
 def leave(here: Here) -> None:
-    """The end of :func:`join`, on all ranks."""
+    """Leave what :func:`join` has joined, on all ranks."""
     import torch.distributed as dist
 
     if here.world == 1:
@@ -117,7 +117,7 @@ def main() -> None:
 
 
 def die_with(parent: int) -> None:
-    """This process is killed when its parent has ended, however that ended; at once, if it has ended already."""
+    """Let this process be killed when its parent has ended, however that ended; at once, if it has ended already."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -134,7 +134,7 @@ def _outlive(parent: int) -> None:
 
 
 def parted(error: RuntimeError) -> dict[str, Any] | None:
-    """Return what to report of an error that comes of another rank, which has not arrived or is gone; None of any
+    """Return the report of an error that comes from another rank, which has not arrived or is gone; None for any
     other."""
     calls = traceback.extract_tb(error.__traceback__)
     if not calls[-1].filename.endswith(WAITING):

@@ -106,7 +106,7 @@ def _read(recipe: Path) -> DictConfig:
 
 
 def _override(tree: DictConfig, override: str) -> Iterator[str]:
-    """Apply one override to the tree in place; yields what is wrong with it."""
+    """Apply one override to the tree in place, and yield what is wrong with it."""
     if not re.match(r"[A-Za-z_]\w*(\.\w+|\[\d+\])*=", override):
         yield f"override {override!r} is not of the form section.key=value"
         return
@@ -215,8 +215,8 @@ def _keys(parents: Sequence[str | int]) -> list[str]:
 
 
 def processes(config: Config, nodes: int, gpus: int) -> int:
-    """Return the processes to start on each node: what the mesh needs, or where `mesh.dp` is free, one for each of its
-    GPUs."""
+    """Return the number of processes to start on each node: what the mesh needs, or where `mesh.dp` is free, one for
+    each of its GPUs."""
     if config.mesh.dp is None and config.train.device_type(gpus) == "cuda" and gpus:
         return gpus
     return max(1, math.ceil(config.mesh.model_ranks * (config.mesh.dp or 1) / nodes))

@@ -26,7 +26,7 @@ class ReferenceProblem(ValueError):
 
 
 def dotted(where: Sequence[str | int]) -> str:
-    """Return how a place of a recipe is written: ``data.train[0].path``."""
+    """Return the spelling of a place of a recipe: ``data.train[0].path``."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{brief(part)}" for part in where).removeprefix(".")
 
 

@@ -1,4 +1,4 @@
-"""What is said to people. Names, texts and values of files are in much of it, and none may do something to a terminal.
+"""Printing for people. Names, texts and values of files are in much of it, and none may do something to a terminal.
 
 Nothing else prints.
 """

@@ -96,10 +96,10 @@ class ComparedParameter:
     """A parameter over all layers, shards and replicas, compared bit for bit.
 
     Args:
-        name: Of the parameter.
-        pieces: How many were compared; a fused tensor has several.
-        elements, differ: Of them.
-        dtypes: In words.
+        name: The name of the parameter.
+        pieces: The number that were compared; a fused tensor has several.
+        elements, differ: The number of their elements, and of those that differ.
+        dtypes: The two dtypes, in words.
     """
 
     name: str
@@ -142,14 +142,14 @@ class Logits:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found.
+    """The result of a verification.
 
     Args:
-        mesh: On which the checkpoint was loaded.
-        config: As :attr:`Pair.config`.
-        groups: Of all tensors.
+        mesh: The mesh on which the checkpoint was loaded.
+        config: The differences of :attr:`Pair.config`.
+        groups: The groups of all tensors.
         differing: Each piece that differs, with its file, in words.
-        prompts: Of all prompts.
+        prompts: The results of all prompts.
     """
 
     mesh: Mapping[str, int]
@@ -174,7 +174,7 @@ def verify(pair: Pair, prompts: Sequence[Sequence[int]], mesh: Mesh, jobs: int =
     Args:
         pair: The two.
         prompts: Token ids; the length of each is a multiple of tp.
-        mesh: As :func:`mesh_shape` says.
+        mesh: The mesh of :func:`mesh_shape`.
         jobs: Threads of each rank.
 
     Raises:
@@ -268,7 +268,7 @@ def transformers_model(pair: Pair) -> nn.Module:
 
 
 def _round(weights: Tensor, *dtypes: str) -> None:
-    """Weights whose two sides have different dtypes are rounded to one, then to the other.
+    """Round weights whose two sides have different dtypes to one, then to the other.
 
     Whichever side was converted into the other, by rounding or by widening, both are the same numbers afterwards.
     """

@@ -38,7 +38,7 @@ class Batch:
 
 
 def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
-    """Samples of [length + 1] tokens -> a batch of [samples, length].
+    """Collate samples of [length + 1] tokens into a batch of [samples, length].
 
     With separate documents positions restart at each, and a document's last token has no label.
     """
@@ -63,7 +63,7 @@ class TokenError(ValueError):
 
 
 class Batches:
-    """What one of `data_size` data-parallel ranks computes of each global batch.
+    """The microbatches of each global batch that one of `data_size` data-parallel ranks computes.
 
     A global batch is `global_batch` successive samples of the source. Its microbatch m on rank d is the `micro_batch`
     samples from (m data_size + d) micro_batch on: under any data_size and micro_batch a step is of the same samples.

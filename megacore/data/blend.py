@@ -13,7 +13,7 @@ BLOCK = 2**16
 
 
 def quotas(weights: Sequence[float]) -> npt.NDArray[np.int64]:
-    """Return how many of the BLOCK samples of a block each corpus gives, [corpora]: within 1 of its share of the
+    """Return the number of the BLOCK samples of a block that each corpus gives, [corpora]: within 1 of its share of the
     weights."""
     if not weights or not all(0 < weight < float("inf") for weight in weights):
         raise ValueError(f"the weights of a blend are {list(weights)}: each must be a positive number")
@@ -52,8 +52,7 @@ class Blend:
         self._corpus, self._rank = corpus[order], rank[order]
 
     def locate(self, index: npt.ArrayLike) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return which corpus the samples at `index` [...] are of, and which of its samples: two arrays of the same
-        shape."""
+        """Return the corpus of the samples at `index` [...], and their numbers in it: two arrays of the same shape."""
         block, place = np.divmod(np.asarray(index, np.int64), BLOCK)
         corpus = self._corpus[place]
         return corpus, block * self._quotas[corpus] + self._rank[place]

@@ -1,4 +1,4 @@
-"""From the recipe's data section to the samples of training and validation."""
+"""The samples of training and validation that a recipe's data section names."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EXAMPLES = "examples"
 class Corpora:
     """The samples to train on, and those held out (None without any); each endless, in a fixed order.
 
-    separate: whether documents are kept apart. remarks: what the user should know of the data, a line each.
+    separate: whether documents are kept apart. remarks: lines for the user about the data.
     """
 
     train: Source
@@ -42,8 +42,8 @@ class Corpora:
         """Map the token files and split them; of files of examples, those that are made for ``model``.
 
         Args:
-            config: Of the run.
-            model: What prepares examples.
+            config: The config of the run.
+            model: The files that prepare examples.
             order: The version of the order of the data that the run is in.
             checked: Whether another process of this machine reads the indexes of the token files, so that this one
                 need not.
@@ -73,7 +73,7 @@ class Corpora:
 
     @classmethod
     def look(cls, config: Config, model: ModelFiles) -> Iterator[str]:
-        """Yield what is wrong with the data of a run that will not start as it is: of files of examples, with their
+        """Yield the problems of the data of a run that will not start as it is; of files of examples, those of their
         first rows. Nothing is kept."""
         data = config.data
         for corpus in (*data.train, *data.validation):
@@ -130,7 +130,7 @@ class Corpora:
 
 
 def _held_out(config: Config) -> float:
-    """Return the fraction that is; none where there are validation corpora."""
+    """Return the fraction that is held out; 0 where there are validation corpora."""
     return 0.0 if config.data.validation else config.data.validation_fraction
 
 
@@ -148,7 +148,7 @@ def _blend(sources: list[Source], corpora: tuple[CorpusConfig, ...]) -> Source:
 
 
 def facts(corpus: CorpusConfig) -> Corpus | None:
-    """Return what `megacore tokenize` has written about a corpus; None for token files of other origin."""
+    """Return the facts that `megacore tokenize` has written about a corpus; None for token files of other origin."""
     return Corpus.beside(Path(corpus.path))
 
 

@@ -1,4 +1,4 @@
-"""What is known of a tokenized corpus: the `corpus.json` beside its token files."""
+"""The facts about a tokenized corpus: the `corpus.json` beside its token files."""
 
 from __future__ import annotations
 
@@ -20,17 +20,21 @@ LISTED = 5  # skipped documents that are spelled out
 
 
 def unigram_entropy(counts: npt.NDArray[np.int64]) -> float:
-    """Return the nats per token, from how often each token occurs, [vocabulary]."""
+    """Return the nats per token, from the counts of the tokens, [vocabulary]."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """name: of the pair NAME.bin, NAME.idx. documents and tokens: in it, tokens with their end-of-document ids.
+    """The facts about a token file NAME.bin, NAME.idx.
 
-    text_bytes: of the documents in UTF-8. vocabulary: 1 + the largest id. end_of_document: the id after each, if one
-    was appended. unigram_entropy: of the tokens, nats each, the loss of a model that knows their frequencies alone.
+    documents and tokens: their numbers, tokens with the end-of-document ids.
+
+    text_bytes: the size of the documents in UTF-8. vocabulary: 1 + the largest id. end_of_document: the id after each,
+        if one
+    was appended. unigram_entropy: the entropy of the tokens, in nats each, the loss of a model that knows their
+    frequencies alone.
     empty and skipped: documents without text, and those that could not be read; neither is in the pair.
     """
 
@@ -50,7 +54,7 @@ class Corpus:
 
     @classmethod
     def read(cls, folder: Path) -> Corpus:
-        """Return what is known of the corpus in a folder; StoreError if that is nothing that was written here."""
+        """Return the facts about the corpus in a folder; StoreError if they were not written here."""
         path = folder / CORPUS
         found = read_json(path, folder)
         if not fits(cls, found):
@@ -59,7 +63,7 @@ class Corpus:
 
     @classmethod
     def beside(cls, prefix: Path) -> Corpus | None:
-        """Return what `megacore tokenize` has written about a token file; None of those of other origin."""
+        """Return the facts that `megacore tokenize` has written about a token file; None for those of other origin."""
         known = cls.read(prefix.parent) if (prefix.parent / CORPUS).is_file() else None
         return known if known is not None and known.name == prefix.name else None
 
@@ -88,8 +92,8 @@ def _is(kind: str, value: Any) -> bool:
 
 @dataclass
 class Tally:
-    """What adds up over the documents of a corpus, as of :class:`Corpus`. counts int64 [vocabulary]: how often each
-    token occurs. faults: the first few documents that were skipped, in words."""
+    """The counts that add up over the documents of a corpus, as in :class:`Corpus`. counts int64 [vocabulary]: the
+    number of times that each token occurs. faults: the first few documents that were skipped, in words."""
 
     counts: npt.NDArray[np.int64]
     documents: int = 0

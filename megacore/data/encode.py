@@ -41,8 +41,8 @@ class EncodeTask:
 
 @dataclass(frozen=True)
 class Encoded:
-    """tokens [of all documents], lengths int64 [documents]; empty: documents without text; pieces and size: how many
-    they were, and their bytes."""
+    """tokens [of all documents], lengths int64 [documents]; empty: documents without text; pieces and size: their
+    number, and their bytes."""
 
     tokens: Integers
     lengths: npt.NDArray[np.int64]
@@ -53,7 +53,7 @@ class Encoded:
     size: int
 
     def tally(self, so_far: Tally) -> Tally:
-        """Return what it adds to a tally; the faults in words are no more than that still lists."""
+        """Return the part that it adds to a tally; the faults in words are no more than that still lists."""
         # To find a line's number the file is read: only for those that are shown.
         return Tally(
             np.bincount(self.tokens, minlength=so_far.counts.size),
@@ -114,8 +114,8 @@ def encode_all(tasks: Iterator[EncodeTask], workers: int) -> Generator[Encoded, 
 
 
 def in_order(function: Callable[[Item], Made], items: Iterator[Item], workers: int) -> Generator[Made, None, None]:
-    """Yield what a function makes of each item, in their order, by several processes; at most two per worker are under
-    way."""
+    """Yield the result of a function for each item, in their order, by several processes; at most two per worker are
+    under way."""
     if workers == 1:
         yield from map(function, items)
         return

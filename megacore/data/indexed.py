@@ -49,7 +49,7 @@ def _new(path: Path) -> BufferedWriter:
 
 
 def sync(path: Path) -> None:
-    """Whatever happens, the file or folder is on the disk as it is now."""
+    """Put the file or folder on the disk as it is now, whatever happens then."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -71,7 +71,7 @@ def _pair(prefix: str | Path) -> tuple[Path, Path]:
 
 @dataclass(frozen=True)
 class Extent:
-    """How much of a token file there is."""
+    """The extent of a token file that is there."""
 
     tokens: int = 0
     sequences: int = 0

@@ -15,7 +15,7 @@ from megacore.data.samples import Places, Purpose, Sample, epoch_order, shuffled
 
 
 def best_fit(lengths: Sequence[int], room: int) -> npt.NDArray[np.int64]:
-    """lengths [n], each up to `room`, from the longest down -> the row of each [n]: the one that it fills most.
+    """Return the row of each example [n], of lengths [n] up to `room`, the longest first: the row that it fills most.
 
     A row is begun where none has room. Rows use at most 11/9 of the fewest possible and a row (Johnson 1974).
     """

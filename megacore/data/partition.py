@@ -57,7 +57,7 @@ def in_order(stage: Stage, name: str, shuffle: int | None) -> Path:
 
 
 def finish(stage: Stage, progress: StageProgress, name: str, shuffle: int | None, part: bool = False) -> None:
-    """Of the pair `in_order`, the outputs, in the stage, and that they are finished is kept."""
+    """Make the outputs from the pair `in_order`, in the stage, and keep that they are finished."""
     if shuffle is not None and progress.extent.documents:
         source = IndexedDataset(in_order(stage, name, shuffle), checked=True)
         with GrowingPair(stage.folder / name, progress.tally.counts.size) as pair:

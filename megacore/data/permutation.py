@@ -36,7 +36,7 @@ class Permutation:
         return self.count
 
     def __getitem__(self, index: int) -> int:
-        """Return where ``index`` goes; IndexError outside of range(count)."""
+        """Return the place that ``index`` goes to; IndexError outside of range(count)."""
         if not 0 <= index < self.count:
             raise IndexError(f"{index} is not one of {self.count} numbers")
         rows, columns = self._rows, self._columns
@@ -50,7 +50,7 @@ class Permutation:
                 return index
 
     def block(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return where each of [start, stop) goes, [stop - start]: all at once."""
+        """Return the places that [start, stop) go to, [stop - start]: all at once."""
         rows, columns = np.uint64(self._rows), np.uint64(self._columns)
         keys = np.array(self._keys, np.uint64)
         places = np.arange(start, stop, dtype=np.uint64)
@@ -74,7 +74,7 @@ def mixed(x: int) -> int:
 
 
 def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the same, of each of them."""
+    """Return the mixed words of an array of counters."""
     x = x * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

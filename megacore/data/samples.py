@@ -15,7 +15,7 @@ from megacore.data.permutation import ROUNDS, Permutation
 
 
 class Purpose(IntEnum):
-    """What random words are for: each purpose has streams of its own."""
+    """The purposes of random words: each has streams of its own."""
 
     DOCUMENTS = 0
     SAMPLES = 1
@@ -49,7 +49,7 @@ class Sample:
 
 
 class Places(Protocol):
-    """Where each of 0, 1, ... goes."""
+    """A permutation: the place that each of 0, 1, ... goes to."""
 
     def __getitem__(self, index: int, /) -> SupportsInt: ...
 
@@ -115,8 +115,8 @@ class Runs:
 
 
 def split_runs(documents: int, fraction: float, seed: int) -> tuple[Runs, Runs]:
-    """Return (to train on, held out): as :func:`split_documents`, by blocks of successive documents, up to BLOCKS of
-    them.
+    """Split documents into (to train on, held out), as :func:`split_documents`, by blocks of successive documents, up
+    to BLOCKS of them.
 
     So what is known of the split does not grow with the corpus. Up to BLOCKS documents, each is a block. A document
     stays on its side when others are appended, as long as there are no more than BLOCKS blocks of the same size.
@@ -155,7 +155,7 @@ def parts(
 
 
 def whole_samples(tokens: int, documents: int, length: int, name: str) -> int:
-    """Return the samples of an epoch: a token more than its length is in each. ValueError if there is not one."""
+    """Return the number of samples of an epoch, each a token longer than `length`. ValueError if there is none."""
     if tokens <= length:
         raise ValueError(
             f"{name} has {tokens} tokens in {documents} document(s), and one sample of length {length} takes "

@@ -38,8 +38,8 @@ Made = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StageProgress:
-    """pieces, size: how many are finished, and their bytes, of `total`. outputs: the files to be published, once all is
-    finished; `end`: the id after each document."""
+    """pieces, size: the number of those that are finished, and their bytes, of `total`. outputs: the files to be
+    published, once all is finished; `end`: the id after each document."""
 
     made: Made
     pieces: int
@@ -68,7 +68,7 @@ class StageProgress:
 
 @dataclass
 class Stage:
-    """The folder while it is held. progress: what was kept before, None at the beginning."""
+    """The folder while it is held. progress: the progress that was kept before, None at the beginning."""
 
     out: Path
     folder: Path
@@ -112,7 +112,7 @@ class Stage:
                     out.rmdir()
 
     def list_files(self, inputs: Sequence[Path], exclude: Sequence[str]) -> int:
-        """List the files of the input, or compares them with those listed before -> bytes of their pieces.
+        """List the files of the input, or compare them with those listed before -> bytes of their pieces.
 
         InputError names the first one that has changed.
         """
@@ -171,14 +171,14 @@ class Stage:
                 at += piece.size
 
     def digest(self) -> str:
-        """Of the names and sizes of the listed files, wherever they lie."""
+        """Return the digest of the names and sizes of the listed files, wherever they lie."""
         found = blake2b(digest_size=16)
         for path, size, _ in self._listed():
             found.update(json.dumps([Path(path).name, size]).encode())
         return found.hexdigest()
 
     def keep(self, progress: StageProgress) -> None:
-        """From now on, this much outlasts an interruption: the files that it speaks of are on the disk."""
+        """Keep this progress, which outlasts an interruption: the files that it speaks of are on the disk."""
         progress.write(self.folder / PROGRESS)
         self.progress = progress
 

@@ -37,8 +37,9 @@ class InputError(ValueError):
 
 @dataclass(frozen=True)
 class FileRange:
-    """What is read at once: a text file, the lines of a .jsonl file that begin in bytes [start, stop), or, for a
-    .parquet file, row group `start`. `size` is its length in bytes, those of the file where it is compressed."""
+    """A part of the input that is read at once: a text file, the lines of a .jsonl file that begin in bytes [start,
+    stop), or, for a .parquet file, row group `start`. `size` is its length in bytes, those of the file where it is
+    compressed."""
 
     path: Path
     start: int
@@ -121,7 +122,7 @@ def find_files(inputs: Sequence[Path], exclude: Sequence[str] = ()) -> Iterator[
 
 
 def without_link(path: Path) -> Path:
-    """Return what a link leads to now: pieces are read without following any."""
+    """Return the file that a link leads to now: pieces are read without following any."""
     return path.resolve() if path.is_symlink() else path
 
 
@@ -177,7 +178,7 @@ def _too_much(path: Path) -> str:
 
 @contextmanager
 def _table_errors(path: Path) -> Iterator[None]:
-    """In this block what pyarrow says of a file that is damaged becomes an InputError."""
+    """Turn what pyarrow says of a damaged file within this block into an InputError."""
     try:
         yield
     except InputError:
@@ -200,8 +201,8 @@ def documents(piece: FileRange, text_key: str) -> Iterator[str | Fault]:
 
 
 def rows(piece: FileRange) -> Iterator[Record | Fault]:
-    """Yield what the lines of a piece of a .jsonl file, or the rows of one of a .parquet file, hold; or why that is
-    nothing.
+    """Yield the objects that the lines of a piece of a .jsonl file, or the rows of one of a .parquet file, hold; or why
+    that is nothing.
 
     Empty lines are passed over. InputError if a compressed file is damaged.
     """
@@ -254,7 +255,7 @@ def _whole(path: Path) -> str | Fault:
 
 
 def _lines(piece: FileRange) -> Iterator[tuple[int, bytes]]:
-    """Yield where each line begins, and the line; of one that is longer than `limits.LINE`, a byte more than that.
+    """Yield the beginning of each line, and the line; of one that is longer than `limits.LINE`, a byte more than that.
     Empty lines are left out.
 
     InputError if a compressed file unpacks to more than text does.

@@ -1,4 +1,4 @@
-"""What a model is evaluated on: documents of token files, of text, and of chats, as tokens."""
+"""The documents that a model is evaluated on: of token files, of text, and of chats, as tokens."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class DocumentFiles:
 
     Args:
         paths: Text files, .jsonl, .parquet, folders of them, or token files without their suffix.
-        vocabulary: How many tokens the model knows.
+        vocabulary: The number of tokens that the model knows.
         texts: The tokenizer; None where only token files are read.
-        text_key: Of the text in a row.
-        count: What counts of a chat.
+        text_key: The key of the text in a row.
+        count: The part of a chat that counts.
     """
 
     paths: Sequence[Path]
@@ -56,7 +56,7 @@ class DocumentFiles:
     count: TrainOn
 
     def documents(self) -> Iterator[Document]:
-        """Yield all of them, in the order of the paths.
+        """Yield all documents, in the order of the paths.
 
         Raises:
             StoreError: something cannot be read, or is no document.

@@ -29,7 +29,7 @@ AT_ONCE = 4  # microbatches of each stage in one pass: then the pipeline is most
 
 @dataclass(frozen=True)
 class Windows:
-    """How documents are cut: see the module."""
+    """The way that documents are cut: see the module."""
 
     length: int
     stride: int
@@ -51,12 +51,12 @@ class Windows:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was found.
+    """The result of an evaluation.
 
     Args:
         loss: Sum over all tokens that were predicted, in nats.
-        tokens: How many they are.
-        documents: That had at least one of them.
+        tokens: Their number.
+        documents: The number of documents with at least one of them.
         size: Bytes of their text, None where it is not known.
     """
 
@@ -71,9 +71,9 @@ def evaluate(model: Model, documents: Iterable[Document], windows: Windows, toge
     answer.
 
     Args:
-        model: In evaluation mode. Data-parallel ranks share out the microbatches.
-        documents: Read once, a few microbatches ahead.
-        windows: How they are cut.
+        model: The model, in evaluation mode. Data-parallel ranks share out the microbatches.
+        documents: The documents, read once, a few microbatches ahead.
+        windows: The way that they are cut.
         together: Tokens of a microbatch: as many windows as fit, or one.
         pad: A token that fills up where tp does not divide a microbatch.
     """
@@ -92,7 +92,7 @@ def evaluate(model: Model, documents: Iterable[Document], windows: Windows, toge
 
 @dataclass
 class _Count:
-    """Of the documents that have gone by."""
+    """The counts of the documents that have gone by."""
 
     tokens: int = 0
     documents: int = 0

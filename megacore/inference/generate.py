@@ -26,7 +26,7 @@ from parallel.weights.layout import Coordinates
 
 @dataclass(frozen=True)
 class Ending:
-    """When a sequence ends: with one of the tokens ``stops``, or after ``most`` new ones.
+    """The end of a sequence: one of the tokens ``stops``, or ``most`` new ones.
 
     Of a model whose positions have a limit, the last new token is the first that has none.
     """
@@ -68,11 +68,11 @@ def generate(
     Every rank of the model's mesh iterates to the end.
 
     Args:
-        model: On a mesh with one data-parallel rank, in evaluation mode.
+        model: The model, on a mesh with one data-parallel rank, in evaluation mode.
         prompts: Token ids, at least one each.
-        choose: How a token is chosen.
-        ending: When a prompt ends; the token that ends it is given too.
-        together: How many prompts are computed at a time.
+        choose: Chooses a token.
+        ending: The end of a prompt; the token that ends it is given too.
+        together: The number of prompts that are computed at a time.
     """
     for first in range(0, len(prompts), together):
         numbers = range(first, min(first + together, len(prompts)))
@@ -138,7 +138,7 @@ def _going_on(model: Model, cache: Cache, alive: Sequence[_Sequence]) -> Microba
 
 
 def _padded(documents: list[int], tokens: int, tp: int) -> list[int]:
-    """With one more document, where the tokens alone would not divide over tp: the one place where there is padding."""
+    """Add one more document where the tokens alone would not divide over tp: the one place where there is padding."""
     rest = -tokens % tp
     return documents + [rest] * (rest > 0)
 

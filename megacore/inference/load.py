@@ -26,7 +26,7 @@ def model_from(whole: WeightFolder, mesh: Mesh, dtype: torch.dtype | None = None
     Args:
         whole: Its weights; adapters are computed beside those of their base.
         mesh: Any mesh that the model can be split over.
-        dtype: Of its parameters; None for that of the weights.
+        dtype: The dtype of its parameters; None for that of the weights.
         verified: Whether damaged bytes are refused. Without it they are loaded as they are, for who compares them.
 
     Raises:

@@ -13,13 +13,13 @@ from parallel.random import key
 
 
 class Choice(Protocol):
-    """How the next token is chosen."""
+    """A way to choose the next token."""
 
     def __call__(self, logits: Tensor, which: Sequence[tuple[int, int]]) -> Tensor:
         """logits: [n, vocab] -> token ids: [n].
 
         Args:
-            logits: Of n sequences.
+            logits: The logits of n sequences.
             which: The number of each sequence's prompt, and of the token that is to be chosen for it.
         """
         ...
@@ -41,11 +41,11 @@ class Sampling:
     change what is drawn; logits that differ by rounding do where the number falls between two tokens.
 
     Args:
-        temperature: What the logits are divided by, above 0.
+        temperature: The divisor of the logits, above 0.
         top_k: Only so many of the most likely tokens; None for all.
-        top_p: Of those, only the fewest of the most likely that have this probability together (Holtzman et al. 2019,
+        top_p: Only the fewest of the most likely of those that have this probability together (Holtzman et al. 2019,
             arXiv 1904.09751), above 0; 1 for all.
-        seed: Of the random numbers.
+        seed: The seed of the random numbers.
     """
 
     temperature: float = 1.0

@@ -24,8 +24,8 @@ class Texts:
 
     Args:
         folder: The model.
-        guard: Of a :class:`_TransformersTokenizer`.
-        end: What the tokenizer says of the token that ends a text.
+        guard: The process of a :class:`_TransformersTokenizer`.
+        end: The token that ends a text, as the tokenizer says it.
     """
 
     folder: WeightFolder
@@ -129,7 +129,7 @@ class _TransformersTokenizer:
 
 
 def files_of(folder: WeightFolder) -> ModelFiles:
-    """Return what a folder holds beside the weights."""
+    """Return the files that a folder holds beside the weights."""
     return ModelFiles(folder.companions(), folder.raw, folder.config.vocab_size)
 
 
@@ -156,7 +156,7 @@ class Stream:
         return text
 
     def end(self) -> str:
-        """Return what is left, with a replacement character for half of one."""
+        """Return the rest, with a replacement character for half of one."""
         return self._text() if self.waiting else ""
 
     def _text(self) -> str:

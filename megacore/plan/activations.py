@@ -1,5 +1,5 @@
-"""What a microbatch leaves on a rank, and what each backward adds: the parts of the model as they were measured, put
-together as a run has them."""
+"""The memory that a microbatch leaves on a rank, and that each backward adds: the parts of the model as they were
+measured, put together as a run has them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Visit:
 
     Args:
         block: The block.
-        which: Of its chunk.
-        freed: What those after it have kept.
+        which: Its place in its chunk.
+        freed: The bytes that those after it have kept.
         learned: Elements of it and of those after it that are trained.
     """
 
@@ -53,18 +53,19 @@ def _visits(blocks: Sequence[LayerCost]) -> Iterator[Visit]:
 
 @dataclass(frozen=True)
 class ActivationMemory:
-    """Of one rank for one microbatch, in bytes; made by :meth:`of`. The fields are all that they depend on.
+    """The activations of one rank for one microbatch, in bytes; made by :meth:`of`. The fields are all that they depend
+    on.
 
     Args:
-        model: Its configuration.
-        tuning: What of it is trained.
-        mesh: What its layers are split over.
-        stages: Of the pipeline.
-        layers: Of each virtual stage.
+        model: The configuration of the model.
+        tuning: The part of it that is trained.
+        mesh: The mesh that its layers are split over.
+        stages: The number of stages of the pipeline.
+        layers: The layers of each virtual stage.
         width: Bytes of a parameter and of an activation.
-        device: What kind of device.
+        device: The kind of device.
         length, sequences: Tokens of a sequence, and sequences of a microbatch.
-        recompute: What is computed again in the backward.
+        recompute: The part that is computed again in the backward.
         loss_chunk: Tokens whose logits exist at a time; None for all.
     """
 
@@ -82,7 +83,7 @@ class ActivationMemory:
 
     @classmethod
     def of(cls, setting: Setting) -> ActivationMemory:
-        """Return those of a run.
+        """Return the activations of a run.
 
         Raises:
             ModuleNotFoundError: there is no torch, which they are measured with.
@@ -139,31 +140,31 @@ class ActivationMemory:
         return self._fake.tied * self.width if len(self.layers) == 1 else 0
 
     def units(self, virtual: int) -> Counter[LayerCost]:
-        """Return how many of each kind a virtual stage has: blocks, and an end of the model."""
+        """Return the number of each kind that a virtual stage has: blocks, and an end of the model."""
         found = Counter(self.chunks[virtual])
         found.update([self.embedding] * (virtual == 0) + [self.head] * (virtual == len(self.layers) - 1))
         return found
 
     def stage(self, stage: int) -> Counter[LayerCost]:
-        """Return how many of each kind a stage has."""
+        """Return the number of each kind that a stage has."""
         return sum(
             (self.units(virtual) for virtual in range(stage, len(self.layers), self.stages)), Counter[LayerCost]()
         )
 
     @cached_property
     def blocks(self) -> tuple[Counter[LayerCost], ...]:
-        """How many blocks of each kind each stage has."""
+        """The number of blocks of each kind that each stage has."""
         return tuple(Counter(chain(*self.chunks[stage :: self.stages])) for stage in range(self.stages))
 
     @cached_property
     def visits(self) -> tuple[tuple[Visit, ...], ...]:
-        """Of each virtual stage, in the order of a backward: the last block of each kind, and the first block."""
+        """The last block of each kind and the first block of each virtual stage, in the order of a backward."""
         return tuple(tuple(_visits(blocks)) for blocks in self.chunks)
 
     @cached_property
     def kept(self) -> tuple[int, ...]:
-        """What each virtual stage keeps, on the device or, offloaded, on the host: of its blocks, with cos and sin, and
-        of the embedding."""
+        """The bytes that each virtual stage keeps, on the device or, offloaded, on the host: of its blocks, with cos
+        and sin, and of the embedding."""
         blocks = [sum(block.kept for block in own) + max(block.tables for block in own) for own in self.chunks]
         return blocks[0] + self.embedding.kept, *blocks[1:]
 

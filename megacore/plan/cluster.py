@@ -1,4 +1,4 @@
-"""What a run costs a cluster beside its steps: starting, saving, resuming, its data, and connections.
+"""The costs of a run on a cluster beside its steps: starting, saving, resuming, its data, and connections.
 
 Nothing here is a formula of its own: who writes and reads what, which groups are made and what the data holds is asked
 of the code that does it, for all ranks.
@@ -46,14 +46,14 @@ FEW = 2.0
 
 @dataclass(frozen=True)
 class Storage:
-    """What holds checkpoints: bytes/s for all together, and for each node."""
+    """The storage of checkpoints: bytes/s for all together, and for each node."""
 
     total: float
     per_node: float
 
     @classmethod
     def of(cls, world: int, total: float | None, per_node: float | None) -> Storage:
-        """As it is given; else as the assumptions above have it, for one node at least."""
+        """Return the storage as it is given; else as the assumptions above have it, for one node at least."""
         per_node = per_node or STORAGE_OF_A_NODE
         return cls(total or max(world * STORAGE_OF_A_DEVICE, per_node), per_node)
 
@@ -67,9 +67,9 @@ class StartUp:
 
     Args:
         calls: Collective calls that make groups, on each rank.
-        groups: That it talks in.
+        groups: The number of groups that it talks in.
         largest: Ranks of the largest.
-        seconds: Until all are connected; None where they are not NCCL's.
+        seconds: The time until all are connected; None where they are not NCCL's.
     """
 
     calls: int
@@ -89,7 +89,7 @@ class Save:
         nodes: Nodes that they are on.
         busiest: Bytes that one rank writes at the most; it keeps as many in host memory.
         busiest_node: Bytes of one node.
-        seconds: Until all is written.
+        seconds: The time until all is written.
         interval: Seconds of training from one to the next; None where none is.
     """
 
@@ -113,7 +113,7 @@ class Resume:
         busiest: Bytes that one rank reads at the most.
         busiest_node: Bytes of one node.
         received: Bytes that the fullest rank gets from others.
-        seconds: Until all have everything: reading and sending go on side by side.
+        seconds: The time until all have everything: reading and sending go on side by side.
     """
 
     size: int
@@ -135,8 +135,8 @@ class Data:
 
 @dataclass(frozen=True)
 class Connections:
-    """Of the rank that has most: sockets to others, files that are open at once at the most, and the soft and the hard
-    limit of that on this machine."""
+    """The connections of the rank that has most: sockets to others, files that are open at once at the most, and the
+    soft and the hard limit of that on this machine."""
 
     sockets: int
     files: int
@@ -159,14 +159,14 @@ class Overheads:
 
     @classmethod
     def of(cls, config: Config, setting: Setting, cluster: Cluster, time: Estimate, storage: Storage) -> Overheads:
-        """Of a recipe.
+        """Return the costs of a recipe.
 
         Args:
             config: The recipe.
-            setting: What it is on paper.
-            cluster: Where it runs.
-            time: Of a step.
-            storage: What holds its checkpoints.
+            setting: The recipe on paper.
+            cluster: The devices that it runs on.
+            time: The time of a step.
+            storage: The storage of its checkpoints.
         """
         world, per_node = setting.layout.mesh.world, cluster.device.per_node
         every = config.checkpoint.every
@@ -182,7 +182,7 @@ class Overheads:
         )
 
     def warnings(self) -> Iterator[str]:
-        """Yield what will go wrong or take long, each with a way out."""
+        """Yield warnings of what will fail or take long, each with a way out."""
         save, storage = self.save, self.storage
         if save.interval is not None and save.seconds > save.interval:
             yield (
@@ -204,7 +204,7 @@ class Overheads:
 
 
 def _held(setting: Setting, stored: Sequence[Stored], states: Mapping[str, int]) -> States:
-    """Return what a rank has of each state: weights of everything, the others of what is trained."""
+    """Return the shards of each state on a rank: weights of everything, the others of what is trained."""
     frozen = setting.frozen
     return {
         state: [(each, width) for each in stored if state == WEIGHTS or each.name not in frozen]
@@ -250,7 +250,8 @@ def _save(setting: Setting, per_node: int, storage: Storage, interval: float | N
 
 
 def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
-    """As `megacore.run.load` goes about it: masters of what is trained, weights of the rest, then moments."""
+    """Return the costs of a resume as `megacore.run.load` does it: masters of what is trained, other weights, then
+    moments."""
     layout, states = setting.layout, _states(setting)
     frozen = setting.frozen
     by_rank, size, received, sizes = Counter[int](), 0, 0, layout.schema.sizes
@@ -284,7 +285,7 @@ def _numel(tensors: Sequence[Stored]) -> int:
 
 
 def _unpadded(stored: Stored, sizes: Sizes) -> int:
-    """Return the elements that there are: a box may run past its axis."""
+    """Return the number of elements that there are: a box may run past its axis."""
     found = math.prod(stored.shape)
     for axis, (start, stop) in stored.box.items():
         found = found * (min(stop, max(start, sizes[axis])) - start) // (stop - start)
@@ -338,7 +339,7 @@ def _start(setting: Setting, per_node: int) -> StartUp:
 
 
 def _connections(setting: Setting, per_node: int) -> Connections:
-    """Of host sockets: NCCL opens its own few, which `open_files` counts among the rank's own files."""
+    """Return the sockets of hosts: NCCL opens its own few, which `open_files` counts among the rank's own files."""
     mesh, own = setting.layout.mesh, Counter[int]()
     groups = [ranks for sets in _on_hosts(setting, per_node) for ranks in sets]
     if setting.device == "cpu":

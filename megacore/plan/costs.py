@@ -1,4 +1,4 @@
-"""What a part of a model takes on one rank for one microbatch, as `megacore.plan.measure` finds it. No torch."""
+"""The costs of a part of a model on one rank for one microbatch, as `megacore.plan.measure` finds them. No torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class MatMul:
     """``batch`` matrix products [m, k] x [k, n] in one call.
 
     Args:
-        m, n, k, batch: Of a linear m are tokens, n outputs and k inputs in the forward; m and n are queries and keys in
-            the attention, whose two products count as one if half of the scores are masked.
-        dtype: As torch calls it: "bfloat16".
+        m, n, k, batch: The sizes: of a linear m are tokens, n outputs and k inputs in the forward; m and n are queries
+            and keys in the attention, whose two products count as one if half of the scores are masked.
+        dtype: The dtype as torch calls it: "bfloat16".
         attention: Whether it is part of a kernel that softens the scores too.
     """
 
@@ -34,12 +34,12 @@ class MatMul:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective.
+    """A collective, or a message between stages.
 
     Args:
-        kind: Of collective.
+        kind: The kind of collective.
         axis: Dimensions of the mesh that its group lies along, as "tp".
-        ranks: In the group.
+        ranks: The size of the group.
         size: Bytes of the whole tensor that is summed or gathered, or of what is sent.
         hidden: Whether a product is started between its start and the wait for it.
     """
@@ -53,7 +53,7 @@ class Collective:
 
 @dataclass(frozen=True, eq=False)
 class OpCounts:
-    """What is computed and sent: {product or message: how often}."""
+    """The operations of a part: {product or collective: how often}."""
 
     products: Mapping[MatMul, int] = field(default_factory=Counter)
     messages: Mapping[Collective, int] = field(default_factory=Counter)
@@ -68,14 +68,14 @@ class LayerCost:
     """The embedding, a block or the head: bytes, and work.
 
     Args:
-        elements: Of its parameters.
-        learning: How many of these are trained.
-        kept: From its forward to its backward, with what it is given if it keeps that.
-        tables: Of cos and sin, which blocks share, if it keeps them.
+        elements: The elements of its parameters.
+        learning: The number of these that are trained.
+        kept: The bytes kept from its forward to its backward, with what it is given if it keeps that.
+        tables: The bytes of cos and sin, which blocks share, if it keeps them.
         peak: The most that is there at once beside what is kept, in its forward or in its backward.
         left: Whether what comes out has a gradient: whether there is a backward.
-        forward: What its forward takes.
-        backward: What its backward takes, with all that is computed again.
+        forward: The operations of its forward.
+        backward: The operations of its backward, with all that is computed again.
     """
 
     elements: int

@@ -1,4 +1,4 @@
-"""What devices can do, from their vendors' data sheets. No torch."""
+"""The speeds of devices, from their vendors' data sheets. No torch."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Device:
         peak: Its name in ``PEAK_TFLOPS``.
         fp8: Dense fp8 TFLOP/s; None where it has none.
         memory: Bytes.
-        bandwidth: Of its memory, bytes/s.
-        link: To each device of the same node, bytes/s in one direction.
-        network: To other nodes, bytes/s in one direction for each device.
-        host: To host memory, bytes/s in one direction: PCIe 5 or 4 with 16 lanes.
-        cpu: Of host memory for the CPU, bytes/s, its share of the node's.
-        disk: Of the node's local disks, bytes/s in one direction, its share.
+        bandwidth: The speed of its memory, bytes/s.
+        link: The speed to each device of the same node, bytes/s in one direction.
+        network: The speed to other nodes, bytes/s in one direction for each device.
+        host: The speed to host memory, bytes/s in one direction: PCIe 5 or 4 with 16 lanes.
+        cpu: The speed of host memory for the CPU, bytes/s, its share of the node's.
+        disk: The speed of the node's local disks, bytes/s in one direction, its share.
         per_node: Devices of a node.
         reach: Share of its peak that large products reach.
         half: A product with a side as long as this reaches half of that: tiles and waves are not full.
@@ -62,7 +62,7 @@ class Device:
     half: float = 470
 
     def tflops(self, precision: str) -> float:
-        """Of matrix products; those of fp8 where the device has them."""
+        """Return the peak of matrix products; that of fp8 where the device has it."""
         bf16, fp32 = PEAK_TFLOPS[self.peak]
         if precision == "fp8" and self.fp8 is not None:
             return self.fp8

@@ -1,4 +1,4 @@
-"""How fast a device is at the products of a model and at what lies between them, and how long a message takes: a few
+"""The speed of a device at the products of a model and at what lies between them, and the time of a message: a few
 numbers, which published runs agree with (`megacore.plan.published`)."""
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ ATTENTION = 0.5
 """Share of the bf16 peak that the attention reaches of its causal half, forward and backward; published are 35 % for
 FlashAttention-2 on an H100 and up to 75 % for the third one (arXiv 2407.08608)."""
 PASSES = 8.5
-"""How often what a block keeps of its forward passes through the device's memory, in a forward and a backward: norms,
-activation functions, rope and residual adds."""
+"""The number of times that what a block keeps of its forward passes through the device's memory, in a forward and a
+backward: norms, activation functions, rope and residual adds."""
 CAST_BYTES = 3
-"""Of each factor of a product in fp8: it is read in bf16 and written."""
+"""The bytes moved for each element of a factor of a product in fp8: it is read in bf16 and written."""
 LINKS = 0.8
 """Share of a link's bandwidth that a ring reaches."""
 START_S, HOP_S, NODE_HOP_S = 8.4e-6, 3.4e-6, 14e-6
@@ -23,10 +23,11 @@ simple protocol (NVIDIA/nccl, src/graph/tuning.cc)."""
 
 
 def reached(product: MatMul, half: float) -> float:
-    """Of what large products reach, what one does of which a side as long as ``half`` would cost it half of that."""
+    """Return the share of what large products reach; a side as long as ``half`` would cost a product half of it."""
     return math.prod(side / (side + half) for side in (product.m, product.n, product.k))
 
 
 def ring_s(steps: int, node_steps: int) -> float:
-    """Return the seconds that nothing takes around a ring of so many steps, some of which go to another node."""
+    """Return the seconds that an empty message takes around a ring of so many steps, some of which go to another
+    node."""
     return START_S + (steps - node_steps) * HOP_S + node_steps * NODE_HOP_S

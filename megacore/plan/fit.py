@@ -16,7 +16,8 @@ from parallel.choices import Recompute, ZeroShard
 from parallel.weights.layout import Layout, MeshShape, split_problems
 
 MARGIN = 0.1
-"""Of a device's memory, left to its driver, the libraries' workspaces, fragments, and what this arithmetic misses."""
+"""The share of a device's memory that is left to its driver, the libraries' workspaces, fragments, and what this
+arithmetic misses."""
 _MICRO = (1, 2, 4, 8, 16, 32)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _CHUNKS = (1, 2, 4, 5, 8, 10)
@@ -58,8 +59,8 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
     Args:
         base: Model, widths, sequence length, offloads; its batch is the global one that all of them keep.
         world: Devices in all.
-        cluster: What they are.
-        best: How many to give.
+        cluster: The devices.
+        best: The number of settings to return.
     """
     room = cluster.device.memory * (1 - MARGIN)
     found: list[Candidate] = []

@@ -49,11 +49,11 @@ class FakeModel:
     """All layers of one rank's model in one chunk, without numbers.
 
     Args:
-        config: Of the whole model.
-        tuning: What of it is trained.
-        mesh: What its layers are split over: neither pp nor dp.
+        config: The configuration of the whole model.
+        tuning: The part of it that is trained.
+        mesh: The mesh that its layers are split over: neither pp nor dp.
         width: Bytes of a parameter.
-        device: What kind of device it is to be on.
+        device: The kind of device it is to be on.
     """
 
     def __init__(self, config: ModelConfig, tuning: Tuning, mesh: MeshShape, width: int, device: str) -> None:
@@ -71,7 +71,7 @@ class FakeModel:
                 parameter.register_post_accumulate_grad_hook(_forget)
         first: dict[object, str] = {}
         self.kinds = [first.setdefault(_kind(block, at), at) for at, block in self._chunk.layers.items()]
-        """Of each layer the first that is like it."""
+        """The first layer that is like each layer."""
 
     @contextmanager
     def _without_numbers(self) -> Iterator[None]:
@@ -98,12 +98,12 @@ class FakeModel:
         return sum(parameter.numel() for parameter in embedding & head if parameter.requires_grad)
 
     def embedding(self, length: int, sequences: int) -> LayerCost:
-        """Sequences of a length -> [tokens/tp, embed]."""
+        """Return the cost of the embedding: sequences of a length -> [tokens/tp, embed]."""
         embedding, _ = self._ends
         return self._unit(embedding, lambda x, batch, context: embedding(batch), False, length, sequences)
 
     def block(self, recompute: Recompute, length: int, sequences: int, kind: str, entered: bool) -> LayerCost:
-        """[tokens/tp, embed] -> same; ``entered``: what comes in has a gradient."""
+        """Return the cost of a block: [tokens/tp, embed] -> same; ``entered``: what comes in has a gradient."""
         block = self._chunk.layers[kind]
         if (kind, recompute) not in self._runners:
             self._runners[kind, recompute] = runner(Activations(recompute), [block], CHEAP, self._mesh.device)
@@ -113,7 +113,7 @@ class FakeModel:
         )
 
     def head(self, entered: bool, loss_chunk: int | None, length: int, sequences: int) -> LayerCost:
-        """[tokens/tp, embed] -> the summed loss."""
+        """Return the cost of the head: [tokens/tp, embed] -> the summed loss."""
         _, head = self._ends
         head.losses = Losses(chunk=loss_chunk)
         return self._unit(head, lambda x, batch, context: head(x, batch.labels), entered, length, sequences, loss_chunk)
@@ -183,7 +183,7 @@ class _Entering(torch.autograd.Function):
 
 
 class _Leaving(torch.autograd.Function):
-    """What comes after: it keeps nothing, and gives a gradient that is made when it is asked for."""
+    """The layers after this one: they keep nothing, and give a gradient that is made when it is asked for."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -237,12 +237,12 @@ class _Watch(TorchDispatchMode):
     """Counts bytes of the storages that are made while it is active, products, and messages.
 
     Args:
-        known: What was there before, and does not count.
+        known: The storages that were there before, and do not count.
 
     Attributes:
         sizes: {storage: bytes} of those that are alive.
         live, peak: Bytes now, and the most at the end of any operation.
-        started: How many products were.
+        started: The number of products that were.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
@@ -294,7 +294,7 @@ _FIRST = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
 
 
 def _products(op: Any, args: Any) -> Iterable[tuple[MatMul, int]]:
-    """Yield those of one operator of torch."""
+    """Yield the products of one operator of torch."""
     name = op._schema.name.removeprefix("aten::").rstrip("_")
     if name in _FIRST:
         a, b = args[_FIRST[name] : _FIRST[name] + 2]
@@ -324,7 +324,7 @@ class _SilentMesh(Mesh):
 
     @contextmanager
     def watched(self, seen: _Watch) -> Iterator[None]:
-        """Messages are told to the watch, and torch takes the groups for its own."""
+        """Tell messages to the watch; torch takes the groups for its own."""
         self.seen = seen
         known: dict[Any, dict[int, int]] = dist.distributed_c10d._world.pg_group_ranks
         groups = {group: {rank: at for at, rank in enumerate(group.ranks)} for group in self._silent.values()}
@@ -347,7 +347,7 @@ class _SilentMesh(Mesh):
 
 
 class _SilentGroup:
-    """In the place of a process group of torch: any message to it is noted, and done at once."""
+    """A process group of torch that notes any message, and is done with it at once."""
 
     def __init__(self, mesh: _SilentMesh, ranks: tuple[int, ...]) -> None:
         self.mesh, self.ranks = mesh, ranks
@@ -368,7 +368,7 @@ class _SilentGroup:
 
 
 class _Sent:
-    """In the place of a work of torch: it holds the tensors, and notes the message when it is waited for."""
+    """A work of torch that holds the tensors, and notes the message when it is waited for."""
 
     def __init__(self, group: _SilentGroup, kind: str, arguments: object) -> None:
         self._seen, self._group, self._kind, self._held = group.mesh.seen, group, kind, arguments
@@ -425,7 +425,7 @@ _FUSED: Mapping[str, Callable[..., Tensor]] = {
 
 @contextmanager
 def _fused() -> Iterator[None]:
-    """A mode of torch would not be asked in a backward, where blocks are computed again."""
+    """Put the choice in place of torch's: a mode would not be asked in a backward, where blocks are computed again."""
     own = {name: getattr(F, name) for name in _FUSED}
     vars(F).update(_FUSED)
     try:

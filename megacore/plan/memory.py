@@ -23,25 +23,25 @@ TERMS = (
     "working",
     "buffers",
 )
-"""What the peak is the sum of."""
+"""The terms whose sum is the peak."""
 _MESSAGES = 3
 """Activations that a stage of a pipeline holds for each neighbour: up to two asked for, one on its way out."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Of the ranks of one stage of the pipeline, which are all alike; in bytes.
+    """The memory of each rank of one stage of the pipeline, all alike; in bytes.
 
     Args:
         stage: The stage.
-        ranks: How many ranks there are.
+        ranks: The number of its ranks.
         elements: Parameters on each.
         terms: {term of ``TERMS``: bytes on the device at the peak}.
         host: Bytes in host memory.
         disk: Bytes in a file.
         per_microbatch: Activations that one microbatch leaves in all chunks of the stage, logits included.
         in_flight: The most chunks times microbatches at once whose backward is still to come.
-        peak_at: What the stage does when it holds most.
+        peak_at: The point of the step at which the stage holds most.
     """
 
     stage: int
@@ -113,12 +113,13 @@ def _groups(setting: Setting, rank: int) -> set[tuple[int, ...]]:
 
 
 def memory(setting: Setting, held: Held) -> tuple[Memory, ...]:
-    """Of every stage, whose ranks hold what they hold."""
+    """Return the memory of every stage, whose ranks hold ``held``."""
     return tuple(by_stage(setting, held))
 
 
 def by_stage(setting: Setting, held: Held) -> Iterator[Memory]:
-    """As :func:`memory`, one after the other: who looks for what is too much need not see all of them."""
+    """Yield what :func:`memory` returns, one stage after the other: who looks for one that is too much may stop
+    there."""
     act = ActivationMemory.of(setting)
     for stage, own in enumerate(held.stages):
         yield _stage(setting, act, stage, own)
@@ -219,7 +220,7 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, held: Sequence
 
 
 def _on_device(setting: Setting, act: ActivationMemory, virtual: int) -> int:
-    """Return what a chunk keeps; where it is offloaded, what is on its way."""
+    """Return the bytes that a chunk keeps; where it is offloaded, those on their way."""
     kept, most = act.kept[virtual], max(block.kept for block in act.chunks[virtual])
     return min(kept, OFFLOAD_AHEAD + most) if setting.offload_activations else kept
 
@@ -235,8 +236,8 @@ def _lazy(held: Sequence[ParameterShare], setting: Setting) -> bool:
 
 @dataclass(frozen=True)
 class _Sharing:
-    """What split gradients and parameters need while they are whole (`gradients.zero`): at the head, in a block, at the
-    embedding."""
+    """The buffers of split gradients and parameters while they are whole (`gradients.zero`): at the head, in a block,
+    at the embedding."""
 
     head: int = 0
     block: int = 0
@@ -266,7 +267,7 @@ class _Sharing:
 
 
 def _buffers(setting: Setting, stage: int) -> int:
-    """Return the batch, and messages between stages."""
+    """Return the bytes of the batch, and of messages between stages."""
     size = 24 * setting.tokens * setting.microbatches  # tokens, labels and positions, 8 bytes each
     pp, chunks = setting.layout.mesh.pp, setting.layout.chunks
     if pp > 1:

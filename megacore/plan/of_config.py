@@ -1,4 +1,4 @@
-"""From a recipe to what the arithmetic looks at."""
+"""The setting of a recipe: what the arithmetic looks at."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from models.stages import layout_of
 
 
 def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["cpu", "cuda"]) -> Setting:
-    """Return a recipe on so many ranks; `megacore.run.problems` has made sure that it fits them."""
+    """Return the setting of a recipe on so many ranks; `megacore.run.problems` has made sure that it fits them."""
     mesh, tuning = config.mesh.shape(world), config.tuning
     return Setting(
         model=model,

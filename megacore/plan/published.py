@@ -22,20 +22,20 @@ class Published:
     """A run, and how fast it was.
 
     Args:
-        name: What it is.
-        source: Where that is written.
-        tokens: That each device has trained on in a second.
-        model: As a recipe names it.
+        name: The name of the run.
+        source: The place where it was published.
+        tokens: The tokens that each device has trained on in a second.
+        model: The model as a recipe names it.
         mesh: Its layout.
         sequence_length, micro_size, microbatches: Tokens, sequences of a microbatch, and microbatches of each data
             parallel rank in a step.
-        device: What it ran on.
-        changed: What of that is not the table's.
-        tflops: What its devices could do, where that is not the table's.
-        precision: Of its products.
-        shard, recompute, chunks: As a recipe has them.
-        widths: Of the training state, where it is not ours.
-        repeated: Of a block's products, the share that its recomputation repeats beyond ours of the same name.
+        device: The device that it ran on.
+        changed: The fields of that which are not the table's.
+        tflops: The peak of its devices, where that is not the table's.
+        precision: The precision of its products.
+        shard, recompute, chunks: The keys of a recipe of these names.
+        widths: The widths of the training state, where it is not ours.
+        repeated: The share of a block's products that its recomputation repeats beyond ours of the same name.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Published:
         return Cluster(device, device.tflops(self.precision) * scale)
 
     def planned(self) -> float:
-        """Return the tokens that each device trains on in a second by the plan."""
+        """Return the tokens per second of each device by the plan."""
         setting, cluster = self.setting(), self.cluster()
         held = Held.of(setting)
         seconds = estimate(setting, held, cluster).total
@@ -87,7 +87,7 @@ class Published:
 
 
 def _of_tflops(tflops: float, preset: str, length: int) -> float:
-    """Return the tokens a second of a device that does so many TFLOP/s of the model's operations, the attention's
+    """Return the tokens per second of a device that does so many TFLOP/s of the model's operations, the attention's
     causal half."""
     return tflops * 1e12 / flops_per_token(configure({"preset": preset}), length)
 

@@ -1,4 +1,4 @@
-"""What a run's memory and time depend on: a layout, widths of numbers, a batch, and the rungs. No torch."""
+"""All that a run's memory and time depend on: a layout, widths of numbers, a batch, and the rungs. No torch."""
 
 from __future__ import annotations
 
@@ -29,10 +29,8 @@ class Widths:
 
     @classmethod
     def of(cls, precision: Precision, master_weights: bool = True, moments: Moments = "fp32") -> Widths:
-        """As the engine holds them.
-
-        Parameters narrower than fp32 have fp32 masters, and gradients are then accumulated in fp32: 2 + 4 + 4 + 8 = 18
-        bytes where the literature counts 2-byte gradients, and 16.
+        """Return the widths that the engine has. Parameters narrower than fp32 have fp32 masters, and gradients are
+        then accumulated in fp32: 2 + 4 + 4 + 8 = 18 bytes where the literature counts 2-byte gradients, and 16.
         """
         parameter = PARAMETER[precision]
         mixed = master_weights and parameter < 4
@@ -51,22 +49,22 @@ class Setting:
     Args:
         model: Its configuration.
         layout: Its parameters and its adapters on its mesh, dp included.
-        widths: Of the training state.
-        sequence_length: In tokens.
+        widths: The widths of the training state.
+        sequence_length: The tokens of a sequence.
         micro_size: Sequences of a microbatch.
-        microbatches: Of one step on each data parallel rank.
-        schedule: Of the pipeline.
-        shard: What data parallel ranks split.
+        microbatches: The number of those of one step on each data parallel rank.
+        schedule: The schedule of the pipeline.
+        shard: The states that data parallel ranks split.
         replicas: Groups of data parallel ranks that each hold everything (HSDP).
-        recompute: What of the activations is computed again in the backward.
+        recompute: The part of the activations that is computed again in the backward.
         loss_chunk: Tokens whose logits exist at a time; None for all of a microbatch.
-        offload_optimizer: Where masters and moments lie, if not on the device.
+        offload_optimizer: The place of masters and moments, if not the device.
         offload_parameters: Whether a rank's slice of split parameters lies in host memory.
         offload_buffer: Bytes of host memory through which offloaded states pass.
         offload_activations: Whether saved activations lie in host memory.
-        device: What kind of device: their kernels keep different things.
-        bucket_bytes: Of a gradient bucket.
-        tuning: What of the model is trained.
+        device: The kind of device: their kernels keep different things.
+        bucket_bytes: The size of a gradient bucket.
+        tuning: The part of the model that is trained.
     """
 
     model: ModelConfig
@@ -95,12 +93,12 @@ class Setting:
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch, on a data parallel rank."""
+        """The tokens of a microbatch, on a data parallel rank."""
         return self.micro_size * self.sequence_length // self.layout.mesh.cp
 
     @property
     def global_tokens(self) -> int:
-        """Of a step."""
+        """The tokens of a step, on all ranks."""
         return self.micro_size * self.sequence_length * self.microbatches * self.layout.mesh.data
 
     @property

@@ -14,13 +14,14 @@ from parallel.weights.schema import Param, Schema
 
 @dataclass(frozen=True)
 class ParameterShare:
-    """What a rank holds of one parameter, all its layers together, as far as the same ranks hold copies of it.
+    """The share that a rank holds of one parameter, all its layers together, as far as the same ranks hold copies of
+    it.
 
     Args:
         param: Its declaration.
         labels: Its pieces in this part.
-        elements: How many there are.
-        trained: How many of them are trained; the others have values alone.
+        elements: Their number of elements.
+        trained: The number of these that are trained; the others have values alone.
         model_replicas: Ranks of one data parallel replica that hold the same.
         dims: Along which dimensions of the mesh these differ.
     """
@@ -33,7 +34,7 @@ class ParameterShare:
     dims: tuple[str, ...]
 
     def of(self, layers: Sequence[frozenset[str]], ends: frozenset[str]) -> ParameterShare:
-        """Of layers of which these parameters are trained, if it is a layer's; else of the ends."""
+        """Return the share of layers of which these parameters are trained, if it is a layer's; else of the ends."""
         name = self.param.name
         if "layer" not in self.param.named_axes:
             return replace(self, trained=self.elements if name in ends else 0)
@@ -43,10 +44,10 @@ class ParameterShare:
 
 @dataclass(frozen=True)
 class Held:
-    """What the ranks of a layout hold. Those of one stage differ in which elements, not in how many.
+    """The shares that the ranks of a layout hold. Those of one stage differ in which elements, not in how many.
 
     Args:
-        stages: Of a rank of each stage.
+        stages: The shares of a rank of each stage.
     """
 
     stages: tuple[tuple[ParameterShare, ...], ...]
@@ -73,7 +74,7 @@ class Held:
 
 
 def _trained(names: Sequence[str], layers: int, frozen: frozenset[str]) -> tuple[frozenset[str], ...]:
-    """Of each layer: the names of its parameters that are trained, with {layer} in them."""
+    """Yield the names of each layer's parameters that are trained, with {layer} in them."""
     if not frozen:
         return (frozenset(names),) * layers
     return tuple(frozenset(name for name in names if name.format(layer=n) not in frozen) for n in range(layers))
@@ -112,7 +113,7 @@ class StateBytes:
         return self.parameters + self.gradients + self.masters + self.moments
 
     def device(self, setting: Setting) -> StateBytes:
-        """Less what is offloaded."""
+        """The bytes on the device: those that are not offloaded."""
         parameters = 0 if setting.offload_parameters else self.parameters
         if setting.offload_optimizer == "none":
             return replace(self, parameters=parameters)
@@ -153,7 +154,7 @@ def sharing(part: ParameterShare, setting: Setting) -> int:
 
 
 def state(held: Iterable[ParameterShare], setting: Setting) -> StateBytes:
-    """Of everything a rank holds, wherever it lies.
+    """Return the state of everything a rank holds, wherever it lies.
 
     Where pieces of one parameter have different owners, each rank that updates a slice of one has a copy of the slice.
     """
@@ -172,5 +173,5 @@ def state(held: Iterable[ParameterShare], setting: Setting) -> StateBytes:
 
 
 def updated(held: Iterable[ParameterShare], setting: Setting) -> StateBytes:
-    """As :func:`state`, of what is trained alone."""
+    """Return :func:`state` of what is trained alone."""
     return state((replace(part, elements=part.trained) for part in held), setting)

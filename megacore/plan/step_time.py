@@ -1,4 +1,4 @@
-"""How long a step takes, from a device's data sheet and a few stated assumptions: an estimate to rank by."""
+"""The time of a step, from a device's data sheet and a few stated assumptions: an estimate to rank by."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Cluster:
 
     Args:
         device: Each of them.
-        tflops: That matrix products could reach.
-        overlap: The share that is really hidden of messages within a node that could be, as both want the same memory
-            and units.
-        overlap_between: Of those between nodes, which also wait for each other.
+        tflops: The speed that matrix products could reach.
+        overlap: The share of messages within a node that is really hidden of what could be, as both want the same
+            memory and units.
+        overlap_between: The share of those between nodes, which also wait for each other.
     """
 
     device: Device
@@ -42,11 +42,11 @@ class Cluster:
 
     @property
     def wide_tflops(self) -> float:
-        """Of what is never in fp8: the attention and the head."""
+        """The speed of what is never in fp8: the attention and the head."""
         return min(self.tflops, PEAK_TFLOPS[self.device.peak][0])
 
     def product_s(self, product: efficiency.MatMul, tflops: float) -> float:
-        """Return the seconds of a product where such could reach so many TFLOP/s."""
+        """Return the seconds of a product on a device whose products could reach so many TFLOP/s."""
         if product.attention:
             return product.flops / (self.wide_tflops * 1e12 * efficiency.ATTENTION)
         cast = efficiency.CAST_BYTES * (tflops > self.wide_tflops) * product.k * (product.m + product.n)
@@ -54,7 +54,7 @@ class Cluster:
         return product.flops / (tflops * 1e12 * reached) + cast / self.device.bandwidth
 
     def bandwidth(self, mesh: MeshShape, axis: str) -> float:
-        """Of a ring along some dimensions, bytes/s for each rank.
+        """Return the bandwidth of a ring along some dimensions, bytes/s for each rank.
 
         Between nodes every device of a group that lies in the same node brings its own adapter.
         """
@@ -88,7 +88,7 @@ class Cluster:
 
 @lru_cache(maxsize=4096)
 def _ring(mesh: MeshShape, axis: str, per_node: int) -> tuple[int, int]:
-    """Return (ranks of a ring along some dimensions, those of them in a node)."""
+    """Return the number of ranks of a ring along some dimensions, and of those of them in a node."""
     dims = axis.split(" x ")
     places = [mesh.place(rank) for rank in range(min(per_node, mesh.world))]
     here = sum(all(getattr(place, dim) == 0 for dim in mesh.DIMS if dim not in dims) for place in places)
@@ -97,7 +97,7 @@ def _ring(mesh: MeshShape, axis: str, per_node: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one step, in seconds, on the slowest stage; they add up to ``total``.
+    """The seconds of one step, on the slowest stage; they add up to ``total``.
 
     ``tensor``, ``data`` and ``offload`` are what compute does not hide. ``bubble`` is the time in which a stage waits
     for others.
@@ -124,7 +124,7 @@ class Estimate:
 
     @property
     def tflops_per_device(self) -> float:
-        """Of the model's own operations, recomputation not counted."""
+        """The TFLOP/s of the model's own operations, recomputation not counted."""
         return self.model_tflop / self.total
 
 
@@ -134,15 +134,15 @@ Products = Mapping[MatMul, int]
 
 @dataclass(frozen=True)
 class LayerCompute:
-    """Of a rank for one microbatch, in some blocks or in the head.
+    """The compute of a rank for one microbatch, in some blocks or in the head.
 
     Args:
         forward: Products of the forward.
-        backward: Of its backward: for the gradients of what is read, where one is asked for, and for those of the
-            weights that are trained; twice as many operations if all is.
-        again: Of what recomputation repeats.
+        backward: Products of its backward: for the gradients of what is read, where one is asked for, and for those of
+            the weights that are trained; twice as many operations if all is.
+        again: Products that recomputation repeats.
         moved: Bytes that lie between the products of a forward.
-        moved_again: Of these, bytes that are made again.
+        moved_again: The bytes of these that are made again.
         narrow: Whether its products are in fp8 where the run is.
     """
 
@@ -155,7 +155,7 @@ class LayerCompute:
 
 
 def work(act: ActivationMemory, virtual: int) -> list[tuple[LayerCompute, int]]:
-    """Return (work, how often) of a virtual stage."""
+    """Return the compute of each part of a virtual stage, and how often it has that part."""
     plain = act.without_recomputation
     blocks = Counter(zip(act.chunks[virtual], plain.chunks[virtual], strict=True))
     found = [(_of(block, like, True), number) for (block, like), number in blocks.items()]
@@ -163,7 +163,7 @@ def work(act: ActivationMemory, virtual: int) -> list[tuple[LayerCompute, int]]:
 
 
 def _of(unit: LayerCost, plain: LayerCost, narrow: bool) -> LayerCompute:
-    """Of what is run as one and, without recomputation, as the other."""
+    """Return the compute of a layer that costs ``unit`` and, without recomputation, ``plain``."""
     again = Counter(unit.backward.products) - Counter(plain.backward.products)
     made_again = plain.kept - unit.kept if unit.left else 0
     return LayerCompute(unit.forward.products, plain.backward.products, again, plain.kept, made_again, narrow)
@@ -171,7 +171,7 @@ def _of(unit: LayerCost, plain: LayerCost, narrow: bool) -> LayerCompute:
 
 @dataclass(frozen=True)
 class Flops:
-    """Of a rank for one microbatch: of a forward, its backward, and what recomputation repeats."""
+    """The operations of a rank for one microbatch: of a forward, its backward, and what recomputation repeats."""
 
     forward: int
     backward: int
@@ -179,7 +179,7 @@ class Flops:
 
 
 def flops(act: ActivationMemory, virtual: int) -> Flops:
-    """In a virtual stage."""
+    """Return the operations of a virtual stage."""
     found = work(act, virtual)
     return Flops(
         *(
@@ -191,7 +191,7 @@ def flops(act: ActivationMemory, virtual: int) -> Flops:
 
 @dataclass(frozen=True)
 class _Seconds:
-    """Of a rank for one microbatch: of a forward, its backward, and what recomputation repeats."""
+    """The seconds of a rank for one microbatch: of a forward, its backward, and what recomputation repeats."""
 
     forward: float
     backward: float
@@ -224,8 +224,8 @@ def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = T
 
     Args:
         setting: The run.
-        held: What its ranks hold.
-        cluster: Where it runs.
+        held: The shares that its ranks hold.
+        cluster: The devices that it runs on.
         simulated: Whether the pipeline is simulated; else its bubble is (p-1)/(v m), which the simulator confirms.
     """
     layout, m = setting.layout, setting.microbatches
@@ -266,7 +266,7 @@ def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = T
 
 @dataclass(frozen=True)
 class _Times:
-    """Of one microbatch in all chunks of a stage, in seconds."""
+    """The seconds of one microbatch in all chunks of a stage."""
 
     compute_forward: float
     compute_backward: float
@@ -305,7 +305,7 @@ def _stage_times(
 
 
 def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _Times) -> float:
-    """Return what the sums of gradients and the gathering of parameters add to a step."""
+    """Return the seconds that the sums of gradients and the gathering of parameters add to a step."""
     mesh, m, rung = setting.layout.mesh, setting.microbatches, SHARDS.index(setting.shard)
     gathers = [x for x in sent if x.what == "parameters"]
     sums = [x for x in sent if "gradients" in x.what and "tokens" not in x.what and x.kind != SEND]

@@ -25,10 +25,10 @@ class Traffic:
     """Messages of one kind of a rank in a step.
 
     Args:
-        kind: Of collective.
+        kind: The kind of collective.
         axis: Dimensions of the mesh that the group lies along, as "dp" or "dp x tp".
-        what: What is moved.
-        ranks: In the group.
+        what: The tensors that are moved.
+        ranks: The size of the group.
         count: Messages.
         size: Bytes of one: of the whole tensor that is summed or gathered.
         hidden: Whether compute of the same step can go on beside it.
@@ -56,7 +56,7 @@ def traffic(setting: Setting, held: Held, stage: int) -> tuple[Traffic, ...]:
 
 
 def _layers(setting: Setting, act: ActivationMemory, stage: int) -> Iterator[Traffic]:
-    """Yield what the layers themselves exchange."""
+    """Yield the messages of the layers themselves."""
     counts = Counter[tuple[Collective, str]]()
     for unit, number in act.stage(stage).items():
         for when, work in (("forward", unit.forward), ("backward", unit.backward)):
@@ -76,7 +76,7 @@ def _pipeline(setting: Setting, stage: int) -> Iterator[Traffic]:
 
 
 def _data(setting: Setting, act: ActivationMemory, held: Sequence[ParameterShare], stage: int) -> Iterator[Traffic]:
-    """Yield the gradients, by who shares them, and split parameters."""
+    """Yield the messages of gradients, by who shares them, and of split parameters."""
     mesh, widths, rung = setting.layout.mesh, setting.widths, SHARDS.index(setting.shard)
     data = mesh.dp * mesh.cp
     alike: dict[tuple[tuple[str, ...], int], list[ParameterShare]] = {}
@@ -104,7 +104,7 @@ def _data(setting: Setting, act: ActivationMemory, held: Sequence[ParameterShare
 
 
 def _used(act: ActivationMemory, stage: int, part: ParameterShare) -> int:
-    """Return how many elements of a part are used in the forward of a microbatch, and in its backward."""
+    """Return the number of elements of a part that are used in the forward of a microbatch, and in its backward."""
     if "layer" not in part.param.named_axes:
         return part.elements * (1 + (act.embeds or part.param.at != "first"))
     blocks = act.blocks[stage]
@@ -123,8 +123,7 @@ def _buckets(
     size: int,
     times: int,
 ) -> Traffic:
-    """Return a tensor of so many bytes in buckets, so many times in a step; split parameters have one for each
-    block."""
+    """Return the messages of a tensor in buckets, some times in a step; split parameters have one for each block."""
     units = act.blocks[stage].total() if setting.shard == "parameters" else 0
     count = units or max(1, round(size / setting.bucket_bytes))
     return Traffic(kind, axis, what, ranks, times * count, size // count, True)

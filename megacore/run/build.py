@@ -200,7 +200,7 @@ def _offload(config: Config) -> Offload | None:
 
 
 def _adapters(config: Config, start: Start, control: Control) -> Adapters | None:
-    """Return what the adapters of a run belong to, if it trains some.
+    """Return the adapters of a run and what they belong to, if it trains some.
 
     Raises:
         ConfigError: they go on beside another model than they were trained on.
@@ -218,8 +218,8 @@ def _adapters(config: Config, start: Start, control: Control) -> Adapters | None
 
 
 def _agree(control: Control, start: Start, chosen: str) -> None:
-    """Each rank has looked for itself; a folder that only some of them see would break the run much later, and kernels
-    that only some of them have would wait for other messages."""
+    """Raise what any rank has found. Each has looked for itself; a folder that only some of them see would break the
+    run much later, and kernels that only some of them have would wait for other messages."""
     step = start.progress.step
     least, most = -int(control.largest(-step)[0]), int(control.largest(step)[0])
     if least != most:

@@ -40,7 +40,7 @@ def check(
 
     Args:
         recipe: Its path.
-        overrides: Of the recipe.
+        overrides: The overrides of the recipe.
         world_size: Ranks of the run.
         local_ranks: Those on this machine.
         checked: Whether another process of this machine does so too: what takes longer for more data is left to it.
@@ -88,6 +88,6 @@ def check(
 
 
 def files_of(config: Config, world_size: int, local_ranks: int) -> int:
-    """Return how many files a rank of a run has open at once, at the most."""
+    """Return the largest number of files that a rank of a run has open at once."""
     shape, kind = config.mesh.shape(world_size), config.train.device_type(gpus())
     return open_files.needed(shape, kind, nodes=world_size // local_ranks)

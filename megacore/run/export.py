@@ -1,4 +1,4 @@
-"""What a finished run leaves for others: its last checkpoint in Hugging Face's format."""
+"""Export of a finished run: its last checkpoint in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def export(config: Config, last: int) -> str:
     Of a run that has trained adapters it is a folder of the peft library.
 
     Args:
-        config: Of the run.
+        config: The config of the run.
         last: The last step that was done; where steps are left, nothing is exported.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What `megacore train` and `megacore finetune` do: read a recipe, check the run, start its ranks on this machine.
+"""The commands `megacore train` and `megacore finetune`: read a recipe, check the run, start its ranks on this machine.
 
 A recipe is read before anything that is slow to import, so that a typo is said at once.
 """
@@ -34,7 +34,7 @@ VARIABLES = {
     "CUDA_MODULE_LOADING": "EAGER",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
-"""Of the environment of each rank, where it does not say otherwise."""
+"""Variables of the environment of each rank, where it does not say otherwise."""
 
 WAY_OUT = (
     "Go on with --resume auto. Where a rank rightly takes so long, raise train.timeout, the minutes that others wait."
@@ -61,7 +61,7 @@ def run(command: str, given: Sequence[str]) -> int:
 
 
 def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the recipe and all of its overrides, of what a command was given; ends the process where that is not
+    """Return the recipe and all of its overrides from a command's arguments; ends the process where they are not
     clear."""
     names = [name for name in OPTIONS if name != "export" or command == "finetune"]
     parser = argparse.ArgumentParser(prog=f"megacore {command}", allow_abbrev=False)
@@ -76,7 +76,7 @@ def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _node(nodes: int, processes: int) -> Node:
-    """Return what the environment says of this machine among several.
+    """Return the place of this machine among several, as the environment says it.
 
     Raises:
         ConfigError: it does not say enough.
@@ -93,7 +93,7 @@ def _node(nodes: int, processes: int) -> Node:
 
 
 def _number(name: str, least: int, default: int) -> int:
-    """Of a variable of the environment.
+    """Return the number that a variable of the environment holds.
 
     Raises:
         ConfigError: it is none.

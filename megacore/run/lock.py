@@ -41,13 +41,13 @@ _TRIES = 20  # to have the lock while somebody just looks at it
 
 @dataclass(frozen=True)
 class Holder:
-    """What the lock's file says.
+    """The holder of a lock, as its file says.
 
     Args:
-        host, pid: Who holds it.
-        machine: Which start of which machine that is.
+        host, pid: The process that holds it.
+        machine: The start of the machine that it is on.
         token: No two holders have the same.
-        since: When it was taken, in UTC.
+        since: The time when it was taken, in UTC.
         beat: Counts up at each heartbeat.
     """
 
@@ -68,7 +68,8 @@ class Holder:
 
 
 def _machine() -> str:
-    """Hosts may share a name, and containers of one machine may not; Linux tells each start of a machine apart."""
+    """Return what tells this start of this machine apart: hosts may share a name, and containers of one machine may
+    not."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
     except OSError:
@@ -76,7 +77,7 @@ def _machine() -> str:
 
 
 def read(path: Path) -> Holder | None:
-    """Return what a lock's file says; None where it says nothing."""
+    """Return the holder that a lock's file names; None where it names none."""
     try:
         with open_file(path, path.parent) as file:
             found = Holder(**json.loads(file.read(_BYTES)))
@@ -86,7 +87,7 @@ def read(path: Path) -> Holder | None:
 
 
 def holder(out: Path) -> str | None:
-    """Return who holds a folder, as far as this machine's locks tell; None if nobody does. Takes nothing."""
+    """Return the holder of a folder, as far as this machine's locks tell; None if there is none. Takes no lock."""
     path = out / LOCK
     try:
         with open_file(path, out) as file:
@@ -186,7 +187,7 @@ class RunLock:
 
 
 def _open(path: Path) -> tuple[FileIO, bool]:
-    """Return (the file, whether it is locked); without locks it is merely open.
+    """Return the file, and whether it is locked; without locks it is merely open.
 
     Raises:
         StoreError: somebody else holds it.
@@ -203,7 +204,7 @@ def _open(path: Path) -> tuple[FileIO, bool]:
 
 
 def held(out: Path, who: str) -> str:
-    """Return what to say to a second run."""
+    """Return the message for a second run."""
     return f"out ({out}) is held by a run, {who}: wait for it or end it, or choose another out="
 
 

@@ -33,7 +33,7 @@ def learning_rate(step: int, schedule: ScheduleConfig, base: float, total_steps:
 
 
 def decay_steps(schedule: ScheduleConfig, total_steps: int) -> int:
-    """Return the steps of the decay. Null stands for a tenth of the run in wsd, and for all after the warm-up
+    """Return the number of steps of the decay. Null stands for a tenth of the run in wsd, and for all after the warm-up
     elsewhere."""
     if schedule.name == "constant":
         return 0
@@ -44,5 +44,5 @@ def decay_steps(schedule: ScheduleConfig, total_steps: int) -> int:
 
 
 def _height(name: str, progress: float) -> float:
-    """Return where the decay stands between 1 and 0, `progress` of the way."""
+    """Return the height of the decay between 1 and 0, `progress` of the way."""
     return (1 + math.cos(math.pi * progress)) / 2 if name == "cosine" else 1 - progress

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: metrics.jsonl always, a progress bar, TensorBoard and W&B if asked for, a picture."""
+"""The metrics of a run: metrics.jsonl always, a progress bar, TensorBoard and W&B if asked for, a picture."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class Log:
     """All sinks of a run; only rank 0 has one. A context manager.
 
     Args:
-        config: Of the run.
-        after: The step after which it goes on; what was logged of later ones is dropped.
+        config: The config of the run.
+        after: The step after which it goes on; lines of later ones are dropped.
     """
 
     def __init__(self, config: Config, after: int = 0) -> None:
@@ -173,10 +173,10 @@ def curve(records: Sequence[Record], key: str) -> list[tuple[float, float]]:
 
 
 def draw(records: Sequence[Record], picture: Path, reference: float | None = None) -> None:
-    """The loss curve of a run.
+    """Draw the loss curve of a run.
 
     Args:
-        records: Of its metrics.jsonl.
+        records: The records of its metrics.jsonl.
         picture: The PNG to write.
         reference: The unigram entropy of the corpus, a level to compare with.
     """

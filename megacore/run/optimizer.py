@@ -23,11 +23,11 @@ class Optimizer:
 
     Args:
         gradients: The parts and their summed gradients.
-        lr, betas, eps, weight_decay: As in the paper.
+        lr, betas, eps, weight_decay: The paper's.
         clip: Largest global gradient norm; None for no clipping.
         master_weights: Whether parameters narrower than fp32 are updated through an fp32 copy.
         moments: dtype of the moments; None for that of what is updated.
-        offload: Where masters and moments live if not on the device.
+        offload: The place of masters and moments if not the device.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Optimizer:
             lr: Learning rate.
             norm: The global norm of the gradient, without the scale.
             go: A bool scalar on the device; where it is false nothing changes. By default, whether ``norm`` is finite.
-            scale: What the summed gradients are multiples of; None for 1.
+            scale: The factor that the summed gradients have; None for 1.
         """
         self.store.update(lr, torch.isfinite(norm) if go is None else go, self._divisor(norm, scale))
         self._gradients.updated()
 
     def _divisor(self, norm: Tensor, scale: Tensor | None) -> Tensor | None:
-        """Return what gradients are divided by: clipping and the way out of the scale, in the fp32 that kernels
+        """Return the divisor of the gradients: clipping and the way out of the scale, in the fp32 that kernels
         take."""
         if self.clip is None:
             return scale
@@ -108,7 +108,7 @@ class Optimizer:
 
     @torch.no_grad()
     def read_weight(self, name: str, host: Tensor | None, take: Take = all_of_it) -> None:
-        """As :meth:`read_into`, the parameter itself."""
+        """Read the parameter itself, as :meth:`read_into` does."""
         self._gradients.read_weight(name, host, take)
 
     @torch.no_grad()

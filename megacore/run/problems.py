@@ -24,13 +24,14 @@ from parallel.weights.layout import MeshShape, split_problems
 from parallel.weights.schema import Schema
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", checkpoints.FOLDER)
-"""What a run leaves in its folder; a folder that has one of them is not written to again, unless the run goes on."""
+"""The files that a run leaves in its folder; a folder that has one of them is not written to again, unless the run goes
+on."""
 FOLDERS = (checkpoints.FOLDER, "examples", "tensorboard", "wandb")
 """Those that a run makes in its folder."""
 
 
 class ModelSizes(Protocol):
-    """What of a model its config can be checked against."""
+    """The sizes of a model that a config is checked against."""
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -55,7 +56,7 @@ def problems(
     bad.
 
     Args:
-        config: As loaded.
+        config: The config as it was loaded.
         world_size: Ranks in all.
         model: Axis sizes and limits; None if they are not known, which leaves out the rules that need them.
         gpus: GPUs of this node.
@@ -72,7 +73,7 @@ def problems(
 
 
 def _range_problem(config: Config, key: str, bound: Bound) -> Iterator[str]:
-    """Of a number, or of each number of a list; null is no number."""
+    """Return the problem of a number, or of the numbers of a list; null is no number."""
     value: object = config
     for name in key.split("."):
         value = _field(value, name)
@@ -84,7 +85,7 @@ def _range_problem(config: Config, key: str, bound: Bound) -> Iterator[str]:
 
 
 def _field(section: object, name: str) -> object:
-    """Of a section; null has none."""
+    """Return the value of a key of a section; null has none."""
     return None if section is None else getattr(section, name)
 
 
@@ -93,7 +94,7 @@ def _field(section: object, name: str) -> object:
 
 @dataclass(frozen=True)
 class RuleContext:
-    """What the rules look at."""
+    """The values that the rules look at."""
 
     config: Config
     world_size: int
@@ -394,7 +395,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((), _one_start),
     ((), _export),
 )
-"""What each rule needs in range, and the rule."""
+"""The keys that each rule needs in range, and the rule."""
 
 
 def _multiples(value: int, step: int) -> str:
@@ -428,7 +429,7 @@ def _missing_files(config: Config) -> Iterator[str]:
 
 
 def _missing(corpus: CorpusConfig) -> Iterator[str]:
-    """Of a token file or a file of examples; and what a path that is there, and is neither, may have meant."""
+    """Yield the problem of a missing token file or file of examples, and what another path may have meant."""
     path = Path(corpus.path)
     ends = ("",) if corpus.has_examples else (".bin", ".idx")
     missing = [f"{path}{end}" for end in ends if not Path(f"{path}{end}").is_file()]
@@ -481,7 +482,8 @@ def _unusable_out(config: Config) -> Iterator[str]:
 
 
 def _cannot_be_made(key: str, folder: Path) -> Iterator[str]:
-    """Only making a folder tells: permissions do not say so of the superuser, of a full disk, or of /proc."""
+    """Yield why a folder cannot be made. Only making it tells: permissions say nothing of the superuser or a full
+    disk."""
     parent = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
     if not parent.is_dir():
         yield f"{key} ({folder}) cannot be made, {parent} is not a folder: choose another {key}="
@@ -511,7 +513,7 @@ def _unusable_export(config: Config) -> Iterator[str]:
 
 
 def _not_its_own(out: Path, resume: Path) -> Iterator[str]:
-    """A run goes on in its own folder from its newest checkpoint; from an older one it is another run."""
+    """Yield why a checkpoint is not the one that the run of this folder resumes from: its own newest."""
     folder = checkpoints.folder_of(out)
     found = checkpoints.complete(folder)
     here = [step for step, path in found.items() if path.resolve() == resume.resolve()]

@@ -1,4 +1,4 @@
-"""How far a run has come: what ``trainer.json`` says beside the tensors of a checkpoint."""
+"""The progress of a run: what ``trainer.json`` says beside the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Progress:
         return self.step - self.updates
 
     def at(self, step: int, config: Config, updates: int = 0, scaler: Mapping[str, Any] | None = None) -> Progress:
-        """At a later step of a run that goes on from here with this config."""
+        """Return the progress at a later step of a run that goes on from here with this config."""
         samples = (step - self.step) * config.batch.global_size
         tokens = samples * config.data.sequence_length
         return Progress(step, self.samples + samples, self.tokens + tokens, updates, scaler, self.order)
 
     @classmethod
     def read(cls, tree: Mapping[str, Any], where: object) -> Progress:
-        """From a ``trainer.json``.
+        """Read the progress from a ``trainer.json``.
 
         Raises:
             StoreError: a count is missing or none, the state of the loss scale is none, or the order of the data is
@@ -77,7 +77,7 @@ class Progress:
 
 
 def is_scaler_state(found: Any) -> bool:
-    """Return whether something that was read is what :meth:`~megacore.run.scaler.Scaler.state` gives."""
+    """Return whether something that was read is a state of :meth:`~megacore.run.scaler.Scaler.state`."""
     if found is None:
         return True
     if not isinstance(found, Mapping):

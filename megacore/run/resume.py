@@ -1,4 +1,5 @@
-"""What a run starts from: nothing, somebody's weights, or a checkpoint of a run, on whatever layout that was."""
+"""The start of a run: from nothing, from somebody's weights, or from a checkpoint of a run, on whatever layout that
+was."""
 
 from __future__ import annotations
 
@@ -38,14 +39,14 @@ class Damaged:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run starts.
+    """The start of a run.
 
     Args:
-        source: Of the weights; None where they are drawn at random.
-        trainer: What the source says of its run, if that goes on; None where a run begins.
-        progress: How far the run is already.
-        said: What the user should know, a line each.
-        adapters: Of a run that goes on with adapters of the source: where they are.
+        source: The folder of the weights; None where they are drawn at random.
+        trainer: The source's state of its run, if that goes on; None where a run begins.
+        progress: The progress of the run so far.
+        said: Lines for the user.
+        adapters: The folder of the adapters of the source that a run goes on with.
         damaged: Newer checkpoints of the run, which were passed over: to be set aside before the run writes anything.
     """
 
@@ -64,7 +65,7 @@ def find(config: Config, damaged: tuple[Damaged, ...] = (), checked: bool = Fals
     """Open what the run is to start from.
 
     Args:
-        config: Of the run.
+        config: The config of the run.
         damaged: Checkpoints that are known to be.
         checked: Whether another process checks the tensor files of checkpoints.
 
@@ -217,7 +218,7 @@ def _misfits(model: ModelConfig, source: WeightFolder) -> Iterator[str]:
 
 
 def remarks(start: Start, config: Config, model: ModelConfig, mesh: MeshShape) -> list[str]:
-    """Return what is not as it was where the weights come from, a line each."""
+    """Return the differences to where the weights come from, a line each."""
     if start.source is None:
         return list(start.said)
     lines = list(start.said) if start.said else [f"Starting from the weights of {start.source.path}."]
@@ -258,7 +259,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As it comes back from JSON."""
+    """Return a value as it comes back from JSON."""
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

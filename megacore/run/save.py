@@ -48,7 +48,8 @@ class SaveError(RuntimeError):
 
 @dataclass(frozen=True)
 class Retention:
-    """What a run keeps: the newest checkpoints (None: all of them), and those of every so many steps (0: no others)."""
+    """The checkpoints that a run keeps: the newest checkpoints (None: all of them), and those of every so many steps
+    (0: no others)."""
 
     newest: int | None
     every: int
@@ -60,8 +61,8 @@ class TrainingState:
     Args:
         parameters: The weights.
         optimizer: Their masters and moments.
-        folder: Of files that copies lie in while they are saved; None for host memory.
-        layout: Of what is saved, where that is not all of the weights.
+        folder: The folder of files that copies lie in while they are saved; None for host memory.
+        layout: The layout of what is saved, where that is not all of the weights.
     """
 
     def __init__(
@@ -91,9 +92,9 @@ class _Written:
     """A file of this rank.
 
     Args:
-        file: What is written.
-        state: Of which state.
-        ranges: Of its tensors that are slices.
+        file: The contents of the file.
+        state: The state that it is of.
+        ranges: The ranges of its tensors that are slices.
         host: Copies of them.
     """
 
@@ -167,7 +168,7 @@ class Snapshot:
 
 
 def _slice(whole: Stored, part: Stored) -> Take:
-    """Return what takes a slice of a tensor as it is stored by itself, in one piece of memory."""
+    """Return a function that takes a slice of a tensor as it is stored by itself, in one piece of memory."""
     if part.box == whole.box:
         return all_of_it
     inside = whole.inside(part)
@@ -198,7 +199,7 @@ def _copies(
 
 @dataclass
 class _Future:
-    """Something that a thread does; what it gives and what it raises stay until they are asked for."""
+    """A function that runs in a thread; its result and its exception stay until they are asked for."""
 
     do: Callable[[], Any]
     result: Any = None
@@ -231,13 +232,13 @@ class Saver:
     """Saves checkpoints of a run; every rank has one, and all call it at the same steps.
 
     Args:
-        folder: Of the run's checkpoints.
-        state: What this rank holds.
+        folder: The folder of the run's checkpoints.
+        state: The tensors that this rank holds.
         raw: Fields of the model's Hugging Face config.
         companions: {name: file} of what travels with the model.
-        control: How the ranks talk.
-        kept: Which checkpoints stay.
-        adapters, frozen: As of :class:`~megacore.store.index.Index`.
+        control: The messages between the ranks.
+        kept: The checkpoints that stay.
+        adapters, frozen: The fields of :class:`~megacore.store.index.Index`.
     """
 
     def __init__(
@@ -264,7 +265,7 @@ class Saver:
 
         Args:
             step: The last step that was done.
-            trainer: For ``trainer.json``.
+            trainer: The fields of ``trainer.json``.
 
         Raises:
             SaveError: it cannot begin, for want of room say, or the earlier one failed.
@@ -316,7 +317,7 @@ class Saver:
         return SaveError(reason)
 
     def news(self) -> tuple[bool, bool]:
-        """Return (whether this rank is still at work, whether it has failed): for :meth:`advance`."""
+        """Return whether this rank is still at work, and whether it has failed: for :meth:`advance`."""
         if self._saving is None or self._saving.work is None:
             return False, False
         busy = self._saving.work.thread.is_alive()
@@ -364,7 +365,7 @@ class Saver:
 
     @cached_property
     def _bytes(self) -> int:
-        """Of all tensors of a checkpoint, on all ranks."""
+        """Return the bytes of all tensors of a checkpoint, on all ranks."""
         index = self._index
         places = [index.layout.mesh.place(rank) for rank in range(index.layout.mesh.world)]
         size = 0

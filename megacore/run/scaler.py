@@ -19,11 +19,11 @@ LARGEST = 2.0**24
 
 @dataclass(frozen=True)
 class Scaling:
-    """How the scale moves; all scales are powers of two.
+    """The course of the loss scale; all scales are powers of two.
 
     Args:
-        initial: Of the first step.
-        growth_interval: After so many steps in a row without overflow it doubles.
+        initial: The scale of the first step.
+        growth_interval: The number of steps in a row without overflow after which it doubles.
         minimum, maximum: Its bounds.
     """
 
@@ -44,8 +44,8 @@ class Scaler:
     """The loss scale of a run.
 
     Args:
-        scaling: How it moves.
-        device: Where it lives.
+        scaling: The course of the scale.
+        device: The device that it lives on.
     """
 
     def __init__(self, scaling: Scaling, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class Scaler:
         self.good_steps = torch.where(counts, torch.where(grows, 0, good), self.good_steps)
 
     def state(self) -> dict[str, Any] | None:
-        """For ``trainer.json``; None where losses are not scaled. Reading it waits for the device."""
+        """The state for ``trainer.json``; None where losses are not scaled. Reading it waits for the device."""
         return {"scale": float(self.scale), "good_steps": int(self.good_steps)} if self.scaling.moves else None
 
     def load(self, state: Mapping[str, Any] | None) -> None:

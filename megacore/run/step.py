@@ -27,7 +27,7 @@ class Stats:
         grad_norm: Norm of the whole model's gradient before clipping.
         tokens: Number of counted tokens.
         own_loss: This rank's part of the loss, the one that is not the same everywhere.
-        scale: What the loss was multiplied by for the backward.
+        scale: The factor of the loss in the backward.
         overflow: Whether the gradient alone is not finite, and a smaller scale may mend that in later steps.
     """
 
@@ -93,5 +93,5 @@ def counted_tokens(microbatches: Sequence[Microbatch], mesh: Mesh) -> Tensor:
 
 
 def total_loss(own: Tensor, mesh: Mesh) -> Tensor:
-    """Return the sum of what each rank has counted of the loss."""
+    """Return the sum over ranks of their parts of the loss."""
     return all_reduce_(own.clone(), mesh.world)

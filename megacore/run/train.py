@@ -49,12 +49,12 @@ from parallel.mesh import Mesh
 
 
 def run(setup: Setup, device: torch.device, node: int = 8) -> int:
-    """Return one run on the processes that there are; returns the last step that was done.
+    """Train one run on the processes that there are -> the last step that was done.
 
     Args:
         setup: The run.
-        device: Of this process.
-        node: How many successive ranks share a machine.
+        device: The device of this process.
+        node: The number of successive ranks that share a machine.
 
     Raises:
         ConfigError: the ranks have found different checkpoints to start from, or different kernels.

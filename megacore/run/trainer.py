@@ -34,7 +34,7 @@ from parallel.random import key
 
 
 def perplexity(loss: float) -> float:
-    """Of a loss in nats per token; infinite where it has no float."""
+    """Return the perplexity of a loss in nats per token; infinite where it has no float."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -118,10 +118,10 @@ class Trouble:
             and one more than ``allowed`` among the last ``WINDOW``. Those that overflowed for their loss scale do not
             count.
         here: Whether this rank's own part of the loss was not finite at that step.
-        skipped: How many steps were left out.
+        skipped: The number of steps that were left out.
         halted: Whether there is such a step.
-        recent: Which of the last ``WINDOW`` steps were left out and count.
-        allowed: How many of them may be; None for any number.
+        recent: The last ``WINDOW`` steps that were left out and count.
+        allowed: The number of them that may be; None for any.
     """
 
     first: Tensor
@@ -155,17 +155,17 @@ class Trainer:
     """A run on this rank.
 
     Args:
-        config: Of the run.
+        config: The config of the run.
         mesh: The live mesh.
         model: This rank's part of the model.
         step: The training step over it.
         batches: This rank's training batches.
         held_out: Its validation batches, if there are any.
-        peak_tflops: What the device can reach, for the utilisation; None if unknown.
-        control: How the ranks talk.
+        peak_tflops: The peak of the device, for the utilisation; None if unknown.
+        control: The messages between the ranks.
         saver: Writes checkpoints.
-        start: How far the run is already.
-        log: Where the metrics go, on rank 0.
+        start: The progress of the run so far.
+        log: The log that metrics go to, on rank 0.
     """
 
     config: Config
@@ -253,12 +253,12 @@ class Trainer:
         return (torch.stack(losses).sum() / torch.stack(counts).sum()).item()
 
     def _evaluates(self, step: int) -> bool:
-        """At intervals and at the end, not when interrupted: whoever interrupts does not wait for long."""
+        """Return whether an evaluation follows a step: at intervals and at the end, not when a signal interrupts."""
         every = self.config.evaluate.every
         return self.held_out is not None and bool(every) and (step % every == 0 or step == self.config.train.steps)
 
     def _saves(self, step: int, stop: bool, asked: bool) -> bool:
-        """At intervals, at the end, before a signal ends the run, and when asked to."""
+        """Return whether a step is saved: at intervals, at the end, before a signal ends the run, and when asked to."""
         section = self.config.checkpoint
         end = step == self.config.train.steps and section.at_end
         return asked or end or (stop and section.on) or (section.every > 0 and step % section.every == 0)
@@ -422,7 +422,7 @@ class _Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is done inside is not counted."""
+        """Leave the time that passes inside uncounted."""
         if self._trainer.mesh.device.type == "cuda":
             torch.cuda.synchronize(self._trainer.mesh.device)  # the steps before it are
         before = time.perf_counter()
@@ -430,5 +430,5 @@ class _Meter:
         self._since += time.perf_counter() - before
 
     def _peak_memory(self) -> float:
-        """Of the rank that has held most."""
+        """Return the peak memory of the rank that has held most."""
         return self._trainer.control.largest(peak_memory_gib(self._trainer.mesh.device))[0]

@@ -1,4 +1,4 @@
-"""Which tensor of a Hugging Face folder is which weight of the model: each is used once, or explained, or an error."""
+"""Accounting for the tensors of a Hugging Face folder: each is used once as a weight, or explained, or an error."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class TensorInFile:
 
 @dataclass(frozen=True)
 class Account:
-    """What the tensors of a folder are.
+    """The account of the tensors of a folder.
 
     Args:
-        weights: By the names that the family's table gives them.
+        weights: The weights by the names that the family's table gives them.
         ignored: Names on the family's list of tensors that hold no weights.
         problems: Everything that is wrong.
     """
@@ -122,7 +122,7 @@ def _tensors(schema: Schema) -> int:
 def _with_prefix(
     config: ModelConfig, files: Mapping[str, TensorFile], known: Callable[[str], bool]
 ) -> tuple[dict[str, TensorInFile], list[str]]:
-    """Return (the tensors by the names that they have in a whole model, problems)."""
+    """Return the tensors by the names that they have in a whole model, and problems."""
     prefix = f"{config.base_model_prefix}."
     having = [name for name in files if name.startswith(prefix) and known(name)]
     lacking = {name: prefix + name for name in files if not name.startswith(prefix) and known(prefix + name)}
@@ -134,7 +134,7 @@ def _with_prefix(
 
 
 def _tie(config: ModelConfig, held: dict[str, TensorInFile]) -> list[str]:
-    """Where embedding and head are one tensor, leave it under the embedding's name."""
+    """Leave one tensor that is embedding and head under the embedding's name."""
     embedding, head = config.tied
     if not config.tie_word_embeddings or head not in held:
         return []

@@ -38,7 +38,7 @@ _ROWS, _KEPT = 1 << 22, 1 << 29
 
 
 def adapters_of(checkpoint: WeightFolder) -> Adapters:
-    """Return what the adapters of a checkpoint belong to.
+    """Return the adapters of a checkpoint, with the model that they belong to.
 
     Raises:
         StoreError: it holds a model.
@@ -102,7 +102,7 @@ class AdaptedFolder(WeightFolder):
 
     @classmethod
     def of(cls, own: SafetensorsFolder, base: SafetensorsFolder) -> AdaptedFolder:
-        """Return the two, if they belong together as far as can be known without reading the weights.
+        """Open the two, if they belong together as far as can be known without reading the weights.
 
         Raises:
             StoreError: as :func:`check_model`.
@@ -133,7 +133,7 @@ class AdaptedFolder(WeightFolder):
         return {piece: value for folder in self.folders for piece, value in folder.fingerprints(state).items()}
 
     def companions(self) -> Mapping[str, Companion]:
-        """Return the adapters', for their run may have had a chat template of its own; else the base's."""
+        """Return the companions of the adapters, whose run may have had a chat template of its own; else the base's."""
         return self.own.companions() or self.base.companions()
 
     def _holder(self, stored: Stored) -> SafetensorsFolder:

@@ -1,4 +1,4 @@
-"""What the bytes of a folder say: fingerprints taken anew, and what in a checkpoint is not as it was written.
+"""Fingerprints taken anew from the bytes of a folder, and what in a checkpoint is not as it was written.
 
 Every tensor is read through its map, block by block: memory does not grow with the model.
 """
@@ -32,7 +32,7 @@ class DamageError(StoreError):
 
 
 def silent(done: int) -> None:
-    """Where nobody watches."""
+    """Report progress to nobody."""
 
 
 def taken(
@@ -64,7 +64,7 @@ def taken(
 
 
 def fingerprints(folder: WeightFolder, state: str, jobs: int, progress: OnBytes = silent) -> dict[Logical, int]:
-    """Of the logical pieces of a state, from the bytes of all its tensors; arguments as :func:`taken`'s.
+    """Return the fingerprints of the logical pieces of a state, from the bytes of all its tensors; see :func:`taken`.
 
     Raises:
         StoreError: replicas differ.
@@ -96,7 +96,7 @@ def check(
     """Compare every byte of the tensors with the index, replicas with each other, and padding with zero.
 
     Args:
-        folder: Which one; tensors whose fingerprints it does not know are not read.
+        folder: The folder; tensors whose fingerprints it does not know are not read.
         jobs: Threads.
         progress: Is told of each tensor.
         tensors: {state: whole names} of those to compare, if not all.
@@ -126,7 +126,7 @@ def check(
 
 
 def padding(schema: Schema, stored: Stored) -> Iterator[tuple[str, Piece]]:
-    """Yield (label, view) of what a tensor holds beyond the end of an axis."""
+    """Yield the label and view of what a tensor holds beyond the end of an axis."""
     for label, piece in stored.pieces.items():
         for axis, size in zip(piece.axes, piece.shape, strict=True):
             start, stop = stored.box[axis]

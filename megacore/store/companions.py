@@ -36,8 +36,9 @@ COMPANIONS = (
     "NOTICE*",
     "USE_POLICY*",
 )
-"""What text needs to become tokens and back, how to generate, and the terms of use, which licences want to see passed
-on. Not the model card: it describes the model that the weights were, with its results. And no code."""
+"""Files that text needs to become tokens and back, those that say how to generate, and the terms of use, which licences
+want to see passed on. Not the model card: it describes the model that the weights were, with its results. And no
+code."""
 
 _NAMES = re.compile(r"auto_map|init_inputs|\w*_files?")
 """Fields of a tokenizer's config that name code, or files wherever they are."""
@@ -48,7 +49,7 @@ class Companion:
     """A file that travels with a model.
 
     Args:
-        path: Where it is.
+        path: Its path.
         root: The folder that its links may not leave; None where the user has named the file.
     """
 
@@ -56,7 +57,7 @@ class Companion:
     root: Path | None = None
 
     def open(self) -> BufferedReader:
-        """To be read.
+        """Open the file to be read.
 
         Raises:
             StoreError: it cannot be, its links lead out, or it is too large for what it is called.
@@ -94,7 +95,7 @@ def companions(folder: Path, root: Path) -> Mapping[str, Companion]:
     """Return {name within the folder: file} of those that travel along.
 
     Args:
-        folder: Which they lie in.
+        folder: The folder that they lie in.
         root: The folder of the model, which their links may not leave.
 
     Raises:

@@ -21,7 +21,7 @@ from parallel.weights.schema import Schema
 from parallel.weights.transfer import Copy, Stored, blocks, plan, strided, whole_name
 
 Both = tuple[Any, Any]
-"""What each of the two says; None where it says nothing."""
+"""The values of the two folders; None where one has none."""
 Folders = tuple[SafetensorsFolder, SafetensorsFolder]
 
 
@@ -35,7 +35,7 @@ class Difference:
     Args:
         state: Weights, or something of the optimizer's.
         name: Our name of the tensor, its layer filled in.
-        label: Of the piece.
+        label: The label of the piece.
         what: ``presence``, ``shape``, ``dtype`` or ``values``, the first that differs.
         both: The two sides' name, sizes of the axes, dtypes or fingerprints.
     """
@@ -53,9 +53,9 @@ class Differences:
 
     Args:
         config: {field: what each has}, of the fields that change the maths.
-        step: Of two checkpoints of training runs, if they differ.
+        step: The steps of two checkpoints of training runs, if they differ.
         states: {state: which of the two has it}, of states that one lacks, though it could have them.
-        pieces: Of the states that both have.
+        pieces: The differences of the states that both have.
     """
 
     config: Mapping[str, Both]
@@ -89,7 +89,7 @@ def compare(folders: Folders, jobs: int, progress: OnBytes = silent) -> Differen
 
 
 def config_differences(one: ModelConfig, other: ModelConfig) -> dict[str, Both]:
-    """Return {field: what each has} of all that a config means."""
+    """Return {field: values of both} of all that a config means, where they differ."""
     ours, theirs = ({"model_type": config.family} | asdict(config) for config in (one, other))
     found = {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs}}
     return {name: both for name, both in found.items() if both[0] != both[1]}
@@ -161,9 +161,9 @@ class Compared:
 
     Args:
         tensor: The tensor.
-        label: Of the piece.
-        elements: How many there are.
-        differ: How many of them differ.
+        label: The label of the piece.
+        elements: The number of its elements.
+        differ: The number of those that differ.
         dtypes: The other source's, and the checkpoint's. Where these are not one, elements that differ are those of
             which neither is the other one rounded.
     """
@@ -182,7 +182,7 @@ def compare_bits(
 
     Args:
         checkpoint: Whose weights are compared.
-        tensors: Which of them.
+        tensors: The names of the tensors.
         other: Anything that holds the same model.
         jobs: Threads.
         progress: Is told of each tensor.

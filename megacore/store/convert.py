@@ -36,10 +36,10 @@ class StateFiles:
 
 @dataclass(frozen=True)
 class FolderPlan:
-    """What a folder will hold.
+    """The contents of a folder that is to be written.
 
     Args:
-        schema: Of the model.
+        schema: The schema of the model.
         states: {state: its files}.
         texts: (fingerprints of each file) -> {path: content} of the small files.
         companions: {path: the file that is copied there}.
@@ -98,11 +98,11 @@ class FolderPlan:
 
 
 def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None) -> FolderPlan:
-    """Return a checkpoint of all that a folder holds, in a layout.
+    """Plan a checkpoint of all that a folder holds, in a layout.
 
     Args:
         source: The folder.
-        layout: Of the new files.
+        layout: The layout of the new files.
         dtype: Of the weights, if it is to change.
 
     Raises:
@@ -133,7 +133,7 @@ def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None
 
 
 def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | None = None) -> FolderPlan:
-    """Return a Hugging Face folder of a folder's weights and companions; fp32 masters are not used.
+    """Plan a Hugging Face folder of a folder's weights and companions; fp32 masters are not used.
 
     Args:
         source: The folder.

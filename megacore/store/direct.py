@@ -21,7 +21,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 ALIGNMENT = 4096
-"""Of places in the file and in memory; disks ask for 512 or 4096."""
+"""The alignment of places in the file and in memory; disks ask for 512 or 4096."""
 LEAST = 1 << 18
 """Bytes of a piece; for less it is not worth its ends."""
 SCRATCH = 2 << 20
@@ -38,7 +38,7 @@ class DirectFile:
 
     @classmethod
     def open(cls, path: Path) -> DirectFile | None:
-        """Return a file that exists; None where the system or the filesystem has no such way. Raises OSError."""
+        """Open a file that exists; None where the system or the filesystem has no such way. Raises OSError."""
         if not hasattr(os, "O_DIRECT"):
             return None
         try:
@@ -82,7 +82,7 @@ class DirectFile:
 
 
 def aligned_memory(size: int) -> Bytes:
-    """Return the bytes that begin at a multiple of ALIGNMENT."""
+    """Return memory that begins at a multiple of ALIGNMENT."""
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 

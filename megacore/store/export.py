@@ -24,7 +24,7 @@ Shard = tuple[str, tuple[Stored, ...]]
 """(file name, its tensors)."""
 
 SHARD_SIZE = "5GB"
-"""Of a weight file, where nothing else is asked for."""
+"""The largest size of a weight file, where nothing else is asked for."""
 
 CODE = ("auto_map", "attn_implementation")
 """Fields that may name code, in the folder or on the hub."""
@@ -37,7 +37,8 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of a size such as ``5GB``, ``1.5 GiB`` or ``1000000``; a GB has 1000^3 bytes, a GiB 1024^3.
+    """Return the number of bytes of a size such as ``5GB``, ``1.5 GiB`` or ``1000000``; a GB has 1000^3 bytes, a GiB
+    1024^3.
 
     Raises:
         StoreError: it is not a size.

@@ -1,4 +1,4 @@
-"""How files are opened and replaced: what others may have put in the way, a link, a pipe or a device, is not followed.
+"""Opening and replacing files: what others may have put in the way, a link, a pipe or a device, is not followed.
 
 Errors are OSErrors, some in words of their own: :func:`~megacore.store.tensors.os_errors` makes StoreErrors of them.
 """
@@ -24,9 +24,10 @@ def open_file(path: Path, root: Path | None = None) -> BufferedReader:
     """Open a regular file for reading.
 
     Args:
-        path: Which one.
-        root: The folder of whoever made it, which its links may not leave; None where the user has named the file. The
-            hub's cache counts as one: there, files in ``snapshots/REVISION`` are links to those in ``blobs``.
+        path: The file.
+        root: The folder of whoever made it, which its links may not leave; None where the user has
+            named the file. The hub's cache counts as one: there, files in ``snapshots/REVISION`` are links to those in
+            ``blobs``.
 
     Raises:
         OSError: it is not there or no file, or its links lead out, so that whoever made the folder would have us read
@@ -68,7 +69,7 @@ def _home(real: Path, root: Path) -> Path | None:
 
 
 def _opened(path: Path, flags: int, name: str | None = None, folder: int | None = None) -> int:
-    """Return the descriptor of a regular file that is no link; a pipe is not waited for."""
+    """Open a regular file that is no link -> its descriptor; a pipe is not waited for."""
     file = os.open(name or path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o666, dir_fd=folder)
     try:
         _check_regular(os.fstat(file), path)
@@ -91,7 +92,8 @@ def _check_regular(found: os.stat_result, path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, durable: bool = True) -> Iterator[BufferedWriter]:
-    """A file to write into, which takes its name at the end: under it stands what was there, or all of the new one.
+    """Open a file to write into, which takes its name at the end: under it stands what was there, or all of the new
+    one.
 
     Args:
         path: Its name; a link of this name is replaced, not followed.
@@ -116,7 +118,7 @@ def replacing(path: Path, durable: bool = True) -> Iterator[BufferedWriter]:
 
 
 def append(path: Path) -> BufferedWriter:
-    """Return a file of ours to add to, which is made if it is not there.
+    """Open a file of ours to add to, which is made if it is not there.
 
     Raises:
         OSError: its name is taken by a link, by what is no file, or by a file of somebody else or of two names.
@@ -131,7 +133,7 @@ def append(path: Path) -> BufferedWriter:
 
 
 def open_lock(path: Path) -> FileIO:
-    """Return a file to hold, which is made if it is not there.
+    """Open a file to lock, which is made if it is not there.
 
     Raises:
         OSError: its name is taken by a link or by what is no file, or its folder has just gone.

@@ -1,4 +1,4 @@
-"""What an opened folder of weights says and does, whichever format it has."""
+"""The interface of an opened folder of weights, whichever format it has."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class WeightFolder(ABC):
 
     Args:
         path: The folder.
-        index: What it says about itself.
+        index: The index of what it holds.
         trainer: The state of a training run, None where it is of none.
-        base: Of adapters that are read together with their model: where that is.
+        base: The folder of the model that adapters are read with.
         ignored: Tensors that hold no weights, by the names they have.
     """
 
@@ -51,17 +51,17 @@ class WeightFolder(ABC):
 
     @property
     def schema(self) -> Schema:
-        """What this release declares for what it holds: the model, or adapters of it."""
+        """The schema, in this release's sentences, of what it holds: the model, or adapters of it."""
         return self.index.schema
 
     @property
     def layout(self) -> Layout:
-        """On the model-parallel coordinates, by the sentences that its tensors were written by."""
+        """The layout on the model-parallel coordinates, in the sentences that its tensors were written by."""
         return self.index.layout
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Which of :data:`~megacore.store.index.STATES` it has."""
+        """Those of :data:`~megacore.store.index.STATES` that it has."""
         return self.index.states
 
     @property
@@ -79,7 +79,8 @@ class WeightFolder(ABC):
 
     @abstractmethod
     def read(self, state: str = "weights") -> Read:
-        """Return what reads the tensors of a state, each by its :class:`~parallel.weights.transfer.Stored`."""
+        """Return a function that reads the tensors of a state, each by its
+        :class:`~parallel.weights.transfer.Stored`."""
 
     def fingerprints(self, state: str) -> Mapping[Logical, int]:
         """Return {piece: its fingerprint when it was written}, of those for which that is known.
@@ -107,7 +108,7 @@ class SafetensorsFolder(WeightFolder):
     """A folder whose tensors lie in safetensors files.
 
     Args:
-        files: By their paths within the folder.
+        files: The tensor files by their paths within the folder.
     """
 
     format: ClassVar[str]

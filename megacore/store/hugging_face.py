@@ -137,7 +137,7 @@ def _object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _files(folder: Path, problems: list[str]) -> _WeightFiles | None:
-    """Return the opened weight files; None if some cannot be opened.
+    """Open the weight files; None if some cannot be opened.
 
     Where there are both a single file and an index, the single file counts, as for transformers.
     """
@@ -193,7 +193,7 @@ def _is_inside(name: object) -> bool:
 
 
 def _unnamed(found: _WeightFiles, kind: type[ModelConfig]) -> list[str]:
-    """Return where the index and the files disagree."""
+    """Return the problems of an index that disagrees with its files."""
     if found.named is None:
         return []
     problems = []

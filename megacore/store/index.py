@@ -47,7 +47,7 @@ def file_name(state: str, place: Coordinates, part: int | None = None) -> str:
 
 
 def path_of(state: str, where: Hashable) -> str:
-    """Of the file that holds a tensor of a state: ``where`` is the tensor's."""
+    """Return the path of the file that holds a tensor of a state: ``where`` is the tensor's."""
     return f"{state}/{where}.safetensors"
 
 
@@ -62,12 +62,12 @@ def on_disk(layout: Layout) -> Layout:
 
 @dataclass(frozen=True)
 class Adapters:
-    """What the adapters of a checkpoint belong to.
+    """The adapters that a checkpoint holds, and their model.
 
     Args:
-        lora: Which adapters they are.
+        lora: The kind of adapters.
         base: The folder of the model that they were trained on.
-        fingerprint: Of that model's weights, see :func:`~parallel.weights.fingerprint.combined`.
+        fingerprint: The fingerprint of that model's weights, see :func:`~parallel.weights.fingerprint.combined`.
     """
 
     lora: Lora
@@ -95,14 +95,14 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Index:
-    """What a folder says about itself: a checkpoint's ``index.json``, or what a Hugging Face folder's files come to.
+    """The index of a folder: a checkpoint's ``index.json``, or what a Hugging Face folder's files come to.
 
     Args:
         raw: All fields of the Hugging Face ``config.json`` that the model came from or would have.
-        layout: On the model-parallel coordinates.
-        states: Which of :data:`STATES` are there.
+        layout: The layout on the model-parallel coordinates.
+        states: Those of :data:`STATES` that are there.
         step: The training step, None for converted weights.
-        files: By path within the folder; Hugging Face's have no fingerprints.
+        files: The files by path within the folder; Hugging Face's have no fingerprints.
         adapters: If it holds adapters, and not the model that ``raw`` describes: of what.
         frozen: Tensors that were not trained: they have weights alone.
     """
@@ -121,12 +121,12 @@ class Index:
 
     @cached_property
     def schema(self) -> Schema:
-        """What this release declares for what the checkpoint holds; those of its own are in the layout."""
+        """The schema, in this release's sentences, of what the checkpoint holds; those of its own are in the layout."""
         return self.tuning.kept(self.config.schema)
 
     @property
     def tuning(self) -> Tuning:
-        """What of the model the adapters are, if it holds adapters."""
+        """The part of the model that the adapters train, if it holds adapters."""
         return Tuning(self.adapters.lora if self.adapters else None)
 
     def has(self, state: str, tensor: str) -> bool:
@@ -135,7 +135,7 @@ class Index:
 
     @property
     def version(self) -> int:
-        """Of the format: the first that has what there is."""
+        """The version of the format: the first that has what there is."""
         some = any(param.layers is not None for param in self.layout.schema.params)
         whole = all(parts == [None] for parts in self.parts.values())
         return 1 if whole and not some and self.layout.split == SPLIT else 2
@@ -243,7 +243,7 @@ class _Tree:
         return _Tree(self.path, key, self.get(key, dict))
 
     def numbers(self) -> dict[str, int]:
-        """Return all fields, which must be positive whole numbers."""
+        """Return the fields, all of which must be positive whole numbers."""
         if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in self.tree.values()):
             raise self.error(f"{short(self.tree)} holds something else than positive whole numbers")
         return dict(self.tree)
@@ -296,7 +296,7 @@ def read_index(path: Path) -> Index:
 
 
 def _check_files(tree: _Tree, index: Index, version: int) -> None:
-    """Whether the files are those that there must be, and together hold each element of each place once."""
+    """Check that the files are those that there must be, and together hold each element of each place once."""
     layout, wanted = index.layout, set[str]()
     places = [layout.mesh.place(rank) for rank in range(layout.mesh.world)]
     for place, state in itertools.product(places, index.states):
@@ -395,7 +395,7 @@ def _range(tree: _Tree, tensor: str) -> Range:
 
 
 def _runs(layers: Sequence[int]) -> str:
-    """As the index says it: ``0-2,5``."""
+    """Return numbers as the index says them: ``0-2,5``."""
     first, last = ([n for n in layers if n + step not in layers] for step in (-1, 1))
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(first, last, strict=True))
 
@@ -436,7 +436,7 @@ def _param(tree: _Tree, value: object, version: int) -> Param:
 
 
 def _check_count(tree: _Tree, schema: Schema, records: Mapping[str, FileRecord]) -> None:
-    """Before anything counts through the layers: a damaged number of them must not take for ever."""
+    """Check the number of layers before anything counts through them: a damaged one must not take for ever."""
     tensors = sum(schema.count(param, param.name) for param in schema.params)
     listed = sum(len(record.fingerprints) for record in records.values())
     if tensors > listed:
@@ -444,7 +444,7 @@ def _check_count(tree: _Tree, schema: Schema, records: Mapping[str, FileRecord])
 
 
 def _check_model(tree: _Tree, index: Index) -> None:
-    """The sentences may be those of another release, but they must be about the same pieces."""
+    """Check that the sentences, which may be those of another release, are about the same pieces."""
     there, here = index.layout.schema, index.schema
     if sizes := {axis for axis, _ in there.sizes.items() ^ here.sizes.items()}:
         said, meant = ({axis: of[axis] for axis in sorted(sizes) if axis in of} for of in (there.sizes, here.sizes))

@@ -45,7 +45,7 @@ _AHEAD = 2
 
 @dataclass(frozen=True)
 class _Read:
-    """What this rank has read of one state, and the fingerprints that are known of it."""
+    """The pieces that this rank has read of one state, and the fingerprints that are known of them."""
 
     folder: WeightFolder
     state: str
@@ -75,8 +75,8 @@ class Loader:
     """Reads the tensors that this rank holds; all ranks make the same calls in one order.
 
     Args:
-        parameters: Of this rank: their layout says what it holds.
-        control: How the ranks talk.
+        parameters: The parameters of this rank: their layout says what it holds.
+        control: The messages between the ranks.
     """
 
     def __init__(self, parameters: Parameters, control: Control) -> None:
@@ -127,7 +127,7 @@ class Loader:
             yield _Target(target, dtype, made)
 
     def _ahead(self, thread: ThreadPoolExecutor, planned: Sequence[_Target], read: _Read) -> Iterator[Future[Tensor]]:
-        """Yield what this rank reads, some of it before it is asked for."""
+        """Yield the slices that this rank reads, some of them before they are asked for."""
         own = ((target, part) for target in planned for part in target.slices if part.reader == self._replicas.index)
         under_way, source = deque[Future[Tensor]](), read.folder.read(read.state)
 
@@ -228,7 +228,8 @@ def _tensor(dtype: str, bits: np.ndarray) -> Tensor:
 
 
 def fingerprint(base: SafetensorsFolder, control: Control) -> int:
-    """Of the weights of a model: one number that is the same on all ranks, and for equal weights wherever they lie.
+    """Return the fingerprint of a model's weights: one number, the same on all ranks and for equal weights wherever
+    they lie.
 
     A checkpoint knows it; of a Hugging Face folder each rank reads a part, so that together they read it once.
 

@@ -16,9 +16,8 @@ class NoLocks(StoreError):
 
 
 def hold(path: Path) -> FileIO | None:
-    """Return the file, made if it is not there, and held; None while someone else holds it.
-
-    To hold it is to own what it stands for: who opened it before it was renamed or removed does not.
+    """Lock a file, made if it is not there; None while someone else holds it. To hold it is to own what it stands for:
+    who opened it before it was renamed or removed does not.
 
     Raises:
         FileNotFoundError: the file or its folder has just gone.
@@ -41,7 +40,7 @@ def is_at(lock: FileIO, path: Path) -> bool:
 
 
 def flock(lock: FileIO | BufferedReader, kind: int) -> bool:
-    """Return whether the lock of this kind is now held.
+    """Take a lock of this kind -> whether it is now held.
 
     Raises:
         NoLocks: its filesystem has none.

@@ -15,7 +15,7 @@ from megacore.store.strict_json import StoreError
 
 
 def open_folder(path: Path, adapters: bool = False, checked: bool = False) -> SafetensorsFolder:
-    """Return a checkpoint of ours, or a Hugging Face folder.
+    """Open a checkpoint of ours, or a Hugging Face folder.
 
     Args:
         path: The folder; that of a run, or of its checkpoints, stands for its newest checkpoint.
@@ -43,11 +43,11 @@ def open_folder(path: Path, adapters: bool = False, checked: bool = False) -> Sa
 
 
 def open_model(path: Path, base: Path | None = None) -> WeightFolder:
-    """Return a model, or adapters with theirs.
+    """Open a model, or adapters with theirs.
 
     Args:
         path: A checkpoint or a Hugging Face folder.
-        base: Of adapters: the model; None for the folder that they name.
+        base: The model of adapters; None for the folder that they name.
 
     Raises:
         StoreError: something is missing or damaged, the two do not belong together, or there is nothing to adapt.
@@ -67,7 +67,7 @@ def open_model(path: Path, base: Path | None = None) -> WeightFolder:
 
 
 def _known(path: Path) -> str | None:
-    """Return what a folder is, if that is known and neither a checkpoint nor in Hugging Face's format."""
+    """Return the kind of a folder, if it is known and neither a checkpoint nor in Hugging Face's format."""
     if (path / CONFIG).exists():
         return None
     if (path / FOLDER).is_dir():
@@ -85,7 +85,7 @@ def _known(path: Path) -> str | None:
 
 
 def _on_the_hub(path: Path) -> str:
-    """Return how to get a model whose name was given in the place of a folder."""
+    """Return the way to get a model whose name was given in the place of a folder."""
     if path.exists() or path.parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
         return ""
     return f": download a model of the Hugging Face hub by `hf download {path} --local-dir FOLDER`, and name FOLDER"

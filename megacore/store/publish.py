@@ -62,7 +62,7 @@ class Publication:
         return publication
 
     def finish(self) -> None:
-        """Renames the folder to its target. Its files are durable already (:func:`write_file`); its folders are now."""
+        """Rename the folder to its target. Its files are durable already (:func:`write_file`); its folders are now."""
         with os_errors(self.target):
             self.folder.chmod(_usual_mode(self.folder))
             for folder, _, _ in os.walk(self.folder, topdown=False):
@@ -84,7 +84,8 @@ class Publication:
 
 @contextmanager
 def publish(target: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
-    """The folder to write into; published at the end, and removed on any exception. Errors as `Publication.begin`."""
+    """Make the folder to write into; it is published at the end, and removed on any exception. Errors as
+    `Publication.begin`."""
     publication = Publication.begin(target, needed_bytes)
     try:
         yield publication.folder
@@ -127,7 +128,7 @@ def leftovers(folder: str | Path) -> list[Path]:
 
 
 def remove_leftovers(folder: str | Path) -> list[Path]:
-    """Remove the partial folders within a folder whose writers are gone; those that it removed."""
+    """Remove the partial folders within a folder whose writers are gone -> those that are removed."""
     found = leftovers(folder)
     for path in found:
         with os_errors(path), suppress(FileNotFoundError):
@@ -140,7 +141,7 @@ def remove_leftovers(folder: str | Path) -> list[Path]:
 
 
 def _resolved(target: str | Path) -> Path:
-    """Without links, for the folder is made beside what they lead to."""
+    """Return the path without links, for the folder is made beside what they lead to."""
     with os_errors(Path(target)):
         try:
             return Path(target).resolve()
@@ -190,7 +191,7 @@ def spelled(size: int) -> str:
 
 
 def make_and_hold(folder: Path) -> FileIO:
-    """Return the lock of the folder, held, whether it was there or not; StoreError if another writer holds it."""
+    """Make the folder, if it is not there, and take its lock; StoreError if another writer holds it."""
     while True:
         made = False
         with suppress(FileExistsError):
@@ -207,7 +208,8 @@ def make_and_hold(folder: Path) -> FileIO:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return a real folder, not a link, that is this user's, that nobody else may write to, and that is empty or has
+    """Return whether this is a real folder, not a link, that is this user's, that nobody else may write to, and that is
+    empty or has
     the lock: nothing else is ever emptied or published.
 
     FileNotFoundError if it is not there.
@@ -220,7 +222,8 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _usual_mode(folder: Path) -> int:
-    """Of a folder that is made in this one: the system keeps the umask for the process, and tells it by changing it."""
+    """Return the mode of a folder that is made in this one: the system tells a process its umask only by changing
+    it."""
     inner = folder / ".mode"
     inner.mkdir()
     mode = stat.S_IMODE(inner.lstat().st_mode)

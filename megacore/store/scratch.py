@@ -27,9 +27,9 @@ class Scratch:
     """A file of zeros for any number of threads; where the filesystem can, it goes around the page cache.
 
     Args:
-        folder: Where; it is made if it is not there.
+        folder: Its folder, which is made if it is not there.
         size: Bytes, above 0.
-        what: It is for, in words.
+        what: Its purpose, in words.
 
     Raises:
         StoreError: there is no room, or no such file can be made there.
@@ -41,7 +41,7 @@ class Scratch:
         self._set_direct(True)
 
     def read(self, into: Bytes, offset: int) -> None:
-        """into: [n] bytes, all of which are there. Raises OSError."""
+        """Read ``into``, [n] bytes, all of which are there. Raises OSError."""
         at = 0
         while at < into.size:
             try:
@@ -54,7 +54,7 @@ class Scratch:
             at += count
 
     def write(self, data: Bytes, offset: int) -> None:
-        """data: [n] bytes. Raises OSError."""
+        """Write ``data``, [n] bytes. Raises OSError."""
         at = 0
         while at < data.size:
             try:
@@ -86,7 +86,7 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
 def mapped(folder: Path, size: int, what: str) -> Bytes:
-    """Return [size] bytes of zeros that look like memory and lie in a file: the system writes them out where memory is
+    """Return zeros [size] that look like memory and lie in a file: the system writes them out where memory is
     short.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Who writes what: the states of a place are cut into equal shares, so that all replicas that hold them write one.
+"""The shares that ranks write: the states of a place are cut into equal ones, one for each replica that holds them.
 
 The tensors of all states are laid end to end and cut at equal distances. Few of them are cut, as many as there are
 shares at the most, each along one axis that all of its pieces have: a slice is a tensor as others, with a smaller box.
@@ -18,7 +18,7 @@ SHARE_BYTES = 64 << 20
 SLICE = 16 << 20
 """Elements that are read, and sent to others, at once."""
 MOST_FILES = 4096
-"""Of a checkpoint, more or less: file systems of clusters are slow to make many."""
+"""The files of a checkpoint, more or less: file systems of clusters are slow to make many."""
 
 # A share may be larger or smaller by so small a part of it for the sake of whole tensors.
 _FINE = 64
@@ -31,12 +31,12 @@ States = Mapping[str, Sequence[tuple[Stored, int]]]
 
 @dataclass(frozen=True)
 class FileContents:
-    """What a file holds.
+    """The contents of a file.
 
     Args:
-        state: Of which state.
-        number: Which of the files of that state and place; None for the only one.
-        tensors: Whole, or slices of them.
+        state: The state that it is of.
+        number: Its number among the files of that state and place; None for the only one.
+        tensors: The tensors, whole or slices of them.
     """
 
     state: str
@@ -45,14 +45,13 @@ class FileContents:
 
 
 def share_out(layout: Layout, states: States, replicas: int) -> list[list[FileContents]]:
-    """Return what each of the replicas of a place writes.
-
-    Where there are fewer shares than replicas, those that write are far from each other, on different machines.
+    """Return the files that each replica of a place writes. Where there are fewer shares than replicas, those that
+    write are far from each other, on different machines.
 
     Args:
-        layout: Of the model-parallel coordinates.
-        states: What each replica holds.
-        replicas: How many there are.
+        layout: The layout of the model-parallel coordinates.
+        states: The states that each replica holds.
+        replicas: The number of replicas.
     """
     sizes = {state: sum(map(_bytes, tensors)) for state, tensors in states.items()}
     most = MOST_FILES // layout.mesh.world - len(sizes)
@@ -68,8 +67,8 @@ def divide(states: States, shares: int, whole: Set[str] = frozenset()) -> list[d
     """Return {state: its tensors and slices} of each share.
 
     Args:
-        states: What is cut.
-        shares: Into how many.
+        states: The states that are cut.
+        shares: The number of shares.
         whole: Parameters that are not cut.
     """
     total, at = sum(_bytes(each) for tensors in states.values() for each in tensors), 0
@@ -132,13 +131,14 @@ def _axis(stored: Stored, shares: float) -> str | None:
 
 
 def _in_several_stages(layout: Layout) -> frozenset[str]:
-    """Replicas hold equal boxes, or nobody would know them for replicas; stages cut at different places."""
+    """Return parameters held in several stages: replicas must hold equal boxes, and stages would cut at different
+    places."""
     ends = (param for param in layout.schema.params if "layer" not in param.named_axes)
     return frozenset(param.name for param in ends if len(layout.stages(param, {})) > 1)
 
 
 def _whole(states: States, sizes: Mapping[str, int], replicas: int) -> list[dict[str, list[Stored]]]:
-    """States as they are: the largest first, each to the share that has least so far."""
+    """Share out whole states: the largest first, each to the share that has least so far."""
     shares: list[dict[str, list[Stored]]] = [{} for _ in range(min(replicas, len(sizes)))]
     load = [0] * len(shares)
     for state in sorted(sizes, key=lambda state: -sizes[state]):

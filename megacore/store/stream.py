@@ -24,13 +24,13 @@ from parallel.weights.schema import Schema
 from parallel.weights.transfer import Copy, Stored, TargetChunk, blocks, strided
 
 Read = Callable[[Stored], tuple[str, np.ndarray]]
-"""Of a source tensor: (safetensors dtype, its bits as unsigned integers in the stored shape)."""
+"""A function of a source tensor: (safetensors dtype, its bits as unsigned integers in the stored shape)."""
 
 Fingerprints = dict[str, dict[str, int]]
 """{tensor: {label: fingerprint}} of a file."""
 
 METADATA = {"format": "pt"}
-"""What readers of safetensors files expect of PyTorch's."""
+"""The metadata that readers of safetensors files expect of PyTorch's."""
 
 BLOCK_BYTES = 2 << 20
 _RUN = 32
@@ -75,11 +75,11 @@ def write(
     """Fill the files and make them durable.
 
     Args:
-        folder: Where, existing.
-        files: What to write.
-        schema: Of the model; its sentences say in which order fingerprints take the axes.
+        folder: The folder, which exists.
+        files: The files to write.
+        schema: The schema of the model; its sentences say in which order fingerprints take the axes.
         jobs: Threads.
-        progress: Told the bytes of each block when it is written.
+        progress: Is told the bytes of each block when it is written.
 
     Returns:
         The fingerprints of what each file holds, padding left out.
@@ -162,7 +162,7 @@ _Task = tuple[_Open, Tensor, Sequence[TargetChunk]]
 
 
 def _tasks(folder: Path, files: Iterable[File]) -> Iterator[_Task]:
-    """Runs of blocks; a file is opened when its first one is reached, so that few are open at once."""
+    """Yield runs of blocks; a file is opened when its first one is reached, so that few are open at once."""
     for file in files:
         empty = {t.stored.name: dict.fromkeys(t.stored.labels, 0) for t in file.tensors}
         (folder / file.path).parent.mkdir(exist_ok=True)
@@ -203,11 +203,11 @@ def fill(
 def assemble(
     stored: Stored, copies: Sequence[Copy], read: Read, dtype: str, found: dict[str, int] | None = None
 ) -> np.ndarray:
-    """Return one whole target tensor, as unsigned integers in its stored shape; padding is zero.
+    """Assemble one whole target tensor, as unsigned integers in its stored shape; padding is zero.
 
     Args:
         stored: The target.
-        copies: What fills it.
+        copies: The copies that fill it.
         read: Reads the sources.
         dtype: Of the target.
         found: Is given {label: fingerprint} of what the target was made of, in the source's dtype and order of axes, so

@@ -24,7 +24,7 @@ class StoreError(ValueError):
 
 
 def short(value: object) -> str:
-    """Return what to show of a value that may be of any size."""
+    """Return the text to show of a value that may be of any size."""
     return _SHORT.repr(value)
 
 
@@ -81,10 +81,10 @@ def read_json(path: Path, root: Path | None = None, *, limit: int = limits.JSON,
     """Return the value in a JSON file of at most ``limit`` bytes.
 
     Args:
-        path: Which one.
+        path: The file.
         root: The folder that its links may not leave, see :func:`~megacore.store.files.open_file`.
-        limit: Of its bytes.
-        wide: As of :func:`parse_json`.
+        limit: The most bytes.
+        wide: The option of :func:`parse_json`.
 
     Raises:
         StoreError: it cannot be read.
@@ -93,7 +93,7 @@ def read_json(path: Path, root: Path | None = None, *, limit: int = limits.JSON,
 
 
 def read_file(path: Path, limit: int, root: Path | None = None) -> bytes:
-    """Return what is in a file of at most ``limit`` bytes.
+    """Read a file of at most ``limit`` bytes.
 
     Raises:
         StoreError: it cannot be read.

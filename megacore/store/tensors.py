@@ -61,7 +61,7 @@ OTHERS: Mapping[bytes, str] = {
     b"GGUF": "a GGUF file and not safetensors",
     b"<": "a web page or XML and not safetensors: download the file again",
 }
-"""What a file that is no safetensors begins with, and what it is then."""
+"""The first bytes of files that are no safetensors, and what those files are."""
 
 
 # -- errors
@@ -74,7 +74,7 @@ def _listed(path: Path, problems: list[str]) -> NoReturn:
 
 @contextmanager
 def os_errors(path: Path, needed: int = 0) -> Iterator[None]:
-    """What the operating system refuses within, as a StoreError about the path.
+    """Turn what the operating system refuses within into a StoreError about the path.
 
     Args:
         path: The file or folder at work.
@@ -244,7 +244,7 @@ def _is_counts(value: object) -> bool:
 
 
 def _gaps(entries: Mapping[str, Entry], data: int, size: int) -> Iterator[str]:
-    """Overlaps, holes and the rest, where tensors do not tile bytes [data, size)."""
+    """Yield overlaps, holes and the rest, where tensors do not tile bytes [data, size)."""
     at, last = data, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != at:
@@ -272,7 +272,7 @@ class TensorWriter:
     def create(
         cls, path: str | Path, tensors: Iterable[Declared], metadata: Mapping[str, str] | None = None
     ) -> TensorWriter:
-        """Allocates the whole file, zeros, and writes its header; wider dtypes come first, so that all are aligned.
+        """Allocate the whole file, zeros, and write its header; wider dtypes come first, so that all are aligned.
 
         StoreError if the file exists, the tensors cannot be declared, or the disk has no room for all of it.
         """
@@ -299,7 +299,7 @@ class TensorWriter:
         return entry.start + start * DTYPES[entry.dtype].itemsize
 
     def write(self, name: str, start: int, array: Bits) -> None:
-        """The tensor's elements [start, start + array.size), row-major; the array is in DTYPES[dtype].
+        """Write the tensor's elements [start, start + array.size), row-major; the array is in DTYPES[dtype].
 
         Large pieces start on their way to the disk at once, so that :meth:`close` finds little left to wait for.
         """
@@ -327,7 +327,7 @@ class TensorWriter:
             start_write_back(file, offset, array.nbytes, SYNC_FILE_RANGE_WRITE)
 
     def close(self) -> None:
-        """All of it is on the disk afterwards."""
+        """Close the file, all of which is on the disk afterwards."""
         try:
             with os_errors(self.path, self.size):
                 os.fsync(self._file.fileno())
@@ -358,7 +358,7 @@ def file_size(tensors: Iterable[Declared], metadata: Mapping[str, str] | None = 
 
 
 def _lay_out(tensors: Iterable[Declared], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry], int]:
-    """Return the file's first bytes up to the data, where each tensor lies, and the size of the file."""
+    """Return the file's first bytes up to the data, the entry of each tensor, and the size of the file."""
     declared = [(name, dtype, tuple(map(operator.index, shape))) for name, dtype, shape in tensors]
     if problems := list(_undeclarable(declared)):
         raise StoreError("; ".join(problems[:LISTED]))
@@ -416,7 +416,8 @@ WRITE_BACK = 2**20  # bytes; below, the call costs more than it gains (0.2 ms, a
 
 @cache
 def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """Linux's call that starts to write a file's bytes back and does not wait. Only a hint: errors are fsync's to tell.
+    """Return Linux's call that starts to write a file's bytes back and does not wait. Only a hint: errors are fsync's
+    to tell.
 
     Two threads had 1 GiB on the disk in 0.47 s with it, in 0.57 to 0.76 without.
     """

@@ -21,7 +21,7 @@ def capacity_problems(
     refused. `megacore.run.problems` has nothing to say any more.
 
     Args:
-        config: Of the run.
+        config: The config of the run.
         model: Its model.
         world_size: Ranks in all.
         local_ranks: Ranks on this node.
@@ -47,7 +47,8 @@ def capacity_problems(
 def _memory_problems(
     setting: Setting, states: Sequence[StateBytes], local_ranks: int, device_memory: int | None
 ) -> Iterator[str]:
-    """On several nodes it is not known which ranks are here: those that hold least are counted."""
+    """Yield the problems of memory. On several nodes it is not known which ranks are here: those that hold least
+    count."""
     disk = setting.offload_optimizer == "file"
     on_device = [each.device(setting).total if device_memory else 0 for each in states]
     on_host = [

@@ -15,7 +15,7 @@ from parallel.gradients.buckets import OwnedShard
 
 @dataclass(frozen=True)
 class UpdatedTensor:
-    """What is updated for one part: the parameter's own memory, or an fp32 master of it.
+    """The tensor that is updated for one part: the parameter's own memory, or an fp32 master of it.
 
     A part whose memory has gaps gets a master of its own dtype, as the fused kernels walk memory without strides.
     """
@@ -51,9 +51,9 @@ class DeviceStore:
     """A :class:`~megacore.run.states.store.StateStore` on the device: one fused kernel for everything, no host asked.
 
     Args:
-        parts: What is updated.
-        rule: How.
-        device: Of the parts.
+        parts: The parts that are updated.
+        rule: The rule of the update.
+        device: The device of the parts.
         nothing: Stands for the parts of a rank that has none.
     """
 

@@ -27,11 +27,12 @@ from parallel.kernels.narrow_adamw import Step, update
 
 @dataclass(frozen=True)
 class Offload:
-    """Where states live.
+    """The place of offloaded states.
 
     Args:
-        folder: Of a file for them, on a disk of this machine; None for host memory.
-        buffer_bytes: Of host memory that they and gradients pass through; those that stay there come on top.
+        folder: The folder of a file for them, on a disk of this machine; None for host memory.
+        buffer_bytes: The size of the host memory that they and gradients pass through; those that stay there come on
+            top.
     """
 
     folder: Path | None = None
@@ -63,8 +64,8 @@ class _Staging:
     Args:
         gradient: [numel].
         values: [numel], where no master is kept.
-        arrived: After the gradient, and the values, have come.
-        left: After the new values have gone.
+        arrived: The event after which the gradient, and the values, have come.
+        left: The event after which the new values have gone.
     """
 
     gradient: Tensor
@@ -77,11 +78,11 @@ class OffloadedStore:
     """A :class:`~megacore.run.states.store.StateStore` that is not on the device.
 
     Args:
-        parts: What is updated.
-        rule: How.
-        dtype: Of the parts' values.
-        device: Of their gradients.
-        offload: Where the states live.
+        parts: The parts that are updated.
+        rule: The rule of the update.
+        dtype: The dtype of the parts' values.
+        device: The device of their gradients.
+        offload: The place of the states.
 
     Raises:
         StoreError: there is no room for the file.
@@ -221,6 +222,7 @@ class _StoredElements:
 
 
 def _window(sizes: Sequence[int], most: int) -> int:
-    """Return the elements of a window: a power of two, as pinned memory is given out so; no more than there are."""
+    """Return the number of elements of a window: a power of two, as pinned memory is given out so; no more than there
+    are."""
     everything = sum(-(-size // ALIGNED) * ALIGNED for size in sizes)
     return max(ALIGNED, min(1 << max(0, everything - 1).bit_length(), 1 << (max(1, most).bit_length() - 1)))

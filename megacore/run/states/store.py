@@ -1,4 +1,4 @@
-"""What an optimizer keeps of what it updates, and what whoever keeps it must be able to do."""
+"""The states that an optimizer keeps of what it updates, and the interface of their stores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rule:
     """AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101), and in which numbers.
 
     Args:
-        lr, betas, eps, weight_decay: As in the paper; each step has a learning rate of its own.
+        lr, betas, eps, weight_decay: The paper's; each step has a learning rate of its own.
         master_weights: Whether parameters narrower than fp32 are updated through an fp32 copy.
         moments: dtype of the moments; None for that of what is updated.
     """
@@ -43,7 +43,7 @@ class Rule:
 
 
 class StateStore(Protocol):
-    """Where masters and moments live, and the updates made there."""
+    """A store of masters and moments, and the updates made there."""
 
     @property
     def updates(self) -> int:
@@ -59,12 +59,12 @@ class StateStore(Protocol):
         Args:
             lr: Learning rate.
             go: A bool scalar on the device; where it is false nothing changes.
-            divisor: What the update divides gradients by where it reads them, an fp32 scalar on the device; or None.
+            divisor: An fp32 scalar on the device that the update divides gradients by where it reads them; or None.
         """
         ...
 
     def of(self, part: OwnedShard, state: str) -> Elements:
-        """Return what is kept of a part: a moment, or what is updated in place of the part's values."""
+        """Return the state of a part: a moment, or what is updated in place of the part's values."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Where the states of windows lie between their updates: in host memory, or in a file behind a bounded buffer."""
+"""Stores of the states of windows between their updates: host memory, or a file behind a bounded buffer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class WindowStore(Protocol):
         ...
 
     def open(self, number: int) -> Mapping[str, Tensor]:
-        """Return what is kept of a window, there until another one takes its place; waits for it."""
+        """Return the states of a window, there until another one takes its place; waits for them."""
         ...
 
     def changed(self, number: int, left: Any = None) -> None:
-        """What was opened has been written to.
+        """Note that what was opened has been written to.
 
         Args:
-            number: Of the window.
+            number: The number of the window.
             left: An event after which nobody reads it any more.
         """
         ...
@@ -80,7 +80,7 @@ class _Slot:
         tensors: {state: view of them}.
         holds: The window that is there, or on its way here.
         changed: Whether it is newer than the file.
-        left: After which nobody reads it any more.
+        left: The event after which nobody reads it any more.
         moving: The last read or write of it.
     """
 
@@ -96,11 +96,11 @@ class FileWindows:
     """All windows in a file, of which BUFFERS are in host memory. Threads read and write while others compute.
 
     Args:
-        folder: Of the file.
+        folder: The folder of the file.
         count: Windows.
         numel: Elements of a window.
         kept: {state: dtype}.
-        device: That copies from the buffer.
+        device: The device that copies from the buffer.
 
     Raises:
         StoreError: there is no room for the file.

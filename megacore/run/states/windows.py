@@ -24,16 +24,16 @@ class Segment:
 
     @property
     def here(self) -> slice:
-        """Where it is in the window."""
+        """Its place in the window."""
         return slice(self.at, self.at + self.stop - self.start)
 
     @property
     def there(self) -> slice:
-        """Where it is in the part."""
+        """Its place in the part."""
         return slice(self.start, self.stop)
 
     def overlap(self, start: int, stop: int) -> tuple[slice, slice] | None:
-        """Of elements [start, stop) of the part: (where in the window, where from ``start`` on)."""
+        """Return the place of elements [start, stop) of the part in the window, and their place from ``start`` on."""
         first, last = max(start, self.start), min(stop, self.stop)
         if first >= last:
             return None
@@ -46,8 +46,8 @@ class Window:
     """Some segments.
 
     Args:
-        number: Of the window.
-        numel: Up to the end of its last segment.
+        number: The number of the window.
+        numel: The elements up to the end of its last segment.
     """
 
     number: int
