@@ -1,4 +1,4 @@
-"""How much memory may be taken by what goes on beside the computation. The plan counts with these; no torch."""
+"""The memory that may be taken by what goes on beside the computation. The plan counts with these; no torch."""
 
 BUCKET_BYTES = 32 << 20
 """Largest bucket of gradients of more than one parameter: its message takes much longer than the latency of one."""

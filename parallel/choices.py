@@ -7,18 +7,18 @@ from difflib import get_close_matches
 from typing import Literal
 
 ZeroShard = Literal["none", "optimizer", "gradients", "parameters"]
-"""What ranks that hold the same split, each with what stands before it: ZeRO stages 0 to 3 (Rajbhandari et al. 2020,
-arXiv 1910.02054)."""
+"""The states that ranks with the same shards split, each with what stands before it: ZeRO stages 0 to 3 (Rajbhandari et
+al. 2020, arXiv 1910.02054)."""
 Recompute = Literal["none", "selective", "full"]
-"""What of a block the backward computes again."""
+"""The part of a block that the backward computes again."""
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved"]
-"""In which order a stage runs its microbatches."""
+"""The order in which a stage runs its microbatches."""
 OptimizerOffload = Literal["none", "host", "file"]
-"""Where masters and moments wait for the update, if not on the device."""
+"""The place where masters and moments wait for the update, if not the device."""
 Precision = Literal["bf16", "fp16", "fp8", "fp32", "fp64"]
-"""Of weights and activations; fp8 of the products of linears."""
+"""The precision of weights and activations; fp8 is that of the products of linears."""
 Moments = Literal["fp32", "bf16"]
-"""Of the optimizer's moments."""
+"""The width of the optimizer's moments."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

@@ -55,9 +55,9 @@ def start_all_gather(x: Tensor, group: Group, after: Tensor | None = None) -> Pe
 
     Args:
         x: This rank's.
-        group: Of the ranks.
-        after: What must be there before the compiler gathers. It takes a gather in a backward that needs nothing of the
-            backward for the forward's, and keeps what that has given.
+        group: The group of the ranks.
+        after: A tensor that must be there before the compiler gathers. It takes a gather in a backward that needs
+            nothing of the backward for the forward's, and keeps what that has given.
     """
     if group.size == 1:
         return Pending([], lambda: x)
@@ -174,7 +174,7 @@ def _exchange(group: Group, send: Callable[[int], Tensor], receive: Callable[[in
 
 
 def _swap(x: Tensor, group: Group) -> tuple[list[dist.Work], Tensor]:
-    """Everyone's part of x to its owner -> and from each rank what it has of this rank's part: [n, t/n, ...]."""
+    """Send everyone's part of x to its owner -> what each rank has of this rank's part: [n, t/n, ...]."""
     parts = x.chunk(group.size)
     received = x.new_empty(group.size, *parts[0].shape)
     works = _exchange(group, send=lambda peer: parts[peer], receive=lambda peer: received[peer])

@@ -1,4 +1,4 @@
-"""What data and loss agree on."""
+"""The labels that data and loss agree on."""
 
 from __future__ import annotations
 

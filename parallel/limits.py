@@ -1,4 +1,4 @@
-"""What a file may ask for, whoever made it: one place for all limits, each with its reason. No torch.
+"""Limits of what a file may ask for, whoever made it: one place for all limits, each with its reason. No torch.
 
 A description of kilobytes can ask for gigabytes: numbers that claim sizes, texts that unpack, references that double.
 Each limit lies far above what sound files have, and keeps one file below about a gigabyte of memory. What exceeds one
@@ -36,7 +36,8 @@ ROWS = 64
 """Rows of a table that are in memory at once, as Python's objects."""
 
 SECONDS = 60
-"""Of computing, for a tokenizer to load, or to encode some MiB of text: the slowest takes 20. See `megacore.guard`."""
+"""Seconds of computing, for a tokenizer to load, or to encode some MiB of text: the slowest takes 20. See
+`megacore.guard`."""
 PATIENCE = 600
 """Seconds that are waited for that, whatever else the machine has to do."""
 MEMORY = 3 << 30

@@ -18,10 +18,10 @@ Direction = Literal["forward", "backward"]
 FORWARD: Literal["forward"] = "forward"
 BACKWARD: Literal["backward"] = "backward"
 STEP: dict[Direction, int] = {FORWARD: 1, BACKWARD: -1}
-"""From the stage that sends to the one that receives."""
+"""The direction of a channel: from the stage that sends to the one that receives."""
 
 TIMEOUT = timedelta(minutes=10)
-"""How long one rank waits for another, where nobody says otherwise."""
+"""The time that one rank waits for another, where nobody says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """By which torch's functional collectives find the process group."""
+        """The name by which torch's functional collectives find the process group."""
         assert self.process_group is not None  # what is the identity needs none
         return self.process_group.group_name
 
@@ -67,7 +67,8 @@ def urgent(timeout: timedelta) -> Any:
 
 @dataclass
 class Mesh:
-    """Where this process stands and whom it talks to. Passed explicitly; made once by :meth:`create`."""
+    """The place of this process in the mesh, and the groups that it talks in. Passed explicitly; made once by
+    :meth:`create`."""
 
     shape: MeshShape
     rank: int
@@ -84,12 +85,14 @@ class Mesh:
 
     @classmethod
     def create(cls, shape: MeshShape, device: torch.device | str = "cpu", timeout: timedelta = TIMEOUT) -> Mesh:
-        """The mesh over all processes of ``torch.distributed``, which must be initialised unless the world is one.
+        """Create the mesh over all processes of ``torch.distributed``, which must be initialised unless the world is
+        one.
 
         Args:
             shape: Its sizes.
-            device: Of this process.
-            timeout: How long one rank waits for another in the groups that are made; not in the world, which is there.
+            device: The device of this process.
+            timeout: The time that one rank waits for another in the groups that are made; not in the world, which is
+                there.
 
         Raises:
             ValueError: the number of processes is not the mesh's.
@@ -119,7 +122,7 @@ class Mesh:
 
     @property
     def data_rank(self) -> int:
-        """Which of the ``shape.data`` parts of each batch of sequences this rank reads."""
+        """The number of the part, of ``shape.data`` ones, that this rank reads of each batch of sequences."""
         return self.place.dp * self.shape.ep + self.place.ep
 
     @property
@@ -182,7 +185,7 @@ class Mesh:
         return next((each for each in disjoint if self.rank in each), (self.rank,))
 
     def _new_group(self, ranks: tuple[int, ...], backend: str | None = None) -> dist.ProcessGroup:
-        """A rank makes the groups that it is in, and no others: thousands of ranks make a handful each.
+        """Make a group. A rank makes those that it is in, and no others: thousands of ranks make a handful each.
 
         torch names such a group by its ranks and by how many groups the process has, so all ranks must always have as
         many: one that is in none of several makes a group of itself.
@@ -198,7 +201,7 @@ class Mesh:
         return Group(ranks, ranks.index(self.rank), group, pairwise=dist.get_backend(group) == "gloo")
 
     def _make_channels(self) -> None:
-        """The pipeline of this rank has a group for each direction: in it, each pair has a queue of its own."""
+        """Make the group of each direction of this rank's pipeline: in it, each pair has a queue of its own."""
         stages = self.shape.pp
         if stages == 1:
             return

@@ -22,10 +22,10 @@ class Parameters(Mapping[str, nn.Parameter]):
     """{name: parameter} of one rank; each is there once, however many chunks or layers use it.
 
     Args:
-        layout: Who holds what.
+        layout: The shards of each rank.
         mesh: The live mesh.
-        dtype: Of the parameters.
-        hollow: Without memory, for a sharing that gives it to them; otherwise they are zeros.
+        dtype: The dtype of the parameters.
+        hollow: Whether they have no memory, for a sharing that gives it to them; otherwise they are zeros.
     """
 
     def __init__(self, layout: Layout, mesh: Mesh, dtype: torch.dtype, hollow: bool = False) -> None:
@@ -54,12 +54,12 @@ class Parameters(Mapping[str, nn.Parameter]):
         return values
 
     def freeze(self, names: Collection[str]) -> None:
-        """Some tensors are not trained: those of these names that are held here."""
+        """Train no longer the tensors of these names that are held here."""
         for name, parameter in self._tensors.items():
             parameter.requires_grad_(name not in names)
 
     def pieces(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield (name, label, view) of every piece that is held here."""
+        """Yield the name, label and view of every piece that is held here."""
         for name, shard in self.shards.items():
             for piece in shard.pieces:
                 yield name, piece.label, view(self._tensors[name], piece)

@@ -1,4 +1,5 @@
-"""Which ranks talk to each other, and in how few calls their groups are made: integers, for a world of any size."""
+"""The sets of ranks that talk to each other, and the few calls that make their groups: integers, for a world of any
+size."""
 
 from __future__ import annotations
 
@@ -39,12 +40,12 @@ def divide(shape: MeshShape, ranks: Sequence[int], replicas: int | None) -> list
 
 
 def across(groups: Sequence[RankSet]) -> list[RankSet]:
-    """Of groups of :func:`divide` the ranks, one of each, that own the same shard."""
+    """Return the sets of ranks, one of each group of :func:`divide`, that own the same shard."""
     return [tuple(sorted(same)) for same in zip(*groups, strict=True)]
 
 
 def groups_of(shape: MeshShape, ranks: Sequence[int], replicas: int | None, rank: int) -> tuple[RankSet, RankSet]:
-    """Of one rank of a set of replicas: (its group of :func:`divide`, those of :func:`across` it)."""
+    """Return a rank's group of :func:`divide`, and those of :func:`across` it, in a set of replicas."""
     groups = divide(shape, ranks, replicas)
     own, same = (next(each for each in way if rank in each) for way in (groups, across(groups)))
     return own, same
@@ -70,7 +71,8 @@ class Rounds:
 
 
 def in_rounds(rank_sets: Iterable[RankSet]) -> list[list[RankSet]]:
-    """Sets of ranks, parted so that no two of a round share a rank; the same for the same sets in any order."""
+    """Part sets of ranks into rounds, so that no two of a round share a rank; the same for the same sets in any
+    order."""
     rounds = list[tuple[list[RankSet], set[int]]]()
     for ranks in sorted(rank_sets):
         chosen = next((each for each in rounds if each[1].isdisjoint(ranks)), None)

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _sections() -> Iterator[tuple[str, list[str]]]:
-    """Yield (section, its lines of Markdown)."""
+    """Yield each section with its lines of Markdown."""
     said = _docstrings()
     for each in fields(Config):
         if (kind := SECTIONS.get(each.name)) is not None:

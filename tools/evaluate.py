@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def _lengths(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[int, int]:
-    """Return (length, stride) of the windows."""
+    """Return the length and stride of the windows."""
     longest = folder.config.max_positions
     length = arguments.sequence_length or min(longest or LONGEST, LONGEST)
     stride = arguments.stride or length

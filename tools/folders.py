@@ -1,4 +1,4 @@
-"""What the commands about checkpoint folders share: their arguments, progress and errors."""
+"""The arguments, progress and errors that the commands about checkpoint folders share."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def layout(arguments: argparse.Namespace, config: ModelConfig) -> Layout:
 
 
 def opened(path: Path, adapters: bool = False, told: bool = True) -> SafetensorsFolder:
-    """As :func:`~megacore.store.open.open_folder`; what a run's folder stands for is told.
+    """Open a folder as :func:`~megacore.store.open.open_folder` does, and say what a run's folder stands for.
 
     Raises:
         StoreError: likewise.
@@ -83,7 +83,7 @@ def opened(path: Path, adapters: bool = False, told: bool = True) -> Safetensors
 
 
 def tell(given: Path, found: Path) -> None:
-    """Which checkpoint of a run is taken, where its folder was given."""
+    """Say which checkpoint of a run is taken, where its folder was given."""
     if found != given:
         err(f"{given}: taking its newest checkpoint, {found}")
 
@@ -138,7 +138,7 @@ def carry_out(plan: FolderPlan, source: Path, target: Path, arguments: argparse.
 
 @contextmanager
 def bar(size: int, name: str) -> Iterator[Callable[[int], object]]:
-    """A progress bar of ``size`` bytes, if somebody watches: what to tell of bytes that are done."""
+    """Show a progress bar of ``size`` bytes, if somebody watches -> a function that is told of bytes that are done."""
     if not sys.stderr.isatty():  # do not even import what draws
         yield lambda done: None
         return
@@ -149,7 +149,7 @@ def bar(size: int, name: str) -> Iterator[Callable[[int], object]]:
 
 
 def watched(items: Iterable[Item], name: str, unit: str) -> Iterable[Item]:
-    """Return the same items, and if somebody watches, how many have gone by."""
+    """Return the same items, and show their progress if somebody watches."""
     if not sys.stderr.isatty():
         return items
     from tqdm import tqdm

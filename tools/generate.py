@@ -98,7 +98,7 @@ def _choice(arguments: argparse.Namespace) -> Choice:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the user gave, and its tokens."""
+    """A prompt as the user gave it, and its tokens."""
 
     text: str
     ids: list[int]
@@ -150,7 +150,7 @@ def _wrong(prompt: Prompt, folder: WeightFolder) -> Iterator[str]:
 
 @dataclass
 class Answer:
-    """What has come after a prompt so far."""
+    """The answer to a prompt so far."""
 
     prompt: Prompt
     stream: Stream

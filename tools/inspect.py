@@ -112,8 +112,8 @@ def _show_tokens(prefixes: Sequence[Path], arguments: argparse.Namespace) -> int
 
 
 def tokens(prefix: Path) -> dict[str, Any]:
-    """Return what a token file holds; ``corpus`` is what `megacore tokenize` has written beside it, None of another
-    origin.
+    """Return the facts about a token file; ``corpus`` is what `megacore tokenize` has written beside it, None of
+    another origin.
 
     Raises:
         StoreError: it is damaged.
@@ -152,7 +152,8 @@ def _tokens_text(facts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def summary(folder: SafetensorsFolder) -> dict[str, Any]:
-    """Return what a folder is; all keys are always there, with None where the kind of folder has no such thing."""
+    """Return the facts about a folder; all keys are always there, with None where the kind of folder has no such
+    thing."""
     config, index, layout = folder.config, folder.index, folder.layout
     files = [
         {"path": name, "bytes": record.size, "tensors": len(record.fingerprints)}
@@ -222,7 +223,7 @@ def tensors(folder: SafetensorsFolder) -> list[dict[str, Any]]:
 
 
 def _dtypes(folder: SafetensorsFolder, state: str) -> dict[str, int]:
-    """Return {dtype: tensors of the model}."""
+    """Return {dtype: number of the model's tensors of it}."""
     schema = folder.schema
     found = {whole_name(schema, stored): FLOATS[folder.dtype(state, stored)] for stored in folder.stored(state)}
     return {dtype: list(found.values()).count(dtype) for dtype in sorted({*found.values()})}
@@ -245,7 +246,7 @@ def _shard(folder: SafetensorsFolder, state: str, stored: Stored) -> dict[str, A
 
 
 def _bytes(folder: SafetensorsFolder) -> int:
-    """Of all tensors."""
+    """Return the bytes of all tensors."""
     return sum(_size(folder, state, stored) for state in folder.states for stored in folder.stored(state))
 
 

@@ -50,7 +50,7 @@ def find_parts(out: Path, name: str) -> dict[Path, StageProgress]:
 
 
 def _common(part: StageProgress) -> dict[str, Any]:
-    """Return what the tokens of all parts depend on."""
+    """Return all that the tokens of all parts depend on."""
     made = {key: value for key, value in part.made.items() if key != "--part"}
     return made | {"a vocabulary of": part.tally.counts.size, "the end of documents": part.end}
 

@@ -38,7 +38,7 @@ CPU = "cpu"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a run on paper."""
+    """The plan of a run: all that is known of it on paper."""
 
     setting: Setting
     cluster: Cluster
@@ -152,8 +152,7 @@ def _alone(config: Config) -> Config:
 
 
 def _problems(config: Config, world: int, model: ModelConfig) -> list[str]:
-    """Return what is wrong with the numbers; where data and models lie and what this machine has does not matter
-    here."""
+    """Return the problems of the numbers; where data and models lie and what this machine has does not matter here."""
     named = replace(config, data=replace(config.data, train=config.data.train or (CorpusConfig("-"),)))
     if config.lora is not None:
         named = replace(named, checkpoint=replace(config.checkpoint, init=config.checkpoint.init or "-"))
@@ -202,7 +201,7 @@ def _positive(text: str) -> float:
 
 
 def show(plan: Plan, name: str) -> str:
-    """Return the tables."""
+    """Return the plan as tables."""
     sections = (_headline(plan, name), _memory(plan), _traffic(plan), _time(plan), _beside(plan.beside), _warned(plan))
     return "\n\n".join(text for section in sections if (text := "\n".join(section)))
 
@@ -382,7 +381,7 @@ def _mfu(each: Candidate, cluster: Cluster) -> float:
 
 
 def show_published(as_json: bool) -> None:
-    """What the plan makes of published runs."""
+    """Print published runs beside what the plan makes of them."""
     found = [(run, run.planned()) for run in PUBLISHED]
     if as_json:
         keys = ("name", "source", "tokens")

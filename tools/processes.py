@@ -1,4 +1,4 @@
-"""What the commands that run a model share: their mesh, and the processes that it takes."""
+"""The mesh of the commands that run a model, and the processes that it takes."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
 
 
 LAST_WORDS_S = 10.0
-"""How long a process under torchrun waits for the first one to say what is wrong with all of them."""
+"""The time that a process under torchrun waits for the first one to say what is wrong with all of them."""
 
 
 @contextmanager
 def agreed(here: Here) -> Iterator[None]:
-    """In this block every process finds the same: of a StoreError one says what is wrong, and all exit with 1."""
+    """Let one process say what is wrong, and all exit with 1, on a StoreError that every process finds in this
+    block."""
     try:
         yield
     except StoreError:
@@ -46,7 +47,7 @@ def agreed(here: Here) -> Iterator[None]:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The arguments of :func:`model`."""
+    """Add the arguments of :func:`model`."""
     parser.add_argument("folder", type=Path, help="a checkpoint, of a model or of adapters, or a Hugging Face folder")
     parser.add_argument(
         "--base",
@@ -67,7 +68,7 @@ def model(arguments: argparse.Namespace) -> WeightFolder:
 
 
 def tell(arguments: argparse.Namespace, found: WeightFolder, here: Here) -> None:
-    """Which checkpoints the model is of, where folders of runs were given."""
+    """Say which checkpoints the model is of, where folders of runs were given."""
     if here.rank == 0:
         folders.tell(arguments.folder, found.path)
         if found.base is not None and arguments.base is not None:
@@ -75,7 +76,7 @@ def tell(arguments: argparse.Namespace, found: WeightFolder, here: Here) -> None
 
 
 def add_mesh(parser: argparse.ArgumentParser, data: bool = False) -> None:
-    """The arguments of :func:`mesh_shape`, :func:`device` and :func:`dtype`."""
+    """Add the arguments of :func:`mesh_shape`, :func:`device` and :func:`dtype`."""
     group = parser.add_argument_group(
         "where", "More than one process is started by the command itself, or by torchrun."
     )
@@ -136,7 +137,7 @@ def start(module: str, arguments: Sequence[str], processes: int) -> int:
 
 @contextmanager
 def live(shape: MeshShape, here: Here, kind: str) -> Iterator[Mesh]:
-    """The mesh, on one kind of device, while it is needed.
+    """Make the mesh, on one kind of device, while it is needed.
 
     A StoreError of its processes ends it in order: every one of them has found the same.
     """

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "  ") -> str:
-    """Return the columns as wide as they need; those of numbers are flush right."""
+    """Return a table whose columns are as wide as they need; those of numbers are flush right."""
     columns = list(zip(head, *rows, strict=True))
     right = [all(re.fullmatch(r"[\d.,e+-]+%?", cell) for cell in cells) for _, *cells in columns]
     widths = [max(map(len, column)) for column in columns]

@@ -75,13 +75,13 @@ class Options:
 
     @property
     def folder(self) -> Path:
-        """Where the output goes."""
+        """The folder that the output goes to."""
         return self.out if self.part is None else self.out / self.part.folder(self.name)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """tally: of a corpus or a part of one; corpus: None of a part. seconds: of each phase."""
+    """tally: the counts of a corpus or a part of one; corpus: None for a part. seconds: the time of each phase."""
 
     tally: Tally
     corpus: Corpus | None
@@ -132,7 +132,7 @@ def _refuse(options: Options) -> None:
 
 
 def _made(stage: Stage, options: Options) -> dict[str, Any]:
-    """Return what the tokens depend on. The tokenizer's files are in the stage afterwards."""
+    """Return all that the tokens depend on. The tokenizer's files are in the stage afterwards."""
     made: dict[str, Any] = {
         "--train-vocab": options.train_vocab,
         "--text-key": options.text_key,

@@ -43,9 +43,10 @@ LOOKED_AT = 1000  # rows of a file that is only looked at
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of prepared examples.
+    """The facts about prepared examples.
 
-    tokens: of all, `counted` of which the loss counts. cut, dropped: examples that were too long. skipped: lines that
+    tokens: the number of all, `counted` of which the loss counts. cut, dropped: examples that were too long. skipped:
+        lines that
     hold none, the first of them in words. vocabulary: 1 + the largest id.
     """
 
@@ -80,7 +81,7 @@ class Examples:
         self.count, self.lengths = self._dataset.documents, self._dataset.document_lengths()
 
     def example(self, index: int) -> tuple[Integers, npt.NDArray[np.bool_]]:
-        """Return its tokens [lengths[index]], and which of them count."""
+        """Return the tokens [lengths[index]] of an example, and which of them count."""
         dataset = self._dataset
         runs = dataset.lengths[int(dataset.bounds[index]) : int(dataset.bounds[index + 1])]
         return dataset.document(index), np.repeat(np.arange(runs.size) % 2 == 1, runs)
@@ -103,7 +104,7 @@ class Preparation:
     model: ModelFiles
 
     def examples(self) -> Examples:
-        """Return those prepared before, or now: by the first process that comes, while others wait for it.
+        """Return the examples prepared before, or now: by the first process that comes, while others wait for it.
 
         Raises:
             InputError: lines are bad, or the tokenizer or its template do not serve.
@@ -135,7 +136,8 @@ class Preparation:
             self._refuse(facts)
 
     def fingerprint(self) -> str:
-        """Of all that the prepared examples depend on; the file counts by its place, size and date."""
+        """Return the fingerprint of all that the prepared examples depend on; the file counts by its place, size and
+        date."""
         known = self.path.stat()
         rules = replace(self.chat, pack=True, template=None)  # packing comes later, and the template is with the files
         facts = [FORMAT, str(self.path.resolve()), known.st_size, known.st_mtime_ns, asdict(rules), self.length]
@@ -196,7 +198,7 @@ def _within(found: int, known: int, path: Path) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time; it ends with the process."""
+    """Hold a lock that one process has at a time; it ends with the process."""
     with open_lock(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -219,7 +221,7 @@ class Task:
 @dataclass(frozen=True)
 class Prepared:
     """tokens [of all examples]; runs: lengths of their sequences, by turns uncounted and counted, [of all examples];
-    sequences: how many each example has; size: bytes of the pieces."""
+    sequences: the number that each example has; size: bytes of the pieces."""
 
     tokens: Integers
     runs: npt.NDArray[np.int64]
@@ -236,7 +238,7 @@ class Prepared:
 
 @dataclass
 class _Made:
-    """What a worker has made so far of a task."""
+    """The examples that a worker has made so far of a task."""
 
     task: Task
     tokens: list[Integers] = field(default_factory=list)

@@ -29,7 +29,8 @@ _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What travels with a model's weights: {name: file}, its Hugging Face config, and how many tokens it knows."""
+    """The files that travel with a model's weights, {name: file}, its Hugging Face config, and the number of its
+    tokens."""
 
     files: Mapping[str, Companion]
     config: Mapping[str, Any]
@@ -37,7 +38,7 @@ class ModelFiles:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """A temporary folder that transformers loads the tokenizer from, and nothing else.
+        """Make a temporary folder that transformers loads the tokenizer from, and nothing else.
 
         InputError if there is none among the files.
         """
@@ -174,7 +175,8 @@ class GuardedTokenizer:
 
 
 def counts(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
-    """Characters [start, stop) of each token, [n, 2] -> whether it has one of the spans', [n].
+    """Return whether each token [n] counts: whether one of its characters [start, stop), [n, 2], is in one of the
+    spans.
 
     Some tokenizers leave blanks out of a token's characters. A token of blanks then has none, and is given those
     between the token before it and its end. Where there are none either, it counts within a span, not at its ends.

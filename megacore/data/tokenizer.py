@@ -116,12 +116,12 @@ def load(folder: Path) -> Tokenizer:
 
 
 def import_transformers() -> None:
-    """What is slow to import is imported here, and not again in each process that is forked."""
+    """Import what is slow to import, so that no process that is forked has to."""
     from transformers import AutoTokenizer, GPT2Config, LlamaConfig  # noqa: F401
 
 
 class _Fast:
-    """As the tokenizers library reads ``tokenizer.json``."""
+    """A tokenizer as the tokenizers library reads it from ``tokenizer.json``."""
 
     def __init__(self, folder: Path) -> None:
         import tokenizers
@@ -167,7 +167,7 @@ def _end_token(folder: Path) -> str | None:
 
 
 class _Slow:
-    """As transformers reads other files."""
+    """A tokenizer as transformers reads it from other files."""
 
     def __init__(self, folder: Path) -> None:
         with _copied(folder) as files:
@@ -181,7 +181,7 @@ class _Slow:
         return found
 
     def batch(self, texts: list[str]) -> tuple[Integers, list[int]]:
-        """As of _Fast."""
+        """Return the same as _Fast."""
         return _flat(
             self._tokenizer(
                 texts, add_special_tokens=False, split_special_tokens=True, truncation=False, verbose=False
@@ -191,7 +191,7 @@ class _Slow:
 
 @contextmanager
 def _copied(folder: Path) -> Iterator[Path]:
-    """A temporary folder that transformers loads the tokenizer of another one from, and nothing else."""
+    """Make a temporary folder that transformers loads the tokenizer of another one from, and nothing else."""
     with tempfile.TemporaryDirectory(prefix="megacore-tokenizer-") as made:
         for name, companion in companions(folder, folder).items():
             copy_companion(companion, Path(made) / name, durable=False)

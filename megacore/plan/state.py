@@ -113,7 +113,7 @@ class StateBytes:
         return self.parameters + self.gradients + self.masters + self.moments
 
     def device(self, setting: Setting) -> StateBytes:
-        """The bytes on the device: those that are not offloaded."""
+        """Return the bytes on the device: those that are not offloaded."""
         parameters = 0 if setting.offload_parameters else self.parameters
         if setting.offload_optimizer == "none":
             return replace(self, parameters=parameters)

@@ -74,7 +74,7 @@ class Scaler:
         self.good_steps = torch.where(counts, torch.where(grows, 0, good), self.good_steps)
 
     def state(self) -> dict[str, Any] | None:
-        """The state for ``trainer.json``; None where losses are not scaled. Reading it waits for the device."""
+        """Return the state for ``trainer.json``; None where losses are not scaled. Reading it waits for the device."""
         return {"scale": float(self.scale), "good_steps": int(self.good_steps)} if self.scaling.moves else None
 
     def load(self, state: Mapping[str, Any] | None) -> None:

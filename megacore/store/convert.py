@@ -103,7 +103,7 @@ def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None
     Args:
         source: The folder.
         layout: The layout of the new files.
-        dtype: Of the weights, if it is to change.
+        dtype: The dtype of the weights, if it is to change.
 
     Raises:
         StoreError: pieces that are stored together have different dtypes.
@@ -138,7 +138,7 @@ def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | Non
     Args:
         source: The folder.
         max_shard_bytes: The most that the tensors of a file take.
-        dtype: Of the weights, if it is to change.
+        dtype: The dtype of the weights, if it is to change.
 
     Raises:
         StoreError: as :func:`to_checkpoint`.

@@ -209,7 +209,7 @@ def assemble(
         stored: The target.
         copies: The copies that fill it.
         read: Reads the sources.
-        dtype: Of the target.
+        dtype: The dtype of the target.
         found: Is given {label: fingerprint} of what the target was made of, in the source's dtype and order of axes, so
             that they compare with those of when the source was written. Where the dtype stays, they are taken from what
             was made: from the bits that are used.

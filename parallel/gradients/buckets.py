@@ -1,4 +1,4 @@
-"""What a rank updates, and the flat buckets in which gradients are accumulated and summed.
+"""The shards that a rank updates, and the flat buckets in which gradients are accumulated and summed.
 
 span     a parameter, or those of its pieces that have the same replicas: the unit of ownership
 flat     spans one after the other in flat memory, of which each of a group's n ranks owns a shard of 1/n
@@ -45,7 +45,7 @@ class OwnedShard(Protocol):
 
 
 class Elements(Protocol):
-    """What somebody has for the elements of a part: a tensor, or what is brought when it is asked for.
+    """The values somebody has for the elements of a part: a tensor, or what is brought when it is asked for.
 
     ``[...]`` is all of it in the shape of the part's values; flat parts also give and take slices.
     """
@@ -59,7 +59,7 @@ class Elements(Protocol):
 
 
 Take = Callable[[Tensor], Tensor]
-"""What somebody wants of a tensor of a parameter's shape."""
+"""A function that takes a part of a tensor of a parameter's shape."""
 
 
 def all_of_it(tensor: Tensor) -> Tensor:
@@ -107,7 +107,7 @@ class WholeSpan:
     """The :class:`OwnedShard` that is a span, in the parameter's own memory.
 
     Args:
-        span: What is updated.
+        span: The span that is updated.
         summed: Its gradient in a bucket; None where it stays where autograd puts it.
     """
 
@@ -137,11 +137,11 @@ class WholeSpan:
         return [self]
 
     def collect(self, of: Callable[[OwnedShard], Elements]) -> Tensor:
-        """Return what there is for the span's elements, in its shape."""
+        """Return the values of the span's elements, in its shape."""
         return of(self)[...]
 
     def spread(self, of: Callable[[OwnedShard], Elements], values: Tensor) -> None:
-        """The other way round: fill it from a tensor of the span's shape."""
+        """Fill the span's elements from a tensor of its shape, the inverse of :meth:`collect`."""
         of(self)[...] = values
 
 
@@ -170,7 +170,7 @@ class FlatLayout:
     It owns no memory: gradients and values are laid out alike by it.
 
     Args:
-        spans: What lies in it.
+        spans: The spans that lie in it.
         group: The ranks that own a shard each.
         aligned: Spans and shards begin at multiples of so many elements.
     """
@@ -207,10 +207,10 @@ class Bucket:
     all are summed, it is all-reduced over ``across``.
 
     Args:
-        flat: What lies where.
+        flat: The layout of the bucket.
         across: The ranks that own the same shard.
         uses: {parameter: how many chunks of this rank use it}; all alike where the bucket does not keep.
-        dtype: Of the gradients.
+        dtype: The dtype of the gradients.
         keeps: Whether they stay from microbatch to microbatch.
         late: Whether the all-reduce waits for the end of the step: the other end of the pipeline has its gradients when
             what this one sends last has gone all the way. A sum that waited for it meanwhile would hold the device, for
@@ -268,7 +268,7 @@ class Bucket:
         self._waiting -= self._came[number] == (self.ended + 1) * self._in_a_round[number]
 
     def defer(self, number: int) -> None:
-        """One gradient more is to come of the parameter at ``flat.places[number]``."""
+        """Expect one gradient more of the parameter at ``flat.places[number]``."""
         self._came[number] -= 1
 
     @property
@@ -339,7 +339,7 @@ def fill(
     """
 
     def depth(span: Span) -> float:
-        """Return how deep in the model the parameter is used for the first time."""
+        """Return the depth in the model at which the parameter is used for the first time."""
         shard = parameters.shards[span.name]
         if "layer" in shard.box:
             return shard.box["layer"][0]

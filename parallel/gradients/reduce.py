@@ -68,11 +68,11 @@ class Gradients:
     and that needs no wider type stays where autograd puts it.
 
     Args:
-        parameters: What the rank holds, with their initial values; where they are split they may be hollow, and are
-            filled one at a time (:meth:`fill`).
+        parameters: The parameters that the rank holds, with their initial values; where they are split they may be
+            hollow, and are filled one at a time (:meth:`fill`).
         chunks: The modules of the rank's pipeline chunks; a parameter that several use gets a gradient from each.
-        dtype: In which gradients are accumulated and summed.
-        shard: What is split.
+        dtype: The dtype in which gradients are accumulated and summed.
+        shard: The states that are split.
         replicas: Groups of data parallel ranks that do not split with each other; they divide dp.
         bucket_bytes: Largest size of a bucket of more than one parameter; on ``parameters`` each unit has its own.
         offload: Whether a rank's shard of split parameters lives in host memory.
@@ -101,10 +101,10 @@ class Gradients:
         self.spans = spans_of(parameters, trained=True)
         self.buckets: list[Bucket] = []
         self.values: dict[Bucket, FlatParameters] = {}
-        """Where parameters are split: those whose gradients lie in a bucket."""
+        """The flat parameters whose gradients lie in a bucket, where parameters are split."""
         self.frozen: list[FlatParameters] = []
         self.parts: list[OwnedShard] = []
-        """What this rank updates."""
+        """The shards that this rank updates."""
         self._owned: dict[str, list[WholeSpan | SplitSpan]] = {}
         modules = list(chunks)
         self._uses = Counter(parameter for module in modules for parameter in module.parameters())
@@ -144,8 +144,8 @@ class Gradients:
         """Add a gradient that was deferred; autograd's own are caught.
 
         Args:
-            parameter: That is trained.
-            gradient: In its shape, of any dtype.
+            parameter: A parameter that is trained.
+            gradient: Its gradient, in its shape and of any dtype.
 
         Raises:
             RuntimeError: the step has had all gradients of this parameter.
@@ -159,7 +159,8 @@ class Gradients:
             parameter.grad += gradient
 
     def defer(self, parameter: Tensor) -> None:
-        """The backward that runs leaves out a gradient: it will be handed in (:meth:`accept`), and its sum waits."""
+        """Let the sum of a gradient wait: the backward that runs leaves it out, and it will be handed in
+        (:meth:`accept`)."""
         for bucket, number in self._places.get(parameter, ()):
             bucket.defer(number)
 
@@ -242,7 +243,8 @@ class Gradients:
         chunk.register_forward_hook(after_forward)
 
     def _end_backward(self, units: Sequence[FSDPUnit]) -> None:
-        """Where a gradient has not come, others may have one: the messages are the same on all ranks."""
+        """Send the messages of gradients that have not come: other ranks may have some, and messages are the same on
+        all."""
         for parameter in self._to_come:
             self._add(parameter, None)
         self._to_come = set()
@@ -252,7 +254,7 @@ class Gradients:
     # -- parameters
 
     def updated(self) -> None:
-        """The values of the parts have changed: parameters that are split are gathered again, in the order of use."""
+        """Gather parameters that are split again, in the order of use: the values of the parts have changed."""
         for values in reversed(self.values.values()):
             values.updated()
 
@@ -268,10 +270,10 @@ class Gradients:
         """Put together what parts have for a parameter, in its shape; all ranks do so for all names in one order.
 
         Args:
-            name: Of the parameter.
-            of: What a part has.
-            host: Where it goes; None where it is not wanted.
-            take: What of it goes there.
+            name: The name of the parameter.
+            of: The values that a part has.
+            host: The tensor that it goes to; None where it is not wanted.
+            take: The part of it that goes there.
         """
         if host is None and not self._splits:
             return
@@ -286,13 +288,13 @@ class Gradients:
         host.copy_(take(whole), non_blocking=True)
 
     def write(self, name: str, of: Callable[[OwnedShard], Elements], host: Tensor) -> None:
-        """The other way round: fill what this rank's parts have from a tensor of the parameter's shape; of one that is
-        frozen they have nothing."""
+        """Fill the values of this rank's parts from a tensor of the parameter's shape, the inverse of :meth:`read`; a
+        frozen one has none."""
         for owned in self._owned.get(name, ()):
             owned.spread(of, owned.span.of(host))
 
     def read_weight(self, name: str, host: Tensor | None, take: Take = all_of_it) -> None:
-        """As :meth:`read`, the parameter itself."""
+        """Read the parameter itself, as :meth:`read` does."""
         values = self._values_of(name)
         if any(each.reshards for each in values):
             self.read(name, lambda part: part.data, host, take)
@@ -318,7 +320,8 @@ class Gradients:
     # -- how it is put together
 
     def _groups(self, spans: Sequence[Span]) -> tuple[Group, Group]:
-        """Of spans with the same replicas: (this rank's group that splits them, those that own the same shard)."""
+        """Return, for spans with the same replicas, this rank's group that splits them and those that own the same
+        shard."""
         mine = groups_of(self._mesh.shape, spans[0].replicas, self._replicas, self._mesh.rank)
         group, same = map(self._mesh.group, mine)
         return group, same
@@ -329,7 +332,7 @@ class Gradients:
         return self.buckets[-1]
 
     def _share(self, bucket_bytes: int) -> None:
-        """Every replica holds all: spans with the same replicas share buckets."""
+        """Make the buckets where every replica holds all: spans with the same replicas share them."""
         # A parameter whose spans differ goes into buckets as a whole: its gradient leaves autograd's hands at once.
         taken = {s.name for s in self.spans if len(s.replicas) > 1 or s.parameter.dtype != self.dtype}
         summed = dict[Span, Tensor]()
@@ -344,7 +347,7 @@ class Gradients:
             self._owned.setdefault(span.name, []).append(part)
 
     def _split(self, modules: Sequence[nn.Module], bucket_bytes: int, store: ShardStore) -> list[list[FSDPUnit]]:
-        """Of each bucket a rank owns a shard -> the units of each chunk.
+        """Make the buckets of which each rank owns a shard -> the units of each chunk.
 
         The gradients of a bucket come together, so the same chunks use its spans; parameters that are resharded go with
         their unit.

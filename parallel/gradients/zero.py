@@ -52,10 +52,10 @@ class FlatParameters:
     otherwise memory of its own, on the device or wherever ``store`` keeps it.
 
     Args:
-        spans: What lies in it; those to which weight decay applies come first.
+        spans: The spans that lie in it; those to which weight decay applies come first.
         group: The ranks that own a shard each.
         reshards: Whether the whole parameters go when they have been used.
-        store: Where the shard lives then.
+        store: The store that the shard lives in then.
     """
 
     def __init__(self, spans: Sequence[Span], group: Group, reshards: bool, store: ShardStore) -> None:
@@ -83,7 +83,8 @@ class FlatParameters:
         self._gathering: Pending | None = None
 
     def parts(self, gradient: Tensor | None) -> list[Stretch]:
-        """Return what this rank updates; gradient: [numel / group.size] of its shard, None where it is frozen."""
+        """Return the shards that this rank updates; gradient: [numel / group.size] of its shard, None where it is
+        frozen."""
         lo, hi = self.flat.bounds(self.flat.group.index)
         plain = next((place.start for place in self.flat.places if not place.span.decays), self.flat.used)
         middle = min(max(plain, lo), hi)
@@ -108,7 +109,7 @@ class FlatParameters:
             self._gathering = start_all_gather_(self.values, self.flat.group)
 
     def wait(self) -> None:
-        """Until parameters that are on their way are there."""
+        """Wait for parameters that are on their way."""
         if self._gathering is None:
             return
         self._gathering.wait()
@@ -130,7 +131,7 @@ class FlatParameters:
                 _free(tensor)
 
     def updated(self) -> None:
-        """The shards have changed: gather them, or wait until somebody needs them."""
+        """Gather the shards, which have changed, or wait until somebody needs them."""
         if self.reshards:
             self.reshard()
         else:
@@ -143,8 +144,8 @@ class SplitSpan:
     """A span of which each rank of a group updates what lies in its shard.
 
     Args:
-        place: Where it lies.
-        values: In which flat parameters.
+        place: Its place there.
+        values: The flat parameters that it lies in.
         parts: All of this rank's shard.
     """
 
@@ -157,7 +158,7 @@ class SplitSpan:
         return self.place.span
 
     def collect(self, of: Callable[[OwnedShard], Elements]) -> Tensor:
-        """Return what there is for the span's elements, in its shape; all ranks of the group do so."""
+        """Return the values of the span's elements, in its shape; all ranks of the group do so."""
         place, group = self.place, self.values.flat.group
         flat = torch.empty(place.span.numel, dtype=of(self.parts[0]).dtype, device=place.span.parameter.device)
         for part, theirs, mine in self._overlaps():
@@ -169,13 +170,13 @@ class SplitSpan:
         return flat.view(place.span.shape)
 
     def spread(self, of: Callable[[OwnedShard], Elements], values: Tensor) -> None:
-        """The other way round: fill this rank's share of it from a tensor of the span's shape."""
+        """Fill this rank's share of the span from a tensor of its shape, the inverse of :meth:`collect`."""
         flat = values.reshape(-1)
         for part, theirs, mine in self._overlaps():
             of(part)[theirs] = flat[mine]
 
     def _overlaps(self) -> Iterator[tuple[Stretch, slice, slice]]:
-        """Yield (part, where in it, where in the span) of what this rank owns."""
+        """Yield each part that this rank owns of the span, with the place in the part and in the span."""
         for part in self.parts:
             start, stop = max(self.place.start, part.start), min(self.place.stop, part.stop)
             if start < stop:
@@ -192,7 +193,7 @@ class FSDPUnit:
 
     Args:
         module: The module.
-        trained, frozen: What it uses.
+        trained, frozen: The flat parameters that it uses.
         stays: Whether its backward follows its forward, so that there is no use in resharding between them.
         backward: Whether its backward has begun, and any forward only computes again.
     """
@@ -209,8 +210,8 @@ class FSDPUnit:
 
 
 def modules_of(chunk: nn.Module, held: Set[nn.Parameter]) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
-    """Yield (module, parameters) of what a chunk runs one after the other: its children in their order and, of lists,
-    theirs.
+    """Yield the modules, with their parameters, that a chunk runs one after the other: its children in their order and,
+    of lists, theirs.
 
     Of the parameters, those that are ``held`` count. Some of its own make the chunk itself a unit.
     """
@@ -226,7 +227,7 @@ def modules_of(chunk: nn.Module, held: Set[nn.Parameter]) -> Iterator[tuple[nn.M
 
 
 def used_by(parameters: Iterable[Tensor], values: Iterable[FlatParameters]) -> list[FlatParameters]:
-    """Return those in which some of these parameters lie."""
+    """Return the flat parameters in which some of these parameters lie."""
     return [each for each in values if not each.flat.parameters.isdisjoint(parameters)]
 
 
@@ -264,7 +265,7 @@ def _hook(unit: FSDPUnit, before: Sequence[FSDPUnit], after: Sequence[FSDPUnit],
 
 
 def end_backward(units: Iterable[FSDPUnit]) -> None:
-    """The backward of a chunk is over."""
+    """Reshard what is left of a chunk whose backward is over."""
     for unit in units:
         unit.backward = False
         _reshard(unit.frozen, [])

@@ -1,4 +1,4 @@
-"""Where tensors are kept that autograd saves for the backward.
+"""Stores of the tensors that autograd saves for the backward.
 
 Autograd hands each of them to a :data:`Keep`, which answers with the way back to it: :func:`keep` holds on to the
 tensor, :class:`HostMemory` moves it to the host (``recompute`` knows a third: to have it made again).
@@ -31,7 +31,7 @@ def keeping(kept: Keep) -> saved_tensors_hooks:
 
 
 def keep(tensor: Tensor) -> Back:
-    """As autograd does it, which keeps an eye on writes in place too."""
+    """Keep a tensor as autograd does, which keeps an eye on writes in place too."""
     # Detached: a node that held its own output would never be freed.
     held, version = tensor.detach(), tensor._version
 
@@ -45,7 +45,7 @@ def keep(tensor: Tensor) -> Back:
 
 @dataclass(frozen=True)
 class View:
-    """How a tensor lies in its storage."""
+    """The view of a storage that a tensor is."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -66,7 +66,8 @@ Key = tuple[int, int]
 
 
 def key(tensor: Tensor) -> Key:
-    """Of what a tensor's storage holds at this time; it stays unique for as long as a StorageWeakRef is held."""
+    """Return a key of what a tensor's storage holds at this time; it stays unique for as long as a StorageWeakRef is
+    held."""
     return tensor.untyped_storage()._cdata, tensor._version
 
 
@@ -82,7 +83,7 @@ class HostMemory:
     for a GPU. For a CPU it is the same program: a copy.
 
     Args:
-        device: Of the tensors.
+        device: The device of the tensors.
         ahead: Bytes that may be on their way in each direction.
     """
 
@@ -133,8 +134,8 @@ class _Parcel:
     """A storage in host memory.
 
     Args:
-        forward: That it was kept in.
-        number: In the order of leaving.
+        forward: The forward that it was kept in.
+        number: Its number in the order of leaving.
         flat: The bytes of the storage.
     """
 

@@ -1,4 +1,5 @@
-"""What is kept of the blocks for the backward, and what is computed again."""
+"""Activation checkpointing: the parts of the blocks that are kept for the backward, and those that are computed
+again."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from parallel.memory.offload import Back, HostMemory, Keep, Key, View, keep, kee
 
 @dataclass(frozen=True)
 class Activations:
-    """How much of the blocks is kept, and where.
+    """The activations of the blocks that are kept, and their place.
 
     Args:
         recompute: ``"none"`` keeps all. ``"selective"`` keeps what matrix products, attention and collectives have
@@ -60,13 +61,13 @@ class Runner:
 def runner(
     activations: Activations, blocks: Iterable[nn.Module], cheap: tuple[type[nn.Module], ...], device: torch.device
 ) -> Runner:
-    """Return what runs these blocks.
+    """Return the runner of these blocks.
 
     Args:
-        activations: What is kept.
-        blocks: All that will be run.
+        activations: The activations that are kept.
+        blocks: All blocks that will be run.
         cheap: Modules whose outputs take less to compute than to keep; each is a function of its inputs and weights.
-        device: Of the blocks.
+        device: The device of the blocks.
     """
     blocks = list(blocks)
     start: Callable[[], Keep] = HostMemory(device).start if activations.offload else lambda: keep
@@ -123,8 +124,8 @@ class _Forgetting:
     """The Keep of one forward.
 
     Args:
-        kept: What the inputs, and everything else, are given to.
-        made: What cheap modules have made, and how.
+        kept: The Keep that the inputs, and everything else, are given to.
+        made: The outputs of cheap modules, and how they were made.
     """
 
     kept: Keep

@@ -1,4 +1,4 @@
-"""Where a rank's own slice of parameters lives while the whole is gone, and how it comes into the whole again."""
+"""Stores of a rank's own slice of parameters while the whole is gone, which put it into the whole again."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class ShardStore(Protocol):
         ...
 
     def keep(self, own: Tensor) -> Tensor:
-        """own: [n/ranks] -> the same in memory of its own."""
+        """Keep ``own``: [n/ranks] -> the same in memory of its own."""
         ...
 
     def gather(self, own: Tensor, whole: Tensor, group: Group) -> Pending:
-        """own: [n/ranks] of each rank -> whole: [n], filled in place."""
+        """Gather ``own``: [n/ranks] of each rank -> whole: [n], filled in place."""
         ...
 
 
 class OnDevice:
-    """On the device."""
+    """A slice that stays on the device."""
 
     away = False
 
@@ -42,10 +42,11 @@ class OnDevice:
 
 
 class OnHost:
-    """In host memory, pinned for a GPU; it is copied on a stream of its own, beside the computation, and gathered then.
+    """A slice in host memory, pinned for a GPU; it is copied on a stream of its own, beside the computation, and
+    gathered then.
 
     Args:
-        device: Of the whole.
+        device: The device of the whole.
     """
 
     away = True

@@ -30,13 +30,13 @@ from parallel.pipeline.schedules import (
 )
 
 STEP: Mapping[Direction, int] = {FORWARD: 1, BACKWARD: -1}
-"""Where each channel leads, in stages."""
+"""The stages that each channel leads on, 1 or -1."""
 KINDS: Mapping[Direction, Kind] = {FORWARD: "F", BACKWARD: "B"}
 OPPOSITE: Mapping[Direction, Direction] = {FORWARD: BACKWARD, BACKWARD: FORWARD}
 
 
 class MicrobatchLike(Protocol):
-    """What a step is made of; chunks read from it whatever they need."""
+    """A microbatch, of which a step is made; chunks read from it whatever they need."""
 
     @property
     def activation(self) -> tuple[int, ...]:
@@ -52,9 +52,9 @@ class Inbox:
     """Receives the messages of one channel in the order in which they are sent.
 
     Args:
-        channel: Where they come from.
+        channel: The channel that they come from.
         source: Global rank of the sender.
-        sent_at: After which of its actions the sender sends each message, in the order of sending.
+        sent_at: The action after which the sender sends each message, in the order of sending.
         allocate: Makes the buffer of a message.
     """
 
@@ -91,9 +91,9 @@ class Outbox:
     """Sends on one channel without waiting, and keeps a tensor only until it is known to have arrived.
 
     Args:
-        channel: Where the messages go.
+        channel: The channel that the messages go to.
         target: Global rank of the receiver.
-        asked_at: After how many of its actions the receiver asks for each message.
+        asked_at: The number of actions after which the receiver asks for each message.
     """
 
     channel: Group
@@ -106,7 +106,7 @@ class Outbox:
         self.leaving[message] = dist.isend(tensor, self.target, group=self.channel.process_group), tensor
 
     def reached(self, position: float) -> None:
-        """The receiver is known to have done its actions up to this one, so what it asked for before them arrives.
+        """Note that the receiver has done its actions up to this one, so what it asked for before them arrives.
 
         A gloo send would not tell, and waiting for one that has arrived costs nothing.
         """
@@ -125,7 +125,7 @@ class Pipeline:
     Args:
         mesh: The live mesh.
         chunks: This rank's modules, chunk by chunk: ``chunk(activations or None, microbatch) -> activations or loss``.
-        dtype: Of the activations between stages.
+        dtype: The dtype of the activations between stages.
         schedule: A name from :data:`~parallel.pipeline.schedules.SCHEDULES`.
 
     Raises:
@@ -146,8 +146,8 @@ class Pipeline:
         """Forward and backward of a step; gradients accumulate on the parameters.
 
         Args:
-            microbatches: Of this data-parallel rank.
-            scale: What each loss is multiplied by, a scalar: one over the global number of counted tokens.
+            microbatches: The microbatches of this data-parallel rank.
+            scale: The factor of each loss, a scalar: one over the global number of counted tokens.
 
         Returns:
             This rank's part of the step's loss, a scalar; the loss is the sum over all ranks.
@@ -163,13 +163,14 @@ class Pipeline:
 def forward(
     mesh: Mesh, chunks: Sequence[Callable[[Tensor | None, M], Tensor]], microbatch: M, dtype: torch.dtype
 ) -> Tensor | None:
-    """Return one microbatch through all virtual stages in turn -> what the last one gives; None on other stages.
+    """Run the forward of one microbatch through all virtual stages in turn -> what the last one gives; None on other
+    stages.
 
     Args:
         mesh: The live mesh.
         chunks: This rank's, ``chunk(activations or None, microbatch) -> activations``, or of the last one anything.
         microbatch: The same on all stages.
-        dtype: Of the activations between stages.
+        dtype: The dtype of the activations between stages.
     """
     stages, stage = mesh.shape.pp, mesh.place.pp
     last = stages * len(chunks) - 1
@@ -252,8 +253,8 @@ class _Run:
         return self.loss
 
     def _make_room(self, position: int) -> None:
-        """For what is asked for after so many actions. It may come while the last of them computes: allocated before
-        that is launched, the memory is that of nobody who runs later."""
+        """Allocate what is asked for after so many actions. It may come while the last of them computes: allocated
+        before that is launched, the memory is that of nobody who runs later."""
         for direction, message in self.requests[position]:
             self.inboxes[direction].make_room(message)
             self.pipeline.receiving.wait_stream(self.pipeline.on.current_stream())

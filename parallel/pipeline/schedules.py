@@ -167,7 +167,7 @@ def _check_one_chunk(chunks: int) -> None:
 
 
 class TimedAction(NamedTuple):
-    """When an action ran: [start, end), in the time units of ``simulate``."""
+    """An action and the time when it ran: [start, end), in the units of ``simulate``."""
 
     action: Action
     start: float
@@ -176,7 +176,7 @@ class TimedAction(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What running a schedule gave.
+    """The times of a simulated schedule.
 
     ``spans``: per stage, its actions in order with their times. ``total``: when the last one ended.
     ``peak_in_flight``: per stage, the most forwards at once whose backward was still to come.
@@ -292,7 +292,7 @@ class Message(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What a stage asks a neighbour for: a message, on one of the two channels that lead to it."""
+    """A request of a stage to a neighbour: for a message, on one of the two channels that lead to it."""
 
     direction: Direction
     message: Message

@@ -45,7 +45,7 @@ def fingerprint(bits: np.ndarray, axes: Sequence[str], starts: Mapping[str, int]
     Args:
         bits: Unsigned integers, one dimension per axis in the order of the piece's sentence; any strides.
         axes: Their names.
-        starts: Where the box starts, for each axis.
+        starts: The start of the box, for each axis.
     """
     if not axes:
         return int(bits[()])

@@ -1,4 +1,4 @@
-"""Which elements of which logical tensor live on which rank: integer arithmetic, no process group, no GPU."""
+"""The elements of each logical tensor that live on each rank: integer arithmetic, no process group, no GPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class MeshShape:
         return math.prod(self[dim] for dim in self.DIMS)
 
     def size(self, dims: Sequence[str]) -> int:
-        """Of the product of some dimensions."""
+        """Return the size of the product of some dimensions."""
         return math.prod(self[dim] for dim in dims)
 
     @property
@@ -110,7 +110,7 @@ class MeshShape:
 
 @lru_cache(maxsize=4096)
 def _ranks(shape: MeshShape, *coordinates: Sequence[int]) -> tuple[int, ...]:
-    """Return those of all combinations of coordinates, given for each dimension. Asked for again and again, and
+    """Return the ranks of all combinations of coordinates, given for each dimension. Asked for again and again, and
     long."""
     ranks = [0]
     for dim, chosen in zip(shape.DIMS, coordinates, strict=True):
@@ -127,7 +127,7 @@ def split_axis(axis: str, size: int, parts: int, part: int, dims: Sequence[str] 
     Args:
         axis: Its name.
         size: Its size.
-        parts: Of the mesh, along ``dims``.
+        parts: The number of parts of the mesh, along ``dims``.
         part: One of them.
         dims: The mesh dimensions that split it; by default those of :data:`~parallel.weights.schema.SPLIT`.
 
@@ -177,7 +177,7 @@ def balanced_layers(
         stages: Virtual stages (pipeline stages x chunks).
         embedding: Work of the embedding, which the first stage has on top.
         head: Work of the head, which the last stage has on top.
-        work: Of each layer; None: 1 each.
+        work: The work of each layer; None: 1 each.
 
     Raises:
         ValueError: there are fewer layers than stages.
@@ -203,12 +203,12 @@ def _cut_by_work(done: Sequence[float], extra: Sequence[float]) -> tuple[int, ..
 
     Args:
         done: The work of all layers before each, and of all.
-        extra: What each stage has on top.
+        extra: The work that each stage has on top.
     """
     stages = len(extra)
 
     def longest(start: int, stage: int, bound: float) -> int:
-        """Return where a stage that begins at a layer must end at the latest: within the bound, with layers for the
+        """Return the last layer at which a stage that begins at a layer may end: within the bound, with layers for the
         others."""
         last = bisect_right(done, bound - extra[stage] + done[start]) - 1
         return min(last, len(done) - stages + stage)
@@ -236,7 +236,7 @@ def _cut_by_work(done: Sequence[float], extra: Sequence[float]) -> tuple[int, ..
 
 @dataclass(frozen=True)
 class Shard:
-    """What one rank holds of one parameter of one layer.
+    """The shard that one rank holds of one parameter of one layer.
 
     Args:
         name: The tensor's name, with its layer filled in: the same on every rank.
@@ -276,7 +276,7 @@ class Layout:
         schema: The parameters.
         mesh: Sizes of the mesh.
         layers: Layers of each virtual stage; virtual stage ``chunk * pp + stage`` is the chunk ``chunk`` of a stage.
-        split: Which dimensions of the mesh split an axis, for axes of :data:`~parallel.weights.schema.SPLIT`.
+        split: The dimensions of the mesh that split an axis, for axes of :data:`~parallel.weights.schema.SPLIT`.
 
     Raises:
         ValueError: the mesh cannot split the model so; the message says all reasons.
@@ -379,7 +379,8 @@ class Layout:
         return split_axis(axis, self.schema.sizes[axis], self.mesh.size(dims), part, dims)
 
     def _held(self, shard: Shard, axis: str) -> tuple[int, int]:
-        """Return what the holder of a shard has of an axis: of one in the name the whole range of its names."""
+        """Return the bounds that the holder of a shard has of an axis: of one in the name the whole range of its
+        names."""
         first, stop = shard.box[axis]
         if axis not in shard.param.named_axes:
             return first, stop

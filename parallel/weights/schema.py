@@ -22,7 +22,7 @@ SPLIT: Split = {
     "mlp": ("tp",),
     "vocab": ("tp",),
 }
-"""Which mesh dimensions split an axis, unless a layout says otherwise: the only such table."""
+"""The mesh dimensions that split an axis, unless a layout says otherwise: the only such table."""
 
 PADDED = ("vocab", "mlp")
 """Axes that are filled up with zeros to a multiple of the ranks. No token names a row of zeros; a hidden feature of
@@ -42,9 +42,9 @@ class Param:
 
     Args:
         name: Our name, the same on every rank; ``{axis}`` is an axis that lives in the name.
-        pattern: How it is stored, a sentence (see :mod:`parallel.weights.pattern`).
+        pattern: The way that it is stored, a sentence (see :mod:`parallel.weights.pattern`).
         hf: The name that Hugging Face gives it; ``{q,k,v}`` spells one tensor for each piece in order.
-        hf_pattern: How Hugging Face stores it, where that differs from ``pattern``.
+        hf_pattern: The way that Hugging Face stores it, where that differs from ``pattern``.
         at: The ends of the pipeline that hold it: ``first``, ``last`` or ``first last`` (tied). Parameters with
             ``{layer}`` in their name live where their layer lives instead.
         layers: The layers that have it, ascending; None: all. It needs ``{layer}`` in its name.
@@ -157,18 +157,18 @@ class Schema:
         return {(p.name, label): (frozenset(p.sentence.piece_axes(label)), p.layers) for p, label in found}
 
     def numel(self, param: Param) -> int:
-        """Return the elements of a parameter over all its layers (and every other axis in its name), unsharded,
-        unpadded."""
+        """Return the number of elements of a parameter over all its layers (and every other axis in its name),
+        unsharded, unpadded."""
         return self.count(param, param.name) * math.prod(param.sentence.shape(self.sizes))
 
     def count(self, param: Param, template: str) -> int:
-        """Return how many tensors have a name of a parameter, ours or Hugging Face's: one for each of its layers,
+        """Return the number of tensors with a name of a parameter, ours or Hugging Face's: one for each of its layers,
         say."""
         some = {} if param.layers is None else {"layer": len(param.layers)}
         return math.prod(some.get(axis, self.sizes[axis]) for axis in NAMED.findall(template))
 
     def indices(self, param: Param, template: str) -> Iterator[Mapping[str, int]]:
-        """Yield what stands for each axis in a name of a parameter, ours or Hugging Face's, for each of its tensors."""
+        """Yield the index of each axis in a name of a parameter, ours or Hugging Face's, for each of its tensors."""
         axes = NAMED.findall(template)
         for values in itertools.product(*(param.values(axis, self.sizes) for axis in axes)):
             yield dict(zip(axes, values, strict=True))

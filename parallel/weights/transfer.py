@@ -70,7 +70,7 @@ class Stored:
         return {label: piece.box(bounds) for label, piece in self.pieces.items()}
 
     def cut(self, part: Stored) -> Cut | None:
-        """Return (axis, start, stop) of a slice of this tensor; None if it is all of it."""
+        """Return the axis, start and stop of a slice of this tensor; None if it is all of it."""
         return next(((axis, *box) for axis, box in part.box.items() if box != self.box[axis]), None)
 
 
@@ -117,7 +117,7 @@ class TargetChunk:
 
 
 def native(layout: Layout, ranks: Iterable[int]) -> Iterator[Stored]:
-    """Yield what each of the ranks holds, in our own format; ``where`` is the rank."""
+    """Yield the tensors that each of the ranks holds, in our own format; ``where`` is the rank."""
     for rank in ranks:
         for shard in layout.shards(layout.mesh.place(rank)):
             param = shard.param
@@ -214,7 +214,8 @@ def blocks(copies: Sequence[Copy], limit: int) -> Iterator[TargetChunk]:
 
 
 def _interleaved(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-    """Copies whose elements lie between each other's in the target, such as the columns of one matrix."""
+    """Yield groups of copies whose elements lie between each other's in the target, such as the columns of one
+    matrix."""
     together, end = list[Copy](), 0
     for copy in sorted(copies, key=lambda copy: copy.target_view.offset):
         if together and copy.target_view.offset >= end:
@@ -253,7 +254,7 @@ def _outermost(copies: list[Copy]) -> str | None:
 
 
 def _end(view: Piece) -> int:
-    """Return one past the last element."""
+    """Return the offset one past the last element."""
     return view.offset + 1 + sum((size - 1) * n for size, n in zip(view.shape, view.strides, strict=True))
 
 

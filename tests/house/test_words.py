@@ -1,9 +1,11 @@
-"""One class name has one meaning, and docstrings are sentences."""
+"""One class name has one meaning, and docstrings are sentences, as far as their beginnings show."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,13 @@ TREES = {
     for path in sorted((ROOT / package).rglob("*.py"))
     if not (name := str(path.relative_to(ROOT))).startswith(EXEMPT)
 }
+FRAGMENT = re.compile(
+    "(And|As|At|After|Before|By|For|From|How|In|Of|On|That|To|Until|What|When|Where|Which|Who|With|Without) "
+)
+"""No sentence of ours begins with these."""
+NO_VERB = re.compile("(A|All|An|Any|Both|Each|Every|Its|No|One|Some|Successive|The|Their|This|Those|Whether) |[({[]")
+THIRD_PERSON = re.compile("[A-Z][a-z]+(?<!s)s ")
+ARGUMENT = re.compile(r"^ +[a-z_][\w, ]*: (?:As|By|From|How|In|Of|To|What|Where|Which|With) .*", re.MULTILINE)
 
 
 @pytest.mark.quick
@@ -28,3 +37,34 @@ def test_a_class_name_has_one_meaning() -> None:
             if isinstance(node, ast.ClassDef):
                 files[node.name.lstrip("_")].append(name)
     assert not {name: places for name, places in files.items() if len(places) > 1}
+
+
+def strings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
+    """Yield the line and text of each docstring, and of the strings below fields and constants; and whether it is of a
+    function, which does something, rather than of a property or a thing."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            continue
+        for number, line in enumerate(node.body):
+            if (
+                isinstance(line, ast.Expr)
+                and isinstance(line.value, ast.Constant)
+                and isinstance(line.value.value, str)
+            ):
+                does = isinstance(node, ast.FunctionDef) and number == 0
+                if does and any("property" in ast.unparse(each) for each in node.decorator_list):
+                    does = False
+                yield line.lineno, line.value.value.strip(), does
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", TREES)
+def test_docstrings_are_sentences(name: str) -> None:
+    """A function's begins with a verb: "Return ...", or with the shapes that it makes of shapes, "x: [t] -> [n]"."""
+    bad = list[str]()
+    for line, text, does in strings(TREES[name]):
+        starts = FRAGMENT.match(text) or (does and (NO_VERB.match(text) or THIRD_PERSON.match(text)))
+        if starts:
+            bad.append(f"{name}:{line}: {text.splitlines()[0]}")
+        bad += [f"{name}:{line}: {found.strip()}" for found in ARGUMENT.findall(text)]
+    assert not bad, "\n".join(["say it with a verb, or with the noun that it is:", *bad])
