@@ -1,31 +1,313 @@
-"""Attention in bands: blocks of queries, each beside the keys that they see, so that a window costs what it sees."""
+"""Attention in bands: blocks of queries, each beside the keys that they see, so that a window costs what it sees.
+
+What is kept for the backward is q, k, v, the output and a number for each of its rows; no scores.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.kernels.scoring import Scoring, attend
 
-# Queries of a block.
-_BLOCK = 128
+# Queries of a block; a GPU would wait for the next one to be launched.
+_BLOCK, _BLOCK_ON_GPU = 128, 1024
+# Elements of bf16 in a row of a matrix unit's tile.
+_WIDTH = 32
 
 
-def by_formula(q: Tensor, k: Tensor, v: Tensor, first: Tensor, scoring: Scoring) -> Tensor:
-    """q: [b, heads, s, head], k, v: [b, kv, s, head] -> [b, heads, s, head], in torch's operators.
+# -- which keys a block of queries sees
+
+
+@dataclass(frozen=True, eq=False)
+class _Band:
+    """A block of queries of a row of tokens, and the keys from the first that its first query sees to its last query.
+
+    Args:
+        queries, keys: Which.
+        hidden: How many keys the last query no longer sees of those.
+    """
+
+    queries: slice
+    keys: slice
+    hidden: int
+
+    def mask_(self, scores: Tensor, first: Tensor | None, value: float) -> None:
+        """scores: [batch, queries * share, keys]: those that nobody looks at become ``value``.
+
+        Args:
+            scores: Those of all queries.
+            first: [tokens], the first key that each query sees; None if all see all before them.
+            value: What it is.
+        """
+        n = self.queries.stop - self.queries.start
+        each = scores.unflatten(1, (n, -1))
+        later = torch.ones(n, n, dtype=torch.bool, device=scores.device).triu_(1)
+        each[..., -n:].masked_fill_(later[:, None], value)
+        if self.hidden:
+            assert first is not None
+            keys = torch.arange(self.keys.start, self.keys.start + self.hidden, device=scores.device)
+            each[..., : self.hidden].masked_fill_((keys < first[self.queries, None])[:, None], value)
+
+
+def _bands(length: int, starts: Sequence[int], window: int | None, block: int) -> Iterator[_Band]:
+    """Of tokens of documents that begin at ``starts``."""
+
+    def first(token: int) -> int:
+        begins = starts[bisect_right(starts, token) - 1]
+        return begins if window is None else max(begins, token - window + 1)
+
+    for start in range(0, length, block):
+        stop = min(start + block, length)
+        low = first(start)
+        yield _Band(slice(start, stop), slice(low, stop), first(stop - 1) - low)
+
+
+def _firsts(length: int, starts: Tensor | None, window: int | None, device: torch.device) -> Tensor | None:
+    """[tokens], the first key that each query sees; ``starts``: [documents + 1], where the tokens are."""
+    if starts is None and window is None:
+        return None
+    at = torch.arange(length, device=device)
+    first = torch.zeros_like(at) if starts is None else starts[torch.bucketize(at, starts, right=True) - 1]
+    return first if window is None else torch.maximum(first, at - (window - 1))
+
+
+# -- the kernel
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, host: Tensor | None = None, device: Tensor | None = None
+) -> Tensor:
+    """q: [b, heads, s, head], k, v: [b, kv, s, head] -> [b, heads, s, head], without dropout.
+
+    Args:
+        q, k, v: Of b rows of tokens.
+        scoring: What is made of them.
+        host, device: int32 [documents + 1], where the documents of each row begin, and its end; None for one document.
+    """
+    scale = scoring.factor(q.shape[-1])
+    y: Tensor = _forward(q, k, v, scoring.sinks, host, device, scale, scoring.window, scoring.softcap)[0]
+    return y
+
+
+# Operators, so that torch.compile takes them as they are: unrolled, they compile for long and run slower.
+@torch.library.custom_op("megacore::attention_in_bands", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    host: Tensor | None,
+    device: Tensor | None,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """-> out: [b, heads, s, head], log_sum: [b, heads, s], of the exponentials of the scores, in fp32 at least."""
+    (batch, heads, length, _), kv = q.shape, k.shape[1]
+    share, wide = heads // kv, torch.promote_types(q.dtype, torch.float32)
+    queries, keys, values = _side_by_side(q, kv), _side_by_side(k, kv), _side_by_side(v, kv)
+    out, log_sum = torch.empty_like(queries), queries.new_empty(queries.shape[:2], dtype=wide)
+    first = _firsts(length, device, window, q.device)
+    by_torch = q.device.type == "cpu" and softcap is None
+    for band in _bands(length, _begins(host), window, _block(q)):
+        n, m = band.queries.stop - band.queries.start, band.keys.stop - band.keys.start
+        own = slice(band.queries.start * share, band.queries.stop * share)
+        if by_torch:
+            mask = q.new_zeros(1, n * share, m)
+            band.mask_(mask, first, float("-inf"))
+            y, total = (x[:, 0] for x in _flash(queries[:, own], keys[:, band.keys], values[:, band.keys], mask, scale))
+        else:
+            scores = _capped(_product(queries[:, own], keys[:, band.keys].mT, wide).mul_(scale), softcap)
+            band.mask_(scores, first, float("-inf"))
+            total = scores.logsumexp(-1)
+        log_sum[:, own] = total
+        if sinks is not None:
+            each = sinks.to(wide).view(kv, 1, share).expand(batch, kv, n, share).reshape(total.shape)
+            torch.logaddexp(total, each, out=log_sum[:, own])
+        if not by_torch:
+            weights = scores.sub_(log_sum[:, own, None]).exp_()
+            y = torch.bmm(weights.to(v.dtype), values[:, band.keys])
+        elif sinks is not None:
+            y = y * (total - log_sum[:, own]).exp_()[..., None]
+        out[:, own] = y
+    return _apart(out, q, share), _apart(log_sum[..., None], q[..., :1], share)[..., 0]
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Torch's kernel for CPUs, of batches of one head each."""
+    y, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(x[:, None] for x in (q, k, v)), attn_mask=mask[None], scale=scale
+    )
+    return y, total
+
+
+def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+    return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
+
+
+@_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, host: Tensor | None, device: Tensor | None, *others: Any
+) -> tuple[Tensor, Tensor]:
+    share, wide = q.shape[1] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(q.shape[0] * k.shape[1], q.shape[2] * share, q.shape[3])
+    log_sum = out.new_empty(*out.shape[:2], 1, dtype=wide)
+    return _apart(out, q, share), _apart(log_sum, q[..., :1], share)[..., 0]
+
+
+@torch.library.custom_op("megacore::attention_in_bands_backward", mutates_args=())
+def backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    host: Tensor | None = None,
+    device: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dq, dk, dv (Dao et al. 2022, arXiv 2205.14135). log_sum: [b, heads, s], of the exponentials of the scores and
+    of a sink, in fp32 at least."""
+    (batch, heads, length, head), kv = q.shape, k.shape[1]
+    share, wide = heads // kv, log_sum.dtype
+    scale = head**-0.5 if scale is None else scale
+    total, along = (_side_by_side(x, kv) for x in (log_sum.unsqueeze(-1), (dy * out).sum(-1, keepdim=True, dtype=wide)))
+    # p = exp(scale q k - log_sum), ds = p (dy v - sum(dy out)): without a softcap the products subtract and scale, as
+    # they sum in fp32. What comes out is rounded when it is small where it matters, and no passes over it are needed.
+    less = _less if softcap is None else _as_it_is
+    queries, dys = less(_side_by_side(q, kv), total / scale), less(_side_by_side(dy, kv), along)
+    keys, values = (less(_side_by_side(x, kv)) for x in (k, v))
+    nothing, dq = q.new_empty(()), q.new_empty(batch * kv, length * share, head)
+    dk, dv = torch.zeros(2, batch * kv, length, head, dtype=wide, device=q.device)
+    first = _firsts(length, device, window, q.device)
+    for band in _bands(length, _begins(host), window, _block(q)):
+        own, seen = slice(band.queries.start * share, band.queries.stop * share), band.keys
+        if softcap is None:
+            p = torch.baddbmm(nothing, queries[:, own], keys[:, seen].mT, beta=0, alpha=scale).exp_()
+            band.mask_(p, first, 0)
+            ds = torch.bmm(dys[:, own], values[:, seen].mT).mul_(p)
+        else:
+            scores = _capped(_product(queries[:, own], keys[:, seen].mT, wide).mul_(scale), softcap)
+            weights = scores.sub(total[:, own]).exp_()
+            band.mask_(weights, first, 0)
+            slope = scores.div_(softcap).square_().neg_().add_(1)
+            ds = _product(dys[:, own], values[:, seen].mT, wide).sub_(along[:, own]).mul_(weights).mul_(slope)
+            p, ds = weights.to(q.dtype), ds.to(q.dtype)
+        dv[:, seen] += torch.bmm(p.mT, dys[:, own, :head])
+        dk[:, seen] += torch.bmm(ds.mT, queries[:, own, :head])
+        dq[:, own] = torch.bmm(ds, keys[:, seen, :head])
+    return (
+        _apart(dq.mul_(scale), q, share),
+        dk.mul_(scale).to(k.dtype, copy=True).view(k.shape),
+        dv.to(v.dtype, copy=True).view(v.shape),
+    )
+
+
+@backward.register_fake
+def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, heads, length, head), kv = q.shape, k.shape[1]
+    dq = q.new_empty(batch * kv, length * heads // kv, head)
+    return _apart(dq, q, heads // kv), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ctx.window, ctx.softcap = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, host, device, out, log_sum = ctx.saved_tensors
+    grads = backward(dy, q, k, v, out, log_sum, host, device, ctx.scale, ctx.window, ctx.softcap)
+    return *grads, of_sinks(dy, out, log_sum, sinks), None, None, None, None, None
+
+
+_forward.register_autograd(_backward, setup_context=_save)
+
+
+def of_sinks(dy: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """The gradient of sinks. dy, out: [b, heads, s, head], log_sum: [b, heads, s], with them -> [heads]."""
+    if sinks is None:
+        return None
+    weights = (sinks[:, None].to(log_sum.dtype) - log_sum).exp()
+    return -(weights * (dy * out).sum(-1, dtype=log_sum.dtype)).sum((0, 2)).to(sinks.dtype)
+
+
+def _begins(host: Tensor | None) -> list[int]:
+    return [0] if host is None else host[:-1].tolist()
+
+
+def _block(q: Tensor) -> int:
+    return _BLOCK if q.device.type == "cpu" else _BLOCK_ON_GPU
+
+
+def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """The batched product of two, not rounded to their dtype."""
+    if a.dtype == wide:
+        return torch.bmm(a, b)
+    return torch.bmm(a, b, out_dtype=wide) if a.device.type == "cuda" else torch.bmm(a.to(wide), b.to(wide))
+
+
+def _side_by_side(x: Tensor, kv: int) -> Tensor:
+    """[b, heads, s, n] -> [b * kv, s * heads/kv, n]: what belongs to a kv head, by token."""
+    batch, heads, length, n = x.shape
+    return x.unflatten(1, (kv, heads // kv)).transpose(2, 3).reshape(batch * kv, length * heads // kv, n)
+
+
+def _apart(rows: Tensor, q: Tensor, share: int) -> Tensor:
+    """[b * kv, s * share, n] -> [b, heads, s, n]; with one kv head it is a view."""
+    return rows.unflatten(1, (-1, share)).transpose(1, 2).reshape(q.shape)
+
+
+def _less(x: Tensor, y: Tensor | None = None) -> Tensor:
+    """x: [..., t, n], y: [..., t, 1] -> [..., t, m], such that _less(x, y) @ _less(z).mT == x @ z.mT - y in x's dtype.
+
+    y stands in three more columns, each of which holds what the ones before have rounded away; without y they are ones.
+    m is a multiple of what the matrix units of CPUs take at a time.
+    """
+    length = x.shape[-1]
+    out = F.pad(x, (0, -(length + 3) % _WIDTH + 3))
+    if y is None:
+        out[..., length : length + 3] = 1
+        return out
+    rest = -y[..., 0]
+    for column in range(length, length + 3):
+        out[..., column] = rest
+        rest = rest - out[..., column]
+    return out
+
+
+def _as_it_is(x: Tensor, y: Tensor | None = None) -> Tensor:
+    return x
+
+
+# -- where attention weights are dropped
+
+
+def by_formula(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, first: Tensor | None = None) -> Tensor:
+    """As :func:`attention`, in torch's operators: each of the weights that are seen is kept for the backward.
 
     Args:
         q, k, v: Of b sequences.
-        first: [b or 1, s], the first token of each token's document.
         scoring: What is made of them.
+        first: [b, s], the first token of each token's document; None for one document each.
     """
     length, parts = q.shape[2], []
     at = torch.arange(length, device=q.device)
+    first = torch.zeros_like(at)[None] if first is None else first
     if scoring.window is not None:
         first = torch.maximum(first, at - (scoring.window - 1))
-    for start in range(0, length, _BLOCK):
-        own = slice(start, min(start + _BLOCK, length))
-        keys = slice(0 if scoring.window is None else max(0, start - scoring.window + 1), own.stop)
+    for band in _bands(length, [0], scoring.window, _block(q)):
+        own, keys = band.queries, band.keys
         seen = (at[keys] >= first[:, own, None]) & (at[keys] <= at[own, None])
         parts.append(attend(q[:, :, own], k[:, :, keys], v[:, :, keys], seen, scoring))
     return torch.cat(parts, 2)

@@ -198,7 +198,7 @@ def _fused(name: str, device: torch.device) -> ModuleType | None:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
     """q: [b, heads, s, head], k, v: [b, kv, s, head] -> [b, heads, s, head]; softmax in fp32 (fp64 for fp64)."""
     if not scoring.plain:
-        return bands.by_formula(q, k, v, torch.zeros(1, q.shape[2], dtype=torch.int32, device=q.device), scoring)
+        return (bands.by_formula if scoring.dropout else bands.attention)(q, k, v, scoring)
     if not scoring.dropout and q.device.type == "cpu" and cpu.is_faster(q):
         return cpu.causal_attention(q, k, v, scoring.scale)
     return within.scaled_dot_product(q, k, v, scoring)

@@ -10,16 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from parallel.kernels import bands
+
 # Elements of the rows of a block.
 _CACHED = 1 << 18
-# Queries of a block.
-_BLOCK = 128
-# Elements of bf16 in a row of a matrix unit's tile.
-_WIDTH = 32
 # From this many queries on, torch's kernel takes larger blocks in its backward, and is the faster one.
 _LONG = 768
 
@@ -85,84 +82,14 @@ class _CausalAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        return *causal_attention_backward(dy, *ctx.saved_tensors, ctx.scale), None
-
-
-# An operator, so that torch.compile takes it as it is: unrolled, it compiles for long and runs slower.
-@torch.library.custom_op("megacore::causal_attention_backward", mutates_args=())
-def causal_attention_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, scale: float | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dq, dk, dv. log_sum: [b, heads, s], of the exponentials of the scores, in fp32 at least."""
-    (batch, heads, length, head), kv = q.shape, k.shape[1]
-    share, wide = heads // kv, log_sum.dtype
-    scale = head**-0.5 if scale is None else scale
-
-    def rows(x: Tensor) -> Tensor:
-        """[batch, heads, length, n] -> [batch * kv, length * share, n]: the queries of a kv head side by side."""
-        return x.unflatten(1, (kv, share)).transpose(2, 3).reshape(batch * kv, length * share, -1)
-
-    # p = exp(scale q k - log_sum), ds = p (dy v - sum(dy out)): the products subtract and scale, as they sum in fp32.
-    # What comes out is rounded when it is small where it matters, and no passes over it are needed.
-    queries = _less(rows(q), rows(log_sum.unsqueeze(-1) / scale))
-    dys = _less(rows(dy), rows((dy * out).sum(-1, keepdim=True, dtype=wide)))
-    keys, values = (_less(x.reshape(batch * kv, length, head)) for x in (k, v))
-    nothing, dq = q.new_empty(()), torch.empty(batch * kv, length * share, head, dtype=q.dtype)
-    dk, dv = torch.zeros(2, batch * kv, length, head, dtype=wide)
-    for start in range(0, length, _BLOCK):
-        stop = min(start + _BLOCK, length)
-        own = slice(start * share, stop * share)
-        p = torch.baddbmm(nothing, queries[:, own], keys[:, :stop].mT, beta=0, alpha=scale).exp_()
-        later = torch.ones(stop - start, stop - start, dtype=torch.bool).triu_(1)
-        p[..., start:].unflatten(1, (-1, share)).masked_fill_(later[:, None], 0)
-        ds = torch.bmm(dys[:, own], values[:, :stop].mT).mul_(p)
-        dv[:, :stop] += torch.bmm(p.mT, dys[:, own, :head])
-        dk[:, :stop] += torch.bmm(ds.mT, queries[:, own, :head])
-        dq[:, own] = torch.bmm(ds, keys[:, :stop, :head])
-    return (
-        _apart(dq.mul_(scale), q, share),
-        dk.mul_(scale).to(k.dtype, copy=True).view(k.shape),
-        dv.to(v.dtype, copy=True).view(v.shape),
-    )
-
-
-@causal_attention_backward.register_fake
-def _(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, scale: float | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    (batch, heads, length, head), kv = q.shape, k.shape[1]
-    dq = q.new_empty(batch * kv, length * heads // kv, head)
-    return _apart(dq, q, heads // kv), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _apart(rows: Tensor, q: Tensor, share: int) -> Tensor:
-    """[batch * kv, length * share, head] -> [batch, heads, length, head]; with one kv head it is a view."""
-    return rows.unflatten(1, (-1, share)).transpose(1, 2).reshape(q.shape)
-
-
-def _less(x: Tensor, y: Tensor | None = None) -> Tensor:
-    """x: [..., t, n], y: [..., t, 1] -> [..., t, m], such that _less(x, y) @ _less(z).mT == x @ z.mT - y in x's dtype.
-
-    y stands in three more columns, each of which holds what the ones before have rounded away; without y they are ones.
-    m is a multiple of what the matrix units of CPUs take at a time.
-    """
-    length = x.shape[-1]
-    out = F.pad(x, (0, -(length + 3) % _WIDTH + 3))
-    if y is None:
-        out[..., length : length + 3] = 1
-        return out
-    rest = -y[..., 0]
-    for column in range(length, length + 3):
-        out[..., column] = rest
-        rest = rest - out[..., column]
-    return out
+        return *bands.backward(dy, *ctx.saved_tensors, scale=ctx.scale), None
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """q: [b, heads, s, head], k, v: [b, kv, s, head] -> [b, heads, s, head]; queries see themselves and what is before.
 
-    Torch's kernel forward. The backward (Dao et al. 2022, arXiv 2205.14135) takes blocks of queries, all heads in one
-    batched product: two thirds of the time of torch's in bf16.
+    Torch's kernel forward. The backward takes blocks of queries, all heads in one batched product: two thirds of the
+    time of torch's in bf16.
     """
     y: Tensor = _CausalAttention.apply(q, k, v, scale)
     return y

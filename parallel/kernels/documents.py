@@ -97,12 +97,15 @@ def masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int
 
 
 def in_bands(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int, scoring: Scoring) -> Tensor:
-    """By the formula; what is thrown away is what lies in the window of a block of queries, and in no document."""
+    """By blocks of queries and the keys that they see; where weights are dropped, of each of the sequences."""
+    if not scoring.dropout:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return bands.attention(q, k, v, scoring, documents.host, documents.device)[0].transpose(0, 1)
     at, starts = torch.arange(len(q), device=q.device), documents.device
     first = starts[torch.bucketize(at, starts, right=True) - 1].view(sequences, -1)
     first = first - at[:: first.shape[1], None]
     q, k, v = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (q, k, v))
-    return bands.by_formula(q, k, v, first, scoring).transpose(1, 2).flatten(0, 1)
+    return bands.by_formula(q, k, v, scoring, first).transpose(1, 2).flatten(0, 1)
 
 
 def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, mask: Tensor | None = None) -> Tensor:
@@ -259,7 +262,7 @@ def _batch_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of one batch: [documents, heads, longest, head] each."""
     if cpu.is_faster(q):
-        return cpu.causal_attention_backward(dy, q, k, v, out, log_sum, scale)
+        return bands.backward(dy, q, k, v, out, log_sum, scale=scale)
     dq, *shared = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dy, q, _shared(k, q), _shared(v, q), out, log_sum, 0.0, True, scale=scale
     )

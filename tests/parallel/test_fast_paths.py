@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel import kernels
-from parallel.kernels import cpu
+from parallel.kernels import bands, cpu
 
 Function = Callable[..., Tensor]
 
@@ -112,4 +112,4 @@ def test_the_backward_gives_what_the_compiler_is_told(kv: int) -> None:
     """Strides too: a compiled block is made for those."""
     q, k, v = (x.bfloat16().contiguous() for x in attention_inputs(4, kv, 32, 16))
     inputs = q, q, k, v, q, torch.zeros(q.shape[:3])
-    torch.library.opcheck(cpu.causal_attention_backward, inputs, test_utils="test_faketensor")
+    torch.library.opcheck(bands.backward, inputs, test_utils="test_faketensor")
