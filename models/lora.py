@@ -93,7 +93,7 @@ class Linear:
 def linears(schema: Schema) -> Iterator[Linear]:
     """All that can have adapters: the linears of the blocks."""
     for param in schema.params:
-        if "layer" in param.named_axes and param.name.endswith(WEIGHT) and len(param.sentence.dims) == 2:
+        if "layer" in param.named_axes and param.name.endswith(WEIGHT) and param.decays:
             modules: dict[str, list[str]] = {}
             for label, (template, _) in param.hf_tensors.items():
                 modules.setdefault(template.removesuffix(WEIGHT), []).append(label)

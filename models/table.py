@@ -36,8 +36,8 @@ class Table:
     def norm(self, name: str, hf: str, pattern: str = "embed", *, mean: float | None = None) -> Rows:
         """A norm of a block, with a bias where norms have one."""
         mean = self.norm_mean if mean is None else mean
-        weight = Param(f"layers.{{layer}}.{name}.weight", pattern, f"{self.layer}.{hf}.weight", mean=mean)
-        bias = Param(f"layers.{{layer}}.{name}.bias", pattern, f"{self.layer}.{hf}.bias")
+        weight = Param(f"layers.{{layer}}.{name}.weight", pattern, f"{self.layer}.{hf}.weight", mean=mean, vector=True)
+        bias = Param(f"layers.{{layer}}.{name}.bias", pattern, f"{self.layer}.{hf}.bias", vector=True)
         return (weight, bias) if self.norm_bias else (weight,)
 
     def linear(

@@ -51,6 +51,8 @@ class Param:
         mean: Mean of the initial values.
         std: Standard deviation of the initial values.
         uniform: Whether they are spread evenly about the mean, rather than normally.
+        vector: Whether it multiplies or adds element by element, though it has two dimensions: the norms of several
+            heads, each with weights of its own.
     """
 
     name: str
@@ -62,6 +64,7 @@ class Param:
     mean: float = 0.0
     std: float = 0.0
     uniform: bool = False
+    vector: bool = False
 
     def __post_init__(self) -> None:
         if not set(self.at.split()) <= {"first", "last"} or not self.at.split():
@@ -85,7 +88,7 @@ class Param:
     @property
     def decays(self) -> bool:
         """Whether weight decay applies: to matrices, not to norms and biases."""
-        return len(self.sentence.dims) > 1
+        return len(self.sentence.dims) > 1 and not self.vector
 
     @cached_property
     def hf_names(self) -> tuple[str, ...]:

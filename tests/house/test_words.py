@@ -52,7 +52,9 @@ def strings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
                 and isinstance(line.value.value, str)
             ):
                 does = isinstance(node, ast.FunctionDef) and number == 0
-                if does and any("property" in ast.unparse(each) for each in node.decorator_list):
+                if isinstance(node, ast.FunctionDef) and any(
+                    "property" in ast.unparse(each) for each in node.decorator_list
+                ):
                     does = False
                 yield line.lineno, line.value.value.strip(), does
 

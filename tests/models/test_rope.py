@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -374,8 +374,8 @@ def test_a_model_of_several_ropes() -> None:
 
 def textbook(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """transformers' own, for x: [..., t, heads, head_dim], of which a part may turn."""
-    wide = [torch.cat((table, table), -1) for table in (cos, sin)]
-    return apply_rotary_pos_emb(x, x, *wide, unsqueeze_dim=1)[0]
+    cos, sin = (torch.cat((table, table), -1) for table in (cos, sin))
+    return apply_rotary_pos_emb(x, x, cos, sin, unsqueeze_dim=1)[0]
 
 
 def some_tables(t: int, head_dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -554,7 +554,11 @@ def test_what_a_family_means_by_saying_nothing_of_kinds(family: str) -> None:
 @pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
 def test_the_longrope_of_phi3_by_its_names(name: str) -> None:
     scaling = {"type": name, "short_factor": [1.5] * 3, "long_factor": [3.0] * 3}
-    config = {"max_position_embeddings": 64, "original_max_position_embeddings": 16, "partial_rotary_factor": 0.75}
+    config: dict[str, Any] = {
+        "max_position_embeddings": 64,
+        "original_max_position_embeddings": 16,
+        "partial_rotary_factor": 0.75,
+    }
     config |= {"rope_theta": 1e4, "rope_scaling": scaling}
     rope = from_hugging_face(config, PHI3)
     assert rope == LongRope(
@@ -567,7 +571,7 @@ def test_the_longrope_of_phi3_by_its_names(name: str) -> None:
     written = {"max_position_embeddings": 64} | to_hugging_face(rope, convention=PHI3)
     # transformers 5.23 knows "su" by name, and then refuses to load it.
     said = [written] if name == "su" else [written, config]
-    embeddings = [Phi3RotaryEmbedding(of_family("phi3", 8, each)) for each in said]
+    embeddings = [Phi3RotaryEmbedding(cast(Any, of_family("phi3", 8, each))) for each in said]
     for tokens in (16, 17):
         ours = tables(rope, 8, torch.arange(tokens), sequence_length=tokens, dtype=torch.float32)
         for made in embeddings:
@@ -656,13 +660,14 @@ def test_an_override_by_other_names() -> None:
     neox = PARTIAL_FAMILIES["gpt_neox"][1]
     base = {"max_position_embeddings": 64, "rotary_emb_base": 1e5, "rotary_pct": 0.5}
     half = DefaultRope(rope_theta=1e5, partial_rotary_factor=0.5)
-    for given, after in [
+    cases: list[tuple[dict[str, Any], Rope]] = [
         ({"rotary_pct": 1.0}, replace(half, partial_rotary_factor=1.0)),
         ({"rotary_emb_base": 7.0}, replace(half, rope_theta=7.0)),
         ({"rotary_pct": None}, replace(half, partial_rotary_factor=0.25)),
         ({"rope_scaling": LINEAR}, LinearRope(rope_theta=1e5, factor=2.0, partial_rotary_factor=0.5)),
         ({"hidden_size": 8}, half),
-    ]:
+    ]
+    for given, after in cases:
         made = override(base, given, neox)
         assert from_hugging_face(made, neox) == after
         assert "rope_parameters" not in made and "rope_theta" not in made
