@@ -71,7 +71,7 @@ def _count(config: ModelConfig) -> str:
 
 
 def special(config: ModelConfig) -> list[str]:
-    """What a model has that a plain one has not, in a few words each."""
+    """Return what a model has that a plain one has not, in a few words each."""
     return [*_of_table(config.schema), *_of_anatomy(config.anatomy)]
 
 
