@@ -25,8 +25,11 @@ from models.lora import Lora
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import Tuning
+from parallel import kernels
+from parallel.kernels.activation import FUNCTIONS
 from parallel.layers.fp8 import Fp8
 from parallel.layers.linear import multiply_by
+from parallel.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
 from parallel.memory.recompute import Activations, Recompute
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape
@@ -162,3 +165,34 @@ def compared(cases: list[Case]) -> list[float]:
 def test_compiled_ranks_compute_the_same(pool: Pool) -> None:
     for found in pool.run(2, compared, CASES):
         assert all(distance < case.tolerance for case, distance in zip(CASES, found, strict=True)), found
+
+
+def pieces() -> float:
+    """As :func:`compared`, of norms and activation functions that LLaMA does not have."""
+    mesh, generator = Mesh.create(MeshShape(tp=2)), torch.Generator().manual_seed(3)
+
+    def drawn(*shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
+
+    norms = (
+        RMSNorm.of(drawn(6), 1e-3, mesh, offset=1.0),
+        LayerNorm.of(drawn(6), None, 1e-3, mesh, offset=1.0),
+        LayerNorm.of(drawn(4, 6), drawn(4, 6), 1e-3, mesh),
+        SplitRMSNorm.of(drawn(24), 1e-3, mesh),
+    )
+
+    def run(x: Tensor) -> Tensor:
+        for norm in norms:
+            x = norm(x) + x
+        return kernels.gated("gelu_tanh", mesh.device)(FUNCTIONS["relu2"].of(x))
+
+    x, found = drawn(8, 4, 6), []
+    torch.compiler.reset()
+    for function in (run, torch.compile(run, backend=Graphs().backend, fullgraph=True)):
+        leaves = [x, *(weight for norm in norms for weight in norm.parameters())]
+        found.append(torch.autograd.grad(function(x).square().sum(), leaves))
+    return max(float((mine - want).norm() / want.norm()) for mine, want in zip(*found, strict=True))
+
+
+def test_compiled_norms_and_activations_compute_the_same(pool: Pool) -> None:
+    assert max(pool.run(2, pieces)) < 1e-12
