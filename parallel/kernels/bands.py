@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel.kernels import flash
 from parallel.kernels.scoring import Scoring, attend
 
 # Queries of a block; a GPU would wait for the next one to be launched.
@@ -89,7 +90,8 @@ def attention(
     Args:
         q, k, v: Of b rows of tokens.
         scoring: What is made of them.
-        host, device: int32 [documents + 1], where the documents of each row begin, and its end; None for one document.
+        host, device: int32 [documents + 1], where the documents of the only row begin, and its end, there and where
+            the tokens are; None where each row is a document.
     """
     scale = scoring.factor(q.shape[-1])
     y: Tensor = _forward(q, k, v, scoring.sinks, host, device, scale, scoring.window, scoring.softcap)[0]
@@ -110,10 +112,17 @@ def _forward(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """-> out: [b, heads, s, head], log_sum: [b, heads, s], of the exponentials of the scores, in fp32 at least."""
+    if _by_flash(q, softcap):
+        out, log_sum = flash.forward(*map(_tokens, (q, k, v)), ends=_ends(q, host, device), scale=scale, window=window)
+        if sinks is not None:
+            alone = log_sum
+            log_sum = torch.logaddexp(alone, sinks.to(alone.dtype)[:, None])
+            out = (out * (alone - log_sum).exp_().T[..., None]).to(q.dtype)
+        return _rows(out, q), log_sum.unflatten(1, (len(q), -1)).transpose(0, 1)
     (batch, heads, length, _), kv = q.shape, k.shape[1]
     share, wide = heads // kv, torch.promote_types(q.dtype, torch.float32)
     queries, keys, values = _side_by_side(q, kv), _side_by_side(k, kv), _side_by_side(v, kv)
-    out, log_sum = torch.empty_like(queries), queries.new_empty(queries.shape[:2], dtype=wide)
+    out, log_sum = q.new_empty(queries.shape), q.new_empty(queries.shape[:2], dtype=wide)
     first = _firsts(length, device, window, q.device)
     by_torch = q.device.type == "cpu" and softcap is None
     for band in _bands(length, _begins(host), window, _block(q)):
@@ -137,7 +146,9 @@ def _forward(
         elif sinks is not None:
             y = y * (total - log_sum[:, own]).exp_()[..., None]
         out[:, own] = y
-    return _apart(out, q, share), _apart(log_sum[..., None], q[..., :1], share)[..., 0]
+    tokens = out.view(batch, kv, length, share, -1).permute(0, 2, 1, 3, 4).reshape(batch * length, heads, -1)
+    log_sum = log_sum.view(batch, kv, length, share).permute(1, 3, 0, 2).reshape(heads, batch, length)
+    return _rows(tokens, q), log_sum.transpose(0, 1)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -156,10 +167,9 @@ def _capped(scores: Tensor, softcap: float | None) -> Tensor:
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, host: Tensor | None, device: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor]:
-    share, wide = q.shape[1] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
-    out = q.new_empty(q.shape[0] * k.shape[1], q.shape[2] * share, q.shape[3])
-    log_sum = out.new_empty(*out.shape[:2], 1, dtype=wide)
-    return _apart(out, q, share), _apart(log_sum, q[..., :1], share)[..., 0]
+    batch, heads, length, head = q.shape
+    log_sum = q.new_empty(heads, batch, length, dtype=torch.promote_types(q.dtype, torch.float32))
+    return _rows(q.new_empty(batch * length, heads, head), q), log_sum.transpose(0, 1)
 
 
 @torch.library.custom_op("megacore::attention_in_bands_backward", mutates_args=())
@@ -181,6 +191,10 @@ def backward(
     (batch, heads, length, head), kv = q.shape, k.shape[1]
     share, wide = heads // kv, log_sum.dtype
     scale = head**-0.5 if scale is None else scale
+    if _by_flash(q, softcap):
+        total, ends = log_sum.transpose(0, 1).flatten(1).contiguous(), _ends(q, host, device)
+        dq, dk, dv = flash.backward(total, *map(_tokens, (dy, q, k, v, out)), ends=ends, scale=scale, window=window)
+        return _rows(dq, q), _rows(dk, k), _rows(dv, v)
     total, along = (_side_by_side(x, kv) for x in (log_sum.unsqueeze(-1), (dy * out).sum(-1, keepdim=True, dtype=wide)))
     # p = exp(scale q k - log_sum), ds = p (dy v - sum(dy out)): without a softcap the products subtract and scale, as
     # they sum in fp32. What comes out is rounded when it is small where it matters, and no passes over it are needed.
@@ -214,7 +228,22 @@ def backward(
 
 
 @backward.register_fake
-def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    host: Tensor | None = None,
+    device: Tensor | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if _by_flash(q, softcap):
+        dq, dk, dv = (_rows(torch.empty_like(_tokens(x)), x) for x in (q, k, v))
+        return dq, dk, dv
     (batch, heads, length, head), kv = q.shape, k.shape[1]
     dq = q.new_empty(batch * kv, length * heads // kv, head)
     return _apart(dq, q, heads // kv), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -240,6 +269,32 @@ def of_sinks(dy: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor | None) -> 
         return None
     weights = (sinks[:, None].to(log_sum.dtype) - log_sum).exp()
     return -(weights * (dy * out).sum(-1, dtype=log_sum.dtype)).sum((0, 2)).to(sinks.dtype)
+
+
+# -- how tensors lie
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """[b, heads, s, n] -> [b * s, heads, n]; a view of what came from there."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _rows(tokens: Tensor, q: Tensor) -> Tensor:
+    """[b * s, heads, n] -> [b, heads, s, n], a view; b and s are those of q: [b, heads, s, head]."""
+    return tokens.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
+
+
+def _ends(q: Tensor, host: Tensor | None, device: Tensor | None) -> tuple[Tensor, int]:
+    """int32, where the documents begin on q's device, and the end; and the length of the longest."""
+    rows, length = len(q), q.shape[2]
+    if host is None or device is None:
+        return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=q.device), length
+    return device, int(host.diff().max())
+
+
+def _by_flash(q: Tensor, softcap: float | None) -> bool:
+    """Whether torch's kernel for CUDA does it: it knows windows, and no softcaps."""
+    return softcap is None and flash.takes(q)
 
 
 def _begins(host: Tensor | None) -> list[int]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kernels import bands, cpu
+from parallel.kernels import bands, cpu, flash
 from parallel.kernels.scoring import PLAIN, Scoring
 
 
@@ -41,13 +40,13 @@ class Documents:
         host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         if device.type != "cuda":
             return cls(host, host.to(device))
-        varlen = torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device)[0] >= 8
-        groups = varlen and _varlen_shares()
+        varlen = flash.available(device)
+        groups = varlen and flash.shares()
         return cls(host, host.pin_memory().to(device, non_blocking=True), varlen, groups)
 
     def varlen_takes(self, q: Tensor) -> bool:
         """Whether torch's kernel takes heads like q's, [t, heads, head]."""
-        return self.varlen and q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+        return self.varlen and flash.fits(q)
 
 
 # -- each: q: [t, heads, head], k, v: [t, kv, head] -> [t, heads, head]; softmax in fp32 (fp64 for fp64)
@@ -66,13 +65,6 @@ def with_varlen(
     y = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=(-1, 0), **more)
     assert isinstance(y, Tensor)
     return y
-
-
-@cache
-def _varlen_shares() -> bool:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scoring: Scoring = PLAIN) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parallel import kernels
 from parallel.kernels import documents as within
+from parallel.kernels import flash
 from parallel.kernels.documents import Documents, masked, on_cpu, one_by_one, with_varlen
 from parallel.kernels.scoring import Scoring
 
@@ -176,7 +177,7 @@ def test_torchs_kernel_for_cuda_is_asked_for_this(
 def test_torch_is_asked_what_its_kernel_takes() -> None:
     """Of the versions that the tests are run with."""
     known = {"2.11": False, "2.13": True}
-    assert within._varlen_shares() is known[torch.__version__[:4]]
+    assert flash.shares() is known[torch.__version__[:4]]
 
 
 def test_torchs_kernel_for_cuda_takes_narrow_heads_of_eighths() -> None:
