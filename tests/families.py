@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 import torch.nn.functional as F
+from _pytest.mark.structures import ParameterSet
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from models.registry import family
+from models.registry import FAMILIES, family
+
+T = TypeVar("T")
 
 # As transformers calls them; a class takes those that it has, under its own names.
 SMALL = {
@@ -25,6 +29,26 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 32,
 }
+
+
+ROTATION = int(os.environ.get("MEGACORE_ROTATION", "0"))
+"""Another number gives each family other cases of those that it shares with the others."""
+
+
+def rotated(cases: Iterable[T]) -> list[ParameterSet]:
+    """Return parameters (family, case) of every family and every case: each family has a case in turn, the others are
+    of the grid."""
+    listed = list(cases)
+    return [
+        pytest.param(
+            name,
+            case,
+            id=f"{name}-{case}",
+            marks=[] if (number + ROTATION) % len(listed) == at else [pytest.mark.grid],
+        )
+        for number, name in enumerate(FAMILIES)
+        for at, case in enumerate(listed)
+    ]
 
 
 def drawn(

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import drawn
+from families import drawn, rotated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sentences import FOLDED, meshes, params, region, sizes_for, splits, strided
 
-from models.registry import FAMILIES, configure
+from models.registry import configure
 from models.stages import default_layers
 from parallel.weights.layout import Layout, MeshShape, balanced_layers
 from parallel.weights.schema import SPLIT, Param, Schema
@@ -204,8 +204,7 @@ def test_a_missing_rank_is_an_error() -> None:
 
 @settings(max_examples=12)
 @given(st.data())
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "tied"), rotated([True, False]))
 def test_hugging_face_over_a_chain_of_meshes_and_back_is_bitwise(family: str, tied: bool, data: st.DataObject) -> None:
     config = configure(drawn(family, data.draw(st.integers(0, 99)), tie_word_embeddings=tied))
     schema = config.schema

@@ -66,7 +66,14 @@ class Case:
 
     def with_layers(self, layers: int) -> Case:
         """The same case with another number of layers."""
-        return replace(self, model={**self.model, self.config.axes["layer"]: layers})
+        field = self.config.axes["layer"]
+        before = self.model[field]
+        # What a config lists for each layer is cut, or repeated.
+        lists = {name: each for name, each in self.model.items() if isinstance(each, list) and len(each) == before}
+        return replace(
+            self,
+            model={**self.model, **{name: (each * layers)[:layers] for name, each in lists.items()}, field: layers},
+        )
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import rotated
 from hub import change, converted, save
 from pool import Pool
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -22,7 +23,6 @@ from megacore.store.hugging_face import HuggingFace
 from megacore.verify import Pair, mesh_shape, parallel_model, transformers_model
 from megacore.verify import verify as verify_pair
 from models.decoder import Microbatch
-from models.registry import FAMILIES
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape
 from tools import verify
@@ -59,8 +59,9 @@ def elements(checkpoint: Checkpoint) -> int:
 # -- what is the same
 
 
-@pytest.mark.parametrize("layout", ["--tp 1 --pp 1", "--tp 2 --pp 2", "--tp 4 --pp 3", "--tp 2 --pp 1 --chunks 2"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "layout"), rotated(["--tp 1 --pp 1", "--tp 2 --pp 2", "--tp 4 --pp 3", "--tp 2 --pp 1 --chunks 2"])
+)
 def test_every_layout_passes(family: str, layout: str, tmp_path: Path, capsys: Capture) -> None:
     hf = save(family, tmp_path / "hf")
     target = converted(hf, tmp_path / "sharded", *layout.split())
@@ -185,19 +186,18 @@ def in_this_rank(checkpoint: Path, folder: Path, chunks: int) -> tuple[Any, list
     return verify_pair(pair, [[3, 1, 4, 1, 5, 9, 2, 6]], mesh), None if logits is None else logits.tolist()
 
 
-@pytest.mark.parametrize(
-    ("layout", "world"),
-    [
-        ("--tp 2 --pp 2", 4),
-        ("--tp 4 --pp 1", 4),
-        ("--tp 1 --pp 3", 3),
-        ("--pp 2 --layers-per-stage 1,1,1,1 --chunks 2", 2),
-        ("--tp 2", 4),
-    ],
-    ids=["tp2-pp2", "tp4", "pp3", "interleaved", "tp2-dp2"],
-)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_under_ranks(family: str, layout: str, world: int, tmp_path: Path, pool: Pool) -> None:
+WORLDS = {
+    "--tp 2 --pp 2": 4,
+    "--tp 4 --pp 1": 4,
+    "--tp 1 --pp 3": 3,
+    "--pp 2 --layers-per-stage 1,1,1,1 --chunks 2": 2,
+    "--tp 2": 4,  # and dp 2
+}
+
+
+@pytest.mark.parametrize(("family", "layout"), rotated(WORLDS))
+def test_under_ranks(family: str, layout: str, tmp_path: Path, pool: Pool) -> None:
+    world = WORLDS[layout]
     hf = save(family, tmp_path / "hf", num_hidden_layers=4)
     target = converted(hf, tmp_path / "sharded", *layout.split())
     results = pool.run(world, in_this_rank, target, hf, 2 if "chunks" in layout else 1)
