@@ -24,9 +24,6 @@ FAMILIES: Mapping[str, str] = {
 """{Hugging Face's ``model_type``: module}."""
 
 
-MOST_LAYERS = 2**16
-
-
 class Family(Protocol):
     """What a family's module provides."""
 
@@ -93,8 +90,8 @@ def configure(section: Mapping[str, Any]) -> ModelConfig:
     except RecursionError as error:
         raise ModelConfigError(kind.family, ["its values are nested too deeply"]) from error
     # They are counted one by one, before there are files that could say how many there are.
-    if (layers := made.sizes["layer"]) > MOST_LAYERS:
-        raise ModelConfigError(kind.family, [f"it has {layers} layers, and may have up to {MOST_LAYERS}"])
+    if (layers := made.sizes["layer"]) > limits.LAYERS:
+        raise ModelConfigError(kind.family, [f"it has {layers} layers, and may have up to {limits.LAYERS}"])
     return made
 
 

@@ -30,6 +30,8 @@ LINE = 32 * MIB
 """Bytes of a line of .jsonl: of a JSON text, as above."""
 UNPACKED = 100
 """Bytes that a byte of a compressed file may become: text becomes 3 to 20, and zeros a thousand."""
+LAYERS = 1 << 16
+"""Layers of a model. The largest have 126, and what describes them holds a number of each."""
 VOCABULARY = 1 << 24
 """Tokens of a tokenizer. The largest have 300,000, and what counts tokens holds a number of each."""
 ROWS = 64

@@ -27,7 +27,9 @@ SMALL = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
+    "head_dim": 4,
     "max_position_embeddings": 32,
+    "pad_token_id": None,  # of some it lies beyond so small a vocabulary
 }
 
 

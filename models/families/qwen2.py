@@ -4,28 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
 from models.builder import build
-from models.decoder_config import DecoderConfig, shape
+from models.decoder_config import shape
+from models.windowed import WindowedConfig
 from parallel.weights.schema import Param
 
 __all__ = ["CONFIG", "PRESETS", "Qwen2Config", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen2Config(DecoderConfig):
+class Qwen2Config(WindowedConfig):
     """Fields carry their Hugging Face names."""
 
     family: ClassVar[str] = "qwen2"
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
-    # Where windows are off, how long they are and from which layer on changes nothing.
-    harmless: ClassVar[frozenset[str]] = frozenset({"layer_types", "max_window_layers", "sliding_window"})
-    fixed: ClassVar[Mapping[str, Any]] = {"use_sliding_window": False}
+    harmless: ClassVar[frozenset[str]] = frozenset({"use_mrope"})
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32}
 
     rms_norm_eps: float = 1e-6
+    use_sliding_window: bool = False
+    max_window_layers: int = 28
+
+    def slides(self, layer: int) -> bool:
+        return self.sliding_window is not None and layer >= self.max_window_layers
 
     @property
     def anatomy(self) -> Anatomy:
@@ -42,21 +47,56 @@ class Qwen2Config(DecoderConfig):
         )
 
     @classmethod
-    def _unsupported(cls, config: Mapping[str, Any]) -> list[str]:
-        kinds = config.get("layer_types")
-        full = kinds is None or (isinstance(kinds, list) and all(kind == "full_attention" for kind in kinds))
-        windows = [f"layer_types={kinds!r} would change the maths and is not supported: only 'full_attention' is"]
-        return super()._unsupported(config) + windows * (not full)
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        used = rng.random() < 0.7
+        drawn |= {"use_sliding_window": used, "layer_types": drawn["layer_types"] if used else None}
+        return drawn | {"rms_norm_eps": rng.choice((1e-6, 1e-2)), "max_window_layers": rng.randint(0, layers)}
 
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> list[str]:
+        # What transformers makes of a window that is not used.
+        if not values.get("use_sliding_window"):
+            values["sliding_window"] = None
+        return super()._derive(values)
+
+
+def _sizes(hidden: int, mlp: int, layers: int, heads: int, kv: int, **others: Any) -> dict[str, Any]:
+    common = {"num_key_value_heads": kv, "vocab_size": 152064, "max_position_embeddings": 131072}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    return common | shape(hidden, mlp, layers, heads) | rope | others
+
+
+_TIED = {"vocab_size": 151936, "tie_word_embeddings": True}
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen2-tiny": shape(64, 176, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512},
-    "qwen2-0.5b": shape(896, 4864, 24, 14)
-    | {"vocab_size": 151936, "num_key_value_heads": 2, "max_position_embeddings": 131072, "tie_word_embeddings": True}
-    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
+    "qwen2-0.5b": _sizes(896, 4864, 24, 14, 2, **_TIED),
+    "qwen2-1.5b": _sizes(1536, 8960, 28, 12, 2, **_TIED),
+    "qwen2-7b": _sizes(3584, 18944, 28, 28, 4),
+    "qwen2-72b": _sizes(8192, 29568, 80, 64, 8),
+    "qwen2.5-0.5b": _sizes(896, 4864, 24, 14, 2, **_TIED, max_position_embeddings=32768),
+    "qwen2.5-1.5b": _sizes(1536, 8960, 28, 12, 2, **_TIED),
+    "qwen2.5-3b": _sizes(2048, 11008, 36, 16, 2, **_TIED, max_position_embeddings=32768),
+    "qwen2.5-7b": _sizes(3584, 18944, 28, 28, 4),
+    "qwen2.5-14b": _sizes(5120, 13824, 48, 40, 8, rms_norm_eps=1e-5),
+    "qwen2.5-32b": _sizes(5120, 27648, 64, 40, 8, rms_norm_eps=1e-5),
+    "qwen2.5-72b": _sizes(8192, 29568, 80, 64, 8, rms_norm_eps=1e-5),
 }
 
-PARAMETERS: Mapping[str, int] = {"qwen2-0.5b": 494_032_768}
+PARAMETERS: Mapping[str, int] = {
+    "qwen2-0.5b": 494_032_768,
+    "qwen2-1.5b": 1_543_714_304,
+    "qwen2-7b": 7_615_616_512,
+    "qwen2-72b": 72_706_203_648,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+}
 """Published numbers of parameters."""
 
 CONFIG: type[Qwen2Config] = Qwen2Config

@@ -121,9 +121,7 @@ def test_what_is_left_out_means_what_transformers_takes_it_for(name: str, change
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_padding_is_said(name: str) -> None:
     """Else the default of transformers' class comes back, which may lie beyond the vocabulary."""
-    section = {key: value for key, value in drawn(name).items() if key != "pad_token_id"}
-    assert configure(section).to_hugging_face()["pad_token_id"] is None
-    assert configure(section | {"pad_token_id": None}).to_hugging_face()["pad_token_id"] is None
+    assert configure(drawn(name, pad_token_id=None)).to_hugging_face()["pad_token_id"] is None
 
 
 def test_old_spelling_of_rope() -> None:
@@ -295,9 +293,9 @@ def test_presets_read_back() -> None:
         assert read(config.to_hugging_face()) == config
 
 
-def by_hand(name: str, c: Mapping[str, Any], sequence: int) -> int:
+def by_hand(c: Mapping[str, Any], sequence: int) -> int:
     """FLOPs of a token, forward and backward, from the fields of a config: written down layer by layer."""
-    if name == "gpt2":
+    if c["model_type"] == "gpt2":
         e, layers, vocab = c["n_embd"], c["n_layer"], c["vocab_size"]
         linears = layers * (3 * e * e + e * e + 8 * e * e) + vocab * e
         width = e
@@ -305,22 +303,27 @@ def by_hand(name: str, c: Mapping[str, Any], sequence: int) -> int:
         e, layers, vocab = c["hidden_size"], c["num_hidden_layers"], c["vocab_size"]
         width, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
         linears = layers * (e * (width + 2 * kv) + width * e + 3 * e * c["intermediate_size"]) + vocab * e
-    attended = (sequence + 1) / 2
+    attended = looked_at(sequence, c.get("sliding_window")) / sequence
     attention = layers * 2 * width * attended  # scores and attention: a multiplication and an addition each
     return round(3 * 2 * (linears + attention))
 
 
-@pytest.mark.parametrize("preset", PUBLISHED)
+def looked_at(sequence: int, window: int | None) -> int:
+    """How many tokens those of a sequence look at, one after the other."""
+    return sum(min(token + 1, window or sequence) for token in range(sequence))
+
+
+@pytest.mark.parametrize("preset", [p for p in PUBLISHED if presets()[p][0] in ("gpt2", "llama", "mistral")])
 def test_flops_per_token_against_a_formula_by_hand(preset: str) -> None:
     config = configure({"preset": preset})
     for sequence in (1, 1024, 8192):
-        assert flops_per_token(config, sequence) == by_hand(config.family, config.to_hugging_face(), sequence)
+        assert flops_per_token(config, sequence) == by_hand(config.to_hugging_face(), sequence)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
-    """The linears to the last operation; attention as torch counts it, which is all of the square."""
+    """The linears to the last operation; attention as torch counts it, which is all of the square but for windows."""
     config = configure(drawn(name, positions=64, tie_word_embeddings=tied))
     model = Model.create(config, layout_of(config, MeshShape()), Mesh.single(), torch.float32)
     model.parameters.initialise(0)
@@ -332,11 +335,16 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
     counted = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     attention = counted.pop("aten.bmm")
     linears = 6 * matmul_parameters(config.schema) * length
-    # A norm may sum its weight's gradient by a product with one row.
-    norms = (2 * config.sizes["layer"] + 1) * 2 * config.sizes["embed"] * length
-    assert sum(counted.values()) - linears in (0, norms)
-    sizes = config.sizes
-    square = 12 * sizes["layer"] * sizes["heads"] * sizes["head"] * length * length
-    assert attention == square
-    causal = square * (length + 1) // (2 * length)
-    assert flops_per_token(config, length) * length == linears + causal
+    sizes, windows = config.sizes, [layer.window for layer in config.anatomy.layers]
+    # A norm may sum its weight's gradient by a product with one row, where a token has one, and of its heads.
+    heads = sum(
+        sizes["layer"] * sizes[own] * sizes["head"] * (f"layers.{{layer}}.attn.{norm}" in config.schema.by_name)
+        for own, norm in (("heads", "q_norm.weight"), ("kv", "k_norm.weight"))
+    )
+    norms = [2 * length * each for each in (0, (2 * sizes["layer"] + 1) * sizes["embed"], heads)]
+    assert sum(counted.values()) - linears in {0, norms[1], norms[2], sum(norms)}
+    each = 12 * sizes["heads"] * sizes["head"]
+    if not any(windows):
+        assert attention == each * sizes["layer"] * length * length
+    causal = sum(looked_at(length, window) for window in windows)
+    assert flops_per_token(config, length) * length == linears + each * causal
