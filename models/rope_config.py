@@ -472,7 +472,7 @@ def _said(config: Mapping[str, Any], convention: Convention) -> tuple[dict[str, 
 def _flatten(config: Mapping[str, Any], convention: Convention) -> tuple[dict[str, Any], list[str]]:
     """One dictionary in the new spelling, and what is no mapping or disagrees between the places it may stand in."""
     problems: list[str] = []
-    new, old = config.get("rope_parameters") or {}, (config.get("rope_scaling") or {}) if convention.scaled else {}
+    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
         if not isinstance(value, Mapping):
             return {}, [f"{name} is {value!r}: it must be a mapping with a rope_type, or null"]

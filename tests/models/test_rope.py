@@ -537,6 +537,11 @@ DEFAULTS = {family: convention for family, (_, convention) in PARTIAL_FAMILIES.i
 @pytest.mark.parametrize("family", DEFAULTS)
 def test_what_a_family_means_by_saying_nothing(family: str) -> None:
     theirs, convention = AutoConfig.for_model(family), DEFAULTS[family]
+    if original := convention.original_max_position_embeddings:
+        assert original == theirs.original_max_position_embeddings
+        long = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+        found = from_hugging_face({"max_position_embeddings": 2 * original, "rope_scaling": long}, convention)
+        assert isinstance(found, LongRope) and (found.original_max_position_embeddings, found.factor) == (original, 2.0)
     length = {"max_position_embeddings": theirs.max_position_embeddings}
     ours = from_hugging_face(length, convention)
     assert to_hugging_face(ours, convention=convention)["rope_parameters"] == theirs.rope_parameters
