@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+from graph import FILES, MODULES, PACKAGES, ROOT, counts, imports, module, ours
 
-ROOT = Path(__file__).parents[2]
-PACKAGES = {"tools": 5, "megacore": 4, "models": 3, "parallel": 2}
 LOWER = {
     **dict.fromkeys(("parallel.mesh", "parallel.collectives", "parallel.random"), 1),
     **{
@@ -33,15 +30,8 @@ LOWER = {
 }
 # Floor 0 computes with these; anything else is another floor's.
 INTEGERS = {"numpy"} | sys.stdlib_module_names
-FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
-def module(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {module(path): path for path in FILES}
 MEASURE = "megacore.plan.measure"
 """Runs the model, and is imported when it is to."""
 FILLS_TENSORS = "megacore.store.load"
@@ -74,23 +64,6 @@ def floor(name: str) -> int:
     return LOWER.get(name, PACKAGES[name.partition(".")[0]])
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import, those inside functions and for type checkers included."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module, f"{path}:{node.lineno}: a relative import"
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                yield node.lineno, inner if inner in MODULES else node.module
-
-
-def ours(name: str) -> bool:
-    return name.partition(".")[0] in PACKAGES
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("path", FILES, ids=[module(path) for path in FILES])
 def test_imports_go_down(path: Path) -> None:
@@ -109,6 +82,15 @@ def test_no_circles() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(f"imports in a circle: {' -> '.join(error.args[1])}")
+
+
+ARROWS = {"megacore": 46, "models": 10, "parallel": 15, "tools": 9}
+"""The most arrows from the rooms of a package, which may only fall; `python tests/house/graph.py` draws them."""
+
+
+@pytest.mark.parametrize("package", ARROWS)
+def test_arrows_between_rooms_do_not_grow(package: str) -> None:
+    assert counts()[package] <= ARROWS[package], "a room imports from one more: python tests/house/graph.py"
 
 
 @pytest.mark.parametrize("name", [name for name in LOWER if LOWER[name] == 0])

@@ -6,18 +6,14 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from graph import FILES, ROOT
 
-ROOT = Path(__file__).parents[2]
 EXEMPT = ("models/", "parallel/layers/", "parallel/kernels/")
 """Rooms that are being rebuilt: to be emptied."""
 TREES = {
-    name: ast.parse(path.read_text())
-    for package in ("megacore", "models", "parallel", "tools")
-    for path in sorted((ROOT / package).rglob("*.py"))
-    if not (name := str(path.relative_to(ROOT))).startswith(EXEMPT)
+    name: ast.parse(path.read_text()) for path in FILES if not (name := str(path.relative_to(ROOT))).startswith(EXEMPT)
 }
 FRAGMENT = re.compile(
     "(And|As|At|After|Before|By|For|From|How|In|Of|On|That|To|Until|What|When|Where|Which|Who|With|Without) "
@@ -43,20 +39,14 @@ def strings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
     """Yield the line and text of each docstring, and of the strings below fields and constants; and whether it is of a
     function, which does something, rather than of a property or a thing."""
     for node in ast.walk(tree):
-        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            continue
-        for number, line in enumerate(node.body):
-            if (
-                isinstance(line, ast.Expr)
-                and isinstance(line.value, ast.Constant)
-                and isinstance(line.value.value, str)
-            ):
-                does = isinstance(node, ast.FunctionDef) and number == 0
-                if isinstance(node, ast.FunctionDef) and any(
-                    "property" in ast.unparse(each) for each in node.decorator_list
-                ):
-                    does = False
-                yield line.lineno, line.value.value.strip(), does
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            acts = isinstance(node, ast.FunctionDef) and not any(
+                "property" in ast.unparse(d) for d in node.decorator_list
+            )
+            for number, line in enumerate(node.body):
+                match line:
+                    case ast.Expr(ast.Constant(str() as text)):
+                        yield line.lineno, text.strip(), acts and number == 0
 
 
 @pytest.mark.quick
@@ -64,9 +54,8 @@ def strings(tree: ast.Module) -> Iterator[tuple[int, str, bool]]:
 def test_docstrings_are_sentences(name: str) -> None:
     """A function's begins with a verb: "Return ...", or with the shapes that it makes of shapes, "x: [t] -> [n]"."""
     bad = list[str]()
-    for line, text, does in strings(TREES[name]):
-        starts = FRAGMENT.match(text) or (does and (NO_VERB.match(text) or THIRD_PERSON.match(text)))
-        if starts:
+    for line, text, acts in strings(TREES[name]):
+        if FRAGMENT.match(text) or (acts and (NO_VERB.match(text) or THIRD_PERSON.match(text))):
             bad.append(f"{name}:{line}: {text.splitlines()[0]}")
         bad += [f"{name}:{line}: {found.strip()}" for found in ARGUMENT.findall(text)]
     assert not bad, "\n".join(["say it with a verb, or with the noun that it is:", *bad])
