@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,7 @@ def room(name: str) -> str:
     return module(MODULES[name].parent / "__init__.py")
 
 
+@cache
 def arrows() -> dict[str, set[str]]:
     """Return {room: other rooms that it imports from}."""
     reached: dict[str, set[str]] = {room(name): set() for name in MODULES}
