@@ -94,21 +94,26 @@ class SplitRMSNorm(nn.Module):
     The mean square is a sum over tp, a number a token, forward and backward. Where ranks share kv heads each head is
     on as many ranks as any other, so that the mean over all copies is that over all heads, and each copy's gradient is
     its part of the sum that law 4 takes.
+
+    Args:
+        weight: [heads/tp * head].
+        eps: Added to the mean square.
+        mesh: The live mesh.
     """
+
+    def __init__(self, weight: nn.Parameter, eps: float, mesh: Mesh) -> None:
+        super().__init__()
+        self.weight, self.eps, self.group = weight, eps, mesh.tp
+        self._alone = kernels.rms_norm(mesh.device)
 
     @classmethod
     def of(cls, weight: nn.Parameter, eps: float, mesh: Mesh) -> Self:
-        """The norm of a given parameter: weight [heads/tp * head]."""
-        norm = cls.__new__(cls)
-        nn.Module.__init__(norm)
-        norm.weight, norm.eps, norm.group = weight, eps, mesh.tp
-        return norm
-
-    weight: nn.Parameter
-    eps: float
-    group: Group
+        """As the other norms are made of given parameters."""
+        return cls(weight, eps, mesh)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.group.size == 1:  # for which there are kernels
+            return self._alone(x.flatten(1), self.weight, self.eps).view(x.shape)
         y: Tensor = _SplitRMSNorm.apply(x, self.weight, self.eps, self.group)
         return y
 
