@@ -57,11 +57,11 @@ class _Band:
             each[..., : self.hidden].masked_fill_((keys < first[self.queries, None])[:, None], value)
 
 
-def _bands(length: int, starts: Sequence[int], window: int | None, block: int) -> Iterator[_Band]:
-    """Of tokens of documents that begin at ``starts``."""
+def _bands(length: int, starts: Sequence[int] | None, window: int | None, block: int) -> Iterator[_Band]:
+    """Of tokens of documents that begin at ``starts``, or of one."""
 
     def first(token: int) -> int:
-        begins = starts[bisect_right(starts, token) - 1]
+        begins = 0 if starts is None else starts[bisect_right(starts, token) - 1]
         return begins if window is None else max(begins, token - window + 1)
 
     for start in range(0, length, block):
@@ -146,9 +146,10 @@ def _forward(
         elif sinks is not None:
             y = y * (total - log_sum[:, own]).exp_()[..., None]
         out[:, own] = y
+    # Where the two orders are one, these are views, and of other strides.
     tokens = out.view(batch, kv, length, share, -1).permute(0, 2, 1, 3, 4).reshape(batch * length, heads, -1)
     log_sum = log_sum.view(batch, kv, length, share).permute(1, 3, 0, 2).reshape(heads, batch, length)
-    return _rows(tokens, q), log_sum.transpose(0, 1)
+    return _rows(tokens.contiguous(), q), log_sum.contiguous().transpose(0, 1)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -297,8 +298,8 @@ def _by_flash(q: Tensor, softcap: float | None) -> bool:
     return softcap is None and flash.takes(q)
 
 
-def _begins(host: Tensor | None) -> list[int]:
-    return [0] if host is None else host[:-1].tolist()
+def _begins(host: Tensor | None) -> list[int] | None:
+    return None if host is None else host[:-1].tolist()
 
 
 def _block(q: Tensor) -> int:
@@ -361,7 +362,7 @@ def by_formula(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, first: Tensor 
     first = torch.zeros_like(at)[None] if first is None else first
     if scoring.window is not None:
         first = torch.maximum(first, at - (scoring.window - 1))
-    for band in _bands(length, [0], scoring.window, _block(q)):
+    for band in _bands(length, None, scoring.window, _block(q)):
         own, keys = band.queries, band.keys
         seen = (at[keys] >= first[:, own, None]) & (at[keys] <= at[own, None])
         parts.append(attend(q[:, :, own], k[:, :, keys], v[:, :, keys], seen, scoring))

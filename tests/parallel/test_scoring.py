@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
+from models.cache import Cache, Decode, Prefill
 from parallel import kernels
-from parallel.kernels import bands
+from parallel.kernels import bands, flash
 from parallel.kernels.documents import Documents
-from parallel.kernels.scoring import Scoring
+from parallel.kernels.scoring import Scoring, attend
 
 CPU = torch.device("cpu")
 SEQUENCES, LENGTHS = 2, (3, 1, 26, 1, 1, 16, 12)
-TOKENS, HEADS, KV, HEAD = sum(LENGTHS), 4, 2, 8
+TOKENS, HEADS, KV, HEAD = sum(LENGTHS), 6, 2, 8
 SCORINGS: dict[str, dict[str, Any]] = {
     "window": {"window": 5},
     "itself": {"window": 1},
@@ -41,10 +50,12 @@ def dense(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scoring: Scor
     scores = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale)
     if scoring.softcap is not None:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
-    exponentials = torch.where(seen, scores.exp(), 0)
+    scores = scores.masked_fill(~seen, float("-inf"))
+    most = scores.detach().amax(-1, keepdim=True)
+    exponentials = (scores - most).exp()
     total = exponentials.sum(-1, keepdim=True)
     if scoring.sinks is not None:
-        total = total + scoring.sinks[:, None, None].exp()
+        total = total + (scoring.sinks[:, None, None] - most).exp()
     return torch.einsum("hqk,khd->qhd", exponentials / total, v)
 
 
@@ -55,16 +66,20 @@ def scored(name: str, dtype: torch.dtype = torch.float64, **more: Any) -> Scorin
     return Scoring(**given)
 
 
-def drawn(dtype: torch.dtype = torch.float64, tokens: int = TOKENS) -> Tensor:
+def drawn(dtype: torch.dtype = torch.float64, kv: int = KV) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    qkv = torch.randn(tokens, HEADS + 2 * KV, HEAD, generator=generator, dtype=torch.float64) * 1.5
+    qkv = torch.randn(TOKENS, HEADS + 2 * kv, HEAD, generator=generator, dtype=torch.float64) * 1.5
     return qkv.to(dtype).requires_grad_()
+
+
+def split(qkv: Tensor) -> Sequence[Tensor]:
+    return qkv.tensor_split((HEADS, (HEADS + qkv.shape[1]) // 2), 1)
 
 
 def results(attend: Attend, qkv: Tensor, scoring: Scoring) -> list[Tensor]:
     """The output and the gradients of q, k and v together, and of the sinks."""
     leaves = [qkv] if scoring.sinks is None else [qkv, scoring.sinks]
-    q, k, v = qkv.split([HEADS, KV, KV], 1)
+    q, k, v = split(qkv)
     y = attend(q, k, v, scoring)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y.dtype)
     return [x.double() for x in (y.detach(), *torch.autograd.grad(y, leaves, dy))]
@@ -90,13 +105,265 @@ WAYS: dict[str, tuple[Attend, Sequence[int]]] = {
 }
 
 
-@pytest.mark.parametrize("block", [1, 7, 128])
+def wanted(way: str, qkv: Tensor, scoring: Scoring) -> list[Tensor]:
+    return results(lambda q, k, v, scoring: dense(q, k, v, WAYS[way][1], scoring), qkv, scoring)
+
+
+@pytest.mark.parametrize(("block", "kv"), [(1, 2), (7, 6), (128, 1)])
 @pytest.mark.parametrize("name", SCORINGS)
 @pytest.mark.parametrize("way", WAYS)
-def test_the_formula(monkeypatch: pytest.MonkeyPatch, way: str, name: str, block: int) -> None:
+def test_the_formula(monkeypatch: pytest.MonkeyPatch, way: str, name: str, block: int, kv: int) -> None:
     monkeypatch.setattr(bands, "_BLOCK", block)
-    (attend, lengths), qkv = WAYS[way], drawn()
-    want = results(lambda q, k, v, scoring: dense(q, k, v, lengths, scoring), qkv, scored(name))
+    qkv, attend = drawn(kv=kv), WAYS[way][0]
+    want = wanted(way, qkv, scored(name))
     assert max(distances(results(attend, qkv, scored(name)), want)) < 1e-12
     # Dropping next to nothing goes another way.
     assert max(distances(results(attend, qkv, scored(name, dropout=1e-30)), want)) < 1e-12
+
+
+@pytest.mark.parametrize(("dtype", "place"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("name", SCORINGS)
+@pytest.mark.parametrize("way", WAYS)
+def test_in_narrow_numbers(way: str, name: str, dtype: torch.dtype, place: float) -> None:
+    """Scores and their softmax are wide; the exact values are those of the rounded inputs."""
+    qkv = drawn(dtype)
+    exact = qkv.detach().double().requires_grad_()
+    got = results(WAYS[way][0], qkv, scored(name, dtype))
+    assert max(distances(got, wanted(way, exact, scored(name)))) < place
+
+
+def test_sharp_scores_do_not_overflow() -> None:
+    """The exponential of one that is masked may."""
+    qkv = drawn() * 8
+    exact = qkv.detach().requires_grad_()
+    narrow = qkv.detach().bfloat16().requires_grad_()
+    for name in ("window", "all"):
+        got = results(in_documents, narrow, scored(name, torch.bfloat16))
+        assert all(x.isfinite().all() for x in got)
+    assert (
+        max(distances(results(in_documents, exact, scored("window")), wanted("documents", exact, scored("window"))))
+        < 1e-11
+    )
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_weights_that_are_dropped_are_in_the_window(way: str) -> None:
+    """The mean over many draws is what nothing dropped gives, and the same seed drops the same."""
+    q, k, v = split(drawn(torch.float32).detach())
+    attend, _ = WAYS[way]
+    torch.manual_seed(0)
+    made = torch.stack([attend(q, k, v, scored("all", torch.float32, dropout=0.3)).detach() for _ in range(600)])
+    want = attend(q, k, v, scored("all", torch.float32)).detach()
+    assert float((made.mean(0) - want).norm() / want.norm()) < 0.06 < float((made[0] - want).norm() / want.norm())
+    torch.manual_seed(0)
+    assert torch.equal(attend(q, k, v, scored("all", torch.float32, dropout=0.3)), made[0])
+
+
+def test_masks_are_replayed_where_it_is_computed_again() -> None:
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        qkv, scoring = drawn(), scored("all", dropout=0.3)
+        inner: Attend = in_documents
+        attend: Attend = partial(checkpoint, inner, use_reentrant=False) if again else inner
+        found.append(results(attend, qkv, scoring))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+# -- what it costs
+
+
+class Costs(TorchDispatchMode):
+    """Counts multiplications of products, and the elements of the largest tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.largest = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "megacore":
+            with self:  # what our operators are made of
+                return OPDEFS[op._schema.name]._init_fn(*args, **(kwargs or {}))
+        out = op(*args, **(kwargs or {}))
+        name = op._schema.name
+        if "bmm" in name:
+            a, b = args[1:3] if "baddbmm" in name else args[:2]
+            self.products += len(a) * a.shape[1] * a.shape[2] * b.shape[2]
+        elif "flash" in name:
+            q, k = args[:2]
+            self.products += 2 * q.numel() * k.shape[2]
+        self.largest = max([self.largest, *(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))])
+        return out
+
+
+def costs(length: int, scoring: Scoring, documents: Sequence[int] | None = None) -> Costs:
+    """Of a forward and a backward."""
+    q, k, v = (torch.ones(length, heads, HEAD).requires_grad_() for heads in (HEADS, KV, KV))
+    with Costs() as seen:
+        kernels.documents_attention(q, k, v, Documents.of(documents or [length], CPU), 1, scoring).sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize("more", [{}, {"softcap": 2.0}, {"sinks": True}, {"dropout": 0.1}])
+def test_a_window_costs_what_it_sees(more: dict[str, Any]) -> None:
+    """Twice the tokens take twice the products, each query's with its window and a block's length at most; and no
+    tensor holds more than a few times what comes in."""
+    given = more | ({"sinks": torch.zeros(HEADS)} if "sinks" in more else {})
+    once, twice = (costs(length, Scoring(window=40, **given)) for length in (1024, 2048))
+    padded = 4 * HEAD  # to the width of the matrix units, in some
+    assert twice.products < 2.05 * once.products
+    assert once.products <= 6 * 1024 * HEADS * (40 + 128) * padded
+    assert twice.largest <= max(2 * once.largest, 2048 * HEADS * padded)
+    assert costs(1024, Scoring(**given)).products > 1.5 * once.products
+
+
+def test_documents_cost_what_they_see() -> None:
+    short, long = (costs(1024, Scoring(softcap=2.0), documents) for documents in ((64,) * 16, (1024,)))
+    assert short.products < long.products / 3
+
+
+# -- on CUDA
+
+
+def flash_forward(*given: Any, **sides: Any) -> tuple[Tensor, ...]:
+    """In the place of torch's operator: documents of a length each."""
+    q, k, v, starts, same, longest, again, dropout, causal, debug = given
+    assert starts is same and longest == again == int(starts.diff().max()) and not dropout and not debug
+    assert starts.dtype == torch.int32 and sides["window_size_right"] == 0
+    assert causal == (sides["window_size_left"] == -1)
+    exponentials = weights_of(q, k, starts, sides)
+    total = exponentials.sum(-1)
+    out = torch.einsum(
+        "hqk,khd->qhd", exponentials / total[..., None], v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    )
+    return out, total.log(), starts, starts, starts
+
+
+def flash_backward(*given: Any, **sides: Any) -> tuple[Tensor, ...]:
+    dy, q, k, v, out, log_sum, starts, _, _, _, dropout, _, _, _ = given
+    share = q.shape[1] // k.shape[1]
+    keys, values = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    assert log_sum.is_contiguous() and not dropout
+    p = weights_of(q, k, starts, sides) / log_sum[..., None].exp()
+    ds = p * (torch.einsum("qhd,khd->hqk", dy, values) - (dy * out).sum(-1).T[..., None]) * sides["scale"]
+    dk, dv = torch.einsum("hqk,qhd->khd", ds, q), torch.einsum("hqk,qhd->khd", p, dy)
+    return torch.einsum("hqk,khd->qhd", ds, keys), *(x.unflatten(1, (-1, share)).sum(2) for x in (dk, dv))
+
+
+def weights_of(q: Tensor, k: Tensor, starts: Tensor, sides: dict[str, Any]) -> Tensor:
+    """[heads, t, t], the exponentials of the scores of tokens that see each other."""
+    t, left = torch.arange(len(q)), sides["window_size_left"]
+    document = torch.bucketize(t, starts, right=True)
+    seen = (document[:, None] == document) & (t[:, None] >= t)
+    if left >= 0:
+        seen &= t >= t[:, None] - left
+    keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    return torch.where(seen, (torch.einsum("qhd,khd->hqk", q, keys) * sides["scale"]).exp(), 0)
+
+
+@pytest.mark.parametrize("groups", [True, False])
+@pytest.mark.parametrize("name", ["window", "itself", "wider", "sinks", "both"])
+@pytest.mark.parametrize("way", WAYS)
+def test_torchs_kernel_for_cuda_is_asked_for_this(
+    monkeypatch: pytest.MonkeyPatch, way: str, name: str, groups: bool
+) -> None:
+    """It is not there on a CPU: what it is given is checked, and computed by the formula."""
+    stand_in = SimpleNamespace(_flash_attention_forward=flash_forward, _flash_attention_backward=flash_backward)
+    monkeypatch.setattr(flash, "aten", stand_in)
+    monkeypatch.setattr(flash, "takes", lambda q: True)
+    monkeypatch.setattr(flash, "shares", lambda: groups)
+    monkeypatch.setitem(SCORINGS, "both", {"window": 4, "sinks": True, "scale": 0.6})
+    qkv, attend = drawn(), WAYS[way][0]
+    want = wanted(way, qkv, scored(name))
+    assert max(distances(results(attend, qkv, scored(name)), want)) < 1e-12
+
+
+def test_torchs_operators_take_it() -> None:
+    """As far as shapes go."""
+    q, k = (torch.empty(10, heads, 16, dtype=torch.bfloat16, device="meta") for heads in (HEADS, KV))
+    ends = torch.empty(3, dtype=torch.int32, device="meta"), 7
+    out, log_sum = flash.forward(q, k, k, ends=ends, scale=0.3, window=4)
+    assert out.shape == q.shape and log_sum.shape == (HEADS, 10) and log_sum.dtype == torch.float32
+    dq, dk, dv = flash.backward(log_sum, out, q, k, k, out, ends=ends, scale=0.3, window=4)
+    assert dq.shape == q.shape and dk.shape == dv.shape == k.shape
+
+
+def test_a_softcap_is_not_asked_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "takes", lambda q: True)
+    monkeypatch.setattr(flash, "aten", None)
+    qkv = drawn()
+    assert max(distances(results(in_documents, qkv, scored("all")), wanted("documents", qkv, scored("all")))) < 1e-12
+
+
+# -- under the compiler
+
+
+@pytest.mark.parametrize("dropout", [0.0, 1e-30])
+@pytest.mark.parametrize("way", WAYS)
+def test_compiled_in_one_graph(way: str, dropout: float) -> None:
+    torch.compiler.reset()
+    scoring = scored("all", dropout=dropout)
+    compiled = torch.compile(WAYS[way][0], backend="aot_eager", fullgraph=True)
+    qkv = drawn()
+    assert max(distances(results(compiled, qkv, scoring), wanted(way, qkv, scoring))) < 1e-12
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("kv", [1, 2, 6])
+def test_the_operators_give_what_the_compiler_is_told(kv: int) -> None:
+    """Strides too: a compiled block is made for those."""
+    q, k, v = (x.detach().unflatten(0, (SEQUENCES, -1)).transpose(1, 2) for x in split(drawn(kv=kv)))
+    options = None, None, 0.3, 7, 2.0
+    inputs = q, k, v, torch.zeros(HEADS).double(), *options
+    torch.library.opcheck(bands._forward, inputs, test_utils=("test_schema", "test_faketensor"))
+    out, log_sum = bands._forward(*inputs)
+    given = out, q, k, v, out, log_sum, *options
+    torch.library.opcheck(bands.backward, given, test_utils=("test_schema", "test_faketensor"))
+
+
+# -- with a cache
+
+
+@pytest.mark.parametrize("dropout", [0.0, 1e-30])
+@pytest.mark.parametrize("name", SCORINGS)
+def test_tokens_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch, name: str, dropout: float) -> None:
+    """Rows of different lengths: prompts at once, then token by token, are as all at once; a window reads no more of
+    the cache than the rows need."""
+    scoring, prompts, more = scored(name, dropout=dropout), (2, 11, 5), 20
+    lengths = [length + more for length in prompts]
+    qkv = torch.randn(sum(lengths), HEADS + 2 * KV, HEAD, dtype=torch.float64)
+    rows = [qkv[stop - n : stop] for n, stop in zip(lengths, accumulate(lengths), strict=True)]
+    q, k, v = split(qkv)
+    want = dense(q, k, v, lengths, scoring).split(lengths)
+    shape, read = (len(prompts), KV, max(lengths), HEAD), list[int]()
+
+    def noting(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(q: Tensor, k: Tensor, *others: Any, **options: Any) -> Tensor:
+            read.append(k.shape[2])
+            return real(q, k, *others, **options)
+
+        return call
+
+    monkeypatch.setattr("models.cache.attend", noting(attend))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting(F.scaled_dot_product_attention))
+    kept = Cache(*({"a": torch.full(shape, torch.nan, dtype=torch.float64)} for _ in range(2)))
+    for memory in (kept.keys["a"], kept.values["a"]):
+        memory.zero_()
+    at = torch.cat([torch.arange(length) for length in prompts])
+    which = torch.arange(len(prompts)).repeat_interleave(torch.tensor(prompts))
+    prefill = Prefill(kept, which, at, Documents.of([*prompts, 3], CPU))
+    padded = torch.cat([*(row[:n] for row, n in zip(rows, prompts, strict=True)), qkv[:3]])
+    q, k, v = split(padded)
+    found = [list(prefill("a", q, k, v, scoring)[:-3].split(prompts))]
+    read.clear()
+    for step in range(more):
+        positions = [length + step for length in prompts]
+        new = torch.stack([row[at] for row, at in zip(rows, positions, strict=True)] + [qkv[0]])
+        q, k, v = split(new)
+        y = Decode.of(kept, positions, CPU)("a", q, k, v, scoring)
+        assert not y[len(rows) :].any()  # the padding
+        found.append(list(y[: len(rows)].split(1)))
+    for row, right in enumerate(want):
+        torch.testing.assert_close(torch.cat([each[row] for each in found]), right, rtol=1e-12, atol=1e-12)
+    if scoring.window is not None:
+        assert max(read) <= scoring.window + max(prompts) - min(prompts)
