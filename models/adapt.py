@@ -37,5 +37,5 @@ def _rows(weight: Shard, a: Shard) -> Rows:
     if a.param.sentence.labels == ("",):
         return [(weight.shape[0], True)]
     sentence = weight.param.sentence
-    dims = {label: Pattern(sentence.select(label).dims[:1]) for label in sentence.labels}
+    dims = {label: Pattern(sentence.select(label).dims[:1]) for label in sentence.outer_labels}
     return [(dim.shape(weight.sizes)[0], label in a.param.sentence.labels) for label, dim in dims.items()]

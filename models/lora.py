@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from models.names import in_block, matches, unmatched
-from parallel.weights.pattern import FusedGroup, Node, Pattern
+from parallel.weights.pattern import FusedGroup, Node, Pattern, outermost
 from parallel.weights.schema import WORDS, Param, Schema
 
 RANK = "rank"
@@ -72,7 +72,7 @@ class Linear:
     def name(self) -> str:
         """Ours, within a block: ``attn.out``, ``attn.qkv.q``."""
         linear = in_block(self.param.name).removesuffix(WEIGHT)
-        return linear if self.alone else f"{linear}.{self.labels[0]}"
+        return linear if self.alone else f"{linear}.{outermost(self.labels[0])}"
 
     @property
     def hf_name(self) -> str:
@@ -143,7 +143,7 @@ def _pair(schema: Schema, chosen: Sequence[Linear]) -> tuple[Param, Param]:
     if chosen[0].alone:
         first, words = RANK, ""
     else:
-        labels = [linear.labels[0] for linear in chosen]
+        labels = [outermost(linear.labels[0]) for linear in chosen]
         first = f"({' + '.join(f'{label}: {RANK}' for label in labels)})"
         out, hf_out = (_terms(param, dim, labels) for dim in (out, hf_out))
         words = ",".join(_word(param, label) for label in labels)
@@ -170,7 +170,7 @@ def _text(dim: Node) -> str:
 
 def _terms(param: Param, out: Node, labels: Sequence[str]) -> FusedGroup:
     """The pieces of a fused group that have these labels."""
-    if not isinstance(out, FusedGroup) or tuple(term.label for term in out.terms) != param.sentence.labels:
+    if not isinstance(out, FusedGroup) or tuple(term.label for term in out.terms) != param.sentence.outer_labels:
         raise ValueError(f"{param.name}: {param.pattern!r} is not fused in its first dimension alone")
     return replace(out, terms=tuple(term for term in out.terms if term.label in labels))
 
@@ -178,7 +178,7 @@ def _terms(param: Param, out: Node, labels: Sequence[str]) -> FusedGroup:
 def _word(param: Param, label: str) -> str:
     found = WORDS.search(param.hf)
     assert found  # Hugging Face keeps the pieces apart
-    return found.group(1).split(",")[param.sentence.labels.index(label)]
+    return found.group(1).split(",")[param.sentence.outer_labels.index(label)]
 
 
 def _reword(hf: str, words: str) -> str:

@@ -113,6 +113,11 @@ class Pattern:
         """Labels of the pieces in the order of storage; ``("",)`` where nothing is fused."""
         return tuple(_label(leaf) for leaf in self._leaves())
 
+    @cached_property
+    def outer_labels(self) -> tuple[str, ...]:
+        """As :attr:`labels`, without what is fused within a labelled piece: ``q`` for ``q.turn`` and ``q.still``."""
+        return tuple(dict.fromkeys(map(outermost, self.labels)))
+
     def piece_axes(self, label: str) -> tuple[str, ...]:
         """Return the axes of one piece, in the order of the sentence."""
         try:
@@ -142,16 +147,23 @@ class Pattern:
         return tuple(pieces)
 
     def select(self, label: str) -> Pattern:
-        """Return the sentence of one piece stored by itself: the fused group is replaced by the labelled term."""
+        """Return the sentence of what a label begins with, stored by itself.
+
+        Each fused group on the way is replaced by the labelled term; what is fused within the last one stays.
+        """
+        path = label.split(".") if label else []
 
         def reduce(node: Node) -> list[Node]:
             if isinstance(node, str):
                 return [node]
             terms = node.terms
-            if len(terms) > 1:
-                terms = tuple(AxisProduct("", term.factors) for term in terms if term.label == label)
+            if path and len(terms) > 1:
+                name = path.pop(0)
+                terms = tuple(AxisProduct("", term.factors) for term in terms if term.label == name)
+            elif path and terms[0].label == path[0]:
+                path.pop(0)
             terms = tuple(AxisProduct(t.label, tuple(n for f in t.factors for n in reduce(f))) for t in terms)
-            return [FusedGroup(terms)] if terms[0].factors else []
+            return [FusedGroup(terms)] if len(terms) > 1 or terms[0].factors else []
 
         return Pattern(tuple(kept for dim in self.dims for kept in reduce(dim)))
 
@@ -175,6 +187,11 @@ class Pattern:
             tuple((label, tuple(strides)) for label, strides, _ in leaf)
             for leaf in itertools.product(*(_occurrences(dim, unit) for dim in self.dims))
         ]
+
+
+def outermost(label: str) -> str:
+    """Return the label of the outermost piece that a piece is within."""
+    return label.partition(".")[0]
 
 
 def _label(leaf: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]) -> str:
@@ -204,15 +221,15 @@ def _occurrences(node: Node, sizes: Sizes) -> list[tuple[str, list[tuple[str, in
         return [("", [(node, 1)], 0)]
     found, base = [], 0
     for term in node.terms:
-        inner, combos = 1, [(term.label, list[tuple[str, int]](), 0)]
+        inner, combos = 1, [("", list[tuple[str, int]](), 0)]
         for factor in reversed(term.factors):
             combos = [
-                (_join((outer, label)), [(a, n * inner) for a, n in own] + rest, start * inner + offset)
-                for outer, rest, offset in combos
+                (_join((label, others)), [(a, n * inner) for a, n in own] + rest, start * inner + offset)
+                for others, rest, offset in combos
                 for label, own, start in _occurrences(factor, sizes)
             ]
             inner *= _extent(factor, sizes)
-        found += [(label, strides, offset + base) for label, strides, offset in combos]
+        found += [(_join((term.label, label)), strides, offset + base) for label, strides, offset in combos]
         base += inner
     return found
 

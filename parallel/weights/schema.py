@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from parallel.weights.pattern import Pattern, Sizes
+from parallel.weights.pattern import Pattern, Sizes, outermost
 
 Split = Mapping[str, tuple[str, ...]]
 """{axis: the mesh dimensions over whose product it is split, the slowest first}."""
@@ -31,7 +31,7 @@ zeros stays zero, and so does its gradient, for the activation functions have f(
 NAMED = re.compile(r"\{(\w+)\}")
 """An axis that lives in a name."""
 WORDS = re.compile(r"\{(\w+(?:,\w+)+)\}")
-"""Words in a Hugging Face name that spell one tensor for each piece."""
+"""Words in a Hugging Face name that spell one tensor for each outermost piece."""
 _VARIES = re.compile(r"\{\w+\}|\b\d+\b")
 """An axis or a number in a name."""
 
@@ -43,7 +43,7 @@ class Param:
     Args:
         name: Our name, the same on every rank; ``{axis}`` is an axis that lives in the name.
         pattern: The way that it is stored, a sentence (see :mod:`parallel.weights.pattern`).
-        hf: The name that Hugging Face gives it; ``{q,k,v}`` spells one tensor for each piece in order.
+        hf: The name that Hugging Face gives it; ``{q,k,v}`` spells one tensor for each outermost piece in order.
         hf_pattern: The way that Hugging Face stores it, where that differs from ``pattern``.
         at: The ends of the pipeline that hold it: ``first``, ``last`` or ``first last`` (tied). Parameters with
             ``{layer}`` in their name live where their layer lives instead.
@@ -109,11 +109,11 @@ class Param:
         names = self.hf_names
         if len(names) == 1:
             return dict.fromkeys(stored.labels, (self.hf, stored.without(named)))
-        if len(names) != len(stored.labels):
-            raise ValueError(f"{self.name}: {self.hf} names {len(names)} tensors for {len(stored.labels)} pieces")
-        return {
-            label: (name, stored.select(label).without(named)) for label, name in zip(stored.labels, names, strict=True)
-        }
+        outer = stored.outer_labels
+        if len(names) != len(outer):
+            raise ValueError(f"{self.name}: {self.hf} names {len(names)} tensors for {len(outer)} pieces")
+        tensors = {label: (name, stored.select(label).without(named)) for label, name in zip(outer, names, strict=True)}
+        return {label: tensors[outermost(label)] for label in stored.labels}
 
 
 @dataclass(frozen=True)

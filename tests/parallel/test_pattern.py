@@ -59,6 +59,7 @@ def test_pieces_are_views_of_stored_tensors() -> None:
 def test_labels_of_nested_and_crossed_groups_are_joined() -> None:
     assert Pattern.parse("(a: (x: mlp + y: mlp) + b: mlp) embed").labels == ("a.x", "a.y", "b")
     assert Pattern.parse("(a: mlp + b: mlp) (x: head + y: head)").labels == ("a.x", "a.y", "b.x", "b.y")
+    assert set(Pattern.parse("(a: (p: + q:) (x: + y:) + b: mlp)").labels) == {"a.p.x", "a.p.y", "a.q.x", "a.q.y", "b"}
     assert Pattern.parse("vocab embed").labels == ("",)
 
 
@@ -81,6 +82,14 @@ def test_select_stores_a_piece_by_itself() -> None:
     assert str(Pattern.parse("(heads (q: + k: + v:) head) embed").select("k")) == "(heads head) embed"
     assert str(Pattern.parse("embed (gate: mlp + up: mlp)").select("up")) == "embed (mlp)"
     assert str(Pattern.parse("vocab embed").select("")) == "vocab embed"
+
+
+def test_select_leaves_what_is_fused_within() -> None:
+    pattern = Pattern.parse("(q: heads (turn: two half + still: rest) + v: kv head) embed")
+    assert pattern.labels == ("q.turn", "q.still", "v")
+    assert pattern.outer_labels == ("q", "v")
+    assert str(pattern.select("q")) == "(heads (turn: two half + still: rest)) embed"
+    assert str(pattern.select("q.still")) == "(heads (rest)) embed"
 
 
 def test_without_takes_axes_out_of_the_tensor() -> None:
@@ -168,8 +177,7 @@ def test_a_selected_piece_has_the_axes_of_the_piece(text: str, data: st.DataObje
     pattern = Pattern.parse(text)
     sizes = {axis: data.draw(st.integers(1, 4), label=axis) for axis in sorted(pattern.axes)}
     for piece in pattern.pieces(sizes):
-        if "." not in piece.label:  # one group: what Hugging Face's separate tensors need
-            (alone,) = pattern.select(piece.label).pieces(sizes)
-            assert sorted(alone.axes) == sorted(piece.axes)
-            assert alone.numel == piece.numel
-            assert np.all(coverage(pattern.select(piece.label), sizes) == 1)
+        (alone,) = pattern.select(piece.label).pieces(sizes)
+        assert sorted(alone.axes) == sorted(piece.axes)
+        assert alone.numel == piece.numel
+        assert np.all(coverage(pattern.select(piece.label), sizes) == 1)

@@ -7,6 +7,7 @@ import pytest
 from parallel.weights.schema import SPLIT, Param, Schema
 
 SIZES = {"layer": 3, "vocab": 101, "embed": 8, "heads": 4, "kv": 2, "head": 2, "mlp": 12, "experts": 5}
+PAIRS = ("two half", "half two")
 QKV = "(q: heads head + k: kv head + v: kv head)"
 
 
@@ -17,6 +18,16 @@ def test_hugging_face_names_one_tensor_for_each_piece() -> None:
     assert tensors["k"][0] == "model.layers.{layer}.attn.k_proj.weight"
     assert str(tensors["k"][1]) == "(kv head) embed"
     assert param.named_axes == ("layer",)
+
+
+def test_what_is_fused_within_a_piece_stays_in_its_tensor() -> None:
+    head = "(turn: {} + still: rest)"
+    ours, theirs = (f"(q: heads {head} + k: kv {head} + v: kv head)".format(pair, pair) for pair in PAIRS)
+    param = Param("qkv.weight", f"{ours} embed", "attn.{q,k,v}_proj.weight", f"{theirs} embed")
+    assert list(param.hf_tensors) == ["q.turn", "q.still", "k.turn", "k.still", "v"]
+    assert param.hf_tensors["q.turn"] == param.hf_tensors["q.still"]
+    name, stored = param.hf_tensors["k.turn"]
+    assert (name, str(stored)) == ("attn.k_proj.weight", "(kv (turn: half two + still: rest)) embed")
 
 
 def test_pieces_that_stay_fused_share_name_and_sentence() -> None:
