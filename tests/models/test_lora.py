@@ -25,3 +25,8 @@ def test_adapters_of_pieces_in_which_more_is_fused() -> None:
         f"base_model.model.l.{{layer}}.attn.{word}_proj.lora_B.weight" for word in "qv"
     }
     assert str(b.hf_tensors["q.turn"][1]) == "(heads (turn: half two + still: rest)) rank"
+
+
+def test_norms_of_heads_have_no_adapters() -> None:
+    norm = Param("layers.{layer}.q_norm.weight", "heads head", vector=True)
+    assert not list(linears(Schema((norm,), SIZES)))
