@@ -79,7 +79,8 @@ class TokenEmbedding(nn.Module):
         vocab: Size of the vocabulary without padding.
         padding_idx: As :class:`~parallel.layers.embedding.VocabParallelEmbedding`'s.
         scale: Of the embeddings.
-        round_scale: Whether the scale is rounded to the table's dtype first, as transformers does it for Gemma.
+        round_scale: Whether the scale is rounded first, to fp32 and then to the table's dtype, as transformers does it
+            for Gemma.
     """
 
     def __init__(
@@ -94,7 +95,8 @@ class TokenEmbedding(nn.Module):
         super().__init__()
         table = parameters[name]
         self.tokens = VocabParallelEmbedding.of(table, vocab, parameters.mesh, padding_idx)
-        self.scale = torch.tensor(scale, dtype=table.dtype, device="cpu").item() if round_scale else scale
+        rounded = torch.tensor(scale, dtype=torch.float32, device="cpu").to(table.dtype).item()
+        self.scale = rounded if round_scale else scale
 
     def forward(self, microbatch: Microbatch) -> Tensor:
         x: Tensor = self.tokens(microbatch.tokens)
