@@ -220,7 +220,8 @@ class ModelConfig(ABC):
         return [
             f"{name}={config[name]!r} would change the maths and is not supported: only {value!r} is"
             for name, value in {**_FIXED, **cls.fixed}.items()
-            if name in config and config[name] != value
+            # What is off may be null or false.
+            if name in config and config[name] != value and (config[name] or value)
         ]
 
 
