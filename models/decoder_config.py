@@ -63,7 +63,7 @@ class DecoderConfig(ModelConfig):
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         heads, head_dim = tp * rng.choice((1, 2, 3)), rng.choice((4, 6, 8))
         shared = [kv for kv in (1, 2, 4) if heads % kv == 0 and (kv % tp == 0 or tp % kv == 0)]
-        given = rng.random() < 0.7 and "head_dim" not in cls.derived
+        given = (rng.random() < 0.7 and "head_dim" not in cls.derived) or "head_dim" in cls.defaults
         drawn = {
             "vocab_size": vocab,
             "hidden_size": heads * (rng.choice((3, 5)) if given else head_dim),
