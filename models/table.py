@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from parallel.weights.schema import Param
 
-QKV = "(q: heads head + k: kv head + v: kv head)"
+_QKV = "(q: heads {0} + k: kv {0} + v: kv head)"
+QKV = _QKV.format("head")
 HEADS = "(heads head)"
 GATE_UP = "(gate: mlp + up: mlp)"
 
 Rows = tuple[Param, ...]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Heads of which dimensions 2 i and 2 i + 1 turn together on disk, as GPT-J's do, and i and i + turning/2 here.
+
+    Args:
+        head: Size of a head.
+        turning: How many of its dimensions turn, the first ones.
+    """
+
+    head: int
+    turning: int
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes of the axes of a head."""
+        still = self.head - self.turning
+        return {"two": 2, "half": self.turning // 2} | ({"rest": still} if still else {})
+
+    @property
+    def here(self) -> str:
+        """The sentence of a head of queries or keys."""
+        return self._head("two half")
+
+    @property
+    def stored(self) -> str:
+        """Hugging Face's sentence of it."""
+        return self._head("half two")
+
+    def _head(self, pairs: str) -> str:
+        return pairs if self.turning == self.head else f"(turn: {pairs} + still: rest)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +67,12 @@ class Table:
     norm_mean: float = 1.0
     norm_bias: bool = False
 
-    def norm(self, name: str, hf: str, pattern: str = "embed", *, mean: float | None = None) -> Rows:
-        """A norm of a block, with a bias where norms have one."""
+    def norm(self, name: str, hf: str, pattern: str = "embed", *, stored: str = "", mean: float | None = None) -> Rows:
+        """A norm of a block, with a bias where norms have one; ``stored`` where Hugging Face stores it otherwise."""
         mean = self.norm_mean if mean is None else mean
-        weight = Param(f"layers.{{layer}}.{name}.weight", pattern, f"{self.layer}.{hf}.weight", mean=mean, vector=True)
-        bias = Param(f"layers.{{layer}}.{name}.bias", pattern, f"{self.layer}.{hf}.bias", vector=True)
+        name = f"layers.{{layer}}.{name}"
+        weight = Param(f"{name}.weight", pattern, f"{self.layer}.{hf}.weight", stored, mean=mean, vector=True)
+        bias = Param(f"{name}.bias", pattern, f"{self.layer}.{hf}.bias", stored, vector=True)
         return (weight, bias) if self.norm_bias else (weight,)
 
     def linear(
@@ -71,11 +106,19 @@ class Table:
         return weight, Param(f"layers.{{layer}}.{name}.bias", out, f"{self.layer}.{hf}.bias", stored_bias)
 
     def attention(
-        self, *, bias: bool = False, out_bias: bool = False, hf: str = "self_attn.{q,k,v}_proj", out: str = "o_proj"
+        self,
+        *,
+        bias: bool = False,
+        out_bias: bool = False,
+        hf: str = "self_attn.{q,k,v}_proj",
+        out: str = "o_proj",
+        pairs: Pairs | None = None,
     ) -> Rows:
-        """Queries, keys, values and what comes out, as LLaMA's ``self_attn`` has them."""
+        """Queries, keys, values and what comes out, as LLaMA's ``self_attn`` has them, or with heads of pairs."""
+        here, stored = (QKV, "") if pairs is None else (_QKV.format(pairs.here), _QKV.format(pairs.stored))
+        of_weight = stored and f"{stored} embed"
         return (
-            *self.linear("attn.qkv", QKV, "embed", hf, bias=bias),
+            *self.linear("attn.qkv", here, "embed", hf, bias=bias, stored=of_weight, stored_bias=stored),
             *self.linear("attn.out", "embed", HEADS, f"self_attn.{out}", bias=out_bias, ends=True),
         )
 
