@@ -202,7 +202,7 @@ def test_refused(name: str, changes: dict[str, Any], message: str) -> None:
 def test_all_reasons_at_once() -> None:
     config = {k: v for k, v in LLAMA.items() if k != "vocab_size"}
     with pytest.raises(ModelConfigError) as caught:
-        read(config | {"quantization_config": {}, "sliding_window": 1, "mlp_bias": "no"})
+        read(config | {"quantization_config": {"bits": 4}, "sliding_window": 1, "mlp_bias": "no"})
     assert len(caught.value.problems) == 4
     for name in ("quantization_config", "sliding_window", "mlp_bias", "'vocab_size' is missing"):
         assert name in str(caught.value)

@@ -599,7 +599,7 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     for name in (NORM, "strange.weight", Q0, "model.layers.1.mlp.up_proj.weight", "tokenizer.json"):
         assert name in str(caught.value)
     # Of the config too, with what can be told of the files without it.
-    config(quantization_config={}, sliding_window=3)(tmp_path)
+    config(quantization_config={"bits": 4}, sliding_window=3)(tmp_path)
     os.truncate(tmp_path / SINGLE, 100)
     with pytest.raises(StoreError) as caught:
         HuggingFace.open(tmp_path)
