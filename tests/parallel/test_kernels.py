@@ -131,6 +131,18 @@ def test_nvidia_apex_is_chosen_for_a_gpu(tmp_path: Path, monkeypatch: pytest.Mon
     assert torch.equal(layer(x, weight, bias, 1e-6), F.layer_norm(x, (8,), weight, bias, 1e-6))
 
 
+def test_nvidia_apex_has_no_offset_and_wants_a_bias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, monkeypatch, NVIDIA | {"fused_layer_norm_cuda.py": ""})
+    monkeypatch.setattr(choice, "has_triton", lambda: False)
+    x, weight, bias = torch.randn(3, 8), torch.randn(8), torch.randn(8)
+    torch.testing.assert_close(rms_norm(CUDA, 1.0)(x, weight, 1e-5), F.rms_norm(x, (8,), weight + 1, 1e-5))
+    torch.testing.assert_close(
+        layer_norm(CUDA, 1.0)(x, weight, bias, 1e-6), F.layer_norm(x, (8,), weight + 1, bias, 1e-6)
+    )
+    found = layer_norm(CUDA, bias=False)(x, weight, None, 1e-6)
+    assert torch.equal(found, F.layer_norm(x, (8,), weight, None, 1e-6))
+
+
 def test_no_optimizer_is_chosen_that_asks_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Apex's, whatever is installed: whether it steps is for the host to say."""
     install(tmp_path, monkeypatch, NVIDIA | {"amp_C.py": "", "apex/optimizers/__init__.py": "FusedAdam = None"})
