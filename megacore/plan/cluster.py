@@ -219,21 +219,16 @@ def _states(setting: Setting) -> Mapping[str, int]:
     return {WEIGHTS: widths.parameter, **master, **dict.fromkeys(MOMENTS, widths.moments // len(MOMENTS))}
 
 
-def _replicas(mesh: MeshShape) -> Iterator[RankSet]:
-    """Return the ranks that have the same model parallel place, in the order in which they share files out."""
-    return iter(mesh.all_along("dp", "cp"))
-
-
 def _save(setting: Setting, per_node: int, storage: Storage, interval: float | None) -> Save:
     layout = replace(setting.layout, schema=setting.tuning.kept(setting.model.schema))
     disk, states = on_disk(layout), _states(setting)
     by_rank, files = Counter[int](), 0
-    for ranks in _replicas(layout.mesh):
+    for ranks in layout.mesh.all_along("dp", "cp"):
         place = disk.mesh.rank(replace(layout.mesh.place(ranks[0]), dp=0, cp=0))
         written = share_out(disk, _held(setting, list(native(disk, [place])), states), len(ranks))
         for rank, share in zip(ranks, written, strict=True):
             files += len(share)
-            by_rank[rank] += sum(states[part.state] * _numel(part.tensors) for part in share)
+            by_rank[rank] += sum(states[own.state] * math.prod(each.shape) for own in share for each in own.tensors)
     size, nodes = by_rank.total(), _by_node(by_rank, per_node)
     writers = sum(bytes_ > 0 for bytes_ in by_rank.values())
     busiest_node = max(nodes.values())
@@ -256,7 +251,7 @@ def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
     frozen = setting.frozen
     by_rank, size, received, sizes = Counter[int](), 0, 0, layout.schema.sizes
     first = MASTER if MASTER in states else WEIGHTS
-    for ranks in _replicas(layout.mesh):
+    for ranks in layout.mesh.all_along("dp", "cp"):
         stored = list(native(layout, [ranks[0]]))
         trained = [each for each in stored if each.name not in frozen]
         rest = [each for each in stored if each.name in frozen]
@@ -278,10 +273,6 @@ def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
         received,
         max(storage.seconds(by_rank.total(), busiest_node), sending),
     )
-
-
-def _numel(tensors: Sequence[Stored]) -> int:
-    return sum(math.prod(each.shape) for each in tensors)
 
 
 def _unpadded(stored: Stored, sizes: Sizes) -> int:

@@ -92,10 +92,36 @@ def _of_tflops(tflops: float, preset: str, length: int) -> float:
     return tflops * 1e12 / flops_per_token(configure({"preset": preset}), length)
 
 
-def _mpt(hidden: int, layers: int, heads: int, length: int) -> Mapping[str, Any]:
-    """Return a gpt2 of the shape of MosaicML's MPT."""
+_MPT = (
+    ("1B", 8, 45455, 2048, 24, 16, 2048, 14, 1),
+    ("3B", 8, 20964, 2560, 32, 20, 4096, 5, 6),
+    ("3B", 64, 22525, 2560, 32, 20, 2048, 6, 3),
+    ("7B", 8, 10643, 4096, 32, 32, 2048, 6, 1),
+    ("13B", 8, 4792, 5120, 40, 40, 2048, 2, 1),
+    ("13B", 64, 4800, 5120, 40, 40, 2048, 2, 1),
+    ("30B", 32, 2308, 7168, 48, 56, 2048, 14, 3, "full"),
+    ("70B", 64, 1039, 8192, 80, 64, 2048, 8, 4, "full"),
+)
+
+
+def _mpt(
+    size: str, gpus: int, tokens: int, hidden: int, layers: int, heads: int, length: int,
+    micro_size: int, microbatches: int, recompute: Recompute = "none",
+) -> Published:  # fmt: skip
+    """Return a run of MosaicML's MPT, which has the shape of a gpt2."""
     shape = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": length}
-    return {"family": "gpt2", "vocab_size": 50368, **shape}
+    return Published(
+        f"MPT {size}, {gpus} H100, FSDP",
+        _FOUNDRY,
+        tokens,
+        {"family": "gpt2", "vocab_size": 50368, **shape},
+        MeshShape(dp=gpus),
+        length,
+        micro_size,
+        microbatches,
+        recompute=recompute,
+        widths=ADAM_16,
+    )
 
 
 _TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
@@ -113,6 +139,7 @@ _PER_OP: Mapping[str, Any] = {"recompute": "selective", "repeated": 0.5, **_SLOW
 
 # Llama 3's schedule is interleaved, by how much is not said: here with one or two layers a chunk. MosaicML's gradients
 # are taken to be summed in bf16, as its FSDP does by default.
+# fmt: off
 PUBLISHED = (
     Published("8B, 8 H100, FSDP", _TITAN, 6667, _8B, MeshShape(dp=8), 8192, 2, **_PER_OP),
     Published("8B, 128 H100, FSDP", _TITAN, 6514, _8B, MeshShape(dp=128), 8192, 2, **_PER_OP),
@@ -164,48 +191,7 @@ PUBLISHED = (
         shard="optimizer",
         chunks=7,
     ),
-    Published(
-        "MPT 1B, 8 H100, FSDP", _FOUNDRY, 45455, _mpt(2048, 24, 16, 2048), MeshShape(dp=8), 2048, 14, widths=ADAM_16
-    ),
-    Published(
-        "MPT 3B, 8 H100, FSDP", _FOUNDRY, 20964, _mpt(2560, 32, 20, 4096), MeshShape(dp=8), 4096, 5, 6, widths=ADAM_16
-    ),
-    Published(
-        "MPT 3B, 64 H100, FSDP", _FOUNDRY, 22525, _mpt(2560, 32, 20, 2048), MeshShape(dp=64), 2048, 6, 3, widths=ADAM_16
-    ),
-    Published(
-        "MPT 7B, 8 H100, FSDP", _FOUNDRY, 10643, _mpt(4096, 32, 32, 2048), MeshShape(dp=8), 2048, 6, widths=ADAM_16
-    ),
-    Published(
-        "MPT 13B, 8 H100, FSDP", _FOUNDRY, 4792, _mpt(5120, 40, 40, 2048), MeshShape(dp=8), 2048, 2, widths=ADAM_16
-    ),
-    Published(
-        "MPT 13B, 64 H100, FSDP", _FOUNDRY, 4800, _mpt(5120, 40, 40, 2048), MeshShape(dp=64), 2048, 2, widths=ADAM_16
-    ),
-    Published(
-        "MPT 30B, 32 H100, FSDP",
-        _FOUNDRY,
-        2308,
-        _mpt(7168, 48, 56, 2048),
-        MeshShape(dp=32),
-        2048,
-        14,
-        3,
-        recompute="full",
-        widths=ADAM_16,
-    ),
-    Published(
-        "MPT 70B, 64 H100, FSDP",
-        _FOUNDRY,
-        1039,
-        _mpt(8192, 80, 64, 2048),
-        MeshShape(dp=64),
-        2048,
-        8,
-        4,
-        recompute="full",
-        widths=ADAM_16,
-    ),
+    *(_mpt(*row) for row in _MPT),
     Published("8B, 8 H100, FSDP, fp8", _NVIDIA, 14451, _8B, MeshShape(dp=8), 8192, 1, 16, precision="fp8"),
     Published(
         "70B, 64 H100, TP 4 x PP 8 x DP 2, fp8",
@@ -221,3 +207,4 @@ PUBLISHED = (
         chunks=5,
     ),
 )
+# fmt: on

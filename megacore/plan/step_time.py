@@ -170,26 +170,6 @@ def _of(unit: LayerCost, plain: LayerCost, narrow: bool) -> LayerCompute:
 
 
 @dataclass(frozen=True)
-class Flops:
-    """The operations of a rank for one microbatch: of a forward, its backward, and what recomputation repeats."""
-
-    forward: int
-    backward: int
-    again: int
-
-
-def flops(act: ActivationMemory, virtual: int) -> Flops:
-    """Return the operations of a virtual stage."""
-    found = work(act, virtual)
-    return Flops(
-        *(
-            sum(number * product.flops * count for each, number in found for product, count in part(each).items())
-            for part in (lambda each: each.forward, lambda each: each.backward, lambda each: each.again)
-        )
-    )
-
-
-@dataclass(frozen=True)
 class _Seconds:
     """The seconds of a rank for one microbatch: of a forward, its backward, and what recomputation repeats."""
 
@@ -212,11 +192,6 @@ def _seconds(cluster: Cluster, found: Sequence[tuple[LayerCompute, int]]) -> _Se
         backward += number * (back + 2 * one * each.moved)
         again += number * (repeated + one * each.moved_again)
     return _Seconds(forward, backward, again)
-
-
-def bubble(schedule: str, stages: int, chunks: int, microbatches: int) -> float:
-    """Idle time over busy time of a schedule, all stages alike and messages free, by the simulator."""
-    return simulate(SCHEDULES[schedule](stages, chunks, microbatches)).bubble
 
 
 def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = True) -> Estimate:

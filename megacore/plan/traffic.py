@@ -78,7 +78,13 @@ def _pipeline(setting: Setting, stage: int) -> Iterator[Traffic]:
 def _data(setting: Setting, act: ActivationMemory, held: Sequence[ParameterShare], stage: int) -> Iterator[Traffic]:
     """Yield the messages of gradients, by who shares them, and of split parameters."""
     mesh, widths, rung = setting.layout.mesh, setting.widths, SHARDS.index(setting.shard)
-    data = mesh.dp * mesh.cp
+    data, units = mesh.dp * mesh.cp, act.blocks[stage].total() if rung == 3 else 0
+
+    def buckets(kind: str, axis: str, what: str, ranks: int, size: int, times: int) -> Traffic:
+        """Return a tensor's messages, ``times`` in a step; parameters that are split have a bucket for each block."""
+        count = units or max(1, round(size / setting.bucket_bytes))
+        return Traffic(kind, axis, what, ranks, times * count, size // count, True)
+
     alike: dict[tuple[tuple[str, ...], int], list[ParameterShare]] = {}
     for part in held:
         alike.setdefault((part.dims, part.model_replicas), []).append(part)
@@ -89,18 +95,16 @@ def _data(setting: Setting, act: ActivationMemory, held: Sequence[ParameterShare
         axis, gradient = " x ".join(own), numel * widths.gradient
         what = "gradients" if not dims else "gradients of what these ranks share"
         if rung == 0:
-            yield _buckets(setting, act, stage, ALL_REDUCE, axis, what, ranks, gradient, 1)
+            yield buckets(ALL_REDUCE, axis, what, ranks, gradient, 1)
             continue
         times = setting.microbatches if rung >= 2 else 1
-        yield _buckets(setting, act, stage, REDUCE_SCATTER, axis, what, split, gradient, times)
+        yield buckets(REDUCE_SCATTER, axis, what, split, gradient, times)
         others = ranks // split  # HSDP's replicas, and the other end of the pipeline
-        yield _buckets(
-            setting, act, stage, ALL_REDUCE, axis, "gradients of the same slice", others, gradient // split, 1
-        )
+        yield buckets(ALL_REDUCE, axis, "gradients of the same slice", others, gradient // split, 1)
         # After the update those that are trained; split ones before their forward and their backward, trained or not.
         used = sum(_used(act, stage, part) for part in group) // 2
         moved, uses = (used, 2 * setting.microbatches) if rung == 3 else (numel, 1)
-        yield _buckets(setting, act, stage, ALL_GATHER, axis, "parameters", split, moved * widths.parameter, uses)
+        yield buckets(ALL_GATHER, axis, "parameters", split, moved * widths.parameter, uses)
 
 
 def _used(act: ActivationMemory, stage: int, part: ParameterShare) -> int:
@@ -110,20 +114,3 @@ def _used(act: ActivationMemory, stage: int, part: ParameterShare) -> int:
     blocks = act.blocks[stage]
     layers, reached = blocks.total(), sum(number for block, number in blocks.items() if block.left)
     return part.elements // layers * (layers + reached)
-
-
-def _buckets(
-    setting: Setting,
-    act: ActivationMemory,
-    stage: int,
-    kind: str,
-    axis: str,
-    what: str,
-    ranks: int,
-    size: int,
-    times: int,
-) -> Traffic:
-    """Return the messages of a tensor in buckets, some times in a step; split parameters have one for each block."""
-    units = act.blocks[stage].total() if setting.shard == "parameters" else 0
-    count = units or max(1, round(size / setting.bucket_bytes))
-    return Traffic(kind, axis, what, ranks, times * count, size // count, True)

@@ -73,13 +73,6 @@ class Piece:
             self.offset + sum(start * stride for start, stride in zip(starts, self.strides, strict=True)),
         )
 
-    def permute(self, axes: tuple[str, ...]) -> Piece:
-        """Return the same elements with the dimensions in the order of ``axes``."""
-        order = [self.axes.index(axis) for axis in axes]
-        return Piece(
-            self.label, axes, tuple(self.shape[i] for i in order), tuple(self.strides[i] for i in order), self.offset
-        )
-
 
 @dataclass(frozen=True)
 class Pattern:

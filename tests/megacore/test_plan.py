@@ -8,20 +8,20 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+from operations import Flops
 
 from megacore.config import Config, MemoryConfig
 from megacore.plan.activations import ActivationMemory
 from megacore.plan.devices import DEVICES
 from megacore.plan.fit import MARGIN, fit
 from megacore.plan.memory import TERMS, crowds, memory
-from megacore.plan.of_config import setting_of
 from megacore.plan.published import PUBLISHED
-from megacore.plan.setting import ADAM_16, OFFLOADS, SHARDS, Setting, Widths
+from megacore.plan.setting import ADAM_16, SHARDS, Setting, Widths, setting_of
 from megacore.plan.state import Held, StateBytes, state, state_of
-from megacore.plan.step_time import Cluster, MatMul, bubble, estimate, flops
+from megacore.plan.step_time import Cluster, MatMul, estimate
 from megacore.plan.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic
 from megacore.recipe import load
 from megacore.run.problems import problems
@@ -83,9 +83,9 @@ def test_a_ring_all_reduce_of_14_gb_over_8_gpus_at_25_gb_a_second() -> None:
 
 
 def test_the_bubble_is_p_1_over_v_m() -> None:
-    assert bubble("1f1b", 4, 1, 8) == pytest.approx(0.375)
+    assert simulate(SCHEDULES["1f1b"](4, 1, 8)).bubble == pytest.approx(0.375)
     for stages, chunks, microbatches in ((4, 2, 8), (2, 3, 4), (8, 2, 32)):
-        found = bubble("interleaved", stages, chunks, microbatches)
+        found = simulate(SCHEDULES["interleaved"](stages, chunks, microbatches)).bubble
         assert found == pytest.approx((stages - 1) / (chunks * microbatches))
 
 
@@ -142,7 +142,7 @@ def test_what_a_stage_holds_is_what_each_of_its_ranks_holds(tied: bool, mesh: Me
 def test_operations_add_up_to_those_of_the_model(mesh: MeshShape, family: str) -> None:
     made = setting({"preset": family}, mesh)
     act = ActivationMemory.of(made)
-    found = [flops(act, virtual) for virtual in range(mesh.pp)]
+    found = [Flops(act, virtual) for virtual in range(mesh.pp)]
     assert all(each.backward == 2 * each.forward for each in found)
     assert 3 * mesh.tp * sum(each.forward for each in found) == flops_per_token(made.model, 64) * made.tokens
 
@@ -161,7 +161,7 @@ def test_what_is_frozen_has_no_product_for_its_gradient(mesh: MeshShape) -> None
     """Above what is trained it passes gradients on; below it has no backward at all."""
     upper, lower, everything = (tuned(tuning, mesh) for tuning in (UPPER, LOWER, EVERYTHING))
     found, all_of_them = (
-        [flops(ActivationMemory.of(made), virtual) for virtual in range(mesh.pp)] for made in (upper, everything)
+        [Flops(ActivationMemory.of(made), virtual) for virtual in range(mesh.pp)] for made in (upper, everything)
     )
     total = mesh.tp * sum(each.forward + each.backward for each in found)
     assert total == flops_per_token(upper.model, 64, UPPER) * upper.tokens
@@ -182,8 +182,8 @@ def test_adapters_add_their_products_and_what_they_read() -> None:
     assert block.kept == other.kept - 64 * 2 * (16 + 16) + 64 * 2 * 4 + 4 * 16 * 2
     act = ActivationMemory.of(made)
     per_block = 2 * 64 * 4 * (24 + 16)
-    forward = flops(ActivationMemory.of(plain), 0).forward
-    assert flops(act, 0).forward == forward + 8 * per_block
+    forward = Flops(ActivationMemory.of(plain), 0).forward
+    assert Flops(act, 0).forward == forward + 8 * per_block
 
 
 def test_ranks_send_what_is_trained_alone() -> None:
@@ -284,7 +284,8 @@ def test_offloading_takes_the_time_of_the_slowest_way() -> None:
     made = setting({"preset": "llama-3.1-8b"}, MeshShape(dp=8), sequence_length=8192, shard="optimizer")
     held, cluster = Held.of(made), Cluster(DEVICES["h100-80"], 989.4)
     device, host, file = (
-        estimate(replace(made, offload_optimizer=where), held, cluster).optimizer for where in OFFLOADS
+        estimate(replace(made, offload_optimizer=where), held, cluster).optimizer
+        for where in get_args(OptimizerOffload)
     )
     assert device < host < file
     assert file == pytest.approx(2 * 12 / 8 * made.layout.schema.parameters / 4e9, rel=0.01)

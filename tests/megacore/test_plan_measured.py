@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from device_store import device_store
 from odd_family import registered
+from operations import Flops
 from pool import Pool
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -20,7 +21,6 @@ from megacore.plan.activations import ActivationMemory
 from megacore.plan.memory import TERMS, Memory, groups, memory
 from megacore.plan.setting import SHARDS, Setting, Widths
 from megacore.plan.state import Held
-from megacore.plan.step_time import flops
 from megacore.run.optimizer import Optimizer
 from megacore.run.states.store import MOMENTS
 from megacore.run.step import TrainStep
@@ -314,7 +314,7 @@ def test_a_family_that_the_plan_has_never_heard_of_is_planned_right(pool: Pool, 
 def test_the_operations_of_that_family_add_up() -> None:
     with registered():
         made = replace(Case(family="odd").setting, device="cuda")
-        found = flops(ActivationMemory.of(made), 0)
+        found = Flops(ActivationMemory.of(made), 0)
         assert (found.backward, found.again) == (2 * found.forward, 0)
         assert 3 * found.forward == flops_per_token(made.model, made.sequence_length) * made.tokens
 

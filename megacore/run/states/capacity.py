@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megacore.config import Config
-from megacore.plan.of_config import setting_of
-from megacore.plan.setting import Setting
+from megacore.plan.setting import Setting, setting_of
 from megacore.plan.state import Held, StateBytes, state
 from models.config import ModelConfig
 
@@ -17,8 +16,8 @@ from models.config import ModelConfig
 def capacity_problems(
     config: Config, model: ModelConfig, world_size: int, local_ranks: int, device_memory: int | None = None
 ) -> Iterator[str]:
-    """Yield where the state of training alone has no room; activations are not counted, so that no run that works is
-    refused. `megacore.run.problems` has nothing to say any more.
+    """Yield where the state of training alone has no room, for a config in which `megacore.run.problems` finds nothing.
+    Activations are not counted, so that no run that works is refused.
 
     Args:
         config: The config of the run.
