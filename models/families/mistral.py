@@ -1,0 +1,88 @@
+"""Mistral 7B, Nemo, Small, Large (Jiang et al. 2023, arXiv 2310.06825): LLaMA whose layers all see one window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from models.anatomy import Anatomy, LayerAttention
+from models.builder import build
+from models.decoder_config import DecoderConfig, shape
+from models.windowed import window_problems
+from parallel.weights.schema import Param
+
+__all__ = ["CONFIG", "PRESETS", "MistralConfig", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MistralConfig(DecoderConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "mistral"
+    architecture: ClassVar[str] = "MistralForCausalLM"
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
+
+    rms_norm_eps: float = 1e-6
+    sliding_window: int | None = 4096
+
+    @property
+    def anatomy(self) -> Anatomy:
+        layers = (LayerAttention(window=self.sliding_window),) * self.num_hidden_layers
+        return self.anatomy_of(norm_eps=self.rms_norm_eps, layers=layers)
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table()
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.attention(),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            t.gated_mlp(),
+            tied=self.tie_word_embeddings,
+        )
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | {
+            "rms_norm_eps": rng.choice((1e-6, 1e-2)),
+            "sliding_window": rng.choice((None, 2, 3, positions)),
+        }
+
+    def problems(self) -> list[str]:
+        return super().problems() + window_problems(self.sliding_window)
+
+
+_EACH = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768}
+
+
+def _rope(theta: float) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+_7B = _EACH | shape(4096, 14336, 32, 32)
+_NEMO = {"head_dim": 128, "vocab_size": 131072, "sliding_window": None}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "mistral-tiny": _EACH | shape(64, 176, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "sliding_window": 128},
+    "mistral-7b-v0.1": _7B | {"vocab_size": 32000, "sliding_window": 4096},
+    "mistral-7b-v0.3": _7B | {"vocab_size": 32768, "sliding_window": None} | _rope(1e6),
+    "mistral-nemo-12b": _EACH | shape(5120, 14336, 40, 32) | _NEMO | _rope(1e6) | {"max_position_embeddings": 131072},
+    "mistral-small-24b": _EACH | shape(5120, 32768, 40, 32) | _NEMO | _rope(1e8),
+    "mistral-large-123b": _EACH
+    | shape(12288, 28672, 88, 96)
+    | {"vocab_size": 32768, "sliding_window": None, "max_position_embeddings": 131072}
+    | _rope(1e6),
+}
+
+PARAMETERS: Mapping[str, int] = {
+    "mistral-7b-v0.1": 7_241_732_096,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "mistral-nemo-12b": 12_247_782_400,
+    "mistral-small-24b": 23_572_403_200,
+    "mistral-large-123b": 122_610_069_504,
+}
+"""Published numbers of parameters."""
+
+CONFIG: type[MistralConfig] = MistralConfig
