@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 FAMILIES: Mapping[str, str] = {
     "gpt2": "models.families.gpt2",
     "llama": "models.families.llama",
+    "ministral": "models.families.ministral",
     "mistral": "models.families.mistral",
     "qwen2": "models.families.qwen2",
 }
