@@ -22,6 +22,7 @@ FAMILIES: Mapping[str, str] = {
     "ministral": "models.families.ministral",
     "mistral": "models.families.mistral",
     "qwen2": "models.families.qwen2",
+    "qwen3": "models.families.qwen3",
 }
 """{Hugging Face's ``model_type``: module}."""
 

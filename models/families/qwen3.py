@@ -1,0 +1,75 @@
+"""Qwen3 (Yang et al. 2025, arXiv 2505.09388): LLaMA with norms of each head's queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from models.builder import build
+from models.decoder_config import shape
+from models.families.qwen2 import Qwen2Config
+from parallel.weights.schema import Param
+
+__all__ = ["CONFIG", "PRESETS", "Qwen3Config", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Config(Qwen2Config):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "qwen3"
+    architecture: ClassVar[str] = "Qwen3ForCausalLM"
+    defaults: ClassVar[Mapping[str, Any]] = {**Qwen2Config.defaults, "head_dim": 128}
+
+    attention_bias: bool = False
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table()
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
+            t.norm("attn.q_norm", "self_attn.q_norm", "head"),
+            t.norm("attn.k_norm", "self_attn.k_norm", "head"),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            t.gated_mlp(),
+            tied=self.tie_word_embeddings,
+        )
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | {"attention_bias": rng.random() < 0.5}
+
+
+_EACH = {
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+_TIED = _EACH | {"tie_word_embeddings": True}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-tiny": _TIED | shape(64, 176, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16},
+    "qwen3-0.6b": _TIED | shape(1024, 3072, 28, 16),
+    "qwen3-1.7b": _TIED | shape(2048, 6144, 28, 16),
+    "qwen3-4b": _TIED | shape(2560, 9728, 36, 32),
+    "qwen3-8b": _EACH | shape(4096, 12288, 36, 32),
+    "qwen3-14b": _EACH | shape(5120, 17408, 40, 40),
+    "qwen3-32b": _EACH | shape(5120, 25600, 64, 64),
+}
+
+PARAMETERS: Mapping[str, int] = {
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+"""Published numbers of parameters."""
+
+CONFIG: type[Qwen3Config] = Qwen3Config
