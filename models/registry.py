@@ -21,6 +21,7 @@ FAMILIES: Mapping[str, str] = {
     "llama": "models.families.llama",
     "ministral": "models.families.ministral",
     "mistral": "models.families.mistral",
+    "olmo2": "models.families.olmo2",
     "qwen2": "models.families.qwen2",
     "qwen3": "models.families.qwen3",
 }

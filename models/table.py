@@ -9,7 +9,7 @@ from parallel.weights.schema import Param
 
 _QKV = "(q: heads {0} + k: kv {0} + v: kv head)"
 QKV = _QKV.format("head")
-HEADS = "(heads head)"
+HEADS, KV_HEADS = "(heads head)", "(kv head)"
 GATE_UP = "(gate: mlp + up: mlp)"
 
 Rows = tuple[Param, ...]

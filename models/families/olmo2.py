@@ -1,0 +1,76 @@
+"""OLMo 2 (OLMo team 2024, arXiv 2501.00656): norms of what branches give, and of all queries and all keys at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from models.anatomy import Anatomy
+from models.builder import build
+from models.decoder_config import DecoderConfig, shape
+from models.table import HEADS, KV_HEADS
+from parallel.weights.schema import Param
+
+__all__ = ["CONFIG", "PRESETS", "Olmo2Config", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Olmo2Config(DecoderConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "olmo2"
+    architecture: ClassVar[str] = "Olmo2ForCausalLM"
+
+    rms_norm_eps: float = 1e-5
+    pad_token_id: int | None = 1
+    attention_bias: bool = False
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of(norm_eps=self.rms_norm_eps)
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table()
+        return t.model(
+            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
+            t.norm("attn.q_norm", "self_attn.q_norm", HEADS),
+            t.norm("attn.k_norm", "self_attn.k_norm", KV_HEADS),
+            t.gated_mlp(),
+            t.norm("attn_out_norm", "post_attention_layernorm"),
+            t.norm("mlp_out_norm", "post_feedforward_layernorm"),
+            tied=self.tie_word_embeddings,
+        )
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | {"rms_norm_eps": rng.choice((1e-6, 1e-2)), "attention_bias": rng.random() < 0.5}
+
+
+_EACH = {
+    "vocab_size": 100352,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 100277,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "olmo2-tiny": _EACH | shape(64, 176, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "pad_token_id": None},
+    "olmo2-1b": _EACH | shape(2048, 8192, 16, 16),
+    "olmo2-7b": _EACH | shape(4096, 11008, 32, 32),
+    "olmo2-13b": _EACH | shape(5120, 13824, 40, 40),
+    "olmo2-32b": _EACH | shape(5120, 27648, 64, 40) | {"num_key_value_heads": 8},
+}
+
+PARAMETERS: Mapping[str, int] = {
+    "olmo2-1b": 1_484_916_736,
+    "olmo2-7b": 7_298_617_344,
+    "olmo2-13b": 13_716_198_400,
+    "olmo2-32b": 32_234_279_936,
+}
+"""Published numbers of parameters."""
+
+CONFIG: type[Olmo2Config] = Olmo2Config
