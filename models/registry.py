@@ -24,6 +24,7 @@ FAMILIES: Mapping[str, str] = {
     "olmo2": "models.families.olmo2",
     "qwen2": "models.families.qwen2",
     "qwen3": "models.families.qwen3",
+    "seed_oss": "models.families.seed_oss",
 }
 """{Hugging Face's ``model_type``: module}."""
 
