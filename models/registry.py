@@ -25,6 +25,7 @@ FAMILIES: Mapping[str, str] = {
     "qwen2": "models.families.qwen2",
     "qwen3": "models.families.qwen3",
     "seed_oss": "models.families.seed_oss",
+    "smollm3": "models.families.smollm3",
 }
 """{Hugging Face's ``model_type``: module}."""
 
