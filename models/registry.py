@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from parallel.parameters import Parameters
 
 FAMILIES: Mapping[str, str] = {
+    "arcee": "models.families.arcee",
     "gpt2": "models.families.gpt2",
     "llama": "models.families.llama",
     "ministral": "models.families.ministral",

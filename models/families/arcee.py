@@ -1,0 +1,59 @@
+"""Arcee's AFM (Arcee AI 2025): LLaMA whose feed-forward networks are relu squared, without gates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from models.anatomy import Anatomy
+from models.builder import build
+from models.decoder_config import DecoderConfig, shape
+from parallel.weights.schema import Param
+
+__all__ = ["CONFIG", "PRESETS", "ArceeConfig", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArceeConfig(DecoderConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "arcee"
+    architecture: ClassVar[str] = "ArceeForCausalLM"
+    harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
+
+    hidden_act: str = "relu2"
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of(norm_eps=self.rms_norm_eps)
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table()
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            t.plain_mlp("up_proj", "down_proj", bias=self.mlp_bias),
+            tied=self.tie_word_embeddings,
+        )
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        drawn |= {name: rng.random() < 0.5 for name in ("attention_bias", "mlp_bias")}
+        return drawn | {"rms_norm_eps": rng.choice((1e-6, 1e-2))}
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "arcee-tiny": shape(64, 176, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512},
+}
+
+PARAMETERS: Mapping[str, int] = {}
+"""Published numbers of parameters."""
+
+CONFIG: type[ArceeConfig] = ArceeConfig
