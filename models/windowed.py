@@ -6,9 +6,10 @@ A family says which layers slide where its ``config.json`` does not. No torch.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from models.anatomy import FULL, SLIDING, Anatomy, by_kind
 from models.decoder_config import DecoderConfig
@@ -58,6 +59,36 @@ class WindowedConfig(DecoderConfig):
         if SLIDING in self.kinds and self.sliding_window is None:
             found.append(f"layer_types names {SLIDING}, and there is no sliding_window: give one")
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatternedConfig(WindowedConfig):
+    """Of every so many layers the last one sees all tokens before.
+
+    How many these are, older files say in ``sliding_window_pattern`` where they have no ``layer_types``.
+    """
+
+    # Where a file has neither.
+    pattern: ClassVar[int]
+
+    def slides(self, layer: int) -> bool:
+        return (layer + 1) % self.pattern > 0
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        values, problems = super()._read(config)
+        every, layers = config.get("sliding_window_pattern"), values.get("num_hidden_layers")
+        if every is None or values.get("layer_types") is not None:
+            return values, problems
+        if type(every) is not int or every < 1:
+            return values, [*problems, f"sliding_window_pattern is {every!r}: it must be a whole number above 0"]
+        if isinstance(layers, int) and layers <= limits.LAYERS:
+            values["layer_types"] = tuple(SLIDING if layer % every else FULL for layer in range(1, layers + 1))
+        return values, problems
+
+    @classmethod
+    def _consumed(cls) -> set[str]:
+        return {*super()._consumed(), "sliding_window_pattern"}
 
 
 def window_problems(window: int | None) -> list[str]:
