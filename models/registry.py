@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 FAMILIES: Mapping[str, str] = {
     "arcee": "models.families.arcee",
     "gpt2": "models.families.gpt2",
+    "granite": "models.families.granite",
     "llama": "models.families.llama",
     "ministral": "models.families.ministral",
     "mistral": "models.families.mistral",

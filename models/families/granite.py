@@ -1,0 +1,75 @@
+"""Granite 3 (Granite Team, IBM 2024): LLaMA with four multipliers (Yang et al. 2022, arXiv 2203.03466)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from models.anatomy import Anatomy
+from models.builder import build
+from models.decoder_config import shape
+from models.families.llama import LlamaConfig
+
+__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "GraniteConfig", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteConfig(LlamaConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "granite"
+    architecture: ClassVar[str] = "GraniteForCausalLM"
+
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of(
+            norm_eps=self.rms_norm_eps,
+            embedding_scale=self.embedding_multiplier,
+            attention_scale=self.attention_multiplier,
+            branch_scale=self.residual_multiplier,
+            logit_scale=1 / self.logits_scaling,
+        )
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        drawn |= {"embedding_multiplier": rng.choice((1.0, 12.0)), "attention_multiplier": rng.choice((1.0, 0.3))}
+        return drawn | {"residual_multiplier": rng.choice((1.0, 0.22)), "logits_scaling": rng.choice((1.0, 7.0))}
+
+    def problems(self) -> list[str]:
+        found = ["logits_scaling is 0: the logits are divided by it"] if self.logits_scaling == 0 else []
+        return super().problems() + found
+
+
+_GRANITE3 = {
+    "vocab_size": 49155,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "granite-tiny": shape(64, 176, 4, 4)
+    | _GRANITE3
+    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    | {"attention_multiplier": 0.0625, "logits_scaling": 8.0},
+    "granite-3.0-2b": shape(2048, 8192, 40, 32) | _GRANITE3 | {"attention_multiplier": 0.015625, "logits_scaling": 8.0},
+    "granite-3.0-8b": shape(4096, 12800, 40, 32)
+    | _GRANITE3
+    | {"attention_multiplier": 0.0078125, "logits_scaling": 16.0},
+}
+
+PARAMETERS: Mapping[str, int] = {"granite-3.0-2b": 2_533_531_648, "granite-3.0-8b": 8_170_848_256}
+"""Published numbers of parameters."""
+
+CONFIG: type[GraniteConfig] = GraniteConfig
