@@ -1,0 +1,80 @@
+"""Gemma (Gemma Team 2024, arXiv 2403.08295): norms of 1 + weight, scaled embeddings, GeGLU, a tied head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from models.anatomy import Anatomy
+from models.builder import build
+from models.decoder_config import DecoderConfig, shape
+from parallel.weights.schema import Param
+
+__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "GemmaConfig", "build"]
+
+TANH = "gelu_pytorch_tanh"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmaConfig(DecoderConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "gemma"
+    architecture: ClassVar[str] = "GemmaForCausalLM"
+    # The first releases have it beside hidden_act, and nothing reads it.
+    harmless: ClassVar[frozenset[str]] = frozenset({"hidden_activation"})
+    fixed: ClassVar[Mapping[str, Any]] = {"use_bidirectional_attention": None}
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16, "head_dim": 256}
+
+    hidden_act: str = TANH
+    rms_norm_eps: float = 1e-6
+    pad_token_id: int | None = 0
+    attention_bias: bool = False
+    tie_word_embeddings: bool = True
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of(
+            norm_eps=self.rms_norm_eps,
+            norm_offset=1.0,
+            embedding_scale=math.sqrt(self.hidden_size),
+            round_embedding_scale=True,
+        )
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table(norm_mean=0.0)
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            t.gated_mlp(),
+            tied=self.tie_word_embeddings,
+        )
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        drawn |= {"hidden_act": rng.choice(("gelu", TANH, "relu")), "rms_norm_eps": rng.choice((1e-6, 1e-2))}
+        return drawn | {"attention_bias": rng.random() < 0.5}
+
+    @classmethod
+    def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        # The first releases say gelu, and mean its approximation.
+        return super()._read({**config, "hidden_act": TANH} if config.get("hidden_act") == "gelu" else config)
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "gemma-tiny": shape(64, 176, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 512},
+    "gemma-2b": shape(2048, 16384, 18, 8)
+    | {"vocab_size": 256000, "num_key_value_heads": 1, "max_position_embeddings": 8192},
+    "gemma-7b": shape(3072, 24576, 28, 16) | {"vocab_size": 256000, "max_position_embeddings": 8192},
+}
+
+PARAMETERS: Mapping[str, int] = {"gemma-2b": 2_506_172_416, "gemma-7b": 8_537_680_896}
+"""Published numbers of parameters."""
+
+CONFIG: type[GemmaConfig] = GemmaConfig
