@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 FAMILIES: Mapping[str, str] = {
     "arcee": "models.families.arcee",
     "gemma": "models.families.gemma",
+    "gemma2": "models.families.gemma2",
     "gpt2": "models.families.gpt2",
     "granite": "models.families.granite",
     "llama": "models.families.llama",
