@@ -20,6 +20,7 @@ FAMILIES: Mapping[str, str] = {
     "arcee": "models.families.arcee",
     "gemma": "models.families.gemma",
     "gemma2": "models.families.gemma2",
+    "gemma3_text": "models.families.gemma3",
     "gpt2": "models.families.gpt2",
     "granite": "models.families.granite",
     "llama": "models.families.llama",

@@ -1,0 +1,83 @@
+"""Gemma 3, its text models (Gemma Team 2025, arXiv 2503.19786): Gemma 2 with norms of queries and keys, two ropes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from models.anatomy import FULL, SLIDING
+from models.builder import build
+from models.decoder_config import shape
+from models.families.gemma2 import Gemma2Config
+from models.local_rope import LocalRopeConfig
+from models.rope_config import Convention, Kinds
+from models.table import Rows, Table
+from models.windowed import PatternedConfig
+
+__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "Gemma3Config", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Config(Gemma2Config, LocalRopeConfig, PatternedConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "gemma3_text"
+    architecture: ClassVar[str] = "Gemma3ForCausalLM"
+    harmless: ClassVar[frozenset[str]] = frozenset({"_sliding_window_pattern", "cache_implementation"})
+    # transformers has a cap of scores among the fields, and does not apply it.
+    fixed: ClassVar[Mapping[str, Any]] = {"use_bidirectional_attention": False, "attn_logit_softcapping": None}
+    # What the larger models leave out.
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+    }
+    rope_kinds: ClassVar[Kinds] = {
+        FULL: Convention(rope_theta=1e6),
+        SLIDING: Convention(theta_key="rope_local_base_freq", scaled=False),
+    }
+    pattern: ClassVar[int] = 6
+
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+
+    slides = PatternedConfig.slides
+
+    def norms_of_heads(self, t: Table) -> Rows:
+        queries = t.norm("attn.q_norm", "self_attn.q_norm", "head")
+        return queries + t.norm("attn.k_norm", "self_attn.k_norm", "head")
+
+
+def _text(size: int, *sizes: int, kv: int) -> dict[str, Any]:
+    """The text part of a model that also sees."""
+    linear = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    ropes = {FULL: linear, SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}
+    return shape(size, *sizes) | {"num_key_value_heads": kv, "sliding_window": 1024, "rope_parameters": ropes}
+
+
+_SMALL = {"vocab_size": 262144, "num_key_value_heads": 1, "max_position_embeddings": 32768, "sliding_window": 512}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text-tiny": shape(64, 176, 6, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 32, "query_pre_attn_scalar": 32}
+    | {"max_position_embeddings": 512, "sliding_window": 128},
+    "gemma-3-270m": _SMALL | shape(640, 2048, 18, 4),
+    "gemma-3-1b": _SMALL | shape(1152, 6912, 26, 4),
+    "gemma-3-4b": _text(2560, 10240, 34, 8, kv=4),
+    "gemma-3-12b": _text(3840, 15360, 48, 16, kv=8),
+    "gemma-3-27b": _text(5376, 21504, 62, 32, kv=16) | {"head_dim": 128, "query_pre_attn_scalar": 168},
+}
+
+PARAMETERS: Mapping[str, int] = {
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "gemma-3-27b": 27_009_346_304,
+}
+"""Published numbers of parameters; of the last three, without the tower and the projector of vision."""
+
+CONFIG: type[Gemma3Config] = Gemma3Config

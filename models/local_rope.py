@@ -1,0 +1,58 @@
+"""The config of families whose sliding layers have a rope of their own, beside that of the others. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, ClassVar
+
+from models import rope_config
+from models.anatomy import FULL, SLIDING, Anatomy, by_kind
+from models.rope_config import DefaultRope, Kinds, Rope
+from models.windowed import WindowedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRopeConfig(WindowedConfig):
+    """Fields carry their Hugging Face names, but for the two ropes, which are nested in ``rope_parameters`` there."""
+
+    # How config.json says the rope of each kind of layer.
+    rope_kinds: ClassVar[Kinds]
+
+    local_rope: Rope = field(default_factory=DefaultRope)
+
+    @property
+    def ropes(self) -> dict[str, Rope]:
+        """The rope of each kind of layer."""
+        return {FULL: self.rope_parameters, SLIDING: self.local_rope}
+
+    def anatomy_of(self, **own: Any) -> Anatomy:
+        layers = by_kind(self.kinds, self.sliding_window, {kind: kind for kind in self.ropes})
+        return super().anatomy_of(**({"layers": layers, "ropes": self.ropes} | own))
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        head_dim = drawn.get("head_dim", drawn["hidden_size"] // drawn["num_attention_heads"])
+        return drawn | {"rope_parameters": rope_config.draw_by_kind(rng, head_dim, positions, cls.rope_kinds)}
+
+    def rope_problems(self) -> list[str]:
+        return [f"{kind}: {each}" for kind, rope in self.ropes.items() for each in rope.problems(self.head_dim)]
+
+    @classmethod
+    def override(cls, base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+        return rope_config.override_by_kind(base, fields, cls.rope_kinds)
+
+    @classmethod
+    def _read_ropes(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        found = rope_config.by_kind(config, cls.rope_kinds)
+        return {"rope_parameters": found[FULL], "local_rope": found[SLIDING]}
+
+    @classmethod
+    def _consumed(cls) -> set[str]:
+        return super()._consumed().union(*(convention.keys for convention in cls.rope_kinds.values()))
+
+    def _write(self) -> dict[str, Any]:
+        plain = {name: value for name, value in super()._write().items() if name != "local_rope"}
+        return plain | rope_config.by_kind_to_hugging_face(self.ropes, self.rope_kinds)
