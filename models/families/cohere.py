@@ -1,0 +1,114 @@
+"""Command R (Cohere 2024), Aya (arXiv 2405.15032): branches side by side behind one norm, a rope of pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from models.anatomy import Anatomy
+from models.builder import build
+from models.decoder_config import DecoderConfig, shape
+from models.rope_config import Convention
+from models.table import Pairs, Rows, Table
+from parallel.weights.schema import Param
+
+__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "CohereConfig", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandConfig(DecoderConfig):
+    """What Command R's generations have in common. Fields carry their Hugging Face names."""
+
+    layer_norm_eps: float = 1e-5
+    pad_token_id: int | None = 0
+    attention_bias: bool = False
+    tie_word_embeddings: bool = True
+    logit_scale: float = 0.0625
+
+    @property
+    def pairs(self) -> Pairs:
+        """How heads of queries and keys turn."""
+        return Pairs(self.head_dim, self.rope_parameters.turning(self.head_dim))
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return {**super().sizes, **self.pairs.sizes}
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of(norm="layer", norm_eps=self.layer_norm_eps, parallel=True, logit_scale=self.logit_scale)
+
+    def norms_of_heads(self, t: Table) -> Rows:
+        """The norms of queries and keys."""
+        return ()
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table()
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.attention(bias=self.attention_bias, out_bias=self.attention_bias, pairs=self.pairs),
+            self.norms_of_heads(t),
+            t.gated_mlp(),
+            tied=self.tie_word_embeddings,
+        )
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        drawn |= {"layer_norm_eps": rng.choice((1e-5, 1e-2)), "logit_scale": rng.choice((0.0625, 1.3))}
+        return drawn | {"attention_bias": rng.random() < 0.5}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CohereConfig(CommandConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "cohere"
+    architecture: ClassVar[str] = "CohereForCausalLM"
+    harmless: ClassVar[frozenset[str]] = frozenset({"model_max_length", "pretraining_tp"})
+    rope_convention: ClassVar[Convention] = Convention(rope_theta=500000.0)
+
+    use_qk_norm: bool = False
+
+    def norms_of_heads(self, t: Table) -> Rows:
+        here, stored = f"({self.pairs.here})", f"({self.pairs.stored})"
+        queries = t.norm("attn.q_norm", "self_attn.q_norm", f"heads {here}", stored=f"heads {stored}")
+        keys = t.norm("attn.k_norm", "self_attn.k_norm", f"kv {here}", stored=f"kv {stored}")
+        return queries + keys if self.use_qk_norm else ()
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | {"use_qk_norm": rng.random() < 0.5}
+
+
+def _rope(theta: float) -> dict[str, Any]:
+    return {"vocab_size": 256000, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "cohere-tiny": shape(64, 176, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "use_qk_norm": True},
+    "aya-23-8b": _rope(10000.0)
+    | shape(4096, 14336, 32, 32)
+    | {"num_key_value_heads": 8, "max_position_embeddings": 8192},
+    "command-r": _rope(8000000.0) | shape(8192, 22528, 40, 64) | {"max_position_embeddings": 8192},
+    "command-r-08-2024": _rope(4000000.0)
+    | shape(8192, 24576, 40, 64)
+    | {"num_key_value_heads": 8, "max_position_embeddings": 131072},
+    "command-r-plus": _rope(75000000.0)
+    | shape(12288, 33792, 64, 96)
+    | {"num_key_value_heads": 8, "max_position_embeddings": 8192, "use_qk_norm": True, "logit_scale": 0.8333},
+}
+
+PARAMETERS: Mapping[str, int] = {
+    "aya-23-8b": 8_028_033_024,
+    "command-r": 34_980_831_232,
+    "command-r-08-2024": 32_296_476_672,
+    "command-r-plus": 103_810_674_688,
+}
+"""Published numbers of parameters."""
+
+CONFIG: type[CohereConfig] = CohereConfig
