@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 FAMILIES: Mapping[str, str] = {
     "arcee": "models.families.arcee",
     "cohere": "models.families.cohere",
+    "cohere2": "models.families.cohere2",
     "gemma": "models.families.gemma",
     "gemma2": "models.families.gemma2",
     "gemma3_text": "models.families.gemma3",
