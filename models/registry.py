@@ -23,6 +23,7 @@ FAMILIES: Mapping[str, str] = {
     "gemma": "models.families.gemma",
     "gemma2": "models.families.gemma2",
     "gemma3_text": "models.families.gemma3",
+    "glm": "models.families.glm",
     "gpt2": "models.families.gpt2",
     "granite": "models.families.granite",
     "llama": "models.families.llama",
