@@ -24,6 +24,7 @@ FAMILIES: Mapping[str, str] = {
     "gemma2": "models.families.gemma2",
     "gemma3_text": "models.families.gemma3",
     "glm": "models.families.glm",
+    "glm4": "models.families.glm4",
     "gpt2": "models.families.gpt2",
     "granite": "models.families.granite",
     "llama": "models.families.llama",

@@ -1,0 +1,40 @@
+"""GLM-4-0414 (Zhipu AI 2025): GLM with norms of what each branch gives too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from models.builder import build
+from models.decoder_config import shape
+from models.families.glm import GlmConfig
+from models.table import Rows, Table
+
+__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "Glm4Config", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4Config(GlmConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "glm4"
+    architecture: ClassVar[str] = "Glm4ForCausalLM"
+
+    def norms_of_outputs(self, t: Table) -> tuple[Rows, Rows]:
+        return t.norm("attn_out_norm", "post_self_attn_layernorm"), t.norm("mlp_out_norm", "post_mlp_layernorm")
+
+
+_GLM4 = {"vocab_size": 151552, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "glm4-tiny": shape(64, 176, 4, 4)
+    | {"vocab_size": 512, "head_dim": 16, "max_position_embeddings": 512, "pad_token_id": None},
+    "glm-4-9b-0414": _GLM4 | shape(4096, 13696, 40, 32),
+    "glm-4-32b-0414": _GLM4 | shape(6144, 23040, 61, 48) | {"attention_bias": False},
+}
+
+PARAMETERS: Mapping[str, int] = {"glm-4-9b-0414": 9_400_279_040, "glm-4-32b-0414": 32_566_081_536}
+"""Published numbers of parameters."""
+
+CONFIG: type[Glm4Config] = Glm4Config
