@@ -108,7 +108,7 @@ class Pattern:
 
     @cached_property
     def outer_labels(self) -> tuple[str, ...]:
-        """As :attr:`labels`, without what is fused within a labelled piece: ``q`` for ``q.turn`` and ``q.still``."""
+        """The labels without what is fused within a labelled piece: ``q`` for ``q.turn`` and ``q.still``."""
         return tuple(dict.fromkeys(map(outermost, self.labels)))
 
     def piece_axes(self, label: str) -> tuple[str, ...]:
