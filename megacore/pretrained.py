@@ -36,8 +36,8 @@ def model(folder: Path, **options: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    # A config may name an attention that would be fetched from the hub, code and all.
-    return _load(AutoModelForCausalLM, folder, True, attn_implementation="sdpa", **options)
+    # A config may name an attention that would be fetched from the hub, code and all; the others leave out softcaps.
+    return _load(AutoModelForCausalLM, folder, True, attn_implementation="eager", **options)
 
 
 def _load(kind: Any, source: str | Path, local: bool, **options: Any) -> Any:

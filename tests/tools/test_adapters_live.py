@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from families import in_float64
 from hub import adapted, converted, in_dtype, save
 from pool import Pool
 from torch import Tensor
@@ -122,14 +123,15 @@ def assert_said(found: Said, wanted: Said, tolerance: float) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("family", LORAS)
 def test_adapters_beside_their_base_are_the_merged_model(family: str, tmp_path: Path, not_durable: None) -> None:
-    """Rotations are rounded to fp32 by transformers: of its logits so many digits are the same. Ours are all."""
     made = make(tmp_path, family)
     live = ours(made.adapters)
     assert live.logits is not None and live.logits.dtype == torch.float64 and len(live.tokens[0]) == NEW
     assert_said(live, ours(made.merged), 1e-12)
-    assert_said(live, theirs(made.merged), 1e-6)
+    with in_float64():
+        assert_said(live, theirs(made.merged), 1e-9)
     plain = ours(made.base)
-    assert plain.logits is not None and (live.logits - plain.logits).abs().max() > 0.1
+    assert plain.logits is not None
+    assert (live.logits - plain.logits).abs().max() > 0.1 * plain.logits.abs().max()
     assert plain.tokens != live.tokens
 
 
