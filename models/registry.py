@@ -27,6 +27,7 @@ FAMILIES: Mapping[str, str] = {
     "glm4": "models.families.glm4",
     "gpt2": "models.families.gpt2",
     "granite": "models.families.granite",
+    "helium": "models.families.helium",
     "llama": "models.families.llama",
     "ministral": "models.families.ministral",
     "mistral": "models.families.mistral",

@@ -54,7 +54,7 @@ def tensors_of(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("size", [10**9, 15_000, 1], ids=["one file", "some", "a file for each"])
+@pytest.mark.parametrize("size", [10**9, 20_000, 1], ids=["one file", "some", "a file for each"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_names_are_those_that_transformers_writes(name: str, size: int, tied: bool, tmp_path: Path) -> None:
     theirs = model(name, tie_word_embeddings=tied)
