@@ -32,6 +32,7 @@ FAMILIES: Mapping[str, str] = {
     "ministral": "models.families.ministral",
     "mistral": "models.families.mistral",
     "olmo2": "models.families.olmo2",
+    "olmo3": "models.families.olmo3",
     "qwen2": "models.families.qwen2",
     "qwen3": "models.families.qwen3",
     "seed_oss": "models.families.seed_oss",
