@@ -359,7 +359,7 @@ def _tensor_table(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _together(names: Sequence[str]) -> str:
-    """``layers.0.{q_proj,k_proj,v_proj}.weight``: several names in one."""
+    """Return several names in one: ``layers.0.{q_proj,k_proj,v_proj}.weight``."""
     words = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(of[0] if len({*of}) == 1 else f"{{{','.join(of)}}}" for of in words)
 

@@ -51,7 +51,7 @@ class Account:
 
 
 def account(config: ModelConfig, files: Mapping[str, TensorFile]) -> Account:
-    """Total accounting of the tensors that lie in ``files`` (by tensor) for a model of this configuration."""
+    """Account for all tensors that lie in ``files`` (by tensor) for a model of this configuration."""
     too_few = _absurd(config, len(files))
     if too_few:
         return Account({}, problems=[too_few])
@@ -68,7 +68,7 @@ def account(config: ModelConfig, files: Mapping[str, TensorFile]) -> Account:
 
 
 def ignorable_by(kind: type[ModelConfig]) -> Callable[[str], bool]:
-    """Return whether a tensor is on the family's list of those that hold no weights, with its prefix or without."""
+    """Return a function: whether a tensor is on the family's list of those without weights, with its prefix or not."""
     dotted = f"{kind.base_model_prefix}."
     templates = [re.escape(template.removeprefix(dotted)) for template in kind.ignored]
     pattern = "|".join(re.sub(r"\\\{\w+\\\}", r"\\d+", template) for template in templates)

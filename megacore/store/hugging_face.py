@@ -86,7 +86,7 @@ class HuggingFace(SafetensorsFolder):
         return cls(path, index, used, weights, ignored=found.ignored)
 
     def stored(self, state: str = "weights") -> Iterator[Stored]:
-        """Under the names of the family's table; ``where`` is the folder."""
+        """Yield the tensors under the names of the family's table; ``where`` is the folder."""
         return hugging_face(self.schema, where=str(self.path)) if state in self.states else iter(())
 
     def location(self, state: str, stored: Stored) -> tuple[str, str]:
