@@ -35,7 +35,7 @@ def test_a_config_of_the_hub() -> None:
         if name not in ("layer_types", "rope_parameters")
     }
     ours = READ(plain | HUB)
-    theirs = CONFIG_MAPPING["cohere2"](**plain, **HUB)
+    theirs = CONFIG_MAPPING["cohere2"](**(plain | HUB))
     assert ours.to_hugging_face()["layer_types"] == theirs.layer_types
     assert ours.to_hugging_face()["rope_parameters"] == theirs.rope_parameters
 

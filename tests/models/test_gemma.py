@@ -48,7 +48,7 @@ def test_gemma_3_has_no_cap_of_scores() -> None:
 
 
 # As transformers 4 wrote it; the larger models leave out what is the default.
-OLD = {
+OLD: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 24,
     "num_hidden_layers": 7,
@@ -63,7 +63,7 @@ OLD = {
 
 @pytest.mark.parametrize("more", [{}, {"sliding_window_pattern": 3}, {"layer_types": [FULL, *[SLIDING] * 6]}])
 def test_gemma_3_in_the_old_spelling(more: dict[str, Any]) -> None:
-    theirs = CONFIG_MAPPING["gemma3_text"](**OLD, **more).to_dict()
+    theirs = CONFIG_MAPPING["gemma3_text"](**(OLD | more)).to_dict()
     ours = read("gemma3_text", OLD | more)
     theirs.pop("sliding_window_pattern", None)  # kept, beside the layer_types that it made
     assert ours == read("gemma3_text", theirs)

@@ -383,14 +383,9 @@ def test_a_layer_says_how_it_scores() -> None:
     names = {"qkv.weight": "(q: heads head + k: kv head + v: kv head) embed", "out.weight": "embed (heads head)"}
     params = (Param(f"layers.{{layer}}.a.{name}", to) for name, to in (names | {"sinks": "heads"}).items())
     layout = Layout(Schema(tuple(params), sizes), MeshShape(), (1,))
-    layer = Attention(
-        Parameters(layout, Mesh.create(MeshShape()), torch.float64),
-        "layers.0.a",
-        scale=0.5,
-        window=3,
-        softcap=2.0,
-        dropout=0.25,
-    )
+    parameters = Parameters(layout, Mesh.create(MeshShape()), torch.float64)
+    scoring = Scoring(0.5, 3, 2.0, parameters["layers.0.a.sinks"], 0.25)
+    layer = Attention(parameters, "layers.0.a", None, scoring)
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     told = list[Scoring]()

@@ -351,9 +351,9 @@ REFUSED: dict[str, tuple[str, bool, Break, tuple[str, ...]]] = {
         "llama",
         False,
         config(model_type="llamma"),
-        ("did you mean 'llama'?", "there are gpt2, llama"),
+        ("did you mean 'llama'?", "gpt2, granite, helium, llama"),
     ),
-    "model_type missing": ("llama", False, config(model_type=None), ("model_type=None: the families are gpt2, llama",)),
+    "model_type missing": ("llama", False, config(model_type=None), ("model_type=None: the families are arcee",)),
     "model_type no text": ("llama", False, config(model_type=["llama"]), ("model_type=['llama']: the families",)),
     "field unknown": ("llama", False, config(sliding_window=4, residual=2), ("'sliding_window'", "'residual'")),
     "quantised by config": (
