@@ -40,6 +40,13 @@ def model(folder: Path, **options: Any) -> Any:
     return _load(AutoModelForCausalLM, folder, True, attn_implementation="eager", **options)
 
 
+def parameters(model: Any) -> dict[str, Any]:
+    """Return a model's parameters under their names on disk, not all of which are those in memory."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, dict(model.named_parameters()))
+
+
 def _load(kind: Any, source: str | Path, local: bool, **options: Any) -> Any:
     from transformers.utils import logging
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import drawn, random_model
+from families import drawn, random_model, saved
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -35,14 +35,9 @@ def ours(name: str, **fields: Any) -> ModelConfig:
     return configure(drawn(name, 1, layers=4, vocab=512, positions=512, **fields))
 
 
-def kept(theirs: PreTrainedModel) -> dict[str, torch.Tensor]:
-    tied = theirs.config.tie_word_embeddings
-    return {name: t for name, t in theirs.state_dict().items() if not (tied and name == "lm_head.weight")}
-
-
 def planned(theirs: PreTrainedModel, max_shard_bytes: int) -> tuple[list[Shard], dict[str, str]]:
     config = family(theirs.config.model_type).CONFIG.from_hugging_face(theirs.config.to_dict())
-    dtypes = {name: TORCH[t.dtype] for name, t in kept(theirs).items()}
+    dtypes = {name: TORCH[t.dtype] for name, t in saved(theirs).items()}
     return export_files(config.schema, dtypes, max_shard_bytes), dtypes
 
 
@@ -100,7 +95,7 @@ def test_files_are_full_and_not_too_full(name: str, size: int) -> None:
 def test_transformers_reads_what_is_planned(name: str, tied: bool, size: int, tmp_path: Path) -> None:
     theirs = model(name, tie_word_embeddings=tied)
     shards, dtypes = planned(theirs, size)
-    state = kept(theirs)
+    state = saved(theirs)
     for file, held in shards:
         save_file({s.name: state[s.name].clone() for s in held}, tmp_path / file, METADATA)
     for file, content in texts(theirs.config.to_dict(), shards, dtypes).items():

@@ -100,6 +100,12 @@ def ours(folder: Path, base: Path | None = None, shape: MeshShape | None = None)
 def theirs(folder: Path) -> Said:
     """Through transformers."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model.generation_config.eos_token_id = None
+    with in_float64():
+        return _said(model)
+
+
+def _said(model: Any) -> Said:
     logits = model(TOKENS[None]).logits[0].detach()
     tokens = [model.generate(torch.tensor([p]), max_new_tokens=NEW, do_sample=False, pad_token_id=0) for p in PROMPTS]
     loss = 0.0
