@@ -37,6 +37,7 @@ FAMILIES: Mapping[str, str] = {
     "qwen3": "models.families.qwen3",
     "seed_oss": "models.families.seed_oss",
     "smollm3": "models.families.smollm3",
+    "starcoder2": "models.families.starcoder2",
 }
 """{Hugging Face's ``model_type``: module}."""
 
