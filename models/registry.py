@@ -33,6 +33,7 @@ FAMILIES: Mapping[str, str] = {
     "mistral": "models.families.mistral",
     "olmo2": "models.families.olmo2",
     "olmo3": "models.families.olmo3",
+    "phi": "models.families.phi",
     "qwen2": "models.families.qwen2",
     "qwen3": "models.families.qwen3",
     "seed_oss": "models.families.seed_oss",
