@@ -34,6 +34,7 @@ FAMILIES: Mapping[str, str] = {
     "olmo2": "models.families.olmo2",
     "olmo3": "models.families.olmo3",
     "phi": "models.families.phi",
+    "phi3": "models.families.phi3",
     "qwen2": "models.families.qwen2",
     "qwen3": "models.families.qwen3",
     "seed_oss": "models.families.seed_oss",
