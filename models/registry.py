@@ -40,6 +40,7 @@ FAMILIES: Mapping[str, str] = {
     "qwen3": "models.families.qwen3",
     "seed_oss": "models.families.seed_oss",
     "smollm3": "models.families.smollm3",
+    "stablelm": "models.families.stablelm",
     "starcoder2": "models.families.starcoder2",
 }
 """{Hugging Face's ``model_type``: module}."""
