@@ -26,6 +26,7 @@ FAMILIES: Mapping[str, str] = {
     "glm": "models.families.glm",
     "glm4": "models.families.glm4",
     "gpt2": "models.families.gpt2",
+    "gpt_neox": "models.families.gpt_neox",
     "granite": "models.families.granite",
     "helium": "models.families.helium",
     "llama": "models.families.llama",
