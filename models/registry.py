@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from models.config import ModelConfig, ModelConfigError
+from models.wrappers import unwrapped
 from parallel import limits
 from parallel.choices import nearest
 
@@ -101,7 +102,7 @@ def configure(section: Mapping[str, Any]) -> ModelConfig:
         of_preset, values = known[section["preset"]]
         name, base = _agree(name, of_preset, "preset"), dict(values)
     if section.get("config") is not None:
-        base = base | _read_json(Path(section["config"]))
+        base = base | unwrapped(_read_json(Path(section["config"])))[0]
         name = _agree(name, base.get("model_type"), "config")
     if name is None:
         raise ModelConfigError(
