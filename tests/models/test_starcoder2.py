@@ -16,7 +16,7 @@ from parallel.weights.layout import MeshShape
 
 @pytest.mark.parametrize("field", ["attention_dropout", "embedding_dropout", "residual_dropout"])
 def test_each_dropout_drops_in_training_alone(field: str) -> None:
-    config = configure(drawn("starcoder2", **{field: 0.5}))
+    config = configure(drawn("starcoder2") | {field: 0.5})
     model = Model.create(config, layout_of(config, MeshShape()), Mesh.single(), torch.float64)
     model.parameters.initialise(0)
     tokens = torch.arange(12)

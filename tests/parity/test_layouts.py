@@ -11,6 +11,7 @@ from oracle import Case, Measured, Run, check, measure, relative
 from pool import LARGEST, Pool
 
 from models.registry import FAMILIES
+from parallel.memory.recompute import Activations
 from parallel.weights.layout import MeshShape
 
 LLAMA = {
@@ -43,7 +44,10 @@ CASES = [
 ]
 # What each family draws; with another seed for each family, so that those of one kind differ in more than their kind.
 DRAWN = [
-    Case(f"{name}-drawn", drawn(name, seed, vocab=101), ignored=0.3, documents=bool(seed % 2))
+    tuple(
+        Case(f"{name}-drawn{'-documents' * documents}", drawn(name, seed, vocab=101), ignored=0.3, documents=documents)
+        for documents in (False, True)
+    )
     for seed, name in enumerate(FAMILIES)
 ]
 MESHES = [
@@ -63,6 +67,17 @@ RUNS = [
     Run(MeshShape(pp=2, dp=2), chunks=2, schedule="interleaved", layers=(1, 3, 1, 2)),
     Run(MeshShape(pp=4, tp=2), layers=(1, 1, 2, 1)),
     Run(MeshShape(dp=2, ep=2, tp=2)),
+]
+# Layouts of each kind; each family meets every second one with packed documents.
+OF_FAMILIES = [
+    Run(MeshShape(tp=4)),  # kv heads shared
+    Run(MeshShape(tp=2, pp=2, dp=2)),
+    Run(MeshShape(tp=4, pp=2), 2, "interleaved"),
+    Run(MeshShape(pp=2, dp=2), 2, "interleaved", layers=(1, 3, 1, 2)),
+    Run(MeshShape(tp=2, dp=2), shard="parameters"),
+    Run(MeshShape(tp=2, pp=2, dp=2), shard="parameters", activations=Activations("selective"), loss_chunk=5),
+    Run(MeshShape(tp=2, pp=4)),
+    Run(MeshShape(dp=2, ep=2, tp=2), shard="gradients", activations=Activations("full")),
 ]
 # A case of each family everywhere; the other cases on layouts of each kind.
 EVERYWHERE = ("llama", "gpt2")
@@ -87,10 +102,13 @@ PAIRS = [
     if case.name in EVERYWHERE or str(run) in ELSEWHERE
 ] + [
     pytest.param(
-        case, run, id=f"{case.name}-{run}", marks=[] if (7 * seed + ROTATION) % len(RUNS) == at else [pytest.mark.grid]
+        case := cases[at % 2],
+        run,
+        id=f"{case.name}-{run}",
+        marks=[] if (3 * seed + ROTATION) % len(OF_FAMILIES) == at else [pytest.mark.grid],
     )
-    for seed, case in enumerate(DRAWN)
-    for at, run in enumerate(RUNS)
+    for seed, cases in enumerate(DRAWN)
+    for at, run in enumerate(OF_FAMILIES)
 ]
 
 
@@ -103,7 +121,7 @@ def test_layout_computes_what_one_process_computes(pool: Pool, case: Case, run: 
 
 def test_three_steps_learn_something(pool: Pool) -> None:
     """Else equal weights would prove nothing."""
-    for case in CASES + DRAWN:
+    for case in [*CASES, *(plain for plain, _ in DRAWN)]:
         one = _one(pool, case)
         assert all(relative(one.final[name], one.initial[name]) > 1e-3 for name in one.initial)
         assert all(np.linalg.norm(gradient) > 0 for gradient in one.gradients.values())
