@@ -136,6 +136,8 @@ def _held_out(config: Config) -> float:
 
 def _remarks(path: str, known: ExampleFacts, length: int) -> list[str]:
     lines = [f"{path}: {known.examples:,} examples of {known.tokens:,} tokens, {known.counted:,} of which count"]
+    if known.split:
+        lines.append(f"  {known.split:,} chats are several examples, as the template rewrites what is past")
     if known.cut or known.dropped:
         lines.append(f"  longer than {length + 1:,} tokens: {known.cut:,} cut, {known.dropped:,} dropped")
     if known.skipped:
