@@ -42,7 +42,7 @@ class ModelFiles:
 
         InputError if there is none among the files.
         """
-        if not any(name.startswith(("tokenizer", "vocab")) for name in self.files):
+        if not any(name.startswith(("tokenizer", "vocab", "tekken")) for name in self.files):
             raise InputError(
                 "examples need the model's tokenizer, and none is there: start from a folder that has it "
                 "(checkpoint.init), or put its files beside the data"

@@ -182,7 +182,8 @@ def test_a_run_that_is_resumed_goes_on_bitwise_with_the_same_examples(pool: Pool
     assert all(np.array_equal(two.weights[name], weight) for name, weight in one.weights.items())
     names = [sorted(path.name for path in (run / "examples").glob("[!.]*")) for run in (whole, part)]
     assert names[0] == names[1] and len(names[0]) == 1
-    assert (from_there / "tokenizer" / "chat_template.jinja").is_file()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (from_there / "tokenizer" / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
 def test_what_was_made_of_the_data_is_said(recipe: str, tmp_path: Path) -> None:
@@ -209,11 +210,19 @@ def test_several_files_are_blended(recipe: str, tmp_path: Path) -> None:
 
 def test_a_template_in_the_recipe_takes_the_place_of_the_models(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
+    for name in ("additional_chat_templates/tool_use.jinja", "LICENSE"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("the model's, or that of the data")
     setup = pretrain.check(recipe, [f"chat.template={tmp_path / 'mine.jinja'}"], 1, 1)
     plain = pretrain.check(recipe, [], 1, 1)
     counts = [each.corpora.remarks[0] for each in (setup, plain)]
     assert counts[0] != counts[1]
-    assert companions(setup.start, setup.config)["chat_template.jinja"].path == tmp_path / "mine.jinja"
+    travels = companions(setup.start, setup.config)
+    assert travels["chat_template.jinja"].path == tmp_path / "mine.jinja"
+    # Another template of the model's would be taken where there are tools. Terms beside the data are those of the data.
+    tools = "additional_chat_templates/tool_use.jinja"
+    assert sorted(travels) == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(companions(plain.start, plain.config)) == sorted([tools, *travels])
 
 
 # -- before anything starts
