@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from megacore.config import Config, Corpus
 from megacore.data import first_order, samples
 from megacore.data.batches import Batches
@@ -108,10 +110,12 @@ class Corpora:
         held_out: list[Source] = []
         for corpus in data.train:
             examples = prepared(corpus)
-            split = split_documents(examples.count, _held_out(config), data.seed)
-            train.append(packed(examples, split.train, "to train on"))
-            if split.validation.size:
-                held_out.append(packed(examples, split.validation, "held out"))
+            chats = int(examples.chats.max(initial=-1)) + 1
+            split = split_documents(chats, _held_out(config), data.seed)  # the examples of a chat are on one side
+            kept, held = (np.flatnonzero(np.isin(examples.chats, side)) for side in (split.train, split.validation))
+            train.append(packed(examples, kept, "to train on"))
+            if held.size:
+                held_out.append(packed(examples, held, "held out"))
         validation = [packed(prepared(corpus), None, "to validate on") for corpus in data.validation]
         return replace(cls._blended(config, train, validation or held_out, separate=True), remarks=tuple(remarks))
 

@@ -1,7 +1,7 @@
 """Files of examples, made once into tokens and what of them counts: a folder that all ranks map into memory.
 
 A document of its token file is an example. Its sequences are by turns tokens that do not count and tokens that do; the
-first one, which may be empty, does not.
+first one does not. It is empty where the example is of the same chat as the one before.
 """
 
 from __future__ import annotations
@@ -69,14 +69,16 @@ _SUMS = ("examples", "tokens", "counted", "split", "cut", "dropped", "skipped")
 
 
 class Examples:
-    """Prepared examples in a folder. `lengths`: tokens of each, [count]."""
+    """Prepared examples in a folder. `lengths`: tokens of each, [count]. `chats`: which of the rows that hold examples
+    each is of, [count], from 0 on."""
 
     def __init__(self, folder: Path) -> None:
         self._dataset = IndexedDataset(folder / NAME)
         try:
             known = read_json(folder / FACTS, folder)
             self.facts = Facts(**known | {"faults": tuple(known["faults"])})
-        except (StoreError, KeyError, TypeError) as error:
+            self.chats = np.cumsum(self._dataset.lengths[self._dataset.bounds[:-1]] > 0) - 1
+        except (StoreError, KeyError, TypeError, IndexError) as error:
             raise InputError(f"{folder} is not as it was prepared: remove it ({error})") from error
         self.count, self.lengths = self._dataset.documents, self._dataset.document_lengths()
 
@@ -251,11 +253,12 @@ class _Made:
 
     def add(self, examples: Sequence[Tokens]) -> None:
         """Keeps each example of a row up to its last token that counts, or drops it."""
+        before = self.facts.examples
         self.facts += Facts(split=int(len(examples) > 1))
         for tokens in examples:
-            self._add(tokens)
+            self._add(tokens, self.facts.examples > before)
 
-    def _add(self, tokens: Tokens) -> None:
+    def _add(self, tokens: Tokens, goes_on: bool) -> None:
         ids, counted = _until_counted(tokens)
         limit, cut = self.task.length + 1, 0
         if ids.size > limit:
@@ -268,7 +271,8 @@ class _Made:
                 return
             cut = 1
         self.tokens.append(ids)
-        self.runs.append(np.diff(np.flatnonzero(np.diff(counted)) + 1, prepend=0, append=ids.size))
+        runs = np.diff(np.flatnonzero(np.diff(counted)) + 1, prepend=0, append=ids.size)
+        self.runs.append(np.concatenate([np.zeros(2 * goes_on, np.int64), runs]))
         self.facts += Facts(1, ids.size, int(counted.sum()), cut=cut, vocabulary=int(ids.max()) + 1)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -190,6 +191,23 @@ def test_a_template_for_tools_is_taken_where_there_are_tools(tmp_path: Path, for
     ]
 
 
+def test_mistrals_own_file_of_a_tokenizer_is_one(tmp_path: Path) -> None:
+    made = FAMILY_CHATS["mistral"]
+    vocab = [{"rank": byte, "token_bytes": b64encode(bytes([byte])).decode()} for byte in range(256)]
+    special = [{"rank": rank, "token_str": token} for rank, token in enumerate(["<unk>", *made.special.split()])]
+    config = {"pattern": ".", "default_vocab_size": 256 + len(special), "default_num_special_tokens": len(special)}
+    (tmp_path / "tekken.json").write_text(json.dumps({"config": config, "vocab": vocab, "special_tokens": special}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": made.begin, "eos_token": made.end}))
+    (tmp_path / "chat_template.jinja").write_text(made.template)
+    files = dict(companions(tmp_path, tmp_path))
+    with ModelFiles(files, {"model_type": "mistral"}, 400).folder() as folder:
+        spelling = Spelling(folder)
+    del files["tokenizer_config.json"]
+    with ModelFiles(files, {"model_type": "mistral"}, 400).folder():
+        pass
+    assert shown(spelling, encoded(spelling, BRIEF)) == list(made.cases["brief"][1])
+
+
 # -- files of chats
 
 
@@ -205,6 +223,12 @@ def test_chats_that_are_several_examples_are_counted_and_said(tmp_path: Path) ->
     examples = [(ids.astype(np.int64), counted) for ids, counted in map(found.example, range(found.count))]
     assert shown(spelling, examples) == wanted
     assert (found.facts.examples, found.facts.split, found.facts.skipped) == (5, 2, 0)
+    assert found.chats.tolist() == [0, 0, 1, 2, 2]
+    # One that is dropped is none that the next goes on from.
+    long = {"messages": [*chat("hi"), thought("so long " * 99, "hello"), *chat("and?", "so")]}
+    path = write_jsonl(tmp_path / "long.jsonl", TURNS, long)
+    short = Preparation(path, tmp_path / "examples", ChatConfig(too_long="drop"), 99, files).examples()
+    assert short.facts.dropped == 1 and short.chats.tolist() == [0, 0, 1]
     assert (
         _remarks("chats", found.facts, 400)[1]
         == "  2 chats are several examples, as the template rewrites what is past"

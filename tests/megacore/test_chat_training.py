@@ -201,6 +201,21 @@ def test_what_was_made_of_the_data_is_said(recipe: str, tmp_path: Path) -> None:
     assert int(kept) + int(held_out) == 17 and said[3].endswith("% full")
 
 
+def test_the_examples_of_a_chat_are_held_out_together(recipe: str, tmp_path: Path) -> None:
+    """Each would else be seen in what another one is learned from."""
+    (tmp_path / "chat_template.jinja").write_text(FAMILIES["thinking"].template)
+    write_jsonl(tmp_path / "chats.jsonl", *({"messages": chat("hi", "hello", "and", "so")} for _ in range(12)))
+    corpora = pretrain.check(recipe, ["data.validation=[]", "data.validation_fraction=0.4"], 1, 1).corpora
+    sides = [source for source in (corpora.train, corpora.validation) if isinstance(source, Packed)]
+    kept, held = (source._examples.chats[source._chosen].tolist() for source in sides)
+    assert len(kept) + len(held) == 24 and held
+    assert {*kept} | {*held} == {*range(12)} and not {*kept} & {*held}
+    for seed in range(4):  # one at least, however small the fraction
+        few = ["data.validation=[]", "data.validation_fraction=0.0001", f"data.seed={seed}"]
+        source = pretrain.check(recipe, few, 1, 1).corpora.validation
+        assert isinstance(source, Packed) and source._chosen.size == 2
+
+
 def test_several_files_are_blended(recipe: str, tmp_path: Path) -> None:
     other = write_jsonl(tmp_path / "other.jsonl", *rows(8))
     blend = [f"data.train=[{{path: {tmp_path / 'chats.jsonl'}, weight: 3}}, {other}]"]
