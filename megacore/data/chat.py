@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,9 @@ Render = Callable[[Sequence[Message], list[Any] | None, bool], tuple[str, list[S
 """(messages, tools, whether the assistant is prompted at the end) -> text, what the template marks as generated."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+LEARNED = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+"""The keys of what the assistant says beside its content."""
+_WRITTEN = "what the chat template writes"
 
 
 class BadExample(ValueError):
@@ -23,11 +26,19 @@ class BadExample(ValueError):
 
 @dataclass(frozen=True)
 class Passage:
-    """A text, the spans of it that count, and whether it is one that a chat template has written."""
+    """A text, and what of it counts.
+
+    Args:
+        text: It.
+        spans: The spans of it that count.
+        templated: Whether a chat template has written it, special tokens included.
+        ends: Whether the tokenizer's token of the end follows, which counts.
+    """
 
     text: str
     spans: list[Span]
     templated: bool
+    ends: bool
 
 
 @dataclass(frozen=True)
@@ -39,18 +50,22 @@ class Template:
         marks: Whether it marks what the assistant generates, by ``{% generation %}``.
         special: Tokens that are more than text, as they are spelled.
         end: The one that ends a text, "" if there is none.
+        stops: Those at which generating ends.
     """
 
     render: Render
     marks: bool
     special: tuple[str, ...]
     end: str
+    stops: tuple[str, ...]
 
 
-def passage(row: Mapping[str, Any], template: Callable[[], Template], train_on: TrainOn) -> Passage:
+def passages(row: Mapping[str, Any], template: Callable[[], Template], train_on: TrainOn) -> list[Passage]:
     """Return the example in a row: its `messages` (and `tools`), its `prompt` and `completion`, or its `text`.
 
-    Messages after the assistant's last are left out, as nothing of them is learned, unless all tokens count.
+    Messages after the assistant's last are left out, as nothing of them is learned, unless all tokens count. A chat is
+    several passages where the template rewrites what is past: each counted turn stands in one of them, once, behind
+    the text that the assistant is given when it generates that turn.
 
     Raises:
         BadExample: it is none.
@@ -63,12 +78,13 @@ def passage(row: Mapping[str, Any], template: Callable[[], Template], train_on: 
         if not completion:
             raise BadExample("the completion is empty")
         start = 0 if train_on == "all" else len(prompt)
-        return Passage(prompt + completion, [(start, len(prompt) + len(completion))], templated=False)
+        spans = [(start, len(prompt) + len(completion))]
+        return [Passage(prompt + completion, spans, templated=False, ends=True)]
     if "text" in present:
         text = _text(present["text"], "text")
         if not text:
             raise BadExample("the text is empty")
-        return Passage(text, [(0, len(text))], templated=False)
+        return [Passage(text, [(0, len(text))], templated=False, ends=True)]
     keys = ", ".join(map(repr, present)) or "no keys"
     raise BadExample(f"has {keys}: needs 'messages', 'prompt' and 'completion', or 'text'")
 
@@ -132,79 +148,102 @@ def _tools(value: object) -> list[Any] | None:
 # -- what the template makes of a chat
 
 
-def _chat(messages: list[Message], tools: list[Any] | None, template: Template, train_on: TrainOn) -> Passage:
+def _chat(messages: list[Message], tools: list[Any] | None, template: Template, train_on: TrainOn) -> list[Passage]:
+    """Return the chat up to the last turn of the assistant, and to each that no later text has as it is generated."""
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    made: list[Passage] = []
     if train_on == "all":
-        text, _ = template.render(messages, tools, False)
-        return Passage(_text(text, "what the chat template writes"), [(0, len(text))], templated=True)
-    if not turns:
-        raise BadExample("has no turn of the assistant, and nothing else counts")
-    messages = messages[: turns[-1] + 1]
-    text, marked = template.render(messages, tools, False)
-    _text(text, "what the chat template writes")
-    if train_on == "last":
-        turns = turns[-1:]
-    if not template.marks:
-        spans = [_turn(text, messages, turn, tools, template) for turn in turns]
-    elif train_on == "last":
-        spans = marked[len(template.render(messages[:-1], tools, False)[1]) :] if len(messages) > 1 else marked
+        text = _text(template.render(messages, tools, False)[0], _WRITTEN)
+        ends = turns[-1:] == [len(messages) - 1] and _closed(text, 0, template) is None
+        made.append(Passage(text, [(0, len(text))], templated=True, ends=ends))
+    elif turns:
+        messages = messages[: turns[-1] + 1]
+        for turn in reversed(turns) if train_on == "assistant" else turns[-1:]:
+            ended = _turn(messages[: turn + 1], tools, template)
+            shared = _within(made[-1].text, ended, template) if made else None
+            if shared is None:
+                made.append(ended)
+            else:
+                made[-1].spans[:0] = shared
     else:
-        spans = marked
-    return Passage(text, spans, templated=True)
+        raise BadExample("has no turn of the assistant, and nothing else counts")
+    if tools and _same(made[0].text, messages, None, template):
+        raise BadExample(_unwritten("the example", "tools"))
+    return made[::-1]
 
 
-def _turn(text: str, messages: Sequence[Message], turn: int, tools: list[Any] | None, template: Template) -> Span:
-    """Return what the assistant writes in a turn, from the end of what prompts it to the token that ends the turn.
+def _turn(messages: list[Message], tools: list[Any] | None, template: Template) -> Passage:
+    """Return a chat that ends with a turn of the assistant, of which this turn counts.
 
-    The text of the messages before it, with the prompt, ends where the turn begins; that of the messages up to it
-    ends where the turn does.
+    It is what the template marks of it, or all from the end of what prompts it to the token that ends the turn.
     """
-    prompt, _ = template.render(messages[:turn], tools, True)
+    *before, message = messages
+    text, marked = template.render(messages, tools, False)
+    _text(text, _WRITTEN)
+    for key in LEARNED:
+        if message.get(key):
+            others = {each: value for each, value in message.items() if each != key}
+            if _same(text, [*before, others], tools, template):
+                raise BadExample(_unwritten(f"message {len(messages)}", key))
+    if template.marks:
+        earlier = any(each["role"] == "assistant" for each in before)
+        known = template.render(before, tools, False)[1] if earlier else []
+        if marked[: len(known)] != known:
+            raise BadExample(
+                f"message {len(messages)}: the chat template marks the turns before it otherwise when it follows, so "
+                "that what the assistant generates cannot be told: set chat.template to another one"
+            )
+        return Passage(text, marked[len(known) :], templated=True, ends=False)
+    prompt, _ = template.render(before, tools, True)
     if not text.startswith(prompt):
-        raise BadExample(_ambiguous(turn, "the messages before it", "when they are to be answered"))
-    start = len(prompt)
-    if turn == len(messages) - 1:
-        return start, _closed(text, start, len(text), template)
-    until, _ = template.render(messages[: turn + 1], tools, False)
-    for stop in _ends(until, template.end):
-        if stop > start and text.startswith(until[:stop]):
-            return start, _closed(text, start, stop, template)
-    if unchanged := _as_it_stands(text, start, messages[turn], template):
-        return start, unchanged
-    raise BadExample(_ambiguous(turn, "it", "when other messages follow"))
+        raise BadExample(
+            f"message {len(messages)}: the chat template writes the messages before it otherwise when they are to be "
+            "answered, so that what the assistant generates cannot be told: set chat.template to one that marks it by "
+            "{% generation %}"
+        )
+    stop = _closed(text, len(prompt), template)
+    return Passage(text, [(len(prompt), len(text) if stop is None else stop)], templated=True, ends=stop is None)
 
 
-def _ambiguous(turn: int, what: str, when: str) -> str:
-    return (
-        f"message {turn + 1}: the chat template writes {what} otherwise {when}, so that what the assistant generates "
-        "cannot be told: set chat.train_on=last, or a chat.template that marks it by {% generation %}"
-    )
+def _same(text: str, messages: Sequence[Message], tools: list[Any] | None, template: Template) -> bool:
+    """Return whether the template writes a text of messages; what it refuses, it reads."""
+    try:
+        return template.render(messages, tools, False)[0] == text
+    except BadExample:
+        return False
 
 
-def _ends(text: str, end: str) -> Iterator[int]:
-    """Yield the lengths of a text without what a template may put at the end of a chat alone: blanks, the token of the
-    end."""
-    yield len(text)
-    stripped = text.rstrip()
-    yield len(stripped)
-    if end and stripped.endswith(end):
-        yield len(stripped) - len(end)
-        yield len(stripped.removesuffix(end).rstrip())
+def _within(later: str, turn: Passage, template: Template) -> list[Span] | None:
+    """Return what the assistant generates in a turn, in a text that goes on after it; None if it reads otherwise there.
 
-
-def _closed(text: str, start: int, stop: int, template: Template) -> int:
-    """Return where a turn ends within [start, stop): without the blanks after its last special token."""
-    stripped = text[start:stop].rstrip()
-    return start + len(stripped) if stripped.endswith(template.special) else stop
-
-
-def _as_it_stands(text: str, start: int, message: Message, template: Template) -> int | None:
-    """Return where a turn ends that begins with its content, unchanged but for blanks around it, and a special
-    token."""
-    content = message["content"].strip()
-    begin = start + len(text[start:]) - len(text[start:].lstrip())
-    if not content or message.get("tool_calls") or not text.startswith(content, begin):
+    A template may write a turn otherwise once messages follow (without its thoughts), or what is before it (the words
+    of the system in the last message of the user). What the assistant does not generate it must not learn.
+    """
+    if template.marks:
+        return turn.spans if later.startswith(turn.text[: turn.spans[-1][1] if turn.spans else 0]) else None
+    ((start, _),) = turn.spans
+    text = turn.text.rstrip()
+    # At the end of a chat a template may put a token of the end after the one that ends the turn.
+    for until in (text, text.removesuffix(template.end)):
+        stop = _closed(until, start, template)
+        if stop is not None and later.startswith(until[:stop]):
+            return [(start, stop)]
+    if not later.startswith(text):
         return None
-    rest = text[begin + len(content) :].lstrip()
-    token = next((token for token in template.special if rest.startswith(token)), None)
-    return None if token is None else len(text) - len(rest) + len(token)
+    # The token that begins the next turn is the one that ends this one, where generating stops there.
+    rest = later[len(text) :].lstrip()
+    token = next((token for token in template.stops if rest.startswith(token)), None)
+    return None if token is None else [(start, len(later) - len(rest) + len(token))]
+
+
+def _closed(text: str, start: int, template: Template) -> int | None:
+    """Return where a turn that begins at `start` ends with a special token, without blanks after it; None if not."""
+    stripped = text.rstrip()
+    return len(stripped) if len(stripped) > start and stripped.endswith(template.special) else None
+
+
+def _unwritten(where: str, key: str) -> str:
+    return (
+        f"{where} has {key}, and the chat template writes nothing of them: set chat.template to one that does, or take "
+        "them out of the data"
+    )

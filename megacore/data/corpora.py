@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from megacore.config import Config, CorpusConfig
 from megacore.data import first_order, samples
 from megacore.data.batches import Batches
@@ -107,10 +109,12 @@ class Corpora:
         held_out: list[Source] = []
         for corpus in data.train:
             examples = prepared(corpus)
-            split = split_documents(examples.count, _held_out(config), data.seed)
-            train.append(packed(examples, split.train, "to train on"))
-            if split.validation.size:
-                held_out.append(packed(examples, split.validation, "held out"))
+            chats = int(examples.chats.max(initial=-1)) + 1
+            split = split_documents(chats, _held_out(config), data.seed)  # the examples of a chat are on one side
+            kept, held = (np.flatnonzero(np.isin(examples.chats, side)) for side in (split.train, split.validation))
+            train.append(packed(examples, kept, "to train on"))
+            if held.size:
+                held_out.append(packed(examples, held, "held out"))
         validation = [packed(prepared(corpus), None, "to validate on") for corpus in data.validation]
         return replace(cls._blended(config, train, validation or held_out, separate=True), remarks=tuple(remarks))
 
@@ -136,6 +140,8 @@ def _held_out(config: Config) -> float:
 
 def _remarks(path: str, known: Facts, length: int) -> list[str]:
     lines = [f"{path}: {known.examples:,} examples of {known.tokens:,} tokens, {known.counted:,} of which count"]
+    if known.split:
+        lines.append(f"  {known.split:,} chats are several examples, as the template rewrites what is past")
     if known.cut or known.dropped:
         lines.append(f"  longer than {length + 1:,} tokens: {known.cut:,} cut, {known.dropped:,} dropped")
     if known.skipped:

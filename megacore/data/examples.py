@@ -1,7 +1,7 @@
 """Files of examples, made once into tokens and what of them counts: a folder that all ranks map into memory.
 
 A document of its token file is an example. Its sequences are by turns tokens that do not count and tokens that do; the
-first one, which may be empty, does not.
+first one does not. It is empty where the example is of the same chat as the one before.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -34,7 +34,7 @@ from megacore.store.files import open_lock
 from megacore.store.publish import publish, write_file
 from megacore.store.strict_json import StoreError, read_json
 
-FORMAT = 1
+FORMAT = 2
 NAME, FACTS = "examples", "examples.json"
 LISTED = 10  # bad lines that are spelled out
 WORKER = 2**23  # bytes of a file that are worth a process more
@@ -45,14 +45,15 @@ LOOKED_AT = 1000  # rows of a file that is only looked at
 class Facts:
     """The facts about prepared examples.
 
-    tokens: the number of all, `counted` of which the loss counts. cut, dropped: examples that were too long. skipped:
-        lines that
-    hold none, the first of them in words. vocabulary: 1 + the largest id.
+    tokens: the number of all, `counted` of which the loss counts. split: chats that are several examples. cut,
+    dropped: examples that were too long. skipped: lines that hold none, the first of them in words. vocabulary: 1 + the
+    largest id.
     """
 
     examples: int = 0
     tokens: int = 0
     counted: int = 0
+    split: int = 0
     cut: int = 0
     dropped: int = 0
     skipped: int = 0
@@ -65,18 +66,20 @@ class Facts:
         return Facts(**sums, faults=faults, vocabulary=max(self.vocabulary, other.vocabulary))
 
 
-_SUMS = ("examples", "tokens", "counted", "cut", "dropped", "skipped")
+_SUMS = ("examples", "tokens", "counted", "split", "cut", "dropped", "skipped")
 
 
 class Examples:
-    """Prepared examples in a folder. `lengths`: tokens of each, [count]."""
+    """Prepared examples in a folder. `lengths`: tokens of each, [count]. `chats`: which of the rows that hold examples
+    each is of, [count], from 0 on."""
 
     def __init__(self, folder: Path) -> None:
         self._dataset = IndexedDataset(folder / NAME)
         try:
             known = read_json(folder / FACTS, folder)
             self.facts = Facts(**known | {"faults": tuple(known["faults"])})
-        except (StoreError, KeyError, TypeError) as error:
+            self.chats = np.cumsum(self._dataset.lengths[self._dataset.bounds[:-1]] > 0) - 1
+        except (StoreError, KeyError, TypeError, IndexError) as error:
             raise InputError(f"{folder} is not as it was prepared: remove it ({error})") from error
         self.count, self.lengths = self._dataset.documents, self._dataset.document_lengths()
 
@@ -141,7 +144,7 @@ class Preparation:
         known = self.path.stat()
         rules = replace(self.chat, pack=True, template=None)  # packing comes later, and the template is with the files
         facts = [FORMAT, str(self.path.resolve()), known.st_size, known.st_mtime_ns, asdict(rules), self.length]
-        kind = [self.model.config.get(key) for key in ("model_type", "tokenizer_class")]
+        kind = [self.model.config.get(key) for key in ("model_type", "tokenizer_class", "eos_token_id")]
         files = [[name, blake2b(file.read()).hexdigest()] for name, file in sorted(self.model.files.items())]
         versions = [version("transformers"), version("tokenizers")]
         return blake2b(json.dumps([facts, kind, files, versions]).encode(), digest_size=8).hexdigest()
@@ -250,8 +253,14 @@ class _Made:
         words = (str(fault),) if len(self.facts.faults) < LISTED else ()
         self.facts += Facts(skipped=1, faults=words)
 
-    def add(self, tokens: Tokens) -> None:
-        """Keep an example up to its last token that counts, or drop it."""
+    def add(self, examples: Sequence[Tokens]) -> None:
+        """Keep each example of a row up to its last token that counts, or drop it."""
+        before = self.facts.examples
+        self.facts += Facts(split=int(len(examples) > 1))
+        for tokens in examples:
+            self._add(tokens, self.facts.examples > before)
+
+    def _add(self, tokens: Tokens, goes_on: bool) -> None:
         ids, counted = _until_counted(tokens)
         limit, cut = self.task.length + 1, 0
         if ids.size > limit:
@@ -264,8 +273,9 @@ class _Made:
                 return
             cut = 1
         self.tokens.append(ids)
-        self.runs.append(np.diff(np.flatnonzero(np.diff(counted)) + 1, prepend=0, append=ids.size))
-        self.facts += Facts(1, ids.size, int(counted.sum()), cut, vocabulary=int(ids.max()) + 1)
+        runs = np.diff(np.flatnonzero(np.diff(counted)) + 1, prepend=0, append=ids.size)
+        self.runs.append(np.concatenate([np.zeros(2 * goes_on, np.int64), runs]))
+        self.facts += Facts(1, ids.size, int(counted.sum()), cut=cut, vocabulary=int(ids.max()) + 1)
 
 
 def _until_counted(tokens: Tokens) -> Tokens:
@@ -287,8 +297,8 @@ def prepare(task: Task) -> Prepared:
             found = row if isinstance(row, Fault) else next(encoded)
             if isinstance(found, Fault):
                 made.skip(found)
-            elif found[1].any():
-                made.add(found)
+            elif kept := [tokens for tokens in found if tokens[1].any()]:
+                made.add(kept)
             else:
                 assert isinstance(row, Record)
                 made.skip(row.fault("the loss would count none of its tokens"))

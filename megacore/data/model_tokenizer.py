@@ -16,13 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore import pretrained
-from megacore.data.chat import BadExample, Message, Passage, Span, Template, TrainOn, passage
+from megacore.data.chat import BadExample, Message, Passage, Span, Template, TrainOn, passages
+from megacore.data.encode import grouped
 from megacore.data.text import Fault, InputError, Record
 from megacore.data.tokenizer import import_transformers
 from megacore.guard import Guard, GuardError
 from megacore.store.companions import Companion, copy_companion
 from megacore.store.publish import write_file
-from megacore.store.strict_json import StoreError
+from megacore.store.strict_json import StoreError, read_json
 
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -42,7 +43,7 @@ class ModelFiles:
 
         InputError if there is none among the files.
         """
-        if not any(name.startswith(("tokenizer", "vocab")) for name in self.files):
+        if not any(name.startswith(("tokenizer", "vocab", "tekken")) for name in self.files):
             raise InputError(
                 "examples need the model's tokenizer, and none is there: start from a folder that has it "
                 "(checkpoint.init), or put its files beside the data"
@@ -72,6 +73,7 @@ class ModelTokenizer:
                 "the model's tokenizer does not say where in a text its tokens are: save it as tokenizer.json"
             )
         self.end: int | None = self._tokenizer.eos_token_id
+        self._stops = tuple(token for token in self._tokenizer.convert_ids_to_tokens(_stops(folder)) if token)
 
     @cached_property
     def template(self) -> Template:
@@ -83,9 +85,9 @@ class ModelTokenizer:
             )
         templates = self._tokenizer.chat_template
         named = templates.values() if isinstance(templates, dict) else [templates]
-        special = tuple(sorted(self._tokenizer.get_added_vocab(), key=lambda token: (-len(token), token)))
         marks = all(_MARK.search(each) for each in named)
-        return Template(self._render, marks, special, self._tokenizer.eos_token or "")
+        special = tuple(self._tokenizer.get_added_vocab())
+        return Template(self._render, marks, special, self._tokenizer.eos_token or "", self._stops)
 
     def _render(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool) -> tuple[str, list[Span]]:
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -114,40 +116,50 @@ class ModelTokenizer:
         found: list[Tokens | None] = [None] * len(passages)
         for templated in (True, False):
             chosen = [index for index, each in enumerate(passages) if each.templated == templated]
-            if not chosen:
-                continue
-            encoded = self._tokenizer(
-                [passages[index].text for index in chosen],
-                add_special_tokens=not templated,
-                return_offsets_mapping=True,
-                return_attention_mask=False,
-                truncation=False,
-                verbose=False,
-            )
-            for index, ids, offsets in zip(chosen, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-                counted = counts(np.array(offsets, np.int64).reshape(-1, 2), passages[index].spans)
-                if not templated and self.end is not None:
-                    whole = bool(ids) and ids[-1] == self.end
-                    counted = np.append(counted[:-1] if whole else counted, True)
-                    if not whole:
-                        ids.append(self.end)
-                counted[:1] = False
-                found[index] = np.array(ids, np.int64), counted
+            for group in grouped(chosen, lambda index: len(passages[index].text)):
+                encoded = self._tokenizer(
+                    [passages[index].text for index in group],
+                    add_special_tokens=not templated,
+                    return_offsets_mapping=True,
+                    return_attention_mask=False,
+                    truncation=False,
+                    verbose=False,
+                )
+                for index, ids, offsets in zip(group, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+                    found[index] = self._counted(passages[index], ids, np.array(offsets, np.int64).reshape(-1, 2))
         return [each for each in found if each is not None]
 
-    def examples(self, rows: Sequence[Mapping[str, Any]], train_on: TrainOn) -> list[Tokens | str]:
-        """Return the tokens of the example in each row, or why there is none.
+    def _counted(self, passage: Passage, ids: list[int], offsets: npt.NDArray[np.int64]) -> Tokens:
+        counted = counts(offsets, passage.spans)
+        if passage.ends and self.end is not None:
+            whole = bool(ids) and ids[-1] == self.end
+            counted = np.append(counted[:-1] if whole else counted, True)
+            if not whole:
+                ids.append(self.end)
+        counted[:1] = False
+        return np.array(ids, np.int64), counted
+
+    def examples(self, rows: Sequence[Mapping[str, Any]], train_on: TrainOn) -> list[list[Tokens] | str]:
+        """Return the tokens of the examples that each row makes, or why there are none.
 
         InputError if it takes a chat template, and there is none.
         """
-        made: list[Passage | str] = []
+        made: list[list[Passage] | str] = []
         for row in rows:
             try:
-                made.append(passage(row, lambda: self.template, train_on))
+                made.append(passages(row, lambda: self.template, train_on))
             except BadExample as error:
                 made.append(str(error))
-        encoded = iter(self.encode([each for each in made if isinstance(each, Passage)]))
-        return [next(encoded) if isinstance(each, Passage) else each for each in made]
+        encoded = iter(self.encode([each for found in made if isinstance(found, list) for each in found]))
+        return [[next(encoded) for _ in found] if isinstance(found, list) else found for found in made]
+
+
+def _stops(folder: Path) -> list[int]:
+    """Return the tokens at which generating ends, as the configs in a folder have them."""
+    said = [read_json(folder / name) for name in ("generation_config.json", "config.json") if (folder / name).is_file()]
+    found = [each["eos_token_id"] for each in said if isinstance(each, dict) and each.get("eos_token_id") is not None]
+    ids = found[0] if found else []
+    return [each for each in (ids if isinstance(ids, list) else [ids]) if type(each) is int]
 
 
 class GuardedTokenizer:
@@ -160,8 +172,8 @@ class GuardedTokenizer:
         except GuardError as error:
             raise InputError(f"the model's tokenizer cannot be loaded: {error}") from error
 
-    def examples(self, rows: Sequence[Record], train_on: TrainOn) -> list[Tokens | Fault]:
-        """Return the tokens of the example in each row, or why there is none.
+    def examples(self, rows: Sequence[Record], train_on: TrainOn) -> list[list[Tokens] | Fault]:
+        """Return the tokens of the examples that each row makes, or why there are none.
 
         InputError if the tokenizer or its template take too much for them, or there is no template for chats.
         """

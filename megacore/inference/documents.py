@@ -114,8 +114,8 @@ class DocumentFiles:
             (found,) = tokenizer.examples([row], self.count)
             if isinstance(found, Fault):
                 raise InputError(str(found))
-            tokens, counted = found
-            yield Document(self._checked(row.path, tokens), counted, None)
+            for tokens, counted in found:
+                yield Document(self._checked(row.path, tokens), counted, None)
 
 
 def is_tokens(path: Path) -> bool:

@@ -15,7 +15,8 @@ from megacore.data import tokenizer
 from megacore.run.progress import Progress, recipe
 from megacore.say import brief
 from megacore.store.checkpoint import TRAINER, Checkpoint
-from megacore.store.companions import Companion
+from megacore.store.companions import TEMPLATES, TEXT, Companion
+from megacore.store.companions import companions as beside
 from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.index import INDEX, MOMENTS, VersionError
 from megacore.store.open import open_folder
@@ -274,12 +275,11 @@ def _drops(model: ModelConfig) -> bool:
 def companions(start: Start, config: Config) -> Mapping[str, Companion]:
     """Return {name: file} of what travels with the model: the source's files, or the tokenizer beside the first corpus.
 
-    A chat template that the recipe names takes the place of theirs.
+    A chat template that the recipe names takes the place of theirs, of those for tools too.
     """
-    found = start.source.companions() if start.source is not None else {}
-    folder = Path(config.data.train[0].path).parent
-    found = found or {name: Companion(folder / name, folder) for name in tokenizer.FILES if (folder / name).is_file()}
-    for companion in found.values():
-        companion.open().close()  # now, rather than when it is needed
-    template = config.chat.template
-    return {**found, tokenizer.TEMPLATE: Companion(Path(template))} if template is not None and found else found
+    folder, template = Path(config.data.train[0].path).parent, config.chat.template
+    found = (start.source.companions() if start.source is not None else {}) or beside(folder, folder, TEXT)
+    if template is None or not found:
+        return found
+    others = {name: file for name, file in found.items() if not name.startswith(TEMPLATES)}
+    return {**others, tokenizer.TEMPLATE: Companion(Path(template))}

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -18,27 +18,28 @@ from megacore.store.tensors import os_errors
 from parallel import limits
 
 TEMPLATES = "additional_chat_templates"
-COMPANIONS = (
+TEXT = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "tokenizer.model.v*",
+    "tekken.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
     "*.tiktoken",
+    "tiktoken.model",
     "chat_template.jinja",
     "chat_template.json",
     f"{TEMPLATES}/*.jinja",
-    "LICENSE*",
-    "NOTICE*",
-    "USE_POLICY*",
 )
-"""Files that text needs to become tokens and back, those that say how to generate, and the terms of use, which licences
-want to see passed on. Not the model card: it describes the model that the weights were, with its results. And no
-code."""
+"""Files that text needs to become tokens and back, and those that say how to generate."""
+COMPANIONS = (*TEXT, "LICENSE*", "NOTICE*", "USE_POLICY*")
+"""Those files and the terms of use, which licences want to see passed on. Not the model card: it describes the model that the
+weights were, with its results. Not what prepares images or sound, for the weights here take none. And no code."""
 
 _NAMES = re.compile(r"auto_map|init_inputs|\w*_files?")
 """Fields of a tokenizer's config that name code, or files wherever they are."""
@@ -83,25 +84,26 @@ class Companion:
             return os.fstat(file.fileno()).st_size
 
 
-def travelling(folder: Path) -> list[str]:
-    """Return the names of the companions in a folder, those that are links to nothing among them."""
+def travelling(folder: Path, patterns: Sequence[str] = COMPANIONS) -> list[str]:
+    """Return the names of the companions in a folder that match a pattern, links to nothing among them."""
     # Not by glob, which passes over links to nothing.
     found = itertools.chain(folder.iterdir() if folder.is_dir() else (), (folder / TEMPLATES).glob("*"))
     each = (file.relative_to(folder) for file in found)
-    return sorted(str(name) for name in each if any(name.match(pattern) for pattern in COMPANIONS))
+    return sorted(str(name) for name in each if any(name.match(pattern) for pattern in patterns))
 
 
-def companions(folder: Path, root: Path) -> Mapping[str, Companion]:
+def companions(folder: Path, root: Path, patterns: Sequence[str] = COMPANIONS) -> Mapping[str, Companion]:
     """Return {name within the folder: file} of those that travel along.
 
     Args:
         folder: The folder that they lie in.
         root: The folder of the model, which their links may not leave.
+        patterns: The patterns of their names.
 
     Raises:
         StoreError: links do, or a file is too large for what it is called.
     """
-    found = {name: Companion(folder / name, root) for name in travelling(folder) if (folder / name).is_file()}
+    found = {name: Companion(folder / name, root) for name in travelling(folder, patterns) if (folder / name).is_file()}
     for companion in found.values():
         companion.open().close()
     return found

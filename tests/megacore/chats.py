@@ -17,8 +17,16 @@ SPECIAL += ["<|begin|>", "<|head|>", "<|/head|>", "<|eot|>", "<|end|>"]
 TEXT = "the assistant answers a question of the user about weights, meshes and axes in a few words. " * 3
 
 
-def write_tokenizer(folder: Path, template: str | None, end: str = "</s>", trim: bool = False) -> Path:
-    """A byte-level BPE that begins bare texts with <s>. With `trim` a token's characters are without blanks."""
+def write_tokenizer(
+    folder: Path,
+    template: str | None,
+    end: str = "</s>",
+    trim: bool = False,
+    special: Sequence[str] = SPECIAL,
+    begin: str | None = "<s>",
+    stops: Sequence[str] = (),
+) -> Path:
+    """A byte-level BPE that begins bare texts with `begin`. With `trim` a token's characters are without blanks."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     fast = Tokenizer(models.BPE())
@@ -28,15 +36,19 @@ def write_tokenizer(folder: Path, template: str | None, end: str = "</s>", trim:
         vocab_size=340, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     fast.train_from_iterator([TEXT], trainer)
-    fast.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
-    begin = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", fast.token_to_id("<s>"))])
-    fast.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), begin]) if trim else begin
+    fast.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    if begin is not None:
+        first = processors.TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, fast.token_to_id(begin))])
+        fast.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), first]) if trim else first
     folder.mkdir(parents=True, exist_ok=True)
     fast.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": end}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin, "eos_token": end}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
+    if stops:
+        ids = [fast.token_to_id(token) for token in stops]
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     return folder
 
 
@@ -53,11 +65,20 @@ def chat(*turns: str, system: str | None = None) -> list[Message]:
 
 @dataclass(frozen=True)
 class Family:
-    """A template, the token that ends a text, and what the template must write of messages."""
+    """A template, the token that ends a text, and what the template must write of messages.
+
+    closing: what comes at the end of a chat and counts, in the place of a new line. alone: whether each turn is learned
+    from a text that ends with it.
+    """
 
     template: str
     end: str
     pieces: Callable[[Sequence[Message]], Iterator[Piece]]
+    closing: str = ""
+    alone: bool = False
+
+    def closed(self, text: str) -> str:
+        return text.removesuffix("\n") + self.closing if self.closing else text
 
 
 def _chatml(messages: Sequence[Message]) -> Iterator[Piece]:
@@ -161,6 +182,7 @@ FAMILIES = {
         "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}",
         "</s>",
         _ending,
+        closing="\n</s>",
     ),
     "thinking": Family(
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
@@ -169,6 +191,7 @@ FAMILIES = {
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
         "<|im_end|>",
         _thinking,
+        alone=True,
     ),
     "marks": Family(
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
@@ -183,5 +206,7 @@ FAMILIES = {
         "{% if add_generation_prompt %}{{ 'Answer:' }}{% endif %}",
         "</s>",
         _plain,
+        closing="\n</s>",
+        alone=True,
     ),
 }

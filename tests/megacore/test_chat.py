@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from chats import FAMILIES, SPECIAL, chat, write_tokenizer
 
-from megacore.data.chat import BadExample, TrainOn, passage
+from megacore.data.chat import BadExample, TrainOn, passages
 from megacore.data.model_tokenizer import ModelFiles, ModelTokenizer, counts
 from megacore.data.text import InputError
 
@@ -36,41 +36,50 @@ def spelled(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load
 
 
-def counted_text(spelling: ModelTokenizer, row: dict[str, Any], train_on: TrainOn = "assistant") -> tuple[str, str]:
-    """(all of the text, what counts of it), from the tokens."""
-    ((ids, counted),) = spelling.encode([passage(row, lambda: spelling.template, train_on)])
-    decode = spelling._tokenizer.decode
-    return decode(ids.tolist()), decode(ids[counted].tolist())
+def counted_texts(
+    tokenizer: ModelTokenizer, row: dict[str, Any], train_on: TrainOn = "assistant"
+) -> list[tuple[str, str]]:
+    """(all of the text, what counts of it) of each example that a row makes, from the tokens."""
+    encoded = tokenizer.encode(passages(row, lambda: tokenizer.template, train_on))
+    decode = tokenizer._tokenizer.decode
+    return [(decode(ids.tolist()), decode(ids[counted].tolist())) for ids, counted in encoded]
+
+
+def counted_text(tokenizer: ModelTokenizer, row: dict[str, Any], train_on: TrainOn = "assistant") -> tuple[str, str]:
+    """That of a row that makes one."""
+    (found,) = counted_texts(tokenizer, row, train_on)
+    return found
 
 
 @pytest.mark.parametrize("trim", [False, True], ids=["", "trim"])
 @pytest.mark.parametrize("name", CHATS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_the_assistant_generates_counts_and_nothing_else(spelled: Any, family: str, name: str, trim: bool) -> None:
-    messages, spelling = CHATS[name], spelled(family, trim)
+    messages, tokenizer, made = CHATS[name], spelled(family, trim), FAMILIES[family]
     answered = messages[:-1] if messages[-1]["role"] == "user" else messages
-    pieces = list(FAMILIES[family].pieces(answered))
-    text, counted = counted_text(spelling, {"messages": messages})
-    closing = FAMILIES[family].end if family == "ending" else ""
-    assert text == "".join(piece for piece, _ in pieces) + closing
-    want = [piece for piece, counts in pieces if counts]
-    # At the end of a chat the family's token of the end of a text follows that of a turn, and counts like it.
-    assert counted == "".join(want) + ("\n" + closing if closing else "")
-    _, last = counted_text(spelling, {"messages": messages}, "last")
-    assert last == want[-1] + ("\n" + closing if closing else "")
-    every = list(FAMILIES[family].pieces(messages))
-    _, whole = counted_text(spelling, {"messages": messages}, "all")
-    assert whole == ("".join(piece for piece, _ in every) + closing).removeprefix(
-        next((token for token in SPECIAL if every[0][0].startswith(token)), "Question"[:1])
-    )
+    turns = [index for index, message in enumerate(answered) if message["role"] == "assistant"]
+    wanted = []
+    for last in turns if made.alone else turns[-1:]:
+        pieces = list(made.pieces(answered[: last + 1]))
+        counts = [piece for piece, counted in pieces if counted][-1 if made.alone else 0 :]
+        wanted.append(tuple(made.closed("".join(each)) for each in ([piece for piece, _ in pieces], counts)))
+    assert counted_texts(tokenizer, {"messages": messages}) == wanted
+    _, last_turn = counted_text(tokenizer, {"messages": messages}, "last")
+    assert last_turn == made.closed(counts[-1])
+    every = "".join(piece for piece, _ in made.pieces(messages))
+    every = made.closed(every) if messages == answered or family == "ending" else every
+    _, whole = counted_text(tokenizer, {"messages": messages}, "all")
+    assert whole == every.removeprefix(next((token for token in SPECIAL if every.startswith(token)), "Question"[:1]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_inference(spelled: Any, family: str) -> None:
     """What transformers makes of the chat, up to the last token that counts; and what it marks, where it can."""
-    spelling, messages = spelled(family), CHATS["three"]
-    ((ids, counted),) = spelling.encode([passage({"messages": messages}, lambda: spelling.template, "assistant")])
-    theirs = spelling._tokenizer.apply_chat_template(
+    tokenizer, messages = spelled(family), CHATS["three"]
+    ids, counted = tokenizer.encode(passages({"messages": messages}, lambda: tokenizer.template, "assistant"))[-1]
+    if family == "plain":  # whose template ends no turn
+        ids, counted = ids[:-1], counted[:-1]
+    theirs = tokenizer._tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=family == "marks"
     )
     assert theirs["input_ids"] == ids.tolist()
@@ -94,8 +103,8 @@ CALLED = [
 
 @pytest.mark.parametrize("tools", [[{"name": "warmth"}], '[{"name": "warmth"}]', None, "", []])
 def test_tools_and_calls(tmp_path: Path, tools: object) -> None:
-    spelling = ModelTokenizer(write_tokenizer(tmp_path, CALLING, "<|im_end|>"))
-    text, counted = counted_text(spelling, {"messages": CALLED, "tools": tools})
+    tokenizer = ModelTokenizer(write_tokenizer(tmp_path, CALLING, "<|im_end|>"))
+    text, counted = counted_text(tokenizer, {"messages": CALLED, "tools": tools})
     assert text.startswith("<|system|>warmth<|end|>\n<|im_start|>user" if tools else "<|im_start|>user")
     assert counted == '<|user|>warmth({"unit": "C"})<|/head|><|im_end|>21 degrees<|im_end|>'
 
@@ -107,27 +116,27 @@ def test_a_marked_turn_may_have_several_parts_and_the_last_turn_keeps_all_of_its
         "{% generation %}{{ m.content.split('/')[-1] + eos_token }}{% endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}"
     )
-    spelling, row = ModelTokenizer(write_tokenizer(tmp_path, template)), {"messages": chat("hi", "a/b", "and", "c/d")}
-    assert counted_text(spelling, row)[1] == "ab</s>cd</s>"
-    assert counted_text(spelling, row, "last")[1] == "cd</s>"
+    tokenizer, row = ModelTokenizer(write_tokenizer(tmp_path, template)), {"messages": chat("hi", "a/b", "and", "c/d")}
+    assert counted_text(tokenizer, row)[1] == "ab</s>cd</s>"
+    assert counted_text(tokenizer, row, "last")[1] == "cd</s>"
 
 
 # -- prompts with completions, and texts
 
 
 def test_of_a_prompt_and_completion_the_completion_and_its_end_count(spelled: Any) -> None:
-    spelling = spelled("chatml")
+    tokenizer = spelled("chatml")
     row = {"prompt": "Q: two? ", "completion": "A: three", "messages": None}
-    assert counted_text(spelling, row) == ("<s>Q: two? A: three<|im_end|>", "A: three<|im_end|>")
-    assert counted_text(spelling, row, "all")[1] == "Q: two? A: three<|im_end|>"
+    assert counted_text(tokenizer, row) == ("<s>Q: two? A: three<|im_end|>", "A: three<|im_end|>")
+    assert counted_text(tokenizer, row, "all")[1] == "Q: two? A: three<|im_end|>"
     # A token that holds characters of both counts: what completes the prompt is all there.
-    assert counted_text(spelling, {"prompt": "the", "completion": "re"})[1] == "ere<|im_end|>"
+    assert counted_text(tokenizer, {"prompt": "the", "completion": "re"})[1] == "ere<|im_end|>"
 
 
 def test_of_a_text_all_counts_but_its_first_token(spelled: Any) -> None:
-    spelling = spelled("chatml")
-    assert counted_text(spelling, {"text": "plain text"}) == ("<s>plain text<|im_end|>", "plain text<|im_end|>")
-    assert counted_text(spelling, {"text": "ended<|im_end|>"})[0] == "<s>ended<|im_end|>"
+    tokenizer = spelled("chatml")
+    assert counted_text(tokenizer, {"text": "plain text"}) == ("<s>plain text<|im_end|>", "plain text<|im_end|>")
+    assert counted_text(tokenizer, {"text": "ended<|im_end|>"})[0] == "<s>ended<|im_end|>"
 
 
 def test_a_token_counts_where_it_holds_a_character_that_does() -> None:
@@ -177,25 +186,17 @@ def message(**values: object) -> dict[str, object]:
 )
 def test_bad_rows_say_why(spelled: Any, row: dict[str, Any], words: str) -> None:
     with pytest.raises(BadExample) as error:
-        passage(row, lambda: spelled("chatml").template, "assistant")
+        passages(row, lambda: spelled("chatml").template, "assistant")
     assert words in str(error.value)
-
-
-def test_a_template_that_rewrites_earlier_turns_is_for_the_last_alone(spelled: Any) -> None:
-    spelling = spelled("thinking")
-    row = {"messages": chat("hi", "let me see//hello", "and", "again//so")}
-    with pytest.raises(BadExample, match=r"message 2: .* when other messages follow.* set chat.train_on=last, or"):
-        counted_text(spelling, row)
-    assert counted_text(spelling, row, "last")[1] == "(no thought)\nso<|im_end|>"
 
 
 def test_a_prompt_that_does_not_lead_to_the_turn_is_named(tmp_path: Path) -> None:
     template = FAMILIES["chatml"].template.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>think' }}")
-    spelling = ModelTokenizer(write_tokenizer(tmp_path, template, "<|im_end|>"))
+    tokenizer = ModelTokenizer(write_tokenizer(tmp_path, template, "<|im_end|>"))
     choices: tuple[TrainOn, ...] = ("assistant", "last")
     for train_on in choices:
         with pytest.raises(BadExample, match=r"message 2: the chat template writes the messages before it otherwise"):
-            counted_text(spelling, {"messages": chat("hi", "hello")}, train_on)
+            counted_texts(tokenizer, {"messages": chat("hi", "hello")}, train_on)
 
 
 @pytest.mark.parametrize(
@@ -207,9 +208,9 @@ def test_a_prompt_that_does_not_lead_to_the_turn_is_named(tmp_path: Path) -> Non
     ],
 )
 def test_a_template_that_fails_is_a_bad_row(tmp_path: Path, template: str, words: str) -> None:
-    spelling = ModelTokenizer(write_tokenizer(tmp_path, template))
+    tokenizer = ModelTokenizer(write_tokenizer(tmp_path, template))
     with pytest.raises(BadExample) as error:
-        counted_text(spelling, {"messages": chat("hi", "hello")})
+        counted_text(tokenizer, {"messages": chat("hi", "hello")})
     assert words in str(error.value)
 
 

@@ -182,7 +182,8 @@ def test_a_run_that_is_resumed_goes_on_bitwise_with_the_same_examples(pool: Pool
     assert all(np.array_equal(two.weights[name], weight) for name, weight in one.weights.items())
     names = [sorted(path.name for path in (run / "examples").glob("[!.]*")) for run in (whole, part)]
     assert names[0] == names[1] and len(names[0]) == 1
-    assert (from_there / "tokenizer" / "chat_template.jinja").is_file()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (from_there / "tokenizer" / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
 def test_what_was_made_of_the_data_is_said(recipe: str, tmp_path: Path) -> None:
@@ -200,6 +201,21 @@ def test_what_was_made_of_the_data_is_said(recipe: str, tmp_path: Path) -> None:
     assert int(kept) + int(held_out) == 17 and said[3].endswith("% full")
 
 
+def test_the_examples_of_a_chat_are_held_out_together(recipe: str, tmp_path: Path) -> None:
+    """Each would else be seen in what another one is learned from."""
+    (tmp_path / "chat_template.jinja").write_text(FAMILIES["thinking"].template)
+    write_jsonl(tmp_path / "chats.jsonl", *({"messages": chat("hi", "hello", "and", "so")} for _ in range(12)))
+    corpora = pretrain.check(recipe, ["data.validation=[]", "data.validation_fraction=0.4"], 1, 1).corpora
+    sides = [source for source in (corpora.train, corpora.validation) if isinstance(source, Packed)]
+    kept, held = (source._examples.chats[source._chosen].tolist() for source in sides)
+    assert len(kept) + len(held) == 24 and held
+    assert {*kept} | {*held} == {*range(12)} and not {*kept} & {*held}
+    for seed in range(4):  # one at least, however small the fraction
+        few = ["data.validation=[]", "data.validation_fraction=0.0001", f"data.seed={seed}"]
+        source = pretrain.check(recipe, few, 1, 1).corpora.validation
+        assert isinstance(source, Packed) and source._chosen.size == 2
+
+
 def test_several_files_are_blended(recipe: str, tmp_path: Path) -> None:
     other = write_jsonl(tmp_path / "other.jsonl", *rows(8))
     blend = [f"data.train=[{{path: {tmp_path / 'chats.jsonl'}, weight: 3}}, {other}]"]
@@ -209,11 +225,19 @@ def test_several_files_are_blended(recipe: str, tmp_path: Path) -> None:
 
 def test_a_template_in_the_recipe_takes_the_place_of_the_models(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
+    for name in ("additional_chat_templates/tool_use.jinja", "LICENSE"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("the model's, or that of the data")
     setup = pretrain.check(recipe, [f"chat.template={tmp_path / 'mine.jinja'}"], 1, 1)
     plain = pretrain.check(recipe, [], 1, 1)
     counts = [each.corpora.remarks[0] for each in (setup, plain)]
     assert counts[0] != counts[1]
-    assert companions(setup.start, setup.config)["chat_template.jinja"].path == tmp_path / "mine.jinja"
+    travels = companions(setup.start, setup.config)
+    assert travels["chat_template.jinja"].path == tmp_path / "mine.jinja"
+    # Another template of the model's would be taken where there are tools. Terms beside the data are those of the data.
+    tools = "additional_chat_templates/tool_use.jinja"
+    assert sorted(travels) == ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(companions(plain.start, plain.config)) == sorted([tools, *travels])
 
 
 # -- before anything starts

@@ -122,6 +122,39 @@ def test_any_chain_of_layouts_and_back(family: str, number: int, tmp_path_factor
     assert len(seen) >= 4
 
 
+_JSON = b'{"a":  1.0,\r\n "\\u00e9": "\xc3\xa9", "n": 1e30}'
+TRAVELS = {
+    **dict.fromkeys(
+        ("generation_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"), _JSON
+    ),
+    **dict.fromkeys(("vocab.json", "chat_template.json", "tekken.json"), _JSON),
+    "tokenizer_config.json": b'{"chat_template": [{"name":"default", "template": "{{ x }}"}],"vocab_file":null}\n\n',
+    **dict.fromkeys(("tokenizer.model", "tokenizer.model.v3", "tiktoken.model", "qwen.tiktoken"), bytes(range(256))),
+    **dict.fromkeys(("vocab.txt", "merges.txt"), b"a b\r\n\xff \n"),
+    **dict.fromkeys(("chat_template.jinja", "additional_chat_templates/tool_use.jinja"), b"{{ x }}\r\n \n"),
+    **dict.fromkeys(("LICENSE", "NOTICE.txt", "USE_POLICY.md"), b"free"),
+}
+"""In bytes that no program would write again as they are."""
+
+
+def test_what_travels_with_a_model_is_copied_byte_for_byte(tmp_path: Path) -> None:
+    """It goes by no family."""
+    hugging_face_folder(tmp_path / "hf", SECTIONS["llama"][0])
+    for name in COMPANIONS:
+        (tmp_path / "hf" / name).unlink()
+    for name, content in TRAVELS.items():
+        (tmp_path / "hf" / name).write_bytes(content)
+    run(convert, tmp_path / "hf", tmp_path / "a", "--tp", "2")
+    run(reshard, tmp_path / "a", tmp_path / "b", "--pp", "2")
+    run(convert, tmp_path / "b", tmp_path / "back", "--to", "hf")
+    for folder in (tmp_path / "a/tokenizer", tmp_path / "b/tokenizer", tmp_path / "back"):
+        found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+        kept = {
+            name: path.read_bytes() for name, path in found.items() if name in TRAVELS or folder.name == "tokenizer"
+        }
+        assert kept == TRAVELS
+
+
 @SECTION_OF_EACH
 def test_any_chain_of_layouts_with_optimizer_state(
     family: str, number: int, tmp_path_factory: pytest.TempPathFactory

@@ -237,9 +237,11 @@ def test_companions(tmp_path: Path) -> None:
     travels = [
         *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
         *("vocab.json", "merges.txt", "qwen.tiktoken", "chat_template.jinja", "additional_chat_templates/tool.jinja"),
+        *("tekken.json", "tokenizer.model.v7", "tiktoken.model", "chat_template.json", "vocab.txt"),
         *("LICENSE", "LICENSE.txt", "USE_POLICY.md", "generation_config.json"),
     ]
     stays = ["README.md", "training_args.bin", "optimizer.pt", "modeling_custom.py", "original/tokenizer.model"]
+    stays += ["processor_config.json", "preprocessor_config.json", "additional_chat_templates/tool.txt"]
     for name in travels + stays:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
