@@ -80,6 +80,7 @@ _HARMLESS = frozenset(
         "torchscript",
         "transformers.js_config",
         "transformers_version",
+        "trust_remote_code",
         "typical_p",
         "unk_token_id",
         "unsloth_fixed",

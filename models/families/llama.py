@@ -21,7 +21,7 @@ class LlamaConfig(DecoderConfig):
 
     family: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
-    harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
+    harmless: ClassVar[frozenset[str]] = frozenset({"is_llama_config", "pretraining_tp"})
 
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False

@@ -1,0 +1,113 @@
+"""The config.json of published models, as older transformers wrote them, mean here what they mean to transformers."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from models.config import ModelConfigError
+from models.registry import family
+
+
+def said(model_type: str, hidden: int, mlp: int, layers: int, heads: int, kv: int, vocab: int, **own: Any) -> Any:
+    """A file of transformers 4: what every one says, with sizes, and its own fields."""
+    every = {
+        "_name_or_path": "x",
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0",
+        "use_cache": True,
+    }
+    sizes = {"hidden_size": hidden, "intermediate_size": mlp, "num_hidden_layers": layers}
+    shared = {"num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": vocab}
+    return every | sizes | shared | {"model_type": model_type} | own
+
+
+YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "rope_type": "yarn"}
+SHORT = {"original_max_position_embeddings": 8192}
+SOME_SLIDE = [*["sliding_attention"] * 3, "full_attention"]
+QWEN = {"rope_theta": 1e6, "use_sliding_window": False}
+UNBIASED = {"attention_bias": False, "mlp_bias": False}
+
+FILES: dict[str, tuple[dict[str, Any], int]] = {
+    "SmolLM2-360M-Instruct": (
+        said("llama", 960, 2560, 32, 15, 5, 49152, head_dim=64, is_llama_config=True, max_position_embeddings=8192)
+        | {"pretraining_tp": 1, "rope_interleaved": False, "rope_scaling": None, "rope_theta": 100000, **UNBIASED}
+        | {
+            "pad_token_id": 2,
+            "tie_word_embeddings": True,
+            "transformers.js_config": {"kv_cache_dtype": {}},
+            "trust_remote_code": True,
+        },
+        361_821_120,
+    ),
+    "Mistral-7B-Instruct-v0.1": (
+        said("mistral", 4096, 14336, 32, 32, 8, 32000, max_position_embeddings=32768, rope_theta=10000.0)
+        | {"sliding_window": 4096},
+        7_241_732_096,
+    ),
+    "Mistral-Small-Instruct-2409": (
+        said("mistral", 6144, 16384, 56, 48, 8, 32768, max_position_embeddings=32768, rope_theta=1e6, head_dim=128)
+        | {"sliding_window": None},
+        22_247_282_688,
+    ),
+    "Qwen2-0.5B": (
+        said("qwen2", 896, 4864, 24, 14, 2, 151936, max_position_embeddings=131072, max_window_layers=24, **QWEN)
+        | {"sliding_window": 131072, "tie_word_embeddings": True},
+        494_032_768,
+    ),
+    "Meraj-Mini": (  # Qwen2.5-7B
+        said("qwen2", 3584, 18944, 28, 28, 4, 152064, max_position_embeddings=131072, max_window_layers=28, **QWEN)
+        | {"sliding_window": None, "use_mrope": False, "rope_scaling": None},
+        7_615_616_512,
+    ),
+    "Austral-AFM-SFT": (
+        said("arcee", 2560, 18432, 36, 20, 4, 128005, head_dim=128, max_position_embeddings=65536, rope_theta=1e4)
+        | {"hidden_act": "relu2", "rope_scaling": {**YARN, "factor": 20.0, "mscale": 1.0, "type": "yarn"}, **UNBIASED},
+        4_619_189_760,
+    ),
+    "Seed-OSS-36B": (
+        said("seed_oss", 5120, 27648, 64, 80, 8, 155136, head_dim=128, max_position_embeddings=524288, pad_token_id=1)
+        | {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "residual_dropout": 0.0}
+        | {"pretraining_tp": 1, "rope_theta": 1e7, "rope_scaling": {"rope_type": "default"}},
+        36_151_104_512,
+    ),
+    "helium-1-preview-2b": (
+        said("helium", 2560, 7040, 24, 20, 20, 48000, head_dim=128, max_position_embeddings=4096, rope_theta=1e5)
+        | {"pretraining_tp": 1, "rms_norm_eps": 1e-8, **UNBIASED},
+        2_172_643_840,
+    ),
+    "Olmo-3-32B": (
+        said("olmo3", 5120, 27648, 64, 40, 8, 100278, max_position_embeddings=65536, pad_token_id=100277)
+        | {"attention_bias": False, "sliding_window": 4096, "layer_types": SOME_SLIDE * 16, "rope_theta": 500000}
+        | {"rope_scaling": {**YARN, "attention_factor": 1.2079441541679836, "factor": 8.0, **SHORT}},
+        32_233_522_176,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_published_files_mean_what_they_mean_to_transformers(name: str) -> None:
+    config, parameters = FILES[name]
+    kind = family(config["model_type"]).CONFIG
+    ours = kind.from_hugging_face(config)
+    theirs = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config))
+    assert ours == kind.from_hugging_face(theirs.to_dict())
+    assert ours.schema.parameters == parameters
+
+
+def test_one_rope_of_olmo_3_is_refused() -> None:
+    """Early versions of transformers 5 wrote such files, and each version takes them for something else."""
+    config, _ = FILES["Olmo-3-32B"]
+    flat = {name: value for name, value in config.items() if "rope" not in name}
+    with pytest.raises(ModelConfigError, match="rope_parameters has no kind of layer 'rope_type'"):
+        family("olmo3").CONFIG.from_hugging_face(flat | {"rope_parameters": {**YARN, "rope_theta": 5e5, "factor": 8.0}})
