@@ -38,8 +38,9 @@ TEXT = (
 )
 """Files that text needs to become tokens and back, and those that say how to generate."""
 COMPANIONS = (*TEXT, "LICENSE*", "NOTICE*", "USE_POLICY*")
-"""Those files and the terms of use, which licences want to see passed on. Not the model card: it describes the model that the
-weights were, with its results. Not what prepares images or sound, for the weights here take none. And no code."""
+"""Those files and the terms of use, which licences want to see passed on. Not the model card: it describes the model
+that the weights were, with its results. Not what prepares images or sound, for the weights here take none. And no
+code."""
 
 _NAMES = re.compile(r"auto_map|init_inputs|\w*_files?")
 """Fields of a tokenizer's config that name code, or files wherever they are."""
