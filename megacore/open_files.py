@@ -33,7 +33,7 @@ def needed(shape: MeshShape, kind: str, nodes: int = 1) -> int:
 
 
 def problems(files: int) -> Iterator[str]:
-    """Why this machine cannot have so many files open."""
+    """Yield why this machine cannot have so many files open."""
     if files > (most := limits()[1]):
         yield (
             f"a rank has up to {files:,} files open (a socket for each rank that it talks to), and this machine allows "

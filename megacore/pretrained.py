@@ -36,8 +36,15 @@ def model(folder: Path, **options: Any) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    # A config may name an attention that would be fetched from the hub, code and all.
-    return _load(AutoModelForCausalLM, folder, True, attn_implementation="sdpa", **options)
+    # A config may name an attention that would be fetched from the hub, code and all; the others leave out softcaps.
+    return _load(AutoModelForCausalLM, folder, True, attn_implementation="eager", **options)
+
+
+def parameters(model: Any) -> dict[str, Any]:
+    """Return a model's parameters under their names on disk, not all of which are those in memory."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, dict(model.named_parameters()))
 
 
 def _load(kind: Any, source: str | Path, local: bool, **options: Any) -> Any:

@@ -119,7 +119,8 @@ def _override(tree: DictConfig, override: str) -> Iterator[str]:
 
 
 def _check_depth(text: str, depth: int = 0) -> None:
-    """ValueError for YAML that goes, from a depth, deeper than the limit: what composes it can overflow the stack."""
+    """Raise a ValueError for YAML that goes, from a depth, deeper than the limit: what composes it can overflow the
+    stack."""
     for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > limits.DEEPEST:

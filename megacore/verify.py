@@ -261,9 +261,10 @@ def transformers_model(pair: Pair) -> nn.Module:
     schema, dtypes = pair.folder.config.schema, pair.dtypes()
     model: nn.Module = pretrained.model(pair.folder.path, dtype=torch.float32)
     model.eval()
+    parameters = pretrained.parameters(model)
     with torch.no_grad():
         for stored in pair.folder.stored():
-            _round(model.get_parameter(stored.name), *dtypes[whole_name(schema, stored), stored.labels[0]])
+            _round(parameters[stored.name], *dtypes[whole_name(schema, stored), stored.labels[0]])
     return model
 
 

@@ -64,7 +64,13 @@ def build(
         if "positions.weight" in p:
             return PositionEmbedding(p, "embed.weight", "positions.weight", vocab, anatomy.embedding_dropout)
         return TokenEmbedding(
-            p, "embed.weight", vocab, anatomy.padding_idx, anatomy.embedding_scale, anatomy.round_embedding_scale
+            p,
+            "embed.weight",
+            vocab,
+            anatomy.padding_idx,
+            anatomy.embedding_scale,
+            anatomy.round_embedding_scale,
+            anatomy.embedding_dropout,
         )
 
     def head() -> Head:

@@ -81,6 +81,7 @@ class TokenEmbedding(nn.Module):
         scale: Of the embeddings.
         round_scale: Whether the scale is rounded first, to fp32 and then to the table's dtype, as transformers does it
             for Gemma.
+        dropout: Probability of dropping an element of the embeddings.
     """
 
     def __init__(
@@ -91,15 +92,17 @@ class TokenEmbedding(nn.Module):
         padding_idx: int | None = None,
         scale: float = 1.0,
         round_scale: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         table = parameters[name]
         self.tokens = VocabParallelEmbedding.of(table, vocab, parameters.mesh, padding_idx)
         rounded = torch.tensor(scale, dtype=torch.float32, device="cpu").to(table.dtype).item()
         self.scale = rounded if round_scale else scale
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, microbatch: Microbatch) -> Tensor:
-        x: Tensor = self.tokens(microbatch.tokens)
+        x: Tensor = self.dropout(self.tokens(microbatch.tokens))
         return x if self.scale == 1 else x * self.scale
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from models.config import ModelConfig, ModelConfigError
+from models.wrappers import unwrapped
 from parallel import limits
 from parallel.choices import nearest
 
@@ -26,15 +27,23 @@ FAMILIES: Mapping[str, str] = {
     "glm": "models.families.glm",
     "glm4": "models.families.glm4",
     "gpt2": "models.families.gpt2",
+    "gpt_neox": "models.families.gpt_neox",
     "granite": "models.families.granite",
+    "helium": "models.families.helium",
     "llama": "models.families.llama",
     "ministral": "models.families.ministral",
     "mistral": "models.families.mistral",
+    "nemotron": "models.families.nemotron",
     "olmo2": "models.families.olmo2",
+    "olmo3": "models.families.olmo3",
+    "phi": "models.families.phi",
+    "phi3": "models.families.phi3",
     "qwen2": "models.families.qwen2",
     "qwen3": "models.families.qwen3",
     "seed_oss": "models.families.seed_oss",
     "smollm3": "models.families.smollm3",
+    "stablelm": "models.families.stablelm",
+    "starcoder2": "models.families.starcoder2",
 }
 """{Hugging Face's ``model_type``: module}."""
 
@@ -93,7 +102,7 @@ def configure(section: Mapping[str, Any]) -> ModelConfig:
         of_preset, values = known[section["preset"]]
         name, base = _agree(name, of_preset, "preset"), dict(values)
     if section.get("config") is not None:
-        base = base | _read_json(Path(section["config"]))
+        base = base | unwrapped(_read_json(Path(section["config"])))[0]
         name = _agree(name, base.get("model_type"), "config")
     if name is None:
         raise ModelConfigError(

@@ -134,7 +134,7 @@ def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist
 
 
 def all_reduce_(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-    """In-place sum (or ``op``) over the group, outside of autograd."""
+    """Sum (or ``op``) in place over the group, outside of autograd."""
     return start_all_reduce(x, group, op).wait()
 
 

@@ -58,5 +58,5 @@ def initial_values(layout: Layout, shard: Shard, label: str, seed: int) -> np.nd
 
 
 def _even(generator: np.random.Generator, shape: list[int]) -> np.ndarray:
-    """Uniform numbers of mean 0 and standard deviation 1."""
+    """Return uniform numbers of mean 0 and standard deviation 1."""
     return (generator.random(shape, np.float32) * 2 - 1) * np.float32(3**0.5)

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from _pytest.mark.structures import ParameterSet
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from models.registry import FAMILIES, family
+from models.rope_config import PLAIN
 
 T = TypeVar("T")
 
@@ -68,18 +70,28 @@ def of_transformers(section: dict[str, Any]) -> PretrainedConfig:
 
 def small(name: str, **fields: Any) -> PretrainedConfig:
     """The family's config at transformers' defaults, with small sizes and these fields."""
-    kind = CONFIG_MAPPING[name]
+    kind, convention = CONFIG_MAPPING[name], getattr(family(name).CONFIG, "rope_convention", PLAIN)
     known = kind().to_dict().keys() | kind.attribute_map.keys()
-    return kind(**{field: value for field, value in SMALL.items() if field in known} | fields)
+    # A quarter of so small heads would be no pair.
+    wide = {"hidden_size": 32} if convention.partial_rotary_factor == 0.25 else {}
+    return kind(**{field: value for field, value in (SMALL | wide).items() if field in known} | fields)
 
 
 def random_model(config: PretrainedConfig, seed: int = 0, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
     """transformers' model, every weight of it random: zeros and ones would hide mistakes."""
     torch.manual_seed(seed)
     made: PreTrainedModel = auto.from_config(config)
-    for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
+    for name, parameter in made.named_parameters():
+        # Smaller biases: beside those of norms the tokens must count, too.
+        torch.nn.init.normal_(parameter, std=0.1 if name.endswith(".bias") else 0.3)
     return made
+
+
+def saved(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The tensors that ``save_pretrained`` writes, under their names on disk: a tied head is the embedding."""
+    head = family(model.config.model_type).CONFIG.tied[1]
+    tensors = revert_weight_conversion(model, model.state_dict())
+    return {name: t for name, t in tensors.items() if name != head or not model.config.tie_word_embeddings}
 
 
 @contextmanager

@@ -139,7 +139,7 @@ def _data(measured: Measured, windows: Windows) -> dict[str, Any]:
 
 
 def _exp(loss: float) -> float | None:
-    """None where it is no number that JSON has."""
+    """Return exp(x); None where it is no number that JSON has."""
     return math.exp(loss) if loss < math.log(sys.float_info.max) else None
 
 

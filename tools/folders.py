@@ -16,7 +16,7 @@ from megacore.say import err, harmless, say, say_data
 from megacore.store.audit import DamageError
 from megacore.store.convert import FolderPlan
 from megacore.store.dtypes import FLOATS
-from megacore.store.folder import SafetensorsFolder
+from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
@@ -71,21 +71,23 @@ def layout(arguments: argparse.Namespace, config: ModelConfig) -> Layout:
 
 
 def opened(path: Path, adapters: bool = False, told: bool = True) -> SafetensorsFolder:
-    """Open a folder as :func:`~megacore.store.open.open_folder` does, and say what a run's folder stands for.
+    """Open a folder as :func:`~megacore.store.open.open_folder` does, and say what of it is taken.
 
     Raises:
         StoreError: likewise.
     """
     folder = open_folder(path, adapters)
     if told:
-        tell(path, folder.path)
+        tell(path, folder)
     return folder
 
 
-def tell(given: Path, found: Path) -> None:
-    """Say which checkpoint of a run is taken, where its folder was given."""
-    if found != given:
-        err(f"{given}: taking its newest checkpoint, {found}")
+def tell(given: Path, found: WeightFolder) -> None:
+    """Say which checkpoint of a run is taken, where its folder was given, and which part of a model is."""
+    if found.path != given:
+        err(f"{given}: taking its newest checkpoint, {found.path}")
+    if found.left_out is not None:
+        err(found.left_out)
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:

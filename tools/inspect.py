@@ -181,6 +181,7 @@ def summary(folder: SafetensorsFolder) -> dict[str, Any]:
         "files": files,
         "companions": list(folder.companions()),
         "ignored": list(folder.ignored),
+        "left_out": folder.left_out,
         "tensors": None,
         "check": None,
         "diff": None,
@@ -336,6 +337,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "beside", ", ".join(map(brief, facts["companions"]))
     if facts["ignored"]:
         yield "ignored", f"{', '.join(accounting.summary(facts['ignored']))} (no weights)"
+    if facts["left_out"]:
+        yield "left out", facts["left_out"]
 
 
 def _tensor_table(found: Sequence[Mapping[str, Any]]) -> str:
@@ -359,7 +362,7 @@ def _tensor_table(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _together(names: Sequence[str]) -> str:
-    """``layers.0.{q_proj,k_proj,v_proj}.weight``: several names in one."""
+    """Return several names in one: ``layers.0.{q_proj,k_proj,v_proj}.weight``."""
     words = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(of[0] if len({*of}) == 1 else f"{{{','.join(of)}}}" for of in words)
 

@@ -401,7 +401,7 @@ def show_published(as_json: bool) -> None:
 
 
 def as_data(plan: Plan) -> Mapping[str, Any]:
-    """Everything, in bytes and seconds."""
+    """Return the plan as data, in bytes and seconds."""
     s, mesh = plan.setting, plan.setting.layout.mesh
     return {
         "parameters": s.model.schema.parameters,

@@ -70,9 +70,9 @@ def model(arguments: argparse.Namespace) -> WeightFolder:
 def tell(arguments: argparse.Namespace, found: WeightFolder, here: Here) -> None:
     """Say which checkpoints the model is of, where folders of runs were given."""
     if here.rank == 0:
-        folders.tell(arguments.folder, found.path)
+        folders.tell(arguments.folder, found)
         if found.base is not None and arguments.base is not None:
-            folders.tell(arguments.base, found.base.path)
+            folders.tell(arguments.base, found.base)
 
 
 def add_mesh(parser: argparse.ArgumentParser, data: bool = False) -> None:

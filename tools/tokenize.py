@@ -121,7 +121,7 @@ def tokenize(options: Options) -> Outcome:
 
 
 def _refuse(options: Options) -> None:
-    """InputError if parts would not be those of one corpus."""
+    """Refuse, with an InputError, parts that would not be those of one corpus."""
     if options.part and options.train_vocab:
         raise InputError(
             "each --part would train a tokenizer of its own: train one first (--train-vocab without --part, on a "

@@ -96,7 +96,7 @@ def _verify(pair: Pair, prompts: list[list[int]], shape: MeshShape, here: Here, 
 
 
 def encode(folder: WeightFolder, texts: Sequence[str], most: int, multiple: int) -> list[list[int]]:
-    """Token ids of the texts; of :data:`TEXTS` if there are none, or random ids where there is no tokenizer.
+    """Return the token ids of the texts; of :data:`TEXTS` if there are none, or random ids where there is no tokenizer.
 
     Args:
         folder: The model and its tokenizer.

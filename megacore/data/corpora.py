@@ -153,7 +153,7 @@ def facts(corpus: CorpusConfig) -> Corpus | None:
 
 
 def vocabulary_problems(config: Config, vocab_size: int) -> Iterator[str]:
-    """Corpora with token ids that the model does not have."""
+    """Yield the corpora with token ids that the model does not have."""
     for key, corpora in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         for corpus in corpora:
             try:

@@ -123,13 +123,13 @@ class Tally:
 
     @classmethod
     def of(cls, json: Any) -> Tally:
-        """StoreError if it is not of :meth:`json`."""
+        """Return the tally that :meth:`json` has written; StoreError if it has not."""
         if not fits(cls, json):
             raise StoreError("its tally has other fields, or values of other types")
         return cls(**json | {"counts": np.array(json["counts"], np.int64)})
 
     def corpus(self, name: str, end: int | None) -> Corpus:
-        """InputError if there is no token."""
+        """Return the facts about the corpus; InputError if there is no token."""
         if not self.tokens:
             raise InputError(
                 f"there is no text in the input: {self.empty} documents are empty and {self.skipped} unreadable"

@@ -63,7 +63,7 @@ class ShuffledDocuments:
         return _EpochOrder(epoch, documents, ends, epoch_order(self.per_epoch, self._seed, epoch))
 
     def sample(self, index: int) -> Sample:
-        """Sample `index` >= 0 of the endless sequence of epochs."""
+        """Return sample `index` >= 0 of the endless sequence of epochs."""
         number, within = divmod(index, self.per_epoch)
         epoch = self._epoch
         if epoch is None or epoch.number != number:

@@ -87,7 +87,7 @@ class Packed:
         self._order: _Order | None = None
 
     def sample(self, index: int) -> Sample:
-        """Sample `index` >= 0 of the endless sequence of epochs."""
+        """Return sample `index` >= 0 of the endless sequence of epochs."""
         epoch, within = divmod(index, self.per_epoch)
         order = self._order
         if order is None or order.epoch != epoch:

@@ -129,7 +129,7 @@ def split_runs(documents: int, fraction: float, seed: int) -> tuple[Runs, Runs]:
 
 
 def _runs(blocks: npt.NDArray[np.int64], size: int, documents: int) -> Runs:
-    """Neighbouring blocks of documents together."""
+    """Return the runs of documents that some blocks are, neighbours joined."""
     first = np.flatnonzero(np.diff(blocks, prepend=-2) != 1)
     last = np.append(first[1:], blocks.size) - 1
     stops = np.minimum((blocks[last] + 1) * size, documents) if blocks.size else blocks
@@ -198,7 +198,7 @@ class Samples:
         self._epoch: _Epoch | None = None
 
     def sample(self, index: int) -> Sample:
-        """Sample `index` >= 0 of the endless sequence of epochs."""
+        """Return sample `index` >= 0 of the endless sequence of epochs."""
         number, within = divmod(index, self.per_epoch)
         epoch = self._epoch
         if epoch is None or epoch.number != number:

@@ -55,7 +55,7 @@ class StageProgress:
 
     @classmethod
     def read(cls, path: Path) -> StageProgress:
-        """InputError if it is not as it was written."""
+        """Read the progress of a stage; InputError if it is not as it was written."""
         try:
             found = read_json(path, path.parent)
             if not fits(cls, found) or not fits(Extent, found["extent"]):
@@ -148,7 +148,7 @@ class Stage:
                 yield [path, size, changed]
 
     def check(self, made: Made) -> None:
-        """InputError names what the tokens depend on and has changed."""
+        """Check what the tokens depend on; InputError names what has changed."""
         assert self.progress is not None
         before = self.progress.made
         for key in dict.fromkeys((*before, *made)):

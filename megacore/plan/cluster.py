@@ -364,8 +364,8 @@ class _VirtualDataset(IndexedDataset):
 
 
 def _data(config: Config, setting: Setting) -> Data:
-    """Measured, of a stand-in for each corpus: what Python and numpy take while its order is made and a microbatch is
-    drawn, and what a step's batches take as often as they are held at once."""
+    """Measure, with a stand-in for each corpus, the memory that Python and numpy take while its order is made and a
+    microbatch is drawn, and that of the batches that are held at once."""
     data, length = config.data, setting.sequence_length
     corpora = (*data.train, *data.validation) or (None,)
     fraction = 0.0 if data.validation else data.validation_fraction

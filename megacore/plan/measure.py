@@ -76,7 +76,7 @@ class FakeModel:
 
     @contextmanager
     def _without_numbers(self) -> Iterator[None]:
-        """Nobody else's modes of torch see what is run here."""
+        """Hide what is run here from all other modes of torch."""
         with _disable_current_modes(), self._fakes or _fused():
             yield
 
@@ -202,7 +202,8 @@ def _forget(parameter: Tensor) -> None:
 
 
 def _kind(block: nn.Module, layer: str) -> object:
-    """Equal for layers whose modules, parameters and settings are: what one of them takes, the others do."""
+    """Return a key that is equal for layers whose modules, parameters and settings are: what one of them takes, the
+    others do."""
 
     def told(value: object) -> object:
         match value:
@@ -279,7 +280,7 @@ class _Watch(TorchDispatchMode):
         return out
 
     def work(self) -> OpCounts:
-        """Since it was asked last."""
+        """Return the operations since it was asked last."""
         found = OpCounts(self._products, self.messages, self._passes)
         self._products, self.messages, self._passes = Counter(), Counter(), 0
         return found
@@ -419,7 +420,7 @@ class _Sent:
 
 
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """It keeps what a layer norm does, which has one number more for each token."""
+    """Run a layer norm, which keeps the same and one number more for each token."""
     return F.layer_norm(x, shape, weight)
 
 

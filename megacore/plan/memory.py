@@ -65,7 +65,8 @@ class Memory:
 
 @cache
 def crowds(schedule: str, stages: int, chunks: int, microbatches: int) -> tuple[frozenset[tuple[int, ...]], ...]:
-    """Per stage: what is in flight when a backward starts, as (its chunk, microbatches in flight of chunk 0, 1, ...).
+    """Return, per stage, what is in flight when a backward starts, as (its chunk, microbatches in flight of chunk 0, 1,
+    ...).
 
     Left out are those of which another has at least as much of every chunk.
     """

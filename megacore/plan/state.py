@@ -54,7 +54,8 @@ class Held:
 
     @classmethod
     def of(cls, setting: Setting) -> Held:
-        """Everything that counts is in one layer of a first, a middle and a last stage, and dp and cp split nothing."""
+        """Count the shares in one layer of a first, a middle and a last stage, as the others are alike; dp and cp split
+        nothing."""
         layout, pp, frozen = setting.layout, setting.layout.mesh.pp, setting.frozen
         few = min(pp, 3)
         one_each = Schema(layout.schema.params, {**layout.schema.sizes, "layer": few})
@@ -146,8 +147,8 @@ def state_of(elements: int, ranks: int, widths: Widths, shard: ZeroShard) -> Sta
 
 
 def sharing(part: ParameterShare, setting: Setting) -> int:
-    """Over how many ranks the state of a part is split where it is (`parallel.rank_sets.divide`): all that hold copies,
-    less HSDP's replicas, and less the other end of the pipeline."""
+    """Return the number of ranks that the state of a part is split over where it is (`parallel.rank_sets.divide`): all
+    that hold copies, less HSDP's replicas, and less the other end of the pipeline."""
     mesh = setting.layout.mesh
     ends = 2 if "pp" in part.dims else 1
     return part.model_replicas // ends * mesh.dp * mesh.cp // setting.replicas

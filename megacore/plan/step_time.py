@@ -200,7 +200,7 @@ def _seconds(cluster: Cluster, found: Sequence[tuple[LayerCompute, int]]) -> _Se
 
 
 def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = True) -> Estimate:
-    """Time of a step.
+    """Estimate the time of a step.
 
     Args:
         setting: The run.
@@ -297,7 +297,7 @@ def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _T
 
 
 def _optimizer(setting: Setting, cluster: Cluster, held: Sequence[ParameterShare]) -> float:
-    """Reading and writing what AdamW works on.
+    """Return the seconds of reading and writing what AdamW works on.
 
     Offloaded, the host does it, window by window: gradients come and parameters go beside its work, each in a
     direction of its own, and states are read and written; the slowest of these shows.

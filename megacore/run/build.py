@@ -186,7 +186,7 @@ def _overlap(model: Model, control: Control) -> None:
 
 
 def _scaling(config: Config) -> Scaling:
-    """fp32 has the range of bf16; only fp16's gradients need another."""
+    """Return the loss scaling, which only fp16's gradients need: fp32 has the range of bf16."""
     section = config.loss_scale
     fp16 = config.train.precision == "fp16"
     return Scaling(section.initial, section.growth_interval, section.minimum) if fp16 else UNSCALED

@@ -177,7 +177,7 @@ class RunLock:
                 self._write()
 
     def _is_ours(self) -> bool:
-        """Nobody else's; a file that is gone, with the folder say, is nobody's."""
+        """Return whether nobody else holds the file; one that is gone, with the folder say, is nobody's."""
         found = read(self._path)
         return found is None or found.token == self._holder.token
 

@@ -408,7 +408,7 @@ def _multiples(value: int, step: int) -> str:
 
 
 def surroundings(config: Config) -> list[str]:
-    """Missing token files, folders that cannot be used, and packages that a setting needs."""
+    """Yield missing token files, folders that cannot be used, and packages that a setting needs."""
     looks = (_missing_files, _unusable_out, _unusable_export, _unusable_offload_folder, _missing_packages)
     found = list[str]()
     for look in looks:
@@ -498,7 +498,8 @@ def _cannot_be_made(key: str, folder: Path) -> Iterator[str]:
 
 
 def _unusable_export(config: Config) -> Iterator[str]:
-    """It will appear under its name all at once, when training is over: so it may not be there, or must be empty."""
+    """Yield why an export would fail. It appears under its name all at once, when training is over: there it must not
+    be, or be empty."""
     key = "checkpoint.export"
     if config.checkpoint.export is None:
         return

@@ -222,6 +222,8 @@ def remarks(start: Start, config: Config, model: ModelConfig, mesh: MeshShape) -
     if start.source is None:
         return list(start.said)
     lines = list(start.said) if start.said else [f"Starting from the weights of {start.source.path}."]
+    if start.source.left_out is not None:
+        lines.append(f"  {start.source.left_out}")
     before = asdict(start.source.config)
     for name, value in asdict(model).items():
         if value != before.get(name):

@@ -185,7 +185,7 @@ def _slice(whole: Stored, part: Stored) -> Take:
 def _copies(
     like: Mapping[str, tuple[tuple[int, ...], torch.dtype]], pinned: bool, folder: Path | None
 ) -> dict[str, Tensor]:
-    """Host tensors of these shapes; in a folder they lie in a file that looks like memory."""
+    """Allocate host tensors of these shapes; in a folder they lie in a file that looks like memory."""
     if folder is None or not like:
         return {name: torch.empty(shape, dtype=dtype, pin_memory=pinned) for name, (shape, dtype) in like.items()}
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in like.values()]
@@ -291,7 +291,7 @@ class Saver:
         self._saving = _Saving(step, trainer, publication, _Future(lambda: snapshot.write(folder)))
 
     def reserve(self) -> Snapshot:
-        """Room for a copy of what is written, kept from save to save.
+        """Reserve room for a copy of what is written, kept from save to save.
 
         Raises:
             SaveError: it lies in files, and a rank has no room for them.

@@ -57,7 +57,8 @@ WINDOW = 100
 
 @contextmanager
 def _collecting_together() -> Iterator[None]:
-    """Python collects no garbage by itself: a host stands still for it, each rank's at another time, and all wait."""
+    """Let Python collect no garbage by itself: a host stands still for it, each rank's at another time, and all
+    wait."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -184,7 +185,7 @@ class Trainer:
     """The step that is being done."""
 
     def run(self) -> int:
-        """Train; returns the last step that was done.
+        """Train -> the last step that was done.
 
         Raises:
             NonFinite: with ``optimizer.non_finite=stop``, once a step has a loss or gradient that is not finite; with
@@ -241,7 +242,8 @@ class Trainer:
         return step
 
     def validation_loss(self) -> float:
-        """Mean over the first ``evaluate.batches`` global batches of the held-out data; the same on every rank."""
+        """Return the mean loss over the first ``evaluate.batches`` global batches of the held-out data; the same on
+        every rank."""
         assert self.held_out is not None
         self.model.train(False)
         losses, counts = [], []

@@ -12,6 +12,7 @@ import numpy as np
 from megacore.store.dtypes import FLOATS
 from megacore.store.tensors import Entry, TensorFile
 from models.config import ModelConfig
+from models.wrappers import Wrapper
 from parallel.weights.schema import NAMED, Schema
 from parallel.weights.transfer import Stored, hugging_face
 
@@ -42,33 +43,44 @@ class Account:
     Args:
         weights: The weights by the names that the family's table gives them.
         ignored: Names on the family's list of tensors that hold no weights.
+        others: Names of what is of other parts of a model, of which one is read.
         problems: Everything that is wrong.
     """
 
     weights: Mapping[str, TensorInFile]
     ignored: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     problems: list[str] = field(default_factory=list)
 
 
-def account(config: ModelConfig, files: Mapping[str, TensorFile]) -> Account:
-    """Total accounting of the tensors that lie in ``files`` (by tensor) for a model of this configuration."""
+def account(config: ModelConfig, files: Mapping[str, TensorFile], wrapper: Wrapper | None = None) -> Account:
+    """Account for all tensors that lie in ``files`` (by tensor) for a model of this configuration.
+
+    Of what it is wrapped in, the tensors of other parts are told, and any that is of no part is a problem.
+    """
     too_few = _absurd(config, len(files))
     if too_few:
         return Account({}, problems=[too_few])
     expected = {stored.name: stored for stored in hugging_face(config.schema)}
     ignorable = ignorable_by(type(config))
-    held, problems = _with_prefix(config, files, lambda name: name in expected or ignorable(name))
+    others = tuple(name for name in files if wrapper and name.startswith(wrapper.others))
+    part = {name: TensorInFile(file, name) for name, file in files.items() if name not in others}
+    outside: list[str] = []
+    if wrapper:
+        outside = [name for name in part if not name.startswith(wrapper.prefix)]
+        part = {name.removeprefix(wrapper.prefix): part[name] for name in part if name not in outside}
+    held, problems = _with_prefix(config, part, lambda name: name in expected or ignorable(name))
     problems += _tie(config, held)
     ignored = tuple(held[name].name for name in held if name not in expected and ignorable(name))
     weights = {name: held[name] for name in expected if name in held}
     missing = [name for name in expected if name not in held]
-    unexpected = [held[name].name for name in held if name not in expected and not ignorable(name)]
+    unexpected = [held[name].name for name in held if name not in expected and not ignorable(name)] + outside
     problems += _absent(config, missing, unexpected) + _shapes(expected, weights) + _dtypes(weights)
-    return Account(weights, ignored, problems)
+    return Account(weights, ignored, others, problems)
 
 
 def ignorable_by(kind: type[ModelConfig]) -> Callable[[str], bool]:
-    """Return whether a tensor is on the family's list of those that hold no weights, with its prefix or without."""
+    """Return a function: whether a tensor is on the family's list of those without weights, with its prefix or not."""
     dotted = f"{kind.base_model_prefix}."
     templates = [re.escape(template.removeprefix(dotted)) for template in kind.ignored]
     pattern = "|".join(re.sub(r"\\\{\w+\\\}", r"\\d+", template) for template in templates)
@@ -120,13 +132,13 @@ def _tensors(schema: Schema) -> int:
 
 
 def _with_prefix(
-    config: ModelConfig, files: Mapping[str, TensorFile], known: Callable[[str], bool]
+    config: ModelConfig, tensors: Mapping[str, TensorInFile], known: Callable[[str], bool]
 ) -> tuple[dict[str, TensorInFile], list[str]]:
     """Return the tensors by the names that they have in a whole model, and problems."""
     prefix = f"{config.base_model_prefix}."
-    having = [name for name in files if name.startswith(prefix) and known(name)]
-    lacking = {name: prefix + name for name in files if not name.startswith(prefix) and known(prefix + name)}
-    held = {lacking.get(name, name): TensorInFile(file, name) for name, file in files.items()}
+    having = [name for name in tensors if name.startswith(prefix) and known(name)]
+    lacking = {name: prefix + name for name in tensors if not name.startswith(prefix) and known(prefix + name)}
+    held = {lacking.get(name, name): tensor for name, tensor in tensors.items()}
     if not lacking or not having:
         return held, []
     names = f"{', '.join(summary(having))}; {', '.join(summary(lacking))}"

@@ -163,7 +163,7 @@ def _read_peft(folder: Path) -> None:
 
 
 def _config(checkpoint: WeightFolder, held: Adapters) -> dict[str, object]:
-    """Field names and meaning are the peft library's."""
+    """Return a config with the field names and meaning of the peft library's."""
     chosen = targets(checkpoint.config.schema, held.lora.targets)
     transposed = {linear.transposed for linear in chosen}
     if len(transposed) > 1:
@@ -245,7 +245,8 @@ class Merged(WeightFolder):
         return self.wanted or held if self._is_adapted(stored) else held
 
     def read(self, state: str = "weights") -> Read:
-        """Merged tensors are kept for a while, as their blocks are asked for one by one."""
+        """Return a function that reads tensors; merged ones are kept for a while, as blocks are asked for one by
+        one."""
         plain = self.base.read(state)
         return lambda stored: self._merged(stored) if self._is_adapted(stored) else plain(stored)
 

@@ -32,6 +32,7 @@ class WeightFolder(ABC):
         trainer: The state of a training run, None where it is of none.
         base: The folder of the model that adapters are read with.
         ignored: Tensors that hold no weights, by the names they have.
+        others: Tensors of other parts of a model of which this is one, likewise.
     """
 
     path: Path
@@ -39,6 +40,7 @@ class WeightFolder(ABC):
     trainer: Mapping[str, Any] | None = field(default=None, kw_only=True)
     base: SafetensorsFolder | None = field(default=None, kw_only=True)
     ignored: tuple[str, ...] = field(default=(), kw_only=True)
+    others: tuple[str, ...] = field(default=(), kw_only=True)
 
     @property
     def raw(self) -> Mapping[str, Any]:
@@ -68,6 +70,14 @@ class WeightFolder(ABC):
     def folders(self) -> tuple[SafetensorsFolder, ...]:
         """Those whose files are read."""
         return ()
+
+    @property
+    def left_out(self) -> str | None:
+        """A sentence about what is not read of it; None where all is."""
+        if not self.others:
+            return None
+        parts = ", ".join(sorted({name.partition(".")[0] for name in self.others}))
+        return f"{self.path}: only its text model is read; {len(self.others)} tensors of {parts} are left out"
 
     @abstractmethod
     def stored(self, state: str = "weights") -> Iterator[Stored]:

@@ -20,6 +20,7 @@ from megacore.store.strict_json import StoreError, read_json
 from megacore.store.tensors import TensorFile
 from models.config import ModelConfig, ModelConfigError
 from models.registry import FAMILIES, family
+from models.wrappers import Wrapper, unwrapped
 from parallel.weights.fingerprint import Logical
 from parallel.weights.layout import Layout, MeshShape
 from parallel.weights.transfer import Stored, hugging_face
@@ -57,7 +58,7 @@ class HuggingFace(SafetensorsFolder):
         if not path.is_dir():
             raise StoreError(f"{path} is not a folder: give the one that holds {CONFIG} and the weights")
         problems: list[str] = []
-        raw, kind, config = _config(path, problems)
+        raw, kind, config, wrapper = _config(path, problems)
         files = _files(path, problems)
         found = Account({})
         if files:
@@ -65,7 +66,7 @@ class HuggingFace(SafetensorsFolder):
                 problems += _unnamed(files, kind)
             if config:
                 tensors = {name: file for file in files.files for name in file.entries}
-                found = account(config, tensors)
+                found = account(config, tensors, wrapper)
         if os.path.lexists(path / ADAPTER):
             problems.append(f"{ADAPTER}: an adapter changes what the weights compute: merge it into them and save that")
         problems += [f"{name} is a link to nothing" for name in travelling(path) if not (path / name).exists()]
@@ -83,10 +84,10 @@ class HuggingFace(SafetensorsFolder):
         records = {name: FileRecord(file.size, {of: {} for of in file.entries}) for name, file in used.items()}
         layout = Layout(config.schema, MeshShape(), (config.sizes["layer"],))
         index = Index(raw, layout, ("weights",), None, records)
-        return cls(path, index, used, weights, ignored=found.ignored)
+        return cls(path, index, used, weights, ignored=found.ignored, others=found.others)
 
     def stored(self, state: str = "weights") -> Iterator[Stored]:
-        """Under the names of the family's table; ``where`` is the folder."""
+        """Yield the tensors under the names of the family's table; ``where`` is the folder."""
         return hugging_face(self.schema, where=str(self.path)) if state in self.states else iter(())
 
     def location(self, state: str, stored: Stored) -> tuple[str, str]:
@@ -107,23 +108,28 @@ class _WeightFiles:
     named: Mapping[str, TensorFile] | None
 
 
-def _config(folder: Path, problems: list[str]) -> tuple[dict[str, Any], type[ModelConfig] | None, ModelConfig | None]:
-    """Return (``config.json``, its family's kind of config, what it means), each as far as it can be made out."""
+def _config(
+    folder: Path, problems: list[str]
+) -> tuple[dict[str, Any], type[ModelConfig] | None, ModelConfig | None, Wrapper | None]:
+    """Return what can be made out of ``config.json``.
+
+    These are its fields, its family's kind of config, what they mean, and what they are wrapped in.
+    """
     raw: dict[str, Any] = {}
-    kind = None
+    kind, wrapper = None, None
     try:
-        raw = _object(folder, CONFIG)
+        raw, wrapper = unwrapped(_object(folder, CONFIG))
         name = raw.get("model_type")
         if not isinstance(name, str):
             problems.append(f"{CONFIG} has model_type={name!r}: the families are {', '.join(FAMILIES)}")
-            return raw, None, None
+            return raw, None, None, None
         kind = family(name).CONFIG
-        return raw, kind, kind.from_hugging_face(raw)
+        return raw, kind, kind.from_hugging_face(raw), wrapper
     except ModelConfigError as error:
         problems += [f"{CONFIG}: {problem}" for problem in error.problems]
     except StoreError as error:
         problems.append(str(error))
-    return raw, kind, None
+    return raw, kind, None, wrapper
 
 
 def _object(folder: Path, name: str) -> dict[str, Any]:

@@ -63,7 +63,8 @@ class Scratch:
                 self._recover(error)
 
     def _recover(self, error: OSError) -> None:
-        """Memory, places and sizes of direct reads and writes must suit the disk, which may ask for more than usual."""
+        """Go on without direct reads and writes, whose memory, places and sizes must suit the disk, which may ask for
+        more than usual."""
         if error.errno not in NO_SUCH_WAY or not self.direct:
             raise error
         self._set_direct(False)

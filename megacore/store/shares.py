@@ -117,7 +117,8 @@ def _slices(stored: Stored, axis: str | None, begin: int, end: int, size: int) -
 
 
 def _axis(stored: Stored, shares: float) -> str | None:
-    """Along which a tensor of so many shares is cut: the outermost axis that is fine enough, else the longest.
+    """Return the axis along which a tensor of so many shares is cut: the outermost axis that is fine enough, else the
+    longest.
 
     None where it is small, or its pieces have none in common.
     """

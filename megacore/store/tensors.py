@@ -102,7 +102,7 @@ def _reason(path: Path, error: OSError, needed: int) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """Room for an ordinary user on the folder's filesystem."""
+    """Return the room for an ordinary user on the folder's filesystem."""
     room = os.statvfs(folder)
     return room.f_bavail * room.f_frsize
 

@@ -225,7 +225,7 @@ class Gradients:
             self._sums.append(start_all_reduce(bucket.gradient, bucket.across))
 
     def _watch(self, chunk: nn.Module, units: Sequence[FSDPUnit]) -> None:
-        """Be told when a backward of a chunk begins and ends."""
+        """Watch when a backward of a chunk begins and ends."""
         trained = {parameter for parameter in chunk.parameters() if parameter in self._places}
         buckets = [bucket for bucket in self.buckets if not trained.isdisjoint(bucket.flat.parameters)]
 
@@ -399,7 +399,7 @@ class Gradients:
 
 
 def square_sums(gradients: list[Tensor]) -> Tensor:
-    """n gradients: [...] each -> [n], the sums of their squares in fp64: too exact for the order to show in fp32.
+    """Return [n], for n gradients, the sums of their squares in fp64: too exact for the order to show in fp32.
 
     Each is read once. On a GPU one kernel widens what it reads; a CPU has none that does.
     """

@@ -292,6 +292,6 @@ def _free(tensor: Tensor) -> None:
 
 
 def _allocate(tensor: Tensor) -> None:
-    """Memory for a tensor that fills its storage; what is in it does not count."""
+    """Allocate memory for a tensor that fills its storage; what is in it does not count."""
     if not tensor.untyped_storage().size():
         tensor.untyped_storage().resize_(tensor.nbytes)

@@ -6,7 +6,7 @@ What is kept for the backward is q, k, v, the output and a number for each of it
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,57 +44,61 @@ class _Band:
 
         Args:
             scores: Those of all queries.
-            first: [tokens], the first key that each query sees; None if all see all before them.
+            first: [b or 1, tokens], the first key that each query sees; None if all see all before them.
             value: What it is.
         """
         n = self.queries.stop - self.queries.start
         each = scores.unflatten(1, (n, -1))
         later = torch.ones(n, n, dtype=torch.bool, device=scores.device).triu_(1)
         each[..., -n:].masked_fill_(later[:, None], value)
-        if self.hidden:
-            assert first is not None
+        if self.hidden and first is not None:
             keys = torch.arange(self.keys.start, self.keys.start + self.hidden, device=scores.device)
-            each[..., : self.hidden].masked_fill_((keys < first[self.queries, None])[:, None], value)
+            earlier = (keys < first[:, self.queries, None])[:, None, :, None]
+            each[..., : self.hidden].unflatten(0, (len(first), -1)).masked_fill_(earlier, value)
 
 
-def _bands(length: int, starts: Sequence[int] | None, window: int | None, block: int) -> Iterator[_Band]:
-    """Of tokens of documents that begin at ``starts``, or of one."""
+def _bands(length: int, starts: Tensor | None, window: int | None, block: int) -> Iterator[_Band]:
+    """Of tokens of documents that begin at ``starts``, or of one. A GPU is not asked where they begin."""
+    begins = starts.tolist() if starts is not None and starts.device.type == "cpu" else None
 
     def first(token: int) -> int:
-        begins = 0 if starts is None else starts[bisect_right(starts, token) - 1]
-        return begins if window is None else max(begins, token - window + 1)
+        begin = 0 if begins is None else begins[bisect_right(begins, token) - 1]
+        return begin if window is None else max(begin, token - window + 1)
 
     for start in range(0, length, block):
         stop = min(start + block, length)
         low = first(start)
-        yield _Band(slice(start, stop), slice(low, stop), first(stop - 1) - low)
+        hidden = first(stop - 1) if starts is None or begins is not None else stop
+        yield _Band(slice(start, stop), slice(low, stop), hidden - low)
 
 
-def _firsts(length: int, starts: Tensor | None, window: int | None, device: torch.device) -> Tensor | None:
-    """[tokens], the first key that each query sees; ``starts``: [documents + 1], where the tokens are."""
+def _firsts(q: Tensor, starts: Tensor | None, window: int | None) -> Tensor | None:
+    """[b or 1, s], the first key that each query of q: [b, heads, s, head] sees in its row; None."""
     if starts is None and window is None:
         return None
-    at = torch.arange(length, device=device)
-    first = torch.zeros_like(at) if starts is None else starts[torch.bucketize(at, starts, right=True) - 1]
+    rows, length = len(q), q.shape[2]
+    at = torch.arange(length, device=q.device)
+    first = torch.zeros_like(at)[None]
+    if starts is not None:
+        every = torch.arange(rows * length, device=q.device)
+        begins = starts[torch.bucketize(every, starts, right=True) - 1].view(rows, length)
+        first = begins - every[::length, None]
     return first if window is None else torch.maximum(first, at - (window - 1))
 
 
 # -- the kernel
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, host: Tensor | None = None, device: Tensor | None = None
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, starts: Tensor | None = None) -> Tensor:
     """q: [b, heads, s, head], k, v: [b, kv, s, head] -> [b, heads, s, head], without dropout.
 
     Args:
-        q, k, v: Of b rows of tokens.
+        q, k, v: Of b rows of tokens; on a CPU documents are given in one.
         scoring: What is made of them.
-        host, device: int32 [documents + 1], where the documents of the only row begin, and its end, there and where
-            the tokens are; None where each row is a document.
+        starts: int32 [documents + 1], where the documents of all rows begin, and their end; None where each row is one.
     """
     scale = scoring.factor(q.shape[-1])
-    y: Tensor = _forward(q, k, v, scoring.sinks, host, device, scale, scoring.window, scoring.softcap)[0]
+    y: Tensor = _forward(q, k, v, scoring.sinks, starts, scale, scoring.window, scoring.softcap)[0]
     return y
 
 
@@ -105,15 +109,14 @@ def _forward(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    host: Tensor | None,
-    device: Tensor | None,
+    starts: Tensor | None,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """-> out: [b, heads, s, head], log_sum: [b, heads, s], of the exponentials of the scores, in fp32 at least."""
     if _by_flash(q, softcap):
-        out, log_sum = flash.forward(*map(_tokens, (q, k, v)), ends=_ends(q, host, device), scale=scale, window=window)
+        out, log_sum = flash.forward(*map(_tokens, (q, k, v)), ends=_ends(q, starts), scale=scale, window=window)
         if sinks is not None:
             alone = log_sum
             log_sum = torch.logaddexp(alone, sinks.to(alone.dtype)[:, None])
@@ -123,9 +126,9 @@ def _forward(
     share, wide = heads // kv, torch.promote_types(q.dtype, torch.float32)
     queries, keys, values = _side_by_side(q, kv), _side_by_side(k, kv), _side_by_side(v, kv)
     out, log_sum = q.new_empty(queries.shape), q.new_empty(queries.shape[:2], dtype=wide)
-    first = _firsts(length, device, window, q.device)
+    first = _firsts(q, starts, window)
     by_torch = q.device.type == "cpu" and softcap is None
-    for band in _bands(length, _begins(host), window, _block(q)):
+    for band in _bands(length, starts, window, _block(q)):
         n, m = band.queries.stop - band.queries.start, band.keys.stop - band.keys.start
         own = slice(band.queries.start * share, band.queries.stop * share)
         if by_torch:
@@ -166,7 +169,7 @@ def _capped(scores: Tensor, softcap: float | None) -> Tensor:
 
 @_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, host: Tensor | None, device: Tensor | None, *others: Any
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, starts: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor]:
     batch, heads, length, head = q.shape
     log_sum = q.new_empty(heads, batch, length, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -181,8 +184,7 @@ def backward(
     v: Tensor,
     out: Tensor,
     log_sum: Tensor,
-    host: Tensor | None = None,
-    device: Tensor | None = None,
+    starts: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -193,7 +195,7 @@ def backward(
     share, wide = heads // kv, log_sum.dtype
     scale = head**-0.5 if scale is None else scale
     if _by_flash(q, softcap):
-        total, ends = log_sum.transpose(0, 1).flatten(1).contiguous(), _ends(q, host, device)
+        total, ends = log_sum.transpose(0, 1).flatten(1).contiguous(), _ends(q, starts)
         dq, dk, dv = flash.backward(total, *map(_tokens, (dy, q, k, v, out)), ends=ends, scale=scale, window=window)
         return _rows(dq, q), _rows(dk, k), _rows(dv, v)
     total, along = (_side_by_side(x, kv) for x in (log_sum.unsqueeze(-1), (dy * out).sum(-1, keepdim=True, dtype=wide)))
@@ -204,8 +206,8 @@ def backward(
     keys, values = (less(_side_by_side(x, kv)) for x in (k, v))
     nothing, dq = q.new_empty(()), q.new_empty(batch * kv, length * share, head)
     dk, dv = torch.zeros(2, batch * kv, length, head, dtype=wide, device=q.device)
-    first = _firsts(length, device, window, q.device)
-    for band in _bands(length, _begins(host), window, _block(q)):
+    first = _firsts(q, starts, window)
+    for band in _bands(length, starts, window, _block(q)):
         own, seen = slice(band.queries.start * share, band.queries.stop * share), band.keys
         if softcap is None:
             p = torch.baddbmm(nothing, queries[:, own], keys[:, seen].mT, beta=0, alpha=scale).exp_()
@@ -236,8 +238,7 @@ def _(
     v: Tensor,
     out: Tensor,
     log_sum: Tensor,
-    host: Tensor | None = None,
-    device: Tensor | None = None,
+    starts: Tensor | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -256,9 +257,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, host, device, out, log_sum = ctx.saved_tensors
-    grads = backward(dy, q, k, v, out, log_sum, host, device, ctx.scale, ctx.window, ctx.softcap)
-    return *grads, of_sinks(dy, out, log_sum, sinks), None, None, None, None, None
+    q, k, v, sinks, starts, out, log_sum = ctx.saved_tensors
+    grads = backward(dy, q, k, v, out, log_sum, starts, ctx.scale, ctx.window, ctx.softcap)
+    return *grads, of_sinks(dy, out, log_sum, sinks), None, None, None, None
 
 
 _forward.register_autograd(_backward, setup_context=_save)
@@ -285,21 +286,17 @@ def _rows(tokens: Tensor, q: Tensor) -> Tensor:
     return tokens.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
 
 
-def _ends(q: Tensor, host: Tensor | None, device: Tensor | None) -> tuple[Tensor, int]:
-    """int32, where the documents begin on q's device, and the end; and the length of the longest."""
+def _ends(q: Tensor, starts: Tensor | None) -> tuple[Tensor, int]:
+    """int32, where the documents begin on q's device, and the end; and no less than the length of the longest."""
     rows, length = len(q), q.shape[2]
-    if host is None or device is None:
-        return torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=q.device), length
-    return device, int(host.diff().max())
+    if starts is None:
+        starts = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=q.device)
+    return starts, length
 
 
 def _by_flash(q: Tensor, softcap: float | None) -> bool:
     """Whether torch's kernel for CUDA does it: it knows windows, and no softcaps."""
     return softcap is None and flash.takes(q)
-
-
-def _begins(host: Tensor | None) -> list[int] | None:
-    return None if host is None else host[:-1].tolist()
 
 
 def _block(q: Tensor) -> int:
@@ -349,21 +346,14 @@ def _as_it_is(x: Tensor, y: Tensor | None = None) -> Tensor:
 # -- where attention weights are dropped
 
 
-def by_formula(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, first: Tensor | None = None) -> Tensor:
-    """As :func:`attention`, in torch's operators: each of the weights that are seen is kept for the backward.
-
-    Args:
-        q, k, v: Of b sequences.
-        scoring: What is made of them.
-        first: [b, s], the first token of each token's document; None for one document each.
-    """
+def by_formula(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, starts: Tensor | None = None) -> Tensor:
+    """As :func:`attention`, in torch's operators: each of the weights that are seen is kept for the backward."""
     length, parts = q.shape[2], []
-    at = torch.arange(length, device=q.device)
-    first = torch.zeros_like(at)[None] if first is None else first
-    if scoring.window is not None:
-        first = torch.maximum(first, at - (scoring.window - 1))
+    at, first = torch.arange(length, device=q.device), _firsts(q, starts, scoring.window)
     for band in _bands(length, None, scoring.window, _block(q)):
         own, keys = band.queries, band.keys
-        seen = (at[keys] >= first[:, own, None]) & (at[keys] <= at[own, None])
+        seen = (at[keys] <= at[own, None])[None]
+        if first is not None:
+            seen = seen & (at[keys] >= first[:, own, None])
         parts.append(attend(q[:, :, own], k[:, :, keys], v[:, :, keys], seen, scoring))
     return torch.cat(parts, 2)

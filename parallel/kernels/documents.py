@@ -89,15 +89,11 @@ def masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int
 
 
 def in_bands(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int, scoring: Scoring) -> Tensor:
-    """By blocks of queries and the keys that they see; where weights are dropped, of each of the sequences."""
-    if not scoring.dropout:
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        return bands.attention(q, k, v, scoring, documents.host, documents.device)[0].transpose(0, 1)
-    at, starts = torch.arange(len(q), device=q.device), documents.device
-    first = starts[torch.bucketize(at, starts, right=True) - 1].view(sequences, -1)
-    first = first - at[:: first.shape[1], None]
-    q, k, v = (x.unflatten(0, (sequences, -1)).transpose(1, 2) for x in (q, k, v))
-    return bands.by_formula(q, k, v, scoring, first).transpose(1, 2).flatten(0, 1)
+    """By blocks of queries and the keys that they see, on a CPU of their documents, else of their sequence."""
+    kernel = bands.by_formula if scoring.dropout else bands.attention
+    rows = 1 if kernel is bands.attention and q.device.type == "cpu" else sequences
+    q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
+    return kernel(q, k, v, scoring, documents.device).transpose(1, 2).flatten(0, 1)
 
 
 def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, mask: Tensor | None = None) -> Tensor:

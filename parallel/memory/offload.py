@@ -119,7 +119,7 @@ class HostMemory:
             under_way -= flat.nbytes
 
     def fetch(self, host: Tensor, left: Any) -> tuple[Tensor, Any]:
-        """-> the bytes on the device, and the event after which they are there."""
+        """Fetch the bytes to the device -> them, and the event after which they are there."""
         flat = torch.empty(host.shape, dtype=host.dtype, device=self.device)
         self.store.wait_stream(self.on.current_stream())  # whose memory this was
         self.store.wait_event(left)

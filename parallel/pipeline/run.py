@@ -143,7 +143,7 @@ class Pipeline:
         self.receiving = self.on.Stream()
 
     def train(self, microbatches: Sequence[MicrobatchLike], scale: Tensor) -> Tensor:
-        """Forward and backward of a step; gradients accumulate on the parameters.
+        """Run the forward and backward of a step; gradients accumulate on the parameters.
 
         Args:
             microbatches: The microbatches of this data-parallel rank.
@@ -156,7 +156,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[MicrobatchLike], scale: Tensor) -> Tensor:
-        """Forward only; arguments and result as :meth:`train`'s."""
+        """Run the forwards only; arguments and result are :meth:`train`'s."""
         return _Run(self, forward_only, microbatches, scale).run()
 
 

@@ -78,7 +78,7 @@ def one_f_one_b(stages: int, chunks: int, microbatches: int) -> Schedule:
 
 
 def interleaved(stages: int, chunks: int, microbatches: int) -> Schedule:
-    """Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473) for any number of microbatches.
+    """Return interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473) for any number of microbatches.
 
     The stages take the microbatches in groups; a group goes through all chunks before the next one starts. A group
     smaller than ``stages`` would leave stages waiting for the group to come round (and can even deadlock a 1F1B order),
@@ -109,7 +109,7 @@ SCHEDULES: dict[str, Callable[[int, int, int], Schedule]] = {
 
 
 def in_flight_bound(name: str, stages: int, chunks: int, microbatches: int) -> tuple[int, ...]:
-    """Per stage, the most activations (of one chunk and one microbatch each) that schedule ``name`` keeps at once.
+    """Return the most activations (of one chunk and one microbatch each) that each stage keeps at once in a schedule.
 
     The numbers are reached, not only respected: memory can be planned with them.
     """
@@ -124,7 +124,7 @@ def in_flight_bound(name: str, stages: int, chunks: int, microbatches: int) -> t
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> tuple[Action, ...]:
-    """``warmup`` forwards, then one forward and one backward in turn, then the remaining backwards."""
+    """Return ``warmup`` forwards, then one forward and one backward in turn, then the remaining backwards."""
     warmup = min(warmup, len(forwards))
     row = forwards[:warmup]
     for forward, backward in zip(forwards[warmup:], backwards, strict=False):
@@ -133,14 +133,14 @@ def _alternate(forwards: list[Action], backwards: list[Action], warmup: int) -> 
 
 
 def _groups(stages: int, microbatches: int) -> list[range]:
-    """Consecutive microbatches in as many groups of at least ``stages`` as there can be, as even as can be."""
+    """Return consecutive microbatches in as many groups of at least ``stages`` as there can be, as even as can be."""
     count = max(1, microbatches // stages)
     bounds = [-(-microbatches * group // count) for group in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(bounds)]
 
 
 def _warmups(stages: int, chunks: int, microbatches: int) -> list[int]:
-    """Per stage, the forwards before the first backward in 1F1B.
+    """Return the number of forwards before the first backward of each stage in 1F1B.
 
     With one chunk: one for each stage behind it. With several, the last stage needs a whole group through all chunks
     but the last, and a stage before it two more for each hop to the end: its activation travels there and the gradient
@@ -299,7 +299,7 @@ class Request(NamedTuple):
 
 
 def messages(schedule: Schedule) -> tuple[dict[Direction, tuple[Message, ...]], ...]:
-    """Per stage, what it sends on its two channels, in the order in which it sends.
+    """Return the messages that each stage sends on its two channels, in the order in which it sends.
 
     The forward channel leads from stage s to (s + 1) % stages and carries the outputs of forwards, the backward channel
     to (s - 1) % stages and carries input gradients. Each is a FIFO of its own: with two stages both channels of a stage
@@ -343,7 +343,7 @@ def arrivals(schedule: Schedule, stage: int) -> dict[Direction, tuple[Message, .
 
 
 def requests(schedule: Schedule) -> tuple[tuple[tuple[Request, ...], ...], ...]:
-    """Per stage, what it asks its neighbours for after 0, 1, 2, ... of its actions.
+    """Return the requests that each stage makes of its neighbours after 0, 1, 2, ... of its actions.
 
     It is what they send between two actions of the stage, in one order of the actions of all stages, that of
     :func:`simulate`. So a stage may wait before each of its actions for all that it has sent and asked for: what this

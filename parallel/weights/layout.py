@@ -318,7 +318,7 @@ class Layout:
         return range(start, start + self.layers[virtual])
 
     def stages(self, param: Param, index: Mapping[str, int]) -> tuple[int, ...]:
-        """Pipeline stages that hold a parameter of the layer in ``index``."""
+        """Return the pipeline stages that hold a parameter of the layer in ``index``."""
         if "layer" in param.named_axes:
             return (self.stage_of_layer[index["layer"]],)
         ends = {"first": 0, "last": self.mesh.pp - 1}
@@ -332,7 +332,7 @@ class Layout:
         return self._split(axis, [getattr(place, dim) for dim in dims])
 
     def shards(self, place: Coordinates) -> Iterator[Shard]:
-        """Everything that is held at a place, in the order of declaration, layer by layer."""
+        """Yield the shards that a place holds, in the order of declaration, layer by layer."""
         for param in self.schema.params:
             boxes = {axis: self.box(axis, place) for axis in sorted({*param.sentence.axes, *param.named_axes})}
             for index in self.schema.indices(param, param.name):

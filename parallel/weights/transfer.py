@@ -138,7 +138,7 @@ def hugging_face(schema: Schema, where: Hashable = "hf") -> Iterator[Stored]:
 
 
 def whole_name(schema: Schema, stored: Stored) -> str:
-    """Our name of the tensor that a stored one is a part of, its layer filled in."""
+    """Return our name of the tensor that a stored one is a part of, its layer filled in."""
     param = schema[stored.param]
     return param.name.format(**{axis: stored.box[axis][0] for axis in param.named_axes})
 

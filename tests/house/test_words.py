@@ -19,7 +19,10 @@ FRAGMENT = re.compile(
     "(And|As|At|After|Before|By|For|From|How|In|Of|On|That|To|Until|What|When|Where|Which|Who|With|Without) "
 )
 """No sentence of ours begins with these."""
-NO_VERB = re.compile("(A|All|An|Any|Both|Each|Every|Its|No|One|Some|Successive|The|Their|This|Those|Whether) |[({[]")
+NO_VERB = re.compile(
+    "(A|All|An|Any|Both|Each|Every|Everything|It|Its|No|Nobody|One|Per|Since|Some|Successive|The|Their|This|Those|"
+    r"Whether|Why|\w+Error) |[({[]"
+)
 THIRD_PERSON = re.compile("[A-Z][a-z]+(?<!s)s ")
 ARGUMENT = re.compile(r"^ +[a-z_][\w, ]*: (?:As|By|From|How|In|Of|To|What|Where|Which|With) .*", re.MULTILINE)
 

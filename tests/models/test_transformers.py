@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import drawn, in_float64, of_transformers
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from models.anatomy import ACTIVATIONS
 from models.assemble import Model
@@ -61,12 +62,12 @@ CASES = [
 ]
 
 
-def theirs_of(config: PretrainedConfig, seed: int) -> nn.Module:
+def theirs_of(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     """Their model in float64 with every weight random: biases of zero and norms of one would hide mistakes."""
     torch.manual_seed(seed)
     # Their other attentions leave softcaps and sinks out.
     made = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    model: nn.Module = made.double().eval()
+    model: PreTrainedModel = made.double().eval()
     for module in model.modules():
         # Rotary frequencies are rounded to float32, here and there.
         for name, buffer in module.named_buffers(recurse=False):
@@ -75,6 +76,11 @@ def theirs_of(config: PretrainedConfig, seed: int) -> nn.Module:
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name or ".ln_" in name else 0.0, 0.3)
     return model
+
+
+def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Arrays:
+    """Under the names that ``save_pretrained`` gives them."""
+    return {name: tensor.numpy() for name, tensor in revert_weight_conversion(model, dict(tensors)).items()}
 
 
 def move(schema: Any, arrays: Arrays, sources: Iterable[Stored], targets: Iterable[Stored]) -> dict[str, np.ndarray]:
@@ -101,7 +107,7 @@ def test_logits_and_gradients(name: str, seed: int) -> None:
     ours.train(False)
     (decoder,) = ours.chunks
 
-    state = {name: p.detach().numpy() for name, p in theirs.named_parameters()}
+    state = as_saved(theirs, {name: p.detach() for name, p in theirs.named_parameters()})
     names = {stored.name for stored in hugging_face(config.schema)}
     assert names == set(state), "a tensor that one side does not know"
     mine = move(config.schema, state, hugging_face(config.schema), native(layout, [0]))
@@ -130,7 +136,7 @@ def test_logits_and_gradients(name: str, seed: int) -> None:
     loss.backward()
     close(loss.detach(), want_loss.detach(), "loss")
 
-    theirs_gradients = {name: p.grad.numpy() for name, p in theirs.named_parameters() if p.grad is not None}
+    theirs_gradients = as_saved(theirs, {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None})
     assert theirs_gradients.keys() == state.keys()
     gradients = move(config.schema, theirs_gradients, hugging_face(config.schema), native(layout, [0]))
     assert gradients.keys() == set(ours.parameters)

@@ -163,14 +163,16 @@ def test_torchs_kernel_for_cuda_is_asked_for_this(
         starts, same, longest, same_again = given
         assert starts is same and longest == same_again >= max(LENGTHS)
         assert starts.dtype == torch.int32 and window_size == (-1, 0)
-        assert more.pop("scale") is None and more.keys() == ({"enable_gqa"} if groups else set())
+        assert more.pop("scale") == q.shape[-1] ** -0.5 and more.keys() == ({"enable_gqa"} if groups else set())
         assert more.get("enable_gqa", False) or q.shape[1] == k.shape[1]
         return by_formula(q, k, v, starts.diff().tolist())
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
     qkv, documents = projected(heads, kv), replace(Documents.of(LENGTHS, CPU), groups=groups)
     want = results(by_formula, qkv, heads, kv, LENGTHS)
-    got = results(lambda q, k, v, d: with_varlen(q, k, v, d, len(q) // SEQUENCES), qkv, heads, kv, documents)
+    got = results(
+        lambda q, k, v, d: with_varlen(q, k, v, d, len(q) // SEQUENCES, q.shape[-1] ** -0.5), qkv, heads, kv, documents
+    )
     assert max(distances(got, want)) < 1e-14
 
 

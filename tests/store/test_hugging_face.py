@@ -15,18 +15,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import random_model, small
+from families import random_model, saved, small
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
 
 from megacore.store.accounting import summary
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.strict_json import StoreError
-from models.registry import FAMILIES
+from models import registry
+from models.registry import FAMILIES, configure
 
 Tensors = dict[str, torch.Tensor]
 
 HEAD = "lm_head.weight"
+FIRST = ", ".join([*FAMILIES][:3])
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 UNSIGNED = {torch.float64: np.uint64, torch.float32: np.uint32, torch.float16: np.uint16, torch.bfloat16: np.uint16}
 
@@ -51,9 +53,8 @@ def assert_holds(folder: Path, tensors: Mapping[str, torch.Tensor]) -> HuggingFa
 
 
 def weights(of: PreTrainedModel) -> Tensors:
-    """The state dict, tied tensors once, under the embedding's name."""
-    tied = of.config.tie_word_embeddings
-    return {name: t.detach().clone() for name, t in of.state_dict().items() if not (tied and name == HEAD)}
+    """What it saves, by itself."""
+    return {name: t.detach().clone() for name, t in saved(of).items()}
 
 
 def embedding(of: PreTrainedModel) -> str:
@@ -121,6 +122,8 @@ def test_the_single_file_counts_where_there_is_an_index_too(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_base_model_lacks_the_prefix(family: str, tmp_path: Path) -> None:
+    if any(param.name == "head.bias" for param in configure({"preset": f"{family}-tiny"}).params()):
+        pytest.skip("its head has more than the embedding's table")
     theirs = model(family, AutoModel, tie_word_embeddings=True)
     theirs.save_pretrained(tmp_path)
     names = set(load_file(tmp_path / SINGLE))
@@ -132,15 +135,15 @@ def test_a_base_model_lacks_the_prefix(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("names", ["embedding", "head", "both"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tied_once_or_twice(family: str, names: str, tmp_path: Path) -> None:
-    theirs = model(family, tie_word_embeddings=True)
+    theirs, head = model(family, tie_word_embeddings=True), registry.family(family).CONFIG.tied[1]
     theirs.save_pretrained(tmp_path)
 
     def store(tensors: Tensors) -> None:
         one = embedding(theirs)
-        tensors.setdefault(one, tensors.get(HEAD, torch.empty(0)))
+        tensors.setdefault(one, tensors.get(head, torch.empty(0)))
         table = tensors.pop(one)
-        tensors.pop(HEAD, None)
-        tensors |= {"embedding": {one: table}, "head": {HEAD: table}}.get(names, {one: table, HEAD: table})
+        tensors.pop(head, None)
+        tensors |= {"embedding": {one: table}, "head": {head: table}}.get(names, {one: table, head: table})
 
     edit(tmp_path, store)
     assert_holds(tmp_path, weights(theirs))
@@ -351,9 +354,9 @@ REFUSED: dict[str, tuple[str, bool, Break, tuple[str, ...]]] = {
         "llama",
         False,
         config(model_type="llamma"),
-        ("did you mean 'llama'?", "there are gpt2, llama"),
+        ("did you mean 'llama'?", f"there are {FIRST}"),
     ),
-    "model_type missing": ("llama", False, config(model_type=None), ("model_type=None: the families are gpt2, llama",)),
+    "model_type missing": ("llama", False, config(model_type=None), (f"model_type=None: the families are {FIRST}",)),
     "model_type no text": ("llama", False, config(model_type=["llama"]), ("model_type=['llama']: the families",)),
     "field unknown": ("llama", False, config(sliding_window=4, residual=2), ("'sliding_window'", "'residual'")),
     "quantised by config": (

@@ -140,7 +140,7 @@ def test_merged_weights_are_the_formula(made: Made, tmp_path: Path) -> None:
     assert used == adapters.keys()
     logits = theirs(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"))
     plain = theirs(AutoModelForCausalLM.from_pretrained(made.folder))
-    assert (logits - plain).abs().max() > 0.1
+    assert (logits - plain).abs().max() > 0.1 * plain.abs().max()
     torch.testing.assert_close(ours(made), logits, rtol=1e-4, atol=1e-4)
 
 

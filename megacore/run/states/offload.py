@@ -126,7 +126,8 @@ class OffloadedStore:
                 self.of(part, MASTER)[...] = part.data
 
     def update(self, lr: float, go: Tensor, divisor: Tensor | None) -> None:
-        """See :class:`~megacore.run.states.store.StateStore`. The host waits for the device, as the host computes."""
+        """Update as :class:`~megacore.run.states.store.StateStore` says. The host waits for the device, as the host
+        computes."""
         # One number tells both: it is 0 where nothing changes.
         divided_by = float((go if divisor is None else torch.where(go, divisor, go)).item())
         if not divided_by:

@@ -31,7 +31,7 @@ class Rule:
     moments: torch.dtype | None
 
     def value(self, parameter: torch.dtype) -> torch.dtype:
-        """dtype of what is updated for a parameter of this one."""
+        """Return the dtype of what is updated for a parameter of this one."""
         return torch.float32 if self.master_weights and parameter.itemsize < 4 else parameter
 
     def kept(self, parameter: torch.dtype) -> Mapping[str, torch.dtype]:

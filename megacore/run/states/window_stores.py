@@ -59,16 +59,16 @@ class HostWindows:
         ]
 
     def fetch(self, number: int) -> None:
-        """It is there."""
+        """Do nothing: it is there."""
 
     def open(self, number: int) -> Mapping[str, Tensor]:
         return self._windows[number]
 
     def changed(self, number: int, left: Any = None) -> None:
-        """It is there."""
+        """Do nothing: it is there."""
 
     def put_back(self, number: int) -> None:
-        """It is there."""
+        """Do nothing: it is there."""
 
 
 @dataclass(eq=False)
@@ -172,5 +172,5 @@ class FileWindows:
 
 
 def _bytes(size: int, pinned: bool) -> Tensor:
-    """Host memory that begins where a disk's sectors may."""
+    """Return host memory that begins where a disk's sectors may."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else torch.from_numpy(aligned_memory(size))

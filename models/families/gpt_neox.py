@@ -1,0 +1,120 @@
+"""GPT-NeoX-20B, Pythia (Black et al. 2022, arXiv 2204.06745; Biderman et al. 2023, arXiv 2304.01373): branches side by
+side, each behind a LayerNorm of its own; heads of which a quarter turns, whose queries, keys and values stand together
+on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from models.anatomy import ACTIVATIONS, Anatomy
+from models.builder import build
+from models.config import probabilities
+from models.decoder_config import DecoderConfig, shape
+from models.rope_config import Convention
+from models.table import HEADS
+from parallel.weights.schema import Param
+
+__all__ = ["CONFIG", "PRESETS", "GptNeoxConfig", "build"]
+
+_QKV = "(q: heads head + k: heads head + v: heads head)"
+_STORED = "(heads (q: head + k: head + v: head))"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptNeoxConfig(DecoderConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "gpt_neox"
+    architecture: ClassVar[str] = "GPTNeoXForCausalLM"
+    base_model_prefix: ClassVar[str] = "gpt_neox"
+    tied: ClassVar[tuple[str, str]] = ("gpt_neox.embed_in.weight", "embed_out.weight")
+    harmless: ClassVar[frozenset[str]] = frozenset({"classifier_dropout"})
+    # The causal mask and its fill value, and rotary frequencies.
+    ignored: ClassVar[tuple[str, ...]] = tuple(
+        f"gpt_neox.layers.{{layer}}.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")
+    )
+    derived: ClassVar[frozenset[str]] = frozenset({"head_dim", "num_key_value_heads"})
+    rope_convention: ClassVar[Convention] = Convention(
+        partial_rotary_factor=0.25, theta_key="rotary_emb_base", partial_key="rotary_pct"
+    )
+
+    hidden_act: str = "gelu"
+    layer_norm_eps: float = 1e-5
+    hidden_dropout: float = 0.0
+    use_parallel_residual: bool = True
+    attention_bias: bool = True
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of(
+            norm="layer",
+            norm_eps=self.layer_norm_eps,
+            parallel=self.use_parallel_residual,
+            branch_dropout=self.hidden_dropout,
+            embedding_dropout=self.hidden_dropout,
+            padding_idx=None,
+        )
+
+    def params(self) -> tuple[Param, ...]:
+        t, bias = self.table(layer="gpt_neox.layers.{layer}", norm_bias=True), self.attention_bias
+        qkv, stored = ("attn.qkv", _QKV, "embed", "attention.query_key_value"), f"{_STORED} embed"
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            t.linear(*qkv, bias=bias, stored=stored, stored_bias=_STORED),
+            t.linear("attn.out", "embed", HEADS, "attention.dense", bias=bias, ends=True),
+            t.plain_mlp("dense_h_to_4h", "dense_4h_to_h", bias=True),
+            tied=self.tie_word_embeddings,
+            embed="gpt_neox.embed_in",
+            norm="gpt_neox.final_layer_norm",
+            head="embed_out",
+        )
+
+    def problems(self) -> list[str]:
+        return super().problems() + probabilities(self, "hidden_dropout")
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | {
+            "hidden_act": rng.choice([*ACTIVATIONS]),
+            "layer_norm_eps": rng.choice((1e-5, 1e-2)),
+            "use_parallel_residual": rng.random() < 0.5,
+            "attention_bias": rng.random() < 0.5,
+        }
+
+
+def _pythia(vocab: int, hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {"vocab_size": vocab, "max_position_embeddings": 2048} | shape(hidden, 4 * hidden, layers, heads)
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "gpt_neox-tiny": _pythia(512, 64, 4, 4) | {"max_position_embeddings": 512},
+    "pythia-70m": _pythia(50304, 512, 6, 8),
+    "pythia-160m": _pythia(50304, 768, 12, 12),
+    "pythia-410m": _pythia(50304, 1024, 24, 16),
+    "pythia-1b": _pythia(50304, 2048, 16, 8),
+    "pythia-1.4b": _pythia(50304, 2048, 24, 16),
+    "pythia-2.8b": _pythia(50304, 2560, 32, 32),
+    "pythia-6.9b": _pythia(50432, 4096, 32, 32),
+    "pythia-12b": _pythia(50688, 5120, 36, 40),
+    "gpt-neox-20b": _pythia(50432, 6144, 44, 64),
+}
+
+PARAMETERS: Mapping[str, int] = {
+    "pythia-70m": 70_426_624,
+    "pythia-160m": 162_322_944,
+    "pythia-410m": 405_334_016,
+    "pythia-1b": 1_011_781_632,
+    "pythia-1.4b": 1_414_647_808,
+    "pythia-2.8b": 2_775_208_960,
+    "pythia-6.9b": 6_857_302_016,
+    "pythia-12b": 11_846_072_320,
+    "gpt-neox-20b": 20_554_567_680,
+}
+"""Published numbers of parameters."""
+
+CONFIG: type[GptNeoxConfig] = GptNeoxConfig

@@ -1,0 +1,80 @@
+"""Helium 1 (Kyutai 2025): LLaMA whose heads turn in pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from models.anatomy import Anatomy
+from models.builder import build
+from models.decoder_config import DecoderConfig, shape
+from models.rope_config import Convention
+from models.table import Pairs
+from parallel.weights.schema import Param
+
+__all__ = ["CONFIG", "PRESETS", "HeliumConfig", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeliumConfig(DecoderConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "helium"
+    architecture: ClassVar[str] = "HeliumForCausalLM"
+    harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 20, "head_dim": 128}
+    rope_convention: ClassVar[Convention] = Convention(rope_theta=100000.0)
+
+    rms_norm_eps: float = 1e-8
+    pad_token_id: int | None = 3
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def pairs(self) -> Pairs:
+        """How heads of queries and keys turn."""
+        return Pairs(self.head_dim, self.head_dim)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return {**super().sizes, **self.pairs.sizes}
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of(norm_eps=self.rms_norm_eps)
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table()
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.attention(bias=self.attention_bias, pairs=self.pairs),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            t.gated_mlp(bias=self.mlp_bias),
+            tied=self.tie_word_embeddings,
+        )
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        drawn |= {name: rng.random() < 0.5 for name in ("attention_bias", "mlp_bias")}
+        hidden = drawn["num_attention_heads"] * drawn["head_dim"]
+        return drawn | {"hidden_size": hidden, "rms_norm_eps": rng.choice((1e-8, 1e-2))}
+
+    def problems(self) -> list[str]:
+        heads, head, hidden = self.num_attention_heads, self.head_dim, self.hidden_size
+        square = f"num_attention_heads ({heads}) times head_dim ({head}) must be hidden_size ({hidden})"
+        return super().problems() + [square] * (heads * head != hidden)
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "helium-tiny": shape(64, 176, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512},
+    "helium-1-preview-2b": shape(2560, 7040, 24, 20) | {"vocab_size": 48000, "max_position_embeddings": 4096},
+}
+
+PARAMETERS: Mapping[str, int] = {"helium-1-preview-2b": 2_172_643_840}
+"""Published numbers of parameters."""
+
+CONFIG: type[HeliumConfig] = HeliumConfig

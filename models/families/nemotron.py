@@ -1,0 +1,76 @@
+"""Nemotron-3, Nemotron-4, Minitron (Parmar et al. 2024, arXiv 2402.16819; Muralidharan et al. 2024, arXiv 2407.14679):
+LayerNorm with 1 + weight, a squared ReLU without a gate, heads of which a half turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from models.anatomy import ACTIVATIONS, Anatomy
+from models.builder import build
+from models.decoder_config import DecoderConfig, shape
+from models.rope_config import Convention
+from parallel.weights.schema import Param
+
+__all__ = ["CONFIG", "PRESETS", "NemotronConfig", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NemotronConfig(DecoderConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "nemotron"
+    architecture: ClassVar[str] = "NemotronForCausalLM"
+    rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.5)
+
+    hidden_act: str = "relu2"
+    initializer_range: float = 0.0134
+    norm_eps: float = 1e-5
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of(norm="layer", norm_eps=self.norm_eps, norm_offset=1.0)
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table(norm_mean=0.0, norm_bias=True)
+        return t.model(
+            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
+            t.plain_mlp("up_proj", "down_proj", bias=self.mlp_bias),
+            t.norm("attn_norm", "input_layernorm"),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            tied=self.tie_word_embeddings,
+        )
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | {
+            "hidden_act": rng.choice([*ACTIVATIONS]),
+            "norm_eps": rng.choice((1e-5, 1e-2)),
+            "attention_bias": rng.random() < 0.5,
+            "mlp_bias": rng.random() < 0.5,
+        }
+
+
+_NEMOTRON = {"vocab_size": 256000, "num_key_value_heads": 8, "max_position_embeddings": 4096}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "nemotron-tiny": shape(64, 256, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512},
+    "minitron-4b": _NEMOTRON | shape(3072, 9216, 32, 24),
+    "minitron-8b": _NEMOTRON | shape(4096, 16384, 32, 48) | {"head_dim": 128},
+    "nemotron-4-340b": _NEMOTRON | shape(18432, 73728, 96, 96),
+}
+
+PARAMETERS: Mapping[str, int] = {
+    "minitron-4b": 4_190_509_056,
+    "minitron-8b": 8_271_699_968,
+    "nemotron-4-340b": 341_029_195_776,
+}
+"""Published numbers of parameters."""
+
+CONFIG: type[NemotronConfig] = NemotronConfig

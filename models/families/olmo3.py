@@ -1,0 +1,63 @@
+"""OLMo 3 (Team OLMo 2025, arXiv 2512.13961): OLMo 2 with windows, and a rope of its own for each kind of layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from models.anatomy import FULL, SLIDING
+from models.builder import build
+from models.decoder_config import shape
+from models.families.olmo2 import Olmo2Config
+from models.local_rope import LocalRopeConfig
+from models.rope_config import Convention, Kinds
+
+__all__ = ["CONFIG", "PRESETS", "Olmo3Config", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Olmo3Config(Olmo2Config, LocalRopeConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "olmo3"
+    architecture: ClassVar[str] = "Olmo3ForCausalLM"
+    # A rope_scaling of older files is that of the layers that see all.
+    rope_kinds: ClassVar[Kinds] = {
+        SLIDING: Convention(rope_theta=500000.0, scaled=False),
+        FULL: Convention(rope_theta=500000.0),
+    }
+
+    def slides(self, layer: int) -> bool:
+        return layer % 4 != 3
+
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "attention_factor": 1.2079441541679836,
+    "beta_fast": 32,
+    "beta_slow": 1,
+}
+_EACH = {
+    "vocab_size": 100278,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 65536,
+    "pad_token_id": 100277,
+    "rope_parameters": {FULL: _YARN, SLIDING: {"rope_type": "default", "rope_theta": 500000.0}},
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "olmo3-tiny": _EACH
+    | shape(64, 176, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "pad_token_id": None, "sliding_window": 128},
+    "olmo3-7b": _EACH | shape(4096, 11008, 32, 32),
+    "olmo3-32b": _EACH | shape(5120, 27648, 64, 40) | {"num_key_value_heads": 8},
+}
+
+PARAMETERS: Mapping[str, int] = {"olmo3-7b": 7_298_011_136, "olmo3-32b": 32_233_522_176}
+"""Published numbers of parameters."""
+
+CONFIG: type[Olmo3Config] = Olmo3Config
