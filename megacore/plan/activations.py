@@ -4,7 +4,7 @@ measured, put together as a run has them."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
 from itertools import chain, islice
@@ -165,8 +165,14 @@ class ActivationMemory:
     def kept(self) -> tuple[int, ...]:
         """The bytes that each virtual stage keeps, on the device or, offloaded, on the host: of its blocks, with cos
         and sin, and of the embedding."""
-        blocks = [sum(block.kept for block in own) + max(block.tables for block in own) for own in self.chunks]
+        blocks = [sum(block.kept for block in own) + _tables(own) for own in self.chunks]
         return blocks[0] + self.embedding.kept, *blocks[1:]
+
+
+def _tables(blocks: Iterable[LayerCost]) -> int:
+    """Return the bytes of the cos and sin of all ropes that some of the blocks keep."""
+    kept = {(rope, size) for block in blocks for rope, size in block.tables.items() if size}
+    return sum(size for _, size in kept)
 
 
 _activations = lru_cache(maxsize=4096)(ActivationMemory)

@@ -14,8 +14,8 @@ class MatMul:
     """``batch`` matrix products [m, k] x [k, n] in one call.
 
     Args:
-        m, n, k, batch: The sizes: of a linear m are tokens, n outputs and k inputs in the forward; m and n are queries
-            and keys in the attention, whose two products count as one if half of the scores are masked.
+        m, n, k, batch: The sizes: of a linear m are tokens, n outputs and k inputs in the forward. In the attention,
+            whose two products count as one, m n is twice the pairs of a query and a key that it looks at.
         dtype: The dtype as torch calls it: "bfloat16".
         attention: Whether it is part of a kernel that softens the scores too.
     """
@@ -53,10 +53,17 @@ class Collective:
 
 @dataclass(frozen=True, eq=False)
 class OpCounts:
-    """The operations of a part: {product or collective: how often}."""
+    """The operations of a part.
+
+    Args:
+        products, messages: {product or collective: how often}.
+        passes: Bytes that operators of our own read and write beside their products: where no kernel does all of an
+            attention, its scores pass through memory.
+    """
 
     products: Mapping[MatMul, int] = field(default_factory=Counter)
     messages: Mapping[Collective, int] = field(default_factory=Counter)
+    passes: int = 0
 
     @property
     def flops(self) -> int:
@@ -71,7 +78,7 @@ class LayerCost:
         elements: The elements of its parameters.
         learning: The number of these that are trained.
         kept: The bytes kept from its forward to its backward, with what it is given if it keeps that.
-        tables: The bytes of cos and sin, which blocks share, if it keeps them.
+        tables: {rope: bytes} of the cos and sin that it keeps, which blocks share.
         peak: The most that is there at once beside what is kept, in its forward or in its backward.
         left: Whether what comes out has a gradient: whether there is a backward.
         forward: The operations of its forward.
@@ -81,7 +88,7 @@ class LayerCost:
     elements: int
     learning: int
     kept: int
-    tables: int
+    tables: Mapping[str, int]
     peak: int
     left: bool
     forward: OpCounts

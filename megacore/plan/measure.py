@@ -2,8 +2,8 @@
 
 The model is the one that trains, built by its family for one rank: what autograd keeps, what forward and backward need
 beside it, and which products and messages they are made of is seen, not derived. For a GPU the tensors lie on torch's
-``meta`` device, on which our modules go the way of GPUs, and the functions of torch that have a fused kernel for CUDA
-alone are told in ``_FUSED``. For a CPU they are fake tensors, as its own kernels are Python too.
+``meta`` device, on which our modules go the way of GPUs, and what has a kernel for CUDA alone is told in ``_FUSED``.
+For a CPU they are fake tensors. Our own operators are Python on both, and what they are made of is seen.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import math
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -23,18 +23,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from megacore.plan.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Collective, LayerCost, MatMul, OpCounts
 from models.assemble import Model
 from models.blocks import CHEAP
-from models.config import ModelConfig
+from models.config import ModelConfig, looks
 from models.context import Context
 from models.decoder import Head, Losses, Microbatch
 from models.stages import layout_of
 from models.tuning import Tuning
+from parallel.kernels import flash, norm
 from parallel.kernels.scoring import Scoring
 from parallel.memory.recompute import Activations, Recompute, Runner, runner
 from parallel.mesh import Group, Mesh
@@ -131,16 +132,14 @@ class FakeModel:
         with self._without_numbers(), _Watch(self._chunk.parameters()) as seen, self._mesh.watched(seen):
             batch = self._microbatch(length, sequences)
             context = self._chunk.context(batch)
-            rotations = [key for tables in context.rotations.values() for key in map(_key, tables) if key in seen.sizes]
-            tables = sum(seen.sizes[key] for key in rotations)
-            before = seen.live - tables
+            rotations = {rope: [*map(_key, tables)] for rope, tables in context.rotations.items()}
+            before = seen.live - sum(seen.sized(rotations).values())
             x: Tensor = _Entering.apply(self._leaf(entered), batch.activation)
             y = call(x, batch, context)
             left, forward, most = bool(y.requires_grad), seen.work(), seen.peak - before
             end = _Leaving.apply(y) if left else None
             del x, y, context
-            tables = sum(seen.sizes.get(key, 0) for key in rotations)
-            kept = seen.live - before
+            kept, tables = seen.live - before, seen.sized(rotations)
             if end is not None:
                 seen.peak = seen.live
                 end.backward()
@@ -148,7 +147,7 @@ class FakeModel:
         return LayerCost(
             sum(parameter.numel() for parameter in parameters),
             sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-            kept - tables,
+            kept - sum(tables.values()),
             tables,
             most - kept,
             left,
@@ -252,20 +251,28 @@ class _Watch(TorchDispatchMode):
         self.live = self.peak = self.started = 0
         self._known = set(map(_key, known))
         self._products, self.messages = Counter[MatMul](), Counter[Collective]()
+        self._inside, self._passes = False, 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled here, and torch's compiler takes a second to import
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        body = OPDEFS.get(op._schema.name)
-        if body is not None and any(isinstance(x, FakeTensor) for x in args):
-            with self:  # operators of our own for CPUs: what they are made of
-                return body._init_fn(*args, **(kwargs or {}))
-        out = op(*args, **(kwargs or {}))
-        for product, count in _products(op, args):
+        kwargs = kwargs or {}
+        if body := OPDEFS.get(op._schema.name):
+            self._inside = True
+            with self:  # operators of our own: what they are made of
+                out = body._init_fn(*args, **kwargs)
+            self._inside = False
+            return out
+        out = op(*args, **kwargs)
+        before = self.started
+        for product, count in _products(op, args, kwargs):
             self._products[product] += count
             self.started += 1
+        if self._inside and before == self.started and not op.is_view and "empty" not in op._schema.name:
+            moved = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+            self._passes += sum(leaf.nbytes for leaf in moved if leaf.is_meta)  # blocks of a CPU stay in its cache
         for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._add(leaf)
@@ -274,9 +281,13 @@ class _Watch(TorchDispatchMode):
 
     def work(self) -> OpCounts:
         """Return the operations since it was asked last."""
-        found = OpCounts(self._products, self.messages)
-        self._products, self.messages = Counter(), Counter()
+        found = OpCounts(self._products, self.messages, self._passes)
+        self._products, self.messages, self._passes = Counter(), Counter(), 0
         return found
+
+    def sized(self, storages: Mapping[str, Iterable[int]]) -> dict[str, int]:
+        """Return the bytes of those of the storages that are alive and count."""
+        return {name: sum(self.sizes.get(key, 0) for key in keys) for name, keys in storages.items()}
 
     def _add(self, tensor: Tensor) -> None:
         key = _key(tensor)
@@ -294,18 +305,39 @@ _FIRST = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
 """{operator: which of its arguments is the first factor}."""
 
 
-def _products(op: Any, args: Any) -> Iterable[tuple[MatMul, int]]:
+def _products(op: Any, args: Any, kwargs: Any) -> Iterable[tuple[MatMul, int]]:
     """Yield the products of one operator of torch."""
     name = op._schema.name.removeprefix("aten::").rstrip("_")
     if name in _FIRST:
         a, b = args[_FIRST[name] : _FIRST[name] + 2]
         yield MatMul(a.shape[-2], b.shape[-1], a.shape[-1], math.prod(a.shape[:-2]), _name(a)), 1
-    elif "scaled_dot_product" in name:
-        given = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False))
-        q, k, causal = given["query"], given["key"], given["is_causal"]
-        product = MatMul(q.shape[2], k.shape[2] + causal, q.shape[3], q.shape[0] * q.shape[1], _name(q), True)
-        # Of scores that are looked at from below the diagonal half count. A gradient of each factor in the backward.
-        yield product, (1 if causal else 2) * (2 if "backward" in name else 1)
+    elif "scaled_dot_product" in name or "flash_attention" in name:
+        given = {argument.name: argument.default_value for argument in op._schema.arguments}
+        given |= dict(zip(given, args, strict=False)) | kwargs
+        product, count = (_of_sequences if "scaled_dot_product" in name else _of_documents)(given)
+        # A gradient of each factor in the backward.
+        yield product, count * (2 if "backward" in name else 1)
+
+
+def _of_sequences(given: Mapping[str, Any]) -> tuple[MatMul, int]:
+    """q: [b, heads, s, head], k: [b, kv, t, head]; all look at all, or at what is not behind them."""
+    q, k = given["query"], given["key"]
+    if given["is_causal"]:
+        return _looking(q, q.shape[2], q.shape[0], None), 1
+    return MatMul(q.shape[2], k.shape[2], q.shape[3], q.shape[0] * q.shape[1], _name(q), True), 2
+
+
+def _of_documents(given: Mapping[str, Any]) -> tuple[MatMul, int]:
+    """q: [t, heads, head], of documents that are as long as the longest, at what is not behind them."""
+    q, length, left = given["query"], given["max_q"], given["window_size_left"]
+    return _looking(q, length, len(q) // length, None if left is None or left < 0 else left + 1), 1
+
+
+def _looking(q: Tensor, length: int, sequences: int, window: int | None) -> MatMul:
+    """The two products of an attention, in which each pair of tokens that look at each other counts."""
+    seen = min(length, window or length)
+    heads, head = q.shape[1], q.shape[-1]
+    return MatMul(seen, 2 * looks(length, window) // seen, head, heads * sequences, _name(q), True)
 
 
 def _name(tensor: Tensor) -> str:
@@ -416,20 +448,33 @@ def _attention(
     return y
 
 
-_FUSED: Mapping[str, Callable[..., Tensor]] = {
-    "rms_norm": _rms_norm,
-    "dropout": _dropout,
-    "scaled_dot_product_attention": _attention,
-}
-"""Functions that torch takes apart where a device has no kernel for them, as CUDA has."""
+def _in_fp32(normal: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offset: float) -> Tensor:
+    """A norm with an offset is in the kernel of any other; one with weights for each head goes by its formula."""
+    return (
+        F.layer_norm(x, weight.shape, weight, bias) if weight.dim() == 1 else _FORMULA(normal, x, weight, bias, offset)
+    )
+
+
+_FORMULA: Callable[..., Tensor] = norm._in_fp32
+_FUSED: Sequence[tuple[ModuleType, str, Callable[..., Any]]] = (
+    (F, "rms_norm", _rms_norm),
+    (F, "dropout", _dropout),
+    (F, "scaled_dot_product_attention", _attention),
+    (norm, "_in_fp32", _in_fp32),
+    (flash, "takes", flash.fits),
+    (flash, "shares", lambda: True),
+)
+"""Functions that are other ones where the device is a GPU, and what they are there."""
 
 
 @contextmanager
 def _fused() -> Iterator[None]:
     """Put the choice in place of torch's: a mode would not be asked in a backward, where blocks are computed again."""
-    own = {name: getattr(F, name) for name in _FUSED}
-    vars(F).update(_FUSED)
+    own = [(where, name, getattr(where, name)) for where, name, _ in _FUSED]
     try:
+        for where, name, function in _FUSED:
+            setattr(where, name, function)
         yield
     finally:
-        vars(F).update(own)
+        for where, name, function in own:
+            setattr(where, name, function)

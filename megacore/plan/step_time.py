@@ -143,6 +143,7 @@ class LayerCompute:
         again: Products that recomputation repeats.
         moved: Bytes that lie between the products of a forward.
         moved_again: The bytes of these that are made again.
+        passes: Bytes that operators of our own read and write beside: forward, backward, and again.
         narrow: Whether its products are in fp8 where the run is.
     """
 
@@ -151,6 +152,7 @@ class LayerCompute:
     again: Products
     moved: int
     moved_again: int
+    passes: tuple[int, int, int]
     narrow: bool
 
 
@@ -166,7 +168,9 @@ def _of(unit: LayerCost, plain: LayerCost, narrow: bool) -> LayerCompute:
     """Return the compute of a layer that costs ``unit`` and, without recomputation, ``plain``."""
     again = Counter(unit.backward.products) - Counter(plain.backward.products)
     made_again = plain.kept - unit.kept if unit.left else 0
-    return LayerCompute(unit.forward.products, plain.backward.products, again, plain.kept, made_again, narrow)
+    ahead, back = unit.forward, plain.backward
+    passes = ahead.passes, back.passes, unit.backward.passes - back.passes
+    return LayerCompute(ahead.products, back.products, again, plain.kept, made_again, passes, narrow)
 
 
 @dataclass(frozen=True)
@@ -184,7 +188,8 @@ def _seconds(cluster: Cluster, found: Sequence[tuple[LayerCompute, int]]) -> _Se
         tflops = cluster.tflops if each.narrow else cluster.wide_tflops
         ahead, back, repeated = (
             sum(count * cluster.product_s(product, tflops) for product, count in part.items())
-            for part in (each.forward, each.backward, each.again)
+            + passes / cluster.device.bandwidth
+            for part, passes in zip((each.forward, each.backward, each.again), each.passes, strict=True)
         )
         # A third of the passes are the forward's.
         one = efficiency.PASSES / 3 / cluster.device.bandwidth

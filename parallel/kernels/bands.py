@@ -307,7 +307,7 @@ def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
     """The batched product of two, not rounded to their dtype."""
     if a.dtype == wide:
         return torch.bmm(a, b)
-    return torch.bmm(a, b, out_dtype=wide) if a.device.type == "cuda" else torch.bmm(a.to(wide), b.to(wide))
+    return torch.bmm(a.to(wide), b.to(wide)) if a.device.type == "cpu" else torch.bmm(a, b, out_dtype=wide)
 
 
 def _side_by_side(x: Tensor, kv: int) -> Tensor:

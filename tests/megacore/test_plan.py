@@ -308,7 +308,7 @@ def test_what_a_token_leaves_behind() -> None:
     ((block, *_),) = act.chunks
     features = 5 * 4096 + (32 + 2 * 8) * 128 + 3 * 14336
     assert block.kept == 8192 * (2 * features + 4 * 32 + 2 * 8) + 16  # and the state of flash attention's dropout
-    assert block.tables == 8192 * 2 * 128
+    assert block.tables == {"rope": 8192 * 2 * 128}
     assert act.head.kept == 8192 * (2 * (2 * 4096 + 128256) + 8 + 4)
 
 

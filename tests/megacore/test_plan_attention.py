@@ -1,0 +1,184 @@
+"""Windows, softcaps, sinks and norms in the plan, for a GPU: what blocks keep and compute, held against counts by
+hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from extended_family import extended
+from operations import Flops
+
+from megacore.plan.activations import ActivationMemory
+from megacore.plan.devices import DEVICES
+from megacore.plan.setting import Setting, Widths
+from megacore.plan.state import Held
+from megacore.plan.step_time import Cluster, estimate
+from models.config import flops_per_token
+from models.registry import configure
+from models.stages import layout_of
+from parallel.kernels import bands
+from parallel.weights.layout import MeshShape
+
+EMBED, MLP, LAYERS, HEADS, KV, HEAD, VOCAB = 64, 96, 4, 4, 2, 16, 512
+LENGTH, SEQUENCES, WINDOW = 256, 2, 100
+TOKENS = LENGTH * SEQUENCES
+MIXED = (0, WINDOW, 0, WINDOW)
+ALL_BEFORE = 256 * 257 // 2
+IN_WINDOW = 100 * 101 // 2 + 156 * 100
+"""Pairs of tokens of a sequence that look at each other: 100 tokens see less than the window, and 156 see 100."""
+PRODUCTS = (HEADS * HEAD * EMBED * 2 + 2 * KV * HEAD * EMBED + 3 * EMBED * MLP) * LAYERS + EMBED * VOCAB
+"""Elements of all matrices that multiply: queries and what ends the attention, keys, values, the feed-forward's."""
+H100 = Cluster(DEVICES["h100-80"], DEVICES["h100-80"].tflops("bf16"))
+
+
+@pytest.fixture(autouse=True)
+def there_is_that_family() -> Iterator[None]:
+    with extended():
+        yield
+
+
+def setting(mesh: MeshShape = MeshShape(), length: int = LENGTH, **fields: Any) -> Setting:  # noqa: B008
+    section = {
+        "family": "extended",
+        "vocab_size": VOCAB,
+        "hidden_size": EMBED,
+        "intermediate_size": MLP,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV,
+        "head_dim": HEAD,
+        "max_position_embeddings": 4096,
+    }
+    config = configure(section | fields)
+    return Setting(config, layout_of(config, mesh), Widths.of("bf16"), length, SEQUENCES, 1)
+
+
+def of(**fields: Any) -> ActivationMemory:
+    return ActivationMemory.of(setting(**fields))
+
+
+# -- work
+
+
+def test_the_operations_are_those_of_the_pairs_that_look_at_each_other() -> None:
+    """Two products of two operations for each pair and feature of a head, three times with the backward."""
+    for windows, pairs in (((), 4 * ALL_BEFORE), (MIXED, 2 * (ALL_BEFORE + IN_WINDOW)), (4 * (1000,), 4 * ALL_BEFORE)):
+        made = setting(windows=windows)
+        found = Flops(ActivationMemory.of(made), 0)
+        wanted = 2 * PRODUCTS * TOKENS + 4 * HEADS * HEAD * SEQUENCES * pairs
+        assert (found.forward, found.backward, found.again) == (wanted, 2 * wanted, 0)
+        assert flops_per_token(made.model, LENGTH) == 6 * PRODUCTS + 12 * HEADS * HEAD * pairs // LENGTH
+
+
+def test_ranks_divide_them() -> None:
+    whole, half = (Flops(of(mesh=MeshShape(tp=tp), windows=MIXED, sinks=True), 0).forward for tp in (1, 2))
+    assert whole == 2 * half
+
+
+def test_the_time_and_the_model_s_operations_follow_the_window() -> None:
+    full, windowed = (setting(windows=windows) for windows in ((), MIXED))
+    less = 2 * 12 * HEADS * HEAD * SEQUENCES * (ALL_BEFORE - IN_WINDOW)
+    one, other = (estimate(made, Held.of(made), H100) for made in (full, windowed))
+    assert (one.model_tflop - other.model_tflop) * 1e12 == pytest.approx(less, rel=1e-3)
+    assert one.compute - other.compute == pytest.approx(less / (H100.tflops * 1e12 * 0.5), rel=1e-2)
+
+
+def test_a_softcap_s_products_are_those_of_blocks_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernel for CUDA knows it: blocks of queries see all keys from the first one's window on. Two products in the
+    forward, and five in the backward, for scores are made again."""
+    monkeypatch.setattr(bands, "_BLOCK_ON_GPU", 64)
+    plain, capped = (of(windows=4 * (WINDOW,), softcap=cap).chunks[0][0] for cap in (None, 30.0))
+    keys = 64, 128, 99 + 64, 99 + 64
+    scores = HEADS * SEQUENCES * 64 * sum(keys)
+    without = plain.forward.flops - 4 * HEADS * HEAD * SEQUENCES * IN_WINDOW
+    assert capped.forward.flops - without == 2 * 2 * HEAD * scores
+    assert capped.backward.flops - 2 * without == 2 * 5 * HEAD * scores
+
+
+def test_the_time_of_scores_that_pass_through_memory() -> None:
+    """Of a softcap they do: some passes over fp32 numbers of each pair, in the forward and more in the backward."""
+    plain, capped = (setting(length=1024, softcap=cap) for cap in (None, 30.0))
+    block = ActivationMemory.of(capped).chunks[0][0]
+    assert ActivationMemory.of(plain).chunks[0][0].forward.passes == 0
+    scores = 4 * HEADS * SEQUENCES * 1024 * 1024
+    assert 8 * scores < block.forward.passes < block.backward.passes < 50 * scores
+    one, other = (estimate(made, Held.of(made), H100) for made in (plain, capped))
+    passes = block.forward.passes + block.backward.passes
+    assert other.compute - one.compute > LAYERS * passes / H100.device.bandwidth
+    full, narrow = (estimate(replace(capped, recompute=each), Held.of(capped), H100) for each in ("full", "none"))
+    assert full.recompute > LAYERS * block.forward.passes / H100.device.bandwidth > narrow.recompute == 0
+
+
+# -- memory
+
+
+def kept(features: int, numbers: int) -> int:
+    """Bytes of a block's activations in bf16, and of fp32 numbers beside them, a token."""
+    return TOKENS * (2 * features + 4 * numbers)
+
+
+NORM = 2
+"""Statistics of a norm: what it keeps on a GPU."""
+BLOCK = kept(5 * EMBED + (HEADS + 2 * KV) * HEAD + 3 * MLP, HEADS + 2 * NORM)
+"""Inputs of two norms, of the products after them and after the attention, queries, keys, values, both halves of the
+feed-forward network and what they become; a number of each head's softmax."""
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, BLOCK),
+        ({"windows": MIXED}, BLOCK),
+        ({"sinks": True}, BLOCK),
+        ({"softcap": 30.0}, BLOCK),
+        ({"windows": MIXED, "softcap": 30.0, "sinks": True}, BLOCK),
+        ({"offset": 1.0}, BLOCK),
+        # What the norms are given: one buffer with the values, beside the turned queries and keys.
+        ({"norms": True}, BLOCK + kept((HEADS + 2 * KV) * HEAD - KV * HEAD, 2 * NORM)),
+        # One norm of one input for both branches, which keep its output once.
+        ({"parallel": True}, BLOCK - kept(2 * EMBED, NORM)),
+    ],
+    ids=str,
+)
+def test_what_a_block_keeps(fields: dict[str, Any], wanted: int) -> None:
+    block = of(**fields).chunks[0][-1]
+    dropped = 16 if not {"windows", "sinks", "softcap"} & fields.keys() else 0  # the state of torch's dropout
+    assert block.kept == wanted + dropped
+
+
+def test_ropes_of_layers_each_have_their_tables() -> None:
+    """A stage keeps those of all of its layers' ropes, each once."""
+    one, two = (of(windows=MIXED, local_rope=own) for own in (False, True))
+    table = 2 * 2 * TOKENS * HEAD // 2
+    assert [block.tables["rope"] for block in two.chunks[0]] == [table, 0, table, 0]
+    assert two.kept[0] - one.kept[0] == table
+
+
+def test_scores_are_there_a_block_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In fp32, of no more keys than the block sees."""
+    monkeypatch.setattr(bands, "_BLOCK_ON_GPU", 512)
+    short, long = (of(length=length, windows=4 * (WINDOW,), softcap=30.0).chunks[0][0].peak for length in (1024, 2048))
+    scores = 4 * HEADS * SEQUENCES * 512 * (99 + 512)
+    assert scores < short < long < 1.3 * short
+
+
+# -- layers that are alike
+
+
+@pytest.mark.parametrize(
+    ("fields", "kinds"),
+    [
+        ({}, "0000"),
+        ({"windows": MIXED}, "0101"),
+        ({"windows": MIXED, "local_rope": True, "sinks": True, "norms": True, "softcap": 30.0}, "0101"),
+        ({"windows": (8, 16, 8, 0)}, "0103"),
+    ],
+    ids=str,
+)
+def test_layers_are_measured_once_of_each_kind(fields: dict[str, Any], kinds: str) -> None:
+    made = of(**fields)
+    assert "".join(made._fake.kinds) == kinds
+    assert len(set(made.chunks[0])) <= len(set(kinds)) + 1
