@@ -334,7 +334,7 @@ def _of_documents(given: Mapping[str, Any]) -> tuple[MatMul, int]:
 
 
 def _looking(q: Tensor, length: int, sequences: int, window: int | None) -> MatMul:
-    """The two products of an attention, in which each pair of tokens that look at each other counts."""
+    """Return the two products of an attention, in which each pair of tokens that look at each other counts."""
     seen = min(length, window or length)
     heads, head = q.shape[1], q.shape[-1]
     return MatMul(seen, 2 * looks(length, window) // seen, head, heads * sequences, _name(q), True)
@@ -449,7 +449,7 @@ def _attention(
 
 
 def _in_fp32(normal: Any, x: Tensor, weight: Tensor, bias: Tensor | None, offset: float) -> Tensor:
-    """A norm with an offset is in the kernel of any other; one with weights for each head goes by its formula."""
+    """Take the kernel of a norm, with an offset or without; one with weights for each head goes by its formula."""
     return (
         F.layer_norm(x, weight.shape, weight, bias) if weight.dim() == 1 else _FORMULA(normal, x, weight, bias, offset)
     )
