@@ -31,6 +31,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 4,
     "max_position_embeddings": 32,
+    "sliding_window": 5,
     "pad_token_id": None,  # of some it lies beyond so small a vocabulary
 }
 
