@@ -41,7 +41,8 @@ def test_a_config_of_the_hub() -> None:
 
 
 def test_layers_that_see_all_do_not_rotate() -> None:
-    layers = READ(small("cohere2", num_hidden_layers=8, sliding_window=7).to_dict()).anatomy.layers
+    config = small("cohere2", num_hidden_layers=8, sliding_window=7).to_dict()
+    layers = READ(config | {"layer_types": None}).anatomy.layers
     assert [(layer.rope, layer.window) for layer in layers] == [(ROPE, 7), (ROPE, 7), (ROPE, 7), (None, None)] * 2
 
 
