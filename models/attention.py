@@ -39,9 +39,10 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.qkv, self.out = column(parameters, f"{name}.qkv"), row(parameters, f"{name}.out")
-        sizes = parameters.shards[f"{name}.qkv.weight"].sizes
-        self.heads, self.head = sizes["heads"], sizes["head"]
-        self.kv = sizes.get("kv", self.heads)
+        shard = parameters.shards[f"{name}.qkv.weight"]
+        rows, self.head = shard.shape[0], shard.sizes["head"]
+        self.kv = shard.piece("v").numel // shard.sizes["embed"] // self.head
+        self.heads = rows // self.head - 2 * self.kv
         self.name, self.rope, self.scoring = name, rope, scoring
         self.sinks = scoring.sinks
         # Whoever asks whether something drops looks for these.

@@ -19,6 +19,7 @@ SPLIT: Split = {
     "experts": ("ep",),
     "heads": ("tp",),
     "kv": ("tp",),
+    "groups": ("tp",),
     "mlp": ("tp",),
     "vocab": ("tp",),
 }
