@@ -9,6 +9,9 @@ from parallel.weights.schema import Param
 
 _QKV = "(q: heads {0} + k: kv {0} + v: kv head)"
 QKV = _QKV.format("head")
+# Where no heads share keys and values; and of each head together, as GPT-NeoX stores them.
+QKV_EACH = "(q: heads head + k: heads head + v: heads head)"
+QKV_BY_HEAD = "(heads (q: head + k: head + v: head))"
 HEADS, KV_HEADS = "(heads head)", "(kv head)"
 GATE_UP = "(gate: mlp + up: mlp)"
 

@@ -14,12 +14,10 @@ from typing import Any, ClassVar
 from models.anatomy import ACTIVATIONS, Anatomy, LayerAttention
 from models.builder import build
 from models.config import ModelConfig, positive, probabilities
-from models.table import HEADS, Table
+from models.table import HEADS, QKV_EACH, Table
 from parallel.weights.schema import Param
 
 __all__ = ["CONFIG", "PRESETS", "Gpt2Config", "build"]
-
-_QKV = "(q: heads head + k: heads head + v: heads head)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +115,7 @@ class Gpt2Config(ModelConfig):
         )
         embed, *others = t.model(
             t.norm("attn_norm", "ln_1"),
-            t.linear("attn.qkv", _QKV, "embed", "attn.c_attn", bias=True, stored=f"embed {_QKV}"),
+            t.linear("attn.qkv", QKV_EACH, "embed", "attn.c_attn", bias=True, stored=f"embed {QKV_EACH}"),
             t.linear("attn.out", "embed", HEADS, "attn.c_proj", bias=True, stored=f"{HEADS} embed", ends=True),
             t.norm("mlp_norm", "ln_2"),
             t.linear("mlp.up", "mlp", "embed", "mlp.c_fc", bias=True, stored="embed mlp"),

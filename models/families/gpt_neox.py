@@ -14,13 +14,10 @@ from models.builder import build
 from models.config import probabilities
 from models.decoder_config import DecoderConfig, shape
 from models.rope_config import Convention
-from models.table import HEADS
+from models.table import HEADS, QKV_BY_HEAD, QKV_EACH
 from parallel.weights.schema import Param
 
 __all__ = ["CONFIG", "PRESETS", "GptNeoxConfig", "build"]
-
-_QKV = "(q: heads head + k: heads head + v: heads head)"
-_STORED = "(heads (q: head + k: head + v: head))"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +57,11 @@ class GptNeoxConfig(DecoderConfig):
 
     def params(self) -> tuple[Param, ...]:
         t, bias = self.table(layer="gpt_neox.layers.{layer}", norm_bias=True), self.attention_bias
-        qkv, stored = ("attn.qkv", _QKV, "embed", "attention.query_key_value"), f"{_STORED} embed"
+        qkv, stored = ("attn.qkv", QKV_EACH, "embed", "attention.query_key_value"), f"{QKV_BY_HEAD} embed"
         return t.model(
             t.norm("attn_norm", "input_layernorm"),
             t.norm("mlp_norm", "post_attention_layernorm"),
-            t.linear(*qkv, bias=bias, stored=stored, stored_bias=_STORED),
+            t.linear(*qkv, bias=bias, stored=stored, stored_bias=QKV_BY_HEAD),
             t.linear("attn.out", "embed", HEADS, "attention.dense", bias=bias, ends=True),
             t.plain_mlp("dense_h_to_4h", "dense_4h_to_h", bias=True),
             tied=self.tie_word_embeddings,
