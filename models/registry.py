@@ -21,6 +21,7 @@ FAMILIES: Mapping[str, str] = {
     "arcee": "models.families.arcee",
     "cohere": "models.families.cohere",
     "cohere2": "models.families.cohere2",
+    "falcon": "models.families.falcon",
     "gemma": "models.families.gemma",
     "gemma2": "models.families.gemma2",
     "gemma3_text": "models.families.gemma3",

@@ -77,7 +77,7 @@ def special(config: ModelConfig) -> list[str]:
 
 def _of_table(schema: Schema) -> Iterator[str]:
     names = {param.name.removeprefix("layers.{layer}."): param for param in schema.params}
-    if schema.sizes.get("kv", schema.sizes["heads"]) < schema.sizes["heads"]:
+    if min(schema.sizes.get(axis, schema.sizes["heads"]) for axis in ("kv", "groups")) < schema.sizes["heads"]:
         yield "shared keys and values"
     if "attn_norm.weight" not in names:
         yield "norms after the branches"

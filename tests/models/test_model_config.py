@@ -103,11 +103,12 @@ def test_their_config_comes_and_goes(case: str) -> None:
     assert read(again.to_dict()) == read(written) == ours
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_attention_heads": 64}], ids=["defaults", "more heads"])
+@pytest.mark.parametrize("times", [1, 2], ids=["defaults", "more heads"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_left_out_means_what_transformers_takes_it_for(name: str, changes: dict[str, Any]) -> None:
+def test_what_is_left_out_means_what_transformers_takes_it_for(name: str, times: int) -> None:
     """Each field in turn, unless it must be there: from a default of our own another model would come."""
     kind = CONFIG_MAPPING[name]
+    changes = {"num_attention_heads": times * kind().num_attention_heads} if times > 1 else {}
     whole, taken = kind(**changes).to_dict(), set()
     try:
         read(whole)
@@ -123,7 +124,9 @@ def test_what_is_left_out_means_what_transformers_takes_it_for(name: str, change
             continue
         taken.add(field)
         assert ours == read(kind(**less).to_dict()), field
-    assert {f.name for f in fields(family(name).CONFIG) if f.default is not MISSING} <= taken
+    config = family(name).CONFIG
+    defaulted = {f.name for f in fields(config) if f.default is not MISSING}
+    assert defaulted - getattr(config, "derived", frozenset()) <= taken
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,0 +1,162 @@
+"""Falcon (Almazrouei et al. 2023, arXiv 2311.16867): branches side by side, keys and values of one head (7B) or of one
+for each group of queries, stored group by group (11B, 40B, 180B)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from models.anatomy import ACTIVATIONS, Anatomy
+from models.builder import build
+from models.decoder_config import DecoderConfig
+from models.table import HEADS, QKV, QKV_BY_HEAD, QKV_EACH
+from parallel.weights.schema import Param
+
+__all__ = ["CONFIG", "PRESETS", "FalconConfig", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FalconConfig(DecoderConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "falcon"
+    architecture: ClassVar[str] = "FalconForCausalLM"
+    base_model_prefix: ClassVar[str] = "transformer"
+    tied: ClassVar[tuple[str, str]] = ("transformer.word_embeddings.weight", "lm_head.weight")
+    harmless: ClassVar[frozenset[str]] = frozenset({"ff_factor"})  # which the class does not read
+    # The class drops elements of the sum of two branches, and the attention's where there is no attention dropout.
+    fixed: ClassVar[Mapping[str, Any]] = {
+        "alibi": False,
+        "apply_residual_connection_post_layernorm": False,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    ignored: ClassVar[tuple[str, ...]] = ("transformer.h.{layer}.self_attention.rotary_emb.inv_freq",)
+    derived: ClassVar[frozenset[str]] = frozenset(
+        {"head_dim", "hidden_act", "intermediate_size", "num_key_value_heads"}
+    )
+
+    activation: str = "gelu"
+    layer_norm_epsilon: float = 1e-5
+    ffn_hidden_size: int
+    num_kv_heads: int
+    new_decoder_architecture: bool = False
+    num_ln_in_parallel_attn: int | None = None
+    multi_query: bool = True
+    parallel_attn: bool = True
+    bias: bool = False
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = True
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        sizes, kv = dict(super().sizes), self.num_key_value_heads
+        if self.new_decoder_architecture:
+            # Each rank has whole groups: ranks that share keys and values would share queries, too.
+            del sizes["kv"]
+            sizes |= {"groups": kv, "share": self.num_attention_heads // kv}
+        return sizes
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of(
+            norm="layer",
+            norm_eps=self.layer_norm_epsilon,
+            parallel=self.new_decoder_architecture or self.parallel_attn,
+            padding_idx=None,
+        )
+
+    def params(self) -> tuple[Param, ...]:
+        t, bias = self.table(layer="transformer.h.{layer}", norm_bias=True), self.bias
+        (qkv, stored), hf = self._qkv, "self_attention.query_key_value"
+        return t.model(
+            *(t.norm(ours, theirs) for ours, theirs in self._norms.items()),
+            t.linear("attn.qkv", qkv, "embed", hf, bias=bias, stored=f"{stored} embed", stored_bias=stored),
+            t.linear("attn.out", "embed", HEADS, "self_attention.dense", bias=bias, ends=True),
+            t.plain_mlp("dense_h_to_4h", "dense_4h_to_h", bias=bias),
+            tied=self.tie_word_embeddings,
+            embed="transformer.word_embeddings",
+            norm="transformer.ln_f",
+        )
+
+    @property
+    def _qkv(self) -> tuple[str, str]:
+        """How queries, keys and values are kept here and there."""
+        if self.new_decoder_architecture:
+            return (
+                "(q: groups share head + k: groups head + v: groups head)",
+                "(groups (q: share head + k: head + v: head))",
+            )
+        return (QKV, QKV) if self.multi_query else (QKV_EACH, QKV_BY_HEAD)
+
+    @property
+    def _norms(self) -> Mapping[str, str]:
+        if self.new_decoder_architecture and self.num_ln_in_parallel_attn in (None, 2):
+            return {"attn_norm": "ln_attn", "mlp_norm": "ln_mlp"}
+        if self.new_decoder_architecture or self.parallel_attn:
+            return {"attn_norm": "input_layernorm"}
+        return {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+    def problems(self) -> list[str]:
+        found, norms = super().problems(), self.num_ln_in_parallel_attn
+        if self.new_decoder_architecture and not self.parallel_attn:
+            found.append("parallel_attn is false: branches of new_decoder_architecture stand side by side")
+        if norms not in ((None, 1, 2) if self.new_decoder_architecture else (None, 1)):
+            found.append(
+                f"num_ln_in_parallel_attn is {norms}: it must be 1 or null, or 2 with new_decoder_architecture"
+            )
+        return found
+
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> list[str]:
+        found, new = super()._derive(values), values.get("new_decoder_architecture")
+        if values.get("ffn_hidden_size") is None and isinstance(values.get("hidden_size"), int):
+            values["ffn_hidden_size"] = 4 * values["hidden_size"]
+        if values.get("num_kv_heads") is None:
+            values["num_kv_heads"] = values.get("num_attention_heads")
+        if new or values.get("multi_query", True):
+            values["num_key_value_heads"] = values["num_kv_heads"] if new else 1
+        values["intermediate_size"] = values.get("ffn_hidden_size")
+        values["hidden_act"] = values.get("activation", cls.activation)
+        return found
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        new, parallel = rng.random() < 0.5, rng.random() < 0.7
+        heads = drawn["num_attention_heads"]
+        return drawn | {
+            "activation": rng.choice([*ACTIVATIONS]),
+            "layer_norm_epsilon": rng.choice((1e-5, 1e-2)),
+            "ffn_hidden_size": rng.choice((None, 14, 31)),
+            "num_kv_heads": rng.choice([n for n in range(tp, heads + 1, tp) if heads % n == 0]) if new else None,
+            "new_decoder_architecture": new,
+            "num_ln_in_parallel_attn": rng.choice((None, 1, 2)) if new else None,
+            "multi_query": rng.random() < 0.5,
+            "parallel_attn": new or parallel,
+            "bias": rng.random() < 0.5,
+        }
+
+
+def _shape(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {"vocab_size": 65024, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+
+
+_NEW = {"new_decoder_architecture": True, "num_kv_heads": 8}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "falcon-tiny": _shape(64, 4, 4) | {"vocab_size": 512, "max_position_embeddings": 512},
+    "falcon-7b": _shape(4544, 32, 71),
+    "falcon-40b": _shape(8192, 60, 128) | _NEW,
+    "falcon-180b": _shape(14848, 80, 232) | _NEW,
+}
+
+PARAMETERS: Mapping[str, int] = {
+    "falcon-7b": 6_921_720_704,
+    "falcon-40b": 41_303_293_952,
+}
+"""Published numbers of parameters."""
+
+CONFIG: type[FalconConfig] = FalconConfig
