@@ -20,7 +20,7 @@ from megacore.plan.fit import MARGIN, Candidate, fit
 from megacore.plan.memory import COMMUNICATOR, TERMS, Memory, groups, memory
 from megacore.plan.published import PUBLISHED
 from megacore.plan.setting import Setting, setting_of
-from megacore.plan.state import Held
+from megacore.plan.state import Shares
 from megacore.plan.step_time import Cluster, Estimate, estimate
 from megacore.plan.traffic import Traffic, traffic
 from megacore.recipe import ConfigError, load
@@ -48,11 +48,11 @@ class Plan:
 
     @classmethod
     def of(cls, config: Config, setting: Setting, cluster: Cluster, storage: Storage) -> Plan:
-        held = Held.of(setting)
-        sent = tuple(traffic(setting, held, stage) for stage in range(setting.layout.mesh.pp))
-        time = estimate(setting, held, cluster)
+        shares = Shares.of(setting)
+        sent = tuple(traffic(setting, shares, stage) for stage in range(setting.layout.mesh.pp))
+        time = estimate(setting, shares, cluster)
         beside = Overheads.of(config, setting, cluster, time, storage)
-        return cls(setting, cluster, memory(setting, held), sent, time, beside)
+        return cls(setting, cluster, memory(setting, shares), sent, time, beside)
 
     @property
     def fullest(self) -> Memory:

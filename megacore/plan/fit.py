@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from megacore.plan.memory import Memory, by_stage
 from megacore.plan.setting import SHARDS, Setting
-from megacore.plan.state import Held, state
+from megacore.plan.state import Shares, state
 from megacore.plan.step_time import Cluster, Estimate, estimate
 from models.stages import layout_of
 from parallel.choices import Recompute, ZeroShard
@@ -65,11 +65,11 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
     room = cluster.device.memory * (1 - MARGIN)
     found: list[Candidate] = []
     for layout in _layouts(base, world, cluster):
-        held = Held.of(replace(base, layout=layout))
+        shares = Shares.of(replace(base, layout=layout))
         for setting in _batches(base, layout):
             before, tried = len(found), _RECOMPUTE
             for rung in _rungs(base, layout):
-                fits = _least_recomputed(replace(setting, shard=rung), held, cluster, room, tried)
+                fits = _least_recomputed(replace(setting, shard=rung), shares, cluster, room, tried)
                 found += fits
                 if fits and rung != "none":  # what splits more only sends more: it must recompute less
                     tried = tried[: tried.index(fits[0].setting.recompute)]
@@ -77,7 +77,7 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
                 break
     found.sort(key=lambda each: each.time.total)
     again = [
-        replace(each, time=estimate(each.setting, Held.of(each.setting), cluster))
+        replace(each, time=estimate(each.setting, Shares.of(each.setting), cluster))
         for each in _distinct(found, 3 * best)
     ]
     return tuple(sorted(again, key=lambda each: each.time.total)[:best])
@@ -122,16 +122,16 @@ def _batches(base: Setting, layout: Layout) -> Iterator[Setting]:
 
 
 def _least_recomputed(
-    setting: Setting, held: Held, cluster: Cluster, room: float, choices: Sequence[Recompute]
+    setting: Setting, shares: Shares, cluster: Cluster, room: float, choices: Sequence[Recompute]
 ) -> list[Candidate]:
     """Return the setting with the least of the recomputations that fits, if any does."""
-    if not choices or max(state(own, setting).device(setting).total for own in held.stages) > room:
+    if not choices or max(state(own, setting).device(setting).total for own in shares.stages) > room:
         return []
     for recompute in choices:
         tried = replace(setting, recompute=recompute)
-        needed = tuple(takewhile(lambda each: each.peak <= room, by_stage(tried, held)))
-        if len(needed) == len(held.stages):
-            return [Candidate(tried, needed, estimate(tried, held, cluster, simulated=False))]
+        needed = tuple(takewhile(lambda each: each.peak <= room, by_stage(tried, shares)))
+        if len(needed) == len(shares.stages):
+            return [Candidate(tried, needed, estimate(tried, shares, cluster, simulated=False))]
     return []
 
 

@@ -8,7 +8,7 @@ from functools import cache
 
 from megacore.plan.activations import ActivationMemory
 from megacore.plan.setting import SHARDS, Setting
-from megacore.plan.state import Held, ParameterShare, state
+from megacore.plan.state import ParameterShare, Shares, state
 from parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
 from parallel.pipeline.schedules import SCHEDULES
 from parallel.rank_sets import groups_of
@@ -113,16 +113,16 @@ def _groups(setting: Setting, rank: int) -> set[tuple[int, ...]]:
     return {ranks for ranks in found if len(ranks) > 1}
 
 
-def memory(setting: Setting, held: Held) -> tuple[Memory, ...]:
-    """Return the memory of every stage, whose ranks hold ``held``."""
-    return tuple(by_stage(setting, held))
+def memory(setting: Setting, shares: Shares) -> tuple[Memory, ...]:
+    """Return the memory of every stage, whose ranks hold ``shares``."""
+    return tuple(by_stage(setting, shares))
 
 
-def by_stage(setting: Setting, held: Held) -> Iterator[Memory]:
+def by_stage(setting: Setting, shares: Shares) -> Iterator[Memory]:
     """Yield what :func:`memory` returns, one stage after the other: who looks for one that is too much may stop
     there."""
     act = ActivationMemory.of(setting)
-    for stage, own in enumerate(held.stages):
+    for stage, own in enumerate(shares.stages):
         yield _stage(setting, act, stage, own)
 
 
@@ -140,16 +140,16 @@ class _Moment:
         return self.activations + self.logits + self.working + (gradients if self.gradients is None else self.gradients)
 
 
-def _stage(setting: Setting, act: ActivationMemory, stage: int, held: Sequence[ParameterShare]) -> Memory:
+def _stage(setting: Setting, act: ActivationMemory, stage: int, shares: Sequence[ParameterShare]) -> Memory:
     layout = setting.layout
-    whole = state(held, setting)
+    whole = state(shares, setting)
     everything = whole.device(setting)
     states = whole.masters + whole.moments
     disk = states if setting.offload_optimizer == "file" else 0
     host = whole.total - everything.total - disk
     if setting.offload_optimizer != "none":
         host += min(setting.offload_buffer, whole.gradients + disk)
-    moments = list(_moments(setting, act, stage, held))
+    moments = list(_moments(setting, act, stage, shares))
     worst = max(moments, key=lambda moment: moment.total(everything.gradients))
     kept = act.kept[stage :: layout.mesh.pp]
     flying = crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches)[stage]
@@ -170,7 +170,7 @@ def _stage(setting: Setting, act: ActivationMemory, stage: int, held: Sequence[P
     return Memory(
         stage,
         layout.mesh.world // layout.mesh.pp,
-        sum(part.elements for part in held),
+        sum(part.elements for part in shares),
         terms,
         host,
         disk,
@@ -180,13 +180,13 @@ def _stage(setting: Setting, act: ActivationMemory, stage: int, held: Sequence[P
     )
 
 
-def _moments(setting: Setting, act: ActivationMemory, stage: int, held: Sequence[ParameterShare]) -> list[_Moment]:
+def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequence[ParameterShare]) -> list[_Moment]:
     """Return the start of every backward at the head, at the last block of each kind, at the first one and at the
     embedding, for all that is in flight."""
     layout, width = setting.layout, setting.widths.gradient
     last = layout.mesh.pp * layout.chunks - 1
-    lazy = _lazy(held, setting)
-    sharing = _Sharing.of(setting, act, stage, held)
+    lazy = _lazy(shares, setting)
+    sharing = _Sharing.of(setting, act, stage, shares)
     kept = [_on_device(setting, act, virtual) for virtual in range(stage, len(layout.layers), layout.mesh.pp)]
     found = []
     for chunk, *alive in crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches)[stage]:
@@ -215,7 +215,7 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, held: Sequence
         if virtual == 0 and act.embedding.left:
             working = act.embedding.peak - act.embedding.learning * width * lazy + tied + sharing.embedding
             found.append(_Moment("backward of the embedding", others + act.embedding.kept, logits, working))
-    widened = min(NORM_BLOCK, sum(part.trained for part in held)) if setting.device == "cpu" else 0
+    widened = min(NORM_BLOCK, sum(part.trained for part in shares)) if setting.device == "cpu" else 0
     found.append(_Moment("optimizer step", working=8 * widened))
     return found
 
@@ -226,11 +226,11 @@ def _on_device(setting: Setting, act: ActivationMemory, virtual: int) -> int:
     return min(kept, OFFLOAD_AHEAD + most) if setting.offload_activations else kept
 
 
-def _lazy(held: Sequence[ParameterShare], setting: Setting) -> bool:
+def _lazy(shares: Sequence[ParameterShare], setting: Setting) -> bool:
     """Return whether gradients only come to be in the backward: nobody shares them, they need no wider type, and there
     is one microbatch (the next one finds those of the one before)."""
     mesh, widths = setting.layout.mesh, setting.widths
-    shared = mesh.dp * mesh.cp > 1 or any(part.model_replicas > 1 for part in held if part.trained)
+    shared = mesh.dp * mesh.cp > 1 or any(part.model_replicas > 1 for part in shares if part.trained)
     one = setting.microbatches * setting.layout.chunks == 1
     return not shared and widths.gradient == widths.parameter and one
 
@@ -245,7 +245,7 @@ class _Sharing:
     embedding: int = 0
 
     @classmethod
-    def of(cls, setting: Setting, act: ActivationMemory, stage: int, held: Sequence[ParameterShare]) -> _Sharing:
+    def of(cls, setting: Setting, act: ActivationMemory, stage: int, shares: Sequence[ParameterShare]) -> _Sharing:
         """Return a bucket that fills, and those whose sums are under way; of parameters a unit, and the one gathered
         next."""
         rung, widths = SHARDS.index(setting.shard), setting.widths
@@ -253,7 +253,7 @@ class _Sharing:
             return cls()
         first, blocks, last = act.embedding, act.blocks[stage], act.head
         head, embedding = last.learning * widths.gradient, first.learning * widths.gradient
-        everything = sum(part.trained for part in held)
+        everything = sum(part.trained for part in shares)
         learning = max(block.learning for block in blocks)
         bucket = learning if rung == 3 else min(setting.bucket_bytes // widths.gradient, everything)
         sums = (1 + REDUCE_SCATTERS) * bucket * widths.gradient

@@ -8,7 +8,7 @@ from typing import Any
 
 from megacore.plan.devices import DEVICES, Device
 from megacore.plan.setting import ADAM_16, Setting, Widths
-from megacore.plan.state import Held
+from megacore.plan.state import Shares
 from megacore.plan.step_time import Cluster, estimate
 from models.config import flops_per_token
 from models.registry import configure
@@ -78,11 +78,11 @@ class Published:
     def planned(self) -> float:
         """Return the tokens per second of each device by the plan."""
         setting, cluster = self.setting(), self.cluster()
-        held = Held.of(setting)
-        seconds = estimate(setting, held, cluster).total
+        shares = Shares.of(setting)
+        seconds = estimate(setting, shares, cluster).total
         if self.repeated:
             full = replace(setting, recompute="full")
-            seconds += self.repeated * estimate(full, held, cluster).recompute
+            seconds += self.repeated * estimate(full, shares, cluster).recompute
         return setting.global_tokens / seconds / self.mesh.world
 
 

@@ -43,7 +43,7 @@ class ParameterShare:
 
 
 @dataclass(frozen=True)
-class Held:
+class Shares:
     """The shares that the ranks of a layout hold. Those of one stage differ in which elements, not in how many.
 
     Args:
@@ -53,7 +53,7 @@ class Held:
     stages: tuple[tuple[ParameterShare, ...], ...]
 
     @classmethod
-    def of(cls, setting: Setting) -> Held:
+    def of(cls, setting: Setting) -> Shares:
         """Count the shares in one layer of a first, a middle and a last stage, as the others are alike; dp and cp split
         nothing."""
         layout, pp, frozen = setting.layout, setting.layout.mesh.pp, setting.frozen
@@ -154,15 +154,15 @@ def sharing(part: ParameterShare, setting: Setting) -> int:
     return part.model_replicas // ends * mesh.dp * mesh.cp // setting.replicas
 
 
-def state(held: Iterable[ParameterShare], setting: Setting) -> StateBytes:
+def state(shares: Iterable[ParameterShare], setting: Setting) -> StateBytes:
     """Return the state of everything a rank holds, wherever it lies.
 
     Where pieces of one parameter have different owners, each rank that updates a slice of one has a copy of the slice.
     """
-    held, still = list(held), replace(setting.widths, gradient=0, master=0, moments=0)
-    pieces = Counter(part.param.name for part in held)
+    shares, still = list(shares), replace(setting.widths, gradient=0, master=0, moments=0)
+    pieces = Counter(part.param.name for part in shares)
     total = NOTHING
-    for part in held:
+    for part in shares:
         ranks = sharing(part, setting)
         own = state_of(part.trained, ranks, setting.widths, setting.shard)
         if part.trained < part.elements:
@@ -173,6 +173,6 @@ def state(held: Iterable[ParameterShare], setting: Setting) -> StateBytes:
     return total
 
 
-def updated(held: Iterable[ParameterShare], setting: Setting) -> StateBytes:
+def updated(shares: Iterable[ParameterShare], setting: Setting) -> StateBytes:
     """Return :func:`state` of what is trained alone."""
-    return state((replace(part, elements=part.trained) for part in held), setting)
+    return state((replace(part, elements=part.trained) for part in shares), setting)

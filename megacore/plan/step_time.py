@@ -13,7 +13,7 @@ from megacore.plan.activations import ActivationMemory
 from megacore.plan.costs import LayerCost, MatMul
 from megacore.plan.devices import PEAK_TFLOPS, Device
 from megacore.plan.setting import SHARDS, Setting
-from megacore.plan.state import Held, ParameterShare, state, updated
+from megacore.plan.state import ParameterShare, Shares, state, updated
 from megacore.plan.traffic import ALL_REDUCE, SEND, Traffic, traffic
 from models.config import flops_per_token
 from parallel.pipeline.schedules import SCHEDULES, simulate
@@ -199,19 +199,19 @@ def _seconds(cluster: Cluster, found: Sequence[tuple[LayerCompute, int]]) -> _Se
     return _Seconds(forward, backward, again)
 
 
-def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = True) -> Estimate:
+def estimate(setting: Setting, shares: Shares, cluster: Cluster, simulated: bool = True) -> Estimate:
     """Estimate the time of a step.
 
     Args:
         setting: The run.
-        held: The shares that its ranks hold.
+        shares: The shares that its ranks hold.
         cluster: The devices that it runs on.
         simulated: Whether the pipeline is simulated; else its bubble is (p-1)/(v m), which the simulator confirms.
     """
     layout, m = setting.layout, setting.microbatches
     mesh, pp, chunks = layout.mesh, layout.mesh.pp, layout.chunks
     act = ActivationMemory.of(setting)
-    sent = [traffic(setting, held, stage) for stage in range(pp)]
+    sent = [traffic(setting, shares, stage) for stage in range(pp)]
     rows = [_stage_times(setting, act, cluster, stage, sent[stage]) for stage in range(pp)]
     slowest = max(rows, key=lambda row: row.forward + row.backward)
     hop = cluster.seconds(mesh, [Traffic(SEND, "pp", "", pp, 1, setting.activation, True)]) if pp > 1 else 0.0
@@ -227,7 +227,7 @@ def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = T
     moved = max(sum(b.kept * number for b, number in act.blocks[stage].items()) for stage in range(pp))
     away = 2 * m * moved if setting.offload_activations else 0
     if setting.offload_parameters:  # a slice comes with each gathering: for the forward and for the backward
-        away += 2 * m * max(state(own, setting).parameters for own in held.stages)
+        away += 2 * m * max(state(own, setting).parameters for own in shares.stages)
     away_s = away / cluster.device.host
     offload = max(away_s - busy, (1 - cluster.overlap) * away_s)
     per_token = flops_per_token(setting.model, setting.sequence_length, setting.tuning)
@@ -238,7 +238,7 @@ def estimate(setting: Setting, held: Held, cluster: Cluster, simulated: bool = T
         idle,
         data,
         offload,
-        max(_optimizer(setting, cluster, own) for own in held.stages),
+        max(_optimizer(setting, cluster, own) for own in shares.stages),
         setting.global_tokens,
         per_token * setting.global_tokens / mesh.world / 1e12,
     )
@@ -296,13 +296,13 @@ def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _T
     return cluster.shown(mesh, sums, beside) + cluster.shown(mesh, gathers, times.forward)
 
 
-def _optimizer(setting: Setting, cluster: Cluster, held: Sequence[ParameterShare]) -> float:
+def _optimizer(setting: Setting, cluster: Cluster, shares: Sequence[ParameterShare]) -> float:
     """Return the seconds of reading and writing what AdamW works on.
 
     Offloaded, the host does it, window by window: gradients come and parameters go beside its work, each in a
     direction of its own, and states are read and written; the slowest of these shows.
     """
-    own = updated(held, setting)
+    own = updated(shares, setting)
     states = own.masters + own.moments
     if setting.offload_optimizer == "none":
         return (own.gradients * 2 + states * 2 + own.parameters) / cluster.device.bandwidth

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megacore.plan.activations import ActivationMemory
 from megacore.plan.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Collective
 from megacore.plan.setting import SHARDS, Setting
-from megacore.plan.state import Held, ParameterShare, sharing
+from megacore.plan.state import ParameterShare, Shares, sharing
 
 
 def ring(kind: str, size: float, ranks: int) -> float:
@@ -48,10 +48,14 @@ class Traffic:
         return self.count * ring(self.kind, self.size, self.ranks)
 
 
-def traffic(setting: Setting, held: Held, stage: int) -> tuple[Traffic, ...]:
+def traffic(setting: Setting, shares: Shares, stage: int) -> tuple[Traffic, ...]:
     """Return all messages of a rank of a stage."""
     act = ActivationMemory.of(setting)
-    found = [*_layers(setting, act, stage), *_pipeline(setting, stage), *_data(setting, act, held.stages[stage], stage)]
+    found = [
+        *_layers(setting, act, stage),
+        *_pipeline(setting, stage),
+        *_data(setting, act, shares.stages[stage], stage),
+    ]
     return tuple(each for each in found if each.ranks > 1 and each.count and each.size)
 
 
@@ -75,7 +79,7 @@ def _pipeline(setting: Setting, stage: int) -> Iterator[Traffic]:
     yield Traffic(SEND, "pp", "gradients of activations", pp, back, setting.activation, True)
 
 
-def _data(setting: Setting, act: ActivationMemory, held: Sequence[ParameterShare], stage: int) -> Iterator[Traffic]:
+def _data(setting: Setting, act: ActivationMemory, shares: Sequence[ParameterShare], stage: int) -> Iterator[Traffic]:
     """Yield the messages of gradients, by who shares them, and of split parameters."""
     mesh, widths, rung = setting.layout.mesh, setting.widths, SHARDS.index(setting.shard)
     data, units = mesh.dp * mesh.cp, act.blocks[stage].total() if rung == 3 else 0
@@ -86,7 +90,7 @@ def _data(setting: Setting, act: ActivationMemory, held: Sequence[ParameterShare
         return Traffic(kind, axis, what, ranks, times * count, size // count, True)
 
     alike: dict[tuple[tuple[str, ...], int], list[ParameterShare]] = {}
-    for part in held:
+    for part in shares:
         alike.setdefault((part.dims, part.model_replicas), []).append(part)
     for (dims, _), group in alike.items():
         own = (*(("dp",) if mesh.dp > 1 else ()), *(("cp",) if mesh.cp > 1 else ()), *dims)

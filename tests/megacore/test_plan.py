@@ -20,7 +20,7 @@ from megacore.plan.fit import MARGIN, fit
 from megacore.plan.memory import TERMS, crowds, memory
 from megacore.plan.published import PUBLISHED
 from megacore.plan.setting import ADAM_16, SHARDS, Setting, Widths, setting_of
-from megacore.plan.state import Held, StateBytes, state, state_of
+from megacore.plan.state import Shares, StateBytes, state, state_of
 from megacore.plan.step_time import Cluster, MatMul, estimate
 from megacore.plan.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic
 from megacore.recipe import load
@@ -105,7 +105,7 @@ def test_real_models_through_the_same_functions() -> None:
         ("llama-2-70b", 64, "parameters", 16 * 68_976_648_192 / 64),
     ):
         made = setting({"preset": preset}, MeshShape(dp=ranks), widths=ADAM_16, shard=shard)
-        (own,) = Held.of(made).stages
+        (own,) = Shares.of(made).stages
         assert state(own, made).total == pytest.approx(expected, rel=1e-6)
 
 
@@ -125,11 +125,11 @@ def test_real_models_through_the_same_functions() -> None:
 )
 def test_what_a_stage_holds_is_what_each_of_its_ranks_holds(tied: bool, mesh: MeshShape, chunks: int) -> None:
     made = setting(SMALL | {"tie_word_embeddings": tied}, mesh, chunks)
-    layout, held = made.layout, Held.of(made)
+    layout, shares = made.layout, Shares.of(made)
     for rank in range(mesh.world):
         place = mesh.place(rank)
         shards = list(layout.shards(place))
-        own = held.stages[place.pp]
+        own = shares.stages[place.pp]
         assert sum(part.elements for part in own) == sum(shard.numel for shard in shards)
         for shard in shards:
             for label in shard.param.sentence.labels:
@@ -189,11 +189,11 @@ def test_adapters_add_their_products_and_what_they_read() -> None:
 def test_ranks_send_what_is_trained_alone() -> None:
     mesh = MeshShape(dp=4)
     lora = tuned(Tuning(Lora(4, 8.0, ("*",))), mesh)
-    held, trained = Held.of(lora), lora.tuning.trained(lora.model.schema)
-    assert sum(part.trained for part in held.stages[0]) == trained
-    (sums,) = (x for x in traffic(lora, held, 0) if "gradients" in x.what)
+    shares, trained = Shares.of(lora), lora.tuning.trained(lora.model.schema)
+    assert sum(part.trained for part in shares.stages[0]) == trained
+    (sums,) = (x for x in traffic(lora, shares, 0) if "gradients" in x.what)
     assert sums.size * sums.count == 4 * trained
-    split = {x.kind: x for x in traffic(replace(lora, shard="gradients"), held, 0)}
+    split = {x.kind: x for x in traffic(replace(lora, shard="gradients"), shares, 0)}
     assert split[ALL_GATHER].size == 2 * trained
     # What lies below all that is trained is gathered for the forward alone: the embedding and half of the layers.
     for tuning, below in ((EVERYTHING, 0), (LOWER, 4)):
@@ -201,13 +201,13 @@ def test_ranks_send_what_is_trained_alone() -> None:
         schema = made.model.schema
         layer = sum(schema.numel(param) for param in schema.params if "layer" in param.named_axes) // 8
         once = below * layer + bool(below) * schema.numel(schema["embed.weight"])
-        (gathers,) = (x for x in traffic(made, Held.of(made), 0) if x.kind == ALL_GATHER)
+        (gathers,) = (x for x in traffic(made, Shares.of(made), 0) if x.kind == ALL_GATHER)
         assert gathers.size * gathers.count == 2 * 8 * (2 * schema.parameters - once)
 
 
 def test_adapters_gather_as_many_features_as_their_rank() -> None:
     made = tuned(Tuning(Lora(4, 8.0, ("*",))), MeshShape(tp=2))
-    moved = [x for x in traffic(made, Held.of(made), 0) if x.kind in (ALL_GATHER, REDUCE_SCATTER) and x.size > 64 * 4]
+    moved = [x for x in traffic(made, Shares.of(made), 0) if x.kind in (ALL_GATHER, REDUCE_SCATTER) and x.size > 64 * 4]
     # q, k and v have three; the first product of the feed-forward network, fused of two, has two.
     narrow = {64 * 2 * rank for rank in (4, 8, 12)}
     assert {x.size for x in moved} == narrow | {64 * 2 * 16}
@@ -220,7 +220,7 @@ def test_adapters_gather_as_many_features_as_their_rank() -> None:
 def test_the_time_of_the_update_is_that_of_what_is_trained() -> None:
     every = (Tuning(Lora(4, 8.0, ("*",))), LOWER, EVERYTHING)
     lora, lower, everything = (tuned(tuning, MeshShape()) for tuning in every)
-    *some, whole = (estimate(made, Held.of(made), H100) for made in (lora, lower, everything))
+    *some, whole = (estimate(made, Shares.of(made), H100) for made in (lora, lower, everything))
     for made, found in zip((lora, lower), some, strict=True):
         share = made.tuning.trained(made.model.schema) / made.model.schema.parameters
         assert found.optimizer == pytest.approx(share * whole.optimizer)
@@ -241,7 +241,7 @@ def test_recomputation_chunks_and_offloading_take_away_what_they_say() -> None:
 
     def fullest(**changed: Any) -> dict[str, int]:
         made = setting({"preset": "llama-tiny"}, mesh, **changed)
-        return memory(made, Held.of(made))[0].terms
+        return memory(made, Shares.of(made))[0].terms
 
     plain = fullest()
     none, selective, full = (fullest(recompute=each)["activations"] for each in ("none", "selective", "full"))
@@ -264,7 +264,7 @@ def test_recomputation_chunks_and_offloading_take_away_what_they_say() -> None:
 def test_what_is_offloaded_lies_elsewhere() -> None:
     """Of each parameter 12 bytes of states and 2 of its own, and what passes through the buffer."""
     made = setting({"preset": "llama-tiny"}, MeshShape(dp=4), shard="parameters", offload_buffer=1000)
-    plain, held = memory(made, Held.of(made))[0], Held.of(made)
+    plain, shares = memory(made, Shares.of(made))[0], Shares.of(made)
     assert plain.host == plain.disk == 0
     cases: list[tuple[OptimizerOffload, bool, int, int]]
     states, parameters = plain.terms["masters"] + plain.terms["moments"], plain.terms["parameters"]
@@ -274,7 +274,7 @@ def test_what_is_offloaded_lies_elsewhere() -> None:
         ("file", True, 1000 + parameters, states),
     ]
     for where, too, host, disk in cases:
-        found = memory(replace(made, offload_optimizer=where, offload_parameters=too), held)[0]
+        found = memory(replace(made, offload_optimizer=where, offload_parameters=too), shares)[0]
         assert (found.host, found.disk) == (host, disk)
         assert found.peak < plain.peak and found.terms["masters"] == found.terms["moments"] == 0
         assert found.terms["parameters"] == (0 if too else parameters)
@@ -282,17 +282,17 @@ def test_what_is_offloaded_lies_elsewhere() -> None:
 
 def test_offloading_takes_the_time_of_the_slowest_way() -> None:
     made = setting({"preset": "llama-3.1-8b"}, MeshShape(dp=8), sequence_length=8192, shard="optimizer")
-    held, cluster = Held.of(made), Cluster(DEVICES["h100-80"], 989.4)
+    shares, cluster = Shares.of(made), Cluster(DEVICES["h100-80"], 989.4)
     device, host, file = (
-        estimate(replace(made, offload_optimizer=where), held, cluster).optimizer
+        estimate(replace(made, offload_optimizer=where), shares, cluster).optimizer
         for where in get_args(OptimizerOffload)
     )
     assert device < host < file
     assert file == pytest.approx(2 * 12 / 8 * made.layout.schema.parameters / 4e9, rel=0.01)
     slow = replace(cluster, device=replace(cluster.device, disk=2e9))
-    assert estimate(replace(made, offload_optimizer="file"), held, slow).optimizer == pytest.approx(2 * file)
+    assert estimate(replace(made, offload_optimizer="file"), shares, slow).optimizer == pytest.approx(2 * file)
     parameters = replace(made, shard="parameters", offload_optimizer="host", offload_parameters=True)
-    assert estimate(parameters, held, cluster).offload > 0
+    assert estimate(parameters, shares, cluster).offload > 0
 
 
 def test_the_recipe_s_offloading_arrives() -> None:
@@ -314,7 +314,7 @@ def test_what_a_token_leaves_behind() -> None:
 
 def test_replicas_of_hsdp_each_hold_everything() -> None:
     made = setting({"preset": "llama-tiny"}, MeshShape(dp=4), shard="parameters", replicas=2)
-    (own,) = Held.of(made).stages
+    (own,) = Shares.of(made).stages
     of_two = replace(made, layout=layout_of(made.model, MeshShape(dp=2)), replicas=1)
     assert state(own, made) == state(own, of_two)
 
@@ -336,22 +336,22 @@ def test_a_chunked_loss_never_holds_all_logits() -> None:
 def test_what_tensor_parallel_ranks_send() -> None:
     """A block: forward 2 gathers and 2 scatters, backward 4 gathers and 2 scatters, each of t x embed."""
     made = setting({"preset": "llama-tiny"}, MeshShape(pp=2, tp=2, dp=2), microbatches=4)
-    held = Held.of(made)
-    inner = [x for x in traffic(made, held, 0) if x.axis == "tp"]
+    shares = Shares.of(made)
+    inner = [x for x in traffic(made, shares, 0) if x.axis == "tp"]
     count = {kind: sum(x.count for x in inner if x.kind == kind) for kind in (ALL_GATHER, REDUCE_SCATTER)}
     # 2 blocks, 4 microbatches, and the embedding's scatter with the gather that is its backward.
     assert count == {ALL_GATHER: 6 * 2 * 4 + 4, REDUCE_SCATTER: 4 * 2 * 4 + 4}
     assert {x.size for x in inner} == {64 * 64 * 2}
-    again = traffic(replace(made, recompute="full"), held, 0)
+    again = traffic(replace(made, recompute="full"), shares, 0)
     assert sum(x.count for x in again if x.axis == "tp") - sum(x.count for x in inner) == 4 * 2 * 4
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_go_to_who_shares_them(tied: bool) -> None:
     made = setting(SMALL | {"tie_word_embeddings": tied}, MeshShape(pp=2, dp=2, tp=4))
-    held = Held.of(made)
-    sums = [x for x in traffic(made, held, 0) if x.kind == ALL_REDUCE and "gradients" in x.what]
-    elements = sum(part.elements for part in held.stages[0])
+    shares = Shares.of(made)
+    sums = [x for x in traffic(made, shares, 0) if x.kind == ALL_REDUCE and "gradients" in x.what]
+    elements = sum(part.elements for part in shares.stages[0])
     assert sum(x.size * x.count for x in sums) == 4 * elements
     # 2 kv heads on 4 ranks are shared by pairs, norms by all four, a tied table by both ends.
     assert {(x.axis, x.ranks) for x in sums} == {("dp", 2), ("dp x tp", 4), ("dp x tp", 8)} | (
@@ -366,8 +366,8 @@ def test_gradients_go_to_who_shares_them(tied: bool) -> None:
 def test_what_each_rung_sends(shard: str, factor: int) -> None:
     """Bytes for each parameter, times (n-1)/n: fp32 gradients, bf16 parameters, 8 microbatches."""
     made = setting({"preset": "llama-tiny"}, MeshShape(dp=4), shard=shard)
-    held = Held.of(made)
-    sent = sum(x.sent for x in traffic(made, held, 0))
+    shares = Shares.of(made)
+    sent = sum(x.sent for x in traffic(made, shares, 0))
     assert sent == pytest.approx(factor * made.layout.schema.parameters * 3 / 4, rel=1e-3)
 
 
@@ -385,12 +385,12 @@ def test_groups_inside_of_a_node_use_its_links() -> None:
 
 def test_the_parts_of_a_step_add_up() -> None:
     made = setting({"preset": "llama-3.1-8b"}, MeshShape(tp=4, dp=2), microbatches=4, sequence_length=8192)
-    found = estimate(made, Held.of(made), H100)
+    found = estimate(made, Shares.of(made), H100)
     floor = found.model_tflop / H100.tflops
     assert floor / H100.device.reach < found.compute < found.total
     slower = replace(H100, device=replace(H100.device, reach=0.33))
     # All but the attention and what lies between products takes twice as long.
-    assert 1.5 < estimate(made, Held.of(made), slower).compute / found.compute < 2
+    assert 1.5 < estimate(made, Shares.of(made), slower).compute / found.compute < 2
 
 
 def test_narrow_products_reach_less() -> None:
@@ -404,7 +404,7 @@ def test_narrow_products_reach_less() -> None:
 def test_fp8_is_of_the_products_of_blocks() -> None:
     made = setting({"preset": "llama-3.1-8b"}, MeshShape(), sequence_length=8192, microbatches=1)
     narrow = Cluster(H100.device, H100.device.tflops("fp8"))
-    wide, fast = (estimate(made, Held.of(made), cluster).compute for cluster in (H100, narrow))
+    wide, fast = (estimate(made, Shares.of(made), cluster).compute for cluster in (H100, narrow))
     assert 1.2 < wide / fast < 1.8
     attention = MatMul(8192, 8193, 128, 32, attention=True)
     assert narrow.product_s(attention, narrow.tflops) == H100.product_s(attention, H100.tflops)
@@ -440,7 +440,7 @@ def test_the_plan_chooses_what_others_have_found_fastest() -> None:
     model = {"preset": "llama-3.1-70b"}
     deep = setting(model, MeshShape(pp=4, dp=64, tp=4), 5, 32, shard="optimizer", **common)
     wide = setting(model, MeshShape(dp=512, tp=2), 1, 4, shard="parameters", **common)
-    few, many = (estimate(each, Held.of(each), H100).total for each in (deep, wide))
+    few, many = (estimate(each, Shares.of(each), H100).total for each in (deep, wide))
     assert few < many
 
 
@@ -456,8 +456,8 @@ def test_published_runs_can_be_seen(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 1), (4, 1), (2, 2)])
 def test_the_formula_of_the_search_is_the_simulators(pp: int, chunks: int) -> None:
     made = setting({"preset": "llama-2-7b"}, MeshShape(pp=pp), chunks, sequence_length=4096)
-    held = Held.of(made)
-    precise, quick = (estimate(made, held, H100, simulated=each).total for each in (True, False))
+    shares = Shares.of(made)
+    precise, quick = (estimate(made, shares, H100, simulated=each).total for each in (True, False))
     assert quick == pytest.approx(precise, rel=0.02)
 
 
@@ -477,7 +477,7 @@ def test_fit_finds_recipes_that_fit_and_pass_every_rule() -> None:
         assert problems(pasted, 16, model, gpus=8, local_ranks=8) == []
         again = setting_of(pasted, model, 16, "cuda")
         assert (again.layout.mesh, again.microbatches) == (each.setting.layout.mesh, each.setting.microbatches)
-        assert memory(again, Held.of(again)) == each.memory
+        assert memory(again, Shares.of(again)) == each.memory
 
 
 def test_fit_says_when_nothing_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ from megacore.data.samples import BLOCKS
 from megacore.plan.cluster import Overheads, Storage
 from megacore.plan.devices import DEVICES
 from megacore.plan.setting import setting_of
-from megacore.plan.state import Held
+from megacore.plan.state import Shares
 from megacore.plan.step_time import Cluster, estimate
 from megacore.recipe import load
 from megacore.store import load as loading
@@ -45,7 +45,7 @@ def planned(recipe: str, overrides: list[str], world: int) -> Overheads:
     config = load(recipe, overrides)
     setting = setting_of(config, configure(config.model), world, "cpu")
     cluster = Cluster(replace(DEVICES["h100-80"], per_node=NODE), 1.0)
-    return Overheads.of(config, setting, cluster, estimate(setting, Held.of(setting), cluster), STORAGE)
+    return Overheads.of(config, setting, cluster, estimate(setting, Shares.of(setting), cluster), STORAGE)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from tracked import Tracked
 from megacore.plan.activations import ActivationMemory
 from megacore.plan.memory import TERMS, Memory, groups, memory
 from megacore.plan.setting import SHARDS, Setting, Widths
-from megacore.plan.state import Held
+from megacore.plan.state import Shares
 from megacore.run.optimizer import Optimizer
 from megacore.run.states.store import MOMENTS
 from megacore.run.step import TrainStep
@@ -187,7 +187,7 @@ def odd_peaks(cases: list[Case]) -> list[tuple[int, int]]:
 
 
 def planned(case: Case) -> tuple[Memory, ...]:
-    return memory(case.setting, Held.of(case.setting))
+    return memory(case.setting, Shares.of(case.setting))
 
 
 ADAPTERS = Tuning(Lora(16, 32.0, ("*",)))

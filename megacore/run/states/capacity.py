@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megacore.config import Config
 from megacore.plan.setting import Setting, setting_of
-from megacore.plan.state import Held, StateBytes, state
+from megacore.plan.state import Shares, StateBytes, state
 from models.config import ModelConfig
 
 
@@ -27,7 +27,7 @@ def capacity_problems(
         device_memory: Bytes of a GPU here; None where the CPU computes.
     """
     setting = setting_of(config, model, world_size, "cuda" if device_memory else "cpu")
-    states = [state(held, setting) for held in Held.of(setting).stages]
+    states = [state(shares, setting) for shares in Shares.of(setting).stages]
     yield from _memory_problems(setting, states, local_ranks, device_memory)
     if config.memory.offload_folder is None:
         return
