@@ -36,9 +36,9 @@ def path_of(folder: Path, step: int) -> Path:
 def named(folder: Path) -> dict[int, Path]:
     """Return {step: folder with the name of a checkpoint} in ascending order, whatever is in it; links are none of a
     run's."""
-    found = {int(path.name[5:]): path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,18}", path.name)}
+    steps = {int(path.name[5:]): path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,18}", path.name)}
     return {
-        step: path for step, path in sorted(found.items()) if path == path_of(folder, step) and not path.is_symlink()
+        step: path for step, path in sorted(steps.items()) if path == path_of(folder, step) and not path.is_symlink()
     }
 
 
@@ -74,8 +74,8 @@ def newest_of(path: Path) -> Path:
     """Return the newest checkpoint of a run's folder, or of the folder of its checkpoints; any other path is itself."""
     if any((path / name).exists() for name in (INDEX, CONFIG)):
         return path
-    found = complete(folder_of(path)) or complete(path)
-    return found[max(found)] if found else path
+    steps = complete(folder_of(path)) or complete(path)
+    return steps[max(steps)] if steps else path
 
 
 def kept(steps: list[int], newest: int | None, every: int) -> set[int]:
@@ -87,10 +87,10 @@ def kept(steps: list[int], newest: int | None, every: int) -> set[int]:
 
 def prune(folder: Path, newest: int | None, every: int) -> None:
     """Remove the checkpoints that are not kept. One that is being removed has lost its name before."""
-    found = complete(folder)
-    for step in found.keys() - kept(list(found), newest, every):
-        doomed = found[step].with_name(_DOOMED.format(found[step].name))
-        found[step].rename(doomed)
+    steps = complete(folder)
+    for step in steps.keys() - kept(list(steps), newest, every):
+        doomed = steps[step].with_name(_DOOMED.format(steps[step].name))
+        steps[step].rename(doomed)
         shutil.rmtree(doomed)
 
 

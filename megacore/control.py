@@ -62,10 +62,10 @@ class Control:
 
     def gather(self, here: object) -> list[Any]:
         """Return the values of all ranks, in their order, on rank 0; nothing on the others. They travel as JSON."""
-        found = [here]
+        values = [here]
         for group in self.levels:
-            found = _gathered(found, group)
-        return found if self.mesh.rank == 0 else []
+            values = _gathered(values, group)
+        return values if self.mesh.rank == 0 else []
 
     def tell(self, here: object) -> Any:
         """Return the value of rank 0 on all ranks. It travels as JSON."""
@@ -109,9 +109,9 @@ class Control:
         return f"rank {rank} ({self.mesh.shape.place(rank)})"
 
 
-def _gathered(found: list[Any], group: Group) -> list[Any]:
+def _gathered(values: list[Any], group: Group) -> list[Any]:
     """Return the values of all ranks of a group on its first one."""
-    data = torch.frombuffer(bytearray(json.dumps(found).encode()), dtype=torch.uint8)
+    data = torch.frombuffer(bytearray(json.dumps(values).encode()), dtype=torch.uint8)
     sizes = torch.zeros(group.size, dtype=torch.int64)
     sizes[group.index] = len(data)
     dist.all_reduce(sizes, group=group.process_group)

@@ -171,5 +171,5 @@ def _limit_memory() -> None:
     """Limit the memory that the process has by itself, beside what it shares and what it only reserves: Linux counts
     that."""
     status = Path("/proc/self/status")
-    if status.exists() and (held := re.search(r"VmData:\s+(\d+) kB", status.read_text())):
-        _limit(resource.RLIMIT_DATA, (int(held[1]) << 10) + limits.MEMORY)
+    if status.exists() and (own := re.search(r"VmData:\s+(\d+) kB", status.read_text())):
+        _limit(resource.RLIMIT_DATA, (int(own[1]) << 10) + limits.MEMORY)

@@ -240,8 +240,8 @@ class _Ranks:
     def _report(self, rank: int) -> Mapping[str, Any] | None:
         """Return the report of a rank that could not talk to the others any more."""
         file = report_of(self.folder, rank)
-        found: Mapping[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
-        return found
+        report: Mapping[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
+        return report
 
     def _waited_in_vain(self, rank: int) -> bool:
         report = self._report(rank)

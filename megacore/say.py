@@ -56,8 +56,8 @@ def _is_plain(char: str) -> bool:
     return char.isprintable() or char in _JOINERS or unicodedata.category(char) == "Zs"
 
 
-def _escaped(found: re.Match[str]) -> str:
-    return found[0] if _is_plain(found[0]) else json.dumps(found[0])[1:-1]
+def _escaped(match: re.Match[str]) -> str:
+    return match[0] if _is_plain(match[0]) else json.dumps(match[0])[1:-1]
 
 
 def _print(text: str, to: TextIO | None) -> None:

@@ -198,11 +198,15 @@ def _tensors(pair: Pair, part: int, parts: int, jobs: int) -> tuple[list[dict[st
     checkpoint, schema = pair.checkpoint, pair.checkpoint.config.schema
     own, read = list(checkpoint.stored())[part::parts], checkpoint.read()
     groups, differing = list[ComparedParameter](), list[str]()
-    for found in compare_bits(checkpoint, own, pair.folder, jobs):
-        groups.append(ComparedParameter(found.tensor.param, 1, found.elements, found.differ, (_dtype(found),)))
-        if found.differ:
-            where = f"{checkpoint.location('weights', found.tensor)[0]}: {spell((found.tensor.name, found.label))}"
-            differing.append(f"{where}: {found.differ:,} of {found.elements:,} elements differ")
+    for compared in compare_bits(checkpoint, own, pair.folder, jobs):
+        groups.append(
+            ComparedParameter(compared.tensor.param, 1, compared.elements, compared.differ, (_dtype(compared),))
+        )
+        if compared.differ:
+            where = (
+                f"{checkpoint.location('weights', compared.tensor)[0]}: {spell((compared.tensor.name, compared.label))}"
+            )
+            differing.append(f"{where}: {compared.differ:,} of {compared.elements:,} elements differ")
     for tensor in own:
         for label, piece in padding(schema, tensor):
             if strided(read(tensor)[1], piece).any():
@@ -211,8 +215,8 @@ def _tensors(pair: Pair, part: int, parts: int, jobs: int) -> tuple[list[dict[st
     return [asdict(group) for group in groups], differing
 
 
-def _dtype(found: Compared) -> str:
-    there, here = (FLOATS[dtype] for dtype in found.dtypes)
+def _dtype(compared: Compared) -> str:
+    there, here = (FLOATS[dtype] for dtype in compared.dtypes)
     return here if here == there else f"{here} (folder: {there}, compared rounded)"
 
 
@@ -222,15 +226,15 @@ def _logits(pair: Pair, prompts: Sequence[Sequence[int]], mesh: Mesh) -> list[di
     own = [ours.logits(_microbatch(ids, ours)) for ids in prompts]
     if place.pp < mesh.shape.pp - 1 or place.tp or place.ep or place.dp:
         return None
-    theirs, found = transformers_model(pair), []
+    theirs, rows = transformers_model(pair), []
     for ids, logits in zip(prompts, own, strict=True):
         with torch.no_grad():
             wanted: Tensor = theirs(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
         assert logits is not None  # this is the last stage
         difference, largest = float((logits - wanted).abs().max()), float(wanted.abs().max())
         same = float((logits.argmax(-1) == wanted.argmax(-1)).double().mean())
-        found.append(asdict(Logits(len(ids), _finite(largest), _finite(difference), same)))
-    return found
+        rows.append(asdict(Logits(len(ids), _finite(largest), _finite(difference), same)))
+    return rows
 
 
 def _finite(value: float) -> float | None:

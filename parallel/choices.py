@@ -24,8 +24,8 @@ Moments = Literal["fp32", "bf16"]
 def nearest(word: str, choices: Iterable[str]) -> str:
     """``": did you mean 'sequence'?"`` of the choice that is spelled most alike; empty where none is."""
     # What takes the square of a word's length to compare must not be given a word of megabytes.
-    found = get_close_matches(word[:100], list(choices), n=1)
-    return f": did you mean {found[0]!r}?" if found else ""
+    matches = get_close_matches(word[:100], list(choices), n=1)
+    return f": did you mean {matches[0]!r}?" if matches else ""
 
 
 def check_choice(argument: str, value: object, choices: Iterable[str]) -> None:

@@ -83,16 +83,16 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         model = model_from(folder, mesh, processes.dtype(arguments.dtype))
         documents = files.documents()
         watched = folders.watched(documents, "evaluate", " documents") if here.rank == 0 else documents
-        found = evaluate(model, watched, windows, arguments.tokens)
-        if not found.tokens:
+        measured = evaluate(model, watched, windows, arguments.tokens)
+        if not measured.tokens:
             raise StoreError("the data has no token to predict: no document has more than one")
     if here.rank == 0:
-        data = _data(found, windows)
+        data = _data(measured, windows)
         if arguments.json:
             say_data(data, indent=1)
         else:
             say(_text(data))
-        err(f"{found.tokens / (time.perf_counter() - started):,.0f} tokens per second")
+        err(f"{measured.tokens / (time.perf_counter() - started):,.0f} tokens per second")
     return 0
 
 

@@ -91,10 +91,10 @@ def token_files(path: Path) -> list[Path]:
     pairs that holds no model."""
     if path.is_dir():
         model = any((path / name).exists() for name in (INDEX, CONFIG))
-        found = [] if model else [each.with_suffix("") for each in sorted(path.glob("*.idx"))]
+        prefixes = [] if model else [each.with_suffix("") for each in sorted(path.glob("*.idx"))]
     else:
-        found = [path.with_suffix("") if path.suffix in _PAIR else path]
-    return [prefix for prefix in found if all(Path(f"{prefix}{end}").is_file() for end in _PAIR)]
+        prefixes = [path.with_suffix("") if path.suffix in _PAIR else path]
+    return [prefix for prefix in prefixes if all(Path(f"{prefix}{end}").is_file() for end in _PAIR)]
 
 
 _PAIR = (".bin", ".idx")
@@ -188,8 +188,8 @@ def summary(folder: SafetensorsFolder) -> dict[str, Any]:
     }
 
 
-def _adapters(held: Adapters) -> dict[str, Any]:
-    return {**asdict(held.lora), "base": held.base, "base_fingerprint": f"{held.fingerprint:016x}"}
+def _adapters(adapters: Adapters) -> dict[str, Any]:
+    return {**asdict(adapters.lora), "base": adapters.base, "base_fingerprint": f"{adapters.fingerprint:016x}"}
 
 
 def tensors(folder: SafetensorsFolder) -> list[dict[str, Any]]:
@@ -203,10 +203,10 @@ def tensors(folder: SafetensorsFolder) -> list[dict[str, Any]]:
         for stored in folder.stored(state):
             shards.setdefault(whole_name(schema, stored), []).append(_shard(folder, state, stored))
     values = {state: folder.fingerprints(state) for state in folder.states}
-    found = []
+    rows = []
     for whole in native(Layout(schema, MeshShape(), (schema.sizes["layer"],)), [0]):
         param, of = schema[whole.param], shards[whole.name]
-        found.append(
+        rows.append(
             {
                 "name": whole.name,
                 "pattern": param.pattern,
@@ -220,14 +220,14 @@ def tensors(folder: SafetensorsFolder) -> list[dict[str, Any]]:
                 "shards": of,
             }
         )
-    return found
+    return rows
 
 
 def _dtypes(folder: SafetensorsFolder, state: str) -> dict[str, int]:
     """Return {dtype: number of the model's tensors of it}."""
     schema = folder.schema
-    found = {whole_name(schema, stored): FLOATS[folder.dtype(state, stored)] for stored in folder.stored(state)}
-    return {dtype: list(found.values()).count(dtype) for dtype in sorted({*found.values()})}
+    dtypes = {whole_name(schema, stored): FLOATS[folder.dtype(state, stored)] for stored in folder.stored(state)}
+    return {dtype: list(dtypes.values()).count(dtype) for dtype in sorted({*dtypes.values()})}
 
 
 def _size(folder: SafetensorsFolder, state: str, stored: Stored) -> int:
@@ -260,30 +260,30 @@ def _compared(folder: SafetensorsFolder, other: SafetensorsFolder, jobs: int) ->
         return compare.compare((folder, other), jobs, progress)
 
 
-def _differences(found: Differences, other: SafetensorsFolder) -> dict[str, Any]:
+def _differences(differences: Differences, other: SafetensorsFolder) -> dict[str, Any]:
     return {
         "other": str(other.path),
-        "equal": not found,
-        "config": {name: list(both) for name, both in found.config.items()},
-        "step": found.step and list(found.step),
-        "states": dict(found.states),
-        "pieces": [vars(piece) | {"both": list(piece.both)} for piece in found.pieces],
+        "equal": not differences,
+        "config": {name: list(both) for name, both in differences.config.items()},
+        "step": differences.step and list(differences.step),
+        "states": dict(differences.states),
+        "pieces": [vars(piece) | {"both": list(piece.both)} for piece in differences.pieces],
     }
 
 
-def _diff_text(found: Differences, folder: SafetensorsFolder, other: SafetensorsFolder) -> Iterator[str]:
+def _diff_text(differences: Differences, folder: SafetensorsFolder, other: SafetensorsFolder) -> Iterator[str]:
     yield ""
-    if not found:
+    if not differences:
         yield f"Equal to {other.path}: every piece of every state that both can hold, and what the config means."
         return
     yield f"Differences: {folder.path} | {other.path}"
-    for name, (one, two) in found.config.items():
+    for name, (one, two) in differences.config.items():
         yield f"  config: {name} is {one!r} | {two!r}"
-    if found.step:
-        yield f"  step: {found.step[0]} | {found.step[1]}"
-    for state, which in found.states.items():
+    if differences.step:
+        yield f"  step: {differences.step[0]} | {differences.step[1]}"
+    for state, which in differences.states.items():
         yield f"  state: only {(folder, other)[which].path} has {state}"
-    for piece in found.pieces:
+    for piece in differences.pieces:
         one, two = ("absent" if side is None else "there" for side in piece.both)
         if piece.what != "presence":
             one, two = (_sizes(side) for side in piece.both)
@@ -312,11 +312,11 @@ def _text(facts: Mapping[str, Any]) -> Iterator[str]:
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     tied = ", embedding and head tied" if facts["tied"] else ""
     yield "model", f"{facts['family']}, {facts['parameters']:,} parameters{tied}"
-    if held := facts["adapters"]:
-        scale = "alpha / sqrt(rank)" if held["rslora"] else "alpha / rank"
-        yield "adapters", f"LoRA, rank {held['rank']}, alpha {held['alpha']:g} (scaled by {scale})"
-        targets = ", ".join(map(brief, held["targets"]))
-        yield "of", f"{brief(held['base'])} (fingerprint {held['base_fingerprint']}): {targets}"
+    if adapters := facts["adapters"]:
+        scale = "alpha / sqrt(rank)" if adapters["rslora"] else "alpha / rank"
+        yield "adapters", f"LoRA, rank {adapters['rank']}, alpha {adapters['alpha']:g} (scaled by {scale})"
+        targets = ", ".join(map(brief, adapters["targets"]))
+        yield "of", f"{brief(adapters['base'])} (fingerprint {adapters['base_fingerprint']}): {targets}"
     if facts["frozen"]:
         yield "frozen", f"{len(facts['frozen'])} tensors, without optimizer state"
     for state, dtypes in facts["dtypes"].items():
@@ -341,9 +341,9 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "left out", facts["left_out"]
 
 
-def _tensor_table(found: Sequence[Mapping[str, Any]]) -> str:
+def _tensor_table(tensors: Sequence[Mapping[str, Any]]) -> str:
     rows = []
-    for tensor in found:
+    for tensor in tensors:
         shards = [shard for shard in tensor["shards"] if shard["state"] == "weights"]
         alike = Counter(f"{_shape(shard['shape'])} {shard['bytes']:,} B" for shard in shards)
         values = tensor["fingerprints"]["weights"]

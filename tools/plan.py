@@ -353,11 +353,11 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:,.2f}"
 
 
-def _show_fit(found: Sequence[Candidate], world: int, name: str, cluster: Cluster, as_json: bool) -> None:
+def _show_fit(candidates: Sequence[Candidate], world: int, name: str, cluster: Cluster, as_json: bool) -> None:
     if as_json:
-        say_data([_candidate(each, cluster) for each in found], indent=2)
+        say_data([_candidate(each, cluster) for each in candidates], indent=2)
         return
-    if not found:
+    if not candidates:
         say(
             f"Nothing fits {world} x {name}: take more nodes, set memory.loss_chunk, or choose a batch.global_size "
             "that divides over the ranks"
@@ -366,7 +366,7 @@ def _show_fit(found: Sequence[Candidate], world: int, name: str, cluster: Cluste
     say(f"What fits {world} x {name} less {MARGIN:.0%} of memory, estimated fastest first")
     rows = [
         (f"{each.time.total:,.2f}", f"{_mfu(each, cluster):.1%}", _gb(each.fullest.peak), _pasted(each))
-        for each in found
+        for each in candidates
     ]
     say(table(("s", "MFU", "GB", "overrides"), rows))
 
@@ -381,15 +381,15 @@ def _mfu(each: Candidate, cluster: Cluster) -> float:
 
 def show_published(as_json: bool) -> None:
     """Print published runs beside what the plan makes of them."""
-    found = [(run, run.planned()) for run in PUBLISHED]
+    runs = [(run, run.planned()) for run in PUBLISHED]
     if as_json:
         keys = ("name", "source", "tokens")
-        say_data([{key: getattr(run, key) for key in keys} | {"planned": tokens} for run, tokens in found], indent=2)
+        say_data([{key: getattr(run, key) for key in keys} | {"planned": tokens} for run, tokens in runs], indent=2)
         return
     sources = list(dict.fromkeys(run.source for run in PUBLISHED))
     rows = [
         (run.name, f"{run.tokens:,.0f}", f"{tokens:,.0f}", f"{tokens / run.tokens - 1:+.1%}", f"[{number}]")
-        for run, tokens in found
+        for run, tokens in runs
         for number in [sources.index(run.source) + 1]
     ]
     say("Tokens a second of a device")

@@ -56,10 +56,10 @@ class Corpus:
     def read(cls, folder: Path) -> Corpus:
         """Return the facts about the corpus in a folder; StoreError if they were not written here."""
         path = folder / CORPUS
-        found = read_json(path, folder)
-        if not fits(cls, found):
+        fields = read_json(path, folder)
+        if not fits(cls, fields):
             raise StoreError(f"{path} is not as `megacore tokenize` writes it: remove it, or tokenize the text again")
-        return cls(**found)
+        return cls(**fields)
 
     @classmethod
     def beside(cls, prefix: Path) -> Corpus | None:

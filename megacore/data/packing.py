@@ -29,10 +29,10 @@ def best_fit(lengths: Sequence[int], room: int) -> npt.NDArray[np.int64]:
             row, left = begun, room - length
             begun += 1
         else:
-            found = free[place]
-            row, left = having[found].pop(), found - length
-            if not having[found]:
-                del having[found], free[place]
+            best = free[place]
+            row, left = having[best].pop(), best - length
+            if not having[best]:
+                del having[best], free[place]
         rows[index] = row
         if left >= least:
             if left not in having:
@@ -82,8 +82,8 @@ class Packed:
             rows, self._chosen, sizes = np.arange(chosen.size), chosen, np.ones(chosen.size, np.int64)
         self._ends = np.cumsum(sizes)
         self.per_epoch = sizes.size
-        held = np.bincount(rows, weights=lengths)
-        self.fill = float(np.minimum(held, length).sum() / (self.per_epoch * length))
+        filled = np.bincount(rows, weights=lengths)
+        self.fill = float(np.minimum(filled, length).sum() / (self.per_epoch * length))
         self._order: _Order | None = None
 
     def sample(self, index: int) -> Sample:

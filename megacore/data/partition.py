@@ -32,8 +32,8 @@ class Partition:
 
     @classmethod
     def parse(cls, value: str) -> Partition:
-        found = re.fullmatch(r"(\d+)/(\d+)", value)
-        part = cls(int(found[1]), int(found[2])) if found else cls(0, 0)
+        match = re.fullmatch(r"(\d+)/(\d+)", value)
+        part = cls(int(match[1]), int(match[2])) if match else cls(0, 0)
         if not 1 <= part.number <= part.count:
             raise ArgumentTypeError(f"{value} is not I/N with I from 1 to N, such as 2/8")
         return part

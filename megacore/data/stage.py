@@ -57,11 +57,11 @@ class StageProgress:
     def read(cls, path: Path) -> StageProgress:
         """Read the progress of a stage; InputError if it is not as it was written."""
         try:
-            found = read_json(path, path.parent)
-            if not fits(cls, found) or not fits(Extent, found["extent"]):
+            fields = read_json(path, path.parent)
+            if not fits(cls, fields) or not fits(Extent, fields["extent"]):
                 raise StoreError("it has other fields, or values of other types")
-            known = {"extent": Extent(**found["extent"]), "tally": Tally.of(found["tally"])}
-            return cls(**found | known | {"outputs": tuple(found["outputs"])})
+            known = {"extent": Extent(**fields["extent"]), "tally": Tally.of(fields["tally"])}
+            return cls(**fields | known | {"outputs": tuple(fields["outputs"])})
         except StoreError as error:
             raise InputError(f"{path} is damaged ({error}): remove its folder and begin anew") from error
 
@@ -117,15 +117,15 @@ class Stage:
         InputError names the first one that has changed.
         """
         listed = self.folder / FILES
-        found, total = text.find_files(inputs, exclude), 0
+        files, total = text.find_files(inputs, exclude), 0
         if self.progress is None:
             with replacing(listed) as file:
-                for path in found:
+                for path in files:
                     line = _line(path)
                     total += line[1]
                     file.write((json.dumps(line) + "\n").encode())
             return total
-        for line, path in zip_longest(self._listed(), found):
+        for line, path in zip_longest(self._listed(), files):
             now = None if path is None else _line(path)
             if line is None or now is None or line[0] != now[0]:
                 raise InputError(
@@ -172,10 +172,10 @@ class Stage:
 
     def digest(self) -> str:
         """Return the digest of the names and sizes of the listed files, wherever they lie."""
-        found = blake2b(digest_size=16)
+        hasher = blake2b(digest_size=16)
         for path, size, _ in self._listed():
-            found.update(json.dumps([Path(path).name, size]).encode())
-        return found.hexdigest()
+            hasher.update(json.dumps([Path(path).name, size]).encode())
+        return hasher.hexdigest()
 
     def keep(self, progress: StageProgress) -> None:
         """Keep this progress, which outlasts an interruption: the files that it speaks of are on the disk."""

@@ -96,13 +96,13 @@ class DocumentFiles:
                         raise InputError(str(found))
                     yield self._of_text(path, found)
 
-    def _of_text(self, path: Path, found: str) -> Document:
+    def _of_text(self, path: Path, string: str) -> Document:
         assert self.texts is not None  # it is there for texts
-        tokens = self._checked(path, np.array(self.texts.encode(found), np.int64))
+        tokens = self._checked(path, np.array(self.texts.encode(string), np.int64))
         # Without a token that begins all texts, nothing predicts the first characters.
-        pairs = zip(found, self.texts.decode(tokens[:1].tolist()), strict=False)
+        pairs = zip(string, self.texts.decode(tokens[:1].tolist()), strict=False)
         unseen = "".join(one for one, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        return Document(tokens, np.ones(tokens.size, np.bool_), len(found.encode()) - len(unseen.encode()))
+        return Document(tokens, np.ones(tokens.size, np.bool_), len(string.encode()) - len(unseen.encode()))
 
     def _examples(self, pieces: Sequence[FileRange]) -> Iterator[Document]:
         assert self.texts is not None

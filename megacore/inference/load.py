@@ -58,7 +58,7 @@ def _fill(model: Model, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 def dtype_of(whole: WeightFolder) -> torch.dtype:
     """Return the dtype of a model's weights; of several, one that holds all of their numbers."""
-    held = {whole.dtype("weights", stored) for stored in whole.stored()}
-    widest = held.pop() if len(held) == 1 else "F64" if "F64" in held else "F32"
-    found: torch.dtype = getattr(torch, FLOATS[widest])
-    return found
+    dtypes = {whole.dtype("weights", stored) for stored in whole.stored()}
+    widest = dtypes.pop() if len(dtypes) == 1 else "F64" if "F64" in dtypes else "F32"
+    dtype: torch.dtype = getattr(torch, FLOATS[widest])
+    return dtype

@@ -141,9 +141,9 @@ class ActivationMemory:
 
     def units(self, virtual: int) -> Counter[LayerCost]:
         """Return the number of each kind that a virtual stage has: blocks, and an end of the model."""
-        found = Counter(self.chunks[virtual])
-        found.update([self.embedding] * (virtual == 0) + [self.head] * (virtual == len(self.layers) - 1))
-        return found
+        counts = Counter(self.chunks[virtual])
+        counts.update([self.embedding] * (virtual == 0) + [self.head] * (virtual == len(self.layers) - 1))
+        return counts
 
     def stage(self, stage: int) -> Counter[LayerCost]:
         """Return the number of each kind that a stage has."""

@@ -277,17 +277,17 @@ def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
 
 def _unpadded(stored: Stored, sizes: Sizes) -> int:
     """Return the number of elements that there are: a box may run past its axis."""
-    found = math.prod(stored.shape)
+    elements = math.prod(stored.shape)
     for axis, (start, stop) in stored.box.items():
-        found = found * (min(stop, max(start, sizes[axis])) - start) // (stop - start)
-    return found
+        elements = elements * (min(stop, max(start, sizes[axis])) - start) // (stop - start)
+    return elements
 
 
 def _by_node(by_rank: Mapping[int, int], per_node: int) -> Counter[int]:
-    found = Counter[int]()
+    by_node = Counter[int]()
     for rank, size in by_rank.items():
-        found[rank // per_node] += size
-    return found
+        by_node[rank // per_node] += size
+    return by_node
 
 
 # -- who talks to whom

@@ -63,30 +63,30 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
         best: The number of settings to return.
     """
     room = cluster.device.memory * (1 - MARGIN)
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     for layout in _layouts(base, world, cluster):
         shares = Shares.of(replace(base, layout=layout))
         for setting in _batches(base, layout):
-            before, tried = len(found), _RECOMPUTE
+            before, tried = len(candidates), _RECOMPUTE
             for rung in _rungs(base, layout):
                 fits = _least_recomputed(replace(setting, shard=rung), shares, cluster, room, tried)
-                found += fits
+                candidates += fits
                 if fits and rung != "none":  # what splits more only sends more: it must recompute less
                     tried = tried[: tried.index(fits[0].setting.recompute)]
-            if len(found) == before:  # larger microbatches take more
+            if len(candidates) == before:  # larger microbatches take more
                 break
-    found.sort(key=lambda each: each.time.total)
+    candidates.sort(key=lambda each: each.time.total)
     again = [
         replace(each, time=estimate(each.setting, Shares.of(each.setting), cluster))
-        for each in _distinct(found, 3 * best)
+        for each in _distinct(candidates, 3 * best)
     ]
     return tuple(sorted(again, key=lambda each: each.time.total)[:best])
 
 
-def _distinct(found: list[Candidate], count: int) -> Iterator[Candidate]:
+def _distinct(candidates: list[Candidate], count: int) -> Iterator[Candidate]:
     """Yield the fastest of each mesh: a list of its variants would say little."""
     seen = set[tuple[MeshShape, int]]()
-    for each in found:
+    for each in candidates:
         key = (each.setting.layout.mesh, each.setting.layout.chunks)
         if key not in seen and len(seen) < count:
             seen.add(key)

@@ -101,7 +101,7 @@ def groups(setting: Setting) -> int:
 
 def _groups(setting: Setting, rank: int) -> set[tuple[int, ...]]:
     layout, mesh = setting.layout, setting.layout.mesh
-    found = {mesh.along(rank, *dims) for dims in (("tp",), ("dp", "ep", "cp"), mesh.DIMS)}
+    own = {mesh.along(rank, *dims) for dims in (("tp",), ("dp", "ep", "cp"), mesh.DIMS)}
     sets = {
         layout.replicas(shard, label)
         for shard in layout.shards(mesh.place(rank))
@@ -109,8 +109,8 @@ def _groups(setting: Setting, rank: int) -> set[tuple[int, ...]]:
     }
     replicas = None if setting.shard == "none" else setting.replicas
     for ranks in sets:
-        found |= {*groups_of(mesh, ranks, replicas, rank)}
-    return {ranks for ranks in found if len(ranks) > 1}
+        own |= {*groups_of(mesh, ranks, replicas, rank)}
+    return {ranks for ranks in own if len(ranks) > 1}
 
 
 def memory(setting: Setting, shares: Shares) -> tuple[Memory, ...]:
@@ -188,7 +188,7 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
     lazy = _lazy(shares, setting)
     sharing = _Sharing.of(setting, act, stage, shares)
     kept = [_on_device(setting, act, virtual) for virtual in range(stage, len(layout.layers), layout.mesh.pp)]
-    found = []
+    moments = []
     for chunk, *alive in crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches)[stage]:
         virtual = chunk * layout.mesh.pp + stage
         own = kept[chunk]
@@ -200,24 +200,24 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
         if virtual == last:
             working = act.head.peak + sharing.head - learned * lazy
             gradients = learned if lazy else None
-            found.append(_Moment("backward of the head", others + own, logits + act.head.kept, working, gradients))
+            moments.append(_Moment("backward of the head", others + own, logits + act.head.kept, working, gradients))
         tied = act.tied if virtual == last else 0
         for visit in act.visits[virtual]:
             # At the first block all gradients are there; if they only come to be, less is there before.
             partly = learned + visit.learned * width if lazy and visit.which != "first" else None
             if lazy or visit.which != "first":
                 what, working = f"backward of a chunk's {visit.which} block", visit.block.peak + tied + sharing.block
-                found.append(_Moment(what, others + own - visit.freed, logits, working, partly))
+                moments.append(_Moment(what, others + own - visit.freed, logits, working, partly))
         if not act.chunks[virtual][-1].left:
             # Who runs the chunk holds what its first block was given.
             working = max(block.peak for block in act.chunks[virtual]) + setting.activation + sharing.block
-            found.append(_Moment("forward of a chunk", others, logits, working))
+            moments.append(_Moment("forward of a chunk", others, logits, working))
         if virtual == 0 and act.embedding.left:
             working = act.embedding.peak - act.embedding.learning * width * lazy + tied + sharing.embedding
-            found.append(_Moment("backward of the embedding", others + act.embedding.kept, logits, working))
+            moments.append(_Moment("backward of the embedding", others + act.embedding.kept, logits, working))
     widened = min(NORM_BLOCK, sum(part.trained for part in shares)) if setting.device == "cpu" else 0
-    found.append(_Moment("optimizer step", working=8 * widened))
-    return found
+    moments.append(_Moment("optimizer step", working=8 * widened))
+    return moments
 
 
 def _on_device(setting: Setting, act: ActivationMemory, virtual: int) -> int:

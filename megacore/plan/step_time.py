@@ -160,8 +160,8 @@ def work(act: ActivationMemory, virtual: int) -> list[tuple[LayerCompute, int]]:
     """Return the compute of each part of a virtual stage, and how often it has that part."""
     plain = act.without_recomputation
     blocks = Counter(zip(act.chunks[virtual], plain.chunks[virtual], strict=True))
-    found = [(_of(block, like, True), number) for (block, like), number in blocks.items()]
-    return found if virtual < len(act.chunks) - 1 else [*found, (_of(act.head, plain.head, False), 1)]
+    parts = [(_of(block, like, True), number) for (block, like), number in blocks.items()]
+    return parts if virtual < len(act.chunks) - 1 else [*parts, (_of(act.head, plain.head, False), 1)]
 
 
 def _of(unit: LayerCost, plain: LayerCost, narrow: bool) -> LayerCompute:
@@ -182,9 +182,9 @@ class _Seconds:
     again: float
 
 
-def _seconds(cluster: Cluster, found: Sequence[tuple[LayerCompute, int]]) -> _Seconds:
+def _seconds(cluster: Cluster, parts: Sequence[tuple[LayerCompute, int]]) -> _Seconds:
     forward = backward = again = 0.0
-    for each, number in found:
+    for each, number in parts:
         tflops = cluster.tflops if each.narrow else cluster.wide_tflops
         ahead, back, repeated = (
             sum(count * cluster.product_s(product, tflops) for product, count in part.items())
@@ -275,13 +275,13 @@ def _stage_times(
     setting: Setting, act: ActivationMemory, cluster: Cluster, stage: int, sent: Sequence[Traffic]
 ) -> _Times:
     layout, m = setting.layout, setting.microbatches
-    found = _seconds(cluster, [each for v in range(stage, len(act.chunks), layout.mesh.pp) for each in work(act, v)])
+    seconds = _seconds(cluster, [each for v in range(stage, len(act.chunks), layout.mesh.pp) for each in work(act, v)])
     tensor = [x for x in sent if x.axis == "tp" and "tokens" in x.what]
     forward = cluster.seconds(layout.mesh, (x for x in tensor if "forward" in x.what)) / m
     shown = cluster.seconds(layout.mesh, (x for x in tensor if not x.hidden and "forward" not in x.what)) / m
     # Gathers and scatters of a column-parallel product's backward run beside its two products.
-    hidden = cluster.shown(layout.mesh, [x for x in tensor if x.hidden], m * found.backward) / m
-    return _Times(found.forward, found.backward, found.again, forward, shown + hidden)
+    hidden = cluster.shown(layout.mesh, [x for x in tensor if x.hidden], m * seconds.backward) / m
+    return _Times(seconds.forward, seconds.backward, seconds.again, forward, shown + hidden)
 
 
 def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _Times) -> float:

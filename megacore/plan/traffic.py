@@ -51,12 +51,12 @@ class Traffic:
 def traffic(setting: Setting, shares: Shares, stage: int) -> tuple[Traffic, ...]:
     """Return all messages of a rank of a stage."""
     act = ActivationMemory.of(setting)
-    found = [
+    messages = [
         *_layers(setting, act, stage),
         *_pipeline(setting, stage),
         *_data(setting, act, shares.stages[stage], stage),
     ]
-    return tuple(each for each in found if each.ranks > 1 and each.count and each.size)
+    return tuple(each for each in messages if each.ranks > 1 and each.count and each.size)
 
 
 def _layers(setting: Setting, act: ActivationMemory, stage: int) -> Iterator[Traffic]:

@@ -208,13 +208,13 @@ def _adapters(config: Config, start: Start, control: Control) -> Adapters | None
     lora, base = config.tuning.lora, start.source
     if lora is None or base is None:
         return None
-    found = Adapters(lora, str(base.path), fingerprint(base, control))
+    adapters = Adapters(lora, str(base.path), fingerprint(base, control))
     if start.adapters is not None:
         try:
-            check_fingerprint(start.adapters, base.path, found.fingerprint)
+            check_fingerprint(start.adapters, base.path, adapters.fingerprint)
         except StoreError as error:
             raise ConfigError([f"checkpoint.init: {error}"]) from error
-    return found
+    return adapters
 
 
 def _agree(control: Control, start: Start, chosen: str) -> None:

@@ -178,8 +178,8 @@ class RunLock:
 
     def _is_ours(self) -> bool:
         """Return whether nobody else holds the file; one that is gone, with the folder say, is nobody's."""
-        found = read(self._path)
-        return found is None or found.token == self._holder.token
+        other = read(self._path)
+        return other is None or other.token == self._holder.token
 
     def _write(self) -> None:
         os.pwrite(self._file.fileno(), json.dumps(asdict(self._holder)).encode().ljust(_BYTES), 0)
@@ -208,12 +208,12 @@ def held(out: Path, who: str) -> str:
     return f"out ({out}) is held by a run, {who}: wait for it or end it, or choose another out="
 
 
-def _is_alive(path: Path, found: Holder, seconds: float, step: float) -> bool:
+def _is_alive(path: Path, other: Holder, seconds: float, step: float) -> bool:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         time.sleep(step)
         now = read(path)
-        if now is not None and (now.token, now.beat) != (found.token, found.beat):
+        if now is not None and (now.token, now.beat) != (other.token, other.beat):
             return True
         if now is None and not path.exists():
             return False  # let go

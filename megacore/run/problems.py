@@ -410,13 +410,13 @@ def _multiples(value: int, step: int) -> str:
 def surroundings(config: Config) -> list[str]:
     """Yield missing token files, folders that cannot be used, and packages that a setting needs."""
     looks = (_missing_files, _unusable_out, _unusable_export, _unusable_offload_folder, _missing_packages)
-    found = list[str]()
+    missing = list[str]()
     for look in looks:
         try:
-            found += look(config)
+            missing += look(config)
         except (OSError, ValueError) as error:  # a name that no file can have
-            found.append(f"a path of the recipe cannot be used: {brief(str(error))}")
-    return found
+            missing.append(f"a path of the recipe cannot be used: {brief(str(error))}")
+    return missing
 
 
 def _missing_files(config: Config) -> Iterator[str]:
@@ -438,9 +438,9 @@ def _missing(corpus: CorpusConfig) -> Iterator[str]:
     if corpus.path.endswith((".bin", ".idx")):
         yield f"{path} is a file: name the prefix, {path.with_suffix('')}"
     elif path.is_dir():
-        held = [str(each.with_suffix("")) for each in sorted(path.glob("*.idx"))]
-        held += [str(each) for each in sorted(path.iterdir()) if each.name.endswith(EXAMPLES)]
-        yield f"{path} is a folder: name one of {', '.join(held)}" if held else f"{path} is a folder: {_KINDS}"
+        names = [str(each.with_suffix("")) for each in sorted(path.glob("*.idx"))]
+        names += [str(each) for each in sorted(path.iterdir()) if each.name.endswith(EXAMPLES)]
+        yield f"{path} is a folder: name one of {', '.join(names)}" if names else f"{path} is a folder: {_KINDS}"
     elif path.exists():
         yield f"{path} is neither a token file nor a file of examples: {_KINDS}"
     elif corpus.has_examples:
@@ -516,9 +516,9 @@ def _unusable_export(config: Config) -> Iterator[str]:
 def _not_its_own(out: Path, resume: Path) -> Iterator[str]:
     """Yield why a checkpoint is not the one that the run of this folder resumes from: its own newest."""
     folder = checkpoints.folder_of(out)
-    found = checkpoints.complete(folder)
-    here = [step for step, path in found.items() if path.resolve() == resume.resolve()]
-    newer = [path.name for step, path in found.items() if here and step > here[0]]
+    steps = checkpoints.complete(folder)
+    here = [step for step, path in steps.items() if path.resolve() == resume.resolve()]
+    newer = [path.name for step, path in steps.items() if here and step > here[0]]
     if not here:
         yield f"out ({out}) already holds a run, and {resume} is not a checkpoint of it: choose another out="
     elif newer:

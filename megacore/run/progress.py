@@ -76,13 +76,13 @@ class Progress:
         return cls(**{field: tree[name] for field, name in _FIELDS.items()}, scaler=scaler, order=order)
 
 
-def is_scaler_state(found: Any) -> bool:
+def is_scaler_state(value: Any) -> bool:
     """Return whether something that was read is a state of :meth:`~megacore.run.scaler.Scaler.state`."""
-    if found is None:
+    if value is None:
         return True
-    if not isinstance(found, Mapping):
+    if not isinstance(value, Mapping):
         return False
-    scale, good = found.get("scale"), found.get("good_steps")
+    scale, good = value.get("scale"), value.get("good_steps")
     return isinstance(scale, float) and math.frexp(scale)[0] == 0.5 and type(good) is int and good >= 0
 
 

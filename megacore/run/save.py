@@ -146,9 +146,9 @@ class Snapshot:
             torch.cuda.set_device(self._device)
             self._taken.synchronize()
         files = [each.file for each in self.written]
-        found = write(folder, files, self.schema)
+        fingerprints = write(folder, files, self.schema)
         return [
-            (file.path, file.size, found[file.path], {name: astuple(cut) for name, cut in each.ranges.items()})
+            (file.path, file.size, fingerprints[file.path], {name: astuple(cut) for name, cut in each.ranges.items()})
             for file, each in zip(files, self.written, strict=True)
         ]
 
@@ -157,8 +157,8 @@ class Snapshot:
         host = _copies({s.name: (s.shape, dtypes[s.name]) for s in part.tensors}, on_device, self.state.folder)
 
         def read(stored: Stored) -> tuple[str, Any]:
-            found = host[stored.name]
-            return NAMES[found.dtype], found.view(getattr(torch, f"uint{8 * found.itemsize}")).numpy()
+            copy = host[stored.name]
+            return NAMES[copy.dtype], copy.view(getattr(torch, f"uint{8 * copy.itemsize}")).numpy()
 
         planned = plan(self.schema, part.tensors, part.tensors)
         file = File(path, tuple(Written(s, NAMES[dtypes[s.name]], copies) for s, copies in planned), read)

@@ -43,10 +43,10 @@ def adapters_of(checkpoint: WeightFolder) -> Adapters:
     Raises:
         StoreError: it holds a model.
     """
-    held = checkpoint.index.adapters
-    if held is None:
+    adapters = checkpoint.index.adapters
+    if adapters is None:
         raise StoreError(f"{checkpoint.path} holds a model and no adapters: export it by --to hf")
-    return held
+    return adapters
 
 
 # What a config says of training alone: dropout, and how weights were drawn.
@@ -59,10 +59,12 @@ def check_model(checkpoint: WeightFolder, base: WeightFolder) -> None:
     Raises:
         StoreError: its sizes or its config differ, or the checkpoint holds a model.
     """
-    held = adapters_of(checkpoint)
+    adapters = adapters_of(checkpoint)
     ours, theirs = checkpoint.config.schema, base.schema
     if ours.sizes != theirs.sizes or ours.pieces != theirs.pieces:
-        raise StoreError(f"{base.path} is a model of other sizes or weights than {held.base}, whose adapters these are")
+        raise StoreError(
+            f"{base.path} is a model of other sizes or weights than {adapters.base}, whose adapters these are"
+        )
     differ = config_differences(base.config, checkpoint.config)
     if told := {name: both for name, both in differ.items() if not any(each in name for each in _OF_TRAINING)}:
         found = ", ".join(f"{name} is {now!r} and was {trained!r}" for name, (now, trained) in told.items())
@@ -72,17 +74,17 @@ def check_model(checkpoint: WeightFolder, base: WeightFolder) -> None:
         )
 
 
-def check_fingerprint(checkpoint: WeightFolder, base: Path, found: int) -> None:
+def check_fingerprint(checkpoint: WeightFolder, base: Path, fingerprint: int) -> None:
     """Compare the fingerprint of a model's weights with that of those that the adapters were trained on.
 
     Raises:
         StoreError: they are others.
     """
-    held = adapters_of(checkpoint)
-    if found != held.fingerprint:
+    adapters = adapters_of(checkpoint)
+    if fingerprint != adapters.fingerprint:
         raise StoreError(
-            f"the weights of {base} (fingerprint {found:016x}) are not those that the adapters were trained on, "
-            f"{held.base} ({held.fingerprint:016x}): give that model, in the dtype that it had"
+            f"the weights of {base} (fingerprint {fingerprint:016x}) are not those that the adapters were trained on, "
+            f"{adapters.base} ({adapters.fingerprint:016x}): give that model, in the dtype that it had"
         )
 
 
@@ -149,10 +151,10 @@ def to_peft(checkpoint: WeightFolder, dtype: str | None = None) -> FolderPlan:
     Raises:
         StoreError: the checkpoint holds none, or no single config describes them.
     """
-    held, schema = adapters_of(checkpoint), checkpoint.schema
+    adapters, schema = adapters_of(checkpoint), checkpoint.schema
     made = tensors(schema, checkpoint, "weights", hugging_face(schema), dtype)
     files = (File(WEIGHTS, tuple(made), checkpoint.read()),)
-    texts = {ADAPTER: json.dumps(_config(checkpoint, held), indent=2, allow_nan=False).encode() + b"\n"}
+    texts = {ADAPTER: json.dumps(_config(checkpoint, adapters), indent=2, allow_nan=False).encode() + b"\n"}
     part = StateFiles(files, expected(schema, checkpoint, "weights", files))
     return FolderPlan(schema, {"weights": part}, lambda found: texts, checkpoint.companions(), _read_peft)
 
@@ -162,20 +164,20 @@ def _read_peft(folder: Path) -> None:
     read_json(folder / ADAPTER, folder)
 
 
-def _config(checkpoint: WeightFolder, held: Adapters) -> dict[str, object]:
+def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
     """Return a config with the field names and meaning of the peft library's."""
-    chosen = targets(checkpoint.config.schema, held.lora.targets)
+    chosen = targets(checkpoint.config.schema, adapters.lora.targets)
     transposed = {linear.transposed for linear in chosen}
     if len(transposed) > 1:
         raise StoreError(f"{checkpoint.path}: peft has one fan_in_fan_out for all adapters, and these need both")
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": held.base,
-        "r": held.lora.rank,
-        "lora_alpha": held.lora.alpha,
-        "lora_dropout": held.lora.dropout,
-        "use_rslora": held.lora.rslora,
+        "base_model_name_or_path": adapters.base,
+        "r": adapters.lora.rank,
+        "lora_alpha": adapters.lora.alpha,
+        "lora_dropout": adapters.lora.dropout,
+        "use_rslora": adapters.lora.rslora,
         "target_modules": sorted({linear.hf_name for linear in chosen}),
         "fan_in_fan_out": transposed.pop(),
         "bias": "none",
@@ -268,8 +270,8 @@ class Merged(WeightFolder):
         return peft_names(stored.name)[0] in self._adapters
 
     def _merge(self, stored: Stored) -> np.ndarray:
-        held, bits = self.base.read()(stored)
-        wide, wanted = "F64" if held == "F64" else "F32", self.dtype("weights", stored)
+        dtype, bits = self.base.read()(stored)
+        wide, wanted = "F64" if dtype == "F64" else "F32", self.dtype("weights", stored)
         floats = DTYPES[wide].str.replace("u", "f")
         a, b = (self._adapters[name](wide).view(floats) for name in peft_names(stored.name))
         left, right = (a.T, b.T) if self._transposed[stored.param] else (b, a)
@@ -277,6 +279,6 @@ class Merged(WeightFolder):
         step = max(1, _ROWS // bits.shape[1])
         for start in range(0, len(bits), step):
             rows = slice(start, start + step)
-            total = as_dtype(bits[rows], held, wide).view(floats) + scale * (left[rows] @ right)
+            total = as_dtype(bits[rows], dtype, wide).view(floats) + scale * (left[rows] @ right)
             made[rows] = as_dtype(total.astype(floats, copy=False).view(DTYPES[wide]), wide, wanted)
         return made

@@ -212,7 +212,7 @@ def compare_bits(
             yield from found
 
 
-def _equal(one: np.ndarray, dtype: str, other: np.ndarray, held: str) -> np.ndarray:
-    if dtype == held:
+def _equal(one: np.ndarray, dtype: str, other: np.ndarray, other_dtype: str) -> np.ndarray:
+    if dtype == other_dtype:
         return np.asarray(one == other)
-    return np.asarray((as_dtype(other, held, dtype) == one) | (as_dtype(one, dtype, held) == other))
+    return np.asarray((as_dtype(other, other_dtype, dtype) == one) | (as_dtype(one, dtype, other_dtype) == other))

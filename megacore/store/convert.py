@@ -70,20 +70,20 @@ class FolderPlan:
                 would read; nothing is left.
         """
         with publish(target, self.size) as folder:
-            found = write(folder, self.files, self.schema, jobs, progress)
+            fingerprints = write(folder, self.files, self.schema, jobs, progress)
             for state, part in self.states.items():
-                self._compare(state, part, found)
+                self._compare(state, part, fingerprints)
             for name, companion in self.companions.items():
                 copy_companion(companion, folder / name)
-            for name, content in self.texts(found).items():
+            for name, content in self.texts(fingerprints).items():
                 write_file(folder / name, content)
             try:
                 self.reader(folder)
             except StoreError as error:
                 raise StoreError(f"{target} is not published, for it could not be read again: {error}") from error
 
-    def _compare(self, state: str, part: StateFiles, found: Mapping[str, Fingerprints]) -> None:
-        of_boxes = [(t.stored, found[file.path][t.stored.name]) for file in part.files for t in file.tensors]
+    def _compare(self, state: str, part: StateFiles, fingerprints: Mapping[str, Fingerprints]) -> None:
+        of_boxes = [(t.stored, fingerprints[file.path][t.stored.name]) for file in part.files for t in file.tensors]
         try:
             made = add_up(self.schema, of_boxes)
         except ValueError as error:
@@ -124,8 +124,10 @@ def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None
         )
         states[state] = StateFiles(files, expected(layout.schema, source, state, files))
 
-    def texts(found: Mapping[str, Fingerprints]) -> Mapping[str, bytes]:
-        records = {file.path: FileRecord(file.size, found[file.path]) for of in states.values() for file in of.files}
+    def texts(fingerprints: Mapping[str, Fingerprints]) -> Mapping[str, bytes]:
+        records = {
+            file.path: FileRecord(file.size, fingerprints[file.path]) for of in states.values() for file in of.files
+        }
         return {INDEX: replace(made, files=records).to_json()} | ({TRAINER: trainer} if trainer is not None else {})
 
     beside = {f"{COMPANIONS}/{name}": companion for name, companion in source.companions().items()}
@@ -161,16 +163,16 @@ def tensors(
     Raises:
         StoreError: pieces that are stored together have different dtypes.
     """
-    planned, held = list(plan(schema, source.stored(state), targets)), dict[str, set[str]]()
+    planned, dtypes = list(plan(schema, source.stored(state), targets)), dict[str, set[str]]()
     for target, copies in planned:
-        held.setdefault(whole_name(schema, target), set()).update(source.dtype(state, copy.source) for copy in copies)
-    if dtype is None and (mixed := {name: found for name, found in held.items() if len(found) > 1}):
+        dtypes.setdefault(whole_name(schema, target), set()).update(source.dtype(state, copy.source) for copy in copies)
+    if dtype is None and (mixed := {name: found for name, found in dtypes.items() if len(found) > 1}):
         listed = ", ".join(f"{name} ({' and '.join(sorted(found))})" for name, found in mixed.items())
         raise StoreError(
             f"pieces that are stored as one tensor have different dtypes: {listed}: choose one with --dtype"
         )
     for target, copies in planned:
-        yield Tensor(target, dtype or next(iter(held[whole_name(schema, target)])), copies)
+        yield Tensor(target, dtype or next(iter(dtypes[whole_name(schema, target)])), copies)
 
 
 def expected(schema: Schema, source: WeightFolder, state: str, files: Iterable[File]) -> Mapping[Logical, int]:

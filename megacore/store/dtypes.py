@@ -10,14 +10,14 @@ FLOATS: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16
 """{name in a file: torch's}: what a weight may be."""
 
 
-def as_dtype(bits: np.ndarray, held: str, wanted: str) -> np.ndarray:
+def as_dtype(bits: np.ndarray, given: str, wanted: str) -> np.ndarray:
     """Return the bits (unsigned integers) of the same numbers in another dtype, rounded to nearest, ties to even."""
-    if held == wanted:
+    if given == wanted:
         return bits
     import torch  # only to compute with: moving bytes must not wait for its import
 
     kinds = {name: getattr(torch, kind) for name, kind in FLOATS.items()}
     # A copy: what lies in a mapped file is not torch's to write.
     signed = torch.from_numpy(np.array(bits, order="C").view(f"i{bits.itemsize}"))
-    made = signed.view(kinds[held]).to(kinds[wanted])
+    made = signed.view(kinds[given]).to(kinds[wanted])
     return made.view(getattr(torch, f"int{8 * made.itemsize}")).numpy().view(f"u{made.itemsize}")

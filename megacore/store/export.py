@@ -43,10 +43,10 @@ def parse_size(text: str) -> int:
     Raises:
         StoreError: it is not a size.
     """
-    found = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
-    if not found or found[2].upper() not in _UNITS:
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
+    if not match or match[2].upper() not in _UNITS:
         raise StoreError(f"{text!r} is not a size: write 5GB, 500MB, 2GiB or a number of bytes")
-    size = int(Decimal(found[1]) * _UNITS[found[2].upper()])
+    size = int(Decimal(match[1]) * _UNITS[match[2].upper()])
     if size < 1:
         raise StoreError(f"a size of {text!r} holds nothing: write 5GB, 500MB, 2GiB or a number of bytes")
     return size
@@ -101,14 +101,14 @@ def with_dtype(raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
 def index_json(shards: Sequence[Shard], dtypes: Mapping[str, str]) -> bytes:
     """Return the index of several files."""
-    tensors = [stored for _, held in shards for stored in held]
+    tensors = [stored for _, own in shards for stored in own]
     return _json(
         {
             "metadata": {
                 "total_parameters": sum(math.prod(stored.shape) for stored in tensors),
                 "total_size": sum(_bytes(stored, dtypes) for stored in tensors),
             },
-            "weight_map": dict(sorted((stored.name, name) for name, held in shards for stored in held)),
+            "weight_map": dict(sorted((stored.name, name) for name, own in shards for stored in own)),
         }
     )
 

@@ -79,11 +79,11 @@ def _opened(path: Path, flags: int, name: str | None = None, folder: int | None 
     return file
 
 
-def _check_regular(found: os.stat_result, path: Path) -> None:
-    if stat.S_ISLNK(found.st_mode):
+def _check_regular(status: os.stat_result, path: Path) -> None:
+    if stat.S_ISLNK(status.st_mode):
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-    if not stat.S_ISREG(found.st_mode):
-        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "device or socket")
+    if not stat.S_ISREG(status.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "device or socket")
         raise OSError(errno.EINVAL, f"is a {kind}, and no file", str(path))
 
 
@@ -124,10 +124,10 @@ def append(path: Path) -> BufferedWriter:
         OSError: its name is taken by a link, by what is no file, or by a file of somebody else or of two names.
     """
     file = FileIO(path, "a", opener=lambda name, flags: _opened(path, flags))
-    found = os.fstat(file.fileno())
-    if found.st_uid != os.geteuid() or found.st_nlink != 1:
+    status = os.fstat(file.fileno())
+    if status.st_uid != os.geteuid() or status.st_nlink != 1:
         file.close()
-        why = "has another name too" if found.st_uid == os.geteuid() else "belongs to somebody else"
+        why = "has another name too" if status.st_uid == os.geteuid() else "belongs to somebody else"
         raise PermissionError(errno.EPERM, f"{why}, and nothing is added to it: move it away", str(path))
     return BufferedWriter(file)
 

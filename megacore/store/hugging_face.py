@@ -136,10 +136,10 @@ def _object(folder: Path, name: str) -> dict[str, Any]:
     file = folder / name
     if not os.path.isfile(file):
         raise StoreError(f"{file} is not there, or is no file")
-    found = read_json(file, folder)
-    if not isinstance(found, dict):
+    value = read_json(file, folder)
+    if not isinstance(value, dict):
         raise StoreError(f"{file} does not hold a JSON object")
-    return found
+    return value
 
 
 def _files(folder: Path, problems: list[str]) -> _WeightFiles | None:
@@ -181,13 +181,13 @@ def _open(folder: Path, files: list[str], problems: list[str]) -> tuple[TensorFi
 
 def _weight_map(index: Mapping[str, Any]) -> dict[str, str]:
     """Return {tensor: file} of an index."""
-    found = index.get("weight_map")
-    if not isinstance(found, dict) or not found:
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not names:
         raise StoreError(f"{INDEX} has no weight_map, the object that names the file of each tensor")
-    outside = sorted({printable(str(name)) for name in found.values() if not _is_inside(name)})
+    outside = sorted({printable(str(name)) for name in names.values() if not _is_inside(name)})
     if outside:
         raise StoreError(f"{INDEX} names what is no .safetensors file of this folder: {', '.join(outside)}")
-    return found
+    return names
 
 
 def _is_inside(name: object) -> bool:
@@ -198,18 +198,18 @@ def _is_inside(name: object) -> bool:
     return not path.is_absolute() and ".." not in path.parts
 
 
-def _unnamed(found: _WeightFiles, kind: type[ModelConfig]) -> list[str]:
+def _unnamed(files: _WeightFiles, kind: type[ModelConfig]) -> list[str]:
     """Return the problems of an index that disagrees with its files."""
-    if found.named is None:
+    if files.named is None:
         return []
     problems = []
     holders: dict[str, list[str]] = {}
-    for file in found.files:
+    for file in files.files:
         for name in file.entries:
             holders.setdefault(name, []).append(file.path.name)
     ignorable = ignorable_by(kind)
     absent: dict[str, list[str]] = {}
-    for name, file in found.named.items():
+    for name, file in files.named.items():
         if name not in file.entries:
             absent.setdefault(file.path.name, []).append(name)
     for path, names in absent.items():
@@ -220,7 +220,7 @@ def _unnamed(found: _WeightFiles, kind: type[ModelConfig]) -> list[str]:
     if twice:
         paths = sorted({path for name in twice for path in holders[name]})
         problems.append(f"tensors lie in several files ({', '.join(paths)}): {', '.join(summary(twice))}")
-    unnamed = [name for name in holders if name not in found.named and not ignorable(name)]
+    unnamed = [name for name in holders if name not in files.named and not ignorable(name)]
     if unnamed:
         paths = sorted({path for name in unnamed for path in holders[name]})
         problems.append(f"{INDEX} does not name tensors of {', '.join(paths)}: {', '.join(summary(unnamed))}")

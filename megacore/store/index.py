@@ -154,12 +154,12 @@ class Index:
         :func:`path_of`."""
         for rank in range(self.layout.mesh.world):
             place = self.layout.mesh.place(rank)
-            held = {s.name: s for s in native(self.layout, [rank]) if self.has(state, s.name)}
+            shards = {s.name: s for s in native(self.layout, [rank]) if self.has(state, s.name)}
             for part in self.parts.get((state, place), [None]):
                 where, record = holder(place, part), self.files.get(file_name(state, place, part))
-                for name in held if part is None or record is None else record.fingerprints:
+                for name in shards if part is None or record is None else record.fingerprints:
                     cut = record and record.ranges.get(name)
-                    whole = replace(held[name], where=where)
+                    whole = replace(shards[name], where=where)
                     yield whole.along(cut.axis, cut.start, cut.stop) if cut else whole
 
     def to_json(self) -> bytes:
@@ -309,9 +309,9 @@ def _check_files(tree: _Tree, index: Index, version: int) -> None:
     if cut and version == 1:
         raise tree.error(f"has ranges of {short(sorted(cut))}, which version 1 does not know")
     for (state, place), parts in index.parts.items() if version > 1 else ():
-        held = (each for each in native(layout, [layout.mesh.rank(place)]) if index.has(state, each.name))
+        shards = (each for each in native(layout, [layout.mesh.rank(place)]) if index.has(state, each.name))
         records = [index.files[file_name(state, place, part)] for part in parts]
-        for stored, ranges in _tiled(tree, path_of(state, holder(place)), held, records):
+        for stored, ranges in _tiled(tree, path_of(state, holder(place)), shards, records):
             for label in stored.labels if stored.name in cut else ():
                 box = tuple(stored.box[axis] for axis in stored.pattern.piece_axes(label))
                 if alike.setdefault((state, stored.name, label, box), ranges) != ranges:
@@ -319,14 +319,14 @@ def _check_files(tree: _Tree, index: Index, version: int) -> None:
 
 
 def _tiled(
-    tree: _Tree, place: str, held: Iterable[Stored], records: Sequence[FileRecord]
+    tree: _Tree, place: str, shards: Iterable[Stored], records: Sequence[FileRecord]
 ) -> Iterator[tuple[Stored, list[Range]]]:
     """Yield each tensor of a place, and in which ranges its files hold it: none where one has all of it."""
     listed: dict[str, list[Range | None]] = {}
     for record in records:
         for name in record.fingerprints:
             listed.setdefault(name, []).append(record.ranges.get(name))
-    for stored in held:
+    for stored in shards:
         if stored.name not in listed:
             raise tree.error(f"lists no {stored.name} in the files of {place}")
         found = listed.pop(stored.name)

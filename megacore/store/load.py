@@ -121,9 +121,9 @@ class Loader:
         for target, parts in shared:
             filled = itertools.islice(planned, len(parts))
             made = [_Slice(part, copies, who) for (_, who), (part, copies) in zip(parts, filled, strict=True)]
-            held = {read.folder.dtype(read.state, copy.source) for each in made for copy in each.copies}
+            dtypes = {read.folder.dtype(read.state, copy.source) for each in made for copy in each.copies}
             # Pieces of several dtypes: the widest holds all of their numbers (fp16 and bf16 are both within fp32).
-            dtype = held.pop() if len(held) == 1 else "F64" if "F64" in held else "F32"
+            dtype = dtypes.pop() if len(dtypes) == 1 else "F64" if "F64" in dtypes else "F32"
             yield _Target(target, dtype, made)
 
     def _ahead(self, thread: ThreadPoolExecutor, planned: Sequence[_Target], read: _Read) -> Iterator[Future[Tensor]]:
@@ -243,6 +243,6 @@ def fingerprint(base: SafetensorsFolder, control: Control) -> int:
     own = control.attempt(lambda: list(audit.taken(stored[rank::world], base.read(), base.schema, _JOBS)))
     gathered = control.gather(own)
     # Dealt out in turn, so taken back in turn.
-    found = [each for each in itertools.chain(*itertools.zip_longest(*gathered)) if each is not None]
-    told = combined(add_up(base.schema, zip(stored, found, strict=True))) if rank == 0 else 0
+    pieces = [each for each in itertools.chain(*itertools.zip_longest(*gathered)) if each is not None]
+    told = combined(add_up(base.schema, zip(stored, pieces, strict=True))) if rank == 0 else 0
     return int(control.tell(f"{told:x}"), 16)

@@ -52,18 +52,18 @@ def open_model(path: Path, base: Path | None = None) -> WeightFolder:
     Raises:
         StoreError: something is missing or damaged, the two do not belong together, or there is nothing to adapt.
     """
-    found = open_folder(path, adapters=True)
-    held = found.index.adapters
+    folder = open_folder(path, adapters=True)
+    held = folder.index.adapters
     if held is None:
         if base is not None:
             raise StoreError(f"--base {base} is for a checkpoint of adapters, and {path} is a model: leave it out")
-        return found
+        return folder
     if base is None and not Path(held.base).is_dir():
         raise StoreError(
             f"{path} holds adapters (LoRA of rank {held.lora.rank}) of {held.base}, and there is no such folder here: "
             "give that model, a Hugging Face folder or a checkpoint of it, by --base"
         )
-    return AdaptedFolder.of(found, open_folder(base or Path(held.base)))
+    return AdaptedFolder.of(folder, open_folder(base or Path(held.base)))
 
 
 def _known(path: Path) -> str | None:

@@ -123,18 +123,18 @@ def partial(target: str | Path) -> Path:
 def leftovers(folder: str | Path) -> list[Path]:
     """Return the partial folders within a folder whose writers are gone."""
     with os_errors(Path(folder)):
-        found = sorted(Path(folder).glob(PARTIAL.format("*")))
-        return [path for path in found if _is_leftover(path)]
+        partials = sorted(Path(folder).glob(PARTIAL.format("*")))
+        return [path for path in partials if _is_leftover(path)]
 
 
 def remove_leftovers(folder: str | Path) -> list[Path]:
     """Remove the partial folders within a folder whose writers are gone -> those that are removed."""
-    found = leftovers(folder)
-    for path in found:
+    partials = leftovers(folder)
+    for path in partials:
         with os_errors(path), suppress(FileNotFoundError):
             if lock := hold(path / LOCK):
                 discard(path, lock)
-    return [path for path in found if not path.exists()]
+    return [path for path in partials if not path.exists()]
 
 
 # -- the target
@@ -214,8 +214,12 @@ def _is_ours(folder: Path) -> bool:
 
     FileNotFoundError if it is not there.
     """
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    status = folder.lstat()
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.geteuid()
+        or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    ):
         return False
     names = os.listdir(folder)
     return not names or LOCK in names

@@ -56,10 +56,10 @@ def share_out(layout: Layout, states: States, replicas: int) -> list[list[FileCo
     sizes = {state: sum(map(_bytes, tensors)) for state, tensors in states.items()}
     most = MOST_FILES // layout.mesh.world - len(sizes)
     shares = min(replicas, sum(sizes.values()) // SHARE_BYTES, most)
-    found = divide(states, shares, _in_several_stages(layout)) if shares > 1 else _whole(states, sizes, replicas)
+    contents = divide(states, shares, _in_several_stages(layout)) if shares > 1 else _whole(states, sizes, replicas)
     written: list[list[FileContents]] = [[] for _ in range(replicas)]
-    for number, share in enumerate(_numbered(found)):
-        written[number * replicas // len(found)] += share
+    for number, share in enumerate(_numbered(contents)):
+        written[number * replicas // len(contents)] += share
     return written
 
 
@@ -72,15 +72,15 @@ def divide(states: States, shares: int, whole: Set[str] = frozenset()) -> list[d
         whole: Parameters that are not cut.
     """
     total, at = sum(_bytes(each) for tensors in states.values() for each in tensors), 0
-    found: list[dict[str, list[Stored]]] = [{} for _ in range(shares)]
+    divided: list[dict[str, list[Stored]]] = [{} for _ in range(shares)]
     for state, tensors in states.items():
         for stored, itemsize in tensors:
             # In units of which a share has ``total``: all of it is exact.
             begin, at = at * shares, at + _bytes((stored, itemsize))
             axis = None if stored.param in whole else _axis(stored, (at * shares - begin) / total)
             for share, part in _slices(stored, axis, begin, at * shares, total):
-                found[share].setdefault(state, []).append(part)
-    return found
+                divided[share].setdefault(state, []).append(part)
+    return divided
 
 
 def share_reads(targets: Iterable[Stored], replicas: int) -> Iterator[tuple[Stored, list[tuple[Stored, int]]]]:

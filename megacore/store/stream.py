@@ -142,10 +142,10 @@ class _Open:
     lock: threading.Lock = field(default_factory=threading.Lock)
     runs: int = 1
 
-    def add(self, name: str, found: Mapping[str, int]) -> None:
+    def add(self, name: str, fingerprints: Mapping[str, int]) -> None:
         with self.lock:
             of = self.fingerprints[name]
-            for label, value in found.items():
+            for label, value in fingerprints.items():
                 of[label] = (of[label] + value) % MODULUS
 
     def begin_run(self) -> None:
@@ -169,8 +169,8 @@ def _tasks(folder: Path, files: Iterable[File]) -> Iterator[_Task]:
         opened = _Open(file, TensorWriter.create(folder / file.path, file.headers, METADATA), empty)
         for tensor in file.tensors:
             limit = BLOCK_BYTES // DTYPES[tensor.dtype].itemsize
-            found = blocks(tensor.copies, limit)
-            while run := list(itertools.islice(found, _RUN)):
+            chunks = blocks(tensor.copies, limit)
+            while run := list(itertools.islice(chunks, _RUN)):
                 opened.begin_run()
                 yield opened, tensor, run
         # The file's own count: it is closed by whoever ends last.
@@ -237,11 +237,11 @@ def _same_order(copy: Copy) -> bool:
 
 
 def _fingerprints(block: TargetChunk, bits: np.ndarray, schema: Schema) -> dict[str, int]:
-    found: dict[str, int] = {}
+    fingerprints: dict[str, int] = {}
     for copy in block.copies:
         value = of_copy(copy, copy.target_view, bits, schema[copy.target.param].sentence.piece_axes(copy.label))
-        found[copy.label] = (found.get(copy.label, 0) + value) % MODULUS
-    return found
+        fingerprints[copy.label] = (fingerprints.get(copy.label, 0) + value) % MODULUS
+    return fingerprints
 
 
 def of_copy(copy: Copy, view: Piece, bits: np.ndarray, axes: Sequence[str]) -> int:

@@ -57,16 +57,16 @@ def parse_json(data: bytes, where: object, wide: bool = False) -> Any:
         return float(text)
 
     try:
-        found = json.loads(
+        value = json.loads(
             data.decode(), object_pairs_hook=unique, parse_constant=constant, parse_int=integer, parse_float=number
         )
     except StoreError:
         raise
     except (ValueError, RecursionError) as error:
         raise StoreError(f"{where} is not JSON: {error}") from error
-    if _is_deeper(found, limits.JSON_DEEPEST):
+    if _is_deeper(value, limits.JSON_DEEPEST):
         raise StoreError(f"{where} is nested more than {limits.JSON_DEEPEST} levels deep")
-    return found
+    return value
 
 
 def _is_deeper(value: object, levels: int) -> bool:

@@ -277,13 +277,13 @@ class Gradients:
         """
         if host is None and not self._splits:
             return
-        found = [(owned.span, owned.collect(of)) for owned in self._owned[name]]
+        collected = [(owned.span, owned.collect(of)) for owned in self._owned[name]]
         if host is None:
             return
-        span, whole = found[0]
+        span, whole = collected[0]
         if span.piece is not None:
             whole = torch.empty(span.parameter.shape, dtype=host.dtype, device=span.parameter.device)
-            for span, values in found:
+            for span, values in collected:
                 span.of(whole).copy_(values)
         host.copy_(take(whole), non_blocking=True)
 
@@ -353,10 +353,10 @@ class Gradients:
         their unit.
         """
         still = spans_of(self.parameters, trained=False) if self._reshards else []
-        held = {span.parameter for span in (*self.spans, *still)}
-        found = [list(modules_of(module, held)) for module in modules]
+        own = {span.parameter for span in (*self.spans, *still)}
+        chunk_modules = [list(modules_of(module, own)) for module in modules]
         users: dict[nn.Parameter, set[tuple[int, int]]] = {}
-        for at, units in enumerate(found):
+        for at, units in enumerate(chunk_modules):
             for number, (_, parameters) in enumerate(units):
                 for parameter in parameters:
                     users.setdefault(parameter, set()).add((at, number * self._reshards))
@@ -381,7 +381,7 @@ class Gradients:
                 FSDPUnit(module, used_by(needs, self.values.values()), used_by(needs, self.frozen))
                 for module, needs in units
             ]
-            for units in found
+            for units in chunk_modules
         ]
         if self._mesh.place.pp == self._mesh.shape.pp - 1 and chunks[-1]:
             chunks[-1][-1].stays = True

@@ -33,12 +33,12 @@ def keeping(kept: Keep) -> saved_tensors_hooks:
 def keep(tensor: Tensor) -> Back:
     """Keep a tensor as autograd does, which keeps an eye on writes in place too."""
     # Detached: a node that held its own output would never be freed.
-    held, version = tensor.detach(), tensor._version
+    detached, version = tensor.detach(), tensor._version
 
     def back() -> Tensor:
-        if held._version != version:
-            raise RuntimeError(f"a tensor {tuple(held.shape)} that the backward needs was written to in place")
-        return held
+        if detached._version != version:
+            raise RuntimeError(f"a tensor {tuple(detached.shape)} that the backward needs was written to in place")
+        return detached
 
     return back
 

@@ -56,7 +56,7 @@ def fingerprint(bits: np.ndarray, axes: Sequence[str], starts: Mapping[str, int]
     return int(total)
 
 
-def add_up(schema: Schema, found: Iterable[tuple[Stored, Mapping[str, int]]]) -> dict[Logical, int]:
+def add_up(schema: Schema, of_boxes: Iterable[tuple[Stored, Mapping[str, int]]]) -> dict[Logical, int]:
     """Return the fingerprints of the logical pieces from those of their boxes: {label: fingerprint} of each stored
     tensor.
 
@@ -65,7 +65,7 @@ def add_up(schema: Schema, found: Iterable[tuple[Stored, Mapping[str, int]]]) ->
     """
     boxes: dict[Logical, dict[tuple[tuple[int, int], ...], int]] = {}
     differ: list[tuple[Logical, object]] = []
-    for stored, of in found:
+    for stored, of in of_boxes:
         name, sentence = whole_name(schema, stored), schema[stored.param].sentence
         for label, value in of.items():
             box = tuple(stored.box[axis] for axis in sentence.piece_axes(label))
@@ -76,9 +76,9 @@ def add_up(schema: Schema, found: Iterable[tuple[Stored, Mapping[str, int]]]) ->
     return {piece: sum(of.values()) % MODULUS for piece, of in boxes.items()}
 
 
-def combined(found: Mapping[Logical, int]) -> int:
+def combined(fingerprints: Mapping[Logical, int]) -> int:
     """Return one 64-bit number for all pieces of a model: the same for equal weights, wherever they lie."""
-    lines = "\n".join(f"{spell(piece)} {value:016x}" for piece, value in sorted(found.items()))
+    lines = "\n".join(f"{spell(piece)} {value:016x}" for piece, value in sorted(fingerprints.items()))
     return int.from_bytes(hashlib.blake2b(lines.encode(), digest_size=8).digest(), "little")
 
 

@@ -336,8 +336,8 @@ class Layout:
         for param in self.schema.params:
             boxes = {axis: self.box(axis, place) for axis in sorted({*param.sentence.axes, *param.named_axes})}
             for index in self.schema.indices(param, param.name):
-                held = all(boxes[axis][0] <= i < boxes[axis][1] for axis, i in index.items())
-                if held and place.pp in self.stages(param, index):
+                here = all(boxes[axis][0] <= i < boxes[axis][1] for axis, i in index.items())
+                if here and place.pp in self.stages(param, index):
                     box = boxes | {axis: (i, i + 1) for axis, i in index.items()}
                     yield Shard(param.name.format(**index), param, MappingProxyType(box))
 

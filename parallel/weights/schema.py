@@ -157,8 +157,8 @@ class Schema:
 
         They need not agree on how it is stored.
         """
-        found = ((param, label) for param in self.params for label in param.sentence.labels)
-        return {(p.name, label): (frozenset(p.sentence.piece_axes(label)), p.layers) for p, label in found}
+        pairs = ((param, label) for param in self.params for label in param.sentence.labels)
+        return {(p.name, label): (frozenset(p.sentence.piece_axes(label)), p.layers) for p, label in pairs}
 
     def numel(self, param: Param) -> int:
         """Return the number of elements of a parameter over all its layers (and every other axis in its name),

@@ -167,13 +167,13 @@ def plan(schema: Schema, sources: Iterable[Stored], targets: Iterable[Stored]) -
                     order = tuple(sorted(set(held.axes) & set(piece.axes)))
                     views = _inside(held, hit, source, order), _inside(piece, hit, target, order)
                     copies.append(Copy(source, views[0], target, views[1], label, hit))
-        found = sum(copy.target_view.numel for copy in copies)
-        if found != wanted:
+        filled = sum(copy.target_view.numel for copy in copies)
+        if filled != wanted:
             held_by = sorted(
-                {str(s.where) for found in index.values() for s, _ in found.values() if s.param == target.param}
+                {str(s.where) for filled in index.values() for s, _ in filled.values() if s.param == target.param}
             )
             raise TransferError(
-                f"{target.name}: {found} of {wanted} elements have a source (tensors of {target.param} are held by "
+                f"{target.name}: {filled} of {wanted} elements have a source (tensors of {target.param} are held by "
                 f"{', '.join(held_by) or 'nobody'})"
             )
         yield target, copies

@@ -846,15 +846,15 @@ FAULTS = (
     fault(
         "the moments of kv heads shared by ranks are not saved",
         "Gradients.read",
-        "for span, values in found:\n    span.of(whole).copy_(values)",
-        "span.of(whole).copy_(found[0][1])",
+        "for span, values in collected:\n    span.of(whole).copy_(values)",
+        "span.of(whole).copy_(collected[0][1])",
         "test_another_layout_goes_on_with_the_same_numbers[tp4]",
     ),
     fault(
         "a checkpoint is written from the live weights",
         "Snapshot._written.read",
-        "found = host[stored.name]",
-        "found = host[stored.name]\nself.state.read_into(part.state, stored.name, found)",
+        "copy = host[stored.name]",
+        "copy = host[stored.name]\nself.state.read_into(part.state, stored.name, copy)",
         "test_training_goes_on_while_what_was_is_written",
     ),
     fault(
