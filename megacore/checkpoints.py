@@ -34,7 +34,7 @@ def path_of(folder: Path, step: int) -> Path:
 
 
 def named(folder: Path) -> dict[int, Path]:
-    """Return {step: folder with the name of a checkpoint} in ascending order, whatever is in it; links are none of a
+    """Return {step: folder with the name of a checkpoint} in ascending order, whatever is in it; links are not a
     run's."""
     steps = {int(path.name[5:]): path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,18}", path.name)}
     return {
@@ -61,8 +61,8 @@ def set_aside(path: Path) -> Path:
 
 
 def instead_of(damaged: Path) -> str:
-    """Return the checkpoint to resume from in place of a damaged one: the newest whole one beside it; reads all of its
-    bytes."""
+    """Return the checkpoint to resume from in place of a damaged one: the newest whole one beside it; reads all of
+    it."""
     for path in reversed(named(damaged.parent).values()):
         with suppress(StoreError):
             if path.resolve() != damaged.resolve() and not audit.check(Checkpoint.open(path), jobs=2):

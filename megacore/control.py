@@ -81,7 +81,7 @@ class Control:
         return json.loads(data.numpy().tobytes())
 
     def exchange(self, here: object) -> list[Any]:
-        """Return the values of all ranks, in their order, on all of them; for small values, and seldom. They travel as
+        """Return the values of all ranks, in their order, on all of them; for little, and seldom. They travel as
         JSON."""
         told: list[Any] = self.tell(self.gather(here))
         return told

@@ -168,8 +168,7 @@ def _limit(kind: int, value: int) -> None:
 
 
 def _limit_memory() -> None:
-    """Limit the memory that the process has by itself, beside what it shares and what it only reserves: Linux counts
-    that."""
+    """Limit the memory that the process has by itself, beside what it shares and what it only reserves."""
     status = Path("/proc/self/status")
     if status.exists() and (own := re.search(r"VmData:\s+(\d+) kB", status.read_text())):
         _limit(resource.RLIMIT_DATA, (int(own[1]) << 10) + limits.MEMORY)

@@ -35,7 +35,7 @@ from megacore.say import err
 
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BLOCKED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""The signals that ranks block from their first instruction on; a rank unblocks those that it listens to, and none is
+"""The signals that ranks block from their first instruction on; a rank unblocks those that it wants, and none is
 lost."""
 
 SHUTDOWN_S = 600.0
@@ -79,8 +79,7 @@ class Node:
 
 
 def gpus() -> int:
-    """Return the number of GPUs of this machine. torch, which is slow to import, is asked only where there is a
-    driver."""
+    """Return the number of GPUs of this machine. torch, slow to import, is asked only where there is a driver."""
     drivers = ("nvidia*", "nvhost*", "dxg", "kfd")
     if not any(device for driver in drivers for device in Path("/dev").glob(driver)):
         return 0
@@ -97,8 +96,7 @@ def memory_of_gpus() -> int:
 
 
 def threads(processes: int) -> Mapping[str, str]:
-    """Return the number of threads of each process, for the environment: the cores shared out evenly, unless it says
-    already."""
+    """Return the number of threads of each process, for the environment: an even share of the cores, unless it says."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cores // processes))}
 
@@ -249,8 +247,7 @@ class _Ranks:
         return report["waited"] if report else self.ended[rank] == -signal.SIGABRT
 
     def _status(self, signalled: int, way_out: str) -> int:
-        """Return the exit status of all together, once all have ended or been given up; says what the ranks have not
-        said."""
+        """Return the exit status of all together, once all have ended or been given up; says what they have not."""
         reports = {rank: report for rank in self.ended if (report := self._report(rank))}
         failed = {rank: status for rank, status in self.ended.items() if status and status != LOST}
         if waiting := [rank for rank, status in self.ended.items() if status and self._waited_in_vain(rank)]:

@@ -134,8 +134,7 @@ def _outlive(parent: int) -> None:
 
 
 def parted(error: RuntimeError) -> dict[str, Any] | None:
-    """Return the report of an error that comes from another rank, which has not arrived or is gone; None for any
-    other."""
+    """Return the report of an error that comes from another rank, which is late or gone; None for any other."""
     calls = traceback.extract_tb(error.__traceback__)
     if not calls[-1].filename.endswith(WAITING):
         return None

@@ -119,7 +119,7 @@ def _override(tree: DictConfig, override: str) -> Iterator[str]:
 
 
 def _check_depth(text: str, depth: int = 0) -> None:
-    """Raise a ValueError for YAML that goes, from a depth, deeper than the limit: what composes it can overflow the
+    """Raise a ValueError for YAML that goes, from a depth, deeper than the limit: composing it can overflow the
     stack."""
     for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
@@ -216,8 +216,8 @@ def _keys(parents: Sequence[str | int]) -> list[str]:
 
 
 def processes(config: Config, nodes: int, gpus: int) -> int:
-    """Return the number of processes to start on each node: what the mesh needs, or where `mesh.dp` is free, one for
-    each of its GPUs."""
+    """Return the number of processes to start on each node: what the mesh needs, or with `mesh.dp` free, one for each
+    GPU."""
     if config.mesh.dp is None and config.train.device_type(gpus) == "cuda" and gpus:
         return gpus
     return max(1, math.ceil(config.mesh.model_ranks * (config.mesh.dp or 1) / nodes))

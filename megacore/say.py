@@ -46,8 +46,7 @@ def harmless(text: str) -> str:
 
 
 def brief(value: object) -> str:
-    """Return a value of a file, to be told in a line: as it stands if it is short and plain, else its beginning,
-    quoted."""
+    """Return a value of a file, to be told in a line: as it stands if short and plain, else its beginning, quoted."""
     text = value if isinstance(value, str) else short(value)
     return text if 0 < len(text) <= _BRIEF and all(map(_is_plain, text)) else short(value)
 

@@ -1,5 +1,4 @@
-"""The sets of ranks that talk to each other, and the few calls that make their groups: integers, for a world of any
-size."""
+"""The sets of ranks that talk to each other, and the few calls that make their groups: integers, for any world."""
 
 from __future__ import annotations
 
@@ -71,8 +70,7 @@ class Rounds:
 
 
 def in_rounds(rank_sets: Iterable[RankSet]) -> list[list[RankSet]]:
-    """Part sets of ranks into rounds, so that no two of a round share a rank; the same for the same sets in any
-    order."""
+    """Part sets of ranks into rounds, so that no two of a round share a rank; the order of the sets does not count."""
     rounds = list[tuple[list[RankSet], set[int]]]()
     for ranks in sorted(rank_sets):
         chosen = next((each for each in rounds if each[1].isdisjoint(ranks)), None)

@@ -33,8 +33,7 @@ LAST_WORDS_S = 10.0
 
 @contextmanager
 def agreed(here: Here) -> Iterator[None]:
-    """Let one process say what is wrong, and all exit with 1, on a StoreError that every process finds in this
-    block."""
+    """Let one process say what is wrong, and all exit with 1, on a StoreError that all find in this block."""
     try:
         yield
     except StoreError:

@@ -37,8 +37,7 @@ SAMPLE = 2**25  # bytes of text that a tokenizer is trained on
 
 
 def sample(stage: Stage, text_key: str) -> Iterator[str]:
-    """Yield the documents of about SAMPLE bytes to train a tokenizer on: of randomly chosen pieces, the same in every
-    run."""
+    """Yield the documents of about SAMPLE bytes to train a tokenizer on: of random pieces, the same in every run."""
     sizes = array("q", (piece.size for piece in stage.pieces()))
     left, chosen = SAMPLE, set[int]()
     for index in map(int, shuffled(len(sizes), 0, Purpose.TOKENIZER)):

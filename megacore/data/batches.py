@@ -118,8 +118,7 @@ class Batches:
         return sample
 
     def steps(self, position: int = 0) -> Iterator[list[Batch]]:
-        """Yield the microbatches of the global batch that begins at sample `position`, and of all after it, without
-        end."""
+        """Yield the microbatches of the global batch that begins at sample `position`, and of all after it."""
         while True:
             yield self.microbatches_from(position)
             position += self._global

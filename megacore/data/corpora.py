@@ -127,8 +127,7 @@ class Corpora:
     def batches(
         self, source: Source, config: Config, data_rank: int, data_size: int, vocabulary: int | None = None
     ) -> Batches:
-        """Return the batches of one data-parallel rank; ids beyond the vocabulary raise a TokenError when they are
-        met."""
+        """Return the batches of one data-parallel rank; ids beyond the vocabulary raise a TokenError when met."""
         batch = config.batch
         return Batches(source, batch.global_size, batch.micro_size, data_rank, data_size, self.separate, vocabulary)
 

@@ -114,8 +114,8 @@ def encode_all(tasks: Iterator[EncodeTask], workers: int) -> Generator[Encoded, 
 
 
 def in_order(function: Callable[[Item], Made], items: Iterator[Item], workers: int) -> Generator[Made, None, None]:
-    """Yield the result of a function for each item, in their order, by several processes; at most two per worker are
-    under way."""
+    """Yield the result of a function for each item, in their order, by several processes; at most two per worker
+    wait."""
     if workers == 1:
         yield from map(function, items)
         return

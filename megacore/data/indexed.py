@@ -302,8 +302,7 @@ class IndexedDataset:
         return scattered
 
     def start(self, document: int) -> int:
-        """Return where a document begins in the stream of all tokens; of the number after the last one, where it
-        ends."""
+        """Return where a document begins in the stream of all tokens; of the number after the last, where it ends."""
         sequence = int(self.bounds[document])
         if sequence < self.sequences:
             place = int(self.pointers[sequence])
@@ -314,8 +313,7 @@ class IndexedDataset:
         return (place - int(self.pointers[0])) // self.dtype.itemsize
 
     def starts_within(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Return where in the stream documents begin, after token `start` and before `stop`; ascending, empty ones
-        too."""
+        """Return where in the stream documents begin, after token `start` and before `stop`; empty ones too."""
         documents = range(self.documents)
         first = bisect_right(documents, start, key=self.start)
         last = bisect_left(documents, stop, first, key=self.start)
@@ -332,8 +330,7 @@ class IndexedDataset:
         return np.frombuffer(self._bytes, self.dtype, int(self.lengths[sequence]), int(self.pointers[sequence]))
 
     def document(self, document: int, start: int = 0, stop: int | None = None) -> Integers:
-        """Return the tokens [start, stop) of one document, counted over all of its sequences; a view where one holds
-        them."""
+        """Return the tokens [start, stop) of one document, counted over its sequences; a view where one holds them."""
         parts = []
         for sequence in range(int(self.bounds[document]), int(self.bounds[document + 1])):
             length = int(self.lengths[sequence])

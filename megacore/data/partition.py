@@ -45,7 +45,7 @@ class Partition:
         return f"{name}.part-{self.number}-of-{self.count}"
 
     def share(self, total: int) -> tuple[int, int | None]:
-        """Return the bytes [start, stop) in which its pieces begin; those at the very end, which are empty, are the
+        """Return the bytes [start, stop) in which its pieces begin; those at the end, which are empty, are the
         last's."""
         stop = None if self.number == self.count else total * self.number // self.count
         return total * (self.number - 1) // self.count, stop

@@ -71,8 +71,7 @@ class Tokenizer:
 
 
 def _batches(parts: Iterable[str]) -> Iterator[list[str]]:
-    """Yield successive parts, of at most LONGEST characters together: a long text of parts takes time and memory
-    too."""
+    """Yield successive parts, of at most LONGEST characters together: many parts take time and memory too."""
     batch, size = list[str](), 0
     for part in parts:
         if size + len(part) > LONGEST:

@@ -56,8 +56,7 @@ class Texts:
             raise StoreError(f"{self.folder.path}: {fails}: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, with the special ones that the tokenizer puts around it; a very long one in
-        parts."""
+        """Return the tokens of a text, with the special ones that the tokenizer adds; a very long one in parts."""
         first, *others = parts_of(text)
         ids: list[int] = self._ask("encode", first, True)
         for part in others:

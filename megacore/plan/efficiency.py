@@ -28,6 +28,5 @@ def reached(product: MatMul, half: float) -> float:
 
 
 def ring_s(steps: int, node_steps: int) -> float:
-    """Return the seconds that an empty message takes around a ring of so many steps, some of which go to another
-    node."""
+    """Return the seconds that an empty message takes around a ring, some of whose steps go to another node."""
     return START_S + (steps - node_steps) * HOP_S + node_steps * NODE_HOP_S

@@ -119,8 +119,7 @@ def memory(setting: Setting, shares: Shares) -> tuple[Memory, ...]:
 
 
 def by_stage(setting: Setting, shares: Shares) -> Iterator[Memory]:
-    """Yield what :func:`memory` returns, one stage after the other: who looks for one that is too much may stop
-    there."""
+    """Yield what :func:`memory` returns, one stage after the other: who looks for one too many may stop there."""
     act = ActivationMemory.of(setting)
     for stage, own in enumerate(shares.stages):
         yield _stage(setting, act, stage, own)
@@ -246,8 +245,7 @@ class _Sharing:
 
     @classmethod
     def of(cls, setting: Setting, act: ActivationMemory, stage: int, shares: Sequence[ParameterShare]) -> _Sharing:
-        """Return a bucket that fills, and those whose sums are under way; of parameters a unit, and the one gathered
-        next."""
+        """Return a bucket that fills, and those whose sums are under way; of parameters a unit and the next."""
         rung, widths = SHARDS.index(setting.shard), setting.widths
         if rung < 2:
             return cls()

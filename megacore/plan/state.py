@@ -55,7 +55,7 @@ class Shares:
     @classmethod
     def of(cls, setting: Setting) -> Shares:
         """Count the shares in one layer of a first, a middle and a last stage, as the others are alike; dp and cp split
-        nothing."""
+        none."""
         layout, pp, frozen = setting.layout, setting.layout.mesh.pp, setting.frozen
         few = min(pp, 3)
         one_each = Schema(layout.schema.params, {**layout.schema.sizes, "layer": few})

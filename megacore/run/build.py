@@ -93,8 +93,8 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
 
 
 def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
-    """Build this rank's part of the model, with the products and kernels that the config asks for; its weights are
-    still to come."""
+    """Build this rank's part of the model, with the products and kernels of the config; its weights are still to
+    come."""
     config = setup.config
     losses = Losses(config.loss.label_smoothing, config.loss.z_loss, config.memory.loss_chunk)
     activations = Activations(config.memory.recompute, config.memory.offload_activations)

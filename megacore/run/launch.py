@@ -61,8 +61,7 @@ def run(command: str, given: Sequence[str]) -> int:
 
 
 def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the recipe and all of its overrides from a command's arguments; ends the process where they are not
-    clear."""
+    """Return the recipe and all of its overrides from a command's arguments; ends the process if they are unclear."""
     names = [name for name in OPTIONS if name != "export" or command == "finetune"]
     parser = argparse.ArgumentParser(prog=f"megacore {command}", allow_abbrev=False)
     parser.add_argument("recipe", help=f"a file, or one that comes along: {', '.join(recipes())}")

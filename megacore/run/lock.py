@@ -68,8 +68,7 @@ class Holder:
 
 
 def _machine() -> str:
-    """Return what tells this start of this machine apart: hosts may share a name, and containers of one machine may
-    not."""
+    """Return what tells this start of this machine apart: hosts may share a name; a machine's containers may not."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
     except OSError:

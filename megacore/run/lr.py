@@ -33,7 +33,7 @@ def learning_rate(step: int, schedule: ScheduleConfig, base: float, total_steps:
 
 
 def decay_steps(schedule: ScheduleConfig, total_steps: int) -> int:
-    """Return the number of steps of the decay. Null stands for a tenth of the run in wsd, and for all after the warm-up
+    """Return the number of steps of the decay. Null is a tenth of the run in wsd, and all after the warm-up
     elsewhere."""
     if schedule.name == "constant":
         return 0

@@ -68,8 +68,7 @@ class Optimizer:
         self._gradients.updated()
 
     def _divisor(self, norm: Tensor, scale: Tensor | None) -> Tensor | None:
-        """Return the divisor of the gradients: clipping and the way out of the scale, in the fp32 that kernels
-        take."""
+        """Return the divisor of the gradients: clipping and the loss scale, in the fp32 that kernels take."""
         if self.clip is None:
             return scale
         over = ((norm + _AWAY_FROM_0) / self.clip).clamp_(min=1)
@@ -87,8 +86,7 @@ class Optimizer:
         self.store.updates = count
 
     def states(self) -> Mapping[str, Mapping[str, torch.dtype]]:
-        """Return {state: {parameter: dtype}} of what is to be kept beside the parameters: masters that are wider,
-        moments."""
+        """Return {state: {parameter: dtype}} of what is kept beside the parameters: masters that are wider, moments."""
         first = {name: self._gradients.parts_of(name)[0] for name in self._names}
         states = {state: {name: self.store.of(part, state).dtype for name, part in first.items()} for state in MOMENTS}
         # A rank that trains nothing has the same states, and nothing in them.

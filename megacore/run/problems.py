@@ -24,7 +24,7 @@ from parallel.weights.layout import MeshShape, split_problems
 from parallel.weights.schema import Schema
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", checkpoints.FOLDER)
-"""The files that a run leaves in its folder; a folder that has one of them is not written to again, unless the run goes
+"""The files that a run leaves in its folder; a folder that has one of them is not written to again unless the run goes
 on."""
 FOLDERS = (checkpoints.FOLDER, "examples", "tensorboard", "wandb")
 """Those that a run makes in its folder."""
@@ -482,8 +482,7 @@ def _unusable_out(config: Config) -> Iterator[str]:
 
 
 def _cannot_be_made(key: str, folder: Path) -> Iterator[str]:
-    """Yield why a folder cannot be made. Only making it tells: permissions say nothing of the superuser or a full
-    disk."""
+    """Yield why a folder cannot be made. Only making it tells: permissions say nothing of a full disk."""
     parent = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
     if not parent.is_dir():
         yield f"{key} ({folder}) cannot be made, {parent} is not a folder: choose another {key}="
@@ -498,8 +497,8 @@ def _cannot_be_made(key: str, folder: Path) -> Iterator[str]:
 
 
 def _unusable_export(config: Config) -> Iterator[str]:
-    """Yield why an export would fail. It appears under its name all at once, when training is over: there it must not
-    be, or be empty."""
+    """Yield why an export would fail. It gets its name when training is over: there must be nothing, or an empty
+    folder."""
     key = "checkpoint.export"
     if config.checkpoint.export is None:
         return

@@ -1,5 +1,4 @@
-"""The start of a run: from nothing, from somebody's weights, or from a checkpoint of a run, on whatever layout that
-was."""
+"""The start of a run: from nothing, from somebody's weights, or from a checkpoint of a run, on any layout."""
 
 from __future__ import annotations
 

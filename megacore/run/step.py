@@ -80,8 +80,7 @@ class TrainStep:
 
 
 def evaluate(mesh: Mesh, pipeline: Pipeline, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:
-    """Return (mean loss of the counted tokens, their number) of a global batch, scalars that are the same on every
-    rank."""
+    """Return (mean loss of the counted tokens, their number) of a global batch, scalars, the same on all ranks."""
     tokens = counted_tokens(microbatches, mesh)
     return total_loss(pipeline.evaluate(microbatches, 1 / tokens), mesh), tokens
 

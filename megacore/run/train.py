@@ -106,8 +106,7 @@ def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
 
 
 def _led(setup: Setup, control: Control) -> Setup:
-    """Return a run that starts where rank 0 has found that it can: it alone has looked at all files of the
-    checkpoints."""
+    """Return a run that starts where rank 0 has found that it can: it alone has looked at all files of checkpoints."""
     told = control.tell([[str(each.path), each.reason] for each in setup.start.damaged])
     damaged = tuple(Damaged(Path(path), reason) for path, reason in told)
 

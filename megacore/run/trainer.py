@@ -57,8 +57,7 @@ WINDOW = 100
 
 @contextmanager
 def _collecting_together() -> Iterator[None]:
-    """Let Python collect no garbage by itself: a host stands still for it, each rank's at another time, and all
-    wait."""
+    """Let Python collect no garbage by itself: a host stands still for it, each at another time, and all wait."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -242,8 +241,7 @@ class Trainer:
         return step
 
     def validation_loss(self) -> float:
-        """Return the mean loss over the first ``evaluate.batches`` global batches of the held-out data; the same on
-        every rank."""
+        """Return the mean loss over the first ``evaluate.batches`` global batches held out; the same on every rank."""
         assert self.held_out is not None
         self.model.train(False)
         losses, counts = [], []

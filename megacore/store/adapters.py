@@ -247,8 +247,7 @@ class Merged(WeightFolder):
         return self.wanted or held if self._is_adapted(stored) else held
 
     def read(self, state: str = "weights") -> Read:
-        """Return a function that reads tensors; merged ones are kept for a while, as blocks are asked for one by
-        one."""
+        """Return a function that reads tensors; merged ones are kept a while, as blocks are asked for one by one."""
         plain = self.base.read(state)
         return lambda stored: self._merged(stored) if self._is_adapted(stored) else plain(stored)
 

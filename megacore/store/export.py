@@ -75,8 +75,7 @@ def export_files(schema: Schema, dtypes: Mapping[str, str], max_shard_bytes: int
 
 
 def texts(raw: Mapping[str, Any], shards: Sequence[Shard], dtypes: Mapping[str, str]) -> dict[str, bytes]:
-    """Return {file name: content} of what goes with the weight files: ``config.json``, and the index if there are
-    several."""
+    """Return {file name: content} of what goes with the weight files: ``config.json``, and the index of several."""
     made = {CONFIG: config_json(raw)}
     return made | {INDEX: index_json(shards, dtypes)} if len(shards) > 1 else made
 

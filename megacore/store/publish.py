@@ -96,7 +96,7 @@ def publish(target: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
 
 
 def write_file(path: Path, data: bytes, durable: bool = True) -> None:
-    """Write a new file, which is on the disk afterwards if that is asked for; StoreError if it exists or there is no
+    """Write a new file, which is on the disk afterwards if that is asked for; StoreError if it exists or has no
     room."""
     with os_errors(path, len(data)), open(path, "xb") as file:
         file.write(data)
@@ -112,8 +112,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def partial(target: str | Path) -> Path:
-    """Return the hidden sibling that is written before it becomes the target; ranks other than the first one write
-    there."""
+    """Return the hidden sibling that is written before it becomes the target; ranks but the first write there."""
     resolved = _resolved(target)
     if not resolved.name:
         raise StoreError(f"{resolved}: has no folder around it: choose one inside it")
@@ -226,8 +225,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _usual_mode(folder: Path) -> int:
-    """Return the mode of a folder that is made in this one: the system tells a process its umask only by changing
-    it."""
+    """Return the mode of a folder that is made in this one: the system tells the umask only by changing it."""
     inner = folder / ".mode"
     inner.mkdir()
     mode = stat.S_IMODE(inner.lstat().st_mode)

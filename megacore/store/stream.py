@@ -180,8 +180,7 @@ def _tasks(folder: Path, files: Iterable[File]) -> Iterator[_Task]:
 def fill(
     block: TargetChunk, tensor: Tensor, read: Read, schema: Schema, buffer: np.ndarray
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Return (the elements of a block, the fingerprints of its pieces); ``buffer`` (bytes) is used if it is large
-    enough."""
+    """Return (the elements of a block, the fingerprints of its pieces); ``buffer`` (bytes) is used if large enough."""
     dtype = DTYPES[tensor.dtype]
     whole = block.copies[0]
     if len(block.copies) == 1 and block.is_full and _same_order(whole):
@@ -245,8 +244,7 @@ def _fingerprints(block: TargetChunk, bits: np.ndarray, schema: Schema) -> dict[
 
 
 def of_copy(copy: Copy, view: Piece, bits: np.ndarray, axes: Sequence[str]) -> int:
-    """Return the fingerprint of what a copy moves, read from one of its two views; it takes the axes in the given
-    order."""
+    """Return the fingerprint of what a copy moves, read from one of its two views; it takes the axes in this order."""
     array = strided(bits, view)
     # Axes that live in a name on one side have one index here.
     order = [view.axes.index(axis) for axis in axes if axis in view.axes]

@@ -155,7 +155,7 @@ class TensorFile:
         return cls(path, entries, metadata, size, root)
 
     def array(self, name: str) -> Bits:
-        """Return the bits of one tensor, [shape] in DTYPES[dtype]: a read-only view of the file, a copy if it is
+        """Return the bits of one tensor, [shape] in DTYPES[dtype]: a read-only view of the file, a copy if
         unaligned."""
         if name not in self.entries:
             raise StoreError(f"{self.path}: holds no tensor {name!r}, and {len(self.entries)} others")

@@ -159,8 +159,7 @@ class Gradients:
             parameter.grad += gradient
 
     def defer(self, parameter: Tensor) -> None:
-        """Let the sum of a gradient wait: the backward that runs leaves it out, and it will be handed in
-        (:meth:`accept`)."""
+        """Let the sum of a gradient wait: this backward leaves it out, and it will be handed in (:meth:`accept`)."""
         for bucket, number in self._places.get(parameter, ()):
             bucket.defer(number)
 
@@ -243,8 +242,7 @@ class Gradients:
         chunk.register_forward_hook(after_forward)
 
     def _end_backward(self, units: Sequence[FSDPUnit]) -> None:
-        """Send the messages of gradients that have not come: other ranks may have some, and messages are the same on
-        all."""
+        """Send the messages of gradients that have not come: others may have some, and messages are the same on all."""
         for parameter in self._to_come:
             self._add(parameter, None)
         self._to_come = set()

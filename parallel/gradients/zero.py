@@ -83,8 +83,7 @@ class FlatParameters:
         self._gathering: Pending | None = None
 
     def parts(self, gradient: Tensor | None) -> list[Stretch]:
-        """Return the shards that this rank updates; gradient: [numel / group.size] of its shard, None where it is
-        frozen."""
+        """Return the shards that this rank updates; gradient: [numel / group.size] of its shard, None if frozen."""
         lo, hi = self.flat.bounds(self.flat.group.index)
         plain = next((place.start for place in self.flat.places if not place.span.decays), self.flat.used)
         middle = min(max(plain, lo), hi)

@@ -66,8 +66,7 @@ Key = tuple[int, int]
 
 
 def key(tensor: Tensor) -> Key:
-    """Return a key of what a tensor's storage holds at this time; it stays unique for as long as a StorageWeakRef is
-    held."""
+    """Return a key of what a tensor's storage holds at this time; it stays unique while a StorageWeakRef is held."""
     return tensor.untyped_storage()._cdata, tensor._version
 
 

@@ -1,5 +1,4 @@
-"""Activation checkpointing: the parts of the blocks that are kept for the backward, and those that are computed
-again."""
+"""Activation checkpointing: what of the blocks is kept for the backward, and what is computed again."""
 
 from __future__ import annotations
 

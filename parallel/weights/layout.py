@@ -110,8 +110,7 @@ class MeshShape:
 
 @lru_cache(maxsize=4096)
 def _ranks(shape: MeshShape, *coordinates: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks of all combinations of coordinates, given for each dimension. Asked for again and again, and
-    long."""
+    """Return the ranks of all combinations of coordinates, given for each dimension. Asked for often, and long."""
     ranks = [0]
     for dim, chosen in zip(shape.DIMS, coordinates, strict=True):
         ranks = [rank * shape[dim] + coordinate for rank in ranks for coordinate in chosen]
@@ -379,8 +378,7 @@ class Layout:
         return split_axis(axis, self.schema.sizes[axis], self.mesh.size(dims), part, dims)
 
     def _held(self, shard: Shard, axis: str) -> tuple[int, int]:
-        """Return the bounds that the holder of a shard has of an axis: of one in the name the whole range of its
-        names."""
+        """Return the bounds that the holder of a shard has of an axis: of one in the name all of its range."""
         first, stop = shard.box[axis]
         if axis not in shard.param.named_axes:
             return first, stop

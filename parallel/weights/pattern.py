@@ -208,8 +208,7 @@ def _extent(node: Node, sizes: Sizes) -> int:
 
 
 def _occurrences(node: Node, sizes: Sizes) -> list[tuple[str, list[tuple[str, int]], int]]:
-    """Return the label, [(axis, stride)] and offset of every piece inside one dimension; an axis may occur twice
-    here."""
+    """Return the label, [(axis, stride)] and offset of every piece in a dimension; an axis may occur twice here."""
     if isinstance(node, str):
         return [("", [(node, 1)], 0)]
     found, base = [], 0

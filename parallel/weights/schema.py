@@ -166,8 +166,7 @@ class Schema:
         return self.count(param, param.name) * math.prod(param.sentence.shape(self.sizes))
 
     def count(self, param: Param, template: str) -> int:
-        """Return the number of tensors with a name of a parameter, ours or Hugging Face's: one for each of its layers,
-        say."""
+        """Return the number of tensors with a name of a parameter, ours or Hugging Face's: one for each layer, say."""
         some = {} if param.layers is None else {"layer": len(param.layers)}
         return math.prod(some.get(axis, self.sizes[axis]) for axis in NAMED.findall(template))
 
@@ -196,8 +195,7 @@ def _check_hf_names(params: Sequence[Param], sizes: Sizes) -> None:
 
 
 def _in_common(one: tuple[Param, str], other: tuple[Param, str], sizes: Sizes) -> str | None:
-    """Return a name that both of two templates spell, which are alike but for axes and numbers; None where there is
-    none."""
+    """Return a name that both of two templates spell, alike but for axes and numbers; None where there is none."""
 
     def indices(param: Param, word: str) -> Sequence[int]:
         return param.values(word[1:-1], sizes) if word.startswith("{") else range(int(word), int(word) + 1)

@@ -214,8 +214,7 @@ def blocks(copies: Sequence[Copy], limit: int) -> Iterator[TargetChunk]:
 
 
 def _interleaved(copies: Sequence[Copy]) -> Iterator[list[Copy]]:
-    """Yield groups of copies whose elements lie between each other's in the target, such as the columns of one
-    matrix."""
+    """Yield groups of copies whose elements lie between each other's in the target, as columns of a matrix do."""
     together, end = list[Copy](), 0
     for copy in sorted(copies, key=lambda copy: copy.target_view.offset):
         if together and copy.target_view.offset >= end:

@@ -46,8 +46,7 @@ def capacity_problems(
 def _memory_problems(
     setting: Setting, states: Sequence[StateBytes], local_ranks: int, device_memory: int | None
 ) -> Iterator[str]:
-    """Yield the problems of memory. On several nodes it is not known which ranks are here: those that hold least
-    count."""
+    """Yield the problems of memory. On several nodes it is not known which ranks are here: the least count."""
     disk = setting.offload_optimizer == "file"
     on_device = [each.device(setting).total if device_memory else 0 for each in states]
     on_host = [

@@ -126,7 +126,7 @@ class OffloadedStore:
                 self.of(part, MASTER)[...] = part.data
 
     def update(self, lr: float, go: Tensor, divisor: Tensor | None) -> None:
-        """Update as :class:`~megacore.run.states.store.StateStore` says. The host waits for the device, as the host
+        """Update as :class:`~megacore.run.states.store.StateStore` says. The host waits for the device, as it
         computes."""
         # One number tells both: it is 0 where nothing changes.
         divided_by = float((go if divisor is None else torch.where(go, divisor, go)).item())
@@ -223,7 +223,6 @@ class _StoredElements:
 
 
 def _window(sizes: Sequence[int], most: int) -> int:
-    """Return the number of elements of a window: a power of two, as pinned memory is given out so; no more than there
-    are."""
+    """Return the number of elements of a window: a power of two, as pinned memory is given out; at most all."""
     everything = sum(-(-size // ALIGNED) * ALIGNED for size in sizes)
     return max(ALIGNED, min(1 << max(0, everything - 1).bit_length(), 1 << (max(1, most).bit_length() - 1)))

@@ -35,8 +35,7 @@ class Rule:
         return torch.float32 if self.master_weights and parameter.itemsize < 4 else parameter
 
     def kept(self, parameter: torch.dtype) -> Mapping[str, torch.dtype]:
-        """Return {state: dtype} of what is kept beside a parameter of this dtype: a master where it is wider,
-        moments."""
+        """Return {state: dtype} of what is kept beside a parameter of this dtype: a wider master, moments."""
         value = self.value(parameter)
         moments = dict.fromkeys(MOMENTS, self.moments or value)
         return moments if value == parameter else {MASTER: value, **moments}

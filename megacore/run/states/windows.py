@@ -59,8 +59,7 @@ class Window:
 
 
 def cut(sizes: Sequence[int], numel: int) -> list[Window]:
-    """Return the parts of these sizes in windows of at most ``numel`` elements, a multiple of ALIGNED, in their
-    order."""
+    """Return the parts of these sizes in windows of at most ``numel`` elements, a multiple of ALIGNED, in order."""
     windows: list[list[Segment]] = []
     at = numel
     for part, stop in enumerate(sizes):
