@@ -14,6 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, cached_property
 from types import FunctionType, ModuleType
 from typing import Any
@@ -268,7 +269,7 @@ class _Watch(TorchDispatchMode):
         out = op(*args, **kwargs)
         before = self.started
         for product, count in _products(op, args, kwargs):
-            self._products[product] += count
+            self._products[replace(product, attention=True) if self._inside else product] += count
             self.started += 1
         if self._inside and before == self.started and not op.is_view and "empty" not in op._schema.name:
             moved = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, Literal, get_args
 
 import pytest
 import torch
 import torch.distributed as dist
 from device_store import device_store
+from extended_family import extended
+from families import ROTATION, drawn
 from odd_family import registered
 from operations import Flops
 from pool import Pool
@@ -25,10 +28,10 @@ from megacore.run.optimizer import Optimizer
 from megacore.run.states.store import MOMENTS
 from megacore.run.step import TrainStep
 from models.assemble import Model
-from models.config import flops_per_token
+from models.config import ModelConfigError, flops_per_token
 from models.decoder import Losses, Microbatch
 from models.lora import Lora
-from models.registry import configure
+from models.registry import FAMILIES, configure, family
 from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
 from parallel.budgets import BUCKET_BYTES
@@ -50,8 +53,25 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
 }
-GPT2 = {"family": "gpt2", "vocab_size": 1000, "n_positions": 256, "n_embd": 128, "n_layer": 4, "n_head": 4}
-GPT2 |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+SIZES = {"embed": 128, "mlp": 344, "layer": 4, "heads": 4, "kv": 2, "head": 32}
+WINDOW = 64
+
+
+def small(name: str, vocab: int) -> dict[str, Any]:
+    """What a family of the registry draws, in these sizes, with the first seed whose rope fits them."""
+    config = family(name).CONFIG
+    derived = getattr(config, "derived", ())
+    sizes = {field: SIZES[axis] for axis, field in config.axes.items() if axis in SIZES and field not in derived}
+    for seed in count(ROTATION):
+        own = drawn(name, seed, layers=SIZES["layer"], vocab=vocab, positions=1024) | sizes
+        if own.get("sliding_window"):
+            own["sliding_window"] = WINDOW
+        try:
+            configure(own)
+        except ModelConfigError:
+            continue
+        return own
+    raise AssertionError("there is no end of seeds")
 
 
 ALONE = MeshShape()
@@ -64,6 +84,7 @@ class Case:
     mesh: MeshShape = ALONE
     precision: Literal["bf16", "fp32"] = "bf16"
     family: str = "llama"
+    fields: tuple[tuple[str, Any], ...] = ()
     tied: bool = False
     vocab: int = 1000
     length: int = 256
@@ -81,9 +102,11 @@ class Case:
 
     @property
     def setting(self) -> Setting:
-        like_llama = LLAMA | {"family": self.family, "tie_word_embeddings": self.tied}
-        own = GPT2 if self.family == "gpt2" else like_llama
-        config = configure(own | {"vocab_size": self.vocab})
+        like_llama = LLAMA | {"family": self.family, "tie_word_embeddings": self.tied, "vocab_size": self.vocab}
+        invented = self.family in ("odd", "extended")
+        config = configure(
+            like_llama | dict(self.fields) if invented or self.family == "llama" else small(self.family, self.vocab)
+        )
         return Setting(
             config,
             layout_of(config, self.mesh, self.chunks, tuning=self.tuning),
@@ -180,10 +203,15 @@ def peaks(cases: list[Case]) -> list[tuple[int, int]]:
     return found
 
 
-def odd_peaks(cases: list[Case]) -> list[tuple[int, int]]:
-    """As :func:`peaks`, of the family that is invented here."""
-    with registered():
+def invented_peaks(cases: list[Case]) -> list[tuple[int, int]]:
+    """As :func:`peaks`, of the families that are invented here."""
+    with registered(), extended():
         return peaks(cases)
+
+
+def state_and_peak(case: Case) -> tuple[dict[str, int], tuple[int, int]]:
+    """What :func:`state` and :func:`peaks` find of a family's case."""
+    return state(case)[1], peaks([case])[0]
 
 
 def planned(case: Case) -> tuple[Memory, ...]:
@@ -292,6 +320,84 @@ def compare(found: list[list[tuple[int, int]]], cases: list[Case]) -> None:
     assert not wrong, "\n".join(f"{c}, stage {s}: {p:,} bytes, planned {m.peak:,}: {m}" for c, s, p, m in wrong)
 
 
+# Of every family of the registry; in the suite a few of these, and others with another rotation.
+WAYS = [
+    Case(vocab=64),
+    Case(vocab=64, precision="fp32"),
+    Case(vocab=64, recompute="selective"),
+    Case(vocab=64, recompute="full"),
+    Case(vocab=64, length=1024, micro=1),
+    Case(vocab=8000),
+    Case(MeshShape(tp=2), vocab=64, microbatches=2),
+    Case(MeshShape(pp=2), vocab=64, microbatches=4),
+    Case(MeshShape(dp=2), vocab=64, microbatches=2, shard="optimizer"),
+]
+FAMILIES_AT_A_TIME = 5
+OF_FAMILIES = [replace(case, family=name) for name in FAMILIES for case in WAYS]
+STRIDE = len(OF_FAMILIES) // FAMILIES_AT_A_TIME
+"""Of cases of each family in a row, so many on is another family's, in another way."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case,
+            id=f"{case.family}-{at % len(WAYS)}",
+            marks=[] if (at + ROTATION) % STRIDE == 0 else [pytest.mark.grid],
+        )
+        for at, case in enumerate(OF_FAMILIES)
+    ],
+)
+def test_families_are_planned_right(pool: Pool, case: Case) -> None:
+    plan, found = planned(case), pool.run(case.mesh.world, state_and_peak, case)
+    for parts, (stage, _) in found:
+        assert parts == pytest.approx({part: plan[stage].terms[part] for part in parts}, rel=0.02), stage
+    compare([[peak] for _, peak in found], [case])
+
+
+def with_parts(*names: str) -> Case:
+    """Of the family that may have any part of the builder: it has these."""
+    return Case(family="extended", vocab=64, fields=tuple((name, PARTS[name]) for name in names))
+
+
+PARTS: dict[str, Any] = {
+    "windows": (0, WINDOW, 0, WINDOW),
+    "local_rope": True,
+    "softcap": 3.0,
+    "sinks": True,
+    "norms": True,
+    "offset": 1.0,
+    "parallel": True,
+    "head_bias": True,
+    "attention_dropout": 0.1,
+}
+EXTENDED = [
+    *(replace(with_parts(*PARTS), precision=precision) for precision in ("bf16", "fp32")),
+    *(replace(with_parts("windows", "softcap", "sinks"), recompute=recompute) for recompute in get_args(Recompute)),
+    *(with_parts(name) for name in PARTS),
+    replace(with_parts("windows", "sinks"), length=1024, micro=1),
+    replace(with_parts("softcap"), length=1024, micro=1),
+    replace(with_parts("head_bias"), vocab=8000),
+]
+EXTENDED_OF_TWO = [
+    replace(with_parts("norms", "windows", "softcap", "sinks"), mesh=MeshShape(tp=2)),
+    replace(with_parts("norms", "parallel", "head_bias"), mesh=MeshShape(tp=2), vocab=1000),
+    replace(with_parts("windows", "local_rope"), mesh=MeshShape(pp=2), microbatches=4),
+]
+BATCHES = [(1, EXTENDED[:1]), (2, EXTENDED_OF_TWO[:1]), (1, EXTENDED[1:]), (2, EXTENDED_OF_TWO[1:])]
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [*BATCHES[:2], *(pytest.param(*batch, marks=pytest.mark.grid) for batch in BATCHES[2:])],
+    ids=["one", "two", "others of one", "others of two"],
+)
+def test_parts_of_the_builder_are_planned_right(pool: Pool, world: int, cases: list[Case]) -> None:
+    with extended():
+        compare(pool.run(world, invented_peaks, cases), cases)
+
+
 # No peak at the head: what the blocks keep and need decides.
 ODD = [
     Case(family="odd", vocab=64, precision=precision, recompute=recompute)
@@ -308,7 +414,7 @@ ODD_OF_TWO = [
 @pytest.mark.parametrize(("world", "cases"), [(1, ODD), (2, ODD_OF_TWO)], ids=["one", "two"])
 def test_a_family_that_the_plan_has_never_heard_of_is_planned_right(pool: Pool, world: int, cases: list[Case]) -> None:
     with registered():
-        compare(pool.run(world, odd_peaks, cases), cases)
+        compare(pool.run(world, invented_peaks, cases), cases)
 
 
 def test_the_operations_of_that_family_add_up() -> None:
