@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from random import Random
 from typing import Any, ClassVar
 
@@ -75,7 +75,9 @@ class DecoderConfig(ModelConfig):
             **({"head_dim": head_dim} if given else {}),
             "max_position_embeddings": positions,
             "pad_token_id": rng.choice((None, 5, -1)),
-            "tie_word_embeddings": rng.random() < 0.5,
+            "hidden_act": rng.choice([*ACTIVATIONS]),
+            **{each.name: rng.random() < 0.5 for each in fields(cls) if each.type == "bool"},
+            **{each.name: rng.choice((1e-6, 1e-2)) for each in fields(cls) if "eps" in each.name},
             "rope_parameters": rope_config.draw(rng, head_dim, positions, cls.rope_convention),
         }
         return {name: value for name, value in drawn.items() if name not in cls.derived}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
@@ -41,12 +40,6 @@ class ArceeConfig(DecoderConfig):
             t.plain_mlp("up_proj", "down_proj", bias=self.mlp_bias),
             tied=self.tie_word_embeddings,
         )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        drawn |= {name: rng.random() < 0.5 for name in ("attention_bias", "mlp_bias")}
-        return drawn | {"rms_norm_eps": rng.choice((1e-6, 1e-2))}
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

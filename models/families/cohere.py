@@ -57,8 +57,7 @@ class CommandConfig(DecoderConfig):
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        drawn |= {"layer_norm_eps": rng.choice((1e-5, 1e-2)), "logit_scale": rng.choice((0.0625, 1.3))}
-        return drawn | {"attention_bias": rng.random() < 0.5}
+        return drawn | {"logit_scale": rng.choice((0.0625, 1.3))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +76,6 @@ class CohereConfig(CommandConfig):
         queries = t.norm("attn.q_norm", "self_attn.q_norm", f"heads {here}", stored=f"heads {stored}")
         keys = t.norm("attn.k_norm", "self_attn.k_norm", f"kv {here}", stored=f"kv {stored}")
         return queries + keys if self.use_qk_norm else ()
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"use_qk_norm": rng.random() < 0.5}
 
 
 def _rope(theta: float) -> dict[str, Any]:

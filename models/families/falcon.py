@@ -129,14 +129,11 @@ class FalconConfig(DecoderConfig):
         heads = drawn["num_attention_heads"]
         return drawn | {
             "activation": rng.choice([*ACTIVATIONS]),
-            "layer_norm_epsilon": rng.choice((1e-5, 1e-2)),
             "ffn_hidden_size": rng.choice((None, 14, 31)),
             "num_kv_heads": rng.choice([n for n in range(tp, heads + 1, tp) if heads % n == 0]) if new else None,
             "new_decoder_architecture": new,
             "num_ln_in_parallel_attn": rng.choice((None, 1, 2)) if new else None,
-            "multi_query": rng.random() < 0.5,
             "parallel_attn": new or parallel,
-            "bias": rng.random() < 0.5,
         }
 
 

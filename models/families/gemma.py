@@ -57,8 +57,7 @@ class GemmaConfig(DecoderConfig):
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        drawn |= {"hidden_act": rng.choice(("gelu", TANH, "relu")), "rms_norm_eps": rng.choice((1e-6, 1e-2))}
-        return drawn | {"attention_bias": rng.random() < 0.5}
+        return drawn | {"hidden_act": rng.choice(("gelu", TANH, "relu"))}
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
@@ -60,11 +59,6 @@ class GlmConfig(DecoderConfig):
             of_mlp,
             tied=self.tie_word_embeddings,
         )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"attention_bias": rng.random() < 0.5, "rms_norm_eps": rng.choice((1.5625e-7, 1e-2))}
 
 
 _GLM = {"vocab_size": 151552, "max_position_embeddings": 131072}

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import ACTIVATIONS, Anatomy
+from models.anatomy import Anatomy
 from models.builder import build
 from models.config import probabilities
 from models.decoder_config import DecoderConfig, shape
@@ -72,16 +71,6 @@ class GptNeoxConfig(DecoderConfig):
 
     def problems(self) -> list[str]:
         return super().problems() + probabilities(self, "hidden_dropout")
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {
-            "hidden_act": rng.choice([*ACTIVATIONS]),
-            "layer_norm_eps": rng.choice((1e-5, 1e-2)),
-            "use_parallel_residual": rng.random() < 0.5,
-            "attention_bias": rng.random() < 0.5,
-        }
 
 
 def _pythia(vocab: int, hidden: int, layers: int, heads: int) -> dict[str, Any]:

@@ -58,9 +58,7 @@ class HeliumConfig(DecoderConfig):
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        drawn |= {name: rng.random() < 0.5 for name in ("attention_bias", "mlp_bias")}
-        hidden = drawn["num_attention_heads"] * drawn["head_dim"]
-        return drawn | {"hidden_size": hidden, "rms_norm_eps": rng.choice((1e-8, 1e-2))}
+        return drawn | {"hidden_size": drawn["num_attention_heads"] * drawn["head_dim"]}
 
     def problems(self) -> list[str]:
         heads, head, hidden = self.num_attention_heads, self.head_dim, self.hidden_size

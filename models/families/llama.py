@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
@@ -40,12 +39,6 @@ class LlamaConfig(DecoderConfig):
             t.gated_mlp(bias=self.mlp_bias),
             tied=self.tie_word_embeddings,
         )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        drawn["rms_norm_eps"] = rng.choice((1e-6, 1e-2))
-        return drawn | {name: rng.random() < 0.5 for name in ("attention_bias", "mlp_bias")}
 
 
 _LLAMA3 = {"vocab_size": 128256, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 131072}

@@ -48,7 +48,7 @@ class MinistralConfig(WindowedConfig):
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
         # The class itself cannot do without.
         head_dim = drawn.get("head_dim", drawn["hidden_size"] // drawn["num_attention_heads"])
-        return drawn | {"head_dim": head_dim, "rms_norm_eps": rng.choice((1e-6, 1e-2))}
+        return drawn | {"head_dim": head_dim}
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {

@@ -45,10 +45,7 @@ class MistralConfig(DecoderConfig):
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {
-            "rms_norm_eps": rng.choice((1e-6, 1e-2)),
-            "sliding_window": rng.choice((None, 2, 3, positions)),
-        }
+        return drawn | {"sliding_window": rng.choice((None, 2, 3, positions))}
 
     def problems(self) -> list[str]:
         return super().problems() + window_problems(self.sliding_window)

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import ACTIVATIONS, Anatomy
+from models.anatomy import Anatomy
 from models.builder import build
 from models.decoder_config import DecoderConfig, shape
 from models.rope_config import Convention
@@ -44,16 +43,6 @@ class NemotronConfig(DecoderConfig):
             t.norm("mlp_norm", "post_attention_layernorm"),
             tied=self.tie_word_embeddings,
         )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {
-            "hidden_act": rng.choice([*ACTIVATIONS]),
-            "norm_eps": rng.choice((1e-5, 1e-2)),
-            "attention_bias": rng.random() < 0.5,
-            "mlp_bias": rng.random() < 0.5,
-        }
 
 
 _NEMOTRON = {"vocab_size": 256000, "num_key_value_heads": 8, "max_position_embeddings": 4096}

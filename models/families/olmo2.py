@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
@@ -42,11 +41,6 @@ class Olmo2Config(DecoderConfig):
             t.norm("mlp_out_norm", "post_feedforward_layernorm"),
             tied=self.tie_word_embeddings,
         )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"rms_norm_eps": rng.choice((1e-6, 1e-2)), "attention_bias": rng.random() < 0.5}
 
 
 _EACH = {

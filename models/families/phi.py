@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import ACTIVATIONS, Anatomy
+from models.anatomy import Anatomy
 from models.builder import build
 from models.config import probabilities
 from models.decoder_config import DecoderConfig, shape
@@ -57,15 +56,6 @@ class PhiConfig(DecoderConfig):
 
     def problems(self) -> list[str]:
         return super().problems() + probabilities(self, "resid_pdrop", "embd_pdrop")
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {
-            "hidden_act": rng.choice([*ACTIVATIONS]),
-            "layer_norm_eps": rng.choice((1e-5, 1e-2)),
-            "qk_layernorm": rng.random() < 0.5,
-        }
 
 
 _PHI = {"vocab_size": 51200, "max_position_embeddings": 2048}

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from models import rope_config
-from models.anatomy import ACTIVATIONS, Anatomy, LayerAttention
+from models.anatomy import Anatomy, LayerAttention
 from models.builder import build
 from models.config import probabilities
 from models.decoder_config import DecoderConfig, shape
@@ -68,8 +68,6 @@ class Phi3Config(DecoderConfig):
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
         head_dim = drawn["hidden_size"] // drawn["num_attention_heads"]
         return drawn | {
-            "hidden_act": rng.choice([*ACTIVATIONS]),
-            "rms_norm_eps": rng.choice((1e-5, 1e-2)),
             "sliding_window": rng.choice((None, 1, 5)),
             "rope_parameters": rope_config.draw(rng, head_dim, positions, cls.rope_convention, ("default", "longrope")),
         }

@@ -51,7 +51,7 @@ class Qwen2Config(WindowedConfig):
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
         used = rng.random() < 0.7
         drawn |= {"use_sliding_window": used, "layer_types": drawn["layer_types"] if used else None}
-        return drawn | {"rms_norm_eps": rng.choice((1e-6, 1e-2)), "max_window_layers": rng.randint(0, layers)}
+        return drawn | {"max_window_layers": rng.randint(0, layers)}
 
     @classmethod
     def _derive(cls, values: dict[str, Any]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any, ClassVar
 
 from models.builder import build
@@ -36,11 +35,6 @@ class Qwen3Config(Qwen2Config):
             t.gated_mlp(),
             tied=self.tie_word_embeddings,
         )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {"attention_bias": rng.random() < 0.5}
 
 
 _EACH = {

@@ -50,8 +50,7 @@ class SeedOssConfig(DecoderConfig):
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        drawn |= {name: rng.random() < 0.5 for name in ("attention_bias", "attention_out_bias", "mlp_bias")}
-        return drawn | {"rms_norm_eps": rng.choice((1e-6, 1e-2)), "attention_dropout": 0.0, "residual_dropout": 0.0}
+        return drawn | {"attention_dropout": 0.0, "residual_dropout": 0.0}
 
     def problems(self) -> list[str]:
         return super().problems() + probabilities(self, "residual_dropout")

@@ -74,10 +74,8 @@ class SmolLM3Config(WindowedConfig):
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
         used = rng.random() < 0.5
         drawn |= {"use_sliding_window": used, "layer_types": drawn["layer_types"] if used else None}
-        drawn |= {name: rng.random() < 0.5 for name in ("attention_bias", "mlp_bias")}
         rotate = [rng.randrange(2) for _ in range(layers)]
-        drawn |= {"no_rope_layers": rng.choice((None, rotate)), "no_rope_layer_interval": rng.choice((1, 2, 4))}
-        return drawn | {"rms_norm_eps": rng.choice((1e-6, 1e-2))}
+        return drawn | {"no_rope_layers": rng.choice((None, rotate)), "no_rope_layer_interval": rng.choice((1, 2, 4))}
 
     def problems(self) -> list[str]:
         found = super().problems() + positive(self, "no_rope_layer_interval")

@@ -5,10 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import ACTIVATIONS, Anatomy
+from models.anatomy import Anatomy
 from models.builder import build
 from models.decoder_config import DecoderConfig, shape
 from models.rope_config import Convention
@@ -53,13 +52,6 @@ class StableLmConfig(DecoderConfig):
             *([] if self.use_parallel_residual else [t.norm("mlp_norm", "post_attention_layernorm")]),
             tied=self.tie_word_embeddings,
         )
-
-    @classmethod
-    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
-        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        switches = ("use_qkv_bias", "qk_layernorm", "use_parallel_residual")
-        drawn |= {"hidden_act": rng.choice([*ACTIVATIONS]), "layer_norm_eps": rng.choice((1e-5, 1e-2))}
-        return drawn | {name: rng.random() < 0.5 for name in switches}
 
 
 _STABLELM2 = {"vocab_size": 100352, "max_position_embeddings": 4096}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import ACTIVATIONS, Anatomy, LayerAttention
+from models.anatomy import Anatomy, LayerAttention
 from models.builder import build
 from models.config import probabilities
 from models.decoder_config import DecoderConfig, shape
@@ -62,12 +62,7 @@ class Starcoder2Config(DecoderConfig):
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        return drawn | {
-            "hidden_act": rng.choice([*ACTIVATIONS]),
-            "norm_epsilon": rng.choice((1e-5, 1e-2)),
-            "sliding_window": rng.choice((None, 1, 5)),
-            "use_bias": rng.random() < 0.5,
-        }
+        return drawn | {"sliding_window": rng.choice((None, 1, 5))}
 
 
 _STARCODER2 = {"vocab_size": 49152, "max_position_embeddings": 16384, "sliding_window": 4096}
