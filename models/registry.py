@@ -29,6 +29,7 @@ FAMILIES: Mapping[str, str] = {
     "glm4": "models.families.glm4",
     "gpt2": "models.families.gpt2",
     "gpt_neox": "models.families.gpt_neox",
+    "gptj": "models.families.gptj",
     "granite": "models.families.granite",
     "helium": "models.families.helium",
     "llama": "models.families.llama",

@@ -32,6 +32,7 @@ SMALL = {
     "head_dim": 4,
     "max_position_embeddings": 32,
     "sliding_window": 5,
+    "rotary_dim": 2,
     "pad_token_id": None,  # of some it lies beyond so small a vocabulary
 }
 

@@ -157,7 +157,10 @@ def _pieces(parameters: Parameters, name: str) -> list[tuple[Tensor, Tensor, sli
     sizes = parameters.shards[name].sizes
     if labels == ("",):
         return [(a, b, slice(None))]
-    q, kv, mlp = (math.prod(sizes.get(axis, 0) for axis in of) for of in (("heads", "head"), ("kv", "head"), ("mlp",)))
+    shared = "kv" if "kv" in sizes else "heads"
+    q, kv, mlp = (
+        math.prod(sizes.get(axis, 0) for axis in of) for of in (("heads", "head"), (shared, "head"), ("mlp",))
+    )
     start = {"q": 0, "k": q, "v": q + kv, "gate": 0, "up": mlp}
     rows = {"q": q, "k": kv, "v": kv, "gate": mlp, "up": mlp}
     made, at = [], 0

@@ -1,0 +1,95 @@
+"""GPT-J (Wang and Komatsuzaki 2021): branches side by side behind one LayerNorm, heads of which the first dimensions
+turn, in pairs on disk, and a head with a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from models.anatomy import ROPE, Anatomy, LayerAttention
+from models.builder import build
+from models.families.gpt2 import Gpt2Config
+from models.rope_config import DefaultRope, partial_rotary_factor
+from models.table import HEADS, Pairs, Table
+from parallel.weights.schema import Param
+
+__all__ = ["CONFIG", "PRESETS", "GptjConfig", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptjConfig(Gpt2Config):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "gptj"
+    architecture: ClassVar[str] = "GPTJForCausalLM"
+    fixed: ClassVar[Mapping[str, Any]] = {"rotary": True, "scale_attn_weights": True}
+
+    n_positions: int = 2048
+    rotary_dim: int = 64
+    resid_pdrop: float = 0.0
+    embd_pdrop: float = 0.0
+    attn_pdrop: float = 0.0
+    tie_word_embeddings: bool = False
+
+    @property
+    def pairs(self) -> Pairs:
+        """How heads of queries and keys turn."""
+        return Pairs(self.n_embd // self.n_head, self.rotary_dim)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return {**super().sizes, **self.pairs.sizes}
+
+    @property
+    def anatomy(self) -> Anatomy:
+        rope = DefaultRope(partial_rotary_factor=partial_rotary_factor(self.rotary_dim, self.pairs.head))
+        return Anatomy(
+            layers=(LayerAttention(),) * self.n_layer,
+            ropes={ROPE: rope},
+            norm="layer",
+            norm_eps=self.layer_norm_epsilon,
+            activation=self.activation_function,
+            parallel=True,
+            attention_dropout=self.attn_pdrop,
+            branch_dropout=self.resid_pdrop,
+            embedding_dropout=self.embd_pdrop,
+        )
+
+    def params(self) -> tuple[Param, ...]:
+        std, of = self.initializer_range, "(q: heads {0} + k: heads {0} + v: heads head)"
+        t = Table(layer="transformer.h.{layer}", std=std, out_std=std, norm_bias=True)
+        here, stored = of.format(self.pairs.here), of.format(self.pairs.stored)
+        return t.model(
+            t.norm("attn_norm", "ln_1"),
+            t.linear("attn.qkv", here, "embed", "attn.{q,k,v}_proj", stored=f"{stored} embed"),
+            t.linear("attn.out", "embed", HEADS, "attn.out_proj", ends=True),
+            t.plain_mlp("fc_in", "fc_out", bias=True),
+            tied=self.tie_word_embeddings,
+            embed="transformer.wte",
+            norm="transformer.ln_f",
+            head_bias=True,
+        )
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if not found and (self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.pairs.head):
+            found.append(f"rotary_dim is {self.rotary_dim}: it must be even, and at most the head's {self.pairs.head}")
+        return found
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn, head = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp), rng.choice((4, 6, 8))
+        return drawn | {"n_embd": drawn["n_head"] * head, "rotary_dim": rng.choice(range(2, head + 1, 2))}
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "gptj-tiny": {"vocab_size": 512, "n_positions": 512, "n_embd": 64, "n_layer": 4, "n_head": 4, "rotary_dim": 8},
+    "gpt-j-6b": {"vocab_size": 50400, "n_positions": 2048, "n_embd": 4096, "n_layer": 28, "n_head": 16},
+}
+
+PARAMETERS: Mapping[str, int] = {"gpt-j-6b": 6_050_882_784}
+"""Published numbers of parameters."""
+
+CONFIG: type[GptjConfig] = GptjConfig
