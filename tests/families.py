@@ -57,6 +57,14 @@ def rotated(cases: Iterable[T]) -> list[ParameterSet]:
     ]
 
 
+def one_in(few: int) -> list[ParameterSet]:
+    """Return every family, of which all but one in so many are of the grid: for what goes by no family of its own."""
+    return [
+        pytest.param(name, marks=[] if (number + ROTATION) % few == 0 else [pytest.mark.grid])
+        for number, name in enumerate(FAMILIES)
+    ]
+
+
 def drawn(
     name: str, seed: int = 0, *, layers: int = 5, vocab: int = 13, positions: int = 16, tp: int = 4, **fields: Any
 ) -> dict[str, Any]:

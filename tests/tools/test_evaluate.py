@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from families import one_in
 from hub import converted, save
 from pool import Pool
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,7 +25,6 @@ from megacore.inference.documents import Document
 from megacore.inference.evaluate import Windows, evaluate
 from megacore.inference.load import model_from
 from megacore.store.open import open_folder
-from models.registry import FAMILIES
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape
 from tools import evaluate as command
@@ -37,7 +37,7 @@ TEMPLATE = (
 )
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=one_in(4))
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return with_text(request.param, tmp_path)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from families import random_model, small
+from families import one_in, random_model, small
 from hub import change, converted, flip, of_a_run, save
 from safetensors.torch import load_file, save_file
 
@@ -21,7 +21,6 @@ from megacore.data.indexed import IndexedWriter
 from megacore.store.audit import fingerprints
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.hugging_face import HuggingFace
-from models.registry import FAMILIES
 from tools import convert, evaluate, inspect, reshard, verify
 
 ROOT = Path(__file__).parents[2]
@@ -41,7 +40,7 @@ def text(capsys: Capture, *arguments: object) -> tuple[int, str]:
     return status, capsys.readouterr().out
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=one_in(7))
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A Hugging Face folder and checkpoints of it in several layouts; not to be written to."""
     root = tmp_path_factory.mktemp(request.param)
