@@ -73,6 +73,9 @@ class Case:
     documents: tuple[int, ...] | None = None
 
 
+MISTRAL = "model.preset=mistral-tiny model.sliding_window=8"
+GEMMA2 = "model.preset=gemma2-tiny model.sliding_window=8"
+GEMMA3 = "model.preset=gemma3_text-tiny model.sliding_window=8"
 DROPS = GPT2 + " model.embd_pdrop=0.1 model.attn_pdrop=0.1 model.resid_pdrop=0.1"
 LORA = "lora.rank=4"
 FEW = 0.1
@@ -92,6 +95,16 @@ CASES: Mapping[str, Case] = {
     "gpt2": Case(GPT2),
     "gpt2, dropout": Case(DROPS),
     "gpt2, dropout, full": Case(f"{DROPS} memory.recompute=full"),
+    "window": Case(MISTRAL),
+    "window, fp32": Case(f"{MISTRAL} train.precision=fp32"),
+    "window, documents": Case(MISTRAL, documents=TEXTS),
+    "window, compiled": Case(f"{MISTRAL} train.compile=true"),
+    "softcap": Case(GEMMA2),
+    "softcap, documents": Case(GEMMA2, documents=TEXTS),
+    "softcap, compiled": Case(f"{GEMMA2} train.compile=true"),
+    "norms of heads": Case(GEMMA3),
+    "norms of heads, compiled": Case(f"{GEMMA3} train.compile=true"),
+    "norms over heads, tp": Case("mesh.tp=2 model.preset=olmo2-tiny"),
     "selective": Case("memory.recompute=selective"),
     "full": Case("memory.recompute=full"),
     "activations on host": Case("memory.offload_activations=true"),
@@ -228,7 +241,7 @@ def trace(case: Case, steps: int, fault: Callable[[Trainer], None] = lambda trai
 
 def _config(case: Case) -> Config:
     overrides = case.overrides.split()
-    model = [] if any("model.family" in each for each in overrides) else ["model.preset=llama-tiny"]
+    model = [] if any("model.family" in each or "model.preset" in each for each in overrides) else ["model.preset=llama-tiny"]
     with tempfile.NamedTemporaryFile(suffix=".yaml") as recipe:
         config = load(recipe.name, [*model, "data.sequence_length=32", "data.train=none", *overrides])
     layers = case.layers * config.pipeline.chunks * config.mesh.pp
