@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from benchmarks.gpu.rows import Machine, Row, failed, number, skipped
 from benchmarks.gpu.work import SHAPES, Shape
 from parallel import kernels as chosen
-from parallel.kernels import choice
+from parallel.kernels import choice, norm, rotation
+from parallel.kernels.scoring import Scoring, attend
 from parallel.layers.loss import Objective
 from parallel.mesh import ALONE
 
@@ -30,11 +32,13 @@ class Case:
         make: Chooses what computes it.
         inputs: What it is given; those that need a gradient get one.
         passes: Bytes that must be read and written, forward and backward.
+        plain: The formula, which is given the same inputs in fp32; None for what is chosen without kernels of our own.
     """
 
     make: Callable[[], Callable[..., Any]]
     inputs: tuple[Any, ...]
     passes: float
+    plain: Callable[..., Any] | None = None
 
 
 def kernels(machine: Machine) -> Iterator[Row]:
@@ -61,6 +65,7 @@ def _cases(machine: Machine, shape: Shape) -> Mapping[str, Case]:
     qkv, table = drawn(shape.tokens, (heads + 2 * kv) * head), drawn(shape.tokens, head // 2).detach()
     logits, labels = drawn(shape.tokens, sizes["vocab"]), torch.randint(sizes["vocab"], (shape.tokens,), device=device)
     objective = Objective(ALONE, sizes["vocab"])
+    part = table[:, : max(1, head // 8)]
 
     def loss(z: Tensor) -> Tensor:
         return objective(z * 1, labels)  # whose memory takes the gradient
@@ -70,21 +75,73 @@ def _cases(machine: Machine, shape: Shape) -> Mapping[str, Case]:
         "LayerNorm": Case(lambda: chosen.layer_norm(device), (x, weight, bias, 1e-5), 5 * x.nbytes),
         "SwiGLU": Case(lambda: chosen.gated("silu", device), (gate_up,), 4 * gate_up.nbytes),
         "rotation": Case(lambda: chosen.split_and_rotate(device), (qkv, table, table, heads, kv), 4 * qkv.nbytes),
+        "RMSNorm, offset": Case(
+            lambda: chosen.rms_norm(device, 1.0), (x, weight, 1e-5), 5 * x.nbytes, partial(norm.rms_norm, offset=1.0)
+        ),
+        "LayerNorm, offset": Case(
+            lambda: chosen.layer_norm(device, 1.0),
+            (x, weight, bias, 1e-5),
+            5 * x.nbytes,
+            partial(norm.layer_norm, offset=1.0),
+        ),
+        "rotation of a part": Case(
+            lambda: chosen.split_and_rotate(device),
+            (qkv, part, part, heads, kv),
+            4 * qkv.nbytes,
+            rotation.split_and_apply,
+        ),
+        **_attentions(shape, drawn),
         # With the copy.
         "cross entropy": Case(lambda: loss, (logits,), 7 * logits.nbytes),
     }
 
 
-def _beside(machine: Machine, what: str, case: Case) -> Iterator[Row]:
-    """Ours first, then torch's, and how far ours is from it."""
-    results, inputs = [], [x for x in case.inputs if isinstance(x, Tensor) and x.requires_grad]
-    without = patch.object(choice, "_fused", lambda name, device: None)
-    for way, choosing in (("ours", nullcontext()), ("torch's", without)):
-        with choosing:
-            function = case.make()
+def _attentions(shape: Shape, drawn: Callable[..., Tensor]) -> Mapping[str, Case]:
+    """What attention makes of a sequence, where torch's operator for all of it does not serve."""
+    sizes, length = shape.config.sizes, shape.sequence_length
+    q, k, v = (drawn(1, sizes[heads], length, sizes["head"]) for heads in ("heads", "kv", "kv"))
+    sinks, window = drawn(sizes["heads"]), length // 4
 
-            def call(function: Callable[..., Any] = function) -> list[Tensor]:
-                made = function(*case.inputs)
+    def case(*others: Tensor, **scored: Any) -> Case:
+        def scoring(given: Sequence[Tensor]) -> Scoring:
+            return Scoring(**scored, sinks=given[0] if given else None)
+
+        def plain(q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> Tensor:
+            at = torch.arange(length, device=q.device)
+            before = at[:, None] - at
+            seen = (before >= 0) & (before < scored.get("window", length))
+            return attend(q, k, v, seen[None], scoring(given))
+
+        def ours(q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> Tensor:
+            return chosen.causal_attention(q, k, v, scoring(given))
+
+        return Case(lambda: ours, (q, k, v, *others), 4 * (q.nbytes + k.nbytes), plain)
+
+    return {
+        "attention, window": case(window=window),
+        "attention, softcap": case(softcap=30.0),
+        "attention, sinks": case(sinks),
+        "attention, all of these": case(sinks, window=window, softcap=30.0),
+    }
+
+
+def _beside(machine: Machine, what: str, case: Case) -> Iterator[Row]:
+    """Ours first, then torch's or the formula in fp32, and how far ours is from it."""
+    results = []
+    without = patch.object(choice, "_fused", lambda name, device: None)
+    other = "torch's" if case.plain is None else "formula in fp32"
+    for way, choosing in (("ours", nullcontext()), (other, without)):
+        given = case.inputs if way != "formula in fp32" else tuple(map(_wide, case.inputs))
+        inputs = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+        with choosing:
+            function = case.plain if way == "formula in fp32" and case.plain else case.make()
+
+            def call(
+                function: Callable[..., Any] = function,
+                given: tuple[Any, ...] = given,
+                inputs: list[Tensor] = inputs,
+            ) -> list[Tensor]:
+                made = function(*given)
                 outputs = made if isinstance(made, tuple) else (made,)
                 gradients = torch.autograd.grad(outputs, inputs, [torch.ones_like(y) for y in outputs])
                 return [*outputs, *gradients]
@@ -94,3 +151,9 @@ def _beside(machine: Machine, what: str, case: Case) -> Iterator[Row]:
         yield Row(f"{what}, {way}", seconds * 1e3, case.passes / machine.known.bandwidth * 1e3, "ms")
     apart = max(number((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(*results, strict=True))
     yield Row(f"{what}: apart", apart, APART, "relative error", apart <= APART)
+
+
+def _wide(x: Any) -> Any:
+    """Return an input in fp32, if it has numbers."""
+    numbers = isinstance(x, Tensor) and x.is_floating_point()
+    return x.detach().float().requires_grad_(x.requires_grad) if numbers else x
