@@ -241,7 +241,11 @@ def trace(case: Case, steps: int, fault: Callable[[Trainer], None] = lambda trai
 
 def _config(case: Case) -> Config:
     overrides = case.overrides.split()
-    model = [] if any("model.family" in each or "model.preset" in each for each in overrides) else ["model.preset=llama-tiny"]
+    model = (
+        []
+        if any("model.family" in each or "model.preset" in each for each in overrides)
+        else ["model.preset=llama-tiny"]
+    )
     with tempfile.NamedTemporaryFile(suffix=".yaml") as recipe:
         config = load(recipe.name, [*model, "data.sequence_length=32", "data.train=none", *overrides])
     layers = case.layers * config.pipeline.chunks * config.mesh.pp
