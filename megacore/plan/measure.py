@@ -329,7 +329,7 @@ def _of_sequences(given: Mapping[str, Any]) -> tuple[MatMul, int]:
 
 
 def _of_documents(given: Mapping[str, Any]) -> tuple[MatMul, int]:
-    """q: [t, heads, head], of documents that are as long as the longest, at what is not behind them."""
+    """Return it of q: [t, heads, head], of documents that are as long as the longest, at what is not behind them."""
     q, length, left = given["query"], given["max_q"], given["window_size_left"]
     return _looking(q, length, len(q) // length, None if left is None or left < 0 else left + 1), 1
 
