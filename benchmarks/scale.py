@@ -84,7 +84,7 @@ def write_corpus(prefix: Path, tokens: int) -> None:
 OPENED = """
 import json, sys, time
 sys.path.insert(0, sys.argv[1])
-from megacore.config import Config, Corpus, DataConfig
+from megacore.config import Config, CorpusConfig, DataConfig
 from megacore.data.corpora import Corpora
 prefix, length, order, checked = sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "checked"
 
@@ -92,7 +92,7 @@ def anonymous():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith("RssAnon")) * 1024
 
-config = Config(data=DataConfig((Corpus(prefix),), (), 0.01, length))
+config = Config(data=DataConfig((CorpusConfig(prefix),), (), 0.01, length))
 before, begin = anonymous(), time.perf_counter()
 corpora = Corpora.open(config, order=order, checked=checked)
 opened = time.perf_counter() - begin
