@@ -18,8 +18,9 @@ from megacore.plan.cluster import Overheads, Storage
 from megacore.plan.devices import DEVICES, Device
 from megacore.plan.fit import MARGIN, Candidate, fit
 from megacore.plan.memory import COMMUNICATOR, TERMS, Memory, groups, memory
+from megacore.plan.of_config import setting_of
 from megacore.plan.published import PUBLISHED
-from megacore.plan.setting import Setting, setting_of
+from megacore.plan.setting import Setting
 from megacore.plan.state import Shares
 from megacore.plan.step_time import Cluster, Estimate, estimate
 from megacore.plan.traffic import Traffic, traffic

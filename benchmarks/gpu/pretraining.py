@@ -44,7 +44,7 @@ def pretraining(machine: Machine) -> Iterator[Row]:
     try:
         from megacore import checkpoints
         from megacore.data.indexed import IndexedWriter
-        from megacore.plan.setting import setting_of
+        from megacore.plan.of_config import setting_of
         from megacore.run import metrics
         from megacore.run import train as pretrain
     except ImportError as error:

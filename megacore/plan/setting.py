@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from megacore.config import Config
 from models.config import ModelConfig
-from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
 from parallel.budgets import BUCKET_BYTES
 from parallel.choices import Moments, OptimizerOffload, Precision, Recompute, ZeroShard
@@ -106,27 +104,3 @@ class Setting:
     def activation(self) -> int:
         """Bytes of what travels between blocks and stages: [tokens/tp, embed]."""
         return self.tokens // self.layout.mesh.tp * self.layout.schema.sizes["embed"] * self.widths.parameter
-
-
-def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["cpu", "cuda"]) -> Setting:
-    """Return the setting of a recipe on so many ranks; `megacore.run.problems` has made sure that it fits them."""
-    mesh, tuning = config.mesh.shape(world), config.tuning
-    return Setting(
-        model=model,
-        layout=layout_of(model, mesh, config.pipeline.chunks, config.pipeline.layers_per_stage, tuning),
-        widths=Widths.of(config.train.precision, config.optimizer.master_weights, config.optimizer.moments),
-        sequence_length=config.data.sequence_length,
-        micro_size=config.batch.micro_size,
-        microbatches=config.batch.global_size // (config.batch.micro_size * mesh.data),
-        schedule=config.pipeline.schedule,
-        shard=config.zero.shard,
-        replicas=config.zero.replicas,
-        recompute=config.memory.recompute,
-        loss_chunk=config.memory.loss_chunk,
-        offload_optimizer=config.memory.offload_optimizer,
-        offload_parameters=config.memory.offload_parameters,
-        offload_buffer=config.memory.offload_buffer << 20,
-        offload_activations=config.memory.offload_activations,
-        device=device,
-        tuning=tuning,
-    )

@@ -18,8 +18,9 @@ from megacore.plan.activations import ActivationMemory
 from megacore.plan.devices import DEVICES
 from megacore.plan.fit import MARGIN, fit
 from megacore.plan.memory import TERMS, crowds, memory
+from megacore.plan.of_config import setting_of
 from megacore.plan.published import PUBLISHED
-from megacore.plan.setting import ADAM_16, SHARDS, Setting, Widths, setting_of
+from megacore.plan.setting import ADAM_16, SHARDS, Setting, Widths
 from megacore.plan.state import Shares, StateBytes, state, state_of
 from megacore.plan.step_time import Cluster, MatMul, estimate
 from megacore.plan.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic

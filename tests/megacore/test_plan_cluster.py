@@ -26,7 +26,7 @@ from megacore.data.indexed import IndexedWriter
 from megacore.data.samples import BLOCKS
 from megacore.plan.cluster import Overheads, Storage
 from megacore.plan.devices import DEVICES
-from megacore.plan.setting import setting_of
+from megacore.plan.of_config import setting_of
 from megacore.plan.state import Shares
 from megacore.plan.step_time import Cluster, estimate
 from megacore.recipe import load

@@ -63,7 +63,7 @@ def test_missing_corpora_and_broken_rules_are_said_together(recipe: str) -> None
 
 
 def test_the_model_s_problems_are_named_as_such(recipe: str) -> None:
-    found = problems(recipe, "model.num_atention_heads=4", "model.hidden_act=relu")
+    found = problems(recipe, "model.num_atention_heads=4", "model.mlp_bias=3")
     assert len(found) == 2 and all(problem.startswith("model: ") for problem in found)
     assert any("num_attention_heads" in problem for problem in found)
 

@@ -710,6 +710,72 @@ FAULTS = (
         "test_smollm3.test_layers",
     ),
     fault(
+        "a window is one token longer",
+        "bands._firsts",
+        "at - (window - 1)",
+        "at - window",
+        "test_scoring.test_the_formula",
+    ),
+    fault(
+        "scores have their cap after the mask",
+        "bands._forward",
+        "scores = _capped(_product(queries[:, own], keys[:, band.keys].mT, wide).mul_(scale), softcap)\n"
+        "band.mask_(scores, first, float('-inf'))",
+        "scores = _product(queries[:, own], keys[:, band.keys].mT, wide).mul_(scale)\n"
+        "band.mask_(scores, first, float('-inf'))\nscores = _capped(scores, softcap)",
+        "test_scoring.test_the_formula",
+    ),
+    fault(
+        "sinks add to the sum as what they are not",
+        "bands._forward",
+        "torch.logaddexp(total, each, out=log_sum[:, own])",
+        "torch.logaddexp(total, -each, out=log_sum[:, own])",
+        "test_scoring.test_the_formula",
+    ),
+    fault(
+        "queries and keys turn before their norms",
+        "Attention._split",
+        "if self.norms is not None:\n"
+        "    of_queries, of_keys = self.norms\n"
+        "    q, k = of_queries(q), of_keys(k)\n"
+        "if rotation is not None:\n"
+        "    q, k = self._rotate(q, *rotation), self._rotate(k, *rotation)",
+        "if rotation is not None:\n"
+        "    q, k = self._rotate(q, *rotation), self._rotate(k, *rotation)\n"
+        "if self.norms is not None:\n"
+        "    of_queries, of_keys = self.norms\n"
+        "    q, k = of_queries(q), of_keys(k)",
+        "test_transformers.test_logits_and_gradients[qwen3-0]",
+    ),
+    fault(
+        "what a branch adds is scaled twice",
+        "Block._add",
+        "torch.add(x, self.dropout(y), alpha=self.scale)",
+        "torch.add(x, self.dropout(y) * self.scale, alpha=self.scale)",
+        "test_transformers.test_logits_and_gradients[granite-2]",
+    ),
+    fault(
+        "side by side, the feed-forward network has the norm of attention",
+        "ParallelBlock.forward",
+        "self.mlp_norm(x)",
+        "self.attn_norm(x)",
+        "test_transformers.test_logits_and_gradients[gpt_neox-1]",
+    ),
+    fault(
+        "behind one norm, the feed-forward network is given what is not normed",
+        "ParallelBlock.forward",
+        "y if isinstance(self.mlp_norm, nn.Identity) else self.mlp_norm(x)",
+        "x if isinstance(self.mlp_norm, nn.Identity) else self.mlp_norm(x)",
+        "test_transformers.test_logits_and_gradients[cohere-0]",
+    ),
+    fault(
+        "a softcap of logits is left out of the loss",
+        "Head.forward",
+        "Objective(self.group, self.vocab, self.losses.label_smoothing, self.losses.z_loss, self.finish)",
+        "Objective(self.group, self.vocab, self.losses.label_smoothing, self.losses.z_loss)",
+        "test_transformers.test_logits_and_gradients[gemma2-0]",
+    ),
+    fault(
         "pairs on disk are taken for halves",
         "Pairs.stored",
         "self._head('half two')",

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megacore.config import Config
-from megacore.plan.setting import Setting, setting_of
+from megacore.plan.of_config import setting_of
+from megacore.plan.setting import Setting
 from megacore.plan.state import Shares, StateBytes, state
 from models.config import ModelConfig
 

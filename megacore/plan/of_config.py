@@ -1,0 +1,34 @@
+"""The way from a recipe to a setting; recipes need packages that a bare image with a GPU has not."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megacore.config import Config
+from megacore.plan.setting import Setting, Widths
+from models.config import ModelConfig
+from models.stages import layout_of
+
+
+def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["cpu", "cuda"]) -> Setting:
+    """Return the setting of a recipe on so many ranks; `megacore.run.problems` has made sure that it fits them."""
+    mesh, tuning = config.mesh.shape(world), config.tuning
+    return Setting(
+        model=model,
+        layout=layout_of(model, mesh, config.pipeline.chunks, config.pipeline.layers_per_stage, tuning),
+        widths=Widths.of(config.train.precision, config.optimizer.master_weights, config.optimizer.moments),
+        sequence_length=config.data.sequence_length,
+        micro_size=config.batch.micro_size,
+        microbatches=config.batch.global_size // (config.batch.micro_size * mesh.data),
+        schedule=config.pipeline.schedule,
+        shard=config.zero.shard,
+        replicas=config.zero.replicas,
+        recompute=config.memory.recompute,
+        loss_chunk=config.memory.loss_chunk,
+        offload_optimizer=config.memory.offload_optimizer,
+        offload_parameters=config.memory.offload_parameters,
+        offload_buffer=config.memory.offload_buffer << 20,
+        offload_activations=config.memory.offload_activations,
+        device=device,
+        tuning=tuning,
+    )
