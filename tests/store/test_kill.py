@@ -12,12 +12,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
 import pytest
+from families import drawn
 from tiny import LLAMA, Section, hugging_face_folder, layout_of, run_checkpoint, snapshot
 
 from megacore.store import audit, stream
@@ -30,7 +31,14 @@ ROOT = Path(__file__).parents[2]
 KILLS = 36
 """Of each command."""
 
-MEDIUM: Section = {**LLAMA, "hidden_size": 192, "intermediate_size": 512, "head_dim": 24, "vocab_size": 3001}
+_LARGER = {"hidden_size": 192, "intermediate_size": 512, "vocab_size": 3001}
+MEDIUM: Section = {**LLAMA, **_LARGER, "head_dim": 24}
+_PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "num_attention_heads": 8}
+# Heads in pairs, fused linears, heads one after the other, norms around: families of each kind of storage on disk.
+KINDS: Mapping[str, Section] = {
+    "llama": MEDIUM,
+    **{name: {**drawn(name), **_LARGER, **_PLAIN} for name in ("cohere", "gemma2", "gpt_neox", "phi3")},
+}
 
 # Imports once what the tools need, and gives every run a fresh process of its own.
 SERVER = f"""
@@ -129,13 +137,15 @@ def kill_again_and_again(program: str, source: Path, options: Sequence[str], see
 
 
 @pytest.mark.slow
-def test_kill_at_any_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.grid] * (kind != "llama")) for kind in KINDS])
+def test_kill_at_any_time(kind: str, tmp_path: Path) -> None:
     """108 kills, two at a time: during conversions, reshards with optimizer state, and exports."""
+    section = KINDS[kind]
     for name in ("convert", "reshard", "export"):
         (tmp_path / name).mkdir()
-    hugging_face_folder(tmp_path / "convert/source", MEDIUM)
-    run_checkpoint(tmp_path / "reshard/source", MEDIUM, layout_of(MEDIUM, (2, 3), pp=2, tp=2))
-    run_checkpoint(tmp_path / "export/source", MEDIUM, layout_of(MEDIUM, tp=4))
+    hugging_face_folder(tmp_path / "convert/source", section)
+    run_checkpoint(tmp_path / "reshard/source", section, layout_of(section, (2, 3), pp=2, tp=2))
+    run_checkpoint(tmp_path / "export/source", section, layout_of(section, tp=4))
     runs = [
         ("convert", tmp_path / "convert/source", ["--tp", "2", "--pp", "2", "--jobs", "2"], 1),
         ("reshard", tmp_path / "reshard/source", ["--tp", "4", "--jobs", "2"], 2),
