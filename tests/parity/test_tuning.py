@@ -147,7 +147,10 @@ def test_a_step_is_that_of_the_formula(case: Case) -> None:
             db.append(lora.scale * weight.grad[rows] @ a.T)
         for got, want in ((gradients[a_name].grad, da), (gradients[b_name].grad, db)):
             assert got is not None
-            torch.testing.assert_close(got, torch.cat(want), rtol=1e-9, atol=1e-10 * float(torch.cat(want).abs().max()))
+            by_hand = torch.cat(want)
+            # What cancels is rounded by the size of what is summed.
+            atol = max(1e-12, 1e-11 * float(by_hand.abs().max()))
+            torch.testing.assert_close(got, by_hand, rtol=1e-9, atol=atol)
 
 
 def _pieces(parameters: Parameters, name: str) -> list[tuple[Tensor, Tensor, slice]]:
