@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from extended_family import extended
 from families import ROTATION, drawn
 from oracle import Case, Measured, Run, check, measure, relative
 from pool import LARGEST, Pool
@@ -117,6 +118,34 @@ def test_layout_computes_what_one_process_computes(pool: Pool, case: Case, run: 
     case = _deep(case, sum(run.layers) if run.layers else max(3, run.mesh.pp * run.chunks + 1))
     one = _one(pool, case)
     check(case, run, one, pool.run(run.mesh.world, measure, case, run))
+
+
+PARTS = {
+    "windows": [3, 0, 5],
+    "local_rope": True,
+    "softcap": 2.0,
+    "sinks": True,
+    "norms": True,
+    "offset": 1.0,
+    "head_bias": True,
+    "intermediate_size": 27,  # padded
+}
+
+
+def _measure_extended(case: Case, run: Run) -> Measured:
+    with extended():
+        return measure(case, run)
+
+
+@pytest.mark.parametrize("parallel", [False, True], ids=["in-turn", "side-by-side"])
+@pytest.mark.parametrize("run", [OF_FAMILIES[0], OF_FAMILIES[5]], ids=str)
+def test_every_part_of_the_builder_computes_what_one_process_computes(pool: Pool, run: Run, parallel: bool) -> None:
+    """All at once, sinks among them, which no family has yet; kv heads are shared by ranks."""
+    case = Case("parts", LLAMA | PARTS | {"family": "extended", "parallel": parallel}, ignored=0.3, documents=True)
+    with extended():
+        one = pool.run(1, _measure_extended, case, Run())[0]
+        assert any("sinks" in name for name in one.gradients)
+        check(case, run, one, pool.run(run.mesh.world, _measure_extended, case, run))
 
 
 def test_three_steps_learn_something(pool: Pool) -> None:
