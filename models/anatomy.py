@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from models.rope_config import Rope
+from parallel.routing import Routing
 
 ACTIVATIONS: Mapping[str, str] = {
     "gelu": "gelu",
@@ -66,6 +67,7 @@ class Anatomy:
         branch_dropout: Probability of dropping an element of what a branch adds.
         embedding_dropout: Probability of dropping an element of the embeddings.
         padding_idx: The token whose embedding gets no gradient from being looked up.
+        routing: How experts are chosen, where layers have some.
     """
 
     layers: tuple[LayerAttention, ...]
@@ -86,6 +88,7 @@ class Anatomy:
     branch_dropout: float = 0.0
     embedding_dropout: float = 0.0
     padding_idx: int | None = None
+    routing: Routing | None = None
 
 
 def by_kind(

@@ -14,8 +14,10 @@ from models.attention import Attention
 from models.blocks import CHEAP
 from models.config import ModelConfig
 from models.decoder import Decoder, Losses, Microbatch
+from models.moe import MixtureOfExperts
 from models.registry import build
 from models.tuning import EVERYTHING, Tuning
+from parallel.balance import NONE, Balance, Coefficients
 from parallel.collectives import gather
 from parallel.layers.fp8 import Fp8
 from parallel.layers.linear import hand_to, multiply_by
@@ -35,11 +37,13 @@ class Model:
         config: Of the whole model.
         parameters: This rank's parameters.
         chunks: This rank's modules, one for each pipeline chunk.
+        balance: Of the experts of all layers that have some here.
     """
 
     config: ModelConfig
     parameters: Parameters
     chunks: tuple[Decoder, ...]
+    balance: Balance | None = None
 
     @classmethod
     def create(
@@ -52,6 +56,7 @@ class Model:
         activations: Activations | None = None,
         hollow: bool = False,
         tuning: Tuning = EVERYTHING,
+        coefficients: Coefficients = NONE,
     ) -> Model:
         """Uninitialised: ``model.parameters.initialise(seed)``, or fill it by a transfer.
 
@@ -71,7 +76,7 @@ class Model:
             if losses and chunk.head is not None:
                 chunk.head.losses = losses
         _check_used(config.family, parameters, chunks)
-        return cls(config, parameters, chunks)
+        return cls(config, parameters, chunks, _balance(config, chunks, mesh, coefficients))
 
     @property
     def drops_attention(self) -> bool:
@@ -130,6 +135,21 @@ _OVERLAP: dict[str, Any] = {
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
 }
+
+
+def _balance(
+    config: ModelConfig, chunks: Iterable[nn.Module], mesh: Mesh, coefficients: Coefficients
+) -> Balance | None:
+    """The balance of the experts of these chunks; None where the model has none. All ranks of the mesh call this."""
+    routing = config.anatomy.routing
+    if routing is None:
+        return None
+    mesh.make_groups(mesh.shape.all_along(*Balance.ACROSS))
+    mixtures = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MixtureOfExperts)]
+    balance = Balance(sorted(mixture.layer for mixture in mixtures), routing, mesh, coefficients)
+    for mixture in mixtures:
+        mixture.balance = balance
+    return balance
 
 
 def _check_used(family: str, parameters: Parameters, chunks: Iterable[nn.Module]) -> None:

@@ -32,7 +32,7 @@ class Block(nn.Module):
 
     Args:
         attn: The branch that mixes tokens, (x, context) -> x.
-        mlp: The branch that treats each token by itself, x -> x.
+        mlp: The branch that treats each token by itself, (x, context) -> x.
         norms: Those that there are: of what a branch is given, ``attn_norm`` and ``mlp_norm``, and of what it gives,
             ``attn_out_norm`` and ``mlp_out_norm``.
         scale: Of what a branch adds to x.
@@ -57,7 +57,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x = self._add(x, self.attn_out_norm(self.attn(self.attn_norm(x), context)))
-        return self._add(x, self.mlp_out_norm(self.mlp(self.mlp_norm(x))))
+        return self._add(x, self.mlp_out_norm(self.mlp(self.mlp_norm(x), context)))
 
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.add(x, self.dropout(y), alpha=self.scale)
@@ -73,7 +73,7 @@ class ParallelBlock(Block):
         y = self.attn_norm(x)
         z = y if isinstance(self.mlp_norm, nn.Identity) else self.mlp_norm(x)
         x = self._add(x, self.attn_out_norm(self.attn(y, context)))
-        return self._add(x, self.mlp_out_norm(self.mlp(z)))
+        return self._add(x, self.mlp_out_norm(self.mlp(z, context)))
 
 
 class Activation(nn.Module):
@@ -113,5 +113,5 @@ class FeedForward(nn.Module):
         else:
             self.activation = Activation(FUNCTIONS[function].of)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         return self.down(self.activation(self.up(x)))

@@ -35,7 +35,7 @@ def build(
         parameters: What this rank holds.
         chunk: Which of its chunks.
         attention: Makes the branch of a layer that mixes tokens, (tokens, context) -> tokens, if not :func:`attend`.
-        feed_forward: Makes the other branch, tokens -> tokens, if not :func:`feed`.
+        feed_forward: Makes the other branch, (tokens, context) -> tokens, if not :func:`feed`.
     """
     from models.blocks import Block, ParallelBlock
     from models.decoder import Decoder, Head, PositionEmbedding, TokenEmbedding
@@ -117,10 +117,15 @@ def attend(config: ModelConfig, parameters: Parameters, layer: int) -> nn.Module
 
 
 def feed(config: ModelConfig, parameters: Parameters, layer: int) -> nn.Module:
-    """The feed-forward network of a layer, ``layers.<layer>.mlp``."""
+    """The feed-forward network of a layer, ``layers.<layer>.mlp``, or its experts where it has a router."""
     from models.blocks import FeedForward
+    from models.moe import MixtureOfExperts
 
-    return FeedForward(parameters, f"layers.{layer}.mlp", config.anatomy.activation)
+    name, anatomy = f"layers.{layer}.mlp", config.anatomy
+    if f"{name}.router.weight" not in parameters:
+        return FeedForward(parameters, name, anatomy.activation)
+    assert anatomy.routing is not None  # whose table declares routers
+    return MixtureOfExperts(parameters, name, layer, anatomy.routing, anatomy.activation)
 
 
 def norm(config: ModelConfig, parameters: Parameters, name: str) -> nn.Module:

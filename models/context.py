@@ -10,6 +10,7 @@ from einops import rearrange
 from torch import Tensor
 
 from parallel import kernels
+from parallel.balance import RoutedTokens
 from parallel.kernels.documents import Documents
 from parallel.kernels.scoring import Scoring
 
@@ -57,7 +58,9 @@ class Context:
     Args:
         attention: How they look at each other.
         rotations: Of each rope that layers name: cos, sin: [t, turning/2] at their positions.
+        routed: What is known of those that this rank routes to experts.
     """
 
     attention: MaskedAttention
     rotations: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    routed: RoutedTokens = field(default_factory=RoutedTokens)

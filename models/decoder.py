@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from models.context import CausalAttention, Context, DocumentAttention, MaskedAttention
 from models.rope import Rotary
+from parallel.balance import RoutedTokens
 from parallel.collectives import all_gather
 from parallel.kernels.documents import Documents
 from parallel.layers.embedding import VocabParallelEmbedding
@@ -20,7 +21,7 @@ from parallel.layers.head_loss import head_loss
 from parallel.layers.linear import column_linear
 from parallel.layers.loss import Finish, Objective
 from parallel.memory.recompute import PLAIN, Runner
-from parallel.mesh import Group
+from parallel.mesh import ALONE, Group
 from parallel.parameters import Parameters
 from parallel.random import key
 
@@ -41,6 +42,8 @@ class Microbatch:
         lengths: Of the whole sequence that each document is the end of, where rotary frequencies are to go by it rather
             than by the sequence length.
         attention: How tokens look at each other, if not as sequences and documents say.
+        padding: [t], true where a token is padding, which routers need not balance; None: nowhere.
+        number: Its place in a training step; None where none is under way.
         wanted: [n], the tokens whose losses or logits are asked for; None for all. Losses are shared out over tp, so
             that n divides by it, and every token that has a label is among them.
     """
@@ -55,6 +58,8 @@ class Microbatch:
     lengths: tuple[int, ...] | None = None
     attention: MaskedAttention | None = None
     wanted: Tensor | None = None
+    padding: Tensor | None = None
+    number: int | None = None
 
     @property
     def sequence_length(self) -> int:
@@ -180,6 +185,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         seed: tuple[int, ...],
         rotaries: Mapping[str, Rotary] | None = None,
+        group: Group = ALONE,
     ) -> None:
         super().__init__()
         # In the order in which they run: the parameters of one are gathered while the one before it computes.
@@ -187,7 +193,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self.head, self.dtype = head, dtype
         self.run: Runner = PLAIN
-        self._rotaries, self._seed = dict(rotaries or {}), seed
+        self._rotaries, self._seed, self._group = dict(rotaries or {}), seed, group
 
     @cached_property
     def _drops(self) -> bool:
@@ -216,6 +222,7 @@ class Decoder(nn.Module):
             # Ranks that share tokens must not share masks, as each masks other tokens or other heads.
             (virtual, place.dp, place.ep, place.cp, place.tp),
             rotaries,
+            parameters.mesh.tp,
         )
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
@@ -240,7 +247,13 @@ class Decoder(nn.Module):
     def context(self, microbatch: Microbatch) -> Context:
         """What the blocks are told of the microbatch's tokens."""
         rotations = {name: self._rotation(rotary, microbatch) for name, rotary in self._rotaries.items()}
-        return Context(microbatch.attention or _attention(microbatch), rotations)
+        return Context(microbatch.attention or _attention(microbatch), rotations, self._routed(microbatch))
+
+    def _routed(self, microbatch: Microbatch) -> RoutedTokens:
+        """What is known of this rank's own tokens."""
+        padding, group = microbatch.padding, self._group
+        own = None if padding is None else padding.chunk(group.size)[group.index]
+        return RoutedTokens(microbatch.sequences, own, microbatch.number)
 
     def _rotation(self, rotary: Rotary, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """cos, sin: [t, turning/2] at the microbatch's positions."""

@@ -57,11 +57,14 @@ def whole_names(schema: Schema, param: Param) -> Iterator[str]:
 
 
 def frozen(schema: Schema, only: Sequence[str] | None, freeze: Sequence[str]) -> frozenset[str]:
-    """The tensors that are not trained: those of ``freeze``, and those that are not of ``only`` (None: all are)."""
+    """The tensors that are not trained: buffers, those of ``freeze``, and those that are not of ``only`` (None: all
+    are)."""
+    buffers = {name for param in schema.params if param.buffer for name in whole_names(schema, param)}
     return frozenset(
         name
         for name, names in tensors(schema)
-        if (only is not None and not any(matches(each, names) for each in only))
+        if name in buffers
+        or (only is not None and not any(matches(each, names) for each in only))
         or any(matches(each, names) for each in freeze)
     )
 

@@ -35,6 +35,7 @@ FAMILIES: Mapping[str, str] = {
     "llama": "models.families.llama",
     "ministral": "models.families.ministral",
     "mistral": "models.families.mistral",
+    "mixtral": "models.families.mixtral",
     "nemotron": "models.families.nemotron",
     "olmo2": "models.families.olmo2",
     "olmo3": "models.families.olmo3",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 
 from parallel.weights.schema import Param
 
@@ -139,6 +139,41 @@ class Table:
             *self.linear("mlp.down", "embed", "mlp", f"mlp.{down}", bias=bias, ends=True),
         )
 
+    def experts(
+        self,
+        *,
+        hf: str = "mlp.experts.{experts}.{gate,up}_proj",
+        down: str = "mlp.experts.{experts}.down_proj",
+        router: str = "mlp.gate",
+        correction: str = "",
+    ) -> Rows:
+        """Gated experts and their router, as Qwen3's ``mlp`` has them.
+
+        Args:
+            hf, down: Hugging Face's names of what goes into an expert's hidden features, and of what comes out of them.
+            router: Its name of the router.
+            correction: Its name of what is added to the scores that choose; empty: nothing is.
+        """
+        hidden = "experts (gate: expert_mlp + up: expert_mlp)"
+        return (
+            *self.linear("mlp.router", "routes", "embed", router),
+            *(
+                [Param("layers.{layer}.mlp.router.correction", "routes", f"{self.layer}.{correction}", buffer=True)]
+                if correction
+                else []
+            ),
+            *self.linear("mlp.experts.up", hidden, "embed", hf),
+            *self.linear("mlp.experts.down", "experts embed", "expert_mlp", down, ends=True),
+        )
+
+    def shared_expert(self, hf: str = "mlp.shared_experts") -> Rows:
+        """An expert that every token goes to, of this name."""
+        inner = "(gate: shared_mlp + up: shared_mlp)"
+        return (
+            *self.linear("mlp.shared.up", inner, "embed", f"{hf}.{{gate,up}}_proj"),
+            *self.linear("mlp.shared.down", "embed", "shared_mlp", f"{hf}.down_proj", ends=True),
+        )
+
     def model(
         self,
         *block: Rows,
@@ -158,3 +193,8 @@ class Table:
             *([] if tied else [Param("head.weight", "vocab embed", f"{head}.weight", at="last", std=self.std)]),
             *([Param("head.bias", "vocab", f"{head}.bias", at="last")] if head_bias else []),
         )
+
+
+def in_layers(layers: Collection[int], rows: Rows) -> Rows:
+    """Rows that these layers alone have; none where there are no layers."""
+    return tuple(replace(row, layers=tuple(sorted(layers))) for row in rows) if layers else ()

@@ -25,20 +25,27 @@ class Parameters(Mapping[str, nn.Parameter]):
         layout: The shards of each rank.
         mesh: The live mesh.
         dtype: The dtype of the parameters.
-        hollow: Whether they have no memory, for a sharing that gives it to them; otherwise they are zeros.
+        hollow: Whether they have no memory, for a sharing that gives it to them; otherwise they are zeros. Buffers,
+            which are shared by nobody, always have some.
     """
 
     def __init__(self, layout: Layout, mesh: Mesh, dtype: torch.dtype, hollow: bool = False) -> None:
         self.layout, self.mesh = layout, mesh
         self.shards: dict[str, Shard] = {shard.name: shard for shard in layout.shards(mesh.place)}
         self._tensors = {
-            name: nn.Parameter((torch.empty if hollow else torch.zeros)(shard.shape, dtype=dtype, device=mesh.device))
+            name: nn.Parameter(self._new(shard, hollow, dtype), requires_grad=not shard.param.buffer)
             for name, shard in self.shards.items()
         }
         self.dtype = dtype
         if hollow:
-            for parameter in self._tensors.values():
-                parameter.untyped_storage().resize_(0)
+            for name, parameter in self._tensors.items():
+                if not self.shards[name].param.buffer:
+                    parameter.untyped_storage().resize_(0)
+
+    def _new(self, shard: Shard, hollow: bool, dtype: torch.dtype) -> Tensor:
+        buffer = shard.param.buffer
+        make = torch.empty if hollow and not buffer else torch.zeros
+        return make(shard.shape, dtype=torch.float32 if buffer else dtype, device=self.mesh.device)
 
     def initialise(self, seed: int) -> None:
         """Draw the initial values: bitwise the same model on every mesh."""
@@ -48,7 +55,7 @@ class Parameters(Mapping[str, nn.Parameter]):
     def drawn(self, name: str, seed: int) -> Tensor:
         """Return the initial values of a parameter, a host tensor of its shape and dtype."""
         shard = self.shards[name]
-        values = torch.empty(shard.shape, dtype=self.dtype)
+        values = torch.empty(shard.shape, dtype=self._tensors[name].dtype)
         for piece in shard.pieces:
             view(values, piece).copy_(torch.from_numpy(initial_values(self.layout, shard, piece.label, seed)))
         return values
@@ -56,7 +63,7 @@ class Parameters(Mapping[str, nn.Parameter]):
     def freeze(self, names: Collection[str]) -> None:
         """Train no longer the tensors of these names that are held here."""
         for name, parameter in self._tensors.items():
-            parameter.requires_grad_(name not in names)
+            parameter.requires_grad_(name not in names and not self.shards[name].param.buffer)
 
     def pieces(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the name, label and view of every piece that is held here."""

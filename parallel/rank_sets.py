@@ -10,8 +10,10 @@ RankSet = tuple[int, ...]
 
 
 def of_mesh(shape: MeshShape) -> Iterator[list[RankSet]]:
-    """Yield the sets that every mesh has: of tensor parallelism, those that share a step's tokens, and the world."""
-    for dims in (("tp",), ("dp", "ep", "cp"), shape.DIMS):
+    """Yield the sets that every mesh has: of tensor parallelism, those that share a step's tokens, and the world; and
+    those over which experts are spread, where they are."""
+    spread: tuple[tuple[str, ...], ...] = (("ep", "tp"), ("ep",)) if shape.ep > 1 else ()
+    for dims in (("tp",), ("dp", "ep", "cp"), shape.DIMS, *spread):
         yield shape.all_along(*dims)
 
 

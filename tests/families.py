@@ -90,6 +90,7 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
 def random_model(config: PretrainedConfig, seed: int = 0, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
     """transformers' model, every weight of it random: zeros and ones would hide mistakes."""
     torch.manual_seed(seed)
+    config._experts_implementation = "eager"  # their other products of experts know no float64
     made: PreTrainedModel = auto.from_config(config)
     for name, parameter in made.named_parameters():
         # Smaller biases: beside those of norms the tokens must count, too.

@@ -71,7 +71,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
     )
     saver = _saver(setup, state, adapters, control)
     pipeline = Pipeline(mesh, model.chunks, DTYPES[config.train.precision], config.pipeline.schedule)
-    step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config))
+    step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance)
     step.scaler.load(start.progress.scaler)
 
     def batches(source: Source) -> Batches:

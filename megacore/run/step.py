@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from megacore.run.optimizer import Optimizer
 from megacore.run.scaler import UNSCALED, Scaler, Scaling
 from models.decoder import Microbatch
+from parallel.balance import Balance
 from parallel.collectives import all_reduce_
 from parallel.gradients.reduce import Gradients
 from parallel.labels import IGNORE
@@ -49,7 +50,7 @@ class TrainStep:
     """microbatches of this data-parallel rank, learning rate -> :class:`Stats`; the weights are updated.
 
     They stay as they are where the loss or the gradient norm is not finite, or ``halted`` (a bool scalar) is true: both
-    are decided on the device. ``scaling`` is that of the loss.
+    are decided on the device. ``scaling`` is that of the loss, ``balance`` that of the experts of the model.
     """
 
     mesh: Mesh
@@ -57,6 +58,7 @@ class TrainStep:
     gradients: Gradients
     optimizer: Optimizer
     scaling: Scaling = UNSCALED
+    balance: Balance | None = None
     scaler: Scaler = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +75,9 @@ class TrainStep:
         """Return the first half: loss, and gradients that are summed over their replicas; these are scaled."""
         scale, tokens = self.scaler.scale, counted_tokens(microbatches, self.mesh)
         self.gradients.begin(len(microbatches))
+        if self.balance is not None:
+            self.balance.begin(len(microbatches))
+            microbatches = [replace(each, number=number) for number, each in enumerate(microbatches)]
         own = self.pipeline.train(microbatches, scale / tokens) / scale
         self.gradients.finish()
         loss, norm = total_loss(own, self.mesh), self.gradients.norm() / scale

@@ -311,8 +311,10 @@ class Bucket:
 
 
 def spans_of(parameters: Parameters, trained: bool) -> list[Span]:
-    """Return the spans of all parameters that are trained, or of all others, in the order of the parameters."""
-    return [span for name, p in parameters.items() if p.requires_grad == trained for span in _spans(parameters, name)]
+    """Return the spans of all parameters that are trained, or of all others, in the order of the parameters; buffers
+    are neither."""
+    named = ((name, p) for name, p in parameters.items() if not parameters.shards[name].param.buffer)
+    return [span for name, p in named if p.requires_grad == trained for span in _spans(parameters, name)]
 
 
 def _spans(parameters: Parameters, name: str) -> list[Span]:

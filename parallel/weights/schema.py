@@ -16,16 +16,21 @@ Split = Mapping[str, tuple[str, ...]]
 
 SPLIT: Split = {
     "layer": ("pp",),
-    "experts": ("ep",),
+    "experts": ("ep", "tp"),
     "heads": ("tp",),
     "kv": ("tp",),
     "groups": ("tp",),
     "mlp": ("tp",),
+    "shared_mlp": ("tp",),
+    "expert_mlp": (),
     "vocab": ("tp",),
 }
 """The mesh dimensions that split an axis, unless a layout says otherwise: the only such table."""
 
-PADDED = ("vocab", "mlp")
+EXPERT_TENSOR_PARALLEL: Split = {**SPLIT, "experts": ("ep",), "expert_mlp": ("tp",)}
+"""The same, but tp splits the features of each expert, not the experts."""
+
+PADDED = ("vocab", "mlp", "shared_mlp", "expert_mlp")
 """Axes that are filled up with zeros to a multiple of the ranks. No token names a row of zeros; a hidden feature of
 zeros stays zero, and so does its gradient, for the activation functions have f(0) = 0."""
 
@@ -54,6 +59,8 @@ class Param:
         uniform: Whether they are spread evenly about the mean, rather than normally.
         vector: Whether it multiplies or adds element by element, though it has two dimensions: the norms of several
             heads, each with weights of its own.
+        buffer: Whether it gets no gradient and is fp32 in any run: training moves it otherwise, or leaves it alone. It
+            does not count as a parameter of the model.
     """
 
     name: str
@@ -66,6 +73,7 @@ class Param:
     std: float = 0.0
     uniform: bool = False
     vector: bool = False
+    buffer: bool = False
 
     def __post_init__(self) -> None:
         if not set(self.at.split()) <= {"first", "last"} or not self.at.split():
@@ -178,8 +186,8 @@ class Schema:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the whole model; tied ones count once."""
-        return sum(map(self.numel, self.params))
+        """Number of parameters of the whole model; tied ones count once, buffers not at all."""
+        return sum(self.numel(param) for param in self.params if not param.buffer)
 
 
 def _check_hf_names(params: Sequence[Param], sizes: Sizes) -> None:

@@ -19,6 +19,7 @@ LOWER = {
             "choices",
             "labels",
             "rank_sets",
+            "routing",
             "weights.fingerprint",
             "weights.layout",
             "weights.pattern",

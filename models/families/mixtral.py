@@ -1,0 +1,91 @@
+"""Mixtral 8x7B and 8x22B (Jiang et al. 2024, arXiv 2401.04088): Mistral with experts in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from models.anatomy import Anatomy, LayerAttention
+from models.builder import build
+from models.decoder_config import DecoderConfig, shape
+from models.windowed import window_problems
+from parallel.routing import Routing
+from parallel.weights.schema import Param
+
+__all__ = ["CONFIG", "PRESETS", "MixtralConfig", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtralConfig(DecoderConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "mixtral"
+    architecture: ClassVar[str] = "MixtralForCausalLM"
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
+    fixed: ClassVar[Mapping[str, Any]] = {"router_jitter_noise": 0.0}
+    harmless: ClassVar[frozenset[str]] = frozenset({"output_router_logits", "router_aux_loss_coef"})
+    axes: ClassVar[Mapping[str, str]] = {
+        **{axis: field for axis, field in DecoderConfig.axes.items() if axis != "mlp"},
+        "experts": "num_local_experts",
+        "routes": "num_local_experts",
+        "expert_mlp": "intermediate_size",
+    }
+
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = None
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(experts=self.num_local_experts, top_k=self.num_experts_per_tok, normalised=True)
+
+    @property
+    def anatomy(self) -> Anatomy:
+        layers = (LayerAttention(window=self.sliding_window),) * self.num_hidden_layers
+        return self.anatomy_of(norm_eps=self.rms_norm_eps, layers=layers, routing=self.routing)
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table()
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.attention(),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            t.experts(
+                hf="block_sparse_moe.experts.{experts}.{w1,w3}",
+                down="block_sparse_moe.experts.{experts}.w2",
+                router="block_sparse_moe.gate",
+            ),
+            tied=self.tie_word_embeddings,
+        )
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        # As many as the ranks of the largest meshes of the tests. One alone of weight 1 would teach the router nothing.
+        experts = {"num_local_experts": max(4, 2 * tp), "num_experts_per_tok": rng.choice((2, 3))}
+        return drawn | experts | {"sliding_window": rng.choice((None, 2, 3, positions))}
+
+    def problems(self) -> list[str]:
+        return super().problems() + window_problems(self.sliding_window) + list(self.routing.problems())
+
+
+_EACH = {
+    "vocab_size": 32000,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "mixtral-tiny": _EACH | shape(64, 88, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "num_local_experts": 8},
+    "mixtral-8x7b": _EACH | shape(4096, 14336, 32, 32),
+    "mixtral-8x22b": _EACH | shape(6144, 16384, 56, 48) | {"vocab_size": 32768, "max_position_embeddings": 65536},
+}
+
+PARAMETERS: Mapping[str, int] = {"mixtral-8x7b": 46_702_792_704}
+"""Published numbers of parameters."""
+
+CONFIG: type[MixtralConfig] = MixtralConfig

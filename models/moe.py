@@ -1,0 +1,72 @@
+"""A mixture of experts in the place of a feed-forward network."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor, nn
+
+from models.anatomy import ACTIVATIONS
+from models.blocks import Activation, FeedForward
+from models.context import Context
+from parallel import kernels
+from parallel.balance import Balance
+from parallel.choices import check_choice
+from parallel.kernels.activation import FUNCTIONS
+from parallel.layers.experts import Experts
+from parallel.layers.router import Router
+from parallel.parameters import Parameters
+from parallel.routing import Routing
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token goes to a few of many feed-forward networks (Shazeer et al. 2017, arXiv 1701.06538), and to a shared
+    one where there is one. x: [tokens/tp, embed] -> same.
+
+    Args:
+        parameters: What this rank holds.
+        name: Prefix of ``.router``, ``.experts.up``, ``.experts.down`` and, where they are declared, ``.shared.up``,
+            ``.shared.down`` and ``.shared_gate``.
+        layer: The layer.
+        routing: How experts are chosen and weighed.
+        activation: One of :data:`models.anatomy.ACTIVATIONS`, of all networks.
+    """
+
+    def __init__(self, parameters: Parameters, name: str, layer: int, routing: Routing, activation: str) -> None:
+        super().__init__()
+        check_choice("activation", activation, ACTIVATIONS)
+        self.layer = layer
+        self.balance: Balance | None = None
+        p, mesh = parameters, parameters.mesh
+        self.router = Router(
+            p[f"{name}.router.weight"], routing, p.get(f"{name}.router.bias"), p.get(f"{name}.router.correction")
+        )
+        gated = "gate" in p.shards[f"{name}.experts.up.weight"].param.sentence.labels
+        function = ACTIVATIONS[activation]
+        split = p.layout.split
+        self.experts = Experts(
+            p[f"{name}.experts.up.weight"],
+            p[f"{name}.experts.down.weight"],
+            Activation(kernels.gated(function, mesh.device) if gated else FUNCTIONS[function].of),
+            routing.experts,
+            mesh.along(*split["experts"]),
+            mesh.along(*split["expert_mlp"]),
+            p.get(f"{name}.experts.up.bias"),
+            p.get(f"{name}.experts.down.bias"),
+        )
+        has_shared = f"{name}.shared.up.weight" in p
+        self.shared = FeedForward(p, f"{name}.shared", activation) if has_shared else None
+        self.shared_gate = p.get(f"{name}.shared_gate.weight")
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        attach = None if self.balance is None else partial(self.balance.attach, self.layer, context.routed)
+        chosen, weights = self.router(x, attach)
+        y: Tensor = self.experts(x, chosen, weights, self.shared and partial(self._beside, x, context))
+        return y
+
+    def _beside(self, x: Tensor, context: Context) -> Tensor:
+        assert self.shared is not None
+        y: Tensor = self.shared(x, context)
+        if self.shared_gate is None:
+            return y
+        return y * x.matmul(self.shared_gate.t()).sigmoid()
