@@ -208,8 +208,8 @@ def test_what_stands_beside_runs_while_rows_travel(monkeypatch: pytest.MonkeyPat
     drawn = Drawn.of(torch.float32)
     start = layer.Dispatch.start
 
-    def started(self: layer.Dispatch, x: Tensor) -> Any:
-        pending = start(self, x)
+    def started(self: layer.Dispatch, x: Tensor, weights: Tensor | None = None) -> Any:
+        pending = start(self, x, weights)
         order.append("sent")
         return layer.Pending([], lambda: order.append("came") or pending.wait())  # type: ignore[func-returns-value]
 
