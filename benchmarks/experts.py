@@ -257,14 +257,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--json", type=Path, help="where the results are written")
     arguments = parser.parse_args()
     if not HEAP.keys() <= os.environ.keys():  # glibc reads them when a process starts
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **HEAP, "OMP_NUM_THREADS": "1"})
     torch.set_num_threads(1)
     results = [
-        report(shape, name, measure(shape, dtype, arguments.tokens, arguments.rounds))
-        for name, dtype in DTYPES.items()
+        report(shape, name, measure(shape, DTYPES[name], arguments.tokens, arguments.rounds))
+        for name in arguments.dtypes
         for shape in SHAPES
     ]
     if arguments.json:
