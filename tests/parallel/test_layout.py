@@ -21,7 +21,17 @@ from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, PADDED, SPLIT, Param
 from parallel.weights.transfer import Copy, hugging_face, native, plan
 
 QKV = Param("layers.{layer}.qkv", "(q: heads head + k: kv head + v: kv head) embed")
-SIZES = {"layer": 4, "vocab": 101, "embed": 8, "heads": 8, "kv": 2, "head": 2, "mlp": 12, "experts": 4, "expert_mlp": 12}
+SIZES = {
+    "layer": 4,
+    "vocab": 101,
+    "embed": 8,
+    "heads": 8,
+    "kv": 2,
+    "head": 2,
+    "mlp": 12,
+    "experts": 4,
+    "expert_mlp": 12,
+}
 
 
 def layout(*params: Param, mesh: MeshShape, layers: tuple[int, ...] | None = None, **sizes: int) -> Layout:

@@ -6,7 +6,17 @@ import pytest
 
 from parallel.weights.schema import SPLIT, Param, Schema
 
-SIZES = {"layer": 3, "vocab": 101, "embed": 8, "heads": 4, "kv": 2, "head": 2, "mlp": 12, "experts": 5, "expert_mlp": 12}
+SIZES = {
+    "layer": 3,
+    "vocab": 101,
+    "embed": 8,
+    "heads": 4,
+    "kv": 2,
+    "head": 2,
+    "mlp": 12,
+    "experts": 5,
+    "expert_mlp": 12,
+}
 PAIRS = ("two half", "half two")
 QKV = "(q: heads head + k: kv head + v: kv head)"
 
