@@ -57,8 +57,9 @@ def _fill(model: Model, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def dtype_of(whole: WeightFolder) -> torch.dtype:
-    """Return the dtype of a model's weights; of several, one that holds all of their numbers."""
-    dtypes = {whole.dtype("weights", stored) for stored in whole.stored()}
+    """Return the dtype of a model's weights, buffers left out; of several, one that holds all of their numbers."""
+    weights = (stored for stored in whole.stored() if not whole.schema[stored.param].buffer)
+    dtypes = {whole.dtype("weights", stored) for stored in weights}
     widest = dtypes.pop() if len(dtypes) == 1 else "F64" if "F64" in dtypes else "F32"
     dtype: torch.dtype = getattr(torch, FLOATS[widest])
     return dtype
