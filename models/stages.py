@@ -5,6 +5,7 @@ from __future__ import annotations
 from models.config import ModelConfig
 from models.tuning import EVERYTHING, Tuning
 from parallel.weights.layout import Layout, MeshShape, balanced_layers
+from parallel.weights.schema import SPLIT, Split
 
 
 def default_layers(config: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
@@ -34,6 +35,7 @@ def layout_of(
     chunks: int = 1,
     layers: tuple[int, ...] | None = None,
     tuning: Tuning = EVERYTHING,
+    split: Split = SPLIT,
 ) -> Layout:
     """The layout of a model and its adapters on a mesh, its layers split as given or in a balanced way."""
-    return Layout(tuning.schema(config.schema), mesh, layers or default_layers(config, mesh.pp * chunks))
+    return Layout(tuning.schema(config.schema), mesh, layers or default_layers(config, mesh.pp * chunks), split)
