@@ -90,7 +90,12 @@ def _of_table(schema: Schema) -> Iterator[str]:
         yield f"biases ({', '.join(biases)})"
     if "attn.sinks" in names:
         yield "sinks"
-    if "gate" not in names["mlp.up.weight"].sentence.labels:
+    if router := names.get("mlp.router.weight"):
+        if router.layers is not None:
+            yield f"experts in {len(router.layers)} of {schema.sizes['layer']} layers"
+        if "mlp.shared.up.weight" in names:
+            yield "a shared expert" + (" with a gate" if "mlp.shared_gate.weight" in names else "")
+    elif "gate" not in names["mlp.up.weight"].sentence.labels:
         yield "no gate"
     if "positions.weight" in names:
         yield "learned positions"
@@ -102,6 +107,8 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
     layers = anatomy.layers
     if anatomy.norm == "layer":
         yield "LayerNorm"
+    if anatomy.routing is not None:
+        yield f"top {anatomy.routing.top_k} of {anatomy.routing.experts} experts"
     if anatomy.norm_offset:
         yield f"norms of {anatomy.norm_offset:g} + w"
     if anatomy.activation != "silu":
