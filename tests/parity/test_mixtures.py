@@ -100,7 +100,7 @@ OF_PARTS = (
 def run_of(case: Case, mesh: MeshShape, etp: bool, rng: Random) -> Run:
     """A run on the mesh, drawn."""
     schedule = rng.choice(("1f1b", "gpipe", "interleaved") if mesh.pp > 1 else ("1f1b", "gpipe"))
-    accumulated = rng.choice((1, 2, 4))
+    accumulated = rng.choice([n for n in (1, 2, 4) if mesh.data * n <= SEQUENCES])
     if case.coefficients.batch and accumulated > 1:
         schedule = "gpipe"  # the others begin the backward before all tokens are routed
     shard: Any = rng.choice(("none", "optimizer", "gradients", "parameters"))
