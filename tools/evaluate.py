@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     here = Here.now()
     with processes.agreed(here):
         folder = processes.model(arguments)
-        shape = processes.mesh_shape(folder.config, here, arguments.tp, arguments.pp, arguments.dp)
+        shape = processes.mesh_shape(folder.config, here, arguments)
         length, stride = _lengths(arguments, folder)
         files = DocumentFiles(
             arguments.data, folder.config.vocab_size, _texts(arguments, folder), arguments.text_key, arguments.count

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     here = Here.now()
     with processes.agreed(here):
         folder = processes.model(arguments)
-        shape = processes.mesh_shape(folder.config, here, arguments.tp, arguments.pp)
+        shape = processes.mesh_shape(folder.config, here, arguments)
         texts, prompts = _prompts(arguments, folder)
         stops = texts.stops()
         kind = processes.device(arguments.device, here, shape.world)

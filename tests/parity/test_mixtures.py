@@ -25,6 +25,8 @@ from oracle import (
     expected,
     lively,
     measure,
+    microbatches,
+    padding,
     relative,
     trained,
 )
@@ -35,7 +37,8 @@ from torch import Tensor
 from models.assemble import Model
 from models.context import CausalAttention, Context
 from models.registry import FAMILIES, configure
-from parallel.balance import Coefficients
+from parallel.balance import Balance, Coefficients
+from parallel.labels import IGNORE
 from parallel.memory.recompute import Activations
 from parallel.mesh import Mesh
 from parallel.routing import Routing
@@ -100,7 +103,7 @@ OF_PARTS = (
 def run_of(case: Case, mesh: MeshShape, etp: bool, rng: Random) -> Run:
     """A run on the mesh, drawn."""
     schedule = rng.choice(("1f1b", "gpipe", "interleaved") if mesh.pp > 1 else ("1f1b", "gpipe"))
-    accumulated = rng.choice((1, 2, 4))
+    accumulated = rng.choice([n for n in (1, 2, 4) if mesh.data * n <= SEQUENCES])
     if case.coefficients.batch and accumulated > 1:
         schedule = "gpipe"  # the others begin the backward before all tokens are routed
     shard: Any = rng.choice(("none", "optimizer", "gradients", "parameters"))
@@ -165,8 +168,9 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros(pool: Pool) -> None:
     """And the others learn something, else equal weights would prove nothing."""
     with extended():
         found = one(pool, deep(OF_PARTS[0], 3))
-    for layer in (0, 2):
-        assert found.counts[0][layer][-1] == 0 < found.counts[0][layer][:-1].min()
+    assert found.loads[0].layers == (0, 2)
+    for counts in found.loads[0].counts:
+        assert counts[-1] == 0 < counts[:-1].min()
     for name, gradient in found.gradients.items():
         assert relative(found.final[name], found.initial[name]) > 1e-3
         assert gradient.any()
@@ -232,7 +236,7 @@ def mixture(case: Case, run: Run) -> tuple[np.ndarray, np.ndarray, dict[str, np.
         model.parameters.initialise(seed=1)
         own, gradient = (each.chunk(mesh.shape.world)[mesh.rank] for each in (x, dy))
         own.requires_grad_()
-        y = model.chunks[0].layers["0"].mlp(own, Context(CausalAttention(1)))
+        y = model.chunks[0].layers["0"].get_submodule("mlp")(own, Context(CausalAttention(1)))
         y.backward(gradient)
         assert own.grad is not None
         parameters = {name: p for name, p in model.parameters.items() if name.startswith(LAYER)}
@@ -270,3 +274,47 @@ def test_a_mixture_is_the_formula_of_all_experts_for_all_tokens(pool: Pool, rout
                     (replicas,) = {layout.replicas(shard, label) for label in shard.param.sentence.labels}
                     total = sum(found[other][2][shard.name] for other in replicas)
                     assert relative(total, wanted[shard.name]) <= TOLERANCE, (rank, shard.name)
+
+
+def objective(case: Case, model: Model) -> Tensor:
+    """The loss of one process and the terms of balance, each by its definition, as far as autograd knows the way."""
+    (batch,) = microbatches(case, Run(micro=SEQUENCES), 0, Mesh.single())
+    routed = list[tuple[Tensor, Tensor]]()
+
+    def attach(balance: Balance, layer: int, tokens: object, logits: Tensor, chosen: Tensor) -> Tensor:
+        routed.append((logits, chosen))
+        return logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Balance, "attach", attach)
+        total: Tensor = model.chunks[0](None, batch) / (batch.labels != IGNORE).sum()
+    counted = ~torch.from_numpy(padding(case)) if case.padded else torch.ones(SEQUENCES, LENGTH, dtype=torch.bool)
+    routing = case.config.anatomy.routing
+    assert routing is not None
+    for logits, chosen in routed:
+        scores = logits.softmax(-1) if routing.score == "softmax" else logits.sigmoid()
+        scores = scores / scores.sum(-1, keepdim=True)
+        hits = F.one_hot(chosen, routing.experts).sum(1).double()
+        parts = list(counted.flatten().chunk(SEQUENCES) if case.coefficients.sequence else [counted.flatten()])
+        for own, p, f in zip(parts, scores.chunk(len(parts)), hits.chunk(len(parts)), strict=True):
+            balance = routing.experts * (f[own].mean(0) / routing.top_k * p[own].mean(0)).sum()
+            total = total + case.coefficients.balance * balance / len(parts)
+        square = logits[counted.flatten()].exp().sum(-1).log().square()
+        total = total + case.coefficients.z_loss * square.mean()
+    assert len(routed) == 2
+    return total
+
+
+@pytest.mark.parametrize("routing", [SIGMOID, AFTERWARDS], ids=["sigmoid", "softmax"])
+@pytest.mark.parametrize("coefficients", [SEQUENCE, BATCH], ids=["sequence", "batch"])
+def test_the_gradient_is_that_of_the_loss_and_the_terms_of_balance(
+    pool: Pool, coefficients: Coefficients, routing: dict[str, Any]
+) -> None:
+    case = Case("terms", PARTS | {"routing": routing}, SEQUENCES, ignored=0.3, padded=True, coefficients=coefficients)
+    with extended():
+        model = Model.create(case.config, lively(Run().layout(case)), Mesh.single(), torch.float64)
+        model.parameters.initialise(seed=1)
+        objective(case, model).backward()
+    for name, gradient in one(pool, case).gradients.items():
+        by_hand = model.parameters[name].grad
+        assert by_hand is not None and relative(gradient, by_hand.numpy()) <= TOLERANCE, name
