@@ -222,6 +222,20 @@ class LossConfig:
 
 
 @dataclass(frozen=True, config=TYPED)
+class ExpertsConfig:
+    """The balance of a model's experts over the global batch (docs/moe.md); none of it is part of the loss."""
+
+    sequence_balance: Annotated[Float, AT_LEAST_0] = 0.0
+    """Weight of the balance of each sequence, the mean over all; 1 is perfect."""
+    batch_balance: Annotated[Float, AT_LEAST_0] = 0.0
+    """Weight of the balance of the whole batch instead."""
+    z_loss: Annotated[Float, AT_LEAST_0] = 0.0
+    """Weight of the squared log-partition of the routers."""
+    bias_rate: Annotated[Float, AT_LEAST_0] = 0.0
+    """The step by which a correction bias, where the model has one, moves towards an even load after each update."""
+
+
+@dataclass(frozen=True, config=TYPED)
 class LossScaleConfig:
     """The dynamic loss scale of fp16."""
 
@@ -378,6 +392,7 @@ class Config:
     chat: ChatConfig = ChatConfig()
     batch: BatchConfig = BatchConfig()
     loss: LossConfig = LossConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     loss_scale: LossScaleConfig = LossScaleConfig()
     memory: MemoryConfig = MemoryConfig()
     lora: LoraConfig | None = None

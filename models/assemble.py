@@ -146,7 +146,9 @@ def _balance(
         return None
     mesh.make_groups(mesh.shape.all_along(*Balance.ACROSS))
     mixtures = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MixtureOfExperts)]
-    balance = Balance(sorted(mixture.layer for mixture in mixtures), routing, mesh, coefficients)
+    found = ((mixture.layer, mixture.router.correction) for mixture in mixtures)
+    corrections = {layer: correction for layer, correction in found if correction is not None}
+    balance = Balance(sorted(mixture.layer for mixture in mixtures), routing, mesh, coefficients, corrections)
     for mixture in mixtures:
         mixture.balance = balance
     return balance

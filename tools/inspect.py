@@ -25,6 +25,7 @@ from megacore.store.hugging_face import CONFIG, HuggingFace
 from megacore.store.index import INDEX, Adapters
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
+from models.config import active_parameters
 from parallel.weights.fingerprint import spell
 from parallel.weights.layout import Layout, MeshShape
 from parallel.weights.transfer import Stored, hugging_face, native, whole_name
@@ -166,6 +167,7 @@ def summary(folder: SafetensorsFolder) -> dict[str, Any]:
         "version": index.version if ours else None,
         "family": config.family,
         "parameters": folder.schema.parameters,
+        "active": active_parameters(config, folder.schema),
         "tied": config.tie_word_embeddings,
         "dtypes": {state: _dtypes(folder, state) for state in folder.states},
         "bytes": sum(file["bytes"] for file in files),
@@ -311,7 +313,8 @@ def _text(facts: Mapping[str, Any]) -> Iterator[str]:
 
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     tied = ", embedding and head tied" if facts["tied"] else ""
-    yield "model", f"{facts['family']}, {facts['parameters']:,} parameters{tied}"
+    active = f" ({facts['active']:,} active)" if facts["active"] < facts["parameters"] else ""
+    yield "model", f"{facts['family']}, {facts['parameters']:,} parameters{active}{tied}"
     if adapters := facts["adapters"]:
         scale = "alpha / sqrt(rank)" if adapters["rslora"] else "alpha / rank"
         yield "adapters", f"LoRA, rank {adapters['rank']}, alpha {adapters['alpha']:g} (scaled by {scale})"
