@@ -93,8 +93,8 @@ class Model:
     def logits(self, microbatch: Microbatch) -> Tensor | None:
         """[tokens, vocab] on all ranks of the last stage, None on the others."""
         parameters = self.parameters
-        mesh, dtype = parameters.mesh, next(iter(parameters.values())).dtype
-        own = forward(mesh, [chunk.logits for chunk in self.chunks], microbatch, dtype)
+        mesh = parameters.mesh
+        own = forward(mesh, [chunk.logits for chunk in self.chunks], microbatch, parameters.dtype)
         return None if own is None else gather(own, mesh.tp)[:, : self.config.vocab_size]
 
     def use_fp8(self) -> None:

@@ -271,7 +271,7 @@ def looks(tokens: int, window: int | None) -> int:
     return seen * (seen + 1) // 2 + (tokens - seen) * seen
 
 
-def met(config: ModelConfig, schema: Schema, param: Param) -> int:
+def active_elements(config: ModelConfig, schema: Schema, param: Param) -> int:
     """Elements of a parameter that a token meets: of the experts of a layer those that it is sent to, else all.
 
     Args:
@@ -295,7 +295,7 @@ def active_parameters(config: ModelConfig, schema: Schema | None = None) -> int:
         schema: The weights of a run of it, if not the model's own.
     """
     schema = schema or config.schema
-    return sum(met(config, schema, param) for param in schema.params if not param.buffer)
+    return sum(active_elements(config, schema, param) for param in schema.params if not param.buffer)
 
 
 def parameters_in_words(config: ModelConfig, tuning: Tuning = EVERYTHING) -> str:
@@ -315,7 +315,7 @@ def matmul_parameters(config: ModelConfig, schema: Schema | None = None) -> int:
         schema: The weights of a run of it, if not the model's own.
     """
     schema = schema or config.schema
-    return sum(met(config, schema, param) for param in _matmuls(schema))
+    return sum(active_elements(config, schema, param) for param in _matmuls(schema))
 
 
 def _matmuls(schema: Schema) -> list[Param]:
@@ -338,5 +338,5 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     still = 0
     for param in _matmuls(schema):
         names = list(whole_names(schema, param))
-        still += met(config, schema, param) // len(names) * sum(name in frozen for name in names)
+        still += active_elements(config, schema, param) // len(names) * sum(name in frozen for name in names)
     return 6 * matmul_parameters(config, schema) - 2 * still + attention

@@ -233,7 +233,7 @@ class Balance:
         under = (counts.sum(-1, keepdim=True) - counts * self.routing.experts).sign()
         moves = torch.where(go, under, 0) * self.coefficients.bias_rate
         for layer, correction in self.corrections.items():
-            correction += moves[self.layers.index(layer)]
+            correction.add_(moves[self.layers.index(layer)])
 
     @torch.no_grad()
     def read(self, layers: int) -> Loads:

@@ -7,7 +7,7 @@ import argparse
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -175,6 +175,7 @@ def summary(folder: SafetensorsFolder) -> dict[str, Any]:
         "frozen": sorted(index.frozen),
         "step": index.step,
         "mesh": {dim: layout.mesh[dim] for dim in ("pp", "ep", "tp")} if ours else None,
+        "split": {axis: list(dims) for axis, dims in index.split.items()} if ours else None,
         "layers_per_stage": list(layout.layers) if ours else None,
         "states": list(folder.states),
         "training": None if folder.trainer is None else dict(folder.trainer),
@@ -329,7 +330,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         chunks = len(layers) // mesh["pp"]
         sizes = " x ".join(f"{dim}={size}" for dim, size in mesh.items())
         interleaved = f", {chunks} chunks each" if chunks > 1 else ""
-        yield "layout", f"{sizes}{interleaved}; layers of each stage: {', '.join(map(str, layers))}"
+        split = "".join(f"{axis} over {' x '.join(dims)}; " for axis, dims in facts["split"].items())
+        yield "layout", f"{sizes}{interleaved}; {split}layers of each stage: {', '.join(map(str, layers))}"
     if facts["step"] is not None:
         yield "step", f"{facts['step']:,}"
     for name, value in (facts["training"] or {}).items():
@@ -365,9 +367,13 @@ def _tensor_table(tensors: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _together(names: Sequence[str]) -> str:
-    """Return several names in one: ``layers.0.{q_proj,k_proj,v_proj}.weight``."""
-    words = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(of[0] if len({*of}) == 1 else f"{{{','.join(of)}}}" for of in words)
+    """Return several names in one: ``layers.0.{q_proj,k_proj,v_proj}.weight``, ``experts.{0..7}.{w1,w3}.weight``."""
+    words = (dict.fromkeys(of) for of in zip(*(name.split(".") for name in names), strict=True))
+    return ".".join(accounting.ranges([*map(int, of)]) if all(map(str.isdecimal, of)) else _one_of(of) for of in words)
+
+
+def _one_of(words: Collection[str]) -> str:
+    return ",".join(words) if len(words) == 1 else f"{{{','.join(words)}}}"
 
 
 def _shape(sizes: Sequence[int]) -> str:

@@ -144,7 +144,7 @@ def _alone(config: Config) -> Config:
     return replace(
         config,
         zero=ZeroConfig(),
-        mesh=replace(config.mesh, pp=1, dp=1, cp=1, ep=1, tp=1),
+        mesh=replace(config.mesh, pp=1, dp=1, cp=1, ep=1, tp=1, etp=1),
         pipeline=replace(config.pipeline, schedule="1f1b", chunks=1, layers_per_stage=None),
         batch=replace(config.batch, micro_size=1),
     )

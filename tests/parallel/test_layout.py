@@ -16,7 +16,15 @@ from sentences import coverage, layouts, meshes, owners, region
 
 from models.registry import configure
 from models.stages import layout_of
-from parallel.weights.layout import Coordinates, Layout, MeshShape, balanced_layers, split_axis, split_problems
+from parallel.weights.layout import (
+    Coordinates,
+    Layout,
+    MeshShape,
+    balanced_layers,
+    mesh_problems,
+    split_axis,
+    split_problems,
+)
 from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, PADDED, SPLIT, Param, Schema
 from parallel.weights.transfer import Copy, hugging_face, native, plan
 
@@ -109,6 +117,78 @@ PROBLEMS = [
 @pytest.mark.parametrize(("axis", "size", "dim", "parts", "message"), PROBLEMS)
 def test_split_problems_name_the_way_out(axis: str, size: int, dim: str, parts: int, message: str) -> None:
     assert split_problems({"embed": 7, "vocab": 13, "layer": 5, axis: size}, MeshShape(**{dim: parts})) == [message]
+
+
+DENSE = {"heads": 8, "kv": 8, "mlp": 12}
+SPARSE = DENSE | {"experts": 8, "routes": 8, "expert_mlp": 7}
+OVER_TP = ", or etp={}, which splits each of them over tp"
+MESH_PROBLEMS = [
+    (SPARSE, {"ep": 2, "tp": 4}, 1, []),
+    (SPARSE, {"ep": 8, "tp": 8}, 8, []),  # features of an expert are padded
+    (SPARSE, {"tp": 8}, 1, []),  # without ep, whole experts lie on tp
+    (SPARSE, {"ep": 3}, 1, ["cannot split experts (8) over ep x tp=3: choose ep x tp from 1, 2, 4, 8"]),
+    (SPARSE, {"ep": 16}, 1, ["cannot split experts (8) over ep x tp=16: choose ep x tp from 1, 2, 4, 8"]),
+    (
+        SPARSE,
+        {"ep": 4, "tp": 4},
+        1,
+        ["cannot split experts (8) over ep x tp=16: choose ep x tp from 1, 2, 4, 8" + OVER_TP.format(4)],
+    ),
+    (
+        SPARSE | {"experts": 6},
+        {"ep": 3, "tp": 4},
+        1,
+        ["cannot split experts (6) over ep x tp=12: choose ep x tp from 1, 2, 3, 6" + OVER_TP.format(4)],
+    ),
+    # where ep alone cannot split them, that is no way out
+    (SPARSE, {"ep": 3, "tp": 4}, 1, ["cannot split experts (8) over ep x tp=12: choose ep x tp from 1, 2, 4, 8"]),
+    (SPARSE, {"ep": 3, "tp": 4}, 4, ["cannot split experts (8) over ep=3: choose ep from 1, 2, 4, 8"]),
+    (
+        SPARSE,
+        {"ep": 2, "tp": 4},
+        2,
+        ["etp=2 is neither 1 (experts are whole, over ep x tp) nor tp=4 (each is split over tp)"],
+    ),
+    (SPARSE, {"ep": 2}, 2, ["etp=2 is neither 1 (experts are whole, over ep x tp) nor tp=1 (each is split over tp)"]),
+    (
+        SPARSE,
+        {"ep": 16, "tp": 2},
+        3,
+        [
+            "cannot split experts (8) over ep=16: choose ep from 1, 2, 4, 8",
+            "etp=3 is neither 1 (experts are whole, over ep x tp) nor tp=2 (each is split over tp)",
+        ],
+    ),
+    (DENSE, {"ep": 2}, 1, ["ep=2: the model has no experts to split, set ep=1"]),
+    (DENSE, {"tp": 2}, 2, ["etp=2: the model has no experts to split, set etp=1"]),
+    (
+        DENSE,
+        {"ep": 2, "tp": 3},
+        3,
+        [
+            "cannot split heads (8) over tp=3: choose tp from 1, 2, 4, 8",
+            "cannot split kv (8) over tp=3: choose tp from 1, 2, 4, 8 or a multiple of 8",
+            "ep=2: the model has no experts to split, set ep=1",
+            "etp=3: the model has no experts to split, set etp=1",
+        ],
+    ),
+    (
+        SPARSE | {"heads": 9, "kv": 3},
+        {"ep": 4, "tp": 4},
+        1,
+        [
+            "cannot split experts (8) over ep x tp=16: choose ep x tp from 1, 2, 4, 8" + OVER_TP.format(4),
+            "cannot split heads (9) over tp=4: choose tp from 1, 3, 9",
+            "cannot split kv (3) over tp=4: choose tp from 1, 3 or a multiple of 3",
+        ],
+    ),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("sizes", "mesh", "etp", "problems"), MESH_PROBLEMS)
+def test_meshes_of_experts(sizes: dict[str, int], mesh: dict[str, int], etp: int, problems: list[str]) -> None:
+    assert mesh_problems({"layer": 5, **sizes}, MeshShape(**mesh), etp) == problems
 
 
 def test_all_problems_at_once() -> None:

@@ -282,7 +282,7 @@ def test_what_cannot_be_evaluated(llama: Path, tmp_path: Path, capsys: Capture) 
         (llama, good, ["--sequence-length", "64"], "the model has 32 positions"),
         (llama, good, ["--sequence-length", "8", "--stride", "9"], "would leave out tokens"),
         (llama, good, ["--tp", "3"], "cannot split heads (4) over tp=3"),
-        (llama, good, ["--ep", "2"], "--ep 2 spreads experts, and llama has none: leave it out"),
+        (llama, good, ["--ep", "2"], "ep=2: the model has no experts to split, set ep=1"),
     ]
     for folder, path, arguments, says in cases:
         assert command.main([str(folder), "--data", str(path), *arguments]) == 1, says
