@@ -99,7 +99,12 @@ OF_PARTS = (
         coefficients=BATCH,
     ),
     Case("few", PARTS | {"experts": [1, 0, 0]}, SEQUENCES, ignored=0.3, coefficients=BATCH),  # a stage has none
-    Case("side-by-side", PARTS | {"routing": AFTERWARDS, "parallel": True}, SEQUENCES, coefficients=SEQUENCE),
+    Case(
+        "side-by-side",
+        PARTS | {"routing": AFTERWARDS, "expert_bias": True, "parallel": True},
+        SEQUENCES,
+        coefficients=SEQUENCE,
+    ),
 )
 
 
@@ -199,7 +204,7 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros(pool: Pool) -> None:
 
 def formula(x: Tensor, p: Mapping[str, Tensor], routing: Routing) -> Tensor:
     """x: [n, embed] -> same: every expert computes every token, and a token weighs those that it has not chosen 0."""
-    logits = x @ p["router.weight"].T
+    logits = F.linear(x, p["router.weight"], p.get("router.bias"))
     scores = logits.softmax(-1) if routing.score == "softmax" else 1 / (1 + (-logits).exp())
     bias = p.get("router.correction", torch.zeros(routing.experts))
     choice = torch.tensor([chosen((s + bias).tolist(), routing) for s in scores.detach()], dtype=torch.float64)
@@ -209,12 +214,11 @@ def formula(x: Tensor, p: Mapping[str, Tensor], routing: Routing) -> Tensor:
         weights = logits.exp() * choice / (logits.exp() * choice).sum(-1, keepdim=True)
     if routing.normalised:
         weights = weights / (weights.sum(-1, keepdim=True) + routing.epsilon)
-    y = torch.zeros_like(x)
+    y = gated(x, p, "shared") if "shared.up.weight" in p else torch.zeros_like(x)
     for expert in range(routing.experts):
-        y = y + (weights * routing.factor)[:, expert, None] * gated(
-            x, p["experts.up.weight"][expert], p["experts.down.weight"][expert]
-        )
-    return y + gated(x, p["shared.up.weight"], p["shared.down.weight"]) if "shared.up.weight" in p else y
+        own = {name: each[expert] for name, each in p.items() if name.startswith("experts")}
+        y = y + (weights * routing.factor)[:, expert, None] * gated(x, own, "experts")
+    return y
 
 
 def chosen(scores: list[float], routing: Routing) -> list[int]:
@@ -228,9 +232,9 @@ def chosen(scores: list[float], routing: Routing) -> list[int]:
     return [int(e in kept) for e in range(routing.experts)]
 
 
-def gated(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    left, right = (x @ up.T).chunk(2, -1)
-    return (F.silu(left) * right) @ down.T
+def gated(x: Tensor, p: Mapping[str, Tensor], name: str) -> Tensor:
+    left, right = F.linear(x, p[f"{name}.up.weight"], p.get(f"{name}.up.bias")).chunk(2, -1)
+    return F.linear(F.silu(left) * right, p[f"{name}.down.weight"], p.get(f"{name}.down.bias"))
 
 
 LAYER = "layers.0.mlp."
@@ -264,7 +268,7 @@ def mixture(case: Case, run: Run) -> tuple[np.ndarray, np.ndarray, dict[str, np.
 @pytest.mark.parametrize("run", [Run(MeshShape(ep=2, tp=2)), Run(MeshShape(ep=2, tp=2), etp=True)], ids=str)
 @pytest.mark.parametrize("routing", [SIGMOID, GROUPS, BY_MAX, AFTERWARDS], ids=["sigmoid", "groups", "max", "chosen"])
 def test_a_mixture_is_the_formula_of_all_experts_for_all_tokens(pool: Pool, routing: dict[str, Any], run: Run) -> None:
-    case = Case("mixture", PARTS | {"routing": routing})
+    case = Case("mixture", PARTS | {"routing": routing, "expert_bias": routing is AFTERWARDS})
     with extended():
         model = Model.create(case.config, lively(Run().layout(case)), Mesh.single(), torch.float64)
         model.parameters.initialise(seed=1)
