@@ -82,6 +82,9 @@ def add_mesh(parser: argparse.ArgumentParser, data: bool = False) -> None:
     group.add_argument("--tp", type=folders.count, default=1, metavar="N", help="tensor parallel ranks")
     group.add_argument("--pp", type=folders.count, default=1, metavar="N", help="pipeline stages")
     group.add_argument("--ep", type=folders.count, default=1, metavar="N", help="ranks over which experts are spread")
+    group.add_argument(
+        "--etp", type=folders.count, default=1, metavar="N", help="parts of each expert, 1 or as many as --tp"
+    )
     if data:
         group.add_argument("--dp", type=folders.count, default=1, metavar="N", help="ranks that share out the windows")
     else:
@@ -97,7 +100,7 @@ def mesh_shape(config: ModelConfig, here: Here, arguments: argparse.Namespace) -
         StoreError: all reasons why the model, or torchrun's processes, cannot be split so.
     """
     mesh = MeshShape(pp=arguments.pp, dp=arguments.dp, ep=arguments.ep, tp=arguments.tp)
-    problems, layers = mesh_problems(config.sizes, mesh), config.sizes["layer"]
+    problems, layers = mesh_problems(config.sizes, mesh, arguments.etp), config.sizes["layer"]
     if mesh.pp > layers:
         problems.append(f"cannot give each of --pp {mesh.pp} stages one of the {layers} layers")
     if here.launched and here.world != mesh.world:

@@ -37,7 +37,7 @@ from parallel.parameters import Parameters
 from parallel.pipeline.run import Pipeline
 from parallel.routing import Routing
 from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.schema import EXPERT_TENSOR_PARALLEL
+from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT
 from parallel.weights.transfer import execute, native, plan
 
 TOLERANCE = 1e-9
@@ -125,8 +125,8 @@ class Run:
     etp: bool = False
 
     def layout(self, case: Case) -> Layout:
-        layout = layout_of(case.config, self.mesh, self.chunks, self.layers, case.tuning)
-        return replace(layout, split=EXPERT_TENSOR_PARALLEL) if self.etp else layout
+        split = EXPERT_TENSOR_PARALLEL if self.etp else SPLIT
+        return layout_of(case.config, self.mesh, self.chunks, self.layers, case.tuning, split)
 
     def __str__(self) -> str:
         m = self.mesh
