@@ -321,9 +321,19 @@ class Trainer:
             seed = key(self.config.train.seed, step, number)
             rows = with_labels(batch.labels.ravel(), _TOGETHER * shape.tp)
             wanted = None if rows is None else self._upload(rows)
+            counts = self.model.balance is not None and batch.padding is not None
+            padding = self._upload(batch.padding) if counts else None
             made.append(
                 Microbatch(
-                    tokens, labels, positions, len(batch.tokens), activation, batch.documents, seed, wanted=wanted
+                    tokens,
+                    labels,
+                    positions,
+                    len(batch.tokens),
+                    activation,
+                    batch.documents,
+                    seed,
+                    wanted=wanted,
+                    padding=padding,
                 )
             )
         return made
