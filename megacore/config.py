@@ -19,6 +19,7 @@ from models.lora import Lora
 from models.tuning import Tuning
 from parallel.choices import Moments, OptimizerOffload, PipelineSchedule, Precision, Recompute, ZeroShard
 from parallel.weights.layout import MeshShape
+from parallel.weights.schema import Split, split_of
 
 # -- ranges
 
@@ -64,6 +65,14 @@ class MeshConfig:
     """Expert parallel: parts of the experts, each with some of the batch."""
     tp: Annotated[Int, COUNTED] = 1
     """Tensor parallel: parts of each layer."""
+    etp: Annotated[Int, COUNTED] = 1
+    """Expert tensor parallel: parts of each expert; 1: experts are whole, and spread over ep x tp; or as many as `tp`.
+    """
+
+    @property
+    def split(self) -> Split:
+        """The dimensions that split each axis."""
+        return split_of(self.etp)
 
     @property
     def model_ranks(self) -> int:

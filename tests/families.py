@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
@@ -96,6 +97,12 @@ def random_model(config: PretrainedConfig, seed: int = 0, auto: Any = AutoModelF
         # Smaller biases: beside those of norms the tokens must count, too.
         torch.nn.init.normal_(parameter, std=0.1 if name.endswith(".bias") else 0.3)
     return made
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+    """transformers' model of a folder."""
+    # Their other products of experts know no float64.
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
 
 
 def saved(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from megacore.store.folder import WeightFolder
 from megacore.store.open import open_model
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
-from parallel.weights.layout import MeshShape, split_problems
+from parallel.weights.layout import MeshShape, mesh_problems
 from tools import folders
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
@@ -94,7 +94,7 @@ def mesh_shape(config: ModelConfig, here: Here, tp: int, pp: int, dp: int = 1) -
         StoreError: all reasons why the model, or torchrun's processes, cannot be split so.
     """
     mesh = MeshShape(pp=pp, dp=dp, tp=tp)
-    problems, layers = split_problems(config.sizes, mesh), config.sizes["layer"]
+    problems, layers = mesh_problems(config.sizes, mesh), config.sizes["layer"]
     if pp > layers:
         problems.append(f"cannot give each of --pp {pp} stages one of the {layers} layers")
     if here.launched and here.world != mesh.world:

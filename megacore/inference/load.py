@@ -16,12 +16,14 @@ from megacore.store.strict_json import StoreError
 from models.assemble import Model
 from models.stages import layout_of
 from parallel.mesh import Mesh
+from parallel.weights.schema import SPLIT
 
 
 def model_from(whole: WeightFolder, mesh: Mesh, dtype: torch.dtype | None = None, verified: bool = True) -> Model:
     """Return this rank's part of the model, dropout off, filled one tensor at a time.
 
-    On the number of stages that a checkpoint has, its layers lie as they do there.
+    On the number of stages that a checkpoint has, its layers lie as they do there, and its experts on the same ep and
+    tp.
 
     Args:
         whole: Its weights; adapters are computed beside those of their base.
@@ -39,8 +41,10 @@ def model_from(whole: WeightFolder, mesh: Mesh, dtype: torch.dtype | None = None
         raise StoreError(f"ranks have found different checkpoints of one run ({', '.join(sorted(paths))}): name one")
     if whole.base is not None:
         check_fingerprint(whole, whole.base.path, fingerprint(whole.base, control))
-    layers, tuning = whole.layout.layers if whole.layout.mesh.pp == mesh.shape.pp else None, whole.index.tuning
-    layout = layout_of(whole.config, mesh.shape, layers=layers, tuning=tuning)
+    there, tuning = whole.layout, whole.index.tuning
+    layers = there.layers if there.mesh.pp == mesh.shape.pp else None
+    split = there.split if (there.mesh.ep, there.mesh.tp) == (mesh.shape.ep, mesh.shape.tp) else SPLIT
+    layout = layout_of(whole.config, mesh.shape, layers=layers, tuning=tuning, split=split)
     model = Model.create(whole.config, layout, mesh, dtype or dtype_of(whole), tuning=tuning)
     model.train(False)
     loader = Loader(model.parameters, control)

@@ -56,7 +56,8 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
         StoreError: what the run starts from is damaged.
     """
     config, start, schema = setup.config, setup.start, setup.model.schema
-    layout = layout_of(setup.model, mesh.shape, config.pipeline.chunks, config.pipeline.layers_per_stage, config.tuning)
+    chunks, layers = config.pipeline.chunks, config.pipeline.layers_per_stage
+    layout = layout_of(setup.model, mesh.shape, chunks, layers, config.tuning, config.mesh.split)
     model = _model(setup, layout, mesh, control)
     gradients = _gradients(config, model)
     _agree(control, start, kernels.chosen(mesh.device, config.train.compile))

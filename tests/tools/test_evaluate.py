@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import one_in
+from families import loaded, one_in
 from hub import converted, save
 from pool import Pool
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,7 +61,7 @@ def rows(path: Path, *objects: object) -> Path:
 
 def losses(folder: Path, ids: list[int], length: int, stride: int) -> list[float]:
     """By transformers, of each token but the first, one after the other, from the context that its window leaves it."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = loaded(folder)
     found = []
     for last in range(len(ids) - 1):
         start = math.ceil(max(0, last + 1 - length) / stride) * stride
@@ -224,7 +224,7 @@ def test_it_does_not_matter_how_many_windows_are_computed_together(llama: Path) 
 def test_frequencies_go_by_the_length_of_each_window(tmp_path: Path, pool: Pool) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
     folder = with_text("llama", tmp_path, rope_parameters=rope, max_position_embeddings=8)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = loaded(folder)
     wanted, counted = 0.0, [np.random.default_rng(ids.size).random(ids.size) < 0.8 for ids in IDS]
     for ids, mask in zip(IDS, counted, strict=True):
         for tokens, labels in Windows(12, 7).of(Document(ids, mask, None)):

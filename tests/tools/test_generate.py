@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from families import loaded
 from hub import converted, save
 from hypothesis import given
 from hypothesis import strategies as st
 from pool import Pool
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from traps import set_traps
 
 from megacore.data import tokenizer
@@ -37,7 +38,7 @@ NEW = 9
 
 def theirs(folder: Path, prompt: list[int], stops: Sequence[int] = (), new: int = NEW) -> list[int]:
     """What transformers generates, without the prompt."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = loaded(folder)
     eos = list(stops) or None
     made = model.generate(
         torch.tensor([prompt]), max_new_tokens=new, do_sample=False, eos_token_id=eos, pad_token_id=0, use_cache=True
