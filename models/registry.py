@@ -43,6 +43,7 @@ FAMILIES: Mapping[str, str] = {
     "phi3": "models.families.phi3",
     "qwen2": "models.families.qwen2",
     "qwen3": "models.families.qwen3",
+    "qwen3_moe": "models.families.qwen3_moe",
     "seed_oss": "models.families.seed_oss",
     "smollm3": "models.families.smollm3",
     "stablelm": "models.families.stablelm",
