@@ -42,6 +42,7 @@ FAMILIES: Mapping[str, str] = {
     "phi": "models.families.phi",
     "phi3": "models.families.phi3",
     "qwen2": "models.families.qwen2",
+    "qwen2_moe": "models.families.qwen2_moe",
     "qwen3": "models.families.qwen3",
     "qwen3_moe": "models.families.qwen3_moe",
     "seed_oss": "models.families.seed_oss",
