@@ -39,6 +39,7 @@ FAMILIES: Mapping[str, str] = {
     "nemotron": "models.families.nemotron",
     "olmo2": "models.families.olmo2",
     "olmo3": "models.families.olmo3",
+    "olmoe": "models.families.olmoe",
     "phi": "models.families.phi",
     "phi3": "models.families.phi3",
     "qwen2": "models.families.qwen2",
