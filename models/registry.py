@@ -31,6 +31,7 @@ FAMILIES: Mapping[str, str] = {
     "gpt_neox": "models.families.gpt_neox",
     "gptj": "models.families.gptj",
     "granite": "models.families.granite",
+    "granitemoe": "models.families.granitemoe",
     "helium": "models.families.helium",
     "llama": "models.families.llama",
     "ministral": "models.families.ministral",
