@@ -43,10 +43,10 @@ def model(folder: Path, **options: Any) -> Any:
 
 
 def parameters(model: Any) -> dict[str, Any]:
-    """Return a model's parameters under their names on disk, not all of which are those in memory."""
+    """Return a model's parameters and buffers under their names on disk, not all of which are those in memory."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(model, dict(model.named_parameters()))
+    return revert_weight_conversion(model, {**dict(model.named_parameters()), **dict(model.named_buffers())})
 
 
 def _load(kind: Any, source: str | Path, local: bool, **options: Any) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from megacore.say import err, say
 from models.anatomy import Anatomy
-from models.config import ModelConfig
+from models.config import ModelConfig, parameters_in_words
 from models.registry import FAMILIES, configure, family, presets
 from parallel.choices import nearest
 from parallel.weights.schema import Schema
@@ -62,7 +62,7 @@ def _table() -> Iterator[str]:
 
 def _line(preset: str, config: ModelConfig) -> str:
     sizes = ", ".join(f"{axis} {size:,}" for axis, size in config.sizes.items())
-    return f"{preset}: {config.schema.parameters:,} parameters ({sizes}): {', '.join(special(config))}"
+    return f"{preset}: {parameters_in_words(config)} ({sizes}): {', '.join(special(config))}"
 
 
 def _count(config: ModelConfig) -> str:

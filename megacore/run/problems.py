@@ -20,10 +20,10 @@ from megacore.run.lr import decay_steps
 from megacore.say import brief
 from megacore.store.files import leaves
 from models.tuning import EVERYTHING
-from parallel.weights.layout import MeshShape, split_problems
+from parallel.weights.layout import MeshShape, mesh_problems
 from parallel.weights.schema import Schema
 
-RUN_FILES = ("config.yaml", "metrics.jsonl", checkpoints.FOLDER)
+RUN_FILES = ("config.yaml", "metrics.jsonl", "experts.jsonl", checkpoints.FOLDER)
 """The files that a run leaves in its folder; a folder that has one of them is not written to again unless the run goes
 on."""
 FOLDERS = (checkpoints.FOLDER, "examples", "tensorboard", "wandb")
@@ -125,9 +125,7 @@ def _parts(facts: RuleContext) -> Iterator[str]:
     mesh = facts.config.mesh
     if mesh.cp > 1:
         yield f"mesh.cp ({mesh.cp}): context parallelism is not there yet; set mesh.cp=1"
-    if mesh.ep > 1 and "experts" not in facts.sizes:
-        yield f"mesh.ep ({mesh.ep}): the model has no experts to spread; set mesh.ep=1"
-    yield from split_problems(facts.sizes, MeshShape(pp=mesh.pp, cp=mesh.cp, ep=mesh.ep, tp=mesh.tp))
+    yield from mesh_problems(facts.sizes, MeshShape(pp=mesh.pp, cp=mesh.cp, ep=mesh.ep, tp=mesh.tp), mesh.etp)
 
 
 def _stages(facts: RuleContext) -> Iterator[str]:
@@ -373,7 +371,7 @@ MODEL_RANKS = ("mesh.pp", "mesh.cp", "mesh.ep", "mesh.tp")
 
 RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((*MODEL_RANKS, "mesh.dp"), _world),
-    ((MODEL, *MODEL_RANKS), _parts),
+    ((MODEL, *MODEL_RANKS, "mesh.etp"), _parts),
     ((MODEL, "mesh.pp", "pipeline.chunks", "pipeline.layers_per_stage"), _stages),
     (("pipeline.chunks",), _chunks),
     (("memory.loss_chunk",), _loss_chunk),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
@@ -16,7 +18,7 @@ from models.wrappers import Wrapper
 from parallel.weights.schema import NAMED, Schema
 from parallel.weights.transfer import Stored, hugging_face
 
-_LAYER = re.compile(r"(?<=\.)(0|[1-9]\d{0,8})(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)(0|[1-9]\d{0,8})(?=\.)")
 _COMPARED_AT_ONCE = 4 << 20
 _SUGGESTED_FROM = 10_000
 
@@ -89,14 +91,29 @@ def ignorable_by(kind: type[ModelConfig]) -> Callable[[str], bool]:
 
 
 def summary(names: Iterable[str]) -> list[str]:
-    """Return all the names, each once, those that differ in the layer drawn together: ``h.{0..3,7}.ln_1.weight``."""
-    groups: dict[tuple[str, ...], list[int]] = {}
+    """Return all the names, each once, those that differ in numbers drawn together: ``h.{0..3,7}.ln_1.weight``,
+    ``h.{0,1}.experts.{0..7}.weight``."""
+    groups: dict[tuple[str, ...], dict[tuple[int, ...], list[int]]] = {}
     for name in names:
-        around = _LAYER.split(name, maxsplit=1)
-        layers = groups.setdefault((around[0], around[-1]) if len(around) > 1 else (name,), [])
-        if len(around) > 1:
-            layers.append(int(around[1]))
-    return [printable(f"{_ranges(sorted(layers))}".join(around)) for around, layers in groups.items()]
+        words = _NUMBER.split(name)
+        first, *others = [*map(int, words[1::2])] or [0]
+        groups.setdefault(tuple(words[::2]), {}).setdefault(tuple(others), []).append(first)
+    return [printable(spelled) for words, found in groups.items() for spelled in _drawn_together(words, found)]
+
+
+def _drawn_together(words: Sequence[str], found: Mapping[tuple[int, ...], list[int]]) -> Iterator[str]:
+    """Yield the names with numbers between these words, {all numbers but the first: each first one}."""
+    if len(words) == 1:
+        yield words[0]
+        return
+    alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for others, firsts in found.items():
+        alike.setdefault(tuple(sorted(firsts)), []).append(others)
+    for first, of in alike.items():
+        columns = [sorted({*column}) for column in zip(*of, strict=True)]
+        for numbers in [columns] if math.prod(map(len, columns)) == len(of) else [[[n] for n in each] for each in of]:
+            places = (ranges(each) for each in (first, *numbers))
+            yield "".join(itertools.chain(*zip(words, places, strict=False), words[-1:]))
 
 
 def printable(name: str) -> str:
@@ -104,7 +121,8 @@ def printable(name: str) -> str:
     return name if name.isprintable() and name else repr(name)
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as one word: ``{0..3,7}``."""
     if len(numbers) == 1:
         return str(numbers[0])
     runs: list[list[int]] = []

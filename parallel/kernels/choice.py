@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.kernels import activation, bands, cpu, norm, rotation
+from parallel.kernels import activation, bands, cpu, grouped, norm, rotation
 from parallel.kernels import documents as within
 from parallel.kernels.documents import Documents
 from parallel.kernels.narrow_adamw import NarrowAdamW
@@ -155,6 +155,12 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
+
+
+def grouped_products(*weights: Tensor) -> grouped.GroupedProducts:
+    """What multiplies the rows of experts with these weights, each [experts, out, in]."""
+    on_cpu = any(weight.device.type == "cpu" for weight in weights)
+    return grouped.LOOP if on_cpu or not grouped.kernel_takes(*weights) else grouped.KERNEL
 
 
 def _unless_compiled(

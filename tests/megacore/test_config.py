@@ -37,6 +37,7 @@ class Sizes:
 
 
 LLAMA = Sizes()
+SPARSE = Sizes({**LLAMA.sizes, "experts": 2})
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,11 @@ BAD = [
     bad("", "cannot divide 2 ranks", "start 4 processes", ranks=2),
     bad("mesh.dp=4", "mesh.dp (4)", "16 ranks", "there are 8", "start 16 processes", "mesh.dp=2"),
     bad("mesh.cp=2", "mesh.cp (2)", "mesh.cp=1"),
-    bad("mesh.ep=2", "mesh.ep (2)", "no experts", "mesh.ep=1"),
+    bad("mesh.ep=2", "ep=2: the model has no experts to split, set ep=1"),
+    bad("mesh.etp=2", "etp=2: the model has no experts to split, set etp=1"),
+    bad("mesh.etp=0", "mesh.etp (0): must be at least 1"),
+    bad("mesh.ep=2 mesh.etp=4", "etp=4 is neither 1", "nor tp=2", sizes=SPARSE),
+    bad("mesh.ep=2", "experts (2) over ep x tp=4", "choose ep x tp from 1, 2, or etp=2", sizes=SPARSE),
     # the model over the mesh
     bad(
         "mesh.pp=1 mesh.tp=2",
