@@ -63,7 +63,7 @@ class Coefficients:
 
     @property
     def balance(self) -> float:
-        """The coefficient of the balance, of sequences or of the batch."""
+        """The coefficient of the balance, over whatever it is."""
         return self.sequence or self.batch
 
 
@@ -139,7 +139,7 @@ class Balance:
 
         Args:
             layer: The layer.
-            tokens: The facts about these n tokens.
+            tokens: Those that are routed.
             logits: [n, experts].
             chosen: [n, k].
         """
