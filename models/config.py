@@ -19,8 +19,7 @@ from parallel import limits
 from parallel.choices import nearest
 from parallel.weights.schema import Param, Schema
 
-# Fields of any Hugging Face config that do not change what a forward in training computes: bookkeeping, generation.
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     {
         "_attn_implementation_autoset",
         "_commit_hash",
@@ -89,6 +88,7 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
+"""Fields of any Hugging Face config that do not change what a forward in training computes: bookkeeping, generation."""
 # Every config has these; other values would change the maths.
 _FIXED = {
     "is_encoder_decoder": False,
@@ -171,10 +171,9 @@ class ModelConfig(ABC):
         problems = cls._unsupported(config)
         values, wrong = cls._read(config)
         problems += wrong
-        known = {field.name for field in fields(cls)}
-        readable = known | cls._consumed()
+        readable = cls.readable()
         given = {name for name, value in config.items() if value is not None}
-        for name in sorted(given - readable - _HARMLESS - cls.harmless - set(cls.fixed) - set(_FIXED)):
+        for name in sorted(given - readable - HARMLESS - cls.harmless - set(cls.fixed) - set(_FIXED)):
             problems.append(f"unknown field {name!r}{nearest(name, readable) or ', which may change the maths'}")
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
         problems += [f"field {name!r} is missing" for name in missing if name not in values]
@@ -210,6 +209,11 @@ class ModelConfig(ABC):
     def _write(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @classmethod
+    def readable(cls) -> set[str]:
+        """Fields of a ``config.json`` that say something of the model."""
+        return {field.name for field in fields(cls)} | cls._consumed()
 
     @classmethod
     def _consumed(cls) -> set[str]:

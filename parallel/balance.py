@@ -63,7 +63,7 @@ class Coefficients:
 
     @property
     def balance(self) -> float:
-        """That of the balance, over whatever it is."""
+        """The coefficient of the balance, over whatever it is."""
         return self.sequence or self.batch
 
 
@@ -72,7 +72,7 @@ NONE = Coefficients()
 
 @dataclass(frozen=True)
 class Loads:
-    """What the routers of the whole model did in a step, on the host, the same on all ranks.
+    """The loads of all experts of the model in a step, on the host, the same on all ranks.
 
     Args:
         layers: The layers that have routers.
@@ -139,7 +139,7 @@ class Balance:
 
         Args:
             layer: The layer.
-            tokens: What is known of the tokens.
+            tokens: Those that are routed.
             logits: [n, experts].
             chosen: [n, k].
         """

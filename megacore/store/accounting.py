@@ -109,11 +109,11 @@ def _drawn_together(words: Sequence[str], found: Mapping[tuple[int, ...], list[i
     alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for others, firsts in found.items():
         alike.setdefault(tuple(sorted(firsts)), []).append(others)
-    for firsts, of in alike.items():
+    for first, of in alike.items():
         columns = [sorted({*column}) for column in zip(*of, strict=True)]
         for numbers in [columns] if math.prod(map(len, columns)) == len(of) else [[[n] for n in each] for each in of]:
-            spelled = map(ranges, (firsts, *numbers))
-            yield "".join(itertools.chain(*zip(words, spelled, strict=False), words[-1:]))
+            places = (ranges(each) for each in (first, *numbers))
+            yield "".join(itertools.chain(*zip(words, places, strict=False), words[-1:]))
 
 
 def printable(name: str) -> str:

@@ -366,12 +366,12 @@ def check(case: Case, run: Run, one: Measured, ranks: Iterable[Measured]) -> Non
         for step, buffers in enumerate(got.buffers):
             for name, value in buffers.items():
                 assert value.tobytes() == one.buffers[step][name].tobytes(), f"rank {rank}: {name} in step {step}"
-        for step, (mine, ones) in enumerate(zip(got.loads, one.loads, strict=True)):
-            assert mine.layers == ones.layers and torch.equal(mine.counts, ones.counts), f"rank {rank}: step {step}"
-            for values, want in ((mine.balance, ones.balance), (mine.z_loss, ones.z_loss)):
-                np.testing.assert_allclose(values, want, rtol=TOLERANCE)
-            if ones.biases is not None:
-                assert mine.biases is not None and torch.equal(mine.biases, ones.biases)
+        for step, (mine, alone) in enumerate(zip(got.loads, one.loads, strict=True)):
+            assert mine.layers == alone.layers and torch.equal(mine.counts, alone.counts), f"rank {rank}: step {step}"
+            for values, theirs in ((mine.balance, alone.balance), (mine.z_loss, alone.z_loss)):
+                np.testing.assert_allclose(values, theirs, rtol=TOLERANCE)
+            if alone.biases is not None:
+                assert mine.biases is not None and torch.equal(mine.biases, alone.biases)
 
 
 def relative(got: np.ndarray, want: np.ndarray) -> float:

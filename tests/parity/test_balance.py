@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from extended_family import extended
-from parity.oracle import LENGTH, Case, Run, expected, gradient_arrays, lively, microbatches, relative
+from oracle import LENGTH, Case, Run, expected, gradient_arrays, lively, microbatches, relative
 from pool import Pool
 from torch import Tensor
 
