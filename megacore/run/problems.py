@@ -23,7 +23,7 @@ from models.tuning import EVERYTHING
 from parallel.weights.layout import MeshShape, mesh_problems
 from parallel.weights.schema import Schema
 
-RUN_FILES = ("config.yaml", "metrics.jsonl", checkpoints.FOLDER)
+RUN_FILES = ("config.yaml", "metrics.jsonl", "experts.jsonl", checkpoints.FOLDER)
 """The files that a run leaves in its folder; a folder that has one of them is not written to again unless the run goes
 on."""
 FOLDERS = (checkpoints.FOLDER, "examples", "tensorboard", "wandb")
