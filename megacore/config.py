@@ -19,6 +19,7 @@ from models.lora import Lora
 from models.tuning import Tuning
 from parallel.choices import Moments, OptimizerOffload, PipelineSchedule, Precision, Recompute, ZeroShard
 from parallel.weights.layout import MeshShape
+from parallel.weights.schema import Split, split_of
 
 # -- ranges
 
@@ -64,6 +65,14 @@ class MeshConfig:
     """Expert parallel: parts of the experts, each with some of the batch."""
     tp: Annotated[Int, COUNTED] = 1
     """Tensor parallel: parts of each layer."""
+    etp: Annotated[Int, COUNTED] = 1
+    """Expert tensor parallel: parts of each expert; 1: experts are whole, and spread over ep x tp; or as many as `tp`.
+    """
+
+    @property
+    def split(self) -> Split:
+        """The dimensions that split each axis."""
+        return split_of(self.etp)
 
     @property
     def model_ranks(self) -> int:
@@ -219,6 +228,20 @@ class LossConfig:
     """Probability that is spread over the vocabulary."""
     z_loss: Annotated[Float, AT_LEAST_0] = 0.0
     """Weight of the squared log-partition."""
+
+
+@dataclass(frozen=True, config=TYPED)
+class ExpertsConfig:
+    """The balance of a model's experts over the global batch (docs/moe.md); none of it is part of the loss."""
+
+    sequence_balance: Annotated[Float, AT_LEAST_0] = 0.0
+    """Weight of the balance of each sequence, the mean over all; 1 is perfect."""
+    batch_balance: Annotated[Float, AT_LEAST_0] = 0.0
+    """Weight of the balance of the whole batch instead."""
+    z_loss: Annotated[Float, AT_LEAST_0] = 0.0
+    """Weight of the squared log-partition of the routers."""
+    bias_rate: Annotated[Float, AT_LEAST_0] = 0.0
+    """The step by which a correction bias, where the model has one, moves towards an even load after each update."""
 
 
 @dataclass(frozen=True, config=TYPED)
@@ -378,6 +401,7 @@ class Config:
     chat: ChatConfig = ChatConfig()
     batch: BatchConfig = BatchConfig()
     loss: LossConfig = LossConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     loss_scale: LossScaleConfig = LossScaleConfig()
     memory: MemoryConfig = MemoryConfig()
     lora: LoraConfig | None = None

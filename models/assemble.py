@@ -93,8 +93,8 @@ class Model:
     def logits(self, microbatch: Microbatch) -> Tensor | None:
         """[tokens, vocab] on all ranks of the last stage, None on the others."""
         parameters = self.parameters
-        mesh, dtype = parameters.mesh, next(iter(parameters.values())).dtype
-        own = forward(mesh, [chunk.logits for chunk in self.chunks], microbatch, dtype)
+        mesh = parameters.mesh
+        own = forward(mesh, [chunk.logits for chunk in self.chunks], microbatch, parameters.dtype)
         return None if own is None else gather(own, mesh.tp)[:, : self.config.vocab_size]
 
     def use_fp8(self) -> None:
@@ -146,7 +146,9 @@ def _balance(
         return None
     mesh.make_groups(mesh.shape.all_along(*Balance.ACROSS))
     mixtures = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MixtureOfExperts)]
-    balance = Balance(sorted(mixture.layer for mixture in mixtures), routing, mesh, coefficients)
+    found = ((mixture.layer, mixture.router.correction) for mixture in mixtures)
+    corrections = {layer: correction for layer, correction in found if correction is not None}
+    balance = Balance(sorted(mixture.layer for mixture in mixtures), routing, mesh, coefficients, corrections)
     for mixture in mixtures:
         mixture.balance = balance
     return balance

@@ -19,8 +19,7 @@ from parallel import limits
 from parallel.choices import nearest
 from parallel.weights.schema import Param, Schema
 
-# Fields of any Hugging Face config that do not change what a forward in training computes: bookkeeping, generation.
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     {
         "_attn_implementation_autoset",
         "_commit_hash",
@@ -89,6 +88,7 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
+"""Fields of any Hugging Face config that do not change what a forward in training computes: bookkeeping, generation."""
 # Every config has these; other values would change the maths.
 _FIXED = {
     "is_encoder_decoder": False,
@@ -171,10 +171,9 @@ class ModelConfig(ABC):
         problems = cls._unsupported(config)
         values, wrong = cls._read(config)
         problems += wrong
-        known = {field.name for field in fields(cls)}
-        readable = known | cls._consumed()
+        readable = cls.readable()
         given = {name for name, value in config.items() if value is not None}
-        for name in sorted(given - readable - _HARMLESS - cls.harmless - set(cls.fixed) - set(_FIXED)):
+        for name in sorted(given - readable - HARMLESS - cls.harmless - set(cls.fixed) - set(_FIXED)):
             problems.append(f"unknown field {name!r}{nearest(name, readable) or ', which may change the maths'}")
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
         problems += [f"field {name!r} is missing" for name in missing if name not in values]
@@ -210,6 +209,11 @@ class ModelConfig(ABC):
     def _write(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @classmethod
+    def readable(cls) -> set[str]:
+        """Fields of a ``config.json`` that say something of the model."""
+        return {field.name for field in fields(cls)} | cls._consumed()
 
     @classmethod
     def _consumed(cls) -> set[str]:
@@ -271,9 +275,51 @@ def looks(tokens: int, window: int | None) -> int:
     return seen * (seen + 1) // 2 + (tokens - seen) * seen
 
 
-def matmul_parameters(schema: Schema) -> int:
-    """Parameters that multiply activations: all matrices but tables that are only looked up at the first stage."""
-    return sum(map(schema.numel, _matmuls(schema)))
+def active_elements(config: ModelConfig, schema: Schema, param: Param) -> int:
+    """Elements of a parameter that a token meets: of the experts of a layer those that it is sent to, else all.
+
+    Args:
+        config: Of the model.
+        schema: Its weights, or those of a run of it, with adapters.
+        param: One of them.
+    """
+    numel, routing = schema.numel(param), config.anatomy.routing
+    if routing is None or "experts" not in {*param.sentence.axes, *param.named_axes}:
+        return numel
+    return numel // routing.experts * routing.top_k
+
+
+def active_parameters(config: ModelConfig, schema: Schema | None = None) -> int:
+    """Parameters that a token meets: all but those of experts that it is not sent to. Buffers don't count.
+
+    The embedding and the head count whole, as in published numbers ("30B-A3B").
+
+    Args:
+        config: Of the model.
+        schema: The weights of a run of it, if not the model's own.
+    """
+    schema = schema or config.schema
+    return sum(active_elements(config, schema, param) for param in schema.params if not param.buffer)
+
+
+def parameters_in_words(config: ModelConfig, tuning: Tuning = EVERYTHING) -> str:
+    """The number of parameters and, where they are not all of them, how many a token meets and how many are trained."""
+    total, active = config.schema.parameters, active_parameters(config)
+    some = [f"{active:,} active"] if active < total else []
+    some += [] if tuning == EVERYTHING else [f"{tuning.trained(config.schema):,} trained"]
+    return f"{total:,} parameters" + (f" ({', '.join(some)})" if some else "")
+
+
+def matmul_parameters(config: ModelConfig, schema: Schema | None = None) -> int:
+    """Parameters that multiply a token's activations: all matrices that it meets but tables that are only looked up at
+    the first stage.
+
+    Args:
+        config: Of the model.
+        schema: The weights of a run of it, if not the model's own.
+    """
+    schema = schema or config.schema
+    return sum(active_elements(config, schema, param) for param in _matmuls(schema))
 
 
 def _matmuls(schema: Schema) -> list[Param]:
@@ -283,11 +329,11 @@ def _matmuls(schema: Schema) -> list[Param]:
 def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = EVERYTHING) -> int:
     """Floating point operations of forward and backward for one token of a causal sequence.
 
-    6 for each parameter of a matrix product, and for the attention scores and their use in each layer
-    12 * heads * head * (the tokens that a token looks at, on average): 2 products of 2 operations, times 3 for the
-    backward. A token looks at (sequence + 1) / 2 on average, and at no more than its layer's window. (Chowdhery et al.
-    2022, arXiv 2204.02311, appendix B, with the causal half left out.) What is frozen has no gradient of its own, and 4
-    instead of 6; adapters count as any parameters do.
+    6 for each parameter of a matrix product, of experts those alone that it is sent to; and for the attention scores
+    and their use in each layer 12 * heads * head * (the tokens that a token looks at, on average): 2 products of 2
+    operations, times 3 for the backward. A token looks at (sequence + 1) / 2 on average, and at no more than its
+    layer's window. (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, with the causal half left out.) What is frozen
+    has no gradient of its own, and 4 instead of 6; adapters count as any parameters do.
     """
     sizes = config.sizes
     looked_at = sum(looks(sequence_length, layer.window) for layer in config.anatomy.layers)
@@ -296,5 +342,5 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     still = 0
     for param in _matmuls(schema):
         names = list(whole_names(schema, param))
-        still += schema.numel(param) // len(names) * sum(name in frozen for name in names)
-    return 6 * matmul_parameters(schema) - 2 * still + attention
+        still += active_elements(config, schema, param) // len(names) * sum(name in frozen for name in names)
+    return 6 * matmul_parameters(config, schema) - 2 * still + attention

@@ -24,6 +24,8 @@ RANK = "rank"
 A, B = "lora_a", "lora_b"
 WEIGHT = ".weight"
 
+# Axes of what has no adapters.
+_OF_EXPERTS = frozenset({"experts", "routes", "one"})
 # As the peft library names them.
 _PREFIX, _PEFT = "base_model.model.", {A: ".lora_A.weight", B: ".lora_B.weight"}
 
@@ -93,7 +95,8 @@ class Linear:
 def linears(schema: Schema) -> Iterator[Linear]:
     """All that can have adapters: the linears of the blocks."""
     for param in schema.params:
-        if "layer" in param.named_axes and param.name.endswith(WEIGHT) and param.decays:
+        linear = param.decays and not _OF_EXPERTS & {*param.sentence.axes}
+        if linear and "layer" in param.named_axes and param.name.endswith(WEIGHT):
             modules: dict[str, list[str]] = {}
             for label, (template, _) in param.hf_tensors.items():
                 modules.setdefault(template.removesuffix(WEIGHT), []).append(label)

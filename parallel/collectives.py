@@ -132,8 +132,8 @@ def start_all_to_all(x: Tensor, group: Group, sent: Sequence[int], got: Sequence
     Args:
         x: This rank's.
         group: The group of the ranks.
-        sent: How many rows go to each of them.
-        got: How many come from each of them.
+        sent: The numbers of rows that go to each of them.
+        got: The numbers of rows that come from each of them.
     """
     if group.size == 1:
         return Pending([], lambda: x)

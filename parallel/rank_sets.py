@@ -9,11 +9,16 @@ from parallel.weights.layout import Layout, MeshShape
 RankSet = tuple[int, ...]
 
 
-def of_mesh(shape: MeshShape) -> Iterator[list[RankSet]]:
-    """Yield the sets that every mesh has: of tensor parallelism, those that share a step's tokens, and the world; and
-    those over which experts are spread, where they are."""
+def mesh_dims(shape: MeshShape) -> tuple[tuple[str, ...], ...]:
+    """Return the dimensions along which every mesh has groups: of tensor parallelism, of those that share a step's
+    tokens, and of the world; and of those over which experts are spread, where they are."""
     spread: tuple[tuple[str, ...], ...] = (("ep", "tp"), ("ep",)) if shape.ep > 1 else ()
-    for dims in (("tp",), ("dp", "ep", "cp"), shape.DIMS, *spread):
+    return ("tp",), ("dp", "ep", "cp"), shape.DIMS, *spread
+
+
+def of_mesh(shape: MeshShape) -> Iterator[list[RankSet]]:
+    """Yield the sets of all ranks along each of these."""
+    for dims in mesh_dims(shape):
         yield shape.all_along(*dims)
 
 

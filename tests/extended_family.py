@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -14,12 +14,24 @@ from models.anatomy import ROPE, Anatomy, LayerAttention
 from models.builder import build
 from models.families.llama import LlamaConfig
 from models.rope_config import DefaultRope
-from models.table import HEADS
+from models.table import HEADS, in_layers
+from parallel.routing import Routing
 from parallel.weights.schema import Param
 
 __all__ = ["CONFIG", "PARAMETERS", "PRESETS", "ExtendedConfig", "build", "extended"]
 
 LOCAL = "local"
+_MLP, _HF = "layers.{layer}.mlp", "model.layers.{layer}.mlp"
+BIASES = (
+    Param(f"{_MLP}.router.bias", "routes", f"{_HF}.gate.bias"),
+    Param(
+        f"{_MLP}.experts.up.bias",
+        "experts (gate: expert_mlp + up: expert_mlp)",
+        f"{_HF}.experts.{{experts}}.{{gate,up}}_proj.bias",
+        vector=True,
+    ),
+    Param(f"{_MLP}.experts.down.bias", "experts embed", f"{_HF}.experts.{{experts}}.down_proj.bias", vector=True),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +47,23 @@ class ExtendedConfig(LlamaConfig):
         offset: Of the norms.
         parallel: Whether branches stand side by side behind one norm.
         head_bias: Whether the head has a bias.
+        experts: 1 of each layer that has some, 0 of the others; () for none in any.
+        num_experts: How many there are.
+        routing: Fields of their router's table beside that.
+        expert_size, shared_size: Hidden features of each, and of one that is shared by all tokens.
+        shared_expert: Whether there is that one.
+        correction: Whether biases choose experts with their scores.
+        expert_bias: Whether the linears of experts, and their router, have biases.
     """
 
     family: ClassVar[str] = "extended"
+    axes: ClassVar[Mapping[str, str]] = {
+        **LlamaConfig.axes,
+        "experts": "num_experts",
+        "routes": "num_experts",
+        "expert_mlp": "expert_size",
+        "shared_mlp": "shared_size",
+    }
 
     windows: tuple[int, ...] = ()
     local_rope: bool = False
@@ -47,6 +73,14 @@ class ExtendedConfig(LlamaConfig):
     offset: float = 0.0
     parallel: bool = False
     head_bias: bool = False
+    experts: tuple[int, ...] = ()
+    num_experts: int = 8
+    routing: Mapping[str, Any] = field(default_factory=lambda: {"top_k": 2})
+    expert_size: int = 10
+    shared_size: int = 6
+    shared_expert: bool = False
+    correction: bool = False
+    expert_bias: bool = False
 
     @property
     def anatomy(self) -> Anatomy:
@@ -63,6 +97,7 @@ class ExtendedConfig(LlamaConfig):
             attention_softcap=self.softcap,
             norm_offset=self.offset,
             parallel=self.parallel,
+            routing=Routing(experts=self.num_experts, **self.routing) if any(self.experts) else None,
         )
 
     def params(self) -> tuple[Param, ...]:
@@ -72,13 +107,21 @@ class ExtendedConfig(LlamaConfig):
             *t.norm("attn.q_norm", "self_attn.q_norm", HEADS),
             *t.norm("attn.k_norm", "self_attn.k_norm", "(kv head)"),
         )
+        mixed = [layer for layer, has in enumerate(self.experts) if has]
+        plain = [layer for layer in range(self.num_hidden_layers) if layer not in mixed]
+        mixture = (
+            *t.experts(correction="mlp.gate.correction" if self.correction else ""),
+            *(t.shared_expert() if self.shared_expert else ()),
+            *(BIASES if self.expert_bias else ()),
+        )
         return t.model(
             t.norm("attn_norm", "input_layernorm"),
             t.attention(),
             of_heads if self.norms else (),
             (sinks,) if self.sinks else (),
             () if self.parallel else t.norm("mlp_norm", "post_attention_layernorm"),
-            t.gated_mlp(),
+            in_layers(plain, t.gated_mlp()),
+            in_layers(mixed, mixture),
             tied=self.tie_word_embeddings,
             head_bias=self.head_bias,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from models.rope_config import PLAIN
 T = TypeVar("T")
 
 # As transformers calls them; a class takes those that it has, under its own names.
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 43,  # odd: tp pads it
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -33,6 +34,12 @@ SMALL = {
     "max_position_embeddings": 32,
     "sliding_window": 5,
     "rotary_dim": 2,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "shared_expert_intermediate_size": 12,
+    "mlp_only_layers": [1],
     "pad_token_id": None,  # of some it lies beyond so small a vocabulary
 }
 
@@ -96,6 +103,12 @@ def random_model(config: PretrainedConfig, seed: int = 0, auto: Any = AutoModelF
         # Smaller biases: beside those of norms the tokens must count, too.
         torch.nn.init.normal_(parameter, std=0.1 if name.endswith(".bias") else 0.3)
     return made
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+    """transformers' model of a folder."""
+    # Their other products of experts know no float64.
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
 
 
 def saved(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from parallel.weights.layout import Layout, MeshShape, Shard
 from parallel.weights.pattern import Pattern, Piece
-from parallel.weights.schema import SPLIT, Param, Schema, Split
+from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, PADDED, SPLIT, Param, Schema, Split
 
 FREE = ("embed", "head", "two", "half")
 TP = ("heads", "kv", "mlp", "vocab", "columns", "rows")
@@ -51,8 +51,10 @@ def _factors(draw: st.DrawFn, slots: Sequence[str], depth: int) -> str:
 def sentences(draw: st.DrawFn, experts: bool = True, tp: bool = True) -> str:
     """Any sentence in which no piece has an axis twice, or two axes that one mesh dimension splits."""
     slots = draw(st.lists(st.sampled_from(FREE), min_size=0 if tp else 1, max_size=3, unique=True))
-    slots += ["tp"] if tp and (draw(st.booleans()) or not slots) else []
-    slots += ["experts"] if experts and draw(st.booleans()) else []
+    if experts and draw(st.booleans()):
+        slots += ["experts", *draw(st.sampled_from([[], ["expert_mlp"]]))]
+    elif tp and (draw(st.booleans()) or not slots):
+        slots += ["tp"]
     return draw(_factors(draw(st.permutations(slots)), 2))
 
 
@@ -62,8 +64,7 @@ def meshes(most: int = 24) -> st.SearchStrategy[MeshShape]:
     return shapes.filter(lambda mesh: mesh.world <= most)
 
 
-FOLDED: Split = {**SPLIT, "experts": ("ep", "tp")}
-"""Experts over all ranks of a model, rather than over ep alone."""
+SPLITS = (SPLIT, EXPERT_TENSOR_PARALLEL)
 
 
 @st.composite
@@ -72,7 +73,7 @@ def sizes_for(draw: st.DrawFn, shapes: Sequence[MeshShape], split: Split = SPLIT
     tp = int(np.lcm.reduce([mesh.tp for mesh in shapes]))
     ep = int(np.lcm.reduce([mesh.size(split["experts"]) for mesh in shapes]))
     shared = [n for n in range(1, tp + 1) if all(mesh.tp % n == 0 or n % mesh.tp == 0 for mesh in shapes)]
-    sizes = {axis: draw(st.integers(1, 3)) for axis in FREE}
+    sizes = {axis: draw(st.integers(1, 3)) for axis in (*FREE, "expert_mlp")}
     sizes |= {axis: tp * draw(st.integers(1, 2)) for axis in ("heads", "mlp", "columns", "rows")}
     return sizes | {
         "kv": draw(st.sampled_from([*shared, 2 * tp])),
@@ -91,31 +92,24 @@ def splits(draw: st.DrawFn, layers: int, mesh: MeshShape) -> tuple[int, ...]:
 
 
 @st.composite
-def params(draw: st.DrawFn, layers: int, split: Split = SPLIT) -> tuple[Param, ...]:
+def params(draw: st.DrawFn, layers: int) -> tuple[Param, ...]:
     """A table: some parameters of layers, of some layers, of listed experts, and at the ends of the pipeline."""
-
-    def sentence() -> str:
-        if split is SPLIT:
-            return draw(sentences())
-        experts = draw(st.booleans())  # whose pieces have no axis that tp splits as well
-        return draw(sentences(experts, tp=not experts))
-
     some = tuple(sorted(draw(st.sets(st.integers(0, layers - 1), min_size=1))))
     table = [
-        Param("layers.{layer}.a", sentence()),
-        Param("layers.{layer}.c", sentence(), layers=some),
-        Param("layers.{layer}.expert.{experts}.b", draw(sentences(experts=False, tp=split is SPLIT)), layers=some),
+        Param("layers.{layer}.a", draw(sentences())),
+        Param("layers.{layer}.c", draw(sentences()), layers=some),
+        Param("layers.{layer}.expert.{experts}.b", draw(sentences(experts=False, tp=False)), layers=some),
     ]
     for name, at in (("first", "first"), ("last", "last"), ("tied", "first last")):
-        table.append(Param(name, sentence(), at=at))
+        table.append(Param(name, draw(sentences()), at=at))
     return tuple(draw(st.lists(st.sampled_from(table), min_size=1, unique_by=lambda param: param.name)))
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    mesh, split = draw(meshes()), draw(st.sampled_from((SPLIT, FOLDED)))
+    mesh, split = draw(meshes()), draw(st.sampled_from(SPLITS))
     sizes = draw(sizes_for([mesh], split))
-    schema = Schema(draw(params(sizes["layer"], split)), sizes)
+    schema = Schema(draw(params(sizes["layer"])), sizes)
     return Layout(schema, mesh, draw(splits(sizes["layer"], mesh)), split)
 
 
@@ -139,8 +133,8 @@ def coverage(pattern: Pattern, sizes: dict[str, int]) -> np.ndarray:
 
 def owners(layout: Layout) -> dict[tuple[str, str], np.ndarray]:
     """{(tensor name, label): bool [world, padded size of each axis of the piece]}, by asking every rank."""
-    sizes = {axis: -(-n // layout.mesh.tp) * layout.mesh.tp if axis == "vocab" else n
-             for axis, n in layout.schema.sizes.items()}  # fmt: skip
+    parts = {axis: layout.mesh.size(layout.split[axis]) if axis in PADDED else 1 for axis in layout.schema.sizes}
+    sizes = {axis: -(-n // parts[axis]) * parts[axis] for axis, n in layout.schema.sizes.items()}
     held: dict[tuple[str, str], np.ndarray] = {}
     for rank in range(layout.mesh.world):
         for shard in layout.shards(layout.mesh.place(rank)):

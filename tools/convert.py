@@ -44,7 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
         if source.format == HuggingFace.format:
             raise StoreError(f"{source.path} is a Hugging Face folder already")
         if folders.has_layout(arguments):
-            raise StoreError("a Hugging Face folder has no layout: leave out --tp, --pp, --ep, --chunks and the like")
+            raise StoreError(
+                "a Hugging Face folder has no layout: leave out --tp, --pp, --ep, --etp, --chunks and the like"
+            )
         size = parse_size(arguments.max_shard_size or SHARD_SIZE)
         if arguments.to == "peft":
             plan = to_peft(source, dtype)

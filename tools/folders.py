@@ -21,7 +21,8 @@ from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
 from models.stages import layout_of
-from parallel.weights.layout import Layout, MeshShape, split_problems
+from parallel.weights.layout import Layout, MeshShape, mesh_problems
+from parallel.weights.schema import split_of
 
 Item = TypeVar("Item")
 MOST_JOBS = 64
@@ -33,6 +34,7 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tp", type=count, default=1, metavar="N", help="tensor parallel ranks")
     group.add_argument("--pp", type=count, default=1, metavar="N", help="pipeline stages")
     group.add_argument("--ep", type=count, default=1, metavar="N", help="expert parallel ranks")
+    group.add_argument("--etp", type=count, default=1, metavar="N", help="parts of each expert, 1 or as many as --tp")
     group.add_argument("--chunks", type=count, default=1, metavar="N", help="chunks of each stage (interleaved)")
     group.add_argument(
         "--layers-per-stage",
@@ -44,7 +46,8 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
 
 def has_layout(arguments: argparse.Namespace) -> bool:
     """Return whether any argument of :func:`add_layout` was given another value than its default."""
-    return any(getattr(arguments, dim) != 1 for dim in ("tp", "pp", "ep", "chunks")) or bool(arguments.layers_per_stage)
+    numbers = ("tp", "pp", "ep", "etp", "chunks")
+    return any(getattr(arguments, name) != 1 for name in numbers) or bool(arguments.layers_per_stage)
 
 
 def layout(arguments: argparse.Namespace, config: ModelConfig) -> Layout:
@@ -54,9 +57,7 @@ def layout(arguments: argparse.Namespace, config: ModelConfig) -> Layout:
         StoreError: all reasons why the model cannot be split so.
     """
     mesh = MeshShape(pp=arguments.pp, ep=arguments.ep, tp=arguments.tp)
-    problems = split_problems(config.sizes, mesh)
-    if mesh.ep > 1 and "experts" not in config.sizes:
-        problems.append(f"--ep {mesh.ep}: the model has no experts to spread")
+    problems = mesh_problems(config.sizes, mesh, arguments.etp)
     stages, layers, given = mesh.pp * arguments.chunks, config.sizes["layer"], arguments.layers_per_stage
     product = f"--pp x --chunks = {mesh.pp} x {arguments.chunks} = {stages}"
     if stages > layers:
@@ -67,7 +68,7 @@ def layout(arguments: argparse.Namespace, config: ModelConfig) -> Layout:
         problems.append(f"--layers-per-stage adds up to {sum(given)}, and the model has {layers} layers")
     if problems:
         raise StoreError("\n".join(problems))
-    return layout_of(config, mesh, arguments.chunks, given)
+    return layout_of(config, mesh, arguments.chunks, given, split=split_of(arguments.etp))
 
 
 def opened(path: Path, adapters: bool = False, told: bool = True) -> SafetensorsFolder:

@@ -7,7 +7,7 @@ import argparse
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from megacore.store.hugging_face import CONFIG, HuggingFace
 from megacore.store.index import INDEX, Adapters
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
+from models.config import active_parameters
 from parallel.weights.fingerprint import spell
 from parallel.weights.layout import Layout, MeshShape
 from parallel.weights.transfer import Stored, hugging_face, native, whole_name
@@ -166,6 +167,7 @@ def summary(folder: SafetensorsFolder) -> dict[str, Any]:
         "version": index.version if ours else None,
         "family": config.family,
         "parameters": folder.schema.parameters,
+        "active": active_parameters(config, folder.schema),
         "tied": config.tie_word_embeddings,
         "dtypes": {state: _dtypes(folder, state) for state in folder.states},
         "bytes": sum(file["bytes"] for file in files),
@@ -173,6 +175,7 @@ def summary(folder: SafetensorsFolder) -> dict[str, Any]:
         "frozen": sorted(index.frozen),
         "step": index.step,
         "mesh": {dim: layout.mesh[dim] for dim in ("pp", "ep", "tp")} if ours else None,
+        "split": {axis: list(dims) for axis, dims in index.split.items()} if ours else None,
         "layers_per_stage": list(layout.layers) if ours else None,
         "states": list(folder.states),
         "training": None if folder.trainer is None else dict(folder.trainer),
@@ -311,7 +314,8 @@ def _text(facts: Mapping[str, Any]) -> Iterator[str]:
 
 def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     tied = ", embedding and head tied" if facts["tied"] else ""
-    yield "model", f"{facts['family']}, {facts['parameters']:,} parameters{tied}"
+    active = f" ({facts['active']:,} active)" if facts["active"] < facts["parameters"] else ""
+    yield "model", f"{facts['family']}, {facts['parameters']:,} parameters{active}{tied}"
     if adapters := facts["adapters"]:
         scale = "alpha / sqrt(rank)" if adapters["rslora"] else "alpha / rank"
         yield "adapters", f"LoRA, rank {adapters['rank']}, alpha {adapters['alpha']:g} (scaled by {scale})"
@@ -326,7 +330,8 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         chunks = len(layers) // mesh["pp"]
         sizes = " x ".join(f"{dim}={size}" for dim, size in mesh.items())
         interleaved = f", {chunks} chunks each" if chunks > 1 else ""
-        yield "layout", f"{sizes}{interleaved}; layers of each stage: {', '.join(map(str, layers))}"
+        split = "".join(f"{axis} over {' x '.join(dims)}; " for axis, dims in facts["split"].items())
+        yield "layout", f"{sizes}{interleaved}; {split}layers of each stage: {', '.join(map(str, layers))}"
     if facts["step"] is not None:
         yield "step", f"{facts['step']:,}"
     for name, value in (facts["training"] or {}).items():
@@ -362,9 +367,13 @@ def _tensor_table(tensors: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _together(names: Sequence[str]) -> str:
-    """Return several names in one: ``layers.0.{q_proj,k_proj,v_proj}.weight``."""
-    words = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(of[0] if len({*of}) == 1 else f"{{{','.join(of)}}}" for of in words)
+    """Return several names in one: ``layers.0.{q_proj,k_proj,v_proj}.weight``, ``experts.{0..7}.{w1,w3}.weight``."""
+    words = (dict.fromkeys(of) for of in zip(*(name.split(".") for name in names), strict=True))
+    return ".".join(accounting.ranges([*map(int, of)]) if all(map(str.isdecimal, of)) else _one_of(of) for of in words)
+
+
+def _one_of(words: Collection[str]) -> str:
+    return ",".join(words) if len(words) == 1 else f"{{{','.join(words)}}}"
 
 
 def _shape(sizes: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from megacore.say import err, say
 from models.anatomy import Anatomy
-from models.config import ModelConfig
+from models.config import ModelConfig, parameters_in_words
 from models.registry import FAMILIES, configure, family, presets
 from parallel.choices import nearest
 from parallel.weights.schema import Schema
@@ -62,7 +62,7 @@ def _table() -> Iterator[str]:
 
 def _line(preset: str, config: ModelConfig) -> str:
     sizes = ", ".join(f"{axis} {size:,}" for axis, size in config.sizes.items())
-    return f"{preset}: {config.schema.parameters:,} parameters ({sizes}): {', '.join(special(config))}"
+    return f"{preset}: {parameters_in_words(config)} ({sizes}): {', '.join(special(config))}"
 
 
 def _count(config: ModelConfig) -> str:
@@ -90,7 +90,12 @@ def _of_table(schema: Schema) -> Iterator[str]:
         yield f"biases ({', '.join(biases)})"
     if "attn.sinks" in names:
         yield "sinks"
-    if "gate" not in names["mlp.up.weight"].sentence.labels:
+    if router := names.get("mlp.router.weight"):
+        if router.layers is not None:
+            yield f"experts in {len(router.layers)} of {schema.sizes['layer']} layers"
+        if "mlp.shared.up.weight" in names:
+            yield "a shared expert" + (" with a gate" if "mlp.shared_gate.weight" in names else "")
+    elif "gate" not in names["mlp.up.weight"].sentence.labels:
         yield "no gate"
     if "positions.weight" in names:
         yield "learned positions"
@@ -102,6 +107,8 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
     layers = anatomy.layers
     if anatomy.norm == "layer":
         yield "LayerNorm"
+    if anatomy.routing is not None:
+        yield f"top {anatomy.routing.top_k} of {anatomy.routing.experts} experts"
     if anatomy.norm_offset:
         yield f"norms of {anatomy.norm_offset:g} + w"
     if anatomy.activation != "silu":

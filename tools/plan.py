@@ -27,9 +27,8 @@ from megacore.plan.traffic import Traffic, traffic
 from megacore.recipe import ConfigError, load
 from megacore.run.problems import problems
 from megacore.say import err, say, say_data
-from models.config import ModelConfig, ModelConfigError
+from models.config import ModelConfig, ModelConfigError, active_parameters, parameters_in_words
 from models.registry import configure
-from models.tuning import EVERYTHING
 from tools import folders
 from tools.tables import table
 
@@ -145,7 +144,7 @@ def _alone(config: Config) -> Config:
     return replace(
         config,
         zero=ZeroConfig(),
-        mesh=replace(config.mesh, pp=1, dp=1, cp=1, ep=1, tp=1),
+        mesh=replace(config.mesh, pp=1, dp=1, cp=1, ep=1, tp=1, etp=1),
         pipeline=replace(config.pipeline, schedule="1f1b", chunks=1, layers_per_stage=None),
         batch=replace(config.batch, micro_size=1),
     )
@@ -210,9 +209,8 @@ def _headline(plan: Plan, name: str) -> Iterator[str]:
     s, mesh = plan.setting, plan.setting.layout.mesh
     sizes = " x ".join(f"{dim}={mesh[dim]}" for dim in mesh.DIMS if mesh[dim] > 1) or "one rank"
     w = s.widths
-    trained = "" if s.tuning == EVERYTHING else f" ({s.tuning.trained(s.model.schema):,} trained)"
     yield (
-        f"{s.model.family} of {s.model.schema.parameters:,} parameters{trained} on {mesh.world} x {name} as {sizes}: "
+        f"{s.model.family} of {parameters_in_words(s.model, s.tuning)} on {mesh.world} x {name} as {sizes}: "
         f"{s.schedule}, {s.layout.chunks} chunk{'s' * (s.layout.chunks > 1)} a stage, {s.microbatches} microbatches of "
         f"{s.tokens:,} tokens"
     )
@@ -406,6 +404,7 @@ def as_data(plan: Plan) -> Mapping[str, Any]:
     s, mesh = plan.setting, plan.setting.layout.mesh
     return {
         "parameters": s.model.schema.parameters,
+        "active": active_parameters(s.model),
         "trained": s.tuning.trained(s.model.schema),
         "mesh": {dim: mesh[dim] for dim in mesh.DIMS},
         "layers": s.layout.layers,

@@ -118,6 +118,6 @@ def group(kernel: str) -> str:
 
 def _tflop(shape: Shape) -> tuple[float, float]:
     """Of a step, in products of weights and in attention."""
-    weights = 6 * matmul_parameters(shape.config.schema)
+    weights = 6 * matmul_parameters(shape.config)
     everything = flops_per_token(shape.config, shape.sequence_length)
     return shape.tokens * weights / 1e12, shape.tokens * (everything - weights) / 1e12

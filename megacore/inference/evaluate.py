@@ -8,7 +8,7 @@ later window predicts has at least ``length - stride`` tokens of context.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -24,6 +24,7 @@ from parallel.labels import IGNORE
 from parallel.pipeline.run import Pipeline
 
 Integers = npt.NDArray[np.int64]
+Pack = list[tuple[Integers, Integers]]
 AT_ONCE = 4  # microbatches of each stage in one pass: then the pipeline is mostly full
 
 
@@ -75,7 +76,7 @@ def evaluate(model: Model, documents: Iterable[Document], windows: Windows, toge
         documents: The documents, read once, a few microbatches ahead.
         windows: The way that they are cut.
         together: Tokens of a microbatch: as many windows as fit, or one.
-        pad: A token that fills up where tp does not divide a microbatch.
+        pad: A token that fills up where tp does not divide a microbatch, and where a rank has none.
     """
     mesh = model.parameters.mesh
     count = _Count()
@@ -83,7 +84,7 @@ def evaluate(model: Model, documents: Iterable[Document], windows: Windows, toge
     one = torch.ones((), device=mesh.device)
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     packs = _packs(count.windows(documents, windows), together)
-    own = (pack for number, pack in enumerate(packs) if number % mesh.shape.data == mesh.data_rank)
+    own = _dealt(packs, mesh.shape.data, mesh.data_rank, pad)
     while group := [_microbatch(model, pack, pad) for pack in islice(own, AT_ONCE * mesh.shape.pp)]:
         total += pipeline.evaluate(group, one).double()
     loss = sum(Control.create(mesh).exchange(float(total)))
@@ -107,9 +108,9 @@ class _Count:
                 yield from windows.of(document)
 
 
-def _packs(windows: Iterable[tuple[Integers, Integers]], together: int) -> Iterator[list[tuple[Integers, Integers]]]:
+def _packs(windows: Iterable[tuple[Integers, Integers]], together: int) -> Iterator[Pack]:
     """Yield successive windows, as many as have no more than so many tokens."""
-    pack, size = list[tuple[Integers, Integers]](), 0
+    pack, size = Pack(), 0
     for window in windows:
         if pack and size + len(window[0]) > together:
             yield pack
@@ -120,7 +121,14 @@ def _packs(windows: Iterable[tuple[Integers, Integers]], together: int) -> Itera
         yield pack
 
 
-def _microbatch(model: Model, pack: Sequence[tuple[Integers, Integers]], pad: int) -> Microbatch:
+def _dealt(packs: Iterator[Pack], ranks: int, rank: int, pad: int) -> Iterator[Pack]:
+    """Yield one pack of each round of as many as there are ranks. Where the last round has none for this rank, it is a
+    token of padding, for others may wait for this rank's experts."""
+    while dealt := list(islice(packs, ranks)):
+        yield dealt[rank] if rank < len(dealt) else [(np.full(1, pad), np.full(1, IGNORE))]
+
+
+def _microbatch(model: Model, pack: Pack, pad: int) -> Microbatch:
     """Return the windows one after the other, none of which sees another."""
     mesh = model.parameters.mesh
     lengths = [len(tokens) for tokens, _ in pack]

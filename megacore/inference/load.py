@@ -16,9 +16,16 @@ from megacore.store.strict_json import StoreError
 from models.assemble import Model
 from models.stages import layout_of
 from parallel.mesh import Mesh
+from parallel.weights.schema import SPLIT, Split
 
 
-def model_from(whole: WeightFolder, mesh: Mesh, dtype: torch.dtype | None = None, verified: bool = True) -> Model:
+def model_from(
+    whole: WeightFolder,
+    mesh: Mesh,
+    dtype: torch.dtype | None = None,
+    verified: bool = True,
+    split: Split | None = None,
+) -> Model:
     """Return this rank's part of the model, dropout off, filled one tensor at a time.
 
     On the number of stages that a checkpoint has, its layers lie as they do there.
@@ -28,6 +35,8 @@ def model_from(whole: WeightFolder, mesh: Mesh, dtype: torch.dtype | None = None
         mesh: Any mesh that the model can be split over.
         dtype: The dtype of its parameters; None for that of the weights.
         verified: Whether damaged bytes are refused. Without it they are loaded as they are, for who compares them.
+        split: The dimensions of the mesh that split an axis; None for those of a checkpoint that has the same ep and
+            tp, and the usual ones elsewhere.
 
     Raises:
         DamageError: a checkpoint's bytes are not those that were written; on every rank, as all others.
@@ -39,8 +48,11 @@ def model_from(whole: WeightFolder, mesh: Mesh, dtype: torch.dtype | None = None
         raise StoreError(f"ranks have found different checkpoints of one run ({', '.join(sorted(paths))}): name one")
     if whole.base is not None:
         check_fingerprint(whole, whole.base.path, fingerprint(whole.base, control))
-    layers, tuning = whole.layout.layers if whole.layout.mesh.pp == mesh.shape.pp else None, whole.index.tuning
-    layout = layout_of(whole.config, mesh.shape, layers=layers, tuning=tuning)
+    there, tuning = whole.layout, whole.index.tuning
+    layers = there.layers if there.mesh.pp == mesh.shape.pp else None
+    if split is None:
+        split = there.split if (there.mesh.ep, there.mesh.tp) == (mesh.shape.ep, mesh.shape.tp) else SPLIT
+    layout = layout_of(whole.config, mesh.shape, layers=layers, tuning=tuning, split=split)
     model = Model.create(whole.config, layout, mesh, dtype or dtype_of(whole), tuning=tuning)
     model.train(False)
     loader = Loader(model.parameters, control)
@@ -57,8 +69,9 @@ def _fill(model: Model, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def dtype_of(whole: WeightFolder) -> torch.dtype:
-    """Return the dtype of a model's weights; of several, one that holds all of their numbers."""
-    dtypes = {whole.dtype("weights", stored) for stored in whole.stored()}
+    """Return the dtype of a model's weights, buffers left out; of several, one that holds all of their numbers."""
+    weights = (stored for stored in whole.stored() if not whole.schema[stored.param].buffer)
+    dtypes = {whole.dtype("weights", stored) for stored in weights}
     widest = dtypes.pop() if len(dtypes) == 1 else "F64" if "F64" in dtypes else "F32"
     dtype: torch.dtype = getattr(torch, FLOATS[widest])
     return dtype

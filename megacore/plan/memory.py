@@ -11,7 +11,7 @@ from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import ParameterShare, Shares, state
 from parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
 from parallel.pipeline.schedules import SCHEDULES
-from parallel.rank_sets import groups_of
+from parallel.rank_sets import groups_of, mesh_dims
 
 TERMS = (
     "parameters",
@@ -101,12 +101,9 @@ def groups(setting: Setting) -> int:
 
 def _groups(setting: Setting, rank: int) -> set[tuple[int, ...]]:
     layout, mesh = setting.layout, setting.layout.mesh
-    own = {mesh.along(rank, *dims) for dims in (("tp",), ("dp", "ep", "cp"), mesh.DIMS)}
-    sets = {
-        layout.replicas(shard, label)
-        for shard in layout.shards(mesh.place(rank))
-        for label in shard.param.sentence.labels
-    }
+    own = {mesh.along(rank, *dims) for dims in mesh_dims(mesh)}
+    alike = {shard.param.name: shard for shard in layout.shards(mesh.place(rank))}  # in all layers of a stage
+    sets = {layout.replicas(shard, label) for shard in alike.values() for label in shard.param.sentence.labels}
     replicas = None if setting.shard == "none" else setting.replicas
     for ranks in sets:
         own |= {*groups_of(mesh, ranks, replicas, rank)}

@@ -15,7 +15,9 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
     mesh, tuning = config.mesh.shape(world), config.tuning
     return Setting(
         model=model,
-        layout=layout_of(model, mesh, config.pipeline.chunks, config.pipeline.layers_per_stage, tuning),
+        layout=layout_of(
+            model, mesh, config.pipeline.chunks, config.pipeline.layers_per_stage, tuning, config.mesh.split
+        ),
         widths=Widths.of(config.train.precision, config.optimizer.master_weights, config.optimizer.moments),
         sequence_length=config.data.sequence_length,
         micro_size=config.batch.micro_size,

@@ -32,6 +32,7 @@ from models.assemble import Model
 from models.decoder import Losses
 from models.stages import layout_of
 from parallel import kernels
+from parallel.balance import Coefficients
 from parallel.gradients.reduce import Gradients
 from parallel.memory.recompute import Activations
 from parallel.mesh import Mesh
@@ -55,7 +56,8 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
         StoreError: what the run starts from is damaged.
     """
     config, start, schema = setup.config, setup.start, setup.model.schema
-    layout = layout_of(setup.model, mesh.shape, config.pipeline.chunks, config.pipeline.layers_per_stage, config.tuning)
+    chunks, layers = config.pipeline.chunks, config.pipeline.layers_per_stage
+    layout = layout_of(setup.model, mesh.shape, chunks, layers, config.tuning, config.mesh.split)
     model = _model(setup, layout, mesh, control)
     gradients = _gradients(config, model)
     _agree(control, start, kernels.chosen(mesh.device, config.train.compile))
@@ -99,7 +101,9 @@ def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
     losses = Losses(config.loss.label_smoothing, config.loss.z_loss, config.memory.loss_chunk)
     activations = Activations(config.memory.recompute, config.memory.offload_activations)
     dtype, hollow = DTYPES[config.train.precision], config.zero.shard == "parameters"
-    model = Model.create(setup.model, layout, mesh, dtype, losses, activations, hollow, config.tuning)
+    experts = config.experts
+    coefficients = Coefficients(experts.sequence_balance, experts.batch_balance, experts.z_loss, experts.bias_rate)
+    model = Model.create(setup.model, layout, mesh, dtype, losses, activations, hollow, config.tuning, coefficients)
     kernels.take_flash_attention(mesh.device, model.drops_attention)
     if config.train.precision == "fp8":
         model.use_fp8()

@@ -68,6 +68,8 @@ class TrainStep:
         stats = self.backward(microbatches)
         go = stats.finite if halted is None else stats.finite & ~halted
         self.optimizer.step(lr, stats.grad_norm, go, stats.scale if self.scaling.moves else None)
+        if self.balance is not None:
+            self.balance.move_biases(go)
         self.scaler.update(stats.loss, stats.grad_norm)
         return stats
 
@@ -76,7 +78,7 @@ class TrainStep:
         scale, tokens = self.scaler.scale, counted_tokens(microbatches, self.mesh)
         self.gradients.begin(len(microbatches))
         if self.balance is not None:
-            self.balance.begin(len(microbatches))
+            self.balance.begin(len(microbatches), *routed(microbatches, self.mesh), scale)
             microbatches = [replace(each, number=number) for number, each in enumerate(microbatches)]
         own = self.pipeline.train(microbatches, scale / tokens) / scale
         self.gradients.finish()
@@ -94,6 +96,15 @@ def counted_tokens(microbatches: Sequence[Microbatch], mesh: Mesh) -> Tensor:
     """Return the number of labels of the global batch that count, at least 1: the one divisor of the loss."""
     own = torch.stack([(m.labels != IGNORE).sum() for m in microbatches]).sum().to(torch.float64)
     return all_reduce_(own, mesh.batch).clamp_(min=1)
+
+
+def routed(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[Tensor, Tensor]:
+    """Return the numbers of sequences of the global batch, and of its tokens that are no padding, each at least 1."""
+    tokens = [torch.ones_like(m.tokens) if m.padding is None else ~m.padding for m in microbatches]
+    own = torch.stack([each.sum() for each in tokens]).sum().to(torch.float64)
+    own = torch.stack([own.new_full((), sum(m.sequences for m in microbatches)), own])
+    sequences, counted = all_reduce_(own, mesh.batch).clamp_(min=1).unbind()
+    return sequences, counted
 
 
 def total_loss(own: Tensor, mesh: Mesh) -> Tensor:

@@ -42,8 +42,7 @@ from megacore.store.audit import DamageError
 from megacore.store.publish import replace_file
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import os_errors
-from models.config import ModelConfig, flops_per_token
-from models.tuning import EVERYTHING
+from models.config import ModelConfig, flops_per_token, parameters_in_words
 from parallel import kernels
 from parallel.mesh import Mesh
 
@@ -183,10 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _headline(config: Config, model: ModelConfig, mesh: Mesh) -> str:
     sizes = " x ".join(f"{dim}={mesh.shape[dim]}" for dim in ("pp", "dp", "ep", "cp", "tp"))
-    flops, tuning = flops_per_token(model, config.data.sequence_length, config.tuning), config.tuning
-    trained = "" if tuning == EVERYTHING else f" ({tuning.trained(model.schema):,} trained)"
+    flops = flops_per_token(model, config.data.sequence_length, config.tuning)
     return (
-        f"{model.family} of {model.schema.parameters:,} parameters{trained}, {flops / 1e6:,.1f} MFLOP per token, "
+        f"{model.family} of {parameters_in_words(model, config.tuning)}, {flops / 1e6:,.1f} MFLOP per token, "
         f"on {mesh.shape.world} x {mesh.device.type} as {sizes}, {config.train.precision}"
     )
 

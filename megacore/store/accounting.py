@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 
@@ -16,7 +18,7 @@ from models.wrappers import Wrapper
 from parallel.weights.schema import NAMED, Schema
 from parallel.weights.transfer import Stored, hugging_face
 
-_LAYER = re.compile(r"(?<=\.)(0|[1-9]\d{0,8})(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)(0|[1-9]\d{0,8})(?=\.)")
 _COMPARED_AT_ONCE = 4 << 20
 _SUGGESTED_FROM = 10_000
 
@@ -63,12 +65,12 @@ def account(config: ModelConfig, files: Mapping[str, TensorFile], wrapper: Wrapp
         return Account({}, problems=[too_few])
     expected = {stored.name: stored for stored in hugging_face(config.schema)}
     ignorable = ignorable_by(type(config))
-    others = tuple(name for name in files if wrapper and name.startswith(wrapper.others))
+    others = dict.fromkeys(name for name in files if wrapper and name.startswith(wrapper.others))
     part = {name: TensorInFile(file, name) for name, file in files.items() if name not in others}
     outside: list[str] = []
     if wrapper:
         outside = [name for name in part if not name.startswith(wrapper.prefix)]
-        part = {name.removeprefix(wrapper.prefix): part[name] for name in part if name not in outside}
+        part = {name.removeprefix(wrapper.prefix): of for name, of in part.items() if name.startswith(wrapper.prefix)}
     held, problems = _with_prefix(config, part, lambda name: name in expected or ignorable(name))
     problems += _tie(config, held)
     ignored = tuple(held[name].name for name in held if name not in expected and ignorable(name))
@@ -76,7 +78,7 @@ def account(config: ModelConfig, files: Mapping[str, TensorFile], wrapper: Wrapp
     missing = [name for name in expected if name not in held]
     unexpected = [held[name].name for name in held if name not in expected and not ignorable(name)] + outside
     problems += _absent(config, missing, unexpected) + _shapes(expected, weights) + _dtypes(weights)
-    return Account(weights, ignored, others, problems)
+    return Account(weights, ignored, tuple(others), problems)
 
 
 def ignorable_by(kind: type[ModelConfig]) -> Callable[[str], bool]:
@@ -89,14 +91,30 @@ def ignorable_by(kind: type[ModelConfig]) -> Callable[[str], bool]:
 
 
 def summary(names: Iterable[str]) -> list[str]:
-    """Return all the names, each once, those that differ in the layer drawn together: ``h.{0..3,7}.ln_1.weight``."""
-    groups: dict[tuple[str, ...], list[int]] = {}
+    """Return all the names, each once, those that differ in numbers drawn together: ``h.{0..3,7}.ln_1.weight``,
+    ``h.{0,1}.experts.{0..7}.weight``."""
+    groups: dict[tuple[str, ...], dict[tuple[int, ...], list[int]]] = {}
     for name in names:
-        around = _LAYER.split(name, maxsplit=1)
-        layers = groups.setdefault((around[0], around[-1]) if len(around) > 1 else (name,), [])
-        if len(around) > 1:
-            layers.append(int(around[1]))
-    return [printable(f"{_ranges(sorted(layers))}".join(around)) for around, layers in groups.items()]
+        words = _NUMBER.split(name)
+        first, *others = [*map(int, words[1::2])] or [0]
+        groups.setdefault(tuple(words[::2]), {}).setdefault(tuple(others), []).append(first)
+    return [printable(spelled) for words, found in groups.items() for spelled in _drawn_together(words, found)]
+
+
+def _drawn_together(words: Sequence[str], found: Mapping[tuple[int, ...], list[int]]) -> Iterator[str]:
+    """Yield the names with numbers between these words, {all numbers but the first: each first one}."""
+    if len(words) == 1:
+        yield words[0]
+        return
+    alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for others, firsts in found.items():
+        alike.setdefault(tuple(sorted(firsts)), []).append(others)
+    for shared, listed in alike.items():
+        columns = [sorted({*column}) for column in zip(*listed, strict=True)]
+        every = math.prod(map(len, columns)) == len(listed)
+        for numbers in [columns] if every else [[[n] for n in each] for each in listed]:
+            spelled = map(ranges, (shared, *numbers))
+            yield "".join(itertools.chain(*zip(words, spelled, strict=False), words[-1:]))
 
 
 def printable(name: str) -> str:
@@ -104,7 +122,8 @@ def printable(name: str) -> str:
     return name if name.isprintable() and name else repr(name)
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as one word: ``{0..3,7}``."""
     if len(numbers) == 1:
         return str(numbers[0])
     runs: list[list[int]] = []

@@ -104,7 +104,7 @@ class Index:
         step: The training step, None for converted weights.
         files: The files by path within the folder; Hugging Face's have no fingerprints.
         adapters: If it holds adapters, and not the model that ``raw`` describes: of what.
-        frozen: Tensors that were not trained: they have weights alone.
+        frozen: Tensors that were not trained: they have weights alone, as buffers do, which are not listed.
     """
 
     raw: Mapping[str, Any]
@@ -131,14 +131,25 @@ class Index:
 
     def has(self, state: str, tensor: str) -> bool:
         """Return whether a tensor has a state."""
-        return state == STATES[0] or tensor not in self.frozen
+        return state == STATES[0] or (tensor not in self.frozen and tensor not in self._buffers)
+
+    @cached_property
+    def _buffers(self) -> frozenset[str]:
+        return frozenset(names.buffers(self.schema))
 
     @property
     def version(self) -> int:
         """The version of the format: the first that has what there is."""
         some = any(param.layers is not None for param in self.layout.schema.params)
         whole = all(parts == [None] for parts in self.parts.values())
-        return 1 if whole and not some and self.layout.split == SPLIT else 2
+        return 1 if whole and not some and not self.split else 2
+
+    @property
+    def split(self) -> Split:
+        """The dimensions of the mesh over which axes are split, of those that are not split as in
+        :data:`~parallel.weights.schema.SPLIT`."""
+        there = {axis: self.layout.split.get(axis, ()) for axis in SPLIT}
+        return {axis: dims for axis, dims in there.items() if dims != SPLIT[axis]}
 
     @cached_property
     def parts(self) -> Mapping[tuple[str, Coordinates], list[int | None]]:
@@ -164,9 +175,6 @@ class Index:
 
     def to_json(self) -> bytes:
         schema, mesh = self.layout.schema, self.layout.mesh
-        folded = {
-            axis: self.layout.split.get(axis, ()) for axis in SPLIT if self.layout.split.get(axis, ()) != SPLIT[axis]
-        }
         tree = {
             "format": FORMAT,
             "version": self.version,
@@ -186,9 +194,9 @@ class Index:
             "sizes": dict(schema.sizes),
             "mesh": {"pp": mesh.pp, "ep": mesh.ep, "tp": mesh.tp},
             "layers_per_stage": list(self.layout.layers),
-            **({"split": {axis: list(dims) for axis, dims in folded.items()}} if folded else {}),
+            **({"split": {axis: list(dims) for axis, dims in self.split.items()}} if self.split else {}),
             "states": list(self.states),
-            **({"frozen": sorted(self.frozen)} if self.frozen else {}),
+            **({"frozen": sorted(still)} if (still := self.frozen - self._buffers) else {}),
             **({"adapters": _spelled(self.adapters)} if self.adapters else {}),
             "files": {
                 name: {

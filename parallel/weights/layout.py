@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from parallel.choices import check_choice
 from parallel.weights.pattern import Piece, Sizes
-from parallel.weights.schema import PADDED, SPLIT, Param, Schema, Split, check_splits
+from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, PADDED, SPLIT, Param, Schema, Split, check_splits
 
 Box = Mapping[str, tuple[int, int]]
 """[start, stop) of each axis."""
@@ -162,6 +162,30 @@ def split_problems(sizes: Sizes, mesh: MeshShape, split: Split = SPLIT) -> list[
                 split_axis(axis, sizes[axis], mesh.size(dims), 0, dims)
             except ValueError as error:
                 problems.append(str(error))
+    return problems
+
+
+def mesh_problems(sizes: Sizes, mesh: MeshShape, etp: int = 1) -> list[str]:
+    """Return everything that keeps a model from a mesh, the layers left out, each with the way out.
+
+    Args:
+        sizes: Sizes of the model's axes.
+        mesh: Sizes of the mesh.
+        etp: Parts of each expert.
+    """
+    whole, parts = (split_problems(sizes, mesh, split) for split in (SPLIT, EXPERT_TENSOR_PARALLEL))
+    problems = parts if etp > 1 else whole
+    if etp == 1 and len(parts) < len(whole):
+        way_out = f", or etp={mesh.tp}, which splits each of them over tp"
+        problems = [each if each in parts else each + way_out for each in whole]
+    if "experts" not in sizes:
+        asked = {"ep": mesh.ep, "etp": etp}
+        nothing = "the model has no experts to split"
+        problems += [f"{dim}={size}: {nothing}, set {dim}=1" for dim, size in asked.items() if size > 1]
+    elif etp not in (1, mesh.tp):
+        problems.append(
+            f"etp={etp} is neither 1 (experts are whole, over ep x tp) nor tp={mesh.tp} (each is split over tp)"
+        )
     return problems
 
 

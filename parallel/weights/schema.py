@@ -42,6 +42,11 @@ _VARIES = re.compile(r"\{\w+\}|\b\d+\b")
 """An axis or a number in a name."""
 
 
+def split_of(etp: int) -> Split:
+    """Return the table for so many parts of each expert: 1, or as many as tensor parallelism has."""
+    return SPLIT if etp == 1 else EXPERT_TENSOR_PARALLEL
+
+
 @dataclass(frozen=True)
 class Param:
     """One parameter of a model, for all layers at once.

@@ -16,7 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from models.assemble import Model
-from models.config import ModelConfig, ModelConfigError, flops_per_token, matmul_parameters
+from models.config import (
+    ModelConfig,
+    ModelConfigError,
+    active_parameters,
+    flops_per_token,
+    matmul_parameters,
+    parameters_in_words,
+)
 from models.decoder import Microbatch
 from models.registry import FAMILIES, configure, family, presets
 from models.stages import layout_of
@@ -285,6 +292,24 @@ def test_presets_have_the_published_numbers_of_parameters() -> None:
     assert {name: configure({"preset": name}).schema.parameters for name in PUBLISHED} == PUBLISHED
 
 
+ACTIVE = {
+    46_702_792_704: 12_879_925_248,  # Mixtral 8x7B
+    6_919_161_856: 1_282_017_280,  # OLMoE 1B-7B
+    30_532_122_624: 3_353_032_704,  # Qwen3 30B-A3B
+    671_026_404_352: 37_552_282_624,  # DeepSeek-V3
+}
+"""{parameters: those that a token meets}."""
+
+
+def test_a_token_meets_the_published_numbers_of_parameters() -> None:
+    configs = [configure({"preset": name}) for name, count in PUBLISHED.items() if count in ACTIVE]
+    assert configs
+    for config in configs:
+        active = ACTIVE[config.schema.parameters]
+        assert active_parameters(config) == active
+        assert f"{config.schema.parameters:,} parameters ({active:,} active)" == parameters_in_words(config)
+
+
 @pytest.mark.parametrize("preset", sorted(presets().keys() - PUBLISHED.keys()))
 def test_other_presets_have_as_many_parameters_as_in_transformers(preset: str) -> None:
     config = configure({"preset": preset})
@@ -313,7 +338,9 @@ def by_hand(c: Mapping[str, Any], sequence: int) -> int:
     else:
         e, layers, vocab = c["hidden_size"], c["num_hidden_layers"], c["vocab_size"]
         width, kv = c["num_attention_heads"] * c["head_dim"], c["num_key_value_heads"] * c["head_dim"]
-        linears = layers * (e * (width + 2 * kv) + width * e + 3 * e * c["intermediate_size"]) + vocab * e
+        k = c.get("num_experts_per_tok", 1)
+        linears = layers * (e * (width + 2 * kv) + width * e + 3 * e * c["intermediate_size"] * k) + vocab * e
+        linears += layers * e * c.get("num_local_experts", 0)
     attended = looked_at(sequence, c.get("sliding_window")) / sequence
     attention = layers * 2 * width * attended  # scores and attention: a multiplication and an addition each
     return round(3 * 2 * (linears + attention))
@@ -324,7 +351,7 @@ def looked_at(sequence: int, window: int | None) -> int:
     return sum(min(token + 1, window or sequence) for token in range(sequence))
 
 
-@pytest.mark.parametrize("preset", [p for p in PUBLISHED if presets()[p][0] in ("gpt2", "llama", "mistral")])
+@pytest.mark.parametrize("preset", [p for p in PUBLISHED if presets()[p][0] in ("gpt2", "llama", "mistral", "mixtral")])
 def test_flops_per_token_against_a_formula_by_hand(preset: str) -> None:
     config = configure({"preset": preset})
     for sequence in (1, 1024, 8192):
@@ -345,7 +372,7 @@ def test_flops_per_token_against_torchs_counter(name: str, tied: bool) -> None:
         model.chunks[0](None, batch).backward()
     counted = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
     attention = counted.pop("aten.bmm", 0)  # it does not look into windows
-    linears = 6 * matmul_parameters(config.schema) * length
+    linears = 6 * matmul_parameters(config) * length
     sizes, windows = config.sizes, [layer.window for layer in config.anatomy.layers]
     # A norm may sum its weight's gradient by a product with one row, where a token has one, and of its heads.
     names = config.schema.by_name

@@ -15,7 +15,7 @@ from parallel.weights.layout import Layout, MeshShape
 from parallel.weights.schema import Param, Schema
 from parallel.weights.transfer import Copy, Stored, TargetChunk, blocks, execute, hugging_face, native, plan, strided
 
-SIZES = {"layer": 2, "vocab": 11, "embed": 6, "heads": 4, "kv": 2, "head": 3, "mlp": 8, "experts": 4}
+SIZES = {"layer": 2, "vocab": 11, "embed": 6, "heads": 4, "kv": 2, "head": 3, "mlp": 8, "experts": 4, "expert_mlp": 8}
 MHA = "(q: heads head + k: heads head + v: heads head)"
 GQA = "(q: heads head + k: kv head + v: kv head)"
 
@@ -97,8 +97,8 @@ STORED: Mapping[str, Param] = {
     "separate-qkv": Param("w", f"{GQA} embed", "{q,k,v}"),
     "conv1d": Param("w", f"{MHA} embed", "w", f"embed {MHA}"),
     "neox": Param("w", f"{MHA} embed", "w", "(heads (q: + k: + v:) head) embed"),
-    "listed-experts": Param("w", "experts (gate: mlp + up: mlp) embed", "e.{experts}.{gate,up}"),
-    "stacked-experts": Param("w.{experts}", "mlp embed", "w", "experts embed mlp"),
+    "listed-experts": Param("w", "experts (gate: expert_mlp + up: expert_mlp) embed", "e.{experts}.{gate,up}"),
+    "stacked-experts": Param("w.{experts}", "expert_mlp embed", "w", "experts embed expert_mlp"),
     "row-parallel": Param("w", "embed (heads head)", "w"),
     "padded": Param("w", "vocab embed", "w"),
     "padded-transposed": Param("w", "embed vocab", "w", "vocab embed"),
@@ -139,7 +139,7 @@ def smallest(block: TargetChunk) -> int:
 )
 def test_no_block_of_a_large_tensor_is_large(name: str, mesh: Mapping[str, int], target: str) -> None:
     """Whatever the sizes: what is held at once is bounded, and the number of blocks is in keeping."""
-    sizes = {**SIZES, "embed": 600, "mlp": 800, "head": 64, "vocab": 5001, "heads": 8, "kv": 4}
+    sizes = {**SIZES, "embed": 600, "mlp": 800, "expert_mlp": 800, "head": 64, "vocab": 5001, "heads": 8, "kv": 4}
     schema = Schema((STORED[name],), sizes)
     formats = {"native": ranks(schema, **mesh), "hf": list(hugging_face(schema))}
     limit = 10_000

@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 
 import numpy as np
@@ -16,12 +17,30 @@ from sentences import coverage, layouts, meshes, owners, region
 
 from models.registry import configure
 from models.stages import layout_of
-from parallel.weights.layout import Coordinates, Layout, MeshShape, balanced_layers, split_axis, split_problems
-from parallel.weights.schema import PADDED, SPLIT, Param, Schema, Split
+from parallel.weights.layout import (
+    Coordinates,
+    Layout,
+    MeshShape,
+    balanced_layers,
+    mesh_problems,
+    split_axis,
+    split_problems,
+)
+from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, PADDED, SPLIT, Param, Schema, Split
 from parallel.weights.transfer import Copy, hugging_face, native, plan
 
 QKV = Param("layers.{layer}.qkv", "(q: heads head + k: kv head + v: kv head) embed")
-SIZES = {"layer": 4, "vocab": 101, "embed": 8, "heads": 8, "kv": 2, "head": 2, "mlp": 12, "experts": 4}
+SIZES = {
+    "layer": 4,
+    "vocab": 101,
+    "embed": 8,
+    "heads": 8,
+    "kv": 2,
+    "head": 2,
+    "mlp": 12,
+    "experts": 4,
+    "expert_mlp": 12,
+}
 
 
 def layout(*params: Param, mesh: MeshShape, layers: tuple[int, ...] | None = None, **sizes: int) -> Layout:
@@ -85,7 +104,7 @@ PROBLEMS = [
     ("kv", 6, "tp", 4, "cannot split kv (6) over tp=4: choose tp from 1, 2, 3, 6 or a multiple of 6"),
     ("kv", 2, "tp", 3, "cannot split kv (2) over tp=3: choose tp from 1, 2 or a multiple of 2"),
     ("heads", 10, "tp", 4, "cannot split heads (10) over tp=4: choose tp from 1, 2, 5, 10"),
-    ("experts", 8, "ep", 3, "cannot split experts (8) over ep=3: choose ep from 1, 2, 4, 8"),
+    ("experts", 8, "ep", 3, "cannot split experts (8) over ep x tp=3: choose ep x tp from 1, 2, 4, 8"),
     (
         "heads",
         5040,
@@ -99,6 +118,78 @@ PROBLEMS = [
 @pytest.mark.parametrize(("axis", "size", "dim", "parts", "message"), PROBLEMS)
 def test_split_problems_name_the_way_out(axis: str, size: int, dim: str, parts: int, message: str) -> None:
     assert split_problems({"embed": 7, "vocab": 13, "layer": 5, axis: size}, MeshShape(**{dim: parts})) == [message]
+
+
+DENSE = {"heads": 8, "kv": 8, "mlp": 12}
+SPARSE = DENSE | {"experts": 8, "routes": 8, "expert_mlp": 7}
+OVER_TP = ", or etp={}, which splits each of them over tp"
+MESH_PROBLEMS = [
+    (SPARSE, {"ep": 2, "tp": 4}, 1, []),
+    (SPARSE, {"ep": 8, "tp": 8}, 8, []),  # features of an expert are padded
+    (SPARSE, {"tp": 8}, 1, []),  # without ep, whole experts lie on tp
+    (SPARSE, {"ep": 3}, 1, ["cannot split experts (8) over ep x tp=3: choose ep x tp from 1, 2, 4, 8"]),
+    (SPARSE, {"ep": 16}, 1, ["cannot split experts (8) over ep x tp=16: choose ep x tp from 1, 2, 4, 8"]),
+    (
+        SPARSE,
+        {"ep": 4, "tp": 4},
+        1,
+        ["cannot split experts (8) over ep x tp=16: choose ep x tp from 1, 2, 4, 8" + OVER_TP.format(4)],
+    ),
+    (
+        SPARSE | {"experts": 6},
+        {"ep": 3, "tp": 4},
+        1,
+        ["cannot split experts (6) over ep x tp=12: choose ep x tp from 1, 2, 3, 6" + OVER_TP.format(4)],
+    ),
+    # where ep alone cannot split them, that is no way out
+    (SPARSE, {"ep": 3, "tp": 4}, 1, ["cannot split experts (8) over ep x tp=12: choose ep x tp from 1, 2, 4, 8"]),
+    (SPARSE, {"ep": 3, "tp": 4}, 4, ["cannot split experts (8) over ep=3: choose ep from 1, 2, 4, 8"]),
+    (
+        SPARSE,
+        {"ep": 2, "tp": 4},
+        2,
+        ["etp=2 is neither 1 (experts are whole, over ep x tp) nor tp=4 (each is split over tp)"],
+    ),
+    (SPARSE, {"ep": 2}, 2, ["etp=2 is neither 1 (experts are whole, over ep x tp) nor tp=1 (each is split over tp)"]),
+    (
+        SPARSE,
+        {"ep": 16, "tp": 2},
+        3,
+        [
+            "cannot split experts (8) over ep=16: choose ep from 1, 2, 4, 8",
+            "etp=3 is neither 1 (experts are whole, over ep x tp) nor tp=2 (each is split over tp)",
+        ],
+    ),
+    (DENSE, {"ep": 2}, 1, ["ep=2: the model has no experts to split, set ep=1"]),
+    (DENSE, {"tp": 2}, 2, ["etp=2: the model has no experts to split, set etp=1"]),
+    (
+        DENSE,
+        {"ep": 2, "tp": 3},
+        3,
+        [
+            "cannot split heads (8) over tp=3: choose tp from 1, 2, 4, 8",
+            "cannot split kv (8) over tp=3: choose tp from 1, 2, 4, 8 or a multiple of 8",
+            "ep=2: the model has no experts to split, set ep=1",
+            "etp=3: the model has no experts to split, set etp=1",
+        ],
+    ),
+    (
+        SPARSE | {"heads": 9, "kv": 3},
+        {"ep": 4, "tp": 4},
+        1,
+        [
+            "cannot split experts (8) over ep x tp=16: choose ep x tp from 1, 2, 4, 8" + OVER_TP.format(4),
+            "cannot split heads (9) over tp=4: choose tp from 1, 3, 9",
+            "cannot split kv (3) over tp=4: choose tp from 1, 3 or a multiple of 3",
+        ],
+    ),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("sizes", "mesh", "etp", "problems"), MESH_PROBLEMS)
+def test_meshes_of_experts(sizes: dict[str, int], mesh: dict[str, int], etp: int, problems: list[str]) -> None:
+    assert mesh_problems({"layer": 5, **sizes}, MeshShape(**mesh), etp) == problems
 
 
 def test_all_problems_at_once() -> None:
@@ -167,16 +258,18 @@ def test_tied_parameters_live_at_both_ends() -> None:
 
 
 def test_experts_are_replicated_over_dp_only_and_dense_weights_over_ep_too() -> None:
-    stacked = Param("layers.{layer}.up", "experts mlp embed")
-    listed = Param("layers.{layer}.expert.{experts}.up", "mlp embed")
+    stacked = Param("layers.{layer}.up", "experts expert_mlp embed")
+    listed = Param("layers.{layer}.expert.{experts}.up", "expert_mlp embed")
     dense = Param("layers.{layer}.down", "embed mlp")
-    one = layout(stacked, listed, dense, mesh=MeshShape(dp=2, ep=2, tp=2), layer=1)
-    shards = {shard.name: shard for shard in one.shards(Coordinates(ep=1, tp=1))}
-    assert list(shards) == ["layers.0.up", "layers.0.expert.2.up", "layers.0.expert.3.up", "layers.0.down"]
-    assert shards["layers.0.up"].box["experts"] == (2, 4)
-    assert one.replicas(shards["layers.0.up"], "") == (3, 7)
-    assert one.replicas(shards["layers.0.expert.3.up"], "") == (3, 7)
-    assert one.replicas(shards["layers.0.down"], "") == (1, 3, 5, 7)
+    schema = Schema((stacked, listed, dense), SIZES | {"layer": 1})
+    for split, mine in ((SPLIT, (3, 4)), (EXPERT_TENSOR_PARALLEL, (2, 4))):
+        one = Layout(schema, MeshShape(dp=2, ep=2, tp=2), (1,), split)
+        shards = {shard.name: shard for shard in one.shards(Coordinates(ep=1, tp=1))}
+        assert list(shards) == ["layers.0.up", *(f"layers.0.expert.{i}.up" for i in range(*mine)), "layers.0.down"]
+        assert shards["layers.0.up"].box["experts"] == mine
+        assert one.replicas(shards["layers.0.up"], "") == (3, 7)
+        assert one.replicas(shards["layers.0.expert.3.up"], "") == (3, 7)
+        assert one.replicas(shards["layers.0.down"], "") == (1, 3, 5, 7)
 
 
 def test_uneven_and_interleaved_stages() -> None:
@@ -237,9 +330,9 @@ def test_replicas_counted_once_make_the_model(one: Layout) -> None:
         for shard in one.shards(one.mesh.place(rank)):
             for piece in shard.pieces:
                 real = piece.numel
-                if "vocab" in piece.axes:
-                    start, stop = shard.box["vocab"]
-                    kept = max(0, min(stop, one.schema.sizes["vocab"]) - start)
+                for axis in {*PADDED} & {*piece.axes}:
+                    start, stop = shard.box[axis]
+                    kept = max(0, min(stop, one.schema.sizes[axis]) - start)
                     real = real // (stop - start) * kept
                 total += real / len(one.replicas(shard, piece.label))
     assert total == pytest.approx(one.schema.parameters)
@@ -247,24 +340,24 @@ def test_replicas_counted_once_make_the_model(one: Layout) -> None:
 
 def test_experts_over_a_product_of_dimensions() -> None:
     """Rank (ep, tp) holds the experts of part ep x TP + tp whole; who has the same are its data parallel peers."""
-    params = (Param("layers.{layer}.moe", "experts mlp embed"), Param("layers.{layer}.out", "embed (heads head)"))
+    moe = Param("layers.{layer}.moe", "experts expert_mlp embed")
+    params = (moe, Param("layers.{layer}.out", "embed (heads head)"))
     mesh = MeshShape(dp=2, ep=2, tp=2)
-    wide: Split = {axis: dims for axis, dims in SPLIT.items() if axis != "mlp"}
-    folded: Split = {**wide, "experts": ("ep", "tp")}
-    one = Layout(Schema(params, SIZES), mesh, (4,), folded)
+    one = Layout(Schema(params, SIZES), mesh, (4,))
     for rank in range(8):
-        moe, *_, out = one.shards(mesh.place(rank))
-        assert moe.box["experts"] == (rank % 4, rank % 4 + 1) and moe.shape == (1, 12, 8)
-        assert one.replicas(moe, "") == (rank % 4, rank % 4 + 4)
+        experts, *_, out = one.shards(mesh.place(rank))
+        assert experts.box["experts"] == (rank % 4, rank % 4 + 1) and experts.shape == (1, 12, 8)
+        assert one.replicas(experts, "") == (rank % 4, rank % 4 + 4)
         assert one.replicas(out, "") == tuple(range(rank % 2, 8, 2))
-    with pytest.raises(ValueError, match=r"layers.\{layer\}.moe: tp would split both 'experts' and 'mlp' of one piece"):
-        Layout(Schema(params, SIZES), mesh, (4,), {**SPLIT, "experts": ("ep", "tp")})
+    one_axis = r"layers.\{layer\}.moe: tp would split both 'experts' and 'expert_mlp' of one piece"
+    with pytest.raises(ValueError, match=one_axis):
+        Layout(Schema(params, SIZES), mesh, (4,), {**SPLIT, "expert_mlp": ("tp",)})
     with pytest.raises(ValueError, match=r"cannot split experts \(9\) over ep x tp=4: choose ep x tp from 1, 3, 9$"):
-        Layout(Schema(params, SIZES | {"experts": 9}), mesh, (4,), folded)
+        Layout(Schema(params, SIZES | {"experts": 9}), mesh, (4,))
     with pytest.raises(ValueError, match=r"cannot split kv \(2\) over ep x tp=4: choose ep x tp from 1, 2$"):
-        Layout(Schema(params, SIZES), mesh, (4,), {**wide, "kv": ("ep", "tp")})
+        Layout(Schema(params, SIZES), mesh, (4,), {**SPLIT, "kv": ("ep", "tp")})
     with pytest.raises(ValueError, match="layers go over pp, and others are of"):
-        Layout(Schema(params[:1], SIZES), mesh, (4,), {**folded, "embed": ("tp",)})
+        Layout(Schema(params[:1], SIZES), mesh, (4,), {**SPLIT, "embed": ("tp",)})
 
 
 # -- balanced splits
@@ -354,3 +447,20 @@ def test_70b_on_1024_ranks_is_little_work() -> None:
     assert _python_calls(read_a_stage) < 1_000_000
     held = sum(s.numel for rank in stage for s in one.shards(mesh.place(rank)))
     assert sum(copy.target_view.numel for copy in copies) == held
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("split", [SPLIT, EXPERT_TENSOR_PARALLEL], ids=["whole", "parts"])
+def test_planning_experts_looks_at_those_that_overlap(split: Split) -> None:
+    """Four times as many experts on four times as many ranks are four times as much work, in both directions."""
+    up = "experts (gate: expert_mlp + up: expert_mlp) embed"
+    param = Param("layers.{layer}.up", up, "h.{layer}.experts.{experts}.{w1,w3}.weight")
+    work = []
+    for experts in (32, 128):
+        sizes = SIZES | {"layer": 2, "experts": experts}
+        schema, mesh = Schema((param,), sizes), MeshShape(ep=experts // 2, tp=2)
+        held = list(native(Layout(schema, mesh, (2,), split), range(mesh.world)))
+        listed = list(hugging_face(schema))
+        for sources, targets in ((listed, held), (held, listed)):
+            work.append(_python_calls(partial(list, plan(schema, sources, targets))))
+    assert work[2] < 4.2 * work[0] and work[3] < 4.2 * work[1]

@@ -58,7 +58,9 @@ def test_every_mesh_draws_the_same_logical_pieces(data: st.DataObject) -> None:
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
 def test_tables_of_many_blocks(tp: int) -> None:
     """A table that is drawn in several blocks, at boxes that do not begin at one."""
-    schema = Schema((Param("embed", "vocab embed", std=0.02, mean=1.0),), SIZES | {"heads": 24, "kv": 24, "mlp": 24})
+    schema = Schema(
+        (Param("embed", "vocab embed", std=0.02, mean=1.0),), SIZES | {"heads": 24, "kv": 24, "mlp": 24, "experts": 24}
+    )
     (whole,) = pieces(single(schema), 0).values()
     assert whole.shape == (1001, 64) and whole.size < 1 << 16
     schema = Schema(schema.params, {**schema.sizes, "embed": 256})  # now 4 blocks

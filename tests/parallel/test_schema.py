@@ -6,7 +6,17 @@ import pytest
 
 from parallel.weights.schema import SPLIT, Param, Schema
 
-SIZES = {"layer": 3, "vocab": 101, "embed": 8, "heads": 4, "kv": 2, "head": 2, "mlp": 12, "experts": 5}
+SIZES = {
+    "layer": 3,
+    "vocab": 101,
+    "embed": 8,
+    "heads": 4,
+    "kv": 2,
+    "head": 2,
+    "mlp": 12,
+    "experts": 5,
+    "expert_mlp": 12,
+}
 PAIRS = ("two half", "half two")
 QKV = "(q: heads head + k: kv head + v: kv head)"
 
@@ -38,10 +48,10 @@ def test_pieces_that_stay_fused_share_name_and_sentence() -> None:
 
 
 def test_an_axis_in_the_name_leaves_the_tensor() -> None:
-    param = Param("up", "experts (gate: mlp + up: mlp) embed", "experts.{experts}.{w1,w3}.weight")
+    param = Param("up", "experts (gate: expert_mlp + up: expert_mlp) embed", "experts.{experts}.{w1,w3}.weight")
     assert {name: str(pattern) for name, pattern in param.hf_tensors.values()} == {
-        "experts.{experts}.w1.weight": "(mlp) embed",
-        "experts.{experts}.w3.weight": "(mlp) embed",
+        "experts.{experts}.w1.weight": "(expert_mlp) embed",
+        "experts.{experts}.w3.weight": "(expert_mlp) embed",
     }
 
 
@@ -69,7 +79,7 @@ def test_parameters_are_counted() -> None:
         (
             Param("embed.weight", "vocab embed", at="first last"),
             Param("layers.{layer}.qkv.weight", f"{QKV} embed"),
-            Param("layers.{layer}.expert.{experts}.up", "mlp embed"),
+            Param("layers.{layer}.expert.{experts}.up", "expert_mlp embed"),
         ),
         SIZES,
     )
@@ -146,7 +156,7 @@ def test_a_mesh_dimension_splits_one_axis_of_a_piece() -> None:
         Schema((Param("a", "vocab (heads head)"),), SIZES)
     with pytest.raises(ValueError, match="tp would split both 'heads' and 'mlp' of piece 'k'"):
         Schema((Param("a", "(q: embed + k: heads) mlp"),), SIZES)
-    Schema((Param("a", "(q: heads + k: kv) embed"), Param("b", "experts mlp embed")), SIZES)
+    Schema((Param("a", "(q: heads + k: kv) embed"), Param("b", "experts expert_mlp embed")), SIZES)
 
 
 def test_the_only_table_of_splits() -> None:

@@ -10,18 +10,18 @@ import pytest
 from families import drawn, rotated
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sentences import FOLDED, meshes, params, region, sizes_for, splits, strided
+from sentences import SPLITS, meshes, params, region, sizes_for, splits, strided
 
 from models.registry import configure
 from models.stages import default_layers
 from parallel.weights.layout import Layout, MeshShape, balanced_layers
-from parallel.weights.schema import SPLIT, Param, Schema
+from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, Param, Schema, Split
 from parallel.weights.transfer import Stored, TransferError, execute, hugging_face, native, plan
 
 Arrays = dict[tuple[Any, str], np.ndarray]
 """{(rank or "hf", tensor name): array}."""
 
-SIZES = {"layer": 2, "vocab": 11, "embed": 6, "heads": 4, "kv": 2, "head": 3, "mlp": 8, "experts": 4}
+SIZES = {"layer": 2, "vocab": 11, "embed": 6, "heads": 4, "kv": 2, "head": 3, "mlp": 8, "experts": 4, "expert_mlp": 8}
 QKV = "(q: heads head + k: kv head + v: kv head)"
 MHA = "(q: heads head + k: heads head + v: heads head)"
 
@@ -45,19 +45,19 @@ def transfer(schema: Schema, arrays: Arrays, sources: Iterable[Stored], targets:
     return made
 
 
-def layout(schema: Schema, mesh: MeshShape) -> Layout:
-    return Layout(schema, mesh, balanced_layers(schema.sizes["layer"], mesh.pp))
+def layout(schema: Schema, mesh: MeshShape, split: Split = SPLIT) -> Layout:
+    return Layout(schema, mesh, balanced_layers(schema.sizes["layer"], mesh.pp), split)
 
 
 def ranks(one: Layout) -> Iterable[Stored]:
     return native(one, range(one.mesh.world))
 
 
-def load(param: Param, mesh: MeshShape) -> tuple[Mapping[str, np.ndarray], Arrays]:
+def load(param: Param, mesh: MeshShape, split: Split = SPLIT) -> tuple[Mapping[str, np.ndarray], Arrays]:
     """(Hugging Face's tensors, what the ranks hold) of a model of one parameter."""
     schema = Schema((param,), SIZES)
     hf = numbered(hugging_face(schema))
-    held = transfer(schema, hf, hugging_face(schema), ranks(layout(schema, mesh)))
+    held = transfer(schema, hf, hugging_face(schema), ranks(layout(schema, mesh, split)))
     return {name: array for (_, name), array in hf.items()}, held
 
 
@@ -122,9 +122,21 @@ def test_rope_halves_and_pairs() -> None:
         assert np.array_equal(array, np.concatenate([mine[:, 0::2], mine[:, 1::2]], 1))
 
 
-def test_stacked_experts_from_listed_ones() -> None:
-    param = Param("l.{layer}.up", "experts (gate: mlp + up: mlp) embed", "h.{layer}.experts.{experts}.{w1,w3}.weight")
-    hf, held = load(param, MeshShape(ep=2, tp=2))
+LISTED = Param(
+    "l.{layer}.up", "experts (gate: expert_mlp + up: expert_mlp) embed", "h.{layer}.experts.{experts}.{w1,w3}.weight"
+)
+
+
+def test_whole_experts_from_listed_ones() -> None:
+    hf, held = load(LISTED, MeshShape(ep=2, tp=2))
+    assert len(hf) == 2 * 4 * 2
+    for (rank, name), array in held.items():
+        w1, w3 = (hf[f"h.{name.split('.')[1]}.experts.{rank}.{w}.weight"] for w in ("w1", "w3"))
+        assert np.array_equal(array, np.concatenate([w1, w3])[None])
+
+
+def test_parts_of_experts_from_listed_ones() -> None:
+    hf, held = load(LISTED, MeshShape(ep=2, tp=2), EXPERT_TENSOR_PARALLEL)
     assert len(hf) == 2 * 4 * 2
     for (rank, name), array in held.items():
         ep, tp = divmod(rank, 2)
@@ -134,13 +146,18 @@ def test_stacked_experts_from_listed_ones() -> None:
             assert np.array_equal(array[i], np.concatenate([np.split(w1, 2)[tp], np.split(w3, 2)[tp]]))
 
 
-def test_listed_experts_from_stacked_ones() -> None:
-    hf, held = load(Param("expert.{experts}.up", "mlp embed", "experts.up", "experts embed mlp"), MeshShape(ep=2, tp=2))
+@pytest.mark.parametrize("split", [SPLIT, EXPERT_TENSOR_PARALLEL], ids=["folded", "etp"])
+def test_listed_experts_from_stacked_ones(split: Split) -> None:
+    param = Param("expert.{experts}.up", "expert_mlp embed", "experts.up", "experts embed expert_mlp")
+    hf, held = load(param, MeshShape(ep=2, tp=2), split)
     assert list(hf) == ["experts.up"]
     for (rank, name), array in held.items():
-        expert, tp = int(name.split(".")[1]), rank % 2
-        assert expert // 2 == rank // 2
-        assert np.array_equal(array, np.split(hf["experts.up"][expert].T, 2)[tp])
+        expert = int(name.split(".")[1])
+        whole = hf["experts.up"][expert].T
+        if split is SPLIT:
+            assert expert == rank and np.array_equal(array, whole)
+        else:
+            assert expert // 2 == rank // 2 and np.array_equal(array, np.split(whole, 2)[rank % 2])
 
 
 def test_padding_has_no_source() -> None:
@@ -170,7 +187,9 @@ def test_tied_table_goes_to_both_ends() -> None:
 def test_pieces_that_are_cut_differently_do_not_hinder_each_other() -> None:
     """A copy of one piece looks at its own axes only: what box of ``experts`` its source has does not matter to mlp."""
     schema = Schema((Param("ab", "(a: mlp embed + b: experts head)", "{a,b}"),), SIZES)
-    one, two, four = (layout(schema, MeshShape(ep=ep, tp=tp)) for ep, tp in ((1, 1), (2, 1), (2, 2)))
+    one, two, four = (
+        layout(schema, MeshShape(ep=ep, tp=tp), EXPERT_TENSOR_PARALLEL) for ep, tp in ((1, 1), (2, 1), (2, 2))
+    )
     arrays = numbered(ranks(one))
     there = transfer(schema, arrays, ranks(one), ranks(two))
     there = transfer(schema, there, ranks(two), ranks(four))
@@ -227,13 +246,12 @@ def test_hugging_face_over_a_chain_of_meshes_and_back_is_bitwise(family: str, ti
 def test_random_tables_move_between_random_meshes(data: st.DataObject) -> None:
     """What a rank holds is the slice of what one process holds, and one process gets it back."""
     shapes = [data.draw(meshes(12)) for _ in range(2)]
-    split = data.draw(st.sampled_from((SPLIT, FOLDED)))
-    sizes = data.draw(sizes_for(shapes, split))
-    schema = Schema(data.draw(params(sizes["layer"], split)), sizes)
+    sizes = data.draw(sizes_for(shapes))
+    schema = Schema(data.draw(params(sizes["layer"])), sizes)
     alone = Layout(schema, MeshShape(), (sizes["layer"],))
-    # Experts come to a mesh that spreads them over all of its ranks from one that may not, and the other way round.
+    # Whole experts come to a mesh that splits each of them, and the other way round.
     first, second = (
-        Layout(schema, mesh, data.draw(splits(sizes["layer"], mesh)), data.draw(st.sampled_from((SPLIT, split))))
+        Layout(schema, mesh, data.draw(splits(sizes["layer"], mesh)), data.draw(st.sampled_from(SPLITS)))
         for mesh in shapes
     )
     whole = numbered(ranks(alone))

@@ -7,12 +7,15 @@ replica is compared, and padding must be zero.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from torch import Tensor
 
 from megacore.run.optimizer import Optimizer
 from megacore.run.states.offload import Offload
@@ -23,17 +26,24 @@ from models.decoder import Losses, Microbatch
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
+from parallel.balance import NONE, Coefficients, Loads
 from parallel.choices import ZeroShard
 from parallel.gradients.reduce import Gradients
 from parallel.labels import IGNORE, with_labels
+from parallel.layers.router import Router, scores_of
 from parallel.memory.recompute import Activations
 from parallel.mesh import Mesh
+from parallel.parameters import Parameters
 from parallel.pipeline.run import Pipeline
+from parallel.routing import Routing
 from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT
 from parallel.weights.transfer import execute, native, plan
 
 TOLERANCE = 1e-9
 """Relative, in float64."""
+GAP = 1e-9
+"""Between the scores of the last expert that is chosen and the first that is left out: rounding changes no choice."""
 STEPS = 3
 LENGTH = 12
 
@@ -49,6 +59,9 @@ class Case:
         ignored: Fraction of the labels that do not count.
         documents: Whether attention is kept within documents.
         tuning: What is trained.
+        coefficients: Of the balance of experts.
+        padded: Whether sequences end in padding.
+        starved: Whether the last expert of each layer gets no token, where routers have corrections.
     """
 
     name: str
@@ -59,6 +72,9 @@ class Case:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     tuning: Tuning = EVERYTHING
+    coefficients: Coefficients = NONE
+    padded: bool = False
+    starved: bool = False
 
     @property
     def config(self) -> ModelConfig:
@@ -92,6 +108,7 @@ class Run:
         replicas: Groups of data parallel ranks that do not share with each other.
         offload: Where the optimizer's states live, if not on the device.
         offload_parameters: Whether slices of parameters live in host memory.
+        etp: Whether tp splits the features of experts, not the experts.
     """
 
     mesh: MeshShape = field(default_factory=MeshShape)
@@ -105,6 +122,11 @@ class Run:
     replicas: int = 1
     offload: Offload | None = None
     offload_parameters: bool = False
+    etp: bool = False
+
+    def layout(self, case: Case) -> Layout:
+        split = EXPERT_TENSOR_PARALLEL if self.etp else SPLIT
+        return layout_of(case.config, self.mesh, self.chunks, self.layers, case.tuning, split)
 
     def __str__(self) -> str:
         m = self.mesh
@@ -112,6 +134,7 @@ class Run:
         chunks = f"-v{self.chunks}" if self.chunks > 1 else ""
         return (
             sizes
+            + "-etp" * self.etp
             + chunks
             + (f"-{self.schedule}" if self.schedule == "gpipe" else "")
             + ("-uneven" if self.layers else "")
@@ -126,8 +149,8 @@ class Run:
 
 @dataclass
 class Measured:
-    """Per step: loss and norm. Of the first step: the initial weights and the gradients. After the last: the
-    weights."""
+    """Per step: loss and norm; what experts were sent, and after it the buffers. Of the first step: the initial weights
+    and the gradients. After the last: the weights. Of all: the smallest gap of a router."""
 
     losses: list[float]
     norms: list[float]
@@ -135,11 +158,15 @@ class Measured:
     initial: dict[str, np.ndarray]
     gradients: dict[str, np.ndarray]
     final: dict[str, np.ndarray]
+    loads: list[Loads]
+    buffers: list[dict[str, np.ndarray]]
+    gap: float
 
 
 def lively(layout: Layout) -> Layout:
-    """The same layout with every parameter drawn at random: a bias of zeros would hide mistakes."""
-    params = tuple(replace(param, std=param.std * 5 or 0.2) for param in layout.schema.params)
+    """The same layout with every parameter drawn at random: a bias of zeros would hide mistakes. What moves choices is
+    smaller than what makes them."""
+    params = tuple(replace(p, std=0.02 if p.buffer else p.std * 5 or 0.2) for p in layout.schema.params)
     return replace(layout, schema=replace(layout.schema, params=params))
 
 
@@ -153,8 +180,18 @@ def tokens(case: Case, step: int) -> tuple[np.ndarray, np.ndarray, list[list[int
         labels[0] = IGNORE  # whole microbatches may have nothing to predict
     ends = rng.random(labels.shape) < 0.2
     ends[:, -1] = True
+    if case.padded:
+        rest = padding(case)
+        drawn[:, :-1][rest], labels[rest] = 0, IGNORE
+        ends[:, :-1] &= ~rest[:, 1:]
+        ends[:, :-1] |= rest[:, 1:] & ~rest[:, :-1]
     documents = [np.diff(np.flatnonzero(row), prepend=-1).tolist() for row in ends]
     return drawn[:, :-1], labels, documents
+
+
+def padding(case: Case) -> np.ndarray:
+    """[sequences, LENGTH], where a row is not filled: none is empty, and some are full."""
+    return np.arange(LENGTH) >= LENGTH - np.arange(case.sequences)[:, None] * 5 % 9
 
 
 def microbatches(case: Case, run: Run, step: int, mesh: Mesh) -> list[Microbatch]:
@@ -164,6 +201,7 @@ def microbatches(case: Case, run: Run, step: int, mesh: Mesh) -> list[Microbatch
     positions = torch.arange(LENGTH).repeat(run.micro)
     for start in range(mesh.data_rank * run.micro, case.sequences, stride):
         rows = slice(start, start + run.micro)
+        rest = torch.from_numpy(padding(case)[rows].ravel()) if case.padded else None
         # One process takes all tokens, so that leaving out those without a label is compared with it too.
         chosen = with_labels(labels[rows].numpy().ravel(), run.mesh.tp) if run.mesh.world > 1 else None
         made.append(
@@ -176,40 +214,104 @@ def microbatches(case: Case, run: Run, step: int, mesh: Mesh) -> list[Microbatch
                 tuple(n for row in documents[rows] for n in row) if case.documents else None,
                 seed=step,
                 wanted=None if chosen is None else torch.from_numpy(chosen),
+                padding=rest,
             )
         )
     return made
 
 
+class Recorded(Optimizer):
+    """It keeps the gradients of the first step."""
+
+    first: dict[str, np.ndarray] | None = None
+
+    def step(self, *arguments: Any) -> None:
+        self.first = self.first or gradient_arrays(self._gradients)
+        super().step(*arguments)
+
+
 def measure(case: Case, run: Run) -> Measured:
     """Train the case on this rank of ``run``."""
     mesh = Mesh.create(run.mesh)
-    layout = lively(layout_of(case.config, run.mesh, run.chunks, run.layers, case.tuning))
     objective = Losses(case.label_smoothing, case.z_loss, run.loss_chunk)
-    model = Model.create(case.config, layout, mesh, torch.float64, objective, run.activations, tuning=case.tuning)
+    model = Model.create(
+        case.config,
+        lively(run.layout(case)),
+        mesh,
+        torch.float64,
+        objective,
+        run.activations,
+        tuning=case.tuning,
+        coefficients=case.coefficients,
+    )
     model.parameters.initialise(seed=1)
+    if case.starved:
+        starve(model.parameters)
     # Small buckets, so that there are several.
     gradients = Gradients(
         model.parameters, model.chunks, torch.float64, run.shard, run.replicas, 20_000, run.offload_parameters
     )
-    optimizer = Optimizer(gradients, lr=1e-2, clip=0.5, offload=run.offload)
+    optimizer = Recorded(gradients, lr=1e-2, clip=0.5, offload=run.offload)
     pipeline = Pipeline(mesh, model.chunks, torch.float64, run.schedule)
-    step = TrainStep(mesh, pipeline, gradients, optimizer)
+    step = TrainStep(mesh, pipeline, gradients, optimizer, balance=model.balance)
     initial = snapshot(gradients)
-    evaluated = evaluate(mesh, pipeline, microbatches(case, run, 0, mesh))[0].item()
-    losses, norms, first = [], [], dict[str, np.ndarray]()
-    for i in range(STEPS):
-        stats = step.backward(microbatches(case, run, i, mesh))
-        first = first or gradient_arrays(gradients)
-        optimizer.step(1e-2, stats.grad_norm)
-        losses.append(stats.loss.item())
-        norms.append(stats.grad_norm.item())
-    return Measured(losses, norms, evaluated, initial, first, snapshot(gradients))
+    losses, norms, loads, buffers = [], [], list[Loads](), []
+    with gaps() as found:
+        evaluated = evaluate(mesh, pipeline, microbatches(case, run, 0, mesh))[0].item()
+        for i in range(STEPS):
+            stats = step(microbatches(case, run, i, mesh), 1e-2)
+            losses.append(stats.loss.item())
+            norms.append(stats.grad_norm.item())
+            if model.balance is not None:
+                loads.append(model.balance.read(case.config.sizes["layer"]))
+            buffers.append(buffers_of(model.parameters))
+    gap = min(found, default=float("inf"))
+    first = optimizer.first or {}
+    return Measured(losses, norms, evaluated, initial, first, snapshot(gradients), loads, buffers, gap)
+
+
+def starve(parameters: Parameters) -> None:
+    """Let corrections keep the last expert of each layer from being chosen."""
+    for name, parameter in parameters.items():
+        if name.endswith("router.correction"):
+            parameter.detach()[-1] = -10
+
+
+@contextmanager
+def gaps() -> Iterator[list[float]]:
+    """The smallest gap of each call of a router, as long as this lasts."""
+    found, choose = list[float](), Router.choose
+
+    def watched(router: Router, logits: Tensor) -> Tensor:
+        found.append(gap(logits, router.routing, router.correction))
+        return choose(router, logits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Router, "choose", watched)
+        yield found
+
+
+def gap(logits: Tensor, routing: Routing, correction: Tensor | None) -> float:
+    """How far the last expert that is chosen is from the first that is left out, and the last group from the first."""
+    scores, found = scores_of(logits, routing), float("inf")
+    if correction is not None:
+        scores = scores + correction
+    if routing.kept_groups < routing.groups:
+        grouped = scores.unflatten(-1, (routing.groups, -1))
+        of_groups = grouped.topk(2 if routing.group_score == "top2" else 1).values.sum(-1)
+        best, order = of_groups.sort(descending=True)
+        found = float((best[:, routing.kept_groups - 1] - best[:, routing.kept_groups]).min())
+        kept = order[:, : routing.kept_groups, None].expand(-1, -1, grouped.shape[-1])
+        scores = grouped.gather(1, kept).flatten(1)
+    if routing.top_k < scores.shape[1]:
+        best = scores.sort(descending=True).values
+        found = min(found, float((best[:, routing.top_k - 1] - best[:, routing.top_k]).min()))
+    return found
 
 
 @torch.no_grad()
 def snapshot(gradients: Gradients) -> dict[str, np.ndarray]:
-    whole = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in gradients.parameters.items()}
+    whole = {name: torch.empty_like(parameter) for name, parameter in trained(gradients.parameters).items()}
     for name, tensor in whole.items():
         gradients.read_weight(name, tensor)
     return {name: tensor.numpy() for name, tensor in whole.items()}
@@ -217,28 +319,39 @@ def snapshot(gradients: Gradients) -> dict[str, np.ndarray]:
 
 @torch.no_grad()
 def gradient_arrays(gradients: Gradients) -> dict[str, np.ndarray]:
-    whole = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in gradients.parameters.items()}
+    whole = {name: torch.zeros_like(parameter) for name, parameter in trained(gradients.parameters).items()}
     for name in dict.fromkeys(span.name for span in gradients.spans):
         gradients.read(name, lambda part: part.gradient, whole[name])
     return {name: tensor.numpy() for name, tensor in whole.items()}
 
 
+def trained(parameters: Parameters) -> dict[str, Tensor]:
+    """All but buffers."""
+    return {name: each.detach() for name, each in parameters.items() if not parameters.shards[name].param.buffer}
+
+
+def buffers_of(parameters: Parameters) -> dict[str, np.ndarray]:
+    kept = trained(parameters)
+    return {name: each.detach().numpy().copy() for name, each in parameters.items() if name not in kept}
+
+
 def expected(case: Case, run: Run, rank: int, one: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """What a rank must hold if one process holds ``one``."""
-    config = case.config
-    source = native(layout_of(config, MeshShape(), tuning=case.tuning), [0])
-    layout = layout_of(config, run.mesh, run.chunks, run.layers, case.tuning)
+    source = native(Run().layout(case), [0])
+    layout = run.layout(case)
     arrays = {}
     for stored, copies in plan(layout.schema, source, native(layout, [rank])):
-        arrays[stored.name] = np.zeros(stored.shape)
-        for copy in copies:
-            execute(copy, one[copy.source.name], arrays[stored.name])
+        if all(copy.source.name in one for copy in copies):  # buffers are held apart
+            arrays[stored.name] = np.zeros(stored.shape)
+            for copy in copies:
+                execute(copy, one[copy.source.name], arrays[stored.name])
     return arrays
 
 
 def check(case: Case, run: Run, one: Measured, ranks: Iterable[Measured]) -> None:
     """Every rank of a run has computed what one process has computed, and has started bitwise the same."""
     for rank, got in enumerate(ranks):
+        assert min(got.gap, one.gap) > GAP, "a choice is a matter of rounding: draw another case"
         np.testing.assert_allclose(got.losses, one.losses, rtol=TOLERANCE)
         np.testing.assert_allclose(got.norms, one.norms, rtol=TOLERANCE)
         np.testing.assert_allclose(got.evaluated, one.losses[0], rtol=TOLERANCE)
@@ -246,10 +359,19 @@ def check(case: Case, run: Run, one: Measured, ranks: Iterable[Measured]) -> Non
         assert got.initial.keys() == initial.keys()
         for name, want in initial.items():
             assert np.array_equal(got.initial[name], want), f"rank {rank}: {name} does not start bitwise the same"
-        for what, mine, ones in (("gradient", got.gradients, one.gradients), ("weight", got.final, one.final)):
+        for what, own, ones in (("gradient", got.gradients, one.gradients), ("weight", got.final, one.final)):
             for name, want in expected(case, run, rank, ones).items():
-                error = relative(mine[name], want)
+                error = relative(own[name], want)
                 assert error <= TOLERANCE, f"rank {rank}: {what} of {name} is off by {error:.1e}"
+        for step, buffers in enumerate(got.buffers):
+            for name, value in buffers.items():
+                assert value.tobytes() == one.buffers[step][name].tobytes(), f"rank {rank}: {name} in step {step}"
+        for step, (mine, alone) in enumerate(zip(got.loads, one.loads, strict=True)):
+            assert mine.layers == alone.layers and torch.equal(mine.counts, alone.counts), f"rank {rank}: step {step}"
+            for values, theirs in ((mine.balance, alone.balance), (mine.z_loss, alone.z_loss)):
+                np.testing.assert_allclose(values, theirs, rtol=TOLERANCE)
+            if alone.biases is not None:
+                assert mine.biases is not None and torch.equal(mine.biases, alone.biases)
 
 
 def relative(got: np.ndarray, want: np.ndarray) -> float:

@@ -313,10 +313,10 @@ def test_only_the_weights_change_their_dtype(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ours_listed", [True, False])
 def test_the_dtypes_of_listed_and_stacked_experts(ours_listed: bool) -> None:
-    listed, stacked = ("e.{experts}.up", "mlp embed"), ("e.up", "experts mlp embed")
+    listed, stacked = ("e.{experts}.up", "expert_mlp embed"), ("e.up", "experts expert_mlp embed")
     (name, pattern), (hf, hf_pattern) = (listed, stacked) if ours_listed else (stacked, listed)
-    pattern_there = "experts mlp embed"
-    schema = Schema((Param(name, pattern, hf, pattern_there),), {"experts": 4, "mlp": 4, "embed": 2, "layer": 1})
+    pattern_there = "experts expert_mlp embed"
+    schema = Schema((Param(name, pattern, hf, pattern_there),), {"experts": 4, "expert_mlp": 4, "embed": 2, "layer": 1})
     assert {s.pattern for s in hugging_face(schema)} == {Pattern.parse(hf_pattern)}
 
     def read(stored: Stored) -> tuple[str, np.ndarray]:

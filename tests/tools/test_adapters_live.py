@@ -15,11 +15,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from families import in_float64
+from families import in_float64, loaded
 from hub import adapted, converted, in_dtype, save
 from pool import Pool
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from megacore.data import tokenizer
 from megacore.inference import load
@@ -99,7 +99,7 @@ def ours(folder: Path, base: Path | None = None, shape: MeshShape | None = None)
 
 def theirs(folder: Path) -> Said:
     """Through transformers."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = loaded(folder)
     model.generation_config.eos_token_id = None
     with in_float64():
         return _said(model)
@@ -225,7 +225,7 @@ def test_the_commands_compute_them_with_the_text_of_the_base(chat: Folders, tmp_
     asked = ["--chat", "--prompt", "a?", "--max-new-tokens", 9]
     found = answer(capsys, generating.main, chat.adapters, *asked)
     words: Any = AutoTokenizer.from_pretrained(chat.base)
-    model: Any = AutoModelForCausalLM.from_pretrained(chat.merged, dtype=torch.float64)
+    model = loaded(chat.merged)
     ids = words("<user>a?\n<assistant>", return_tensors="pt")["input_ids"]
     made = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=[0, 5], pad_token_id=0)
     assert found["tokens"] == made[0, ids.shape[1] :].tolist()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from families import one_in
+from families import loaded, one_in
 from hub import converted, save
 from pool import Pool
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,7 +61,7 @@ def rows(path: Path, *objects: object) -> Path:
 
 def losses(folder: Path, ids: list[int], length: int, stride: int) -> list[float]:
     """By transformers, of each token but the first, one after the other, from the context that its window leaves it."""
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = loaded(folder)
     found = []
     for last in range(len(ids) - 1):
         start = math.ceil(max(0, last + 1 - length) / stride) * stride
@@ -204,14 +204,18 @@ def measured(folder: Path, shape: MeshShape | None, together: int = 40) -> dict[
         ("llama", MeshShape(tp=2, dp=2)),
         ("gpt2", MeshShape(tp=2)),
         ("gpt2", MeshShape(pp=3)),
+        ("mixtral", MeshShape(ep=4)),
+        ("mixtral", MeshShape(tp=2, ep=2)),
+        ("mixtral", MeshShape(pp=2, dp=2, ep=2)),
     ],
-    ids=["tp2-pp2", "tp2-dp2", "tp2", "pp3"],
+    ids=["tp2-pp2", "tp2-dp2", "tp2", "pp3", "ep4", "tp2-ep2", "pp2-dp2-ep2"],
 )
 def test_every_layout_finds_the_same(family: str, shape: MeshShape, tmp_path: Path, pool: Pool) -> None:
+    """Seven packs of windows: with experts, ranks that have none of the last ones compute for those that do."""
     folder = with_text(family, tmp_path)
-    wanted = measured(folder, None)
+    wanted = measured(folder, None, 25)
     assert wanted["loss"] > 100
-    for found in pool.run(shape.world, measured, folder, shape):
+    for found in pool.run(shape.world, measured, folder, shape, 25):
         assert found == wanted | {"loss": pytest.approx(wanted["loss"], rel=1e-9)}
 
 
@@ -224,7 +228,7 @@ def test_it_does_not_matter_how_many_windows_are_computed_together(llama: Path) 
 def test_frequencies_go_by_the_length_of_each_window(tmp_path: Path, pool: Pool) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
     folder = with_text("llama", tmp_path, rope_parameters=rope, max_position_embeddings=8)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    model = loaded(folder)
     wanted, counted = 0.0, [np.random.default_rng(ids.size).random(ids.size) < 0.8 for ids in IDS]
     for ids, mask in zip(IDS, counted, strict=True):
         for tokens, labels in Windows(12, 7).of(Document(ids, mask, None)):
@@ -278,6 +282,7 @@ def test_what_cannot_be_evaluated(llama: Path, tmp_path: Path, capsys: Capture) 
         (llama, good, ["--sequence-length", "64"], "the model has 32 positions"),
         (llama, good, ["--sequence-length", "8", "--stride", "9"], "would leave out tokens"),
         (llama, good, ["--tp", "3"], "cannot split heads (4) over tp=3"),
+        (llama, good, ["--ep", "2"], "ep=2: the model has no experts to split, set ep=1"),
     ]
     for folder, path, arguments, says in cases:
         assert command.main([str(folder), "--data", str(path), *arguments]) == 1, says

@@ -21,6 +21,7 @@ from megacore.data.indexed import IndexedWriter
 from megacore.store.audit import fingerprints
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.hugging_face import HuggingFace
+from models.config import active_parameters
 from tools import convert, evaluate, inspect, reshard, verify
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,14 @@ def test_the_facts_of_a_run(tmp_path: Path, capsys: Capture) -> None:
     _, shown = text(capsys, path)
     for word in ("pp=3 x ep=1 x tp=2", "consumed samples", "0.125", "exp_avg", "float32", *on_disk):
         assert word in shown
+
+
+def test_where_there_are_experts_it_says_how_many_parameters_a_token_meets(tmp_path: Path, capsys: Capture) -> None:
+    path = save("mixtral", tmp_path / "a")
+    config = HuggingFace.open(path).config
+    _, facts = data(capsys, path)
+    assert facts["active"] == active_parameters(config) < facts["parameters"]
+    assert f"{facts['parameters']:,} parameters ({facts['active']:,} active)" in text(capsys, path)[1]
 
 
 def test_what_a_folder_says_does_nothing_to_a_terminal(tmp_path: Path, capsys: Capture) -> None:

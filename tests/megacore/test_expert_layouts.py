@@ -1,0 +1,93 @@
+"""Runs of experts: whole ones over ep x tp, or parts of them over tp; one goes on where the other ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+from engine import LLAMA, RECIPE, train, trainer, write_recipe
+from pool import Pool
+from test_resume import TOLERANCE, path_of, relative, whole
+
+from megacore.run import metrics
+from megacore.store import audit
+from megacore.store.checkpoint import Checkpoint
+from parallel.weights.layout import MeshShape
+from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT
+from tools import reshard
+
+MIXTRAL = LLAMA | {"family": "mixtral", "num_hidden_layers": 2, "num_local_experts": 4, "intermediate_size": 7}
+"""An odd number of features, which tp pads."""
+SIX = ["train.steps=6", "checkpoint.every=2", "evaluate.every=0"]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE | {"model": MIXTRAL})
+
+
+@pytest.fixture(scope="module")
+def six(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps of one process in float64, with checkpoints after 2, 4 and 6."""
+    out = tmp_path_factory.mktemp("six") / "run"
+    train(recipe, [f"out={out}", *SIX])
+    return out
+
+
+PARTS = ["mesh.ep=2", "mesh.tp=2", "mesh.etp=2"]
+WHOLE = ["mesh.ep=2", "mesh.tp=2"]
+CHAINS = [
+    pytest.param([*PARTS, "zero.shard=parameters"], [*WHOLE, "zero.shard=gradients"], id="parts-whole"),
+    pytest.param(["mesh.tp=2", "zero.shard=optimizer"], ["mesh.tp=2", "mesh.etp=2", "zero.shard=parameters"], id="dp"),
+]
+
+
+@pytest.mark.parametrize(("there", "then"), CHAINS)
+def test_a_run_goes_on_with_the_same_numbers_wherever_experts_lie(
+    there: list[str], then: list[str], pool: Pool, recipe: str, six: Path, tmp_path: Path
+) -> None:
+    """From one process at step 2 to one layout, from there at step 4 to another, with the states of the optimizer."""
+    straight = [loss for _, loss in metrics.curve(metrics.read(six / "metrics.jsonl"), "loss")]
+    start = path_of(six, 2)
+    for done, mesh in ((4, there), (6, then)):
+        out = tmp_path / str(done)
+        ranks = pool.run(4, train, recipe, [f"out={out}", f"checkpoint.resume={start}", *SIX, *mesh])
+        np.testing.assert_allclose(ranks[0].values("loss"), straight[done - 2 :], rtol=TOLERANCE)
+        start = path_of(out, done)
+        parts = "mesh.etp=2" in mesh
+        index = Checkpoint.open(start).index
+        assert index.layout.split == (EXPERT_TENSOR_PARALLEL if parts else SPLIT) and index.version == 1 + parts
+        for state in ("weights", "exp_avg", "exp_avg_sq"):
+            want = whole(path_of(six, done), state)
+            for name, value in whole(start, state).items():
+                assert relative(value, want[name]) < TOLERANCE, (state, name)
+        assert not audit.check(Checkpoint.open(start), jobs=1)  # replicas agree, and padding is zero
+
+
+def saved_in_parts(recipe: str, overrides: list[str]) -> None:
+    """Three steps, saved as a small model and as one of which each share is worth a writer."""
+    made = trainer(recipe, ["train.steps=3", "checkpoint.every=0", "evaluate.every=0", *overrides])
+    made.run()
+    made.saver.save(2, {"step": 2})
+    made.saver.finish()
+    with mock.patch("megacore.store.shares.SHARE_BYTES", 1):
+        made.saver._snapshot = None
+        made.saver.save(3, {"step": 3})
+    made.saver.finish()
+
+
+@pytest.mark.parametrize("etp", [1, 2])
+def test_replicas_write_parts_of_experts(etp: int, pool: Pool, recipe: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    pool.run(4, saved_in_parts, recipe, [f"out={out}", "mesh.tp=2", f"mesh.etp={etp}", "zero.shard=parameters"])
+    plain, parts = (Checkpoint.open(path_of(out, step)) for step in (2, 3))
+    assert plain.layout.mesh == parts.layout.mesh == MeshShape(tp=2)
+    assert (plain.index.version, parts.index.version) == (etp, 2)
+    assert len(parts.index.files) == 8 > len(plain.index.files) and not audit.check(parts, jobs=1)
+    for each, name in ((plain, "plain"), (parts, "parts")):
+        assert reshard.main([str(each.path), str(tmp_path / name), "--ep", "2", "--tp", "2"]) == 0
+    for file in (tmp_path / "plain").rglob("*.safetensors"):
+        other = tmp_path / "parts" / file.relative_to(tmp_path / "plain")
+        assert file.read_bytes() == other.read_bytes(), file
