@@ -37,7 +37,9 @@ def model(folder: Path, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     # A config may name an attention that would be fetched from the hub, code and all; the others leave out softcaps.
-    return _load(AutoModelForCausalLM, folder, True, attn_implementation="eager", **options)
+    # The other products of experts take no sizes but multiples of 16 bytes.
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return _load(AutoModelForCausalLM, folder, True, **eager, **options)
 
 
 def parameters(model: Any) -> dict[str, Any]:

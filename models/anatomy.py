@@ -57,6 +57,7 @@ class Anatomy:
         parallel: Whether attention and the feed-forward network stand side by side, both given the block's input. Where
             a layer then has no ``mlp_norm``, both are given what ``attn_norm`` gives.
         attention_scale: Of products of queries and keys; None: 1 / sqrt(head).
+        qkv_limit: Queries, keys and values are kept within plus and minus this, after their norms; None: they are not.
         attention_softcap: c of c tanh(score / c).
         logit_softcap: c of c tanh(logit / c).
         embedding_scale: Of the embeddings of tokens.
@@ -78,6 +79,7 @@ class Anatomy:
     activation: str = "silu"
     parallel: bool = False
     attention_scale: float | None = None
+    qkv_limit: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0

@@ -27,6 +27,7 @@ class Attention(nn.Module):
         rope: The name of the rotation of queries and keys; None: they do not rotate.
         scoring: How scores are formed and become weights; its dropout is for training.
         norms: Of queries and of keys, [tokens, heads, head] -> same, before they rotate; None: there are none.
+        limit: Queries, keys and values are then kept within plus and minus this; None: they are not.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Attention(nn.Module):
         rope: str | None,
         scoring: Scoring,
         norms: Sequence[nn.Module] | None = None,
+        limit: float | None = None,
     ) -> None:
         super().__init__()
         self.qkv, self.out = column(parameters, f"{name}.qkv"), row(parameters, f"{name}.out")
@@ -43,7 +45,7 @@ class Attention(nn.Module):
         rows, self.head = shard.shape[0], shard.sizes["head"]
         self.kv = shard.piece("v").numel // shard.sizes["embed"] // self.head
         self.heads = rows // self.head - 2 * self.kv
-        self.name, self.rope, self.scoring = name, rope, scoring
+        self.name, self.rope, self.scoring, self.limit = name, rope, scoring, limit
         self.sinks = scoring.sinks
         # Whoever asks whether something drops looks for these.
         self.dropout = nn.Dropout(scoring.dropout)
@@ -60,12 +62,14 @@ class Attention(nn.Module):
 
     def _split(self, qkv: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
         """qkv: [tokens, (heads + 2 kv) * head] -> q: [tokens, heads, head], k, v: [tokens, kv, head]."""
-        if self.norms is None and rotation is not None:
+        if self.norms is None and self.limit is None and rotation is not None:
             return self._split_and_rotate(qkv, *rotation, self.heads, self.kv)
         q, k, v = qkv.unflatten(-1, (-1, self.head)).split([self.heads, self.kv, self.kv], 1)
         if self.norms is not None:
             of_queries, of_keys = self.norms
             q, k = of_queries(q), of_keys(k)
+        if self.limit is not None:
+            q, k, v = (x.clamp(-self.limit, self.limit) for x in (q, k, v))
         if rotation is not None:
             q, k = self._rotate(q, *rotation), self._rotate(k, *rotation)
         return q, k, v

@@ -113,7 +113,7 @@ def attend(config: ModelConfig, parameters: Parameters, layer: int) -> nn.Module
         if (f"{name}.q_norm.weight" in parameters)
         else None
     )
-    return Attention(parameters, name, own.rope, scoring, norms)
+    return Attention(parameters, name, own.rope, scoring, norms, anatomy.qkv_limit)
 
 
 def feed(config: ModelConfig, parameters: Parameters, layer: int) -> nn.Module:

@@ -166,12 +166,13 @@ class Table:
             *self.linear("mlp.experts.down", "experts embed", "expert_mlp", down, ends=True),
         )
 
-    def shared_expert(self, hf: str = "mlp.shared_experts") -> Rows:
-        """An expert that every token goes to, of this name."""
+    def shared_expert(self, hf: str = "mlp.shared_experts", gate: str = "") -> Rows:
+        """An expert that every token goes to, of this name, and what weighs it, of another; empty: nothing does."""
         inner = "(gate: shared_mlp + up: shared_mlp)"
         return (
             *self.linear("mlp.shared.up", inner, "embed", f"{hf}.{{gate,up}}_proj"),
             *self.linear("mlp.shared.down", "embed", "shared_mlp", f"{hf}.down_proj", ends=True),
+            *(self.linear("mlp.shared_gate", "one", "embed", gate) if gate else ()),
         )
 
     def model(

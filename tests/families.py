@@ -23,7 +23,7 @@ from models.rope_config import PLAIN
 T = TypeVar("T")
 
 # As transformers calls them; a class takes those that it has, under its own names.
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 43,  # odd: tp pads it
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -34,6 +34,12 @@ SMALL = {
     "max_position_embeddings": 32,
     "sliding_window": 5,
     "rotary_dim": 2,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "shared_expert_intermediate_size": 12,
+    "mlp_only_layers": [1],
     "pad_token_id": None,  # of some it lies beyond so small a vocabulary
 }
 

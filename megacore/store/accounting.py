@@ -65,12 +65,12 @@ def account(config: ModelConfig, files: Mapping[str, TensorFile], wrapper: Wrapp
         return Account({}, problems=[too_few])
     expected = {stored.name: stored for stored in hugging_face(config.schema)}
     ignorable = ignorable_by(type(config))
-    others = tuple(name for name in files if wrapper and name.startswith(wrapper.others))
+    others = dict.fromkeys(name for name in files if wrapper and name.startswith(wrapper.others))
     part = {name: TensorInFile(file, name) for name, file in files.items() if name not in others}
     outside: list[str] = []
     if wrapper:
         outside = [name for name in part if not name.startswith(wrapper.prefix)]
-        part = {name.removeprefix(wrapper.prefix): part[name] for name in part if name not in outside}
+        part = {name.removeprefix(wrapper.prefix): of for name, of in part.items() if name.startswith(wrapper.prefix)}
     held, problems = _with_prefix(config, part, lambda name: name in expected or ignorable(name))
     problems += _tie(config, held)
     ignored = tuple(held[name].name for name in held if name not in expected and ignorable(name))
@@ -78,7 +78,7 @@ def account(config: ModelConfig, files: Mapping[str, TensorFile], wrapper: Wrapp
     missing = [name for name in expected if name not in held]
     unexpected = [held[name].name for name in held if name not in expected and not ignorable(name)] + outside
     problems += _absent(config, missing, unexpected) + _shapes(expected, weights) + _dtypes(weights)
-    return Account(weights, ignored, others, problems)
+    return Account(weights, ignored, tuple(others), problems)
 
 
 def ignorable_by(kind: type[ModelConfig]) -> Callable[[str], bool]:
@@ -109,11 +109,12 @@ def _drawn_together(words: Sequence[str], found: Mapping[tuple[int, ...], list[i
     alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
     for others, firsts in found.items():
         alike.setdefault(tuple(sorted(firsts)), []).append(others)
-    for first, of in alike.items():
-        columns = [sorted({*column}) for column in zip(*of, strict=True)]
-        for numbers in [columns] if math.prod(map(len, columns)) == len(of) else [[[n] for n in each] for each in of]:
-            places = (ranges(each) for each in (first, *numbers))
-            yield "".join(itertools.chain(*zip(words, places, strict=False), words[-1:]))
+    for shared, listed in alike.items():
+        columns = [sorted({*column}) for column in zip(*listed, strict=True)]
+        every = math.prod(map(len, columns)) == len(listed)
+        for numbers in [columns] if every else [[[n] for n in each] for each in listed]:
+            spelled = map(ranges, (shared, *numbers))
+            yield "".join(itertools.chain(*zip(words, spelled, strict=False), words[-1:]))
 
 
 def printable(name: str) -> str:

@@ -7,6 +7,8 @@ target into parts of bounded size, so that a transfer needs the same memory for 
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -149,29 +151,25 @@ def plan(schema: Schema, sources: Iterable[Stored], targets: Iterable[Stored]) -
     Raises:
         TransferError: a target element that no source holds (raised when its target is reached).
     """
-    index: dict[Hashable, dict[tuple[tuple[int, int], ...], tuple[Stored, Piece]]] = {}
+    holders: dict[tuple[str, str], _Holders] = {}
     for source in sources:
         for label, piece in source.pieces.items():
-            # Replicas hold equal boxes: one of them will do.
-            box = tuple(source.box[axis] for axis in sorted(_axes(source, piece)))
-            index.setdefault(_key(source, label), {})[box] = (source, piece)
+            holders.setdefault((source.param, label), _Holders()).add(source, piece)
     for target in targets:
         copies, wanted = [], 0
         for label, piece in target.pieces.items():
             clipped = {a: (start, min(stop, schema.sizes[a])) for a, (start, stop) in target.box.items()}
             wanted += piece.box({a: (0, max(0, clipped[a][1] - clipped[a][0])) for a in piece.axes}).numel
-            for source, held in index.get(_key(target, label), {}).values():
-                both = _axes(source, held) & _axes(target, piece)
-                hit = {a: (max(source.box[a][0], clipped[a][0]), min(source.box[a][1], clipped[a][1])) for a in both}
-                if all(start < stop for start, stop in hit.values()):
-                    order = tuple(sorted(set(held.axes) & set(piece.axes)))
-                    views = _inside(held, hit, source, order), _inside(piece, hit, target, order)
-                    copies.append(Copy(source, views[0], target, views[1], label, hit))
+            wide = {axis: clipped[axis] for axis in _axes(target, piece)}
+            of = holders.get((target.param, label))
+            for source, held, hit in of.overlapping(wide) if of else ():
+                order = tuple(sorted(set(held.axes) & set(piece.axes)))
+                views = _inside(held, hit, source, order), _inside(piece, hit, target, order)
+                copies.append(Copy(source, views[0], target, views[1], label, hit))
         filled = sum(copy.target_view.numel for copy in copies)
         if filled != wanted:
-            held_by = sorted(
-                {str(s.where) for filled in index.values() for s, _ in filled.values() if s.param == target.param}
-            )
+            of_param = (each for (name, _), each in holders.items() if name == target.param)
+            held_by = sorted({str(source.where) for each in of_param for source, _, _ in each.overlapping({})})
             raise TransferError(
                 f"{target.name}: {filled} of {wanted} elements have a source (tensors of {target.param} are held by "
                 f"{', '.join(held_by) or 'nobody'})"
@@ -184,9 +182,59 @@ def _axes(stored: Stored, piece: Piece) -> frozenset[str]:
     return frozenset(piece.axes) | (stored.box.keys() - stored.pattern.axes)
 
 
-def _key(stored: Stored, label: str) -> Hashable:
-    layer = stored.box.get("layer")
-    return stored.param, label, layer
+_Hit = tuple[Stored, Piece, Box]
+"""(a source, its piece, what of a box it holds)."""
+
+
+class _Holders:
+    """The sources that hold one piece of a parameter, found by a box: a tree with a level for each axis.
+
+    So a target looks at those that it overlaps, and not at all the experts of all layers.
+    """
+
+    def __init__(self) -> None:
+        self._trees: dict[tuple[str, ...], _Level] = {}
+
+    def add(self, source: Stored, piece: Piece) -> None:
+        axes = tuple(sorted(_axes(source, piece)))
+        level = self._trees.setdefault(axes, _Level())
+        for axis in axes:
+            level = level.below.setdefault(source.box[axis], _Level())
+        level.held = source, piece  # replicas hold equal boxes: one of them will do
+
+    def overlapping(self, box: Box) -> Iterator[_Hit]:
+        """Yield what holds some of a box, which may leave axes out."""
+        for axes, tree in self._trees.items():
+            yield from tree.overlapping(axes, box, {})
+
+
+class _Level:
+    """What lies below the bounds of one axis, or at the end of all axes what is held."""
+
+    def __init__(self) -> None:
+        self.below: dict[tuple[int, int], _Level] = {}
+        self.held: tuple[Stored, Piece] | None = None
+
+    @cached_property
+    def _bounds(self) -> tuple[list[tuple[int, int]], list[int]]:
+        """All bounds, ascending, and how far those up to each of them reach."""
+        bounds = sorted(self.below)
+        return bounds, [*itertools.accumulate((stop for _, stop in bounds), max)]
+
+    def overlapping(self, axes: Sequence[str], box: Box, hit: dict[str, tuple[int, int]]) -> Iterator[_Hit]:
+        if self.held is not None:
+            yield *self.held, dict(hit)
+            return
+        axis, *others = axes
+        if axis not in box:
+            for level in self.below.values():
+                yield from level.overlapping(others, box, hit)
+            return
+        (start, stop), (bounds, reach) = box[axis], self._bounds
+        for first, last in bounds[bisect_right(reach, start) : bisect_left(bounds, (stop,))]:
+            hit[axis] = max(first, start), min(last, stop)
+            if hit[axis][0] < hit[axis][1]:
+                yield from self.below[first, last].overlapping(others, box, hit)
 
 
 def _inside(piece: Piece, hit: Box, stored: Stored, order: tuple[str, ...]) -> Piece:

@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
 
 import numpy as np
@@ -25,7 +26,7 @@ from parallel.weights.layout import (
     split_axis,
     split_problems,
 )
-from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, PADDED, SPLIT, Param, Schema
+from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, PADDED, SPLIT, Param, Schema, Split
 from parallel.weights.transfer import Copy, hugging_face, native, plan
 
 QKV = Param("layers.{layer}.qkv", "(q: heads head + k: kv head + v: kv head) embed")
@@ -446,3 +447,20 @@ def test_70b_on_1024_ranks_is_little_work() -> None:
     assert _python_calls(read_a_stage) < 1_000_000
     held = sum(s.numel for rank in stage for s in one.shards(mesh.place(rank)))
     assert sum(copy.target_view.numel for copy in copies) == held
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("split", [SPLIT, EXPERT_TENSOR_PARALLEL], ids=["whole", "parts"])
+def test_planning_experts_looks_at_those_that_overlap(split: Split) -> None:
+    """Four times as many experts on four times as many ranks are four times as much work, in both directions."""
+    up = "experts (gate: expert_mlp + up: expert_mlp) embed"
+    param = Param("layers.{layer}.up", up, "h.{layer}.experts.{experts}.{w1,w3}.weight")
+    work = []
+    for experts in (32, 128):
+        sizes = SIZES | {"layer": 2, "experts": experts}
+        schema, mesh = Schema((param,), sizes), MeshShape(ep=experts // 2, tp=2)
+        held = list(native(Layout(schema, mesh, (2,), split), range(mesh.world)))
+        listed = list(hugging_face(schema))
+        for sources, targets in ((listed, held), (held, listed)):
+            work.append(_python_calls(partial(list, plan(schema, sources, targets))))
+    assert work[2] < 4.2 * work[0] and work[3] < 4.2 * work[1]
