@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from parallel.collectives import all_reduce_
 from parallel.mesh import Mesh
+from parallel.rank_sets import TOKENS
 from parallel.routing import Routing
 
 
@@ -100,8 +101,7 @@ class Balance:
         corrections: [experts] each, the biases of the layers that have some.
     """
 
-    ACROSS = ("dp", "ep", "cp", "tp")
-    """The dimensions of the mesh whose ranks share the tokens of a step."""
+    ACROSS = TOKENS
 
     def __init__(
         self,
