@@ -46,9 +46,8 @@ from models.context import Context
 from models.decoder import Head, Losses, Microbatch
 from models.stages import layout_of
 from models.tuning import Tuning
-from parallel.kernels import flash, norm
+from parallel.kernels import flash, grouped, norm
 from parallel.kernels.scoring import Scoring
-from parallel.layers import experts
 from parallel.memory.recompute import Activations, Recompute, Runner, runner
 from parallel.mesh import Group, Mesh
 from parallel.weights.layout import MeshShape
@@ -476,7 +475,7 @@ class _Sent:
 @contextmanager
 def _counts(imbalance: float) -> Iterator[None]:
     """Have the first rank of each group that experts are spread over get so many times the rows of the others' mean."""
-    own = experts.host_counts
+    own = grouped.host_counts
 
     def counts(sent: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[int], list[int]]:
         ranks, here = got.shape
@@ -484,10 +483,10 @@ def _counts(imbalance: float) -> Iterator[None]:
         return [mine, *_even(rows - mine, ranks - 1)], [mine] * ranks, _even(mine * ranks, here)
 
     try:
-        experts.host_counts = counts
+        grouped.host_counts = counts
         yield
     finally:
-        experts.host_counts = own
+        grouped.host_counts = own
 
 
 def _even(total: int, parts: int) -> list[int]:

@@ -272,7 +272,7 @@ class Watch(TorchDispatchMode):
         name = op._schema.name.partition("::")[2]
         if op.namespace in ("c10d", "_c10d_functional") and name != "wait_tensor":
             self.messages[name] += 1
-            groups = [x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in x._type().name()]
+            groups = [x for x in args if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type())]
             self.order += [(name, tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(x)))) for x in groups]
             return op(*args, **kwargs)
         if _graphs.running:

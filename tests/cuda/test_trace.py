@@ -22,6 +22,7 @@ from steps import CASES, HOW, Case, Launches, excess, read
 from torch import Tensor, nn
 
 from megacore.run.trainer import Trainer
+from parallel.kernels import grouped
 from parallel.kernels.choice import has_triton
 
 NAMES = list(CASES)
@@ -120,10 +121,9 @@ def test_ranks_communicate_in_one_order() -> None:
 
 def waits(names: Sequence[str]) -> list[int]:
     """How often the host asks for counts of rows in a step of each case."""
-    from parallel.layers import experts
 
-    asked, found = Mock(side_effect=experts.host_counts), list[int]()
-    with patch.object(experts, "host_counts", asked):
+    asked, found = Mock(side_effect=grouped.host_counts), list[int]()
+    with patch.object(grouped, "host_counts", asked):
         for name in names:
             asked.reset_mock()
             steps.trace(CASES[name], 1)
