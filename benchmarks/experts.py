@@ -17,6 +17,7 @@ experts are in bf16 always, so it takes no part in fp32.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -26,6 +27,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -122,7 +124,7 @@ def hugging_face(shape: Shape, weights: Weights, implementation: str) -> nn.Modu
         num_experts_per_tok=shape.top_k,
     )
     config._experts_implementation = implementation
-    block = MixtralSparseMoeBlock(config).to(weights.up.dtype)
+    block: Any = MixtralSparseMoeBlock(config).to(weights.up.dtype)
     with torch.no_grad():
         block.gate.weight.copy_(weights.router)
         block.experts.gate_up_proj.copy_(weights.up)
@@ -142,14 +144,9 @@ class _Batched(nn.Module):
 
 def torchtitan(shape: Shape, weights: Weights) -> nn.Module:
     """Raises ImportError where it is not there."""
-    from torchtitan.models.common.config_utils import (
-        make_moe_config,
-        make_routed_experts_config,
-        make_router_config,
-    )
-
+    titan: Any = importlib.import_module("torchtitan.models.common.config_utils")
     drawn = {"weight": nn.init.zeros_}
-    router = make_router_config(
+    router = titan.make_router_config(
         dim=EMBED,
         num_experts=shape.experts,
         gate_param_init=drawn,
@@ -157,7 +154,7 @@ def torchtitan(shape: Shape, weights: Weights) -> nn.Module:
         score_func="softmax",
         route_norm=True,
     )
-    experts = make_routed_experts_config(
+    experts = titan.make_routed_experts_config(
         dim=EMBED,
         hidden_dim=shape.features,
         num_experts=shape.experts,
@@ -165,8 +162,8 @@ def torchtitan(shape: Shape, weights: Weights) -> nn.Module:
         param_init={},
         comm_backend="standard",
     )
-    config = make_moe_config(num_experts=shape.experts, router=router, routed_experts=experts)
-    block: nn.Module = config.build()
+    config = titan.make_moe_config(num_experts=shape.experts, router=router, routed_experts=experts)
+    block: Any = config.build()
     held, (gate, up) = block.routed_experts.inner_experts, weights.up.chunk(2, 1)
     block.to(weights.up.dtype)
     with torch.no_grad():
@@ -176,7 +173,8 @@ def torchtitan(shape: Shape, weights: Weights) -> nn.Module:
         held.w2_EDF.copy_(weights.down)
         for buffer in block.buffers():
             buffer.zero_()
-    return block
+    made: nn.Module = block
+    return made
 
 
 PEERS: Mapping[str, Callable[[Shape, Weights], nn.Module]] = {

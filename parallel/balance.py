@@ -133,7 +133,6 @@ class Balance:
         self._counted = [set[int]() for _ in self.layers]
         self._of_batch = dict[int, Tensor]()
 
-    @torch.compiler.disable  # each microbatch has a number of its own
     def attach(self, layer: int, tokens: RoutedTokens, logits: Tensor, chosen: Tensor) -> Tensor:
         """Count the experts that were chosen, and let the gradients of the balance enter at the logits.
 
