@@ -17,6 +17,7 @@ experts are in bf16 always, so it takes no part in fp32.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import statistics
@@ -25,7 +26,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ def hugging_face(shape: Shape, weights: Weights, implementation: str) -> nn.Modu
         num_experts_per_tok=shape.top_k,
     )
     config._experts_implementation = implementation
-    block = MixtralSparseMoeBlock(config).to(weights.up.dtype)
+    block: Any = MixtralSparseMoeBlock(config).to(weights.up.dtype)
     with torch.no_grad():
         block.gate.weight.copy_(weights.router)
         block.experts.gate_up_proj.copy_(weights.up)
@@ -144,9 +144,9 @@ class _Batched(nn.Module):
 
 def torchtitan(shape: Shape, weights: Weights) -> nn.Module:
     """Raises ImportError where it is not there."""
-    made: Any = import_module("torchtitan.models.common.config_utils")
+    titan: Any = importlib.import_module("torchtitan.models.common.config_utils")
     drawn = {"weight": nn.init.zeros_}
-    router = made.make_router_config(
+    router = titan.make_router_config(
         dim=EMBED,
         num_experts=shape.experts,
         gate_param_init=drawn,
@@ -154,7 +154,7 @@ def torchtitan(shape: Shape, weights: Weights) -> nn.Module:
         score_func="softmax",
         route_norm=True,
     )
-    experts = made.make_routed_experts_config(
+    experts = titan.make_routed_experts_config(
         dim=EMBED,
         hidden_dim=shape.features,
         num_experts=shape.experts,
@@ -162,7 +162,7 @@ def torchtitan(shape: Shape, weights: Weights) -> nn.Module:
         param_init={},
         comm_backend="standard",
     )
-    config = made.make_moe_config(num_experts=shape.experts, router=router, routed_experts=experts)
+    config = titan.make_moe_config(num_experts=shape.experts, router=router, routed_experts=experts)
     block: Any = config.build()
     held, (gate, up) = block.routed_experts.inner_experts, weights.up.chunk(2, 1)
     block.to(weights.up.dtype)
@@ -173,8 +173,8 @@ def torchtitan(shape: Shape, weights: Weights) -> nn.Module:
         held.w2_EDF.copy_(weights.down)
         for buffer in block.buffers():
             buffer.zero_()
-    whole: nn.Module = block
-    return whole
+    made: nn.Module = block
+    return made
 
 
 PEERS: Mapping[str, Callable[[Shape, Weights], nn.Module]] = {

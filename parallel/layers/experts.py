@@ -70,7 +70,6 @@ class Experts(nn.Module):
         self.group, self.features = group, features
         self.products = kernels.grouped_products(up, down)
 
-    @torch.compiler.disable
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, beside: Callable[[], Tensor] | None = None) -> Tensor:
         """``beside``: computed while rows travel, [n, embed], and added to what comes out."""
         dispatch = Dispatch.of(chosen, self.experts, self.group, self.features, self.products.needs_host)
@@ -265,15 +264,15 @@ class _Down(torch.autograd.Function):
         dispatch, products, groups = ctx.dispatch, ctx.products, ctx.dispatch.groups
         _, need_dweights, need_dw, need_db = ctx.needs_input_grad[:4]
         d = dispatch.start(dy, weights).wait()
-        da, dweights = products.input_gradient(d, weight, groups), None
+        da, home = products.input_gradient(d, weight, groups), None
         if need_dweights:
             along = _along(da, a, weights.dtype)
             if bias is not None:
                 along += _along(d, bias.index_select(0, groups.experts), weights.dtype) / dispatch.features.size
-            dweights = dispatch.start_numbers_back(along)
+            home = dispatch.start_numbers_back(along)
         dw = products.weight_gradient(d, a, groups) if need_dw else None
         db = products.sums(d, groups).div_(dispatch.features.size) if need_db else None
-        return da, _over(dweights.wait(), weights) if dweights else None, dw, db, None, None
+        return da, _over(home.wait(), weights) if home else None, dw, db, None, None
 
 
 def _along(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:

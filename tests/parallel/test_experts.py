@@ -222,6 +222,18 @@ def test_what_stands_beside_runs_while_rows_travel(monkeypatch: pytest.MonkeyPat
     assert y.equal(plain + drawn.x)
 
 
+def test_weight_of_zero_has_a_finite_gradient() -> None:
+    """And the gradients of all else are those of the formula."""
+    drawn = Drawn.of(torch.float64)
+    drawn.weights[3, 1] = 0
+    want, experts = one_by_one(drawn, biases=False), alone(drawn)
+    x, weights = drawn.x.clone().requires_grad_(), drawn.weights.clone().requires_grad_()
+    experts(x, drawn.chosen, weights).backward(drawn.dy)
+    assert x.grad is not None and torch.allclose(x.grad, want["x"], rtol=1e-11, atol=1e-12)
+    assert weights.grad is not None and weights.grad[3, 1] == 0
+    assert torch.allclose(weights.grad[:3], want["weights"][:3], rtol=1e-11, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_few_tokens(tokens: int, dtype: torch.dtype) -> None:
