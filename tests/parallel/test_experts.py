@@ -208,8 +208,8 @@ def test_what_stands_beside_runs_while_rows_travel(monkeypatch: pytest.MonkeyPat
     drawn = Drawn.of(torch.float32)
     start = layer.Dispatch.start
 
-    def started(self: layer.Dispatch, x: Tensor) -> Any:
-        pending = start(self, x)
+    def started(self: layer.Dispatch, x: Tensor, weights: Tensor | None = None) -> Any:
+        pending = start(self, x, weights)
         order.append("sent")
         return layer.Pending([], lambda: order.append("came") or pending.wait())  # type: ignore[func-returns-value]
 
@@ -222,9 +222,10 @@ def test_what_stands_beside_runs_while_rows_travel(monkeypatch: pytest.MonkeyPat
     assert y.equal(plain + drawn.x)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("tokens", [0, 1])
-def test_few_tokens(tokens: int) -> None:
-    drawn = Drawn.of(torch.float64)
+def test_few_tokens(tokens: int, dtype: torch.dtype) -> None:
+    drawn = Drawn.of(dtype)
     experts, x = alone(drawn), drawn.x[:tokens].clone().requires_grad_()
     y = experts(x, drawn.chosen[:tokens], drawn.weights[:tokens])
     y.sum().backward()
@@ -282,4 +283,7 @@ def test_choice_of_products() -> None:
     assert chosen("meta", torch.bfloat16, 4, 32, 16) is grouped.KERNEL
     assert chosen("meta", torch.bfloat16, 4, 32, 12) is grouped.LOOP  # 24 bytes from row to row
     assert chosen("meta", torch.float64, 4, 32, 16) is grouped.LOOP
-    assert chosen("cpu", torch.bfloat16, 4, 32, 16) is grouped.LOOP
+    assert chosen("meta", torch.float32, 4, 32, 16) is grouped.LOOP
+    assert chosen("cpu", torch.bfloat16, 4, 32, 16) is grouped.KERNEL_ON_HOST
+    assert chosen("cpu", torch.float32, 4, 32, 6) is grouped.LOOP
+    assert chosen("cpu", torch.float64, 4, 32, 16) is grouped.LOOP
