@@ -105,6 +105,8 @@ def test_a_field_has_two_names(name: str, written: str, other: str) -> None:
         ModelConfigError, match=f"{written} is {theirs[written]}, and {other} is 64: they are one field"
     ):
         kind.from_hugging_face(theirs | {other: 64})
+    # A name that nobody changes stays in the file, for older readers know no other.
+    assert kind.override({other: 8}, {"hidden_act": "relu"}) == {other: 8, "hidden_act": "relu"}
     for field in (written, other):
         assert configure({"preset": f"{name}-tiny", field: 32}).sizes["experts"] == 32
 
