@@ -92,6 +92,8 @@ def _of_table(schema: Schema) -> Iterator[str]:
         yield "norms of queries and keys" + (" over all heads" if len(axes.dims) == 1 < len(axes.axes) else "")
     if biases := [linear for linear in ("attn.qkv", "attn.out", "mlp.up", "mlp.down") if f"{linear}.bias" in names]:
         yield f"biases ({', '.join(biases)})"
+    if "attn.kv_a.weight" in names:
+        yield "latent attention"
     if "attn.sinks" in names:
         yield "sinks"
     if router := names.get("mlp.router.weight"):
@@ -111,8 +113,10 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
     layers = anatomy.layers
     if anatomy.norm == "layer":
         yield "LayerNorm"
-    if anatomy.routing is not None:
-        yield f"top {anatomy.routing.top_k} of {anatomy.routing.experts} experts"
+    if (routing := anatomy.routing) is not None:
+        limited = f" out of {routing.kept_groups} of {routing.groups} groups" if routing.groups > 1 else ""
+        sigmoid = " by sigmoids" if routing.score == "sigmoid" else ""
+        yield f"top {routing.top_k} of {routing.experts} experts{limited}{sigmoid}"
     if anatomy.norm_offset:
         yield f"norms of {anatomy.norm_offset:g} + w"
     if anatomy.activation != "silu":
