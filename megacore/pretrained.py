@@ -37,14 +37,16 @@ def model(folder: Path, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     # A config may name an attention that would be fetched from the hub, code and all; the others leave out softcaps.
-    return _load(AutoModelForCausalLM, folder, True, attn_implementation="eager", **options)
+    # The other products of experts take no sizes but multiples of 16 bytes.
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return _load(AutoModelForCausalLM, folder, True, **eager, **options)
 
 
 def parameters(model: Any) -> dict[str, Any]:
-    """Return a model's parameters under their names on disk, not all of which are those in memory."""
+    """Return a model's parameters and buffers under their names on disk, not all of which are those in memory."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(model, dict(model.named_parameters()))
+    return revert_weight_conversion(model, {**dict(model.named_parameters()), **dict(model.named_buffers())})
 
 
 def _load(kind: Any, source: str | Path, local: bool, **options: Any) -> Any:

@@ -50,13 +50,16 @@ class Anatomy:
     Args:
         layers: How each layer's attention treats positions.
         ropes: The rotary embeddings by name.
+        rotary_head: Size of the part of a head that they are of; None: a whole head.
         norm: Root mean square norms, or layer norms.
         norm_eps: Added to the mean square or the variance.
+        latent_norm_eps: The same of the norms of latents.
         norm_offset: Added to the weights of norms, in fp32 at least.
         activation: Of the feed-forward network, by Hugging Face's name.
         parallel: Whether attention and the feed-forward network stand side by side, both given the block's input. Where
             a layer then has no ``mlp_norm``, both are given what ``attn_norm`` gives.
         attention_scale: Of products of queries and keys; None: 1 / sqrt(head).
+        qkv_limit: Queries, keys and values are kept within plus and minus this, after their norms; None: they are not.
         attention_softcap: c of c tanh(score / c).
         logit_softcap: c of c tanh(logit / c).
         embedding_scale: Of the embeddings of tokens.
@@ -72,12 +75,15 @@ class Anatomy:
 
     layers: tuple[LayerAttention, ...]
     ropes: Mapping[str, Rope] = field(default_factory=dict)
+    rotary_head: int | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float
+    latent_norm_eps: float = 1e-6
     norm_offset: float = 0.0
     activation: str = "silu"
     parallel: bool = False
     attention_scale: float | None = None
+    qkv_limit: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0

@@ -19,8 +19,7 @@ from parallel import limits
 from parallel.choices import nearest
 from parallel.weights.schema import Param, Schema
 
-# Fields of any Hugging Face config that do not change what a forward in training computes: bookkeeping, generation.
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     {
         "_attn_implementation_autoset",
         "_commit_hash",
@@ -89,6 +88,7 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
+"""Fields of any Hugging Face config that do not change what a forward in training computes: bookkeeping, generation."""
 # Every config has these; other values would change the maths.
 _FIXED = {
     "is_encoder_decoder": False,
@@ -96,6 +96,8 @@ _FIXED = {
     "quantization_config": None,
     "rope_interleaved": False,
 }
+# What to do instead, where something can be done.
+_WAYS_OUT = {"quantization_config": ": let transformers load it with dequantize=True, and save that in bf16"}
 
 
 class ModelConfigError(ValueError):
@@ -144,6 +146,12 @@ class ModelConfig(ABC):
         """The weights table."""
 
     @property
+    def left_out(self) -> tuple[str, ...]:
+        """What the names of Hugging Face's tensors begin with that are of parts that are not read, such as further
+        heads: they are told."""
+        return ()
+
+    @property
     @abstractmethod
     def anatomy(self) -> Anatomy:
         """What the weights table does not say."""
@@ -171,10 +179,9 @@ class ModelConfig(ABC):
         problems = cls._unsupported(config)
         values, wrong = cls._read(config)
         problems += wrong
-        known = {field.name for field in fields(cls)}
-        readable = known | cls._consumed()
+        readable = cls.readable()
         given = {name for name, value in config.items() if value is not None}
-        for name in sorted(given - readable - _HARMLESS - cls.harmless - set(cls.fixed) - set(_FIXED)):
+        for name in sorted(given - readable - HARMLESS - cls.harmless - set(cls.fixed) - set(_FIXED)):
             problems.append(f"unknown field {name!r}{nearest(name, readable) or ', which may change the maths'}")
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
         problems += [f"field {name!r} is missing" for name in missing if name not in values]
@@ -212,6 +219,11 @@ class ModelConfig(ABC):
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     @classmethod
+    def readable(cls) -> set[str]:
+        """Fields of a ``config.json`` that say something of the model."""
+        return {field.name for field in fields(cls)} | cls._consumed()
+
+    @classmethod
     def _consumed(cls) -> set[str]:
         """Fields that ``_read`` reads beside those of the dataclass."""
         return set()
@@ -220,6 +232,7 @@ class ModelConfig(ABC):
     def _unsupported(cls, config: Mapping[str, Any]) -> list[str]:
         return [
             f"{name}={config[name]!r} would change the maths and is not supported: only {value!r} is"
+            + _WAYS_OUT.get(name, "")
             for name, value in {**_FIXED, **cls.fixed}.items()
             # What is off may be null or false.
             if name in config and config[name] != value and (config[name] or value)
@@ -271,7 +284,7 @@ def looks(tokens: int, window: int | None) -> int:
     return seen * (seen + 1) // 2 + (tokens - seen) * seen
 
 
-def met(config: ModelConfig, schema: Schema, param: Param) -> int:
+def active_elements(config: ModelConfig, schema: Schema, param: Param) -> int:
     """Elements of a parameter that a token meets: of the experts of a layer those that it is sent to, else all.
 
     Args:
@@ -295,7 +308,7 @@ def active_parameters(config: ModelConfig, schema: Schema | None = None) -> int:
         schema: The weights of a run of it, if not the model's own.
     """
     schema = schema or config.schema
-    return sum(met(config, schema, param) for param in schema.params if not param.buffer)
+    return sum(active_elements(config, schema, param) for param in schema.params if not param.buffer)
 
 
 def parameters_in_words(config: ModelConfig, tuning: Tuning = EVERYTHING) -> str:
@@ -315,7 +328,7 @@ def matmul_parameters(config: ModelConfig, schema: Schema | None = None) -> int:
         schema: The weights of a run of it, if not the model's own.
     """
     schema = schema or config.schema
-    return sum(met(config, schema, param) for param in _matmuls(schema))
+    return sum(active_elements(config, schema, param) for param in _matmuls(schema))
 
 
 def _matmuls(schema: Schema) -> list[Param]:
@@ -326,17 +339,19 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     """Floating point operations of forward and backward for one token of a causal sequence.
 
     6 for each parameter of a matrix product, of experts those alone that it is sent to; and for the attention scores
-    and their use in each layer 12 * heads * head * (the tokens that a token looks at, on average): 2 products of 2
-    operations, times 3 for the backward. A token looks at (sequence + 1) / 2 on average, and at no more than its
-    layer's window. (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, with the causal half left out.) What is frozen
-    has no gradient of its own, and 4 instead of 6; adapters count as any parameters do.
+    and their use in each layer 6 * heads * (head + value) * (the tokens that a token looks at, on average): 2 products
+    of 2 operations, times 3 for the backward, of heads of keys and of values, which mostly have one size. A token looks
+    at (sequence + 1) / 2 on average, and at no more than its layer's window. (Chowdhery et al. 2022, arXiv 2204.02311,
+    appendix B, with the causal half left out.) What is frozen has no gradient of its own, and 4 instead of 6; adapters
+    count as any parameters do.
     """
     sizes = config.sizes
     looked_at = sum(looks(sequence_length, layer.window) for layer in config.anatomy.layers)
-    attention = 12 * sizes["heads"] * sizes["head"] * looked_at // sequence_length
+    head = sizes["head"] + sizes.get("value", sizes["head"])
+    attention = 6 * sizes["heads"] * head * looked_at // sequence_length
     schema, frozen = tuning.schema(config.schema), tuning.frozen(config.schema)
     still = 0
     for param in _matmuls(schema):
         names = list(whole_names(schema, param))
-        still += met(config, schema, param) // len(names) * sum(name in frozen for name in names)
+        still += active_elements(config, schema, param) // len(names) * sum(name in frozen for name in names)
     return 6 * matmul_parameters(config, schema) - 2 * still + attention

@@ -218,7 +218,7 @@ class Decoder(nn.Module):
             embedding() if virtual == 0 else None,
             {layer: block(layer) for layer in layout.chunk_layers(place.pp, chunk)},
             head() if virtual == len(layout.layers) - 1 else None,
-            next(iter(parameters.values())).dtype,
+            parameters.dtype,
             # Ranks that share tokens must not share masks, as each masks other tokens or other heads.
             (virtual, place.dp, place.ep, place.cp, place.tp),
             rotaries,

@@ -43,6 +43,8 @@ class DecoderConfig(ModelConfig):
     derived: ClassVar[frozenset[str]] = frozenset()
     # What transformers' class takes where a field is left out; a null there means what it means to the class.
     defaults: ClassVar[Mapping[str, Any]] = {}
+    # {another name that a file may have for a field: the field}
+    spellings: ClassVar[Mapping[str, str]] = {}
     # How its config.json says a rope.
     rope_convention: ClassVar[Convention] = PLAIN
 
@@ -108,7 +110,7 @@ class DecoderConfig(ModelConfig):
         return Anatomy(**(common | own))
 
     def problems(self) -> list[str]:
-        found = positive(self, *self.axes.values(), "max_position_embeddings")
+        found = positive(self, *dict.fromkeys(self.axes.values()), "max_position_embeddings")
         found += probabilities(self, "attention_dropout")
         if self.hidden_act not in ACTIVATIONS:
             near = nearest(self.hidden_act, ACTIVATIONS)
@@ -134,11 +136,22 @@ class DecoderConfig(ModelConfig):
     @classmethod
     def override(cls, base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
         """As the base class; of the rope, what the fields do not name stays (:func:`models.rope_config.override`)."""
-        return rope_config.override(base, fields, cls.rope_convention)
+        # Where a field is named, by whatever name, none of its names stays.
+        named = cls._respelled(fields).keys() & {*cls.spellings.values()}
+        kept = {name: value for name, value in base.items() if cls.spellings.get(name, name) not in named}
+        return rope_config.override(kept, fields, cls.rope_convention)
+
+    @classmethod
+    def _respelled(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The same with one name for each field."""
+        return {cls.spellings.get(name, name): value for name, value in config.items()}
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        values, problems = super()._read({**cls.defaults, **config})
+        values, problems = super()._read({**cls.defaults, **cls._respelled(config)})
+        for other, name in cls.spellings.items():
+            if other in config and config.get(name, config[other]) != config[other]:
+                problems.append(f"{name} is {config[name]!r}, and {other} is {config[other]!r}: they are one field")
         problems += cls._derive(values)
         for name in sorted(cls.derived & config.keys()):
             if config[name] is not None and config[name] != values.get(name):
@@ -172,7 +185,7 @@ class DecoderConfig(ModelConfig):
 
     @classmethod
     def _consumed(cls) -> set[str]:
-        return set(cls.rope_convention.keys)
+        return {*cls.rope_convention.keys, *cls.spellings}
 
     def _write(self) -> dict[str, Any]:
         unwritten = {"rope_parameters", *self.derived}

@@ -25,7 +25,7 @@ A, B = "lora_a", "lora_b"
 WEIGHT = ".weight"
 
 # Axes of what has no adapters.
-_OF_EXPERTS = frozenset({"experts", "routes"})
+_OF_EXPERTS = frozenset({"experts", "routes", "one"})
 # As the peft library names them.
 _PREFIX, _PEFT = "base_model.model.", {A: ".lora_A.weight", B: ".lora_B.weight"}
 

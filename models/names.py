@@ -56,14 +56,19 @@ def whole_names(schema: Schema, param: Param) -> Iterator[str]:
     return (param.name.format(**index) for index in schema.indices(param, param.name))
 
 
+def buffers(schema: Schema) -> Iterator[str]:
+    """The names of the tensors that get no gradient."""
+    return (name for param in schema.params if param.buffer for name in whole_names(schema, param))
+
+
 def frozen(schema: Schema, only: Sequence[str] | None, freeze: Sequence[str]) -> frozenset[str]:
     """The tensors that are not trained: buffers, those of ``freeze``, and those that are not of ``only`` (None: all
     are)."""
-    buffers = {name for param in schema.params if param.buffer for name in whole_names(schema, param)}
+    still = {*buffers(schema)}
     return frozenset(
         name
         for name, names in tensors(schema)
-        if name in buffers
+        if name in still
         or (only is not None and not any(matches(each, names) for each in only))
         or any(matches(each, names) for each in freeze)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from models.config import ModelConfig
+from models.config import ModelConfig, active_elements
 from models.tuning import EVERYTHING, Tuning
 from parallel.weights.layout import Layout, MeshShape, balanced_layers
 from parallel.weights.schema import SPLIT, Split
@@ -11,22 +11,22 @@ from parallel.weights.schema import SPLIT, Split
 def default_layers(config: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
     """A balanced split of the layers that counts the head and, at a quarter of it, the embedding.
 
-    The head's GEMM is counted as layers by its parameters. Looking tokens up is cheap, but the table's gradient and
-    optimizer traffic are not: a quarter is what they came to on the model of ``benchmarks/train_step.py``.
+    Layers and the head count by the parameters that a token meets in them, as their products do. Looking tokens up is
+    cheap, but the table's gradient and optimizer traffic are not: a quarter is what they came to on the model of
+    ``benchmarks/train_step.py``.
     """
     schema = config.schema
-    layers = schema.sizes["layer"]
-    params = [param for param in schema.params if "layer" in param.named_axes]
-    mean = sum(map(schema.numel, params)) / layers
-    head = schema.sizes["vocab"] * schema.sizes["embed"] / mean
-    if all(param.layers is None for param in params):
-        return balanced_layers(layers, virtual_stages, embedding=head / 4, head=head)
-    work = [0.0] * layers
+    layers, params = schema.sizes["layer"], [param for param in schema.params if "layer" in param.named_axes]
+    work = [0] * layers
     for param in params:
         held = param.values("layer", schema.sizes)
+        of_each = active_elements(config, schema, param) // len(held)
         for layer in held:
-            work[layer] += schema.numel(param) / len(held) / mean
-    return balanced_layers(layers, virtual_stages, embedding=head / 4, head=head, work=work)
+            work[layer] += of_each
+    mean = sum(work) / layers
+    head = schema.sizes["vocab"] * schema.sizes["embed"] / mean
+    uneven = [each / mean for each in work] if len({*work}) > 1 else None
+    return balanced_layers(layers, virtual_stages, embedding=head / 4, head=head, work=uneven)
 
 
 def layout_of(

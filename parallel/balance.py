@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from parallel.collectives import all_reduce_
 from parallel.mesh import Mesh
+from parallel.rank_sets import TOKENS
 from parallel.routing import Routing
 
 
@@ -63,7 +64,7 @@ class Coefficients:
 
     @property
     def balance(self) -> float:
-        """That of the balance, over whatever it is."""
+        """The coefficient of the balance, over whatever it is."""
         return self.sequence or self.batch
 
 
@@ -72,7 +73,7 @@ NONE = Coefficients()
 
 @dataclass(frozen=True)
 class Loads:
-    """What the routers of the whole model did in a step, on the host, the same on all ranks.
+    """The loads of all experts of the model in a step, on the host, the same on all ranks.
 
     Args:
         layers: The layers that have routers.
@@ -100,8 +101,7 @@ class Balance:
         corrections: [experts] each, the biases of the layers that have some.
     """
 
-    ACROSS = ("dp", "ep", "cp", "tp")
-    """The dimensions of the mesh whose ranks share the tokens of a step."""
+    ACROSS = TOKENS
 
     def __init__(
         self,
@@ -133,13 +133,12 @@ class Balance:
         self._counted = [set[int]() for _ in self.layers]
         self._of_batch = dict[int, Tensor]()
 
-    @torch.compiler.disable  # each microbatch has a number of its own
     def attach(self, layer: int, tokens: RoutedTokens, logits: Tensor, chosen: Tensor) -> Tensor:
         """Count the experts that were chosen, and let the gradients of the balance enter at the logits.
 
         Args:
             layer: The layer.
-            tokens: What is known of the tokens.
+            tokens: Those that are routed.
             logits: [n, experts].
             chosen: [n, k].
         """
@@ -233,7 +232,7 @@ class Balance:
         under = (counts.sum(-1, keepdim=True) - counts * self.routing.experts).sign()
         moves = torch.where(go, under, 0) * self.coefficients.bias_rate
         for layer, correction in self.corrections.items():
-            correction += moves[self.layers.index(layer)]
+            correction.add_(moves[self.layers.index(layer)])
 
     @torch.no_grad()
     def read(self, layers: int) -> Loads:

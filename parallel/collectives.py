@@ -10,17 +10,20 @@ that is replicated counts once.
     reduce             partial     -> replicated                    identity
     gather             split       -> replicated                    own slice
     split              replicated  -> split                         gather
+    all_to_all         for others  -> of others                     all_to_all, with the two counts changed over
 
-The first two are what sequence parallelism is made of; the others serve layers whose surroundings are replicated.
-``start_*`` are asynchronous and return a :class:`Pending`. Over a group of one everything is the identity.
+The first two are what sequence parallelism is made of, the last is what experts that are spread over ranks take; the
+others serve layers whose surroundings are replicated. ``start_*`` are asynchronous and return a :class:`Pending`. Over
+a group of one everything is the identity.
 
 Under torch.compile they are torch's functional collectives, which are nodes of the graph: started where they stand, and
-waited for where their result is used.
+waited for where their result is used. But for all-to-all: its counts are not known when the graph is made, and layers
+that need it are left out of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +124,27 @@ def start_reduce_scatter_(x: Tensor, group: Group) -> Pending:
     if group.size == 2:
         return Pending(works, lambda: torch.add(received[0], received[1], out=own))
     return Pending(works, lambda: torch.sum(received, 0, out=own))
+
+
+def start_all_to_all(x: Tensor, group: Group, sent: Sequence[int], got: Sequence[int]) -> Pending:
+    """x: [sum of sent, ...], successive rows for each rank -> [sum of got, ...], successive rows of each.
+
+    Args:
+        x: This rank's.
+        group: The group of the ranks.
+        sent: The numbers of rows that go to each of them.
+        got: The numbers of rows that come from each of them.
+    """
+    if group.size == 1:
+        return Pending([], lambda: x)
+    x, out = x.contiguous(), x.new_empty(sum(got), *x.shape[1:])
+    if not group.pairwise:
+        work = dist.all_to_all_single(out, x, list(got), list(sent), group=group.process_group, async_op=True)
+        return Pending(_works(work), lambda: out)
+    theirs, ours = x.split(list(sent)), out.split(list(got))
+    works = _exchange(group, send=lambda peer: theirs[peer], receive=lambda peer: ours[peer])
+    ours[group.index].copy_(theirs[group.index])
+    return Pending(works, lambda: out)
 
 
 def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
@@ -266,3 +290,23 @@ def gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
 def split(x: Tensor, group: Group, dim: int = -1) -> Tensor:
     """x: [..., f] replicated -> [..., f/n]; backward: gather."""
     return _apply(x, group, dim, _own, _concatenate)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, sent: Sequence[int], got: Sequence[int]) -> Tensor:
+        ctx.group, ctx.sent, ctx.got = group, sent, got
+        return start_all_to_all(x, group, sent, got).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return start_all_to_all(dy, ctx.group, ctx.got, ctx.sent).wait(), None, None, None
+
+
+def all_to_all(x: Tensor, group: Group, sent: Sequence[int], got: Sequence[int]) -> Tensor:
+    """x: [sum of sent, ...], rows for each rank -> [sum of got, ...], rows of each; backward: they go back."""
+    if group.size == 1:
+        return x
+    result: Tensor = _AllToAll.apply(x, group, sent, got)
+    return result

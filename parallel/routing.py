@@ -18,7 +18,7 @@ class Routing:
         top_k: The number of them that a token is sent to.
         score: The function that makes scores of logits, over all experts.
         weigh: Whether weights are the scores of ``all`` experts at those that are chosen, or the softmax of the logits
-            of the ``chosen`` ones alone.
+            of the ``chosen`` ones alone; then logits choose, too.
         normalised: Whether the weights of a token are divided by their sum.
         epsilon: Added to that sum.
         factor: The factor of the weights, after that.

@@ -21,6 +21,17 @@ from parallel.weights.schema import Param
 __all__ = ["CONFIG", "PARAMETERS", "PRESETS", "ExtendedConfig", "build", "extended"]
 
 LOCAL = "local"
+_MLP, _HF = "layers.{layer}.mlp", "model.layers.{layer}.mlp"
+BIASES = (
+    Param(f"{_MLP}.router.bias", "routes", f"{_HF}.gate.bias"),
+    Param(
+        f"{_MLP}.experts.up.bias",
+        "experts (gate: expert_mlp + up: expert_mlp)",
+        f"{_HF}.experts.{{experts}}.{{gate,up}}_proj.bias",
+        vector=True,
+    ),
+    Param(f"{_MLP}.experts.down.bias", "experts embed", f"{_HF}.experts.{{experts}}.down_proj.bias", vector=True),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +53,7 @@ class ExtendedConfig(LlamaConfig):
         expert_size, shared_size: Hidden features of each, and of one that is shared by all tokens.
         shared_expert: Whether there is that one.
         correction: Whether biases choose experts with their scores.
+        expert_bias: Whether the linears of experts, and their router, have biases.
     """
 
     family: ClassVar[str] = "extended"
@@ -63,11 +75,12 @@ class ExtendedConfig(LlamaConfig):
     head_bias: bool = False
     experts: tuple[int, ...] = ()
     num_experts: int = 8
-    routing: Mapping[str, Any] = field(default_factory=lambda: {"top_k": 2})
+    routing: Mapping[str, Any] = field(default_factory=lambda: {"top_k": 2}, hash=False)
     expert_size: int = 10
     shared_size: int = 6
     shared_expert: bool = False
     correction: bool = False
+    expert_bias: bool = False
 
     @property
     def anatomy(self) -> Anatomy:
@@ -99,6 +112,7 @@ class ExtendedConfig(LlamaConfig):
         mixture = (
             *t.experts(correction="mlp.gate.correction" if self.correction else ""),
             *(t.shared_expert() if self.shared_expert else ()),
+            *(BIASES if self.expert_bias else ()),
         )
         return t.model(
             t.norm("attn_norm", "input_layernorm"),

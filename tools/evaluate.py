@@ -20,6 +20,7 @@ from megacore.rank import Here
 from megacore.say import err, say, say_data
 from megacore.store.folder import WeightFolder
 from megacore.store.strict_json import StoreError
+from parallel.weights.schema import split_of
 from tools import folders, processes
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     here = Here.now()
     with processes.agreed(here):
         folder = processes.model(arguments)
-        shape = processes.mesh_shape(folder.config, here, arguments.tp, arguments.pp, arguments.dp)
+        shape = processes.mesh_shape(folder.config, here, arguments)
         length, stride = _lengths(arguments, folder)
         files = DocumentFiles(
             arguments.data, folder.config.vocab_size, _texts(arguments, folder), arguments.text_key, arguments.count
@@ -80,7 +81,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
     windows, started = Windows(length, stride), time.perf_counter()
     with processes.agreed(here), processes.live(shape, here, kind) as mesh:
-        model = model_from(folder, mesh, processes.dtype(arguments.dtype))
+        model = model_from(folder, mesh, processes.dtype(arguments.dtype), split=split_of(arguments.etp))
         documents = files.documents()
         watched = folders.watched(documents, "evaluate", " documents") if here.rank == 0 else documents
         measured = evaluate(model, watched, windows, arguments.tokens)

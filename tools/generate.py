@@ -19,6 +19,7 @@ from megacore.rank import Here
 from megacore.say import err, say_data, write_out
 from megacore.store.folder import WeightFolder
 from megacore.store.strict_json import StoreError
+from parallel.weights.schema import split_of
 from tools import folders, processes
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
@@ -56,7 +57,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     here = Here.now()
     with processes.agreed(here):
         folder = processes.model(arguments)
-        shape = processes.mesh_shape(folder.config, here, arguments.tp, arguments.pp)
+        shape = processes.mesh_shape(folder.config, here, arguments)
         texts, prompts = _prompts(arguments, folder)
         stops = texts.stops()
         kind = processes.device(arguments.device, here, shape.world)
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     ending = Ending(stops, arguments.max_new_tokens, folder.config.max_positions)
     started = time.perf_counter()
     with processes.agreed(here), processes.live(shape, here, kind) as mesh:
-        model = model_from(folder, mesh, processes.dtype(arguments.dtype))
+        model = model_from(folder, mesh, processes.dtype(arguments.dtype), split=split_of(arguments.etp))
         loaded = time.perf_counter()
         page = Page(texts.decode, prompts, shown=here.rank == 0 and not arguments.json, echo=not arguments.chat)
         ids = [prompt.ids for prompt in prompts]

@@ -15,6 +15,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "tokenize": ("tools.tokenize", "turn text into token files"),
     "merge-tokens": ("tools.merge_tokens", "make one token file of the parts that several nodes tokenized"),
     "convert": ("tools.convert", "convert between Hugging Face folders and checkpoints"),
+    "upcycle": ("tools.upcycle", "make a dense model one with experts that has its loss"),
     "reshard": ("tools.reshard", "change the layout of a checkpoint, optimizer state and all"),
     "inspect": ("tools.inspect", "show what a folder holds, compare two, find damage"),
     "verify": ("tools.verify", "compare a checkpoint with a Hugging Face folder: every bit, and the logits"),

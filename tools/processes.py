@@ -81,24 +81,30 @@ def add_mesh(parser: argparse.ArgumentParser, data: bool = False) -> None:
     )
     group.add_argument("--tp", type=folders.count, default=1, metavar="N", help="tensor parallel ranks")
     group.add_argument("--pp", type=folders.count, default=1, metavar="N", help="pipeline stages")
+    group.add_argument("--ep", type=folders.count, default=1, metavar="N", help="ranks over which experts are spread")
+    group.add_argument(
+        "--etp", type=folders.count, default=1, metavar="N", help="parts of each expert, 1 or as many as --tp"
+    )
     if data:
         group.add_argument("--dp", type=folders.count, default=1, metavar="N", help="ranks that share out the windows")
+    else:
+        parser.set_defaults(dp=1)
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there are any")
     group.add_argument("--dtype", choices=FLOATS.values(), help="to compute in; by default that of the weights")
 
 
-def mesh_shape(config: ModelConfig, here: Here, tp: int, pp: int, dp: int = 1) -> MeshShape:
-    """Return the mesh that the arguments ask for.
+def mesh_shape(config: ModelConfig, here: Here, arguments: argparse.Namespace) -> MeshShape:
+    """Return the mesh that the arguments of :func:`add_mesh` ask for.
 
     Raises:
         StoreError: all reasons why the model, or torchrun's processes, cannot be split so.
     """
-    mesh = MeshShape(pp=pp, dp=dp, tp=tp)
-    problems, layers = mesh_problems(config.sizes, mesh), config.sizes["layer"]
-    if pp > layers:
-        problems.append(f"cannot give each of --pp {pp} stages one of the {layers} layers")
+    mesh = MeshShape(pp=arguments.pp, dp=arguments.dp, ep=arguments.ep, tp=arguments.tp)
+    problems, layers = mesh_problems(config.sizes, mesh, arguments.etp), config.sizes["layer"]
+    if mesh.pp > layers:
+        problems.append(f"cannot give each of --pp {mesh.pp} stages one of the {layers} layers")
     if here.launched and here.world != mesh.world:
-        sizes = " x ".join(f"{dim}={mesh[dim]}" for dim in ("pp", "dp", "tp"))
+        sizes = " x ".join(f"{dim}={mesh[dim]}" for dim in ("pp", "dp", "ep", "tp"))
         problems.append(f"{here.world} processes were started, and {sizes} takes {mesh.world}: start {mesh.world}")
     if problems:
         raise StoreError("\n".join(problems))

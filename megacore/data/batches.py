@@ -28,13 +28,15 @@ class Batch:
     """One microbatch.
 
     tokens, labels (IGNORE where there is none), positions: int64 [micro, length]. documents: the lengths of the rows'
-    documents, one after the other, where attention stays within documents; else None.
+    documents, one after the other, where attention stays within documents; else None. padding: bool [micro, length],
+    true where a row is not filled; None: nowhere.
     """
 
     tokens: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
     positions: npt.NDArray[np.int64]
     documents: tuple[int, ...] | None
+    padding: npt.NDArray[np.bool_] | None = None
 
 
 def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
@@ -46,8 +48,10 @@ def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
     counted = np.stack([sample.counted for sample in samples])
     inputs, labels = tokens[:, :-1].copy(), np.where(counted[:, 1:], tokens[:, 1:], IGNORE)
     positions = np.tile(np.arange(inputs.shape[1]), (len(samples), 1))
+    filled = np.array([tokens.shape[1] if sample.filled is None else sample.filled for sample in samples])
+    padding = positions >= filled[:, None] if filled.min() < inputs.shape[1] else None
     if not separate_documents:
-        return Batch(inputs, labels, positions, None)
+        return Batch(inputs, labels, positions, None, padding)
     documents = np.stack([sample.documents for sample in samples])
     last = documents[:, 1:] != documents[:, :-1]
     labels[last] = IGNORE
@@ -55,7 +59,7 @@ def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
     first[:, 1:] = last[:, :-1]
     positions -= np.maximum.accumulate(np.where(first, positions, 0), axis=1)
     lengths = np.diff(np.flatnonzero(first), append=first.size)
-    return Batch(inputs, labels, positions, tuple(lengths.tolist()))
+    return Batch(inputs, labels, positions, tuple(lengths.tolist()), padding)
 
 
 class TokenError(ValueError):

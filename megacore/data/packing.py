@@ -51,8 +51,8 @@ class _Order:
 class Packed:
     """The samples of some examples, in epochs of `per_epoch` rows, each in an order that belongs to (seed, epoch).
 
-    Which examples share a row is the same in every epoch. What is left of a row is a document of its own, of which
-    nothing counts. ValueError if there are no examples.
+    Which examples share a row is the same in every epoch. What is left of a row is padding: a document of its own, of
+    which nothing counts. ValueError if there are no examples.
     """
 
     def __init__(
@@ -102,4 +102,4 @@ class Packed:
             documents[own] = number
             filled = own.stop
         documents[filled:] = int(self._ends[row]) - begin
-        return Sample(tokens, documents, counted)
+        return Sample(tokens, documents, counted, filled)

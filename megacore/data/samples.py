@@ -41,11 +41,13 @@ def shuffled(count: int, seed: int, purpose: Purpose, epoch: int = 0) -> npt.NDA
 @dataclass(frozen=True)
 class Sample:
     """tokens int64 [length + 1]; documents int32 [length + 1], which of the sample's documents 0, 1, ... each is of;
-    counted bool [length + 1], whether the loss counts the prediction of each."""
+    counted bool [length + 1], whether the loss counts the prediction of each; filled, the number of tokens that are not
+    the padding at the end, None where that is all."""
 
     tokens: npt.NDArray[np.int64]
     documents: npt.NDArray[np.int32]
     counted: npt.NDArray[np.bool_]
+    filled: int | None = None
 
 
 class Places(Protocol):

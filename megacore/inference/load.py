@@ -16,20 +16,27 @@ from megacore.store.strict_json import StoreError
 from models.assemble import Model
 from models.stages import layout_of
 from parallel.mesh import Mesh
-from parallel.weights.schema import SPLIT
+from parallel.weights.schema import SPLIT, Split
 
 
-def model_from(whole: WeightFolder, mesh: Mesh, dtype: torch.dtype | None = None, verified: bool = True) -> Model:
+def model_from(
+    whole: WeightFolder,
+    mesh: Mesh,
+    dtype: torch.dtype | None = None,
+    verified: bool = True,
+    split: Split | None = None,
+) -> Model:
     """Return this rank's part of the model, dropout off, filled one tensor at a time.
 
-    On the number of stages that a checkpoint has, its layers lie as they do there, and its experts on the same ep and
-    tp.
+    On the number of stages that a checkpoint has, its layers lie as they do there.
 
     Args:
         whole: Its weights; adapters are computed beside those of their base.
         mesh: Any mesh that the model can be split over.
         dtype: The dtype of its parameters; None for that of the weights.
         verified: Whether damaged bytes are refused. Without it they are loaded as they are, for who compares them.
+        split: The dimensions of the mesh that split an axis; None for those of a checkpoint that has the same ep and
+            tp, and the usual ones elsewhere.
 
     Raises:
         DamageError: a checkpoint's bytes are not those that were written; on every rank, as all others.
@@ -43,7 +50,8 @@ def model_from(whole: WeightFolder, mesh: Mesh, dtype: torch.dtype | None = None
         check_fingerprint(whole, whole.base.path, fingerprint(whole.base, control))
     there, tuning = whole.layout, whole.index.tuning
     layers = there.layers if there.mesh.pp == mesh.shape.pp else None
-    split = there.split if (there.mesh.ep, there.mesh.tp) == (mesh.shape.ep, mesh.shape.tp) else SPLIT
+    if split is None:
+        split = there.split if (there.mesh.ep, there.mesh.tp) == (mesh.shape.ep, mesh.shape.tp) else SPLIT
     layout = layout_of(whole.config, mesh.shape, layers=layers, tuning=tuning, split=split)
     model = Model.create(whole.config, layout, mesh, dtype or dtype_of(whole), tuning=tuning)
     model.train(False)
@@ -61,8 +69,9 @@ def _fill(model: Model, tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def dtype_of(whole: WeightFolder) -> torch.dtype:
-    """Return the dtype of a model's weights; of several, one that holds all of their numbers."""
-    dtypes = {whole.dtype("weights", stored) for stored in whole.stored()}
+    """Return the dtype of a model's weights, buffers left out; of several, one that holds all of their numbers."""
+    weights = (stored for stored in whole.stored() if not whole.schema[stored.param].buffer)
+    dtypes = {whole.dtype("weights", stored) for stored in weights}
     widest = dtypes.pop() if len(dtypes) == 1 else "F64" if "F64" in dtypes else "F32"
     dtype: torch.dtype = getattr(torch, FLOATS[widest])
     return dtype

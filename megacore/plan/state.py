@@ -22,6 +22,7 @@ class ParameterShare:
         labels: Its pieces in this part.
         elements: Their number of elements.
         trained: The number of these that are trained; the others have values alone.
+        tensors: The number of tensors that these are of, all alike: one for each layer.
         model_replicas: Ranks of one data parallel replica that hold the same.
         dims: Along which dimensions of the mesh these differ.
     """
@@ -30,16 +31,19 @@ class ParameterShare:
     labels: tuple[str, ...]
     elements: int
     trained: int
+    tensors: int
     model_replicas: int
     dims: tuple[str, ...]
 
-    def of(self, layers: Sequence[frozenset[str]], ends: frozenset[str]) -> ParameterShare:
-        """Return the share of layers of which these parameters are trained, if it is a layer's; else of the ends."""
-        name = self.param.name
-        if "layer" not in self.param.named_axes:
-            return replace(self, trained=self.elements if name in ends else 0)
-        trained = sum(name in layer for layer in layers)
-        return replace(self, elements=self.elements * len(layers), trained=self.elements * trained)
+    def of(self, layers: Sequence[int], frozen: frozenset[str]) -> ParameterShare:
+        """Return the share of those of some layers that have it, this being that of one; an end of the model has no
+        layers."""
+        name, some = self.param.name, self.param.layers
+        held = [n for n in layers if some is None or n in some] if "layer" in self.param.named_axes else [0]
+        trained = sum(name.format(layer=n) not in frozen for n in held) if frozen else len(held)
+        return replace(
+            self, elements=self.elements * len(held), trained=self.elements * trained, tensors=self.tensors * len(held)
+        )
 
 
 @dataclass(frozen=True)
@@ -54,31 +58,25 @@ class Shares:
 
     @classmethod
     def of(cls, setting: Setting) -> Shares:
-        """Count the shares in one layer of a first, a middle and a last stage, as the others are alike; dp and cp split
-        none."""
+        """Count the shares in one layer that has all that any layer has, and at both ends; dp and cp split none."""
         layout, pp, frozen = setting.layout, setting.layout.mesh.pp, setting.frozen
-        few = min(pp, 3)
-        one_each = Schema(layout.schema.params, {**layout.schema.sizes, "layer": few})
-        small = Layout(one_each, replace(layout.mesh, pp=few, dp=1, cp=1), (1,) * few)
-        like = [0 if stage == 0 else few - 1 if stage == pp - 1 else 1 for stage in range(pp)]
-        kinds = [_parts(small, Coordinates(pp=stage)) for stage in range(few)]
-        names = [p.name for p in layout.schema.params if "layer" in p.named_axes]
-        trained = _trained(names, layout.schema.sizes["layer"], frozen)
-        ends = frozenset(p.name for p in layout.schema.params if "layer" not in p.named_axes and p.name not in frozen)
-        layers = [
-            [trained[layer] for chunk in range(layout.chunks) for layer in layout.chunk_layers(stage, chunk)]
-            for stage in range(pp)
-        ]
-        return cls(
-            tuple(tuple(part.of(own, ends) for part in kinds[kind]) for kind, own in zip(like, layers, strict=True))
+        params = {param.name: param for param in layout.schema.params}
+        alike = tuple(replace(param, layers=None, hf="") for param in params.values())
+        one_each = Schema(alike, {**layout.schema.sizes, "layer": 1})
+        mesh = replace(layout.mesh, pp=min(pp, 2), dp=1, cp=1)
+        small = Layout(one_each, mesh, (1, 0)[: mesh.pp], layout.split)
+        first, last = (
+            [replace(part, param=params[part.param.name]) for part in _parts(small, Coordinates(pp=stage))]
+            for stage in (0, mesh.pp - 1)
         )
-
-
-def _trained(names: Sequence[str], layers: int, frozen: frozenset[str]) -> tuple[frozenset[str], ...]:
-    """Yield the names of each layer's parameters that are trained, with {layer} in them."""
-    if not frozen:
-        return (frozenset(names),) * layers
-    return tuple(frozenset(name for name in names if name.format(layer=n) not in frozen) for n in range(layers))
+        blocks = [part for part in first if "layer" in part.param.named_axes]
+        ends = {stage: [part for part in own if part not in blocks] for stage, own in ((pp - 1, last), (0, first))}
+        stages = []
+        for stage in range(pp):
+            layers = [layer for chunk in range(layout.chunks) for layer in layout.chunk_layers(stage, chunk)]
+            own = (part.of(layers, frozen) for part in (*ends.get(stage, ()), *blocks))
+            stages.append(tuple(part for part in own if part.tensors))
+        return cls(tuple(stages))
 
 
 def _parts(layout: Layout, place: Coordinates) -> tuple[ParameterShare, ...]:
@@ -97,7 +95,7 @@ def _by_replicas(layout: Layout, alike: list[Shard]) -> Iterator[ParameterShare]
         places = [layout.mesh.place(rank) for rank in ranks]
         dims = tuple(dim for dim in layout.mesh.DIMS if len({getattr(at, dim) for at in places}) > 1)
         elements = sum(numel[label] for label in labels) * len(alike)
-        yield ParameterShare(alike[0].param, tuple(labels), elements, elements, len(ranks), dims)
+        yield ParameterShare(alike[0].param, tuple(labels), elements, elements, len(alike), len(ranks), dims)
 
 
 @dataclass(frozen=True)
@@ -130,6 +128,8 @@ class StateBytes:
 
 
 NOTHING = StateBytes(0, 0, 0, 0)
+BUFFER = 4
+"""Bytes of an element of a buffer, which is fp32 in any run."""
 
 
 def state_of(elements: int, ranks: int, widths: Widths, shard: ZeroShard) -> StateBytes:
@@ -163,6 +163,9 @@ def state(shares: Iterable[ParameterShare], setting: Setting) -> StateBytes:
     pieces = Counter(part.param.name for part in shares)
     total = NOTHING
     for part in shares:
+        if part.param.buffer:  # every rank that has one has all of it
+            total += StateBytes(BUFFER * part.elements, 0, 0, 0)
+            continue
         ranks = sharing(part, setting)
         own = state_of(part.trained, ranks, setting.widths, setting.shard)
         if part.trained < part.elements:

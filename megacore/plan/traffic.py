@@ -117,4 +117,4 @@ def _used(act: ActivationMemory, stage: int, part: ParameterShare) -> int:
         return part.elements * (1 + (act.embeds or part.param.at != "first"))
     blocks = act.blocks[stage]
     layers, reached = blocks.total(), sum(number for block, number in blocks.items() if block.left)
-    return part.elements // layers * (layers + reached)
+    return part.elements * (layers + reached) // layers

@@ -1,11 +1,12 @@
-"""The metrics of a run: metrics.jsonl always, a progress bar, TensorBoard and W&B if asked for, a picture."""
+"""The metrics of a run: metrics.jsonl always, a progress bar, TensorBoard and W&B if asked for, a picture; and of a
+model with experts experts.jsonl."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
@@ -19,7 +20,7 @@ from megacore.store.files import append, open_file
 from megacore.store.publish import replace_file
 from megacore.store.tensors import os_errors
 
-METRICS, PICTURE = "metrics.jsonl", "loss.png"
+METRICS, PICTURE, EXPERTS = "metrics.jsonl", "loss.png", "experts.jsonl"
 
 Record = Mapping[str, float | int | None]
 
@@ -108,8 +109,10 @@ class Log:
 
     def __init__(self, config: Config, after: int = 0) -> None:
         out = Path(config.out)
-        if dropped := drop_after(out / METRICS, after):
-            say(f"{out / METRICS}: {dropped} lines were no records and are dropped.")
+        for path, are in ((out / METRICS, _are_numbers), (out / EXPERTS, _are_loads)):
+            if dropped := drop_after(path, after, are):
+                say(f"{path}: {dropped} lines were no records and are dropped.")
+        self._loads = out / EXPERTS
         self._bar = ProgressBar(config.train.steps, after)
         self._sinks: list[Sink] = [JsonLines(out / METRICS), self._bar]
         if config.log.tensorboard:
@@ -120,6 +123,12 @@ class Log:
     def write(self, step: int, record: Record) -> None:
         for sink in self._sinks:
             sink.write(step, record)
+
+    def write_loads(self, step: int, layers: Sequence[int], counts: Sequence[Sequence[int]]) -> None:
+        """Write how many tokens of a step each expert of these layers was sent: counts [layers, experts]."""
+        line = json.dumps({"step": step, "layers": list(layers), "counts": [list(each) for each in counts]})
+        with os_errors(self._loads), append(self._loads) as file:
+            file.write(line.encode() + b"\n")
 
     def tell(self, text: str) -> None:
         """Say something that must not be overlooked, above the progress bar."""
@@ -139,8 +148,28 @@ def read(path: Path) -> list[dict[str, float | None]]:
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
-def drop_after(path: Path, step: int) -> int:
-    """Drop the records of later steps from a metrics.jsonl, and lines that are no records.
+def _are_numbers(values: Collection[object]) -> bool:
+    return all(isinstance(value, int | float | None) for value in values)
+
+
+def _are_loads(values: Collection[object]) -> bool:
+    """Return whether a line says of a step which layers have experts, and how many tokens each was sent."""
+    match list(values):
+        case [int(), list(layers), list(counts)]:
+            rows = [layers, *counts]
+            return len(layers) == len(counts) and all(
+                isinstance(row, list) and all(isinstance(number, int) for number in row) for row in rows
+            )
+    return False
+
+
+def drop_after(path: Path, step: int, are: Callable[[Collection[object]], bool] = _are_numbers) -> int:
+    """Drop the records of later steps from a file of lines of JSON, and lines that are no records.
+
+    Args:
+        path: The file.
+        step: The last step that stays.
+        are: Whether these are the values of a record.
 
     Returns:
         How many lines were no records; a last one that was not written to its end does not count.
@@ -149,20 +178,19 @@ def drop_after(path: Path, step: int) -> int:
         return 0
     with os_errors(path), open_file(path, path.parent) as file:
         lines = file.read().decode(errors="replace").splitlines(keepends=True)
-    steps = [_step(line) if line.endswith("\n") else None for line in lines]
+    steps = [_step(line, are) if line.endswith("\n") else None for line in lines]
     kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
     replace_file(path, "".join(kept).encode())
     return sum(at is None for line, at in zip(lines, steps, strict=True) if line.endswith("\n"))
 
 
-def _step(line: str) -> int | None:
+def _step(line: str, are: Callable[[Collection[object]], bool]) -> int | None:
     """Return the step of a line's record; None if the line is none."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    numbers = isinstance(record, dict) and all(isinstance(value, int | float | None) for value in record.values())
-    step = record.get("step") if numbers else None
+    step = record.get("step") if isinstance(record, dict) and are(record.values()) else None
     return step if isinstance(step, int) else None
 
 

@@ -7,23 +7,24 @@ machine: files, folders and installed packages. Nothing here imports torch.
 import importlib.util
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Protocol
 
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
-from megacore.config import EXAMPLES, RANGES, Bound, Config, CorpusConfig
+from megacore.config import EXAMPLES, RANGES, Bound, Config, CorpusConfig, ExpertsConfig
 from megacore.run.lock import held, holder
 from megacore.run.lr import decay_steps
 from megacore.say import brief
 from megacore.store.files import leaves
+from models import lora, names
 from models.tuning import EVERYTHING
 from parallel.weights.layout import MeshShape, mesh_problems
 from parallel.weights.schema import Schema
 
-RUN_FILES = ("config.yaml", "metrics.jsonl", checkpoints.FOLDER)
+RUN_FILES = ("config.yaml", "metrics.jsonl", "experts.jsonl", checkpoints.FOLDER)
 """The files that a run leaves in its folder; a folder that has one of them is not written to again unless the run goes
 on."""
 FOLDERS = (checkpoints.FOLDER, "examples", "tensorboard", "wandb")
@@ -339,6 +340,69 @@ def _tuning(facts: RuleContext) -> Iterator[str]:
         yield from tuning.problems(facts.model.schema)
 
 
+def _balances(facts: RuleContext) -> Iterator[str]:
+    section = facts.config.experts
+    if section.sequence_balance and section.batch_balance:
+        yield (
+            f"experts.sequence_balance ({section.sequence_balance:g}) and experts.batch_balance "
+            f"({section.batch_balance:g}) would balance the same experts in two ways: set one of them to 0"
+        )
+
+
+def _experts(facts: RuleContext) -> Iterator[str]:
+    assert facts.model is not None
+    section, schema, tuning = facts.config.experts, facts.model.schema, facts.config.tuning
+    asked = {f"experts.{name}": value for name, value in vars(section).items() if value}
+    if asked and "experts" not in facts.sizes:
+        yield f"{_said(asked)}: the model has no experts to balance, set {_off(asked)}"
+        return
+    if section.bias_rate and not any(names.buffers(schema)):
+        yield (
+            f"experts.bias_rate ({section.bias_rate:g}): the routers of this model have no biases to move, set it to 0 "
+            "and balance by experts.sequence_balance or experts.batch_balance"
+        )
+    if section.bias_rate and tuning.lora is not None:
+        del asked["experts.bias_rate"]
+        yield (
+            f"experts.bias_rate ({section.bias_rate:g}) moves biases of the model, and lora saves its adapters alone: "
+            "set it to 0"
+        )
+    routers = [
+        (name, f"{param.name.removesuffix('.weight')}.{lora.A}")
+        for param in schema.params
+        if param.name.endswith(".router.weight")
+        for name in names.whole_names(schema, param)
+    ]
+    still, adapted = tuning.frozen(schema), tuning.schema(schema).by_name
+    if asked and (frozen := [name for name, adapter in routers if name in still and adapter not in adapted]):
+        yield (
+            f"{_said(asked)}: {len(frozen)} of the {len(routers)} routers are not trained ({frozen[0]}), and have no "
+            f"balance to learn: train them (train.only, train.freeze, lora.targets), or set {_off(asked)}"
+        )
+
+
+def _said(asked: Mapping[str, float]) -> str:
+    return ", ".join(f"{key} ({value:g})" for key, value in asked.items())
+
+
+def _off(asked: Iterable[str]) -> str:
+    return ", ".join(f"{key}=0" for key in asked)
+
+
+def _batch_balance(facts: RuleContext) -> Iterator[str]:
+    """Yield the problem of a balance whose counts come from forwards that are run after the first backward."""
+    mesh, batch, schedule = facts.config.mesh, facts.config.batch, facts.config.pipeline.schedule
+    dp = facts.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
+    own = batch.global_size // (dp * mesh.ep) if dp else 0
+    microbatches = own // batch.micro_size
+    if facts.config.experts.batch_balance and schedule != "gpipe" and microbatches > 1:
+        yield (
+            f"experts.batch_balance needs the counts of all {microbatches} microbatches of a step before the first "
+            f"backward, and pipeline.schedule {schedule} runs backwards before: set pipeline.schedule=gpipe or "
+            f"batch.micro_size={own}, or balance by experts.sequence_balance"
+        )
+
+
 def _adapters(facts: RuleContext) -> Iterator[str]:
     section = facts.config.checkpoint
     if facts.config.lora is not None and section.init is None:
@@ -389,6 +453,9 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("mesh.tp",), _async_tp),
     (("evaluate.every", "data.validation_fraction"), _held_out),
     ((MODEL,), _tuning),
+    (("experts.sequence_balance", "experts.batch_balance"), _balances),
+    ((MODEL, *(f"experts.{each.name}" for each in fields(ExpertsConfig))), _experts),
+    ((*MODEL_RANKS, "mesh.dp", "batch.global_size", "batch.micro_size", "experts.batch_balance"), _batch_balance),
     ((), _adapters),
     ((), _one_start),
     ((), _export),

@@ -18,7 +18,7 @@ from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batch, Batches, prefetch
 from megacore.hardware import peak_memory_gib
-from megacore.run import progress
+from megacore.run import loads, progress
 from megacore.run.lr import learning_rate
 from megacore.run.metrics import Log, Record
 from megacore.run.progress import Progress
@@ -321,9 +321,19 @@ class Trainer:
             seed = key(self.config.train.seed, step, number)
             rows = with_labels(batch.labels.ravel(), _TOGETHER * shape.tp)
             wanted = None if rows is None else self._upload(rows)
+            counts = self.model.balance is not None and batch.padding is not None
+            padding = self._upload(batch.padding) if counts else None
             made.append(
                 Microbatch(
-                    tokens, labels, positions, len(batch.tokens), activation, batch.documents, seed, wanted=wanted
+                    tokens,
+                    labels,
+                    positions,
+                    len(batch.tokens),
+                    activation,
+                    batch.documents,
+                    seed,
+                    wanted=wanted,
+                    padding=padding,
                 )
             )
         return made
@@ -398,7 +408,18 @@ class _Meter:
             "peak_memory_gib": self._peak_memory(),
             "skipped_steps": int(trouble.skipped),
             **({"loss_scale": stats.scale.item()} if self._trainer.step.scaling.moves else {}),
+            **self._loads(step),
         }
+
+    def _loads(self, step: int) -> Record:
+        """Return the loads of the experts of the step, if there are some, and write how many tokens each was sent."""
+        trainer, balance = self._trainer, self._trainer.step.balance
+        if balance is None:
+            return {}
+        found = balance.read(trainer.model.config.sizes["layer"])
+        if trainer.log is not None:
+            trainer.log.write_loads(step, found.layers, found.counts.tolist())
+        return loads.record(found, balance.coefficients)
 
     def _peak_above(self, tflops: float, step: int) -> float | None:
         """Return the device's peak, as long as it has not been exceeded: then it was none, which is said once."""

@@ -7,8 +7,6 @@ rounded once. Every other weight is copied bit for bit.
 from __future__ import annotations
 
 import json
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -19,6 +17,7 @@ import numpy as np
 from megacore.store.audit import OnBytes, fingerprints, silent
 from megacore.store.companions import Companion
 from megacore.store.compare import config_differences
+from megacore.store.computed import Computed
 from megacore.store.convert import FolderPlan, StateFiles, expected, tensors, to_hugging_face
 from megacore.store.dtypes import as_dtype
 from megacore.store.folder import SafetensorsFolder, WeightFolder
@@ -33,8 +32,8 @@ from parallel.weights.schema import Schema
 from parallel.weights.transfer import Stored, hugging_face, plan
 
 WEIGHTS = "adapter_model.safetensors"
-# Elements of a product at a time, and bytes of merged tensors that are kept while their blocks are written.
-_ROWS, _KEPT = 1 << 22, 1 << 29
+_ROWS = 1 << 22
+"""Elements of a product at a time."""
 
 
 def adapters_of(checkpoint: WeightFolder) -> Adapters:
@@ -222,9 +221,7 @@ class Merged(WeightFolder):
     adapters: WeightFolder
     wanted: str | None
     base: SafetensorsFolder = field(kw_only=True)
-    _made: OrderedDict[str, np.ndarray] = field(default_factory=OrderedDict)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _locks: dict[str, threading.Lock] = field(default_factory=dict)
+    _computed: Computed = field(default_factory=Computed)
 
     @cached_property
     def _transposed(self) -> Mapping[str, bool]:
@@ -252,18 +249,7 @@ class Merged(WeightFolder):
         return lambda stored: self._merged(stored) if self._is_adapted(stored) else plain(stored)
 
     def _merged(self, stored: Stored) -> tuple[str, np.ndarray]:
-        with self._lock:
-            own = self._locks.setdefault(stored.name, threading.Lock())
-        with own:
-            with self._lock:
-                made = self._made.get(stored.name)
-            if made is None:
-                made = self._merge(stored)
-                with self._lock:
-                    self._made[stored.name] = made
-                    while len(self._made) > 1 and sum(each.nbytes for each in self._made.values()) > _KEPT:
-                        self._made.popitem(last=False)
-        return self.dtype("weights", stored), made
+        return self.dtype("weights", stored), self._computed.get(stored.name, partial(self._merge, stored))
 
     def _is_adapted(self, stored: Stored) -> bool:
         return peft_names(stored.name)[0] in self._adapters

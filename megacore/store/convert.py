@@ -103,7 +103,7 @@ def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None
     Args:
         source: The folder.
         layout: The layout of the new files.
-        dtype: The dtype of the weights, if it is to change.
+        dtype: The dtype of the weights, if it is to change; that of buffers stays.
 
     Raises:
         StoreError: pieces that are stored together have different dtypes.
@@ -150,7 +150,8 @@ def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | Non
     dtypes = {name: tensor.dtype for name, tensor in made.items()}
     shards = export.export_files(schema, dtypes, max_shard_bytes)
     files = tuple(File(name, tuple(made[s.name] for s in stored), source.read()) for name, stored in shards)
-    texts = export.texts(source.raw if dtype is None else export.with_dtype(source.raw, dtype), shards, dtypes)
+    raw = source.raw if dtype is None else export.with_dtype(source.raw, dtype)
+    texts = export.texts(raw, schema, shards, dtypes)
     part = StateFiles(files, expected(schema, source, "weights", files))
     return FolderPlan(schema, {"weights": part}, lambda found: texts, source.companions(), HuggingFace.open)
 
@@ -158,7 +159,7 @@ def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | Non
 def tensors(
     schema: Schema, source: WeightFolder, state: str, targets: Iterable[Stored], dtype: str | None
 ) -> Iterator[Tensor]:
-    """Yield the targets with what fills them of a state, in the dtype that is asked for or their own.
+    """Yield the targets with what fills them of a state, in the dtype that is asked for or, as buffers, in their own.
 
     Raises:
         StoreError: pieces that are stored together have different dtypes.
@@ -172,7 +173,8 @@ def tensors(
             f"pieces that are stored as one tensor have different dtypes: {listed}: choose one with --dtype"
         )
     for target, copies in planned:
-        yield Tensor(target, dtype or next(iter(dtypes[whole_name(schema, target)])), copies)
+        asked = None if schema[target.param].buffer else dtype
+        yield Tensor(target, asked or next(iter(dtypes[whole_name(schema, target)])), copies)
 
 
 def expected(schema: Schema, source: WeightFolder, state: str, files: Iterable[File]) -> Mapping[Logical, int]:

@@ -104,7 +104,7 @@ class Index:
         step: The training step, None for converted weights.
         files: The files by path within the folder; Hugging Face's have no fingerprints.
         adapters: If it holds adapters, and not the model that ``raw`` describes: of what.
-        frozen: Tensors that were not trained: they have weights alone.
+        frozen: Tensors that were not trained: they have weights alone, as buffers do, which are not listed.
     """
 
     raw: Mapping[str, Any]
@@ -131,7 +131,11 @@ class Index:
 
     def has(self, state: str, tensor: str) -> bool:
         """Return whether a tensor has a state."""
-        return state == STATES[0] or tensor not in self.frozen
+        return state == STATES[0] or (tensor not in self.frozen and tensor not in self._buffers)
+
+    @cached_property
+    def _buffers(self) -> frozenset[str]:
+        return frozenset(names.buffers(self.schema))
 
     @property
     def version(self) -> int:
@@ -192,7 +196,7 @@ class Index:
             "layers_per_stage": list(self.layout.layers),
             **({"split": {axis: list(dims) for axis, dims in self.split.items()}} if self.split else {}),
             "states": list(self.states),
-            **({"frozen": sorted(self.frozen)} if self.frozen else {}),
+            **({"frozen": sorted(still)} if (still := self.frozen - self._buffers) else {}),
             **({"adapters": _spelled(self.adapters)} if self.adapters else {}),
             "files": {
                 name: {

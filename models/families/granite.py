@@ -9,32 +9,28 @@ from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
 from models.builder import build
-from models.decoder_config import shape
+from models.decoder_config import DecoderConfig, shape
 from models.families.llama import LlamaConfig
 
 __all__ = ["CONFIG", "PARAMETERS", "PRESETS", "GraniteConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraniteConfig(LlamaConfig):
-    """Fields carry their Hugging Face names."""
-
-    family: ClassVar[str] = "granite"
-    architecture: ClassVar[str] = "GraniteForCausalLM"
+class Multipliers(DecoderConfig):
+    """Of embeddings, scores, branches and logits. Fields carry their Hugging Face names."""
 
     embedding_multiplier: float = 1.0
     attention_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
 
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(
-            norm_eps=self.rms_norm_eps,
+    def anatomy_of(self, **own: Any) -> Anatomy:
+        return super().anatomy_of(
             embedding_scale=self.embedding_multiplier,
             attention_scale=self.attention_multiplier,
             branch_scale=self.residual_multiplier,
             logit_scale=1 / self.logits_scaling,
+            **own,
         )
 
     @classmethod
@@ -48,7 +44,15 @@ class GraniteConfig(LlamaConfig):
         return super().problems() + found
 
 
-_GRANITE3 = {
+@dataclass(frozen=True, kw_only=True)
+class GraniteConfig(Multipliers, LlamaConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "granite"
+    architecture: ClassVar[str] = "GraniteForCausalLM"
+
+
+GRANITE3 = {
     "vocab_size": 49155,
     "num_key_value_heads": 8,
     "max_position_embeddings": 4096,
@@ -60,12 +64,12 @@ _GRANITE3 = {
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "granite-tiny": shape(64, 176, 4, 4)
-    | _GRANITE3
+    | GRANITE3
     | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}
     | {"attention_multiplier": 0.0625, "logits_scaling": 8.0},
-    "granite-3.0-2b": shape(2048, 8192, 40, 32) | _GRANITE3 | {"attention_multiplier": 0.015625, "logits_scaling": 8.0},
+    "granite-3.0-2b": shape(2048, 8192, 40, 32) | GRANITE3 | {"attention_multiplier": 0.015625, "logits_scaling": 8.0},
     "granite-3.0-8b": shape(4096, 12800, 40, 32)
-    | _GRANITE3
+    | GRANITE3
     | {"attention_multiplier": 0.0078125, "logits_scaling": 16.0},
 }
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy, LayerAttention
 from models.builder import build
-from models.decoder_config import DecoderConfig, shape
+from models.decoder_config import shape
+from models.experts_config import ExpertsConfig
+from models.rope_config import Convention
 from models.windowed import window_problems
 from parallel.routing import Routing
 from parallel.weights.schema import Param
@@ -18,20 +20,20 @@ __all__ = ["CONFIG", "PRESETS", "MixtralConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtralConfig(DecoderConfig):
+class MixtralConfig(ExpertsConfig):
     """Fields carry their Hugging Face names."""
 
     family: ClassVar[str] = "mixtral"
     architecture: ClassVar[str] = "MixtralForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
     fixed: ClassVar[Mapping[str, Any]] = {"router_jitter_noise": 0.0}
-    harmless: ClassVar[frozenset[str]] = frozenset({"output_router_logits", "router_aux_loss_coef"})
+    spellings: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
     axes: ClassVar[Mapping[str, str]] = {
-        **{axis: field for axis, field in DecoderConfig.axes.items() if axis != "mlp"},
+        **ExpertsConfig.axes,
         "experts": "num_local_experts",
         "routes": "num_local_experts",
-        "expert_mlp": "intermediate_size",
     }
+    rope_convention: ClassVar[Convention] = Convention(rope_theta=1e6)
 
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = None
@@ -40,12 +42,12 @@ class MixtralConfig(DecoderConfig):
 
     @property
     def routing(self) -> Routing:
-        return Routing(experts=self.num_local_experts, top_k=self.num_experts_per_tok, normalised=True)
+        return replace(super().routing, normalised=True)
 
     @property
     def anatomy(self) -> Anatomy:
         layers = (LayerAttention(window=self.sliding_window),) * self.num_hidden_layers
-        return self.anatomy_of(norm_eps=self.rms_norm_eps, layers=layers, routing=self.routing)
+        return self.anatomy_of(norm_eps=self.rms_norm_eps, layers=layers)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()
@@ -64,12 +66,12 @@ class MixtralConfig(DecoderConfig):
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
-        # As many as the ranks of the largest meshes of the tests. One alone of weight 1 would teach the router nothing.
-        experts = {"num_local_experts": max(4, 2 * tp), "num_experts_per_tok": rng.choice((2, 3))}
-        return drawn | experts | {"sliding_window": rng.choice((None, 2, 3, positions))}
+        # transformers' class has no dynamic rope and no longrope for heads whose size it is not given.
+        drawn.setdefault("head_dim", drawn["hidden_size"] // drawn["num_attention_heads"])
+        return drawn | {"sliding_window": rng.choice((None, 2, 3, positions))}
 
     def problems(self) -> list[str]:
-        return super().problems() + window_problems(self.sliding_window) + list(self.routing.problems())
+        return super().problems() + window_problems(self.sliding_window)
 
 
 _EACH = {
@@ -82,10 +84,10 @@ _EACH = {
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "mixtral-tiny": _EACH | shape(64, 88, 4, 4) | {"vocab_size": 512, "num_key_value_heads": 2, "num_local_experts": 8},
     "mixtral-8x7b": _EACH | shape(4096, 14336, 32, 32),
-    "mixtral-8x22b": _EACH | shape(6144, 16384, 56, 48) | {"vocab_size": 32768, "max_position_embeddings": 65536},
+    "mixtral-8x22b": _EACH | shape(6144, 16384, 56, 48) | {"max_position_embeddings": 65536},
 }
 
-PARAMETERS: Mapping[str, int] = {"mixtral-8x7b": 46_702_792_704}
+PARAMETERS: Mapping[str, int] = {"mixtral-8x7b": 46_702_792_704, "mixtral-8x22b": 140_620_634_112}
 """Published numbers of parameters."""
 
 CONFIG: type[MixtralConfig] = MixtralConfig

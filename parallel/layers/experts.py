@@ -3,19 +3,34 @@
 Rows are sorted by (expert, source rank, token), so that an expert multiplies the same rows in the same order however
 many ranks there are, and a token's slots are summed in their order: outputs and the experts' gradients are bitwise the
 same for any number of ranks.
+
+A token is k rows at the experts. Those are not kept for the backward: they are sent once more while the input gradient
+is multiplied, as a column-parallel linear gathers once more. Nor is what the experts give, though the gradients of a
+token's weights need it: with y = W a of a slot of weight w, dw = <dy, W a> = <W' (w dy), a> / w, and W' (w dy) is the
+gradient of a. So the weights never travel: slots are weighed where they are summed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from parallel.collectives import all_gather, reduce_scatter
+from parallel import kernels
+from parallel.collectives import (
+    Pending,
+    all_gather,
+    start_all_gather,
+    start_all_to_all,
+    start_reduce_scatter,
+)
+from parallel.kernels import grouped
+from parallel.kernels.grouped import GroupedProducts, Groups
 from parallel.mesh import Group
 
 
@@ -23,6 +38,9 @@ class Experts(nn.Module):
     """The feed-forward networks of all experts, of which this rank holds some, or some features of some.
 
     x: [n, embed], chosen: [n, k], weights: [n, k] -> [n, embed].
+
+    Where rows travel the host waits once for the device, for how many there are; where they do not and a kernel takes
+    the products, never.
 
     Args:
         up: [experts here, inner, embed], the inner features of gate and up one after the other where they are gated.
@@ -50,67 +68,218 @@ class Experts(nn.Module):
         self.up, self.down, self.activation, self.experts = up, down, activation, experts
         self.up_bias, self.down_bias = up_bias, down_bias
         self.group, self.features = group, features
+        self.products = kernels.grouped_products(up, down)
 
-    @torch.compiler.disable
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, beside: Callable[[], Tensor] | None = None) -> Tensor:
         """``beside``: computed while rows travel, [n, embed], and added to what comes out."""
+        dispatch = Dispatch.of(chosen, self.experts, self.group, self.features, self.products.needs_host)
+        weights = all_gather(weights, self.features)
+        with torch.no_grad():
+            coming = dispatch.start(x)
         other = None if beside is None else beside()
-        x, weights = all_gather(x, self.features), all_gather(weights, self.features)
-        if self.features.size > 1:
-            chosen = all_gather(chosen, self.features)
-        n, k = chosen.shape
-        order = chosen.flatten().argsort(stable=True)
-        sent = torch.bincount(chosen.flatten(), minlength=self.experts).view(self.group.size, -1)
-        got = _swap_counts(sent, self.group)
-        out_splits, in_splits = sent.sum(1).tolist(), got.sum(1).tolist()
-        rows = _Exchange.apply(x[order // k], self.group, out_splits, in_splits)
-        scale = _Exchange.apply(weights.flatten()[order, None], self.group, out_splits, in_splits)
-        # By expert first, then by source.
-        expert_of = torch.arange(got.shape[1]).repeat(got.shape[0]).repeat_interleave(got.flatten())
-        by_expert = expert_of.argsort(stable=True)
-        rows, scale = rows[by_expert], scale[by_expert]
-        counts = got.sum(0).tolist()
-        made = []
-        for e, (r, w) in enumerate(zip(rows.split(counts), scale.split(counts), strict=True)):
-            h = r @ self.up[e].t()
-            if self.up_bias is not None:
-                h = h + self.up_bias[e]
-            h = self.activation(h)
-            y = h @ self.down[e].t()
-            if self.down_bias is not None:
-                y = y + self.down_bias[e] / self.features.size
-            made.append((y * w).to(x.dtype))
-        y = torch.cat(made)[by_expert.argsort()]
-        y = _Exchange.apply(y, self.group, in_splits, out_splits)
-        y = y[order.argsort()].view(n, k, -1).sum(1)
-        y = reduce_scatter(y, self.features)
+        h = _Up.apply(x, self.up, self.up_bias, dispatch, self.products, coming)
+        y: Tensor = _Down.apply(self.activation(h), weights, self.down, self.down_bias, dispatch, self.products)
         return y if other is None else y + other
 
 
-def _swap_counts(sent: Tensor, group: Group) -> Tensor:
-    """sent: [ranks, experts of a rank], rows for each -> [ranks, experts here], rows from each."""
-    if group.size == 1:
-        return sent
-    got = torch.empty_like(sent)
-    dist.all_to_all_single(got, sent.contiguous(), group=group.process_group)
-    return got
+# -- where rows go
 
 
-class _Exchange(torch.autograd.Function):
+@dataclass(frozen=True, eq=False)
+class Dispatch:
+    """The way of n tokens of this rank to the experts, R rows of all ranks at those that are here, and the way back.
+
+    Args:
+        group: The ranks over which experts are spread.
+        features: The ranks over which the features of each expert are split: they send the tokens of all of them, N.
+        order: [N k], the slots (token k + number) as they are sent: by expert, then by token.
+        slots: [N, k], the place of each slot in that order.
+        sent, got: How many rows go to each rank, and come from each.
+        groups: The rows of each expert here.
+        sorting: [R], the place at which each row came, of those sorted by (expert, source rank, token), and the place
+            that each that came has of those; None where they come so.
+    """
+
+    group: Group
+    features: Group
+    order: Tensor
+    slots: Tensor
+    sent: list[int]
+    got: list[int]
+    groups: Groups
+    sorting: tuple[Tensor, Tensor] | None
+
+    @classmethod
+    def of(cls, chosen: Tensor, experts: int, group: Group, features: Group, needs_host: bool) -> Dispatch:
+        """chosen: [n, k], the experts of each token.
+
+        ``needs_host``: whether the host must know how many rows each expert has, even where they do not travel.
+        """
+        chosen = start_all_gather(chosen, features).wait()
+        rows = chosen.numel()
+        by_expert, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(by_expert, torch.arange(experts, device=chosen.device), right=True)
+        sent = ends.diff(prepend=ends.new_zeros(1)).view(group.size, -1)
+        slots = torch.empty_like(order).scatter_(0, order, torch.arange(rows, device=order.device)).view(chosen.shape)
+        if group.size == 1:
+            counts = grouped.host_counts(sent, sent, rows)[2] if needs_host else None
+            return cls(group, features, order, slots, [rows], [rows], Groups(rows, sent[0], counts), None)
+        got = start_all_to_all(sent, group, [1] * group.size, [1] * group.size).wait()
+        to, of, counts = grouped.host_counts(sent, got, rows)
+        groups = Groups(sum(of), got.sum(0), counts)
+        return cls(group, features, order, slots, to, of, groups, _sorting(got, groups.rows))
+
+    def start(self, x: Tensor, weights: Tensor | None = None) -> Pending:
+        """x: [n, f], weights: [N, k] -> [R, f], the rows of each expert together. Adjoint of :meth:`start_back`."""
+        whole = start_all_gather(x, self.features).wait()
+        rows = whole.index_select(0, self.order // self.slots.shape[1])
+        if weights is not None:
+            rows.mul_(self._in_order(weights))
+        pending = start_all_to_all(rows, self.group, self.sent, self.got)
+        if self.sorting is None:
+            return pending
+        places = self.sorting[0]
+        return Pending(pending.works, lambda: pending.finish().index_select(0, places))
+
+    def start_back(self, rows: Tensor, weights: Tensor | None = None) -> Pending:
+        """rows: [R, f], weights: [N, k] -> [n, f], the sum of each token's slots and over ``features``."""
+        pending = self._start_home(rows)
+
+        def finish() -> Tensor:
+            return start_reduce_scatter(self._sum(pending.finish(), weights), self.features).wait()
+
+        return Pending(pending.works, finish)
+
+    def start_numbers_back(self, numbers: Tensor) -> Pending:
+        """numbers: [R], one of each row -> [N, k]."""
+        pending = self._start_home(numbers)
+        return Pending(pending.works, lambda: pending.finish().take(self.slots))
+
+    def _start_home(self, rows: Tensor) -> Pending:
+        """rows: [R, ...] -> [N k, ...], as they were sent."""
+        if self.sorting is not None:
+            rows = rows.index_select(0, self.sorting[1])
+        return start_all_to_all(rows, self.group, self.got, self.sent)
+
+    def _sum(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        """rows: [N k, f], as they were sent -> [N, f], each token's rows summed in the order of its slots."""
+        if rows.device.type == "cpu":  # whose kernel would round halves of narrow numbers up
+            wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            return F.embedding_bag(self.slots, wide, mode="sum", per_sample_weights=weights).to(rows.dtype)
+        if weights is not None:
+            rows.mul_(self._in_order(weights))  # in fp32, where its kernel would have them narrow
+        return F.embedding_bag(self.slots, rows, mode="sum")
+
+    def _in_order(self, weights: Tensor) -> Tensor:
+        """weights: [N, k] -> [N k, 1], as their rows are sent."""
+        return weights.flatten().index_select(0, self.order)[:, None]
+
+
+def _sorting(got: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """got: [ranks, experts here], how many rows come, by source and then by expert -> as of :class:`Dispatch`."""
+    turned = got.t().flatten()
+    come = (got.flatten().cumsum(0) - got.flatten()).view(got.shape)
+    belong = (turned.cumsum(0) - turned).view(got.t().shape).t()
+    shift, at = come - belong, torch.arange(rows, device=got.device)
+    return (
+        at + shift.t().flatten().repeat_interleave(turned, output_size=rows),
+        at - shift.flatten().repeat_interleave(got.flatten(), output_size=rows),
+    )
+
+
+# -- the two products
+
+
+class _Up(torch.autograd.Function):
+    """h = rows(x) W' + b, with the rows of each expert times its own matrix.
+
+    x   [n, embed]   this rank's tokens, of which ``coming`` are the rows
+    W   [experts here, inner, embed]
+    b   [experts here, inner]
+    h   [R, inner]
+
+    The rows are not kept, they would be k times what this rank has: they are sent once more while dgrad multiplies. And
+    dgrad comes first, so that it travels while wgrad multiplies.
+    """
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sent: list[int], got: list[int]) -> Tensor:
-        ctx.group, ctx.sent, ctx.got = group, sent, got
-        return _exchange(x, group, sent, got)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dispatch: Dispatch,
+        products: GroupedProducts,
+        coming: Pending,
+    ) -> Tensor:
+        ctx.dispatch, ctx.products = dispatch, products
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        h = products.forward(coming.wait(), weight, dispatch.groups)
+        return h if bias is None else h.add_(bias.index_select(0, dispatch.groups.experts))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dispatch, products, groups = ctx.dispatch, ctx.products, ctx.dispatch.groups
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        again = dispatch.start(x) if need_dw else None
+        dx = dispatch.start_back(products.input_gradient(dh, weight, groups)) if need_dx else None
+        dw = products.weight_gradient(dh, again.wait(), groups) if again else None
+        db = products.sums(dh, groups) if need_db else None
+        return dx.wait() if dx else None, dw, db, None, None, None
+
+
+class _Down(torch.autograd.Function):
+    """y = the sums of w (rows(a) W' + b) over each token's slots, with the rows of each expert times its own matrix.
+
+    a   [R, features]
+    w   [N, k]   the weight of each slot
+    W   [experts here, embed, features]
+    b   [experts here, embed]   of which each rank over which features are split adds its share
+    y   [n, embed]   of this rank's tokens
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        weights: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dispatch: Dispatch,
+        products: GroupedProducts,
+    ) -> Tensor:
+        ctx.dispatch, ctx.products = dispatch, products
+        ctx.save_for_backward(a, weights, weight, bias)
+        rows = products.forward(a, weight, dispatch.groups)
+        if bias is not None:
+            rows.add_(bias.index_select(0, dispatch.groups.experts), alpha=1 / dispatch.features.size)
+        return dispatch.start_back(rows, weights).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchange(dy, ctx.group, ctx.got, ctx.sent), None, None, None
+        a, weights, weight, bias = ctx.saved_tensors
+        dispatch, products, groups = ctx.dispatch, ctx.products, ctx.dispatch.groups
+        _, need_dweights, need_dw, need_db = ctx.needs_input_grad[:4]
+        d = dispatch.start(dy, weights).wait()
+        da, home = products.input_gradient(d, weight, groups), None
+        if need_dweights:
+            along = _along(da, a, weights.dtype)
+            if bias is not None:
+                along += _along(d, bias.index_select(0, groups.experts), weights.dtype) / dispatch.features.size
+            home = dispatch.start_numbers_back(along)
+        dw = products.weight_gradient(d, a, groups) if need_dw else None
+        db = products.sums(d, groups).div_(dispatch.features.size) if need_db else None
+        return da, _over(home.wait(), weights) if home else None, dw, db, None, None
 
 
-def _exchange(x: Tensor, group: Group, sent: list[int], got: list[int]) -> Tensor:
-    if group.size == 1:
-        return x
-    out = x.new_empty(sum(got), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), got, sent, group=group.process_group)
-    return out
+def _along(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """x, y: [R, f] -> [R], the products of their rows."""
+    return (x * y).sum(-1, dtype=dtype)
+
+
+def _over(x: Tensor, weights: Tensor) -> Tensor:
+    """x / weights; 0 for a weight of 0, which no score has that still moves."""
+    return torch.where(weights == 0, 0, x / weights)

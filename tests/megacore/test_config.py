@@ -11,7 +11,7 @@ from megacore.config import RANGES, SECTIONS, Config, CorpusConfig, MeshConfig, 
 from megacore.recipe import ConfigError, load, processes
 from megacore.run.problems import problems, surroundings
 from models.registry import configure
-from parallel.weights.schema import Schema
+from parallel.weights.schema import Param, Schema
 
 RECIPE = """
 model: {family: llama, preset: llama-3.2-1b}
@@ -38,6 +38,15 @@ class Sizes:
 
 LLAMA = Sizes()
 SPARSE = Sizes({**LLAMA.sizes, "experts": 2})
+_TINY = configure({"preset": "mixtral-tiny"})
+MIXTRAL = Sizes(_TINY.sizes, schema=_TINY.schema)
+BIASED = replace(
+    MIXTRAL,
+    schema=replace(
+        _TINY.schema,
+        params=(*_TINY.schema.params, Param("layers.{layer}.mlp.router.correction", "routes", "b", buffer=True)),
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -181,6 +190,54 @@ BAD = [
     bad("mesh.etp=0", "mesh.etp (0): must be at least 1"),
     bad("mesh.ep=2 mesh.etp=4", "etp=4 is neither 1", "nor tp=2", sizes=SPARSE),
     bad("mesh.ep=2", "experts (2) over ep x tp=4", "choose ep x tp from 1, 2, or etp=2", sizes=SPARSE),
+    # the balance of experts
+    bad("experts.sequence_balance=-1", "experts.sequence_balance (-1.0): must be at least 0", sizes=MIXTRAL),
+    bad("experts.batch_balance=-0.1", "experts.batch_balance (-0.1): must be at least 0", sizes=MIXTRAL),
+    bad("experts.z_loss=-1", "experts.z_loss (-1.0): must be at least 0", sizes=MIXTRAL),
+    bad("experts.bias_rate=-0.001", "experts.bias_rate (-0.001): must be at least 0", sizes=BIASED),
+    bad(
+        "experts.sequence_balances=1", "experts.sequence_balances: unknown key", "did you mean experts.sequence_balance"
+    ),
+    bad(
+        "experts.sequence_balance=0.1 experts.batch_balance=0.2 pipeline.schedule=gpipe",
+        *("experts.sequence_balance (0.1) and experts.batch_balance (0.2)", "set one of them to 0"),
+        sizes=MIXTRAL,
+    ),
+    bad(
+        "experts.z_loss=0.001 experts.bias_rate=0.01",
+        *(
+            "experts.z_loss (0.001), experts.bias_rate (0.01): the model has no experts",
+            "set experts.z_loss=0, experts.b",
+        ),
+    ),
+    bad("experts.bias_rate=0.001", "experts.bias_rate (0.001)", "have no biases", "sequence_balance", sizes=MIXTRAL),
+    bad(
+        "experts.sequence_balance=0.1 train.freeze=[layers.0]",
+        *("experts.sequence_balance (0.1): 1 of the 4 routers", "layers.0.mlp.router.weight", "train.freeze"),
+        sizes=MIXTRAL,
+    ),
+    bad("experts.z_loss=1 train.only=[attn]", "4 of the 4 routers are not trained", "train.only", "=0", sizes=MIXTRAL),
+    bad("experts.bias_rate=1 train.freeze=[mlp]", "experts.bias_rate (1): 4 of the 4 routers", "=0", sizes=BIASED),
+    bad(
+        "experts.z_loss=1 lora.targets=[q_proj] checkpoint.init=hf",
+        *("experts.z_loss (1): 4 of the 4 routers are not trained", "lora.targets", "set experts.z_loss=0"),
+        sizes=MIXTRAL,
+    ),
+    bad(
+        "experts.bias_rate=1 lora.targets=[q_proj] checkpoint.init=hf",
+        *("experts.bias_rate (1) moves biases of the model, and lora saves its adapters alone", "set it to 0"),
+        sizes=BIASED,
+    ),
+    bad(
+        "experts.batch_balance=1",
+        *("experts.batch_balance", "all 4 microbatches", "1f1b", "pipeline.schedule=gpipe", "batch.micro_size=4"),
+        sizes=MIXTRAL,
+    ),
+    bad(
+        "experts.batch_balance=1 pipeline.schedule=interleaved pipeline.chunks=2 batch.micro_size=2",
+        *("all 2 microbatches", "interleaved", "batch.micro_size=4", "or balance by experts.sequence_balance"),
+        sizes=MIXTRAL,
+    ),
     # the model over the mesh
     bad(
         "mesh.pp=1 mesh.tp=2",
@@ -315,6 +372,10 @@ GOOD = [
     bad("optimizer.moments=bf16 optimizer.betas=[0.9,0.99]"),
     bad("batch.global_size=12 batch.micro_size=3 data.sequence_length=6 out=fresh/one"),
     bad("out=fresh/one checkpoint.export=fresh/one/hf"),
+    bad("experts.sequence_balance=0.01 experts.z_loss=0.001 experts.bias_rate=0.001", sizes=BIASED),
+    bad("experts.batch_balance=0.01 pipeline.schedule=gpipe", sizes=MIXTRAL),
+    bad("experts.batch_balance=0.01 batch.micro_size=4", sizes=MIXTRAL),
+    bad("experts.sequence_balance=0.01 train.freeze=[embed] train.only=[mlp]", sizes=MIXTRAL),
 ]
 
 

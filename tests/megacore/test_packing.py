@@ -115,3 +115,12 @@ def test_in_a_batch_positions_restart_and_what_is_empty_has_no_label() -> None:
     assert batch.labels.tolist() == [[2, 3, no, 5, no, 1002, 1003, no, no, no, no]]
     full = packed([12], 11)
     assert collate([full.sample(0)], separate_documents=True).documents == (11,)
+
+
+@pytest.mark.parametrize("separate", [False, True])
+def test_padding_is_what_no_example_has_filled(separate: bool) -> None:
+    """Whether it has a label does not matter."""
+    partly, full = packed([5, 4], 11).sample(0), packed([11], 11).sample(0)
+    batch = collate([full, partly], separate)
+    assert batch.padding is not None and batch.padding.tolist() == [[False] * 11, [False] * 9 + [True] * 2]
+    assert collate([full], separate).padding is None

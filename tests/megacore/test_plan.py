@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from deep_family import deep
 from operations import Flops
 
 from megacore.config import Config, MemoryConfig
@@ -34,6 +35,7 @@ from models.tuning import EVERYTHING, Tuning
 from parallel.choices import OptimizerOffload
 from parallel.pipeline.schedules import SCHEDULES, in_flight_bound, simulate
 from parallel.weights.layout import MeshShape
+from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, Split
 from tools.main import main
 
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
@@ -125,13 +127,36 @@ def test_real_models_through_the_same_functions() -> None:
     ],
 )
 def test_what_a_stage_holds_is_what_each_of_its_ranks_holds(tied: bool, mesh: MeshShape, chunks: int) -> None:
-    made = setting(SMALL | {"tie_word_embeddings": tied}, mesh, chunks)
-    layout, shares = made.layout, Shares.of(made)
+    agree(setting(SMALL | {"tie_word_embeddings": tied}, mesh, chunks))
+
+
+DEEP = deep(
+    vocab_size=50, hidden_size=16, intermediate_size=8, num_hidden_layers=6, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=4, num_local_experts=8, num_experts_per_tok=2, dense=2, dense_size=24,
+    shared_size=8, corrected=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("split", [SPLIT, EXPERT_TENSOR_PARALLEL], ids=["folded", "etp"])
+@pytest.mark.parametrize(
+    "mesh",
+    [MeshShape(), MeshShape(ep=2, dp=2), MeshShape(ep=2, tp=4), MeshShape(pp=3, ep=4), MeshShape(pp=2, ep=2, tp=2)],
+)
+def test_what_a_stage_holds_where_layers_differ(mesh: MeshShape, split: Split) -> None:
+    layout = replace(layout_of(DEEP, mesh), split=split)
+    agree(Setting(DEEP, layout, Widths.of("bf16"), 64, 1, 8))
+
+
+def agree(made: Setting) -> None:
+    """The shares against the shards of every rank."""
+    mesh, layout, shares = made.layout.mesh, made.layout, Shares.of(made)
     for rank in range(mesh.world):
         place = mesh.place(rank)
         shards = list(layout.shards(place))
         own = shares.stages[place.pp]
         assert sum(part.elements for part in own) == sum(shard.numel for shard in shards)
+        assert state(own, made).parameters == sum((4 if s.param.buffer else 2) * s.numel for s in shards)
+        assert sum(part.trained for part in own) == sum(s.numel for s in shards if not s.param.buffer)
         for shard in shards:
             for label in shard.param.sentence.labels:
                 (part,) = [p for p in own if p.param.name == shard.param.name and label in p.labels]

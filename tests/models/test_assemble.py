@@ -9,6 +9,7 @@ from types import MethodType
 
 import pytest
 import torch
+from deep_family import deep
 from torch import nn
 
 from models.assemble import Model
@@ -36,6 +37,15 @@ def test_the_head_and_the_embedding_count_as_layers() -> None:
 
 def test_a_small_vocabulary_changes_nothing() -> None:
     assert default_layers(configure(EIGHT_B | {"vocab_size": 100}), 4) == (8, 8, 8, 8)
+
+
+def test_layers_with_experts_weigh_what_a_token_meets_of_them() -> None:
+    """As in DeepSeek-V3, 8 experts and a shared one of 2048 are as much work as a dense layer of 18432, while all 256
+    weigh 28 times that; the head is 1.4 layers."""
+    config = deep()
+    assert default_layers(config, 4) == (15, 16, 16, 14)
+    assert default_layers(config, 16) == (3, *(4,) * 14, 2)
+    assert default_layers(deep(num_experts_per_tok=248), 4) == (17, 15, 15, 14)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])

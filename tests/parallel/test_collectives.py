@@ -99,6 +99,39 @@ def test_backward_is_the_adjoint(pool: Pool, world: int, pairwise: bool) -> None
             np.testing.assert_allclose(ax[rank], want[rank], rtol=1e-12, err_msg=name)
 
 
+SENT = {2: (5, 7), 3: (5, 0, 7), 4: (5, 0, 6, 1)}
+"""{world: rows that a rank sends to itself, to the next one, and so on}: all get as many as they send."""
+
+
+def counts(world: int, rank: int) -> tuple[list[int], list[int]]:
+    """Rows for each rank, and of each."""
+    sent = [SENT[world][(peer - rank) % world] for peer in range(world)]
+    return sent, [SENT[world][(rank - peer) % world] for peer in range(world)]
+
+
+def exchange(pairwise: bool) -> tuple[np.ndarray, np.ndarray]:
+    group = _group(pairwise)
+    x = torch.from_numpy(draw("own", 0, group.index, group.size, 1)).requires_grad_()
+    result = collectives.all_to_all(x, group, *counts(group.size, group.index))
+    result.backward(torch.from_numpy(draw("own", 0, group.index, group.size, 2)))
+    assert x.grad is not None
+    return result.detach().numpy(), x.grad.numpy()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("pairwise", [True, False], ids=["pairwise", "backend"])
+@pytest.mark.parametrize("world", WORLDS)
+def test_rows_reach_their_ranks_and_gradients_come_back(pool: Pool, world: int, pairwise: bool) -> None:
+    """All-to-all of uneven counts, some of them 0: by hand, and the adjoint."""
+    results = pool.run(world, exchange, pairwise)
+    x, y = ([draw("own", 0, rank, world, seed) for rank in range(world)] for seed in (1, 2))
+    parts = [np.split(x[rank], np.cumsum(counts(world, rank)[0])[:-1]) for rank in range(world)]
+    for rank, (there, _) in enumerate(results):
+        assert np.array_equal(there, np.concatenate([parts[source][rank] for source in range(world)]))
+    there, back = ([result[i] for result in results] for i in (0, 1))
+    np.testing.assert_allclose(dot("own", there, y), dot("own", x, back), rtol=1e-12)
+
+
 def asynchronous(pairwise: bool) -> dict[str, np.ndarray]:
     group = _group(pairwise)
     x = torch.from_numpy(draw("own", 0, group.index, group.size, 3))

@@ -26,7 +26,7 @@ from models.decoder import Losses, Microbatch
 from models.registry import configure
 from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
-from parallel.balance import NONE, Balance, Coefficients
+from parallel.balance import NONE, Coefficients, Loads
 from parallel.choices import ZeroShard
 from parallel.gradients.reduce import Gradients
 from parallel.labels import IGNORE, with_labels
@@ -37,7 +37,7 @@ from parallel.parameters import Parameters
 from parallel.pipeline.run import Pipeline
 from parallel.routing import Routing
 from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.schema import EXPERT_TENSOR_PARALLEL
+from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT
 from parallel.weights.transfer import execute, native, plan
 
 TOLERANCE = 1e-9
@@ -125,8 +125,8 @@ class Run:
     etp: bool = False
 
     def layout(self, case: Case) -> Layout:
-        layout = layout_of(case.config, self.mesh, self.chunks, self.layers, case.tuning)
-        return replace(layout, split=EXPERT_TENSOR_PARALLEL) if self.etp else layout
+        split = EXPERT_TENSOR_PARALLEL if self.etp else SPLIT
+        return layout_of(case.config, self.mesh, self.chunks, self.layers, case.tuning, split)
 
     def __str__(self) -> str:
         m = self.mesh
@@ -149,8 +149,8 @@ class Run:
 
 @dataclass
 class Measured:
-    """Per step: loss and norm; the experts that this rank's tokens were sent to, and after it the buffers. Of the first
-    step: the initial weights and the gradients. After the last: the weights. Of all: the smallest gap of a router."""
+    """Per step: loss and norm; what experts were sent, and after it the buffers. Of the first step: the initial weights
+    and the gradients. After the last: the weights. Of all: the smallest gap of a router."""
 
     losses: list[float]
     norms: list[float]
@@ -158,7 +158,7 @@ class Measured:
     initial: dict[str, np.ndarray]
     gradients: dict[str, np.ndarray]
     final: dict[str, np.ndarray]
-    counts: list[dict[int, np.ndarray]]
+    loads: list[Loads]
     buffers: list[dict[str, np.ndarray]]
     gap: float
 
@@ -255,18 +255,19 @@ def measure(case: Case, run: Run) -> Measured:
     pipeline = Pipeline(mesh, model.chunks, torch.float64, run.schedule)
     step = TrainStep(mesh, pipeline, gradients, optimizer, balance=model.balance)
     initial = snapshot(gradients)
-    losses, norms, counts, buffers = [], [], [], []
+    losses, norms, loads, buffers = [], [], list[Loads](), []
     with gaps() as found:
         evaluated = evaluate(mesh, pipeline, microbatches(case, run, 0, mesh))[0].item()
         for i in range(STEPS):
             stats = step(microbatches(case, run, i, mesh), 1e-2)
             losses.append(stats.loss.item())
             norms.append(stats.grad_norm.item())
-            counts.append(counted(model.balance))
+            if model.balance is not None:
+                loads.append(model.balance.read(case.config.sizes["layer"]))
             buffers.append(buffers_of(model.parameters))
     gap = min(found, default=float("inf"))
     first = optimizer.first or {}
-    return Measured(losses, norms, evaluated, initial, first, snapshot(gradients), counts, buffers, gap)
+    return Measured(losses, norms, evaluated, initial, first, snapshot(gradients), loads, buffers, gap)
 
 
 def starve(parameters: Parameters) -> None:
@@ -292,7 +293,7 @@ def gaps() -> Iterator[list[float]]:
 
 def gap(logits: Tensor, routing: Routing, correction: Tensor | None) -> float:
     """How far the last expert that is chosen is from the first that is left out, and the last group from the first."""
-    scores, found = scores_of(logits, routing), float("inf")
+    scores, found = logits if routing.weigh == "chosen" else scores_of(logits, routing), float("inf")
     if correction is not None:
         scores = scores + correction
     if routing.kept_groups < routing.groups:
@@ -306,13 +307,6 @@ def gap(logits: Tensor, routing: Routing, correction: Tensor | None) -> float:
         best = scores.sort(descending=True).values
         found = min(found, float((best[:, routing.top_k - 1] - best[:, routing.top_k]).min()))
     return found
-
-
-def counted(balance: Balance | None) -> dict[int, np.ndarray]:
-    """{layer: [experts], how many slots of this rank's tokens each had in the last step}."""
-    if balance is None:
-        return {}
-    return {layer: of.sum(0).numpy() for layer, of in zip(balance.layers, balance.counts, strict=True)}
 
 
 @torch.no_grad()
@@ -356,7 +350,6 @@ def expected(case: Case, run: Run, rank: int, one: Mapping[str, np.ndarray]) -> 
 
 def check(case: Case, run: Run, one: Measured, ranks: Iterable[Measured]) -> None:
     """Every rank of a run has computed what one process has computed, and has started bitwise the same."""
-    ranks = list(ranks)
     for rank, got in enumerate(ranks):
         assert min(got.gap, one.gap) > GAP, "a choice is a matter of rounding: draw another case"
         np.testing.assert_allclose(got.losses, one.losses, rtol=TOLERANCE)
@@ -366,17 +359,19 @@ def check(case: Case, run: Run, one: Measured, ranks: Iterable[Measured]) -> Non
         assert got.initial.keys() == initial.keys()
         for name, want in initial.items():
             assert np.array_equal(got.initial[name], want), f"rank {rank}: {name} does not start bitwise the same"
-        for what, mine, ones in (("gradient", got.gradients, one.gradients), ("weight", got.final, one.final)):
+        for what, own, ones in (("gradient", got.gradients, one.gradients), ("weight", got.final, one.final)):
             for name, want in expected(case, run, rank, ones).items():
-                error = relative(mine[name], want)
+                error = relative(own[name], want)
                 assert error <= TOLERANCE, f"rank {rank}: {what} of {name} is off by {error:.1e}"
         for step, buffers in enumerate(got.buffers):
             for name, value in buffers.items():
                 assert value.tobytes() == one.buffers[step][name].tobytes(), f"rank {rank}: {name} in step {step}"
-    for step, of_one in enumerate(one.counts):
-        for layer, want in of_one.items():
-            total = sum(got.counts[step][layer] for got in ranks if layer in got.counts[step])
-            assert np.array_equal(total, want), f"the counts of layer {layer} in step {step} are others"
+        for step, (mine, alone) in enumerate(zip(got.loads, one.loads, strict=True)):
+            assert mine.layers == alone.layers and torch.equal(mine.counts, alone.counts), f"rank {rank}: step {step}"
+            for values, theirs in ((mine.balance, alone.balance), (mine.z_loss, alone.z_loss)):
+                np.testing.assert_allclose(values, theirs, rtol=TOLERANCE)
+            if alone.biases is not None:
+                assert mine.biases is not None and torch.equal(mine.biases, alone.biases)
 
 
 def relative(got: np.ndarray, want: np.ndarray) -> float:

@@ -32,6 +32,21 @@ def offloaded(*ids: str) -> tuple[str, ...]:
     return tuple(f"test_wherever_they_live_they_are_bitwise_the_same[{each}]" for each in ids)
 
 
+def experts(*ids: str) -> tuple[str, ...]:
+    """Cases of the suite of experts."""
+    return tuple(f"test_experts_compute_what_one_process_computes[{each}]" for each in ids)
+
+
+def mixture(*ids: str) -> tuple[str, ...]:
+    """Cases of a layer's formula."""
+    return tuple(f"test_a_mixture_is_the_formula_of_all_experts_for_all_tokens[{each}]" for each in ids)
+
+
+def balance(*ids: str) -> tuple[str, ...]:
+    """Cases of the formulas of balance."""
+    return tuple(f"test_each_layout_has_the_gradients_of_the_formulas[{each}]" for each in ids)
+
+
 MASKS = "test_masks.test_a_mask_is_drawn_for_one_use_and_again_for_its_backward"
 
 FAULTS = (
@@ -255,6 +270,203 @@ FAULTS = (
         "start < stop",
         "start > stop",
         "test_weights_come_back_as_they_were_filled_in[parameters]",
+    ),
+    # -- experts
+    fault(
+        "the gradients of experts are summed over ep",
+        "buckets._spans",
+        "parameters.layout.replicas(shard, piece.label)",
+        "parameters.mesh.batch.ranks if '.experts.' in name else parameters.layout.replicas(shard, piece.label)",
+        *experts("starved-tp2-ep2-full"),
+    ),
+    fault(
+        "the router's gradient is not summed over tp",
+        "buckets._spans",
+        "parameters.layout.replicas(shard, piece.label)",
+        "parameters.mesh.batch.ranks if '.router.' in name else parameters.layout.replicas(shard, piece.label)",
+        *experts("starved-tp2-ep2-full"),
+    ),
+    fault(
+        "the router's gradient is not summed over ep",
+        "buckets._spans",
+        "parameters.layout.replicas(shard, piece.label)",
+        "parameters.mesh.tp.ranks if '.router.' in name else parameters.layout.replicas(shard, piece.label)",
+        *experts("starved-tp2-ep2-full"),
+    ),
+    fault(
+        "the router is split",
+        "Table.experts",
+        "self.linear('mlp.router', 'routes', 'embed', router)",
+        "self.linear('mlp.router', 'experts', 'embed', router)",
+        *experts("starved-tp2-ep2-full"),
+    ),
+    fault(
+        "tokens are given the weights of their other slots",
+        "Router.weigh",
+        "weights if routing.factor == 1 else weights * routing.factor",
+        "weights.flip(-1) if routing.factor == 1 else weights.flip(-1) * routing.factor",
+        *mixture("sigmoid-tp2-ep2"),
+    ),
+    fault(
+        "rows travel without their weights",
+        "Dispatch.weights",
+        "all_gather(weights, self.features).flatten().index_select(0, self.order)",
+        "all_gather(weights, self.features).flatten()",
+        *mixture("sigmoid-tp2-ep2"),
+    ),
+    fault(
+        "the rows that come again are those of other tokens",
+        "_Up.backward",
+        "dispatch.start(x)",
+        "dispatch.start(x.flip(0))",
+        *mixture("sigmoid-tp2-ep2"),
+    ),
+    fault(
+        "rows come back to the slots from which they did not leave",
+        "Dispatch.start_back",
+        "_sum(pending.finish(), self.slots)",
+        "_sum(pending.finish(), self.order.view_as(self.slots))",
+        *mixture("sigmoid-tp2-ep2"),
+    ),
+    fault(
+        "each part of an expert adds the whole bias",
+        "_Down.forward",
+        "scale / dispatch.features.size",
+        "scale",
+        *mixture("chosen-tp2-ep2-etp"),
+    ),
+    fault(
+        "the shared expert is left out",
+        "Experts.forward",
+        "y if other is None else y + other",
+        "y",
+        *mixture("sigmoid-tp2-ep2"),
+    ),
+    fault(
+        "biases that choose experts weigh them too",
+        "Router.weigh",
+        "scores_of(logits, routing).gather(-1, chosen)",
+        "(scores_of(logits, routing) + self.correction).gather(-1, chosen)",
+        *mixture("sigmoid-tp2-ep2"),
+    ),
+    fault(
+        "scores are normalised before the choice",
+        "Router.choose",
+        "scores_of(logits, routing)",
+        "scores_of(logits, routing) / scores_of(logits, routing).sum(-1, keepdim=True)",
+        *mixture("sigmoid-tp2-ep2", "groups-tp2-ep2"),
+    ),
+    fault(
+        "groups are scored by their best expert instead of two",
+        "Router._kept",
+        "grouped.topk(2, -1).values.sum(-1) if routing.group_score == 'top2' else grouped.amax(-1)",
+        "grouped.amax(-1)",
+        *mixture("groups-tp2-ep2"),
+    ),
+    fault(
+        "two experts change places on disk",
+        "transfer.hugging_face",
+        "template.format(**index)",
+        "template.format(**{axis: i ^ 1 if axis == 'experts' else i for axis, i in index.items()})",
+        "test_transformers.test_logits_and_gradients[mixtral-0]",
+    ),
+    fault(
+        "a balance is that of each microbatch",
+        "Balance.begin",
+        "self._sequences, self._tokens, self._scale = sequences, tokens, scale.double()",
+        "self._sequences, self._tokens, self._scale = sequences / microbatches, tokens, scale.double()",
+        *experts("starved-tp2-ep2-full"),
+    ),
+    fault(
+        "a balance grows with the ranks that have its tokens",
+        "step.routed",
+        "all_reduce_(own, mesh.batch)",
+        "own",
+        *experts("starved-tp2-ep2-full"),
+    ),
+    fault(
+        "a balance falls with accumulation",
+        "Balance.begin",
+        "scale.double()",
+        "scale.double() / microbatches",
+        *experts("starved-tp2-ep2-full"),
+    ),
+    fault(
+        "a balance is that of each tp rank",
+        "Balance._toward",
+        "all_reduce_(counts.clone(), self.mesh.tp)",
+        "counts.clone()",
+        *experts("starved-tp2-ep2-full"),
+    ),
+    fault(
+        "the balance of the batch is that of each rank",
+        "Balance._batch",
+        "all_reduce_(counts.sum(0), self.mesh.along(*self.ACROSS))",
+        "counts.sum(0)",
+        *experts("few-pp2-ep2-gpipe"),
+    ),
+    fault(
+        "a balance has no loss scale",
+        "Balance.begin",
+        "scale.double()",
+        "torch.ones_like(scale).double()",
+        "test_the_loss_scale_is_a_factor_of_what_enters",
+    ),
+    fault(
+        "recomputation counts twice",
+        "Balance.attach",
+        "self.counts[at, tokens.microbatch] = counts.sum(0)",
+        "self.counts[at, tokens.microbatch] += counts.sum(0)",
+        *experts("starved-tp2-ep2-full"),
+    ),
+    fault(
+        "padding counts",
+        "Balance._count",
+        "torch.ones_like(rows) if tokens.padding is None else (~tokens.padding).long()",
+        "torch.ones_like(rows)",
+        *balance("one-1"),
+    ),
+    fault(
+        "padding has a z-loss",
+        "Balance.gradient",
+        "if padding is not None:\n    z = z.masked_fill(padding[:, None], 0)",
+        "",
+        *balance("one-1"),
+    ),
+    fault(
+        "biases move by the counts of each rank",
+        "Balance.move_biases",
+        "all_reduce_(self.counts.sum(1), self.mesh.along(*self.ACROSS))",
+        "self.counts.sum(1)",
+        *experts("starved-tp2-ep2-full"),
+    ),
+    fault(
+        "biases move towards what is loaded",
+        "Balance.move_biases",
+        "counts.sum(-1, keepdim=True) - counts * self.routing.experts",
+        "counts * self.routing.experts - counts.sum(-1, keepdim=True)",
+        *balance("one-1"),
+    ),
+    fault(
+        "biases move in a step that is left out",
+        "TrainStep.__call__",
+        "self.balance.move_biases(go)",
+        "self.balance.move_biases(torch.ones_like(go))",
+        "test_nothing_moves_in_steps_that_are_left_out_or_in_evaluation",
+    ),
+    fault(
+        "biases are as narrow as weights may be",
+        "Parameters._new",
+        "torch.float32 if buffer else dtype",
+        "torch.bfloat16 if buffer else dtype",
+        *balance("one-1"),
+    ),
+    fault(
+        "a rank without windows leaves its peers alone",
+        "evaluate._dealt",
+        "yield dealt[rank] if rank < len(dealt) else [(np.full(1, pad), np.full(1, IGNORE))]",
+        "if rank < len(dealt):\n    yield dealt[rank]",
+        "test_evaluate.test_every_layout_finds_the_same[ep4]",
     ),
     # -- the norm and the optimizer
     fault(
@@ -735,16 +947,11 @@ FAULTS = (
     fault(
         "queries and keys turn before their norms",
         "Attention._split",
+        "if self.norms is not None:\n    of_queries, of_keys = self.norms\n    q, k = of_queries(q), of_keys(k)",
         "if self.norms is not None:\n"
-        "    of_queries, of_keys = self.norms\n"
-        "    q, k = of_queries(q), of_keys(k)\n"
-        "if rotation is not None:\n"
-        "    q, k = self._rotate(q, *rotation), self._rotate(k, *rotation)",
-        "if rotation is not None:\n"
         "    q, k = self._rotate(q, *rotation), self._rotate(k, *rotation)\n"
-        "if self.norms is not None:\n"
         "    of_queries, of_keys = self.norms\n"
-        "    q, k = of_queries(q), of_keys(k)",
+        "    q, k, rotation = of_queries(q), of_keys(k), None",
         "test_transformers.test_logits_and_gradients[qwen3-0]",
     ),
     fault(
@@ -791,7 +998,7 @@ FAULTS = (
     ),
     fault(
         "logits are multiplied by what divides them",
-        "GraniteConfig.anatomy",
+        "granite.Multipliers.anatomy_of",
         "1 / self.logits_scaling",
         "self.logits_scaling",
         "test_transformers.test_logits_and_gradients[granite-0]",

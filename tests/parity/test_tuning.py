@@ -160,9 +160,9 @@ def _pieces(parameters: Parameters, name: str) -> list[tuple[Tensor, Tensor, sli
     sizes = parameters.shards[name].sizes
     if labels == ("",):
         return [(a, b, slice(None))]
-    shared = "kv" if "kv" in sizes else "heads"
+    shared, features = "kv" if "kv" in sizes else "heads", "shared_mlp" if ".shared." in name else "mlp"
     q, kv, mlp = (
-        math.prod(sizes.get(axis, 0) for axis in of) for of in (("heads", "head"), (shared, "head"), ("mlp",))
+        math.prod(sizes.get(axis, 0) for axis in of) for of in (("heads", "head"), (shared, "head"), (features,))
     )
     start = {"q": 0, "k": q, "v": q + kv, "gate": 0, "up": mlp}
     rows = {"q": q, "k": kv, "v": kv, "gate": mlp, "up": mlp}

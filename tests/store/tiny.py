@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +25,8 @@ from megacore.store.tensors import DTYPES, TensorWriter
 from models.config import ModelConfig
 from models.registry import FAMILIES, configure
 from parallel.weights.layout import Layout, MeshShape
-from parallel.weights.transfer import hugging_face, native, plan
+from parallel.weights.schema import Schema
+from parallel.weights.transfer import Stored, hugging_face, native, plan
 
 Section = Mapping[str, Any]
 Bits = dict[str, np.ndarray]
@@ -54,10 +55,15 @@ TRAINER = b'{"step": 7,  "data": {"samples": 1792}}\n'
 COMPANIONS = {"tokenizer.json": b"{}", "additional_chat_templates/tool.jinja": b"{{ x }}", "LICENSE": b"free"}
 
 
-def random_bits(config: ModelConfig, dtype: str, seed: int) -> Bits:
+def tensors_of(schema: Schema, state: str) -> Iterator[Stored]:
+    """Hugging Face's tensors that have a state: buffers have weights alone."""
+    return (s for s in hugging_face(schema) if state == "weights" or not schema[s.param].buffer)
+
+
+def random_bits(config: ModelConfig, dtype: str, seed: int, state: str = "weights") -> Bits:
     """Any bits, NaN and infinities among them."""
     rng, bits = np.random.default_rng(seed), DTYPES[dtype]
-    return {s.name: rng.integers(0, 1 << 8 * bits.itemsize, s.shape, bits) for s in hugging_face(config.schema)}
+    return {s.name: rng.integers(0, 1 << 8 * bits.itemsize, s.shape, bits) for s in tensors_of(config.schema, state)}
 
 
 def hugging_face_folder(path: Path, section: Section, dtype: str = "BF16", seed: int = 0) -> Bits:
@@ -78,7 +84,9 @@ def hugging_face_folder(path: Path, section: Section, dtype: str = "BF16", seed:
 def run_checkpoint(path: Path, section: Section, layout: Layout, dtype: str = "BF16") -> dict[str, Bits]:
     """A checkpoint of a training run: weights, fp32 masters and moments, trainer.json; and the bits of each state."""
     config = configure(section)
-    held = {state: random_bits(config, dtype if state == "weights" else "F32", i) for i, state in enumerate(STATES)}
+    held = {
+        state: random_bits(config, dtype if state == "weights" else "F32", i, state) for i, state in enumerate(STATES)
+    }
 
     def reads(state: str) -> Read:
         kind = dtype if state == "weights" else "F32"
@@ -126,8 +134,8 @@ def layout_of(section: Section, layers: tuple[int, ...] = (LAYERS,), **mesh: int
 
 def whole(checkpoint: Checkpoint, state: str) -> dict[str, tuple[str, np.ndarray]]:
     """{Hugging Face's name: (dtype, bits)} of a state, put together in memory."""
-    made = {}
-    for stored, copies in plan(checkpoint.layout.schema, checkpoint.stored(), hugging_face(checkpoint.config.schema)):
+    made, wanted = {}, tensors_of(checkpoint.config.schema, state)
+    for stored, copies in plan(checkpoint.layout.schema, checkpoint.stored(state), wanted):
         dtype = checkpoint.dtype(state, copies[0].source)
         made[stored.name] = dtype, assemble(stored, copies, checkpoint.read(state), dtype)
     return made

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import drawn
+from families import drawn, loaded
 from hub import adapted
 from safetensors.torch import load_file
 from torch import Tensor
@@ -54,6 +54,11 @@ GPT2: Mapping[str, Any] = {
 CASES = {
     "llama": (LLAMA, Lora(3, 6.0, ("q_proj", "attn.qkv.v", "attn.out", "mlp"), rslora=True)),
     **{f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("*",))) for name in FAMILIES},
+    # PEFT takes its gate_proj for that of the experts, in layers without them, too.
+    **{
+        f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("attn",)))
+        for name in ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+    },
     "gpt2": (GPT2, Lora(3, 6.0, ("c_attn", "mlp.down", "mlp.up"))),
 }
 TOKENS = torch.arange(12) * 5 % 61
@@ -138,8 +143,8 @@ def test_merged_weights_are_the_formula(made: Made, tmp_path: Path) -> None:
         else:
             assert torch.equal(merged[name], weight), name
     assert used == adapters.keys()
-    logits = theirs(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"))
-    plain = theirs(AutoModelForCausalLM.from_pretrained(made.folder))
+    logits = theirs(loaded(tmp_path / "hf", torch.float32))
+    plain = theirs(loaded(made.folder, torch.float32))
     assert (logits - plain).abs().max() > 0.1 * plain.abs().max()
     torch.testing.assert_close(ours(made), logits, rtol=1e-4, atol=1e-4)
 
@@ -147,7 +152,7 @@ def test_merged_weights_are_the_formula(made: Made, tmp_path: Path) -> None:
 def test_peft_computes_what_we_compute(made: Made, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="the peft library is not installed")
     assert run(made.checkpoint, tmp_path / "peft", "--to", "peft") == 0
-    model = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(made.folder), tmp_path / "peft")
+    model = peft.PeftModel.from_pretrained(loaded(made.folder, torch.float32), tmp_path / "peft")
     torch.testing.assert_close(theirs(model), ours(made), rtol=1e-4, atol=1e-4)
     config = model.peft_config["default"]
     assert (config.r, config.lora_alpha, config.use_rslora) == (made.lora.rank, made.lora.alpha, made.lora.rslora)

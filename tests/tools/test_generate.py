@@ -94,14 +94,25 @@ def both_ways(folder: Path, shape: MeshShape | None, stops: Sequence[int]) -> li
     return [ours(folder, shape, choose, stops=stops) for choose in ways]
 
 
-@pytest.mark.parametrize(("family", "tp", "pp"), [("llama", 2, 2), ("gpt2", 2, 2), ("llama", 4, 1), ("gpt2", 1, 3)])
-def test_every_layout_generates_the_same(family: str, tp: int, pp: int, tmp_path: Path, pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("family", "shape"),
+    [
+        ("llama", MeshShape(tp=2, pp=2)),
+        ("gpt2", MeshShape(tp=2, pp=2)),
+        ("llama", MeshShape(tp=4)),
+        ("gpt2", MeshShape(pp=3)),
+        ("mixtral", MeshShape(ep=2, tp=2)),
+        ("mixtral", MeshShape(pp=2, ep=2)),
+    ],
+    ids=["llama-tp2-pp2", "gpt2-tp2-pp2", "llama-tp4", "gpt2-pp3", "mixtral-ep2-tp2", "mixtral-pp2-ep2"],
+)
+def test_every_layout_generates_the_same(family: str, shape: MeshShape, tmp_path: Path, pool: Pool) -> None:
     """Odd numbers of tokens too, which tp does not divide; with tp=4 two ranks share a kv head."""
     folder = save(family, tmp_path / "hf")
     alone = ours(folder)
     stops = [alone[0][4], alone[2][1]]
     wanted = both_ways(folder, None, stops)
-    results = pool.run(tp * pp, both_ways, folder, MeshShape(tp=tp, pp=pp), stops)
+    results = pool.run(shape.world, both_ways, folder, shape, stops)
     assert all(result == wanted for result in results)
 
 
@@ -328,7 +339,7 @@ def test_processes_of_torchrun_must_be_as_many_as_the_mesh_takes(
     for name, value in {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     capsys.readouterr()
-    for rank, says in (("1", ""), ("0", "2 processes were started, and pp=1 x dp=1 x tp=4 takes 4: start 4\n")):
+    for rank, says in (("1", ""), ("0", "2 processes were started, and pp=1 x dp=1 x ep=1 x tp=4 takes 4: start 4\n")):
         monkeypatch.setenv("RANK", rank)
         assert command.main([str(llama), "--prompt", "a", "--tp", "4"]) == 1
         assert capsys.readouterr().err == says

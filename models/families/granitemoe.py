@@ -1,0 +1,73 @@
+"""Granite 3 with experts (Granite Team, IBM 2024): Granite's multipliers, experts stored as one tensor a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from models.anatomy import Anatomy
+from models.builder import build
+from models.decoder_config import shape
+from models.experts_config import ExpertsConfig
+from models.families.granite import GRANITE3, Multipliers
+from parallel.routing import Routing
+from parallel.weights.schema import Param
+
+__all__ = ["CONFIG", "PRESETS", "GraniteMoeConfig", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteMoeConfig(ExpertsConfig, Multipliers):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "granitemoe"
+    architecture: ClassVar[str] = "GraniteMoeForCausalLM"
+    axes: ClassVar[Mapping[str, str]] = {
+        **ExpertsConfig.axes,
+        "experts": "num_local_experts",
+        "routes": "num_local_experts",
+    }
+
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+
+    @property
+    def routing(self) -> Routing:
+        return replace(super().routing, weigh="chosen")
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of(norm_eps=self.rms_norm_eps)
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table()
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            t.experts(
+                hf="block_sparse_moe.input_linear",
+                down="block_sparse_moe.output_linear",
+                router="block_sparse_moe.router.layer",
+            ),
+            tied=self.tie_word_embeddings,
+        )
+
+
+_EACH = GRANITE3 | {"rms_norm_eps": 1e-6, "attention_multiplier": 0.015625, "logits_scaling": 6.0}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "granitemoe-tiny": _EACH
+    | shape(64, 32, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "attention_multiplier": 0.0625},
+    "granite-3.0-1b-a400m": _EACH | shape(1024, 512, 24, 16) | {"num_local_experts": 32, "num_experts_per_tok": 8},
+    "granite-3.0-3b-a800m": _EACH | shape(1536, 512, 32, 24) | {"num_local_experts": 40, "num_experts_per_tok": 8},
+}
+
+PARAMETERS: Mapping[str, int] = {"granite-3.0-1b-a400m": 1_334_628_352}
+"""Published numbers of parameters."""
+
+CONFIG: type[GraniteMoeConfig] = GraniteMoeConfig

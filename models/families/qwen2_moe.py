@@ -1,0 +1,81 @@
+"""Qwen1.5-MoE, Qwen2-57B-A14B (Yang et al. 2024, arXiv 2407.10671): Qwen2 with experts, and one for every token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from models.builder import build
+from models.decoder_config import shape
+from models.experts_config import ExpertsConfig, SparseConfig
+from models.families.qwen2 import Qwen2Config
+from parallel.weights.schema import Param
+
+__all__ = ["CONFIG", "PRESETS", "Qwen2MoeConfig", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2MoeConfig(SparseConfig, Qwen2Config):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "qwen2_moe"
+    architecture: ClassVar[str] = "Qwen2MoeForCausalLM"
+    harmless: ClassVar[frozenset[str]] = ExpertsConfig.harmless | Qwen2Config.harmless
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16}
+    axes: ClassVar[Mapping[str, str]] = {
+        **SparseConfig.axes,
+        "experts": "num_experts",
+        "routes": "num_experts",
+        "shared_mlp": "shared_expert_intermediate_size",
+    }
+
+    qkv_bias: bool = True
+    moe_intermediate_size: int = 1408
+    shared_expert_intermediate_size: int = 5632
+    num_experts: int = 60
+    num_experts_per_tok: int = 4
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        return {**super().sizes, "one": 1}
+
+    def slides(self, layer: int) -> bool:
+        # Of the first layers every other one, where Qwen2's are the last ones.
+        return self.use_sliding_window and layer < self.max_window_layers and layer % 2 == 0
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table()
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.attention(bias=self.qkv_bias),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            self.feed_forward(t, t.experts() + t.shared_expert("mlp.shared_expert", gate="mlp.shared_expert_gate")),
+            tied=self.tie_word_embeddings,
+        )
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | {"shared_expert_intermediate_size": rng.choice((10, 13))}
+
+
+_EACH = {"vocab_size": 151936, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_moe-tiny": shape(64, 176, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_experts": 8},
+    "qwen1.5-moe-a2.7b": _EACH | shape(2048, 5632, 24, 16) | {"max_position_embeddings": 8192},
+    "qwen2-57b-a14b": _EACH
+    | shape(3584, 18944, 28, 28)
+    | {"num_key_value_heads": 4, "max_position_embeddings": 131072}
+    | {"moe_intermediate_size": 2560, "shared_expert_intermediate_size": 20480}
+    | {"num_experts": 64, "num_experts_per_tok": 8},
+}
+
+PARAMETERS: Mapping[str, int] = {"qwen1.5-moe-a2.7b": 14_315_784_192}
+"""Published numbers of parameters."""
+
+CONFIG: type[Qwen2MoeConfig] = Qwen2MoeConfig

@@ -1,0 +1,98 @@
+"""Qwen3 with experts (Yang et al. 2025, arXiv 2505.09388): norms of each head, 128 experts in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from models.anatomy import Anatomy, LayerAttention
+from models.builder import build
+from models.decoder_config import shape
+from models.experts_config import ExpertsConfig, SparseConfig
+from models.windowed import window_problems
+from parallel.weights.schema import Param
+
+__all__ = ["CONFIG", "PRESETS", "Qwen3MoeConfig", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeConfig(SparseConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "qwen3_moe"
+    architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
+    harmless: ClassVar[frozenset[str]] = ExpertsConfig.harmless | {"max_window_layers"}
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
+    # As published files have it; transformers saves the other.
+    spellings: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
+    axes: ClassVar[Mapping[str, str]] = {
+        **SparseConfig.axes,
+        "experts": "num_local_experts",
+        "routes": "num_local_experts",
+    }
+
+    rms_norm_eps: float = 1e-6
+    attention_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    moe_intermediate_size: int = 768
+    num_local_experts: int = 128
+    num_experts_per_tok: int = 8
+
+    @property
+    def anatomy(self) -> Anatomy:
+        layers = (LayerAttention(window=self.sliding_window),) * self.num_hidden_layers
+        return self.anatomy_of(norm_eps=self.rms_norm_eps, layers=layers)
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table()
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
+            t.norm("attn.q_norm", "self_attn.q_norm", "head"),
+            t.norm("attn.k_norm", "self_attn.k_norm", "head"),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            self.feed_forward(t, t.experts()),
+            tied=self.tie_word_embeddings,
+        )
+
+    def problems(self) -> list[str]:
+        return super().problems() + window_problems(self.sliding_window)
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | {"sliding_window": rng.choice((2, 3, positions))}
+
+    @classmethod
+    def _derive(cls, values: dict[str, Any]) -> list[str]:
+        # What transformers makes of a window that is not used.
+        if not values.get("use_sliding_window"):
+            values["sliding_window"] = None
+        return super()._derive(values)
+
+
+_EACH = {
+    "vocab_size": 151936,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "norm_topk_prob": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3_moe-tiny": _EACH
+    | shape(64, 176, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16}
+    | {"moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4},
+    "qwen3-30b-a3b": _EACH | shape(2048, 6144, 48, 32),
+    "qwen3-235b-a22b": _EACH | shape(4096, 12288, 94, 64) | {"moe_intermediate_size": 1536},
+}
+
+PARAMETERS: Mapping[str, int] = {"qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560}
+"""Published numbers of parameters."""
+
+CONFIG: type[Qwen3MoeConfig] = Qwen3MoeConfig

@@ -1,0 +1,96 @@
+"""`megacore upcycle`: a dense model becomes one with experts whose loss is the dense one's, to train it on.
+
+Every expert of a layer is a copy of its feed-forward network, or with --granularity a slice of its hidden features;
+routers are drawn from the seed."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megacore.say import err, say
+from megacore.store import audit
+from megacore.store.audit import DamageError
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.convert import to_checkpoint, to_hugging_face
+from megacore.store.export import SHARD_SIZE, parse_size
+from megacore.store.folder import SafetensorsFolder
+from megacore.store.strict_json import StoreError
+from megacore.store.upcycle import Upcycled
+from models.config import ModelConfigError
+from models.upcycle import WITH_EXPERTS, upcycling
+from tools import folders
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="megacore upcycle", description=__doc__)
+    parser.add_argument("source", type=Path, help="a dense model: a Hugging Face folder or a checkpoint")
+    parser.add_argument("target", type=Path, help="the folder to make")
+    parser.add_argument("--experts", type=folders.count, required=True, metavar="N", help="experts of each layer")
+    parser.add_argument("--top-k", type=folders.count, required=True, metavar="N", help="experts that a token goes to")
+    parser.add_argument(
+        "--granularity", type=folders.count, default=1, metavar="N", help="slices of the hidden features, of which an "
+        "expert is one; --experts and --top-k count slices then (1)"
+    )  # fmt: skip
+    known = ", ".join(f"{one}: {other}" for one, other in WITH_EXPERTS.items())
+    parser.add_argument("--family", help=f"of the new model ({known})")
+    parser.add_argument("--seed", type=int, default=0, help="of the routers (0)")
+    parser.add_argument("--to", choices=("hf", "megacore"), default="hf", help="the format of the new folder")
+    parser.add_argument("--max-shard-size", metavar="SIZE", help=f"of a Hugging Face file ({SHARD_SIZE})")
+    folders.add_layout(parser)
+    folders.add_dtype(parser)
+    folders.add_writing(parser)
+    return folders.program(run, parser.parse_args(argv))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    source, dtype = folders.opened(arguments.source), folders.dtype(arguments)
+    try:
+        way = upcycling(
+            source.config,
+            source.raw,
+            experts=arguments.experts,
+            top_k=arguments.top_k,
+            granularity=arguments.granularity,
+            family_name=arguments.family,
+        )
+    except ModelConfigError as error:
+        raise StoreError("\n- ".join([f"{source.path} cannot be upcycled:", *error.problems])) from error
+    made = Upcycled.of(source, way, arguments.seed)
+    if arguments.to == "hf":
+        if folders.has_layout(arguments):
+            raise StoreError(
+                "a Hugging Face folder has no layout: leave out --tp, --pp, --ep and the like, or --to megacore"
+            )
+        plan = to_hugging_face(made, parse_size(arguments.max_shard_size or SHARD_SIZE), dtype)
+    else:
+        if arguments.max_shard_size is not None:
+            raise StoreError("--max-shard-size is for --to hf: a checkpoint has one file per coordinate of its layout")
+        plan = to_checkpoint(made, folders.layout(arguments, way.config), dtype)
+    if not arguments.dry_run:
+        _check(source, made, arguments)
+    folders.carry_out(plan, source.path, arguments.target, arguments)
+    if math.frexp(way.scale)[0] != 0.5:
+        err(
+            f"what comes out of an expert is the dense model's times {way.scale:g}, which is no power of two: weights "
+            "are rounded, and the loss is the dense model's but for that"
+        )
+    if not arguments.json:
+        parameters = f"{source.schema.parameters:,} parameters became {way.config.schema.parameters:,}"
+        say(f"{source.config.family} -> {way.config.family}: {parameters}")
+    return 0
+
+
+def _check(source: SafetensorsFolder, made: Upcycled, arguments: argparse.Namespace) -> None:
+    """Read a checkpoint's weights that many are made of, of which no sum is left to compare in the end."""
+    if source.format == Checkpoint.format:
+        damage = audit.check(source, folders.jobs(arguments), tensors={"weights": made.replaced})
+        if damage:
+            raise DamageError(source.path, damage)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
