@@ -946,7 +946,7 @@ FAULTS = (
     ),
     fault(
         "queries and keys turn before their norms",
-        "Attention._split",
+        "MultiHeadAttention.queries_keys_values",
         "if self.norms is not None:\n    of_queries, of_keys = self.norms\n    q, k = of_queries(q), of_keys(k)",
         "if self.norms is not None:\n"
         "    q, k = self._rotate(q, *rotation), self._rotate(k, *rotation)\n"
