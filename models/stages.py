@@ -20,8 +20,9 @@ def default_layers(config: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
     work = [0] * layers
     for param in params:
         held = param.values("layer", schema.sizes)
+        of_each = active_elements(config, schema, param) // len(held)
         for layer in held:
-            work[layer] += active_elements(config, schema, param) // len(held)
+            work[layer] += of_each
     mean = sum(work) / layers
     head = schema.sizes["vocab"] * schema.sizes["embed"] / mean
     uneven = [each / mean for each in work] if len({*work}) > 1 else None

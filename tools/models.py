@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from megacore.say import err, say
 from models.anatomy import Anatomy
-from models.config import ModelConfig, parameters_in_words
+from models.config import ModelConfig, active_parameters, parameters_in_words
 from models.registry import FAMILIES, configure, family, presets
 from parallel.choices import nearest
 from parallel.weights.schema import Schema
@@ -66,7 +66,11 @@ def _line(preset: str, config: ModelConfig) -> str:
 
 
 def _count(config: ModelConfig) -> str:
-    count = config.schema.parameters
+    count, active = config.schema.parameters, active_parameters(config)
+    return _short(count) + (f", {_short(active)} active" if active < count else "")
+
+
+def _short(count: int) -> str:
     return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
 
 

@@ -159,9 +159,8 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def grouped_products(*weights: Tensor) -> grouped.GroupedProducts:
-    """What multiplies the rows of experts with these weights, each [experts, out, in]."""
-    on_cpu = any(weight.device.type == "cpu" for weight in weights)
-    return grouped.LOOP if on_cpu or not grouped.kernel_takes(*weights) else grouped.KERNEL
+    """What multiplies the rows of experts with these weights, each [experts, out, in]: torch's kernel, or a loop."""
+    return grouped.products(*weights)
 
 
 def _unless_compiled(

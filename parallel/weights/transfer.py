@@ -209,7 +209,7 @@ class _Holders:
 
 
 class _Level:
-    """What lies below the bounds of one axis, or at the end of all axes what is held."""
+    """Things by their bounds along one axis: below each, those of the next axis, or what is held where none is left."""
 
     def __init__(self) -> None:
         self.below: dict[tuple[int, int], _Level] = {}

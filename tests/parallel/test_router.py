@@ -112,6 +112,7 @@ def test_gradients_of_the_router() -> None:
             out: Tensor = torch.func.functional_call(router, {"weight": weight, "bias": bias}, (x,))[1]
             return out
 
+        assert router.bias is not None
         assert torch.autograd.gradcheck(call, (x, router.weight, router.bias))
         router(x)[1].sum().backward()
         assert router.correction is not None and router.correction.grad is None
