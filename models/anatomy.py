@@ -24,6 +24,9 @@ ACTIVATIONS: Mapping[str, str] = {
 }
 """{Hugging Face's name of an activation function: ours}; each has f(0) = 0, for the mlp axis is padded with zeros."""
 
+GATES: Mapping[str, str] = {**ACTIVATIONS, "swiglu_oai": "swiglu_oai"}
+"""{the activation of a gated network: ours}: those, of the gate, or one of gate and up together (gpt-oss)."""
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The kinds of layers of a ``config.json`` that says ``layer_types``."""
 ROPE = "rope"
@@ -55,7 +58,7 @@ class Anatomy:
         norm_eps: Added to the mean square or the variance.
         latent_norm_eps: The same of the norms of latents.
         norm_offset: Added to the weights of norms, in fp32 at least.
-        activation: Of the feed-forward network, by Hugging Face's name.
+        activation: Of the feed-forward network, by Hugging Face's name; of a gated one also another of :data:`GATES`.
         parallel: Whether attention and the feed-forward network stand side by side, both given the block's input. Where
             a layer then has no ``mlp_norm``, both are given what ``attn_norm`` gives.
         attention_scale: Of products of queries and keys; None: 1 / sqrt(head).

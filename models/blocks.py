@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from models.anatomy import ACTIVATIONS
+from models.anatomy import ACTIVATIONS, GATES
 from models.context import Context
 from parallel import kernels
 from parallel.choices import check_choice
@@ -102,7 +102,7 @@ class FeedForward(nn.Module):
     Args:
         parameters: What this rank holds.
         name: Prefix of ``.up`` and ``.down``.
-        activation: One of :data:`models.anatomy.ACTIVATIONS`.
+        activation: One of :data:`models.anatomy.ACTIVATIONS`, or of ``GATES`` there where it is gated.
 
     Raises:
         ValueError: there is no activation function of this name.
@@ -110,10 +110,11 @@ class FeedForward(nn.Module):
 
     def __init__(self, parameters: Parameters, name: str, activation: str) -> None:
         super().__init__()
-        check_choice("activation", activation, ACTIVATIONS)
-        function = ACTIVATIONS[activation]
+        is_gated = "gate" in parameters.shards[f"{name}.up.weight"].param.sentence.labels
+        check_choice("activation", activation, GATES if is_gated else ACTIVATIONS)
+        function = GATES[activation]
         self.up, self.down = column(parameters, f"{name}.up"), row(parameters, f"{name}.down")
-        if "gate" in parameters.shards[f"{name}.up.weight"].param.sentence.labels:
+        if is_gated:
             self.activation = Activation(kernels.gated(function, parameters.mesh.device))
         else:
             self.activation = Activation(FUNCTIONS[function].of)

@@ -31,6 +31,7 @@ FAMILIES: Mapping[str, str] = {
     "glm4": "models.families.glm4",
     "gpt2": "models.families.gpt2",
     "gpt_neox": "models.families.gpt_neox",
+    "gpt_oss": "models.families.gpt_oss",
     "gptj": "models.families.gptj",
     "granite": "models.families.granite",
     "granitemoe": "models.families.granitemoe",
