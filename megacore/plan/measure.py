@@ -44,6 +44,7 @@ from models.blocks import CHEAP
 from models.config import ModelConfig, looks
 from models.context import Context
 from models.decoder import Head, Losses, Microbatch
+from models.moe import MixtureOfExperts
 from models.stages import layout_of
 from models.tuning import Tuning
 from parallel.kernels import flash, grouped, norm
@@ -152,7 +153,7 @@ class FakeModel:
         self, name: str, module: nn.Module, call: _Call, entered: bool, length: int, sequences: int, *others: object
     ) -> LayerCost:
         # Those of models that differ in ep alone are alike, but for experts.
-        spread = any(isinstance(each, grouped.Experts) for each in module.modules())
+        spread = any(isinstance(each, MixtureOfExperts) for each in module.modules())
         of = (self._mesh.shape, self._split) if spread else replace(self._mesh.shape, ep=1)
         key = self._made_of, of, name, entered, length, sequences, others
         if key not in _measured:
