@@ -7,7 +7,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from engine import LLAMA, RECIPE, train, trainer, write_recipe
+from engine import LLAMA, RECIPE, Result, train, trainer, write_recipe
 from pool import Pool
 from test_resume import TOLERANCE, path_of, relative, whole
 
@@ -16,7 +16,7 @@ from megacore.store import audit
 from megacore.store.checkpoint import Checkpoint
 from parallel.weights.layout import MeshShape
 from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT
-from tools import reshard
+from tools import convert, reshard
 
 MIXTRAL = LLAMA | {"family": "mixtral", "num_hidden_layers": 2, "num_local_experts": 4, "intermediate_size": 7}
 """An odd number of features, which tp pads."""
@@ -91,3 +91,13 @@ def test_replicas_write_parts_of_experts(etp: int, pool: Pool, recipe: str, tmp_
     for file in (tmp_path / "plain").rglob("*.safetensors"):
         other = tmp_path / "parts" / file.relative_to(tmp_path / "plain")
         assert file.read_bytes() == other.read_bytes(), file
+
+
+def test_listed_experts_start_a_run_on_any_mesh(pool: Pool, recipe: str, six: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    assert convert.main([str(path_of(six, 2)), str(folder), "--to", "hf"]) == 0
+    start = [f"checkpoint.init={folder}", "train.steps=3", "evaluate.every=0"]
+    one = train(recipe, [f"out={tmp_path / 'one'}", *start]).values("loss")
+    for name, mesh in (("whole", WHOLE), ("parts", PARTS)):
+        ranks: list[Result] = pool.run(4, train, recipe, [f"out={tmp_path / name}", *start, *mesh])
+        np.testing.assert_allclose(ranks[0].values("loss"), one, rtol=TOLERANCE)
