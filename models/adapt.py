@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from torch import nn
 
 from models.lora import WEIGHT, A, B, Lora
-from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
-from parallel.layers.lora import ColumnAdapted, RowAdapted, Rows
+from parallel.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from parallel.layers.lora import ColumnAdapted, ReplicatedAdapted, RowAdapted, Rows
 from parallel.parameters import Parameters
 from parallel.weights.layout import Shard
 from parallel.weights.pattern import Pattern
+
+_ADAPTED: Mapping[type[nn.Module], Callable[..., nn.Module]] = {
+    ColumnParallelLinear: ColumnAdapted,
+    RowParallelLinear: RowAdapted,
+    ReplicatedLinear: ReplicatedAdapted,
+}
+"""{linear: the one with adapters}."""
 
 
 def adapt(chunk: nn.Module, parameters: Parameters, lora: Lora) -> None:
@@ -17,19 +26,16 @@ def adapt(chunk: nn.Module, parameters: Parameters, lora: Lora) -> None:
     names = {parameter: name.removesuffix(WEIGHT) for name, parameter in parameters.items() if name.endswith(WEIGHT)}
     for parent in list(chunk.modules()):
         for place, module in list(parent.named_children()):
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
                 name = names[module.weight]
                 if f"{name}.{A}" in parameters:
                     setattr(parent, place, _adapted(module, parameters, name, lora))
 
 
-def _adapted(
-    linear: ColumnParallelLinear | RowParallelLinear, parameters: Parameters, name: str, lora: Lora
-) -> nn.Module:
+def _adapted(linear: nn.Module, parameters: Parameters, name: str, lora: Lora) -> nn.Module:
     a, b = f"{name}.{A}", f"{name}.{B}"
-    kind = ColumnAdapted if isinstance(linear, ColumnParallelLinear) else RowAdapted
     rows = _rows(parameters.shards[name + WEIGHT], parameters.shards[a])
-    return kind(linear, parameters[a], parameters[b], rows, lora.scale, lora.dropout)
+    return _ADAPTED[type(linear)](linear, parameters[a], parameters[b], rows, lora.scale, lora.dropout)
 
 
 def _rows(weight: Shard, a: Shard) -> Rows:

@@ -24,6 +24,9 @@ ACTIVATIONS: Mapping[str, str] = {
 }
 """{Hugging Face's name of an activation function: ours}; each has f(0) = 0, for the mlp axis is padded with zeros."""
 
+GATES: Mapping[str, str] = {**ACTIVATIONS, "swiglu_oai": "swiglu_oai"}
+"""{the activation of a gated network: ours}: those, of the gate, or one of gate and up together (gpt-oss)."""
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The kinds of layers of a ``config.json`` that says ``layer_types``."""
 ROPE = "rope"
@@ -50,10 +53,12 @@ class Anatomy:
     Args:
         layers: How each layer's attention treats positions.
         ropes: The rotary embeddings by name.
+        rotary_head: Size of the part of a head that they are of; None: a whole head.
         norm: Root mean square norms, or layer norms.
         norm_eps: Added to the mean square or the variance.
+        latent_norm_eps: The same of the norms of latents.
         norm_offset: Added to the weights of norms, in fp32 at least.
-        activation: Of the feed-forward network, by Hugging Face's name.
+        activation: Of the feed-forward network, by Hugging Face's name; of a gated one also another of :data:`GATES`.
         parallel: Whether attention and the feed-forward network stand side by side, both given the block's input. Where
             a layer then has no ``mlp_norm``, both are given what ``attn_norm`` gives.
         attention_scale: Of products of queries and keys; None: 1 / sqrt(head).
@@ -73,8 +78,10 @@ class Anatomy:
 
     layers: tuple[LayerAttention, ...]
     ropes: Mapping[str, Rope] = field(default_factory=dict)
+    rotary_head: int | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float
+    latent_norm_eps: float = 1e-6
     norm_offset: float = 0.0
     activation: str = "silu"
     parallel: bool = False

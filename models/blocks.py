@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from models.anatomy import ACTIVATIONS
+from models.anatomy import ACTIVATIONS, GATES
 from models.context import Context
 from parallel import kernels
 from parallel.choices import check_choice
 from parallel.kernels.activation import FUNCTIONS
-from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from parallel.layers.norm import LayerNorm, RMSNorm
 from parallel.parameters import Parameters
 
@@ -25,6 +25,11 @@ def column(parameters: Parameters, name: str) -> ColumnParallelLinear:
 def row(parameters: Parameters, name: str) -> RowParallelLinear:
     """The row-parallel linear of ``name.weight`` and, where it is declared, ``name.bias``."""
     return RowParallelLinear.of(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"), parameters.mesh)
+
+
+def replicated(parameters: Parameters, name: str) -> ReplicatedLinear:
+    """The replicated linear of ``name.weight`` and, where it is declared, ``name.bias``."""
+    return ReplicatedLinear.of(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"), parameters.mesh)
 
 
 class Block(nn.Module):
@@ -97,7 +102,7 @@ class FeedForward(nn.Module):
     Args:
         parameters: What this rank holds.
         name: Prefix of ``.up`` and ``.down``.
-        activation: One of :data:`models.anatomy.ACTIVATIONS`.
+        activation: One of :data:`models.anatomy.ACTIVATIONS`, or of ``GATES`` there where it is gated.
 
     Raises:
         ValueError: there is no activation function of this name.
@@ -105,10 +110,11 @@ class FeedForward(nn.Module):
 
     def __init__(self, parameters: Parameters, name: str, activation: str) -> None:
         super().__init__()
-        check_choice("activation", activation, ACTIVATIONS)
-        function = ACTIVATIONS[activation]
+        is_gated = "gate" in parameters.shards[f"{name}.up.weight"].param.sentence.labels
+        check_choice("activation", activation, GATES if is_gated else ACTIVATIONS)
+        function = GATES[activation]
         self.up, self.down = column(parameters, f"{name}.up"), row(parameters, f"{name}.down")
-        if "gate" in parameters.shards[f"{name}.up.weight"].param.sentence.labels:
+        if is_gated:
             self.activation = Activation(kernels.gated(function, parameters.mesh.device))
         else:
             self.activation = Activation(FUNCTIONS[function].of)

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from models.anatomy import ACTIVATIONS
+from models.anatomy import ACTIVATIONS, GATES
 from models.blocks import Activation, FeedForward
 from models.context import Context
 from parallel import kernels
@@ -29,12 +29,12 @@ class MixtureOfExperts(nn.Module):
             ``.shared.down`` and ``.shared_gate``.
         layer: The layer.
         routing: How experts are chosen and weighed.
-        activation: One of :data:`models.anatomy.ACTIVATIONS`, of all networks.
+        activation: One of :data:`models.anatomy.ACTIVATIONS`, or of ``GATES`` there where they are gated, of all
+            networks.
     """
 
     def __init__(self, parameters: Parameters, name: str, layer: int, routing: Routing, activation: str) -> None:
         super().__init__()
-        check_choice("activation", activation, ACTIVATIONS)
         self.layer = layer
         self.balance: Balance | None = None
         p, mesh = parameters, parameters.mesh
@@ -42,7 +42,8 @@ class MixtureOfExperts(nn.Module):
             p[f"{name}.router.weight"], routing, p.get(f"{name}.router.bias"), p.get(f"{name}.router.correction")
         )
         gated = "gate" in p.shards[f"{name}.experts.up.weight"].param.sentence.labels
-        function = ACTIVATIONS[activation]
+        check_choice("activation", activation, GATES if gated else ACTIVATIONS)
+        function = GATES[activation]
         split = p.layout.split
         self.experts = Experts(
             p[f"{name}.experts.up.weight"],

@@ -84,11 +84,57 @@ class _Gated(torch.autograd.Function):
         return gradient, None
 
 
+# The slope of the sigmoid, and the limit of gate and up.
+_ALPHA, _LIMIT = 1.702, 7.0
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return _clamped_swiglu(gate_up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        gradient = torch.empty_like(gate_up)
+        (gate, up), (d_gate, d_up) = gate_up.chunk(2, -1), gradient.chunk(2, -1)
+        below, within = gate <= _LIMIT, up.abs() <= _LIMIT
+        gate, up = gate.clamp(max=_LIMIT), up.clamp(-_LIMIT, _LIMIT).add_(1).mul_(dy)
+        slope = gate.mul(_ALPHA).sigmoid_()
+        torch.mul(gate, slope, out=d_up).mul_(dy).mul_(within)
+        # The derivative of g s(a g): s + a g s (1 - s).
+        torch.addcmul(slope, gate.mul_(slope).mul_(_ALPHA), 1 - slope, out=d_gate).mul_(up).mul_(below)
+        return gradient
+
+
+def _clamped_swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    gate = gate.clamp(max=_LIMIT)
+    return (up.clamp(-_LIMIT, _LIMIT) + 1) * gate * (gate * _ALPHA).sigmoid()
+
+
+def clamped_swiglu(gate_up: Tensor) -> Tensor:
+    """(up + 1) gate sigmoid(1.702 gate) with gate at most 7 and up within -7 and 7 (gpt-oss, OpenAI 2025, arXiv
+    2508.10925). gate_up: [..., 2 mlp] -> [..., mlp]; only the input is kept for the backward."""
+    if torch.compiler.is_compiling():
+        return _clamped_swiglu(gate_up)
+    y: Tensor = _ClampedSwiGLU.apply(gate_up)
+    return y
+
+
+GATES: Mapping[str, Callable[[Tensor], Tensor]] = {"swiglu_oai": clamped_swiglu}
+"""Functions of gate and up together, gate_up: [..., 2 mlp] -> [..., mlp]; 0 where both are."""
+
+
 def gated(name: str, gate_up: Tensor) -> Tensor:
-    """f(gate) * up (Shazeer 2020, arXiv 2002.05202). gate_up: [..., 2 mlp] -> [..., mlp].
+    """f(gate) * up (Shazeer 2020, arXiv 2002.05202), or one of :data:`GATES`. gate_up: [..., 2 mlp] -> [..., mlp].
 
     Only the input is kept for the backward; the activation is computed again.
     """
+    if name in GATES:
+        return GATES[name](gate_up)
     function = FUNCTIONS[name]
     if torch.compiler.is_compiling():
         # The compiler fuses the formula, keeps its input alone, and cannot trace writing into halves of a tensor.

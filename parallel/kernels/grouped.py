@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +45,27 @@ class Groups:
         return torch.arange(len(self.lengths), device=self.lengths.device).repeat_interleave(
             self.lengths, output_size=self.rows
         )
+
+
+def host_counts(sent: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[int], list[int]]:
+    """Ask the device for counts of rows: those for each rank, those from each, those of each expert here.
+
+    Tensors without numbers have none to tell, so all share alike.
+
+    Args:
+        sent: [ranks, experts of a rank], rows of this rank.
+        got: [ranks, experts here], rows from each rank.
+        rows: The sum of ``sent``.
+    """
+    ranks, experts = got.shape
+    if sent.is_meta or isinstance(sent, FakeTensor):
+        return _shares(rows, ranks), _shares(rows, ranks), _shares(rows, experts)
+    told = torch.cat([sent.sum(1), got.sum(1), got.sum(0)]).tolist()
+    return told[:ranks], told[ranks : 2 * ranks], told[2 * ranks :]
+
+
+def _shares(total: int, parts: int) -> list[int]:
+    return [total * (part + 1) // parts - total * part // parts for part in range(parts)]
 
 
 class GroupedProducts(ABC):

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from parallel import kernels
@@ -30,6 +29,7 @@ from parallel.collectives import (
     start_all_to_all,
     start_reduce_scatter,
 )
+from parallel.kernels import grouped
 from parallel.kernels.grouped import GroupedProducts, Groups
 from parallel.mesh import Group
 
@@ -122,10 +122,10 @@ class Dispatch:
         sent = ends.diff(prepend=ends.new_zeros(1)).view(group.size, -1)
         slots = torch.empty_like(order).scatter_(0, order, torch.arange(rows, device=order.device)).view(chosen.shape)
         if group.size == 1:
-            counts = host_counts(sent, sent, rows)[2] if needs_host else None
+            counts = grouped.host_counts(sent, sent, rows)[2] if needs_host else None
             return cls(group, features, order, slots, [rows], [rows], Groups(rows, sent[0], counts), None)
         got = start_all_to_all(sent, group, [1] * group.size, [1] * group.size).wait()
-        to, of, counts = host_counts(sent, got, rows)
+        to, of, counts = grouped.host_counts(sent, got, rows)
         groups = Groups(sum(of), got.sum(0), counts)
         return cls(group, features, order, slots, to, of, groups, _sorting(got, groups.rows))
 
@@ -173,27 +173,6 @@ class Dispatch:
     def _in_order(self, weights: Tensor) -> Tensor:
         """weights: [N, k] -> [N k, 1], as their rows are sent."""
         return weights.flatten().index_select(0, self.order)[:, None]
-
-
-def host_counts(sent: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[int], list[int]]:
-    """Ask the device for counts of rows: those for each rank, those from each, those of each expert here.
-
-    Tensors without numbers have none to tell, so all share alike.
-
-    Args:
-        sent: [ranks, experts of a rank], rows of this rank.
-        got: [ranks, experts here], rows from each rank.
-        rows: The sum of ``sent``.
-    """
-    ranks, experts = got.shape
-    if sent.is_meta or isinstance(sent, FakeTensor):
-        return _shares(rows, ranks), _shares(rows, ranks), _shares(rows, experts)
-    told = torch.cat([sent.sum(1), got.sum(1), got.sum(0)]).tolist()
-    return told[:ranks], told[ranks : 2 * ranks], told[2 * ranks :]
-
-
-def _shares(total: int, parts: int) -> list[int]:
-    return [total * (part + 1) // parts - total * part // parts for part in range(parts)]
 
 
 def _sorting(got: Tensor, rows: int) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,8 @@
 
 A column-parallel linear has its B split like W, and every rank the whole A: each computes A x of its own tokens, and
 what is gathered is no wider than the adapter. A row-parallel one has its A split like W, and every rank the whole B:
-A x is summed over the ranks, and each goes on with its own tokens. The halves that all ranks hold see other tokens on
-each: their gradients belong summed over tp (law 4 of ``docs/meshes.md``).
+A x is summed over the ranks, and each goes on with its own tokens. A replicated one has both whole. The halves that all
+ranks hold see other tokens on each: their gradients belong summed over tp (law 4 of ``docs/meshes.md``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linear, row_linear
+from parallel.layers.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    column_linear,
+    row_linear,
+)
 
 Rows = Sequence[tuple[int, bool]]
 """Of the outputs of a linear, in turn: how many belong together, and whether they have an adapter."""
@@ -66,5 +72,16 @@ class RowAdapted(_Adapted):
 
     def forward(self, x: Tensor) -> Tensor:
         narrow = row_linear(self.dropout(x), self.a, None, self.base.group) * self._scale
+        y: Tensor = self.base(x)
+        return y + F.linear(narrow, self.spread())
+
+
+class ReplicatedAdapted(_Adapted):
+    """x: [tokens/tp, in] -> y: [tokens/tp, out], of a replicated linear; a and b whole."""
+
+    base: ReplicatedLinear
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrow = F.linear(self.dropout(x), self.a) * self._scale
         y: Tensor = self.base(x)
         return y + F.linear(narrow, self.spread())

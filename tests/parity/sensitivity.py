@@ -308,10 +308,17 @@ FAULTS = (
         *mixture("sigmoid-tp2-ep2"),
     ),
     fault(
-        "rows travel with the weights of others",
-        "Dispatch._in_order",
-        "weights.flatten().index_select(0, self.order)",
-        "weights.flatten()",
+        "gradients travel with the weights of other rows",
+        "Dispatch.start",
+        "self._in_order(weights)",
+        "weights.flatten()[:, None]",
+        *mixture("sigmoid-tp2-ep2"),
+    ),
+    fault(
+        "the gradients of weights keep their weights",
+        "_Down.backward",
+        "_over(home.wait(), weights)",
+        "home.wait()",
         *mixture("sigmoid-tp2-ep2"),
     ),
     fault(
@@ -322,10 +329,10 @@ FAULTS = (
         *mixture("sigmoid-tp2-ep2"),
     ),
     fault(
-        "rows come back to the slots from which they did not leave",
-        "Dispatch._sum",
-        "F.embedding_bag(self.slots, wide, mode='sum', per_sample_weights=weights)",
-        "F.embedding_bag(self.order.view_as(self.slots), wide, mode='sum', per_sample_weights=weights)",
+        "rows go home to ranks from which others came",
+        "Dispatch._start_home",
+        "self.sorting[1]",
+        "self.sorting[0]",
         *mixture("sigmoid-tp2-ep2"),
     ),
     fault(
@@ -334,13 +341,6 @@ FAULTS = (
         "1 / dispatch.features.size",
         "1",
         *mixture("chosen-tp2-ep2-etp"),
-    ),
-    fault(
-        "the gradients of weights are not divided by them",
-        "experts._over",
-        "x / weights",
-        "x",
-        *mixture("sigmoid-tp2-ep2"),
     ),
     fault(
         "the shared expert is left out",
@@ -953,17 +953,12 @@ FAULTS = (
     ),
     fault(
         "queries and keys turn before their norms",
-        "Attention._split",
+        "MultiHeadAttention.queries_keys_values",
+        "if self.norms is not None:\n    of_queries, of_keys = self.norms\n    q, k = of_queries(q), of_keys(k)",
         "if self.norms is not None:\n"
-        "    of_queries, of_keys = self.norms\n"
-        "    q, k = of_queries(q), of_keys(k)\n"
-        "if rotation is not None:\n"
-        "    q, k = self._rotate(q, *rotation), self._rotate(k, *rotation)",
-        "if rotation is not None:\n"
         "    q, k = self._rotate(q, *rotation), self._rotate(k, *rotation)\n"
-        "if self.norms is not None:\n"
         "    of_queries, of_keys = self.norms\n"
-        "    q, k = of_queries(q), of_keys(k)",
+        "    q, k, rotation = of_queries(q), of_keys(k), None",
         "test_transformers.test_logits_and_gradients[qwen3-0]",
     ),
     fault(
@@ -1010,7 +1005,7 @@ FAULTS = (
     ),
     fault(
         "logits are multiplied by what divides them",
-        "GraniteConfig.anatomy",
+        "granite.Multipliers.anatomy_of",
         "1 / self.logits_scaling",
         "self.logits_scaling",
         "test_transformers.test_logits_and_gradients[granite-0]",

@@ -140,7 +140,7 @@ def _measure_extended(case: Case, run: Run) -> Measured:
 @pytest.mark.parametrize("parallel", [False, True], ids=["in-turn", "side-by-side"])
 @pytest.mark.parametrize("run", [OF_FAMILIES[0], OF_FAMILIES[5]], ids=str)
 def test_every_part_of_the_builder_computes_what_one_process_computes(pool: Pool, run: Run, parallel: bool) -> None:
-    """All at once, sinks among them, which no family has yet; kv heads are shared by ranks."""
+    """All at once, sinks among them; kv heads are shared by ranks."""
     case = Case("parts", LLAMA | PARTS | {"family": "extended", "parallel": parallel}, ignored=0.3, documents=True)
     with extended():
         one = pool.run(1, _measure_extended, case, Run())[0]

@@ -1,0 +1,112 @@
+"""gpt-oss (arXiv 2508.10925): experts with biases and a clamped gate, sinks, every other layer a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from models.anatomy import Anatomy
+from models.builder import build
+from models.decoder_config import shape
+from models.experts_config import ExpertsConfig
+from models.rope_config import Convention
+from models.table import Rows, Table
+from models.windowed import WindowedConfig
+from parallel.routing import Routing
+from parallel.weights.schema import Param
+
+__all__ = ["CONFIG", "PRESETS", "GptOssConfig", "build"]
+
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOssConfig(ExpertsConfig, WindowedConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "gpt_oss"
+    architecture: ClassVar[str] = "GptOssForCausalLM"
+    fixed: ClassVar[Mapping[str, Any]] = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+    harmless: ClassVar[frozenset[str]] = ExpertsConfig.harmless | {"initial_context_length"}
+    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 64}
+    spellings: ClassVar[Mapping[str, str]] = {
+        "experts_per_token": "num_experts_per_tok",
+        "num_experts": "num_local_experts",
+    }
+    rope_convention: ClassVar[Convention] = Convention(rope_theta=150000.0, parameters=_YARN)
+    axes: ClassVar[Mapping[str, str]] = {
+        **ExpertsConfig.axes,
+        "experts": "num_local_experts",
+        "routes": "num_local_experts",
+    }
+
+    rms_norm_eps: float = 1e-5
+    attention_bias: bool = True
+    sliding_window: int | None = 128
+    num_local_experts: int = 128
+    num_experts_per_tok: int = 4
+
+    @property
+    def routing(self) -> Routing:
+        return replace(super().routing, weigh="chosen")
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of(norm_eps=self.rms_norm_eps, activation="swiglu_oai")
+
+    def slides(self, layer: int) -> bool:
+        return layer % 2 == 0
+
+    def params(self) -> tuple[Param, ...]:
+        t = self.table()
+        return t.model(
+            t.norm("attn_norm", "input_layernorm"),
+            t.attention(bias=self.attention_bias, out_bias=self.attention_bias),
+            (Param("layers.{layer}.attn.sinks", "heads", "model.layers.{layer}.self_attn.sinks", std=t.std),),
+            t.norm("mlp_norm", "post_attention_layernorm"),
+            t.linear("mlp.router", "routes", "embed", "mlp.router", bias=True),
+            _experts(t),
+            tied=self.tie_word_embeddings,
+        )
+
+
+def _experts(t: Table) -> Rows:
+    """All of a layer in one tensor, inputs before outputs, each feature's gate beside its up."""
+    ours, theirs = "layers.{layer}.mlp.experts.", "model.layers.{layer}.mlp.experts."
+    hidden, stored = "(gate: expert_mlp + up: expert_mlp)", "(expert_mlp (gate: + up:))"
+    up, down = f"{theirs}gate_up_proj", f"{theirs}down_proj"
+    return (
+        Param(f"{ours}up.weight", f"experts {hidden} embed", up, f"experts embed {stored}", std=t.std),
+        Param(f"{ours}up.bias", f"experts {hidden}", f"{up}_bias", f"experts {stored}", vector=True),
+        Param(f"{ours}down.weight", "experts embed expert_mlp", down, "experts expert_mlp embed", std=t.out_std),
+        Param(f"{ours}down.bias", "experts embed", f"{down}_bias", vector=True),
+    )
+
+
+_EACH = {
+    "vocab_size": 201088,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "gpt_oss-tiny": _EACH
+    | shape(64, 64, 4, 4)
+    | {"vocab_size": 512, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 8, "sliding_window": 32},
+    "gpt-oss-20b": _EACH | shape(2880, 2880, 24, 64) | {"num_local_experts": 32},
+    "gpt-oss-120b": _EACH | shape(2880, 2880, 36, 64),
+}
+
+PARAMETERS: Mapping[str, int] = {"gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672}
+"""Published numbers of parameters."""
+
+CONFIG: type[GptOssConfig] = GptOssConfig
