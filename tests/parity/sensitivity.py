@@ -317,8 +317,8 @@ FAULTS = (
     fault(
         "the gradients of weights keep their weights",
         "_Down.backward",
-        "_over(along.wait(), weights)",
-        "along.wait()",
+        "_over(home.wait(), weights)",
+        "home.wait()",
         *mixture("sigmoid-tp2-ep2"),
     ),
     fault(
