@@ -380,8 +380,8 @@ FAULTS = (
     fault(
         "a balance is that of each microbatch",
         "Balance.begin",
-        "self._sequences, self._tokens, self._scale = sequences, tokens, scale.double()",
-        "self._sequences, self._tokens, self._scale = sequences / microbatches, tokens, scale.double()",
+        "self._sequences, self._tokens, scale = sequences, tokens, scale.double()",
+        "self._sequences, self._tokens, scale = sequences / microbatches, tokens, scale.double()",
         *experts("starved-tp2-ep2-full"),
     ),
     fault(
@@ -429,8 +429,8 @@ FAULTS = (
     fault(
         "padding counts",
         "Balance._count",
-        "torch.ones_like(rows) if tokens.padding is None else (~tokens.padding).long()",
-        "torch.ones_like(rows)",
+        "chosen.new_ones(1, 1) if padding is None else (~padding).long()[:, None]",
+        "chosen.new_ones(1, 1)",
         *balance("one-1"),
     ),
     fault(
