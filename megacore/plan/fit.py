@@ -19,6 +19,8 @@ from parallel.weights.schema import split_of
 MARGIN = 0.1
 """The share of a device's memory that is left to its driver, the libraries' workspaces, fragments, and what this
 arithmetic misses."""
+BEHIND = 2.0
+"""What takes so many times as long as the fastest is not looked at any closer."""
 _MICRO = (1, 2, 4, 8, 16, 32)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _CHUNKS = (1, 2, 4, 5, 8, 10)
@@ -71,9 +73,10 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
         best: The number of settings to return.
     """
     room = cluster.device.memory * (1 - MARGIN)
-    candidates: list[Candidate] = []
+    candidates, fastest = list[Candidate](), _Fastest()
     for alike in _layouts(base, world, cluster):
-        candidates += _while_faster(list(_of_layout(base, layout, cluster, room)) for layout in alike)
+        found = (list(_of_layout(base, layout, cluster, room, fastest)) for layout in alike)
+        candidates += fastest.while_it_pays(found)
     candidates.sort(key=lambda each: each.time.total)
     again = [
         replace(each, time=estimate(each.setting, Shares.of(each.setting), cluster))
@@ -92,15 +95,23 @@ def _distinct(candidates: list[Candidate], count: int) -> Iterator[Candidate]:
             yield each
 
 
-def _while_faster(ways: Iterable[list[Candidate]]) -> Iterator[Candidate]:
-    """Yield the candidates of ways of which each next one takes more of something, until that does not pay."""
-    least = math.inf
-    for found in ways:
-        yield from found
-        fastest = min((each.time.total for each in found), default=math.inf)
-        if fastest >= least:
-            return
-        least = fastest
+@dataclass
+class _Fastest:
+    """The seconds of the fastest candidate so far."""
+
+    seconds: float = math.inf
+
+    def while_it_pays(self, ways: Iterable[list[Candidate]]) -> Iterator[Candidate]:
+        """Yield the candidates of ways of which each next one takes more of something, until it is no faster than the
+        one before, or far behind."""
+        least = math.inf
+        for found in ways:
+            yield from found
+            own = min((each.time.total for each in found), default=math.inf)
+            self.seconds = min(self.seconds, own)
+            if own >= least or own > BEHIND * self.seconds:
+                return
+            least = own
 
 
 def _layouts(base: Setting, world: int, cluster: Cluster) -> Iterator[Iterator[Layout]]:
@@ -124,7 +135,7 @@ def _spread(base: Setting, chunks: int, mesh: MeshShape) -> Iterator[Layout]:
             yield layout_of(base.model, spread, chunks, tuning=base.tuning, split=split)
 
 
-def _of_layout(base: Setting, layout: Layout, cluster: Cluster, room: float) -> Iterator[Candidate]:
+def _of_layout(base: Setting, layout: Layout, cluster: Cluster, room: float, fastest: _Fastest) -> Iterator[Candidate]:
     """Yield what fits of a layout: microbatches as large as it pays, on every rung the least recomputation."""
     shares = Shares.of(replace(base, layout=layout))
 
@@ -137,7 +148,7 @@ def _of_layout(base: Setting, layout: Layout, cluster: Cluster, room: float) -> 
                 tried = tried[: tried.index(fits[0].setting.recompute)]
         return candidates
 
-    yield from _while_faster(map(rungs, _batches(base, layout)))
+    yield from fastest.while_it_pays(map(rungs, _batches(base, layout)))
 
 
 def _rungs(base: Setting, layout: Layout) -> tuple[ZeroShard, ...]:
