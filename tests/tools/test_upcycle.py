@@ -171,7 +171,7 @@ REFUSED = [
     ("llama", {"mlp_bias": True}, (4, 2, 1), (), "lacks layers.{layer}.mlp.experts.down.bias"),
     ("llama", {"attention_bias": True}, (4, 2, 1), (), "lacks layers.{layer}.attn.out.bias"),
     ("gpt2", {}, (4, 2, 1), (), "no family here is gpt2 with experts: there are some of llama (mixtral)"),
-    ("mixtral", {}, (4, 2, 1), (), "it has 8 experts already"),
+    ("mixtral", {}, (4, 2, 1), (), "it has 4 experts already"),
     ("gemma2", {}, (4, 2, 1), ("--family", "mixtral"), "norm_offset is 0.0 in the one and 1.0 in the other"),
     ("llama", {}, (4, 2, 1), ("--family", "qwen2"), "qwen2 has no experts"),
     ("llama", {}, (4, 2, 1), ("--family", "mixtrall"), "there is no family 'mixtrall': did you mean 'mixtral'?"),
