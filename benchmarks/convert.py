@@ -1,6 +1,7 @@
 """Converting, resharding and exporting a checkpoint, beside a copy of its bytes and what others need for it.
 
     python benchmarks/convert.py [--size 2] [--rounds 5] [--states cold ...] [--folder DIR] [--json results.json]
+    python benchmarks/convert.py --experts 128 [--expert-mlp 768]  # Mixtral, each expert three tensors of its own
     python benchmarks/convert.py --setup                         # makes the environments of the peers, with pip
 
 The checkpoint has the shape of TinyLlama 1.1B in bf16, with the layers that the size asks for, in five files. All runs
@@ -45,7 +46,9 @@ GIB = 2**30
 FILES = 5
 LITGPT = "tiny-llama-1.1b"
 COLD, WARM, CHAINED = "cold", "warm", "chained"
-COPY, CONVERT, RESHARD, EXPORT = "copy and sync beside", "convert to tp=2 x pp=2", "reshard to tp=4 x pp=1", "export"
+COPY, CONVERT, RESHARD, EXPORT = "copy and sync beside", "convert to", "reshard to", "export"
+DENSE_MESHES, EXPERT_MESHES = ("tp=2 x pp=2", "tp=4 x pp=1"), ("ep=2 x pp=2", "ep=2 x tp=2 x etp=2")
+"""The meshes that are converted to and resharded to."""
 TRANSFORMERS = "transformers: load and save"
 
 # The bars.
@@ -72,8 +75,13 @@ convert_hf_checkpoint(target, model_name=sys.argv[3])
 # -- the checkpoint
 
 
-def config(size: int) -> dict[str, Any]:
-    """A config.json whose bf16 weights have at least ``size`` bytes; below 1 GiB it is an eighth as wide, for tests."""
+def config(size: int, experts: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """A config.json whose bf16 weights have at least ``size`` bytes; below 1 GiB it is an eighth as wide, for tests.
+
+    Args:
+        size: Bytes of the weights.
+        experts: Mixtral's fields of its experts; None: a LLaMA.
+    """
     narrower = 1 if size >= GIB else 8
     hidden, mlp, vocab = 2048 // narrower, 5632 // narrower, 32000 // narrower
     raw = {
@@ -92,14 +100,16 @@ def config(size: int) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "vocab_size": vocab,
     }
+    if experts:
+        raw |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_experts_per_tok": 2, **experts}
     one, two = (sum(map(_bytes, _tensors({**raw, "num_hidden_layers": n}))) for n in (1, 2))
     return {**raw, "num_hidden_layers": max(2, 1 - (one - size) // (two - one))}
 
 
-def make_checkpoint(folder: Path, size: int) -> None:
-    """Write a Hugging Face folder of random weights."""
+def make_checkpoint(folder: Path, size: int, experts: Mapping[str, int] | None = None) -> int:
+    """Write a Hugging Face folder of random weights -> the number of tensors."""
     folder.mkdir(parents=True)
-    raw = config(size)
+    raw = config(size, experts)
     tensors = _tensors(raw)
     total = sum(map(_bytes, tensors))
     files: list[list[Stored]] = [[] for _ in range(FILES)]
@@ -119,10 +129,11 @@ def make_checkpoint(folder: Path, size: int) -> None:
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return len(tensors)
 
 
 def _tensors(raw: Mapping[str, Any]) -> list[Stored]:
-    return list(hugging_face(configure({"family": "llama", **raw}).schema))
+    return list(hugging_face(configure({"family": raw["model_type"], **raw}).schema))
 
 
 def _bytes(stored: Stored) -> int:
@@ -199,16 +210,17 @@ class Program:
             touch(_bytes_in(self.reads) * 3 // 2)
 
 
-def ours(folder: Path, state: str = WARM) -> list[Program]:
-    """From the checkpoint ``source`` in the folder; each reads what the one before has made."""
-    source, made, resharded, exported = (folder / name for name in ("source", "tp2-pp2", "tp4-pp1", "exported"))
+def ours(folder: Path, state: str = WARM, meshes: Sequence[str] = DENSE_MESHES) -> list[Program]:
+    """From the checkpoint ``source`` in the folder, over both meshes; each reads what the one before has made."""
+    source, made, resharded, exported = (folder / name for name in ("source", "made", "resharded", "exported"))
+    one, other = ([word for size in mesh.split(" x ") for word in f"--{size}".split("=")] for mesh in meshes)
     convert, reshard = ((sys.executable, "-m", f"tools.{tool}") for tool in ("convert", "reshard"))
     # The first of a chain reads what lay there before.
     first = COLD if state == CHAINED else state
-    named = [f"{name}, {state}" for name in (CONVERT, RESHARD, EXPORT)]
+    named = [f"{name}, {state}" for name in (f"{CONVERT} {meshes[0]}", f"{RESHARD} {meshes[1]}", EXPORT)]
     return [
-        Program(named[0], source, made, (*convert, str(source), str(made), "--tp", "2", "--pp", "2"), first),
-        Program(named[1], made, resharded, (*reshard, str(made), str(resharded), "--tp", "4", "--pp", "1"), state),
+        Program(named[0], source, made, (*convert, str(source), str(made), *one), first),
+        Program(named[1], made, resharded, (*reshard, str(made), str(resharded), *other), state),
         Program(named[2], resharded, exported, (*convert, str(resharded), str(exported), "--to", "hf"), state),
     ]
 
@@ -221,9 +233,9 @@ def copy(program: Program) -> Program:
     return Program(f"{COPY} {program.name}", program.reads, target, command, WARM if program.state == WARM else COLD)
 
 
-def in_turns(folder: Path, state: str) -> list[Program]:
+def in_turns(folder: Path, state: str, meshes: Sequence[str] = DENSE_MESHES) -> list[Program]:
     """Ours and their copies; of a chain the copies come after it, for they would warm what it reads."""
-    programs = ours(folder, state)
+    programs = ours(folder, state, meshes)
     if state == CHAINED:
         return [*programs, *map(copy, programs)]
     return [step for program in programs for step in (copy(program), program)]
@@ -341,6 +353,8 @@ def judged(rows: Mapping[str, Row], doubled: Mapping[str, Row]) -> str:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", type=float, default=2.0, metavar="GIB", help="of the checkpoint (2)")
+    parser.add_argument("--experts", type=int, metavar="N", help="of each layer, if it is to have some")
+    parser.add_argument("--expert-mlp", type=int, default=768, metavar="N", help="hidden features of an expert (768)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of all programs (5)")
     states = (COLD, WARM, CHAINED)
     parser.add_argument("--states", nargs="+", choices=states, default=states, help="of what is read (all)")
@@ -362,18 +376,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     pythons = environments.find({name: Path(path) for name, _, path in (s.partition("=") for s in arguments.python)})
     with tempfile.TemporaryDirectory(prefix="convert-", dir=arguments.folder) as scratch:
         once, twice = Path(scratch, "once"), Path(scratch, "twice")
-        size = int(arguments.size * GIB)
-        make_checkpoint(once / "source", size)
+        size, experts, meshes = int(arguments.size * GIB), None, DENSE_MESHES
+        if arguments.experts:
+            experts = {"num_local_experts": arguments.experts, "intermediate_size": arguments.expert_mlp}
+            meshes = EXPERT_MESHES
+        tensors = make_checkpoint(once / "source", size, experts)
         weights = _bytes_in(once / "source")
-        print(f"{weights / GIB:.2f} GiB in {FILES} files, {os.cpu_count()} cores", flush=True)
-        turns = [step for state in arguments.states for step in in_turns(once, state)]
+        print(f"{weights / GIB:.2f} GiB, {tensors:,} tensors in {FILES} files, {os.cpu_count()} cores", flush=True)
+        turns = [step for state in arguments.states for step in in_turns(once, state, meshes)]
         rows = measure([*turns, *([] if arguments.no_peers else peers(once, pythons))], arguments.rounds)
         wrong = differing(once / "source", once / "exported")
         shutil.rmtree(once)
         doubled: dict[str, Row] = {}
         if not arguments.no_double:
-            make_checkpoint(twice / "source", 2 * size)
-            doubled = measure(ours(twice), rounds=1)
+            make_checkpoint(twice / "source", 2 * size, experts)
+            doubled = measure(ours(twice, meshes=meshes), rounds=1)
     bars = judged(rows, doubled)
     print(f"\n{table(rows, doubled)}\n\n{bars}")
     print(f"- {'MISSED' if wrong else 'met'}: the export is the source, bit for bit {', '.join(wrong[:5])}")

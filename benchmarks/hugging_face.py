@@ -1,4 +1,5 @@
-"""transformers' LLaMA under torch's own data parallelism, on the work of the benchmarks: MODE under torchrun.
+"""transformers' models under torch's own data parallelism, on the work of the benchmarks: MODE under torchrun, or
+`alone` without.
 
 Parameters, gradients and AdamW's state are in the named dtype; the loss is taken of logits in fp32.
 """
@@ -21,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks import steps
 from benchmarks.workload import WORKLOADS, Workload
@@ -31,7 +32,7 @@ def create(work: Workload, dtype: torch.dtype) -> nn.Module:
     """The model, drawn as transformers draws it, from one seed on all ranks."""
     torch.manual_seed(0)
     fields = work.config.to_hugging_face() | {"attn_implementation": "sdpa", "use_cache": False}
-    model: nn.Module = LlamaForCausalLM(LlamaConfig(**fields))
+    model: nn.Module = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
     return model.to(dtype).train()
 
 
@@ -50,6 +51,7 @@ def fully_sharded(model: Any, keeps: bool) -> nn.Module:
 
 
 MODES: Mapping[str, Callable[[nn.Module], nn.Module]] = {
+    "alone": lambda model: model,
     "ddp": data_parallel,
     "fsdp2-keeps": partial(fully_sharded, keeps=True),
     "fsdp2": partial(fully_sharded, keeps=False),
@@ -60,7 +62,8 @@ def train_step(work: Workload, mode: str, dtype: torch.dtype) -> Callable[[], fl
     """A function that takes one step and gives the mean loss of this rank's tokens."""
     model = MODES[mode](create(work, dtype))
     optimizer = torch.optim.AdamW(model.parameters(), lr=steps.LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    *others, last = steps.tokens(work, dist.get_rank(), dist.get_world_size())
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    *others, last = steps.tokens(work, rank, ranks)
 
     def backward(rows: torch.Tensor) -> float:
         logits = model(input_ids=rows[:, :-1].contiguous()).logits

@@ -27,7 +27,14 @@ from parallel.pipeline.run import Pipeline
 from parallel.weights.layout import MeshShape
 
 SHARDS: dict[str, ZeroShard] = {"dp": "none", "zero1": "optimizer", "zero2": "gradients", "zero3": "parameters"}
-MODES = {"eager": {}, "compile": {}, "tp": {"tp": 2}, "pp": {"pp": 2}, **{mode: {"dp": 2} for mode in SHARDS}}
+MODES = {
+    "eager": {},
+    "compile": {},
+    "tp": {"tp": 2},
+    "pp": {"pp": 2},
+    "ep": {"ep": 2},
+    **{mode: {"dp": 2} for mode in SHARDS},
+}
 
 
 def microbatches(work: Workload, mesh: Mesh) -> list[Microbatch]:

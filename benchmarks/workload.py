@@ -63,7 +63,24 @@ TINY = Workload(
     micro_batch=2,
     global_batch=8,
 )
-WORKLOADS: Mapping[str, Workload] = {"full": FULL, "tiny": TINY}
+_EXPERTS = {key: value for key, value in FULL.model.items() if key != "intermediate_size"} | {
+    "vocab_size": 8192,
+    "num_hidden_layers": 4,
+}
+MIXTRAL = Workload(
+    {
+        **_EXPERTS,
+        "family": "mixtral",
+        "sliding_window": None,
+        "intermediate_size": 1024,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    sequence=512,
+    micro_batch=2,
+    global_batch=4,
+)
+WORKLOADS: Mapping[str, Workload] = {"full": FULL, "tiny": TINY, "mixtral": MIXTRAL}
 """By the name of their shape; tiny shows that a benchmark runs."""
 
 HEAP = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}

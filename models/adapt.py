@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from torch import nn
 
 from models.lora import WEIGHT, A, B, Lora
 from parallel.layers.experts import Experts
-from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
-from parallel.layers.lora import ColumnAdapted, ExpertsAdapted, RouterAdapted, RowAdapted, Rows
+from parallel.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from parallel.layers.lora import ColumnAdapted, ExpertsAdapted, ReplicatedAdapted, RouterAdapted, RowAdapted, Rows
 from parallel.layers.router import Router
 from parallel.parameters import Parameters
 from parallel.weights.layout import Shard
 from parallel.weights.pattern import Pattern
+
+_ADAPTED: Mapping[type[nn.Module], Callable[..., nn.Module]] = {
+    ColumnParallelLinear: ColumnAdapted,
+    RowParallelLinear: RowAdapted,
+    ReplicatedLinear: ReplicatedAdapted,
+}
+"""{linear: the one with adapters}."""
 
 
 def adapt(chunk: nn.Module, parameters: Parameters, lora: Lora) -> None:
@@ -28,23 +37,19 @@ def adapt(chunk: nn.Module, parameters: Parameters, lora: Lora) -> None:
                 up, down = pair(module.up), pair(module.down)
                 if up or down:
                     setattr(parent, place, ExpertsAdapted(module, up, down, lora.scale))
-            elif isinstance(module, ColumnParallelLinear | RowParallelLinear | Router) and (own := pair(module.weight)):
+            elif isinstance(module, Router | ColumnParallelLinear | RowParallelLinear | ReplicatedLinear) and (
+                own := pair(module.weight)
+            ):
                 setattr(parent, place, _adapted(module, *own, parameters, names[module.weight], lora))
 
 
 def _adapted(
-    module: ColumnParallelLinear | RowParallelLinear | Router,
-    a: nn.Parameter,
-    b: nn.Parameter,
-    parameters: Parameters,
-    name: str,
-    lora: Lora,
+    module: nn.Module, a: nn.Parameter, b: nn.Parameter, parameters: Parameters, name: str, lora: Lora
 ) -> nn.Module:
     if isinstance(module, Router):
         return RouterAdapted(module, a, b, lora.scale)
-    kind = ColumnAdapted if isinstance(module, ColumnParallelLinear) else RowAdapted
     rows = _rows(parameters.shards[name + WEIGHT], parameters.shards[f"{name}.{A}"])
-    return kind(module, a, b, rows, lora.scale, lora.dropout)
+    return _ADAPTED[type(module)](module, a, b, rows, lora.scale, lora.dropout)
 
 
 def _rows(weight: Shard, a: Shard) -> Rows:

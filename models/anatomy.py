@@ -50,8 +50,10 @@ class Anatomy:
     Args:
         layers: How each layer's attention treats positions.
         ropes: The rotary embeddings by name.
+        rotary_head: Size of the part of a head that they are of; None: a whole head.
         norm: Root mean square norms, or layer norms.
         norm_eps: Added to the mean square or the variance.
+        latent_norm_eps: The same of the norms of latents.
         norm_offset: Added to the weights of norms, in fp32 at least.
         activation: Of the feed-forward network, by Hugging Face's name.
         parallel: Whether attention and the feed-forward network stand side by side, both given the block's input. Where
@@ -73,8 +75,10 @@ class Anatomy:
 
     layers: tuple[LayerAttention, ...]
     ropes: Mapping[str, Rope] = field(default_factory=dict)
+    rotary_head: int | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float
+    latent_norm_eps: float = 1e-6
     norm_offset: float = 0.0
     activation: str = "silu"
     parallel: bool = False

@@ -15,17 +15,63 @@ from parallel.parameters import Parameters
 
 
 class Attention(nn.Module):
-    """x: [tokens/tp, embed] -> [tokens/tp, embed].
+    """x: [tokens/tp, embed] -> [tokens/tp, embed]: the branch of a block that mixes tokens.
 
-    This rank computes ``heads/tp`` heads of queries and ``kv/tp`` (at least 1) of keys and values.
-    Scores and their softmax are taken in fp32 by torch's kernels (fp64 for fp64). Ranks that share a kv head each
-    compute it; its gradient is the sum over them (law 4 of ``docs/meshes.md``).
+    Scores and their softmax are taken in fp32 by torch's kernels (fp64 for fp64). How queries, keys and values are made
+    of x, a class says that is made of this one.
 
     Args:
         parameters: What this rank holds.
-        name: Prefix of ``.qkv`` and ``.out``.
+        name: Prefix of ``.out`` and of what makes queries, keys and values.
         rope: The name of the rotation of queries and keys; None: they do not rotate.
         scoring: How scores are formed and become weights; its dropout is for training.
+        heads: Heads of queries on this rank.
+        kv: Heads of keys and values on this rank.
+        head: Size of a head of queries and of keys.
+        value: Size of a head of values.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        name: str,
+        rope: str | None,
+        scoring: Scoring,
+        *,
+        heads: int,
+        kv: int,
+        head: int,
+        value: int,
+    ) -> None:
+        super().__init__()
+        self.out = row(parameters, f"{name}.out")
+        self.heads, self.kv, self.head, self.value = heads, kv, head, value
+        self.name, self.rope, self.scoring = name, rope, scoring
+        self.sinks = scoring.sinks
+        # Whoever asks whether something drops looks for these.
+        self.dropout = nn.Dropout(scoring.dropout)
+        self._still = replace(scoring, dropout=0.0)
+        self._rotate = kernels.rotate(parameters.mesh.device)
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:
+        q, k, v = self.queries_keys_values(x, None if self.rope is None else context.rotations[self.rope])
+        scoring = self.scoring if self.training else self._still
+        y: Tensor = self.out(context.attention(self.name, q, k, v, scoring).flatten(1))
+        return y
+
+    def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [tokens/tp, embed] -> q: [tokens, heads, head], k: [tokens, kv, head], v: [tokens, kv, value]."""
+        raise NotImplementedError
+
+
+class MultiHeadAttention(Attention):
+    """Attention whose queries, keys and values are projections of x (Vaswani et al. 2017, arXiv 1706.03762).
+
+    This rank computes ``heads/tp`` heads of queries and ``kv/tp`` (at least 1) of keys and values. Ranks that share a
+    kv head each compute it; its gradient is the sum over them (law 4 of ``docs/meshes.md``).
+
+    Args:
+        parameters, name, rope, scoring: As of :class:`Attention`; the prefix is also that of ``.qkv``.
         norms: Of queries and of keys, [tokens, heads, head] -> same, before they rotate; None: there are none.
         limit: Queries, keys and values are then kept within plus and minus this; None: they are not.
     """
@@ -39,29 +85,18 @@ class Attention(nn.Module):
         norms: Sequence[nn.Module] | None = None,
         limit: float | None = None,
     ) -> None:
-        super().__init__()
-        self.qkv, self.out = column(parameters, f"{name}.qkv"), row(parameters, f"{name}.out")
         shard = parameters.shards[f"{name}.qkv.weight"]
-        rows, self.head = shard.shape[0], shard.sizes["head"]
-        self.kv = shard.piece("v").numel // shard.sizes["embed"] // self.head
-        self.heads = rows // self.head - 2 * self.kv
-        self.name, self.rope, self.scoring, self.limit = name, rope, scoring, limit
-        self.sinks = scoring.sinks
-        # Whoever asks whether something drops looks for these.
-        self.dropout = nn.Dropout(scoring.dropout)
+        rows, head = shard.shape[0], shard.sizes["head"]
+        kv = shard.piece("v").numel // shard.sizes["embed"] // head
+        heads = rows // head - 2 * kv
+        super().__init__(parameters, name, rope, scoring, heads=heads, kv=kv, head=head, value=head)
+        self.limit = limit
+        self.qkv = column(parameters, f"{name}.qkv")
         self.norms = None if norms is None else nn.ModuleList(norms)
-        self._still = replace(scoring, dropout=0.0)
         self._split_and_rotate = kernels.split_and_rotate(parameters.mesh.device)
-        self._rotate = kernels.rotate(parameters.mesh.device)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:
-        q, k, v = self._split(self.qkv(x), None if self.rope is None else context.rotations[self.rope])
-        scoring = self.scoring if self.training else self._still
-        y: Tensor = self.out(context.attention(self.name, q, k, v, scoring).flatten(1))
-        return y
-
-    def _split(self, qkv: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """qkv: [tokens, (heads + 2 kv) * head] -> q: [tokens, heads, head], k, v: [tokens, kv, head]."""
+    def queries_keys_values(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+        qkv = self.qkv(x)
         if self.norms is None and self.limit is None and rotation is not None:
             return self._split_and_rotate(qkv, *rotation, self.heads, self.kv)
         q, k, v = qkv.unflatten(-1, (-1, self.head)).split([self.heads, self.kv, self.kv], 1)

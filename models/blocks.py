@@ -12,7 +12,7 @@ from models.context import Context
 from parallel import kernels
 from parallel.choices import check_choice
 from parallel.kernels.activation import FUNCTIONS
-from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from parallel.layers.norm import LayerNorm, RMSNorm
 from parallel.parameters import Parameters
 
@@ -25,6 +25,11 @@ def column(parameters: Parameters, name: str) -> ColumnParallelLinear:
 def row(parameters: Parameters, name: str) -> RowParallelLinear:
     """The row-parallel linear of ``name.weight`` and, where it is declared, ``name.bias``."""
     return RowParallelLinear.of(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"), parameters.mesh)
+
+
+def replicated(parameters: Parameters, name: str) -> ReplicatedLinear:
+    """The replicated linear of ``name.weight`` and, where it is declared, ``name.bias``."""
+    return ReplicatedLinear.of(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"), parameters.mesh)
 
 
 class Block(nn.Module):

@@ -7,6 +7,7 @@ without torch, so that families do; the layers are imported when it is called.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from models.config import ModelConfig
@@ -90,13 +91,16 @@ def build(
         embedding=embedding,
         block=block,
         head=head,
-        rotaries={name: Rotary(rope, config.sizes["head"]) for name, rope in anatomy.ropes.items()},
+        rotaries={
+            name: Rotary(rope, anatomy.rotary_head or config.sizes["head"]) for name, rope in anatomy.ropes.items()
+        },
     )
 
 
 def attend(config: ModelConfig, parameters: Parameters, layer: int) -> nn.Module:
-    """Self-attention of a layer, ``layers.<layer>.attn``."""
-    from models.attention import Attention
+    """Self-attention of a layer, ``layers.<layer>.attn``, of latents where it has some."""
+    from models.attention import MultiHeadAttention
+    from models.latent_attention import LatentAttention
     from parallel.kernels.scoring import Scoring
 
     anatomy, name = config.anatomy, f"layers.{layer}.attn"
@@ -108,12 +112,15 @@ def attend(config: ModelConfig, parameters: Parameters, layer: int) -> nn.Module
         sinks=parameters.get(f"{name}.sinks"),
         dropout=anatomy.attention_dropout,
     )
+    if f"{name}.kv_a.weight" in parameters:
+        of_latent = partial(norm, config, parameters, eps=anatomy.latent_norm_eps)
+        return LatentAttention(parameters, name, own.rope, scoring, of_latent)
     norms = (
         [norm(config, parameters, each) for each in (f"{name}.q_norm", f"{name}.k_norm")]
         if (f"{name}.q_norm.weight" in parameters)
         else None
     )
-    return Attention(parameters, name, own.rope, scoring, norms, anatomy.qkv_limit)
+    return MultiHeadAttention(parameters, name, own.rope, scoring, norms, anatomy.qkv_limit)
 
 
 def feed(config: ModelConfig, parameters: Parameters, layer: int) -> nn.Module:
@@ -128,17 +135,18 @@ def feed(config: ModelConfig, parameters: Parameters, layer: int) -> nn.Module:
     return MixtureOfExperts(parameters, name, layer, anatomy.routing, anatomy.activation)
 
 
-def norm(config: ModelConfig, parameters: Parameters, name: str) -> nn.Module:
-    """The norm of ``name.weight`` and, where it is declared, ``name.bias``.
+def norm(config: ModelConfig, parameters: Parameters, name: str, eps: float | None = None) -> nn.Module:
+    """The norm of ``name.weight`` and, where it is declared, ``name.bias``; ``eps`` where it is not that of all norms.
 
     One whose weights are those of ``(heads head)`` in one dimension is taken over the heads of all tp ranks.
     """
     from parallel.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
 
     anatomy, mesh, weight = config.anatomy, parameters.mesh, parameters[f"{name}.weight"]
+    eps = anatomy.norm_eps if eps is None else eps
     sentence = parameters.shards[f"{name}.weight"].param.sentence
     if len(sentence.dims) == 1 and len(sentence.axes) > 1:
-        return SplitRMSNorm.of(weight, anatomy.norm_eps, mesh)
+        return SplitRMSNorm.of(weight, eps, mesh)
     if anatomy.norm == "rms":
-        return RMSNorm.of(weight, anatomy.norm_eps, mesh, anatomy.norm_offset)
-    return LayerNorm.of(weight, parameters.get(f"{name}.bias"), anatomy.norm_eps, mesh, anatomy.norm_offset)
+        return RMSNorm.of(weight, eps, mesh, anatomy.norm_offset)
+    return LayerNorm.of(weight, parameters.get(f"{name}.bias"), eps, mesh, anatomy.norm_offset)

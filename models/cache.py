@@ -18,7 +18,8 @@ from parallel.kernels.scoring import Scoring, attend
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Of this rank's heads, {attention: [rows, kv, length, head]}; a row is a sequence, from its first token on."""
+    """Of this rank's heads, {attention: [rows, kv, length, head]}, of values [rows, kv, length, value]; a row is a
+    sequence, from its first token on."""
 
     keys: Mapping[str, Tensor]
     values: Mapping[str, Tensor]
@@ -28,14 +29,14 @@ class Cache:
         cls, attentions: Iterable[Attention], rows: int, length: int, dtype: torch.dtype, device: torch.device
     ) -> Cache:
         """Memory for some sequences of at most ``length`` tokens."""
-        shapes = {attention.name: (rows, attention.kv, length, attention.head) for attention in attentions}
-        keys, values = (
-            {name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in shapes.items()} for _ in range(2)
-        )
+        keys, values = dict[str, Tensor](), dict[str, Tensor]()
+        for attention in attentions:
+            for kept, head in ((keys, attention.head), (values, attention.value)):
+                kept[attention.name] = torch.zeros(rows, attention.kv, length, head, dtype=dtype, device=device)
         return cls(keys, values)
 
     def put(self, name: str, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """rows, positions: [n], where the first n of k, v: [t, kv, head] go."""
+        """rows, positions: [n], where the first n of k: [t, kv, head], v: [t, kv, value] go."""
         n = len(positions)
         self.keys[name][rows, :, positions] = k[:n]
         self.values[name][rows, :, positions] = v[:n]
@@ -94,7 +95,7 @@ class Decode:
         first = 0 if scoring.window is None else max(0, low - scoring.window + 1)
         keys, values = (kept[name][:n, :, first : high + 1] for kept in (self.cache.keys, self.cache.values))
         seen = self._seen(first, scoring.window)
-        y = q.new_zeros(q.shape)
+        y = q.new_zeros(*q.shape[:-1], v.shape[-1])
         if scoring.softcap is None and scoring.sinks is None:
             # The queries that share a kv head see the same tokens, so they go through the kernel as if they were
             # several tokens of one head, and nobody repeats the keys for them.

@@ -96,6 +96,8 @@ _FIXED = {
     "quantization_config": None,
     "rope_interleaved": False,
 }
+# What to do instead, where something can be done.
+_WAYS_OUT = {"quantization_config": ": let transformers load it with dequantize=True, and save that in bf16"}
 
 
 class ModelConfigError(ValueError):
@@ -142,6 +144,12 @@ class ModelConfig(ABC):
     @abstractmethod
     def params(self) -> tuple[Param, ...]:
         """The weights table."""
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What the names of Hugging Face's tensors begin with that are of parts that are not read, such as further
+        heads: they are told."""
+        return ()
 
     @property
     @abstractmethod
@@ -224,6 +232,7 @@ class ModelConfig(ABC):
     def _unsupported(cls, config: Mapping[str, Any]) -> list[str]:
         return [
             f"{name}={config[name]!r} would change the maths and is not supported: only {value!r} is"
+            + _WAYS_OUT.get(name, "")
             for name, value in {**_FIXED, **cls.fixed}.items()
             # What is off may be null or false.
             if name in config and config[name] != value and (config[name] or value)
@@ -330,14 +339,16 @@ def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = 
     """Floating point operations of forward and backward for one token of a causal sequence.
 
     6 for each parameter of a matrix product, of experts those alone that it is sent to; and for the attention scores
-    and their use in each layer 12 * heads * head * (the tokens that a token looks at, on average): 2 products of 2
-    operations, times 3 for the backward. A token looks at (sequence + 1) / 2 on average, and at no more than its
-    layer's window. (Chowdhery et al. 2022, arXiv 2204.02311, appendix B, with the causal half left out.) What is frozen
-    has no gradient of its own, and 4 instead of 6; adapters count as any parameters do.
+    and their use in each layer 6 * heads * (head + value) * (the tokens that a token looks at, on average): 2 products
+    of 2 operations, times 3 for the backward, of heads of keys and of values, which mostly have one size. A token looks
+    at (sequence + 1) / 2 on average, and at no more than its layer's window. (Chowdhery et al. 2022, arXiv 2204.02311,
+    appendix B, with the causal half left out.) What is frozen has no gradient of its own, and 4 instead of 6; adapters
+    count as any parameters do.
     """
     sizes = config.sizes
     looked_at = sum(looks(sequence_length, layer.window) for layer in config.anatomy.layers)
-    attention = 12 * sizes["heads"] * sizes["head"] * looked_at // sequence_length
+    head = sizes["head"] + sizes.get("value", sizes["head"])
+    attention = 6 * sizes["heads"] * head * looked_at // sequence_length
     schema, frozen = tuning.schema(config.schema), tuning.frozen(config.schema)
     still = 0
     for param in _matmuls(schema):

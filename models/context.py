@@ -19,7 +19,8 @@ class MaskedAttention(Protocol):
     """How tokens look at each other."""
 
     def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """q: [t, heads, head], k, v: [t, kv, head] -> [t, heads, head]; softmax in fp32 (fp64 for fp64).
+        """q: [t, heads, head], k: [t, kv, head], v: [t, kv, value] -> [t, heads, value]; softmax in fp32 (fp64 for
+        fp64).
 
         Args:
             name: Of the attention that asks.

@@ -136,7 +136,10 @@ class DecoderConfig(ModelConfig):
     @classmethod
     def override(cls, base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
         """As the base class; of the rope, what the fields do not name stays (:func:`models.rope_config.override`)."""
-        return rope_config.override(cls._respelled(base), cls._respelled(fields), cls.rope_convention)
+        # Where a field is named, by whatever name, none of its names stays.
+        named = cls._respelled(fields).keys() & {*cls.spellings.values()}
+        kept = {name: value for name, value in base.items() if cls.spellings.get(name, name) not in named}
+        return rope_config.override(kept, fields, cls.rope_convention)
 
     @classmethod
     def _respelled(cls, config: Mapping[str, Any]) -> dict[str, Any]:

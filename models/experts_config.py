@@ -24,7 +24,6 @@ class ExpertsConfig(DecoderConfig):
 
     # Of transformers' own balance loss, which is none of ours (docs/moe.md).
     harmless: ClassVar[frozenset[str]] = frozenset({"output_router_logits", "router_aux_loss_coef"})
-
     axes: ClassVar[Mapping[str, str]] = {
         **{axis: field for axis, field in DecoderConfig.axes.items() if axis != "mlp"},
         "expert_mlp": "intermediate_size",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from models.anatomy import ACTIVATIONS
@@ -59,7 +58,6 @@ class MixtureOfExperts(nn.Module):
         self.shared = FeedForward(p, f"{name}.shared", activation) if has_shared else None
         self.shared_gate = p.get(f"{name}.shared_gate.weight")
 
-    @torch.compiler.disable  # what goes where depends on the data
     def forward(self, x: Tensor, context: Context) -> Tensor:
         attach = None if self.balance is None else partial(self.balance.attach, self.layer, context.routed)
         chosen, weights = self.router(x, attach)

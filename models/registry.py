@@ -21,6 +21,8 @@ FAMILIES: Mapping[str, str] = {
     "arcee": "models.families.arcee",
     "cohere": "models.families.cohere",
     "cohere2": "models.families.cohere2",
+    "deepseek_v2": "models.families.deepseek_v2",
+    "deepseek_v3": "models.families.deepseek_v3",
     "falcon": "models.families.falcon",
     "gemma": "models.families.gemma",
     "gemma2": "models.families.gemma2",

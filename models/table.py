@@ -132,6 +132,50 @@ class Table:
             *self.linear("attn.out", "embed", HEADS, f"self_attn.{out}", bias=out_bias, ends=True),
         )
 
+    def latent_attention(self, *, latent_queries: bool, bias: bool = False, pairs: bool = True) -> Rows:
+        """Multi-head latent attention, as DeepSeek's ``self_attn`` has it.
+
+        Args:
+            latent_queries: Whether queries are made of a latent, too.
+            bias: Whether what takes or gives the tokens has one.
+            pairs: Whether dimensions 2 i and 2 i + 1 turn together on disk, and not i and i + turning/2 as here.
+        """
+        turning = "half two" if pairs else "two half"
+        # Here the part of a head that turns comes first, as all that rotates has it.
+        queries, stored = "(heads (turn: two half + still: rest))", f"(heads (still: rest + turn: {turning}))"
+        keys, keys_stored = (f"(latent: kv_latent + turn: {each})" for each in ("two half", turning))
+        q_a, kv_a, kv_b = "self_attn.q_a", "self_attn.kv_a", "self_attn.kv_b_proj"
+        of_queries = (
+            (
+                *self.linear("attn.q_a", "q_latent", "embed", f"{q_a}_proj", bias=bias),
+                *self.norm("attn.q_a_norm", f"{q_a}_layernorm", "q_latent"),
+                *self.linear("attn.q_b", queries, "q_latent", "self_attn.q_b_proj", stored=f"{stored} q_latent"),
+            )
+            if latent_queries
+            else self.linear("attn.q", queries, "embed", "self_attn.q_proj", stored=f"{stored} embed")
+        )
+        return (
+            *of_queries,
+            *self.linear(
+                "attn.kv_a",
+                keys,
+                "embed",
+                f"{kv_a}_proj_with_mqa",
+                bias=bias,
+                stored=f"{keys_stored} embed",
+                stored_bias=keys_stored,
+            ),
+            *self.norm("attn.kv_a_norm", f"{kv_a}_layernorm", "kv_latent"),
+            *self.linear(
+                "attn.kv_b",
+                "(k: heads rest + v: heads value)",
+                "kv_latent",
+                kv_b,
+                stored="(heads (k: rest + v: value)) kv_latent",
+            ),
+            *self.linear("attn.out", "embed", "(heads value)", "self_attn.o_proj", bias=bias, ends=True),
+        )
+
     def gated_mlp(self, *, bias: bool = False) -> Rows:
         """A gated feed-forward network, as LLaMA's ``mlp`` has it."""
         return (

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from parallel.collectives import all_reduce_
 from parallel.mesh import Mesh
+from parallel.rank_sets import TOKENS
 from parallel.routing import Routing
 
 
@@ -100,8 +101,7 @@ class Balance:
         corrections: [experts] each, the biases of the layers that have some.
     """
 
-    ACROSS = ("dp", "ep", "cp", "tp")
-    """The dimensions of the mesh whose ranks share the tokens of a step."""
+    ACROSS = TOKENS
 
     def __init__(
         self,
@@ -133,7 +133,6 @@ class Balance:
         self._counted = [set[int]() for _ in self.layers]
         self._of_batch = dict[int, Tensor]()
 
-    @torch.compiler.disable  # each microbatch has a number of its own
     def attach(self, layer: int, tokens: RoutedTokens, logits: Tensor, chosen: Tensor) -> Tensor:
         """Count the experts that were chosen, and let the gradients of the balance enter at the logits.
 

@@ -9,16 +9,25 @@ from parallel.weights.layout import Layout, MeshShape
 RankSet = tuple[int, ...]
 
 
-def mesh_dims(shape: MeshShape) -> tuple[tuple[str, ...], ...]:
-    """Return the dimensions along which every mesh has groups: of tensor parallelism, of those that share a step's
-    tokens, and of the world; and of those over which experts are spread, where they are."""
+TOKENS = ("dp", "ep", "cp", "tp")
+"""The dimensions of the mesh whose ranks share the tokens of a step."""
+
+
+def mesh_dims(shape: MeshShape, experts: bool = False) -> tuple[tuple[str, ...], ...]:
+    """Return the dimensions along which a mesh has groups: of tensor parallelism, of those that read other sequences,
+    and of the world; and of those over which experts are spread, where they are.
+
+    Args:
+        shape: The sizes of the mesh.
+        experts: Whether the model has some: their balance is that of all tokens.
+    """
     spread: tuple[tuple[str, ...], ...] = (("ep", "tp"), ("ep",)) if shape.ep > 1 else ()
-    return ("tp",), ("dp", "ep", "cp"), shape.DIMS, *spread
+    return ("tp",), ("dp", "ep", "cp"), shape.DIMS, *spread, *([TOKENS] if experts else [])
 
 
-def of_mesh(shape: MeshShape) -> Iterator[list[RankSet]]:
-    """Yield the sets of all ranks along each of these."""
-    for dims in mesh_dims(shape):
+def of_mesh(shape: MeshShape, experts: bool = False) -> Iterator[list[RankSet]]:
+    """Yield the sets of all ranks along each of :func:`mesh_dims`."""
+    for dims in mesh_dims(shape, experts):
         yield shape.all_along(*dims)
 
 

@@ -75,7 +75,7 @@ class ExtendedConfig(LlamaConfig):
     head_bias: bool = False
     experts: tuple[int, ...] = ()
     num_experts: int = 8
-    routing: Mapping[str, Any] = field(default_factory=lambda: {"top_k": 2})
+    routing: Mapping[str, Any] = field(default_factory=lambda: {"top_k": 2}, hash=False)
     expert_size: int = 10
     shared_size: int = 6
     shared_expert: bool = False

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from _pytest.mark.structures import ParameterSet
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -41,6 +40,16 @@ SMALL: dict[str, Any] = {
     "shared_expert_intermediate_size": 12,
     "mlp_only_layers": [1],
     "pad_token_id": None,  # of some it lies beyond so small a vocabulary
+    "q_lora_rank": 10,
+    "kv_lora_rank": 6,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
 }
 
 
@@ -91,7 +100,9 @@ def small(name: str, **fields: Any) -> PretrainedConfig:
     known = kind().to_dict().keys() | kind.attribute_map.keys()
     # A quarter of so small heads would be no pair.
     wide = {"hidden_size": 32} if convention.partial_rotary_factor == 0.25 else {}
-    return kind(**{field: value for field, value in (SMALL | wide).items() if field in known} | fields)
+    # Of latents each head has keys and values of its own.
+    own = {"num_key_value_heads": SMALL["num_attention_heads"]} if "kv_lora_rank" in known else {}
+    return kind(**{field: value for field, value in (SMALL | wide | own).items() if field in known} | fields)
 
 
 def random_model(config: PretrainedConfig, seed: int = 0, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:
@@ -125,17 +136,23 @@ def in_float64() -> Iterator[None]:
     Their norms, softmaxes and some logits are cast to float32 whatever the model's dtype. Rotary frequencies and angles
     are not touched: they are float32 from the start.
     """
-    to, single, softmax = Tensor.to, Tensor.float, F.softmax
+    to, kind, single, softmax = Tensor.to, Tensor.type, Tensor.float, Tensor.softmax
 
     def to_no_less(self: Tensor, *arguments: Any, **named: Any) -> Tensor:
         wanted = named.get("dtype", arguments[0] if arguments else None)
         return self if self.dtype == torch.float64 and wanted == torch.float32 else to(self, *arguments, **named)
 
-    def softmax_no_less(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        return softmax(x, dim, dtype=None if x.dtype == torch.float64 else dtype)
+    def type_no_less(self: Tensor, wanted: torch.dtype) -> Tensor:
+        return self if self.dtype == torch.float64 and wanted == torch.float32 else kind(self, wanted)
+
+    def softmax_no_less(self: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        return softmax(self, dim, dtype=None if self.dtype == torch.float64 else dtype)
 
     with pytest.MonkeyPatch.context() as patch:
+        # Which rounds a cosine otherwise than cos.
+        patch.setattr(torch, "polar", lambda size, angle: torch.complex(size * angle.cos(), size * angle.sin()))
         patch.setattr(Tensor, "to", to_no_less)
+        patch.setattr(Tensor, "type", type_no_less)
         patch.setattr(Tensor, "float", lambda self: self if self.dtype == torch.float64 else single(self))
-        patch.setattr(F, "softmax", softmax_no_less)
+        patch.setattr(Tensor, "softmax", softmax_no_less)
         yield

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from megacore.say import err, say
 from models.anatomy import Anatomy
-from models.config import ModelConfig, parameters_in_words
+from models.config import ModelConfig, active_parameters, parameters_in_words
 from models.registry import FAMILIES, configure, family, presets
 from parallel.choices import nearest
 from parallel.weights.schema import Schema
@@ -66,7 +66,11 @@ def _line(preset: str, config: ModelConfig) -> str:
 
 
 def _count(config: ModelConfig) -> str:
-    count = config.schema.parameters
+    count, active = config.schema.parameters, active_parameters(config)
+    return _short(count) + (f", {_short(active)} active" if active < count else "")
+
+
+def _short(count: int) -> str:
     return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
 
 
@@ -88,6 +92,8 @@ def _of_table(schema: Schema) -> Iterator[str]:
         yield "norms of queries and keys" + (" over all heads" if len(axes.dims) == 1 < len(axes.axes) else "")
     if biases := [linear for linear in ("attn.qkv", "attn.out", "mlp.up", "mlp.down") if f"{linear}.bias" in names]:
         yield f"biases ({', '.join(biases)})"
+    if "attn.kv_a.weight" in names:
+        yield "latent attention"
     if "attn.sinks" in names:
         yield "sinks"
     if router := names.get("mlp.router.weight"):
@@ -107,8 +113,10 @@ def _of_anatomy(anatomy: Anatomy) -> Iterator[str]:
     layers = anatomy.layers
     if anatomy.norm == "layer":
         yield "LayerNorm"
-    if anatomy.routing is not None:
-        yield f"top {anatomy.routing.top_k} of {anatomy.routing.experts} experts"
+    if (routing := anatomy.routing) is not None:
+        limited = f" out of {routing.kept_groups} of {routing.groups} groups" if routing.groups > 1 else ""
+        sigmoid = " by sigmoids" if routing.score == "sigmoid" else ""
+        yield f"top {routing.top_k} of {routing.experts} experts{limited}{sigmoid}"
     if anatomy.norm_offset:
         yield f"norms of {anatomy.norm_offset:g} + w"
     if anatomy.activation != "silu":

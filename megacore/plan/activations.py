@@ -4,10 +4,10 @@ measured, put together as a run has them."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Literal
 
 from megacore.plan.costs import LayerCost
@@ -60,6 +60,7 @@ class ActivationMemory:
         model: The configuration of the model.
         tuning: The part of it that is trained.
         mesh: The mesh that its layers are split over.
+        split: (axis, dimensions of the mesh that split it), of all.
         stages: The number of stages of the pipeline.
         layers: The layers of each virtual stage.
         width: Bytes of a parameter and of an activation.
@@ -67,11 +68,13 @@ class ActivationMemory:
         length, sequences: Tokens of a sequence, and sequences of a microbatch.
         recompute: The part that is computed again in the backward.
         loss_chunk: Tokens whose logits exist at a time; None for all.
+        imbalance: The rows of the fullest rank's experts over the mean of all ranks.
     """
 
     model: ModelConfig
     tuning: Tuning
     mesh: MeshShape
+    split: tuple[tuple[str, tuple[str, ...]], ...]
     stages: int
     layers: tuple[int, ...]
     width: int
@@ -80,6 +83,7 @@ class ActivationMemory:
     sequences: int
     recompute: Recompute
     loss_chunk: int | None
+    imbalance: float
 
     @classmethod
     def of(cls, setting: Setting) -> ActivationMemory:
@@ -91,8 +95,8 @@ class ActivationMemory:
         s, mesh = setting, setting.layout.mesh
         inner = replace(mesh, pp=1, dp=1)
         return _activations(
-            s.model, s.tuning, inner, mesh.pp, s.layout.layers, s.widths.parameter, s.device, s.sequence_length,
-            s.micro_size, s.recompute, s.loss_chunk,
+            s.model, s.tuning, inner, tuple(s.layout.split.items()), mesh.pp, s.layout.layers, s.widths.parameter,
+            s.device, s.sequence_length, s.micro_size, s.recompute, s.loss_chunk, s.imbalance,
         )  # fmt: skip
 
     @cached_property
@@ -103,12 +107,12 @@ class ActivationMemory:
     def _fake(self) -> FakeModel:
         from megacore.plan.measure import fake_model  # torch
 
-        return fake_model(self.model, self.tuning, self.mesh, self.width, self.device)
+        return fake_model(self.model, self.tuning, self.mesh, self.split, self.width, self.device)
 
     @cached_property
     def chunks(self) -> tuple[tuple[LayerCost, ...], ...]:
         """The blocks of each virtual stage; those that are alike are one object."""
-        measured = cache(partial(self._fake.block, self.recompute, self.length, self.sequences))
+        measured = cache(partial(self._fake.block, self.recompute, self.imbalance, self.length, self.sequences))
         found, kinds = [], iter(self._fake.kinds)
         for virtual, count in enumerate(self.layers):
             # What another stage sends asks for a gradient, whatever is trained there.
@@ -155,6 +159,13 @@ class ActivationMemory:
     def blocks(self) -> tuple[Counter[LayerCost], ...]:
         """The number of blocks of each kind that each stage has."""
         return tuple(Counter(chain(*self.chunks[stage :: self.stages])) for stage in range(self.stages))
+
+    def layers_of(self, stage: int) -> Mapping[int, LayerCost]:
+        """Return {the last layer of each kind that a stage has: its block}."""
+        starts = accumulate(self.layers, initial=0)
+        numbered = [dict(enumerate(blocks, start)) for start, blocks in zip(starts, self.chunks, strict=False)]
+        kinds = {block: layer for blocks in numbered[stage :: self.stages] for layer, block in blocks.items()}
+        return {layer: block for block, layer in kinds.items()}
 
     @cached_property
     def visits(self) -> tuple[tuple[Visit, ...], ...]:

@@ -298,7 +298,7 @@ def _rounds(setting: Setting) -> list[list[RankSet]]:
     share gradients and state, and of those that read together."""
     layout, rounds = setting.layout, Rounds()
     shared = divided(layout, None if setting.shard == "none" else setting.replicas)
-    batches = [*of_mesh(layout.mesh), shared, layout.mesh.all_along("dp", "cp")]
+    batches = [*of_mesh(layout.mesh, setting.has_experts), shared, layout.mesh.all_along("dp", "cp")]
     return [each for sets in batches for each in rounds.new(sets)]
 
 

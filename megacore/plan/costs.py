@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, SEND = "all-reduce", "all-gather", "reduce-scatter", "send"
+ALL_TO_ALL = "all-to-all"
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Collective:
         kind: The kind of collective.
         axis: Dimensions of the mesh that its group lies along, as "tp".
         ranks: The size of the group.
-        size: Bytes of the whole tensor that is summed or gathered, or of what is sent.
+        size: Bytes of the whole tensor that is summed or gathered, or of what is sent; of an all-to-all, of what a rank
+            has for all or gets of all, whichever is more.
         hidden: Whether a product is started between its start and the wait for it.
     """
 

@@ -28,7 +28,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from megacore.plan.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Collective, LayerCost, MatMul, OpCounts
+from megacore.plan.costs import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    SEND,
+    Collective,
+    LayerCost,
+    MatMul,
+    OpCounts,
+)
 from models.assemble import Model
 from models.blocks import CHEAP
 from models.config import ModelConfig, looks
@@ -36,7 +46,7 @@ from models.context import Context
 from models.decoder import Head, Losses, Microbatch
 from models.stages import layout_of
 from models.tuning import Tuning
-from parallel.kernels import flash, norm
+from parallel.kernels import flash, grouped, norm
 from parallel.kernels.scoring import Scoring
 from parallel.memory.recompute import Activations, Recompute, Runner, runner
 from parallel.mesh import Group, Mesh
@@ -54,18 +64,21 @@ class FakeModel:
         config: The configuration of the whole model.
         tuning: The part of it that is trained.
         mesh: The mesh that its layers are split over: neither pp nor dp.
+        split: (axis, dimensions of the mesh that split it), of all.
         width: Bytes of a parameter.
         device: The kind of device it is to be on.
     """
 
-    def __init__(self, config: ModelConfig, tuning: Tuning, mesh: MeshShape, width: int, device: str) -> None:
+    def __init__(
+        self, config: ModelConfig, tuning: Tuning, mesh: MeshShape, split: Splits, width: int, device: str
+    ) -> None:
         self._fakes = FakeTensorMode() if device == "cpu" else None
         self._mesh = _SilentMesh(mesh, 0, torch.device("cpu" if device == "cpu" else "meta"))
         self._embed, self._dtype = config.sizes["embed"], _DTYPES[width]
         self._runners: dict[tuple[str, Recompute], Runner] = {}
         self._units: dict[object, LayerCost] = {}
         with self._without_numbers():
-            layout = layout_of(config, mesh, tuning=tuning)
+            layout = layout_of(config, mesh, tuning=tuning, split=dict(split))
             model = Model.create(config, layout, self._mesh, self._dtype, tuning=tuning)
         (self._chunk,) = model.chunks
         for parameter in self._chunk.parameters():
@@ -104,15 +117,28 @@ class FakeModel:
         embedding, _ = self._ends
         return self._unit(embedding, lambda x, batch, context: embedding(batch), False, length, sequences)
 
-    def block(self, recompute: Recompute, length: int, sequences: int, kind: str, entered: bool) -> LayerCost:
-        """Return the cost of a block: [tokens/tp, embed] -> same; ``entered``: what comes in has a gradient."""
+    def block(
+        self, recompute: Recompute, imbalance: float, length: int, sequences: int, kind: str, entered: bool
+    ) -> LayerCost:
+        """Return the cost of a block: [tokens/tp, embed] -> same.
+
+        Args:
+            recompute: The part that is computed again.
+            imbalance: The rows of its experts, over those of all ranks on average; as many as there are at the most.
+            length, sequences: Tokens of a sequence, and sequences.
+            kind: The first layer that is like it.
+            entered: Whether what comes in has a gradient.
+        """
         block = self._chunk.layers[kind]
         if (kind, recompute) not in self._runners:
             self._runners[kind, recompute] = runner(Activations(recompute), [block], CHEAP, self._mesh.device)
         run = self._runners[kind, recompute]
-        return self._unit(
-            block, lambda x, batch, context: run([block], x, context), entered, length, sequences, recompute
-        )
+
+        def call(x: Tensor, batch: Microbatch, context: Context) -> Tensor:
+            return run([block], x, context)
+
+        with _counts(imbalance):
+            return self._unit(block, call, entered, length, sequences, recompute, imbalance)
 
     def head(self, entered: bool, loss_chunk: int | None, length: int, sequences: int) -> LayerCost:
         """Return the cost of the head: [tokens/tp, embed] -> the summed loss."""
@@ -165,6 +191,8 @@ class FakeModel:
         return torch.empty((), dtype=self._dtype, device=self._mesh.device, requires_grad=entered)
 
 
+Splits = tuple[tuple[str, tuple[str, ...]], ...]
+"""A :data:`~parallel.weights.schema.Split` that can be a key."""
 _Call = Callable[[Tensor, Microbatch, Context], Tensor]
 """Runs a part of the model: (x, microbatch, context) -> y."""
 fake_model = cache(FakeModel)
@@ -222,7 +250,11 @@ def _kind(block: nn.Module, layer: str) -> object:
         return type(value)
 
     return tuple(
-        (name, type(module), *((key, told(value)) for key, value in vars(module).items() if not key.startswith("__")))
+        (
+            name,
+            type(module),
+            *((key, told(value)) for key, value in vars(module).items() if key != "layer" and not key.startswith("__")),
+        )
         for name, module in block.named_modules()
     ), tuple((name, each.shape, each.requires_grad) for name, each in block.named_parameters())
 
@@ -312,12 +344,22 @@ def _products(op: Any, args: Any, kwargs: Any) -> Iterable[tuple[MatMul, int]]:
     if name in _FIRST:
         a, b = args[_FIRST[name] : _FIRST[name] + 2]
         yield MatMul(a.shape[-2], b.shape[-1], a.shape[-1], math.prod(a.shape[:-2]), _name(a)), 1
+    elif name == "_grouped_mm":
+        yield _of_groups(*args[:3]), 1
     elif "scaled_dot_product" in name or "flash_attention" in name:
         given = {argument.name: argument.default_value for argument in op._schema.arguments}
         given |= dict(zip(given, args, strict=False)) | kwargs
         product, count = (_of_sequences if "scaled_dot_product" in name else _of_documents)(given)
         # A gradient of each factor in the backward.
         yield product, count * (2 if "backward" in name else 1)
+
+
+def _of_groups(a: Tensor, b: Tensor, ends: Tensor) -> MatMul:
+    """a: [rows, k], b: [groups, k, n], or a: [m, rows], b: [rows, n]; all groups have as many rows."""
+    groups, rows = len(ends), a.shape[0 if b.dim() == 3 else 1]
+    each = -(-rows // groups)
+    m, k = (each, a.shape[1]) if b.dim() == 3 else (a.shape[0], each)
+    return MatMul(m, b.shape[-1], k, groups, _name(a))
 
 
 def _of_sequences(given: Mapping[str, Any]) -> tuple[MatMul, int]:
@@ -347,7 +389,14 @@ def _name(tensor: Tensor) -> str:
 
 # -- messages that say nothing
 
-_KINDS = {"reduce_scatter": REDUCE_SCATTER, "gather": ALL_GATHER, "reduce": ALL_REDUCE, "send": SEND, "recv": ""}
+_KINDS = {
+    "reduce_scatter": REDUCE_SCATTER,
+    "gather": ALL_GATHER,
+    "reduce": ALL_REDUCE,
+    "all_to_all": ALL_TO_ALL,
+    "send": SEND,
+    "recv": "",
+}
 """{in the name of a process group's method: what it does}."""
 
 
@@ -372,6 +421,9 @@ class _SilentMesh(Mesh):
     @cached_property
     def _silent(self) -> dict[tuple[int, ...], Any]:
         return {}
+
+    def make_groups(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
+        """Make none: they come to be when they are asked for."""
 
     def group(self, ranks: tuple[int, ...]) -> Group:
         if len(ranks) == 1:
@@ -415,6 +467,30 @@ class _Sent:
             group = self._group
             self._seen.messages[Collective(self._kind, group.axis, group.size(), self._size, hidden)] += 1
         return True
+
+
+# -- rows of experts, which go by what tokens say
+
+
+@contextmanager
+def _counts(imbalance: float) -> Iterator[None]:
+    """Have the first rank of each group that experts are spread over get so many times the rows of the others' mean."""
+    own = grouped.host_counts
+
+    def counts(sent: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[int], list[int]]:
+        ranks, here = got.shape
+        mine = min(rows, round(rows * imbalance / ranks))
+        return [mine, *_even(rows - mine, ranks - 1)], [mine] * ranks, _even(mine * ranks, here)
+
+    try:
+        grouped.host_counts = counts
+        yield
+    finally:
+        grouped.host_counts = own
+
+
+def _even(total: int, parts: int) -> list[int]:
+    return [total * (part + 1) // parts - total * part // parts for part in range(parts)]
 
 
 # -- kernels of GPUs

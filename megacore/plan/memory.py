@@ -8,7 +8,7 @@ from functools import cache
 
 from megacore.plan.activations import ActivationMemory
 from megacore.plan.setting import SHARDS, Setting
-from megacore.plan.state import ParameterShare, Shares, state
+from megacore.plan.state import ParameterShare, Shares, sharing, state
 from parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
 from parallel.pipeline.schedules import SCHEDULES
 from parallel.rank_sets import groups_of, mesh_dims
@@ -101,7 +101,7 @@ def groups(setting: Setting) -> int:
 
 def _groups(setting: Setting, rank: int) -> set[tuple[int, ...]]:
     layout, mesh = setting.layout, setting.layout.mesh
-    own = {mesh.along(rank, *dims) for dims in mesh_dims(mesh)}
+    own = {mesh.along(rank, *dims) for dims in mesh_dims(mesh, setting.has_experts)}
     alike = {shard.param.name: shard for shard in layout.shards(mesh.place(rank))}  # in all layers of a stage
     sets = {layout.replicas(shard, label) for shard in alike.values() for label in shard.param.sentence.labels}
     replicas = None if setting.shard == "none" else setting.replicas
@@ -182,7 +182,7 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
     layout, width = setting.layout, setting.widths.gradient
     last = layout.mesh.pp * layout.chunks - 1
     lazy = _lazy(shares, setting)
-    sharing = _Sharing.of(setting, act, stage, shares)
+    split = _Sharing.of(setting, act, stage, shares)
     kept = [_on_device(setting, act, virtual) for virtual in range(stage, len(layout.layers), layout.mesh.pp)]
     moments = []
     for chunk, *alive in crowds(setting.schedule, layout.mesh.pp, layout.chunks, setting.microbatches)[stage]:
@@ -194,7 +194,7 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
         logits = heads * act.head.kept if heads else 0
         learned = act.head.learning * width if virtual == last else 0
         if virtual == last:
-            working = act.head.peak + sharing.head - learned * lazy
+            working = act.head.peak + split.head - learned * lazy
             gradients = learned if lazy else None
             moments.append(_Moment("backward of the head", others + own, logits + act.head.kept, working, gradients))
         tied = act.tied if virtual == last else 0
@@ -202,14 +202,14 @@ def _moments(setting: Setting, act: ActivationMemory, stage: int, shares: Sequen
             # At the first block all gradients are there; if they only come to be, less is there before.
             partly = learned + visit.learned * width if lazy and visit.which != "first" else None
             if lazy or visit.which != "first":
-                what, working = f"backward of a chunk's {visit.which} block", visit.block.peak + tied + sharing.block
+                what, working = f"backward of a chunk's {visit.which} block", visit.block.peak + tied + split.block
                 moments.append(_Moment(what, others + own - visit.freed, logits, working, partly))
         if not act.chunks[virtual][-1].left:
             # Who runs the chunk holds what its first block was given.
-            working = max(block.peak for block in act.chunks[virtual]) + setting.activation + sharing.block
+            working = max(block.peak for block in act.chunks[virtual]) + setting.activation + split.block
             moments.append(_Moment("forward of a chunk", others, logits, working))
         if virtual == 0 and act.embedding.left:
-            working = act.embedding.peak - act.embedding.learning * width * lazy + tied + sharing.embedding
+            working = act.embedding.peak - act.embedding.learning * width * lazy + tied + split.embedding
             moments.append(_Moment("backward of the embedding", others + act.embedding.kept, logits, working))
     widened = min(NORM_BLOCK, sum(part.trained for part in shares)) if setting.device == "cpu" else 0
     moments.append(_Moment("optimizer step", working=8 * widened))
@@ -242,19 +242,27 @@ class _Sharing:
 
     @classmethod
     def of(cls, setting: Setting, act: ActivationMemory, stage: int, shares: Sequence[ParameterShare]) -> _Sharing:
-        """Return a bucket that fills, and those whose sums are under way; of parameters a unit and the next."""
+        """Return a bucket that fills, and those whose sums are under way; of parameters a unit and the next. What this
+        rank alone holds is not sent, and never elsewhere than in its place."""
         rung, widths = SHARDS.index(setting.shard), setting.widths
         if rung < 2:
             return cls()
-        first, blocks, last = act.embedding, act.blocks[stage], act.head
+        first, last = act.embedding, act.head
         head, embedding = last.learning * widths.gradient, first.learning * widths.gradient
-        everything = sum(part.trained for part in shares)
-        learning = max(block.learning for block in blocks)
-        bucket = learning if rung == 3 else min(setting.bucket_bytes // widths.gradient, everything)
-        sums = (1 + REDUCE_SCATTERS) * bucket * widths.gradient
+        alone = [part for part in shares if sharing(part, setting) == 1 and "layer" in part.param.named_axes]
         if rung == 2:
+            shared = sum(part.trained for part in shares) - sum(part.trained for part in alone)
+            own = sum(part.trained for part in alone)
+            most = setting.bucket_bytes // widths.gradient
+            sums = ((1 + REDUCE_SCATTERS) * min(most, shared) + min(most, own)) * widths.gradient
             return cls(head, sums, embedding + sums)
-        unit = max(block.elements for block in blocks) * widths.parameter
+        unit = sums = 0
+        for layer, block in act.layers_of(stage).items():
+            here = [part for part in alone if part.param.layers is None or layer in part.param.layers]
+            own = sum(part.trained // part.tensors for part in here)
+            unit = max(unit, block.elements - sum(part.elements // part.tensors for part in here))
+            sums = max(sums, (1 + REDUCE_SCATTERS) * (block.learning - own) + own)
+        unit, sums = unit * widths.parameter, sums * widths.gradient
         return cls(
             last.elements * widths.parameter + head + unit,
             2 * unit + sums,

@@ -64,6 +64,7 @@ class Setting:
         device: The kind of device: their kernels keep different things.
         bucket_bytes: The size of a gradient bucket.
         tuning: The part of the model that is trained.
+        imbalance: The rows that the experts of the fullest rank get over the mean of all ranks, if there are as many.
     """
 
     model: ModelConfig
@@ -84,11 +85,16 @@ class Setting:
     device: Literal["cpu", "cuda"] = "cuda"
     bucket_bytes: int = BUCKET_BYTES
     tuning: Tuning = EVERYTHING
+    imbalance: float = 1.0
 
     @property
     def frozen(self) -> frozenset[str]:
         """The tensors that are not trained, by their names."""
         return self.tuning.frozen(self.model.schema)
+
+    @property
+    def has_experts(self) -> bool:
+        return self.model.anatomy.routing is not None
 
     @property
     def tokens(self) -> int:

@@ -58,14 +58,16 @@ class Account:
 def account(config: ModelConfig, files: Mapping[str, TensorFile], wrapper: Wrapper | None = None) -> Account:
     """Account for all tensors that lie in ``files`` (by tensor) for a model of this configuration.
 
-    Of what it is wrapped in, the tensors of other parts are told, and any that is of no part is a problem.
+    The tensors of what the model leaves out, and of other parts of what it is wrapped in, are told, and any that is of
+    no part is a problem.
     """
     too_few = _absurd(config, len(files))
     if too_few:
         return Account({}, problems=[too_few])
     expected = {stored.name: stored for stored in hugging_face(config.schema)}
     ignorable = ignorable_by(type(config))
-    others = dict.fromkeys(name for name in files if wrapper and name.startswith(wrapper.others))
+    parts = config.left_out + (wrapper.others if wrapper else ())
+    others = dict.fromkeys(name for name in files if name.startswith(parts))
     part = {name: TensorInFile(file, name) for name, file in files.items() if name not in others}
     outside: list[str] = []
     if wrapper:

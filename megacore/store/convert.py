@@ -150,7 +150,8 @@ def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | Non
     dtypes = {name: tensor.dtype for name, tensor in made.items()}
     shards = export.export_files(schema, dtypes, max_shard_bytes)
     files = tuple(File(name, tuple(made[s.name] for s in stored), source.read()) for name, stored in shards)
-    texts = export.texts(source.raw if dtype is None else export.with_dtype(source.raw, dtype), shards, dtypes)
+    raw = source.raw if dtype is None else export.with_dtype(source.raw, dtype)
+    texts = export.texts(raw, schema, shards, dtypes)
     part = StateFiles(files, expected(schema, source, "weights", files))
     return FolderPlan(schema, {"weights": part}, lambda found: texts, source.companions(), HuggingFace.open)
 

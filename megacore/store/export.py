@@ -74,10 +74,12 @@ def export_files(schema: Schema, dtypes: Mapping[str, str], max_shard_bytes: int
     return list(zip([WEIGHTS] if len(shards) == 1 else names, map(tuple, shards), strict=True))
 
 
-def texts(raw: Mapping[str, Any], shards: Sequence[Shard], dtypes: Mapping[str, str]) -> dict[str, bytes]:
+def texts(
+    raw: Mapping[str, Any], schema: Schema, shards: Sequence[Shard], dtypes: Mapping[str, str]
+) -> dict[str, bytes]:
     """Return {file name: content} of what goes with the weight files: ``config.json``, and the index of several."""
     made = {CONFIG: config_json(raw)}
-    return made | {INDEX: index_json(shards, dtypes)} if len(shards) > 1 else made
+    return made | {INDEX: index_json(schema, shards, dtypes)} if len(shards) > 1 else made
 
 
 def config_json(raw: Mapping[str, Any]) -> bytes:
@@ -98,13 +100,13 @@ def with_dtype(raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return {**raw, **dict.fromkeys(names, FLOATS[dtype])}
 
 
-def index_json(shards: Sequence[Shard], dtypes: Mapping[str, str]) -> bytes:
+def index_json(schema: Schema, shards: Sequence[Shard], dtypes: Mapping[str, str]) -> bytes:
     """Return the index of several files."""
     tensors = [stored for _, own in shards for stored in own]
     return _json(
         {
             "metadata": {
-                "total_parameters": sum(math.prod(stored.shape) for stored in tensors),
+                "total_parameters": schema.parameters,
                 "total_size": sum(_bytes(stored, dtypes) for stored in tensors),
             },
             "weight_map": dict(sorted((stored.name, name) for name, own in shards for stored in own)),

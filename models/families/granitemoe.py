@@ -58,16 +58,14 @@ class GraniteMoeConfig(ExpertsConfig, Multipliers):
         )
 
 
+_EACH = GRANITE3 | {"rms_norm_eps": 1e-6, "attention_multiplier": 0.015625, "logits_scaling": 6.0}
+
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "granitemoe-tiny": shape(64, 32, 4, 4)
-    | GRANITE3
+    "granitemoe-tiny": _EACH
+    | shape(64, 32, 4, 4)
     | {"vocab_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512, "attention_multiplier": 0.0625},
-    "granite-3.0-1b-a400m": shape(1024, 512, 24, 16)
-    | GRANITE3
-    | {"attention_multiplier": 0.015625, "logits_scaling": 6.0, "num_local_experts": 32, "num_experts_per_tok": 8},
-    "granite-3.0-3b-a800m": shape(1536, 512, 32, 24)
-    | GRANITE3
-    | {"attention_multiplier": 0.015625, "logits_scaling": 6.0, "num_local_experts": 40, "num_experts_per_tok": 8},
+    "granite-3.0-1b-a400m": _EACH | shape(1024, 512, 24, 16) | {"num_local_experts": 32, "num_experts_per_tok": 8},
+    "granite-3.0-3b-a800m": _EACH | shape(1536, 512, 32, 24) | {"num_local_experts": 40, "num_experts_per_tok": 8},
 }
 
 PARAMETERS: Mapping[str, int] = {"granite-3.0-1b-a400m": 1_334_628_352}

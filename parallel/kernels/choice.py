@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.kernels import activation, bands, cpu, grouped, norm, rotation
@@ -158,9 +159,8 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def grouped_products(*weights: Tensor) -> grouped.GroupedProducts:
-    """What multiplies the rows of experts with these weights, each [experts, out, in]."""
-    on_cpu = any(weight.device.type == "cpu" for weight in weights)
-    return grouped.LOOP if on_cpu or not grouped.kernel_takes(*weights) else grouped.KERNEL
+    """What multiplies the rows of experts with these weights, each [experts, out, in]: torch's kernel, or a loop."""
+    return grouped.products(*weights)
 
 
 def _unless_compiled(
@@ -202,7 +202,10 @@ def _fused(name: str, device: torch.device) -> ModuleType | None:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) -> Tensor:
-    """q: [b, heads, s, head], k, v: [b, kv, s, head] -> [b, heads, s, head]; softmax in fp32 (fp64 for fp64)."""
+    """q: [b, heads, s, head], k: [b, kv, s, head], v: [b, kv, s, value] -> [b, heads, s, value]; softmax in fp32 (fp64
+    for fp64)."""
+    if narrow := q.shape[-1] - v.shape[-1]:
+        return causal_attention(q, k, F.pad(v, (0, narrow)), scoring)[..., :-narrow]
     if not scoring.plain:
         return (bands.by_formula if scoring.dropout else bands.attention)(q, k, v, scoring)
     if not scoring.dropout and q.device.type == "cpu" and cpu.is_faster(q):
@@ -213,10 +216,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring = PLAIN) 
 def documents_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int, scoring: Scoring = PLAIN
 ) -> Tensor:
-    """q: [t, heads, head], k, v: [t, kv, head] -> [t, heads, head]: causal, and each document by itself.
+    """q: [t, heads, head], k: [t, kv, head], v: [t, kv, value] -> [t, heads, value]: causal, each document by itself.
 
     No document crosses the end of one of the ``sequences`` of equal length.
     """
+    if narrow := q.shape[-1] - v.shape[-1]:
+        return documents_attention(q, k, F.pad(v, (0, narrow)), documents, sequences, scoring)[..., :-narrow]
     if not scoring.plain:
         return within.in_bands(q, k, v, documents, sequences, scoring)
     if not scoring.dropout and q.device.type == "cpu":

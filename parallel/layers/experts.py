@@ -5,8 +5,9 @@ many ranks there are, and a token's slots are summed in their order: outputs and
 same for any number of ranks.
 
 A token is k rows at the experts. Those are not kept for the backward: they are sent once more while the input gradient
-is multiplied, as a column-parallel linear gathers once more. Nor is what the experts give: a token's weights are
-applied before the second product, so that their gradients need the input of that product alone.
+is multiplied, as a column-parallel linear gathers once more. Nor is what the experts give, though the gradients of a
+token's weights need it: with y = W a of a slot of weight w, dw = <dy, W a> = <W' (w dy), a> / w, and W' (w dy) is the
+gradient of a. So the weights never travel: slots are weighed where they are summed.
 """
 
 from __future__ import annotations
@@ -18,18 +19,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from parallel import kernels
 from parallel.collectives import (
     Pending,
     all_gather,
-    all_to_all,
     start_all_gather,
     start_all_to_all,
     start_reduce_scatter,
 )
+from parallel.kernels import grouped
 from parallel.kernels.grouped import GroupedProducts, Groups
 from parallel.mesh import Group
 
@@ -70,16 +70,15 @@ class Experts(nn.Module):
         self.group, self.features = group, features
         self.products = kernels.grouped_products(up, down)
 
-    @torch.compiler.disable
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, beside: Callable[[], Tensor] | None = None) -> Tensor:
         """``beside``: computed while rows travel, [n, embed], and added to what comes out."""
         dispatch = Dispatch.of(chosen, self.experts, self.group, self.features, self.products.needs_host)
-        scale = dispatch.weights(weights)
+        weights = all_gather(weights, self.features)
         with torch.no_grad():
             coming = dispatch.start(x)
         other = None if beside is None else beside()
         h = _Up.apply(x, self.up, self.up_bias, dispatch, self.products, coming)
-        y: Tensor = _Down.apply(self.activation(h), scale, self.down, self.down_bias, dispatch, self.products)
+        y: Tensor = _Down.apply(self.activation(h), weights, self.down, self.down_bias, dispatch, self.products)
         return y if other is None else y + other
 
 
@@ -123,66 +122,57 @@ class Dispatch:
         sent = ends.diff(prepend=ends.new_zeros(1)).view(group.size, -1)
         slots = torch.empty_like(order).scatter_(0, order, torch.arange(rows, device=order.device)).view(chosen.shape)
         if group.size == 1:
-            counts = host_counts(sent, sent, rows)[2] if needs_host else None
+            counts = grouped.host_counts(sent, sent, rows)[2] if needs_host else None
             return cls(group, features, order, slots, [rows], [rows], Groups(rows, sent[0], counts), None)
         got = start_all_to_all(sent, group, [1] * group.size, [1] * group.size).wait()
-        to, of, counts = host_counts(sent, got, rows)
+        to, of, counts = grouped.host_counts(sent, got, rows)
         groups = Groups(sum(of), got.sum(0), counts)
         return cls(group, features, order, slots, to, of, groups, _sorting(got, groups.rows))
 
-    def start(self, x: Tensor) -> Pending:
-        """x: [n, f] -> [R, f], the rows of each expert together. The adjoint of :meth:`start_back`."""
+    def start(self, x: Tensor, weights: Tensor | None = None) -> Pending:
+        """x: [n, f], weights: [N, k] -> [R, f], the rows of each expert together. Adjoint of :meth:`start_back`."""
         whole = start_all_gather(x, self.features).wait()
-        pending = start_all_to_all(whole.index_select(0, self._token), self.group, self.sent, self.got)
-        return self._sorted(pending)
-
-    def start_back(self, rows: Tensor) -> Pending:
-        """rows: [R, f] -> [n, f], the sum of each token's slots, and over the ranks of ``features``."""
-        if self.sorting is not None:
-            rows = rows.index_select(0, self.sorting[1])
-        pending = start_all_to_all(rows, self.group, self.got, self.sent)
-
-        def finish() -> Tensor:
-            return start_reduce_scatter(_sum(pending.finish(), self.slots), self.features).wait()
-
-        return Pending(pending.works, finish)
-
-    def weights(self, weights: Tensor) -> Tensor:
-        """weights: [n, k] -> [R, 1]; it has a gradient."""
-        own = all_gather(weights, self.features).flatten().index_select(0, self.order)
-        came = all_to_all(own, self.group, self.sent, self.got)
-        return (came if self.sorting is None else came.index_select(0, self.sorting[0]))[:, None]
-
-    @property
-    def _token(self) -> Tensor:
-        return self.order // self.slots.shape[1]
-
-    def _sorted(self, pending: Pending) -> Pending:
+        rows = whole.index_select(0, self.order // self.slots.shape[1])
+        if weights is not None:
+            rows.mul_(self._in_order(weights))
+        pending = start_all_to_all(rows, self.group, self.sent, self.got)
         if self.sorting is None:
             return pending
         places = self.sorting[0]
         return Pending(pending.works, lambda: pending.finish().index_select(0, places))
 
+    def start_back(self, rows: Tensor, weights: Tensor | None = None) -> Pending:
+        """rows: [R, f], weights: [N, k] -> [n, f], the sum of each token's slots and over ``features``."""
+        pending = self._start_home(rows)
 
-def host_counts(sent: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[int], list[int]]:
-    """Ask the device for counts of rows: those for each rank, those from each, those of each expert here.
+        def finish() -> Tensor:
+            return start_reduce_scatter(self._sum(pending.finish(), weights), self.features).wait()
 
-    Tensors without numbers have none to tell, so all share alike.
+        return Pending(pending.works, finish)
 
-    Args:
-        sent: [ranks, experts of a rank], rows of this rank.
-        got: [ranks, experts here], rows from each rank.
-        rows: The sum of ``sent``.
-    """
-    ranks, experts = got.shape
-    if sent.is_meta or isinstance(sent, FakeTensor):
-        return _shares(rows, ranks), _shares(rows, ranks), _shares(rows, experts)
-    told = torch.cat([sent.sum(1), got.sum(1), got.sum(0)]).tolist()
-    return told[:ranks], told[ranks : 2 * ranks], told[2 * ranks :]
+    def start_numbers_back(self, numbers: Tensor) -> Pending:
+        """numbers: [R], one of each row -> [N, k]."""
+        pending = self._start_home(numbers)
+        return Pending(pending.works, lambda: pending.finish().take(self.slots))
 
+    def _start_home(self, rows: Tensor) -> Pending:
+        """rows: [R, ...] -> [N k, ...], as they were sent."""
+        if self.sorting is not None:
+            rows = rows.index_select(0, self.sorting[1])
+        return start_all_to_all(rows, self.group, self.got, self.sent)
 
-def _shares(total: int, parts: int) -> list[int]:
-    return [total * (part + 1) // parts - total * part // parts for part in range(parts)]
+    def _sum(self, rows: Tensor, weights: Tensor | None) -> Tensor:
+        """rows: [N k, f], as they were sent -> [N, f], each token's rows summed in the order of its slots."""
+        if rows.device.type == "cpu":  # whose kernel would round halves of narrow numbers up
+            wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            return F.embedding_bag(self.slots, wide, mode="sum", per_sample_weights=weights).to(rows.dtype)
+        if weights is not None:
+            rows.mul_(self._in_order(weights))  # in fp32, where its kernel would have them narrow
+        return F.embedding_bag(self.slots, rows, mode="sum")
+
+    def _in_order(self, weights: Tensor) -> Tensor:
+        """weights: [N, k] -> [N k, 1], as their rows are sent."""
+        return weights.flatten().index_select(0, self.order)[:, None]
 
 
 def _sorting(got: Tensor, rows: int) -> tuple[Tensor, Tensor]:
@@ -195,13 +185,6 @@ def _sorting(got: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         at + shift.t().flatten().repeat_interleave(turned, output_size=rows),
         at - shift.flatten().repeat_interleave(got.flatten(), output_size=rows),
     )
-
-
-def _sum(rows: Tensor, slots: Tensor) -> Tensor:
-    """rows: [N k, f], slots: [N, k] -> [N, f], each token's rows summed in the order of its slots, rounded once."""
-    if rows.device.type == "cpu" and rows.dtype.itemsize < 4:  # whose kernel would round halves up
-        return F.embedding_bag(slots, rows.float(), mode="sum").to(rows.dtype)
-    return F.embedding_bag(slots, rows, mode="sum")
 
 
 # -- the two products
@@ -248,10 +231,10 @@ class _Up(torch.autograd.Function):
 
 
 class _Down(torch.autograd.Function):
-    """y = the sums of each token's rows of w (a W' + b), with the rows of each expert times its own matrix.
+    """y = the sums of w (rows(a) W' + b) over each token's slots, with the rows of each expert times its own matrix.
 
     a   [R, features]
-    w   [R, 1]   the weight of each row
+    w   [N, k]   the weight of each slot
     W   [experts here, embed, features]
     b   [experts here, embed]   of which each rank over which features are split adds its share
     y   [n, embed]   of this rank's tokens
@@ -261,40 +244,42 @@ class _Down(torch.autograd.Function):
     def forward(
         ctx: Any,
         a: Tensor,
-        scale: Tensor,
+        weights: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         dispatch: Dispatch,
         products: GroupedProducts,
     ) -> Tensor:
         ctx.dispatch, ctx.products = dispatch, products
-        ctx.save_for_backward(a, scale, weight, bias)
-        rows = products.forward(_scaled(a, scale), weight, dispatch.groups)
+        ctx.save_for_backward(a, weights, weight, bias)
+        rows = products.forward(a, weight, dispatch.groups)
         if bias is not None:
-            rows.add_(bias.index_select(0, dispatch.groups.experts) * (scale / dispatch.features.size))
-        return dispatch.start_back(rows).wait()
+            rows.add_(bias.index_select(0, dispatch.groups.experts), alpha=1 / dispatch.features.size)
+        return dispatch.start_back(rows, weights).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        a, scale, weight, bias = ctx.saved_tensors
+        a, weights, weight, bias = ctx.saved_tensors
         dispatch, products, groups = ctx.dispatch, ctx.products, ctx.dispatch.groups
-        need_da, need_dscale, need_dw, need_db = ctx.needs_input_grad[:4]
-        d = dispatch.start(dy).wait()
-        da = products.input_gradient(d, weight, groups)
-        dw = products.weight_gradient(d, _scaled(a, scale), groups) if need_dw else None
-        dscale = _along(da, a, scale) if need_dscale else None
-        if bias is not None and need_dscale:
-            dscale += _along(d, bias.index_select(0, groups.experts), scale) / dispatch.features.size
-        db = products.sums(_scaled(d, scale / dispatch.features.size), groups) if need_db else None
-        return da.mul_(scale) if need_da else None, dscale, dw, db, None, None
+        _, need_dweights, need_dw, need_db = ctx.needs_input_grad[:4]
+        d = dispatch.start(dy, weights).wait()
+        da, home = products.input_gradient(d, weight, groups), None
+        if need_dweights:
+            along = _along(da, a, weights.dtype)
+            if bias is not None:
+                along += _along(d, bias.index_select(0, groups.experts), weights.dtype) / dispatch.features.size
+            home = dispatch.start_numbers_back(along)
+        dw = products.weight_gradient(d, a, groups) if need_dw else None
+        db = products.sums(d, groups).div_(dispatch.features.size) if need_db else None
+        return da, _over(home.wait(), weights) if home else None, dw, db, None, None
 
 
-def _scaled(rows: Tensor, scale: Tensor) -> Tensor:
-    """rows: [R, f], scale: [R, 1], of a wider dtype perhaps -> [R, f], rounded once."""
-    return (rows * scale).to(rows.dtype)
+def _along(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """x, y: [R, f] -> [R], the products of their rows."""
+    return (x * y).sum(-1, dtype=dtype)
 
 
-def _along(x: Tensor, y: Tensor, like: Tensor) -> Tensor:
-    """x, y: [R, f] -> [R, 1], the products of their rows."""
-    return (x * y).sum(-1, keepdim=True, dtype=like.dtype)
+def _over(x: Tensor, weights: Tensor) -> Tensor:
+    """x / weights; 0 for a weight of 0, which no score has that still moves."""
+    return torch.where(weights == 0, 0, x / weights)

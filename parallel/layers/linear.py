@@ -123,6 +123,38 @@ class Row(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
+class Replicated(torch.autograd.Function):
+    """y = x W' + b, with all of W on each of the n ranks of a group, and nothing sent.
+
+    x   [t/n, in]    this rank's tokens
+    W   [out, in]
+    b   [out]
+    y   [t/n, out]   of the same tokens
+
+    wgrad     dW = dy' x, of this rank's tokens: the sum over the group is the whole
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, product: Product) -> Tensor:
+        need_dw = ctx.needs_input_grad[1]
+        ctx.group, ctx.product = group, product
+        own, matrix = product.operands(x, weight, group, need_dw)
+        # Only the weight's gradient needs x.
+        ctx.save_for_backward(own.kept if need_dw else None, own.scale, weight, matrix.scale)
+        return product.forward(own, matrix, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        values, scale, weight, weight_scale = ctx.saved_tensors
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        product, given = ctx.product, ctx.product.gradient(dy, ctx.group, need_dw)
+        dx = product.input_gradient(given, Operand(weight, weight_scale)) if need_dx else None
+        dw = product.give_weight_gradient(given, Operand(values, scale), weight.dtype) if need_dw else None
+        db = dy.flatten(0, -2).sum(0) if need_db else None
+        return dx, dw, db, None, None
+
+
 def column_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, sequence: bool = True, product: Product = DENSE
 ) -> Tensor:
@@ -143,6 +175,14 @@ def row_linear(
     return y if bias is None else y + bias
 
 
+def replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, product: Product = DENSE) -> Tensor:
+    """x: [t/tp, in] -> y: [t/tp, out]; every rank of the group has all of the weight."""
+    if product is DENSE:
+        return F.linear(x, weight, bias)
+    y: Tensor = Replicated.apply(x, weight, bias, group, product)
+    return y
+
+
 def _drawn(out_features: int, in_features: int, mesh: Mesh, dtype: torch.dtype | None) -> Tensor:
     """The initial weight of a whole layer, [out, in], from torch's generator.
 
@@ -153,8 +193,8 @@ def _drawn(out_features: int, in_features: int, mesh: Mesh, dtype: torch.dtype |
 
 
 class _ParallelLinear(nn.Module):
-    """What both linears are: a weight, perhaps a bias, a group, how tokens and features come in and go out, and what
-    multiplies."""
+    """What all of these linears are: a weight, perhaps a bias, a group, how tokens and features come in and go out, and
+    what multiplies."""
 
     BETWEEN_BLOCKS: ClassVar[tuple[str, str]]
 
@@ -272,6 +312,20 @@ class RowParallelLinear(_ParallelLinear):
         if self.input == "replicated":
             x = split(x, self.group)
         return row_linear(x, self.weight, self.bias, self.group, self.output == "sequence", self.product)
+
+
+class ReplicatedLinear(_ParallelLinear):
+    """Linear that every rank has whole, of the tokens that the rank has: nothing is sent.
+
+    x: [tokens/tp, in] -> y: [tokens/tp, out]. It is for outputs that are narrow, such as latents: the ranks that split
+    the next linear are better sent these than x. Its gradients belong summed over tp, as those of norms do. :meth:`of`
+    makes it.
+    """
+
+    BETWEEN_BLOCKS: ClassVar[tuple[str, str]] = ("sequence", "sequence")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return replicated_linear(x, self.weight, self.bias, self.group, self.product)
 
 
 def hand_to(accept: Callable[[nn.Parameter, WeightGradient], None], modules: Iterable[nn.Module]) -> None:

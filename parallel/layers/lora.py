@@ -2,8 +2,8 @@
 
 A column-parallel linear has its B split like W, and every rank the whole A: each computes A x of its own tokens, and
 what is gathered is no wider than the adapter. A row-parallel one has its A split like W, and every rank the whole B:
-A x is summed over the ranks, and each goes on with its own tokens. The halves that all ranks hold see other tokens on
-each: their gradients belong summed over tp (law 4 of ``docs/meshes.md``).
+A x is summed over the ranks, and each goes on with its own tokens. A replicated one has both whole. The halves that all
+ranks hold see other tokens on each: their gradients belong summed over tp (law 4 of ``docs/meshes.md``).
 
 Each expert has an A and a B of its own, through which the rows of its tokens go beside its weight. Where the features
 of experts are split, up's A and down's B are whole, and what they are given or give is summed with the rest.
@@ -20,10 +20,16 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from parallel import kernels
-from parallel.collectives import Pending
+from parallel.collectives import Pending, all_gather
 from parallel.kernels.grouped import GroupedProducts
-from parallel.layers.experts import Dispatch, Experts, _along, _Down, _scaled, _Up
-from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear, column_linear, row_linear
+from parallel.layers.experts import Dispatch, Experts, _along, _Down, _over, _Up
+from parallel.layers.linear import (
+    ColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    column_linear,
+    row_linear,
+)
 from parallel.layers.router import Router, wide_linear
 
 Rows = Sequence[tuple[int, bool]]
@@ -80,6 +86,17 @@ class RowAdapted(_Adapted):
         return y + F.linear(narrow, self.spread())
 
 
+class ReplicatedAdapted(_Adapted):
+    """x: [tokens/tp, in] -> y: [tokens/tp, out], of a replicated linear; a and b whole."""
+
+    base: ReplicatedLinear
+
+    def forward(self, x: Tensor) -> Tensor:
+        narrow = F.linear(self.dropout(x), self.a) * self._scale
+        y: Tensor = self.base(x)
+        return y + F.linear(narrow, self.spread())
+
+
 class RouterAdapted(Router):
     """A router and its adapter, held whole by every rank, as the router is.
 
@@ -120,7 +137,7 @@ class ExpertsAdapted(nn.Module):
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, beside: Callable[[], Tensor] | None = None) -> Tensor:
         base, products = self.base, self.products
         dispatch = Dispatch.of(chosen, base.experts, base.group, base.features, products.needs_host)
-        scale = dispatch.weights(weights)
+        weights = all_gather(weights, base.features)
         with torch.no_grad():
             coming = dispatch.start(x)
         other = None if beside is None else beside()
@@ -131,10 +148,10 @@ class ExpertsAdapted(nn.Module):
         h = base.activation(h)
         if self.down:
             y: Tensor = _DownAdapted.apply(
-                h, scale, base.down, base.down_bias, *self.down, self._scale, dispatch, products
+                h, weights, base.down, base.down_bias, *self.down, self._scale, dispatch, products
             )
         else:
-            y = _Down.apply(h, scale, base.down, base.down_bias, dispatch, products)
+            y = _Down.apply(h, weights, base.down, base.down_bias, dispatch, products)
         return y if other is None else y + other
 
 
@@ -187,10 +204,11 @@ class _UpAdapted(torch.autograd.Function):
 
 
 class _DownAdapted(torch.autograd.Function):
-    """y = the sums of each token's rows of w (a (W + s B A)' + b), with the rows of each expert times its own matrices.
+    """y = the sums of w (a (W + s B A)' + b) over each token's slots, with the rows of each expert times its own
+    matrices.
 
     a   [R, features]
-    w   [R, 1]   the weight of each row
+    w   [N, k]   the weight of each slot
     W   [experts here, embed, features]
     b   [experts here, embed]   of which each rank over which features are split adds its share
     A   [experts here, rank, features]
@@ -213,26 +231,29 @@ class _DownAdapted(torch.autograd.Function):
         dispatch: Dispatch,
         products: GroupedProducts,
     ) -> Tensor:
-        groups, weighed = dispatch.groups, _scaled(features, weights)
-        narrow = products.forward(weighed, a, groups).mul_(scale)
-        rows = products.forward(weighed, weight, groups).add_(products.forward(narrow, b, groups))
+        groups = dispatch.groups
+        narrow = products.forward(features, a, groups).mul_(scale)
+        rows = products.forward(features, weight, groups).add_(products.forward(narrow, b, groups))
         if bias is not None:
-            rows.add_(bias.index_select(0, groups.experts) * (weights / dispatch.features.size))
+            rows.add_(bias.index_select(0, groups.experts), alpha=1 / dispatch.features.size)
         ctx.dispatch, ctx.products, ctx.scale = dispatch, products, scale
         ctx.save_for_backward(features, weights, weight, bias, a, b, narrow)
-        return dispatch.start_back(rows).wait()
+        return dispatch.start_back(rows, weights).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         features, weights, weight, bias, a, b, narrow = ctx.saved_tensors
         dispatch, products, groups = ctx.dispatch, ctx.products, ctx.dispatch.groups
-        d = dispatch.start(dy).wait()
+        d, home = dispatch.start(dy, weights).wait(), None
         dnarrow = products.input_gradient(d, b, groups).mul_(ctx.scale)
+        dfeatures = products.input_gradient(d, weight, groups).add_(products.input_gradient(dnarrow, a, groups))
+        if ctx.needs_input_grad[1]:
+            along = _along(dfeatures, features, weights.dtype)
+            if bias is not None:
+                along += _along(d, bias.index_select(0, groups.experts), weights.dtype) / dispatch.features.size
+            home = dispatch.start_numbers_back(along)
         db = products.weight_gradient(d, narrow, groups)
-        da = products.weight_gradient(dnarrow, _scaled(features, weights), groups)
-        dweighed = products.input_gradient(d, weight, groups).add_(products.input_gradient(dnarrow, a, groups))
-        dweights = _along(dweighed, features, weights)
-        if bias is not None:
-            dweights += _along(d, bias.index_select(0, groups.experts), weights) / dispatch.features.size
-        return dweighed.mul_(weights), dweights, None, None, da, db, None, None, None
+        da = products.weight_gradient(dnarrow, features, groups)
+        dweights = _over(home.wait(), weights) if home else None
+        return dfeatures, dweights, None, None, da, db, None, None, None

@@ -11,13 +11,17 @@ from benchmarks import convert, processes
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.tensors import TensorFile
 
+CONVERT, RESHARD = (
+    f"{does} {mesh}" for does, mesh in zip((convert.CONVERT, convert.RESHARD), convert.DENSE_MESHES, strict=True)
+)
+
 
 def test_it_copies_converts_reshards_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "results.json"
     arguments = ["--size", "0.01", "--rounds", "1", "--no-peers", "--no-double", "--states", "cold", "chained"]
     convert.main([*arguments, "--folder", str(tmp_path), "--json", str(results)])
     rows = json.loads(results.read_text())["rows"]
-    ours = [convert.CONVERT, convert.RESHARD, convert.EXPORT]
+    ours = [CONVERT, RESHARD, convert.EXPORT]
     cold, chained = ([f"{name}, {state}" for name in ours] for state in (convert.COLD, convert.CHAINED))
     copies = [[f"{convert.COPY} {name}" for name in names] for names in (cold, chained)]
     # Beside each its own copy, which would warm what a chain reads: there it comes afterwards.
@@ -38,6 +42,16 @@ def test_the_checkpoint_has_the_size_that_is_asked_for_in_five_files(tmp_path: P
     assert HuggingFace.open(tmp_path / "source").config.sizes["layer"] > 4
 
 
+def test_experts_are_tensors_of_their_own(tmp_path: Path) -> None:
+    experts = {"num_local_experts": 16, "intermediate_size": 32}
+    tensors = convert.make_checkpoint(tmp_path / "source", 4_000_000, experts)
+    folder = HuggingFace.open(tmp_path / "source")
+    assert folder.config.family == "mixtral" and tensors == len(folder.weights) > 48
+    assert [program.command[-6:] for program in convert.ours(tmp_path, meshes=convert.EXPERT_MESHES)][1] == (
+        *("--ep", "2", "--tp", "2", "--etp", "2"),
+    )
+
+
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     for name in ("source", "export"):
         convert.make_checkpoint(tmp_path / name, 4_000_000)
@@ -52,12 +66,12 @@ def test_bars_are_judged() -> None:
     def row(name: str, seconds: float, peak: float = 1e6) -> convert.Row:
         return convert.Row(name, [processes.Usage(seconds, 1.0, 1.0, int(peak))])
 
-    copies = [f"{convert.COPY} {name}, warm" for name in (convert.CONVERT, convert.RESHARD, convert.EXPORT)]
+    copies = [f"{convert.COPY} {name}, warm" for name in (CONVERT, RESHARD, convert.EXPORT)]
     rows = {name: row(name, 2.0) for name in copies} | {convert.TRANSFORMERS: row(convert.TRANSFORMERS, 10.0)}
-    slow = f"{convert.CONVERT}, warm"
+    slow = f"{CONVERT}, warm"
     rows[slow] = row(slow, 2.7, 301e6)
-    rows |= {name: row(name, 2.0) for name in (f"{convert.RESHARD}, warm", f"{convert.EXPORT}, warm")}
-    doubled = {name: row(name, 4.0, 1.2e6) for name in [f"{convert.RESHARD}, warm"]}
+    rows |= {name: row(name, 2.0) for name in (f"{RESHARD}, warm", f"{convert.EXPORT}, warm")}
+    doubled = {name: row(name, 4.0, 1.2e6) for name in [f"{RESHARD}, warm"]}
     missed = [line for line in convert.judged(rows, doubled).splitlines() if "MISSED" in line]
     assert [line.split(": ")[1] for line in missed] == [
         "convert to tp=2 x pp=2, warm takes 1.35x the time of the copy (bar",

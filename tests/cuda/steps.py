@@ -78,6 +78,8 @@ GEMMA2 = "model.preset=gemma2-tiny model.sliding_window=8"
 GEMMA3 = "model.preset=gemma3_text-tiny model.sliding_window=8"
 DROPS = GPT2 + " model.embd_pdrop=0.1 model.attn_pdrop=0.1 model.resid_pdrop=0.1"
 LORA = "lora.rank=4"
+EXPERTS = "model.preset=mixtral-tiny"
+BALANCED = f"{EXPERTS} experts.sequence_balance=0.01 experts.z_loss=0.001"
 FEW = 0.1
 TEXTS = (20, 5, 7)
 
@@ -163,6 +165,19 @@ CASES: Mapping[str, Case] = {
     "tp, gpt2": Case(f"mesh.tp=2 {GPT2}"),
     "tp, dp, parameters": Case("mesh.tp=2 mesh.dp=2 zero.shard=parameters"),
     "tp, ep, optimizer": Case("mesh.tp=2 mesh.ep=2 zero.shard=optimizer"),
+    "experts": Case(EXPERTS),
+    "experts, full": Case(f"{EXPERTS} memory.recompute=full"),
+    "experts, fp32": Case(f"{EXPERTS} train.precision=fp32"),
+    "experts, compiled": Case(f"{EXPERTS} train.compile=true"),
+    "experts, balanced": Case(BALANCED),
+    "experts, ep": Case(f"{EXPERTS} mesh.ep=2"),
+    "experts, ep, full": Case(f"{EXPERTS} mesh.ep=2 memory.recompute=full"),
+    "experts, ep, parameters": Case(f"{EXPERTS} mesh.ep=2 mesh.dp=2 zero.shard=parameters"),
+    "experts, ep, tp, balanced": Case(f"{BALANCED} mesh.ep=2 mesh.tp=2"),
+    "experts, ep, etp": Case(f"{EXPERTS} mesh.ep=2 mesh.tp=2 mesh.etp=2"),
+    "experts, ep, gpipe, batch": Case(
+        f"{EXPERTS} mesh.ep=2 mesh.pp=2 pipeline.schedule=gpipe experts.batch_balance=0.01"
+    ),
     "1f1b, first": Case("mesh.pp=2"),
     "1f1b, last": Case("mesh.pp=2", rank=1),
     "1f1b, middle": Case("mesh.pp=4", rank=1),

@@ -4,6 +4,7 @@ named, and no step launches more than ``launches.txt`` says."""
 from __future__ import annotations
 
 import importlib
+import itertools
 import random
 import sys
 import traceback
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import steps
@@ -20,6 +22,7 @@ from steps import CASES, HOW, Case, Launches, excess, read
 from torch import Tensor, nn
 
 from megacore.run.trainer import Trainer
+from parallel.kernels import grouped
 from parallel.kernels.choice import has_triton
 
 NAMES = list(CASES)
@@ -96,6 +99,41 @@ def test_all_steps(part: int) -> None:
 def test_the_table_has_the_cases() -> None:
     assert list(read()[1]) == NAMES
     assert len(NAMES) >= 45
+
+
+# -- experts
+
+SPREAD = "experts, ep, tp, balanced"
+
+
+def orders(ranks: int) -> list[list[tuple[str, tuple[int, ...]]]]:
+    """What each rank of a step with experts sends to whom, one after the other."""
+    return [steps.trace(replace(CASES[SPREAD], rank=rank), 1)[0][0].order for rank in range(ranks)]
+
+
+def test_ranks_communicate_in_one_order() -> None:
+    found = in_a_process(orders, 4)
+    for one, other in itertools.combinations(range(4), 2):
+        mine, theirs = ([each for each in found[rank] if {one, other} <= {*each[1]}] for rank in (one, other))
+        assert mine == theirs
+        assert "alltoall_base_" in dict(mine)
+
+
+def waits(names: Sequence[str]) -> list[int]:
+    """How often the host asks for counts of rows in a step of each case."""
+
+    asked, found = Mock(side_effect=grouped.host_counts), list[int]()
+    with patch.object(grouped, "host_counts", asked):
+        for name in names:
+            asked.reset_mock()
+            steps.trace(CASES[name], 1)
+            found.append(asked.call_count)
+    return found
+
+
+def test_the_host_waits_once_for_a_layer_whose_rows_travel() -> None:
+    """For each of two microbatches, and again where the layer is computed again."""
+    assert in_a_process(waits, ["experts", "experts, ep", "experts, ep, full"]) == [0, 2, 4]
 
 
 # -- that it can fail

@@ -715,10 +715,11 @@ case("template-outside", TUNE + " chat.template=/proc/self/environ", lambda fold
 # -- the folders of runs
 
 RUN = "pretrain recipe.yaml checkpoint.resume=auto"
-for name in ("config.yaml", "metrics.jsonl", "loss.png", "run.lock"):
+for name in ("config.yaml", "metrics.jsonl", "experts.jsonl", "loss.png", "run.lock"):
     case(f"run-{name}", RUN, link(f"run/{name}", "../../outside/secret.txt"), sound=True)
 case("run-checkpoints", RUN, link("run/checkpoints", "../../outside"), sound=True)
 case("run-metrics-deep", RUN, write("run/metrics.jsonl", DEEP), sound=True)
+case("run-experts-deep", RUN, write("run/experts.jsonl", DEEP), sound=True)
 case("run-index-deep", RUN, write("run/checkpoints/step-00000001/index.json", DEEP), "not JSON")
 case("run-lock-deep", RUN, write("run/run.lock", DEEP), sound=True)
 

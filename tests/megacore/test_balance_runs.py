@@ -16,8 +16,12 @@ from pool import Pool
 from test_resume import path_of, whole
 
 from megacore.data.batches import Batch
+from megacore.inference.load import model_from
 from megacore.run import metrics
 from megacore.store.checkpoint import Checkpoint
+from megacore.store.convert import to_hugging_face
+from megacore.store.open import open_model
+from parallel.mesh import Mesh
 
 EXPERTS, TOP_K, SEQUENCES = 8, 2, 8
 MODEL = LLAMA | {
@@ -103,6 +107,23 @@ def test_biases_go_on_with_the_run_in_fp32(pool: Pool, recipe: str, tmp_path: Pa
         assert read_loads(tmp_path / "other") == read_loads(tmp_path / "same")
         weights = whole(path_of(tmp_path / "other", 4), "weights")
         assert all(np.array_equal(weights[name], straight[0].weights[name]) for name in CORRECTIONS)
+
+
+def test_biases_are_those_of_the_model_that_a_run_starts_from(recipe: str, tmp_path: Path, not_durable: None) -> None:
+    """Whether all of it is trained or adapters are; and they stay where no rate moves them."""
+    few = ["train.steps=2", "schedule.warmup_steps=0", "checkpoint.at_end=true"]
+    base = train(recipe, [f"out={tmp_path / 'base'}", *few, *BALANCED])
+    saved = path_of(tmp_path / "base", 2)
+    to_hugging_face(Checkpoint.open(saved), 10**9, "BF16").write(tmp_path / "hf", 1)
+    lora = ["lora.rank=2", "lora.targets=[q_proj]"]
+    for number, (init, more) in enumerate(((saved, lora), (tmp_path / "hf", lora), (saved, []), (tmp_path / "hf", []))):
+        found = train(recipe, [f"out={tmp_path / str(number)}", f"checkpoint.init={init}", *few, *more])
+        for name in CORRECTIONS:
+            assert np.array_equal(found.weights[name], base.weights[name]) and base.weights[name].any(), (init, more)
+        holds = {stored.name for stored in Checkpoint.open(path_of(tmp_path / str(number), 2)).stored()}
+        assert holds.isdisjoint(CORRECTIONS) == bool(more)
+    model = model_from(open_model(path_of(tmp_path / "0", 2)), Mesh.single())
+    assert all(np.array_equal(model.parameters[name].detach().numpy(), base.weights[name]) for name in CORRECTIONS)
 
 
 def test_the_counts_are_cut_back_to_where_a_run_goes_on(recipe: str, tmp_path: Path) -> None:

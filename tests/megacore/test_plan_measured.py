@@ -41,6 +41,7 @@ from parallel.memory import recompute
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.weights.layout import MeshShape
+from parallel.weights.schema import split_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LLAMA: dict[str, Any] = {
@@ -53,7 +54,7 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
 }
-SIZES = {"embed": 128, "mlp": 344, "layer": 4, "heads": 4, "kv": 2, "head": 32}
+SIZES = {"embed": 128, "mlp": 344, "expert_mlp": 96, "layer": 4, "heads": 4, "kv": 2, "head": 32}
 WINDOW = 64
 
 
@@ -99,6 +100,7 @@ class Case:
     loss_chunk: int | None = None
     bucket_bytes: int = BUCKET_BYTES
     tuning: Tuning = EVERYTHING
+    etp: int = 1
 
     @property
     def setting(self) -> Setting:
@@ -109,7 +111,7 @@ class Case:
         )
         return Setting(
             config,
-            layout_of(config, self.mesh, self.chunks, tuning=self.tuning),
+            layout_of(config, self.mesh, self.chunks, tuning=self.tuning, split=split_of(self.etp)),
             Widths.of(self.precision, self.masters),
             self.length,
             self.micro,
@@ -355,11 +357,39 @@ def test_families_are_planned_right(pool: Pool, case: Case) -> None:
     compare([[peak] for _, peak in found], [case])
 
 
+MIXTURE = Case(family="mixtral", vocab=64)
+MIXTURES = [replace(MIXTURE, recompute=recompute) for recompute in get_args(Recompute)]
+MIXTURES_OF_TWO = [
+    *(replace(MIXTURE, mesh=mesh) for mesh in (MeshShape(ep=2), MeshShape(tp=2))),
+    replace(MIXTURE, mesh=MeshShape(tp=2), etp=2),
+    *(replace(MIXTURE, mesh=MeshShape(ep=2), recompute=recompute) for recompute in ("selective", "full")),
+    *(replace(MIXTURE, mesh=MeshShape(ep=2), shard=shard, microbatches=2) for shard in SHARDS[1:]),
+    replace(MIXTURE, mesh=MeshShape(pp=2), microbatches=4),
+]
+MIXTURES_OF_FOUR = [
+    *(replace(MIXTURE, mesh=MeshShape(ep=2, tp=2), shard=shard) for shard in ("none", "parameters")),
+    replace(MIXTURE, mesh=MeshShape(dp=2, ep=2), shard="gradients", microbatches=2),
+    replace(MIXTURE, mesh=MeshShape(ep=2, tp=2), etp=2, shard="optimizer"),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [(1, MIXTURES), (2, MIXTURES_OF_TWO), (4, MIXTURES_OF_FOUR)],
+    ids=["one", "two", "four"],
+)
+def test_experts_are_planned_right(pool: Pool, world: int, cases: list[Case]) -> None:
+    """Their rows go by what routers choose: at the start of a run nearly as many to each rank."""
+    compare(pool.run(world, peaks, cases), cases)
+
+
 def with_parts(*names: str) -> Case:
     """Of the family that may have any part of the builder: it has these."""
     return Case(family="extended", vocab=64, fields=tuple((name, PARTS[name]) for name in names))
 
 
+SOME_EXPERTS = {"experts": (0, 1, 1, 0), "expert_size": 96, "shared_size": 48}
+SOME_EXPERTS |= {"shared_expert": True, "correction": True, "expert_bias": True}
 PARTS: dict[str, Any] = {
     "windows": (0, WINDOW, 0, WINDOW),
     "local_rope": True,
@@ -381,10 +411,11 @@ EXTENDED = [
 ]
 EXTENDED_OF_TWO = [
     replace(with_parts("norms", "windows", "softcap", "sinks"), mesh=MeshShape(tp=2)),
+    Case(MeshShape(ep=2), family="extended", vocab=64, fields=tuple(SOME_EXPERTS.items())),
     replace(with_parts("norms", "parallel", "head_bias"), mesh=MeshShape(tp=2), vocab=1000),
     replace(with_parts("windows", "local_rope"), mesh=MeshShape(pp=2), microbatches=4),
 ]
-BATCHES = [(1, EXTENDED[:1]), (2, EXTENDED_OF_TWO[:1]), (1, EXTENDED[1:]), (2, EXTENDED_OF_TWO[1:])]
+BATCHES = [(1, EXTENDED[:1]), (2, EXTENDED_OF_TWO[:2]), (1, EXTENDED[1:]), (2, EXTENDED_OF_TWO[2:])]
 
 
 @pytest.mark.parametrize(
@@ -430,6 +461,8 @@ GROUPS = [
     Case(MeshShape(pp=2, dp=2), tied=True),
     Case(MeshShape(tp=2, pp=2, dp=2), tied=True, shard="optimizer"),
     Case(MeshShape(tp=2, dp=4), shard="gradients", replicas=2),
+    Case(MeshShape(pp=2, tp=2, ep=2), family="mixtral", shard="optimizer"),
+    Case(MeshShape(pp=2, tp=2, dp=2), family="mixtral", shard="optimizer", replicas=2),
 ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,8 +49,10 @@ class Case:
     documents: tuple[int, ...] | None = None
     recompute: Recompute = "none"
     tolerance: float = 1e-12
+    preset: str = "llama-tiny"
 
 
+EXPERTS = Case("experts", preset="mixtral-tiny")
 CASES = [
     Case("plain"),
     Case("selective", documents=(20, 12, 32), recompute="selective"),
@@ -93,7 +97,7 @@ def compiling_with(backend: Callable[..., Any]) -> Iterator[None]:
 
 def gradients(case: Case, mesh: Mesh, dtype: torch.dtype, compiled: bool) -> list[Tensor]:
     """Of the input of two blocks, and of what is trained."""
-    config = configure({"preset": "llama-tiny", "num_hidden_layers": 2})
+    config = configure({"preset": case.preset, "num_hidden_layers": 2})
     layout, activations = layout_of(config, mesh.shape, tuning=case.tuning), Activations(case.recompute)
     model = Model.create(config, layout, mesh, dtype, activations=activations, tuning=case.tuning)
     model.parameters.initialise(0)
@@ -106,7 +110,8 @@ def gradients(case: Case, mesh: Mesh, dtype: torch.dtype, compiled: bool) -> lis
     if compiled:
         model.compile()
     tokens, positions = torch.zeros(TOKENS, dtype=torch.int64), torch.arange(TOKENS // 2).repeat(2)
-    x = torch.randn(TOKENS // 2, EMBED, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+    drawn = torch.randn(TOKENS // mesh.shape.tp, EMBED, generator=torch.Generator().manual_seed(2))
+    x = drawn.to(dtype).requires_grad_()
     microbatch = Microbatch(tokens, tokens, positions, 2, tuple(x.shape), documents=case.documents)
     chunk.run(chunk.layers.values(), x, chunk.context(microbatch)).square().sum().backward()
     return [leaf.grad for leaf in (x, *chunk.parameters()) if leaf.grad is not None]
@@ -136,6 +141,15 @@ def test_blocks_are_one_graph(fake_mesh: Mesh, case: Case) -> None:
     assert calls(there).count("all_gather_into_tensor") == (4 if case.tuning.lora else 2)
 
 
+def test_experts_are_left_out_of_the_graphs() -> None:
+    """But attention is in them, and the norms."""
+    graphs = Graphs()
+    with compiling_with(graphs.backend):
+        gradients(EXPERTS, Mesh.single(), torch.bfloat16, compiled=True)
+    there = [name for graph in graphs.forward for name in calls(graph)]
+    assert there.count("mm") == 2 and not {"sort", "topk", "_embedding_bag", "_grouped_mm"} & set(there)
+
+
 def test_collectives_of_the_backward_run_beside_products(fake_mesh: Mesh) -> None:
     """As they are written: each gather of an input, and each scatter of its gradient, has a product to hide behind."""
     graphs = Graphs()
@@ -163,8 +177,15 @@ def compared(cases: list[Case]) -> list[float]:
 
 
 def test_compiled_ranks_compute_the_same(pool: Pool) -> None:
-    for found in pool.run(2, compared, CASES):
-        assert all(distance < case.tolerance for case, distance in zip(CASES, found, strict=True)), found
+    cases = [*CASES, EXPERTS]
+    for found in pool.run(2, compared, cases):
+        assert all(distance < case.tolerance for case, distance in zip(cases, found, strict=True)), found
+
+
+def test_importing_experts_does_not_import_the_compiler() -> None:
+    """It takes longer than all the rest."""
+    program = "import sys, models.moe; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def pieces() -> float:

@@ -36,6 +36,7 @@ YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "rope_type": "yarn"}
 SHORT = {"original_max_position_embeddings": 8192}
 SOME_SLIDE = [*["sliding_attention"] * 3, "full_attention"]
 QWEN = {"rope_theta": 1e6, "use_sliding_window": False}
+UNASKED = {"output_router_logits": False}
 UNBIASED = {"attention_bias": False, "mlp_bias": False}
 
 FILES: dict[str, tuple[dict[str, Any], int]] = {
@@ -91,6 +92,40 @@ FILES: dict[str, tuple[dict[str, Any], int]] = {
         | {"attention_bias": False, "sliding_window": 4096, "layer_types": SOME_SLIDE * 16, "rope_theta": 500000}
         | {"rope_scaling": {**YARN, "attention_factor": 1.2079441541679836, "factor": 8.0, **SHORT}},
         32_233_522_176,
+    ),
+    "Mixtral-8x22B-Instruct-v0.1": (
+        said("mixtral", 6144, 16384, 56, 48, 8, 32768, max_position_embeddings=65536, rope_theta=1e6, **UNASKED)
+        | {"num_experts_per_tok": 2, "num_local_experts": 8, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0}
+        | {"rms_norm_eps": 1e-5, "sliding_window": None},
+        140_630_071_296,
+    ),
+    "Qwen3-30B-A3B": (
+        said("qwen3_moe", 2048, 6144, 48, 32, 4, 151936, head_dim=128, max_position_embeddings=40960, **QWEN, **UNASKED)
+        | {"attention_bias": False, "decoder_sparse_step": 1, "max_window_layers": 48, "mlp_only_layers": []}
+        | {"moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8}
+        | {"rope_scaling": None, "router_aux_loss_coef": 0.001, "sliding_window": None},
+        30_532_122_624,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        said("qwen2_moe", 2048, 5632, 24, 16, 16, 151936, max_position_embeddings=8192, **QWEN, **UNASKED)
+        | {"decoder_sparse_step": 1, "max_window_layers": 21, "moe_intermediate_size": 1408, "norm_topk_prob": False}
+        | {"num_experts": 60, "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001}
+        | {"shared_expert_intermediate_size": 5632, "sliding_window": 32768},
+        14_315_784_192,
+    ),
+    "OLMoE-1B-7B-0924": (
+        said("olmoe", 2048, 1024, 16, 16, 16, 50304, max_position_embeddings=4096, rope_theta=10000.0, **UNASKED)
+        | {"attention_bias": False, "clip_qkv": None, "norm_topk_prob": False, "pad_token_id": 1}
+        | {"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5, "rope_scaling": None}
+        | {"router_aux_loss_coef": 0.01},
+        6_919_161_856,
+    ),
+    "granite-3.1-1b-a400m-base": (
+        said("granitemoe", 1024, 512, 24, 16, 8, 49155, max_position_embeddings=131072, rope_theta=1500000.0, **UNASKED)
+        | {"attention_bias": False, "attention_multiplier": 0.015625, "embedding_multiplier": 12.0}
+        | {"logits_scaling": 6.0, "residual_multiplier": 0.22, "num_experts_per_tok": 8, "num_local_experts": 32}
+        | {"pad_token_id": 0, "rope_scaling": None, "router_aux_loss_coef": 0.0, "tie_word_embeddings": True},
+        1_334_628_352,
     ),
 }
 

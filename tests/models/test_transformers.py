@@ -74,9 +74,17 @@ def theirs_of(config: PretrainedConfig, seed: int) -> PreTrainedModel:
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.float())
     with torch.no_grad():
+        for buffer in saved_buffers(model).values():
+            buffer.normal_(0.0, 0.3)
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0 if "norm" in name or ".ln_" in name else 0.0, 0.3)
     return model
+
+
+def saved_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Those that are saved with the weights, such as what corrects a router's choice."""
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
 
 
 def as_saved(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> Arrays:
@@ -108,7 +116,8 @@ def test_logits_and_gradients(name: str, seed: int) -> None:
     ours.train(False)
     (decoder,) = ours.chunks
 
-    state = as_saved(theirs, {name: p.detach() for name, p in theirs.named_parameters()})
+    buffers = saved_buffers(theirs)
+    state = as_saved(theirs, {name: p.detach() for name, p in theirs.named_parameters()} | buffers)
     names = {stored.name for stored in hugging_face(config.schema)}
     assert names == set(state), "a tensor that one side does not know"
     mine = move(config.schema, state, hugging_face(config.schema), native(layout, [0]))
@@ -137,12 +146,18 @@ def test_logits_and_gradients(name: str, seed: int) -> None:
     loss.backward()
     close(loss.detach(), want_loss.detach(), "loss")
 
-    theirs_gradients = as_saved(theirs, {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None})
+    nothing = {name: torch.zeros_like(buffer) for name, buffer in buffers.items()}
+    theirs_gradients = as_saved(
+        theirs, {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None} | nothing
+    )
     assert theirs_gradients.keys() == state.keys()
     gradients = move(config.schema, theirs_gradients, hugging_face(config.schema), native(layout, [0]))
     assert gradients.keys() == set(ours.parameters)
     for name, gradient in gradients.items():
         found = ours.parameters[name].grad
+        if not ours.parameters[name].requires_grad:
+            assert found is None and not gradient.any()
+            continue
         assert found is not None
         # Of the fused tensor as a whole: a bias of the keys changes no softmax, its own gradient is rounding.
         close(found, torch.from_numpy(gradient), f"gradient of {name}")

@@ -208,8 +208,8 @@ def test_what_stands_beside_runs_while_rows_travel(monkeypatch: pytest.MonkeyPat
     drawn = Drawn.of(torch.float32)
     start = layer.Dispatch.start
 
-    def started(self: layer.Dispatch, x: Tensor) -> Any:
-        pending = start(self, x)
+    def started(self: layer.Dispatch, x: Tensor, weights: Tensor | None = None) -> Any:
+        pending = start(self, x, weights)
         order.append("sent")
         return layer.Pending([], lambda: order.append("came") or pending.wait())  # type: ignore[func-returns-value]
 
@@ -222,9 +222,22 @@ def test_what_stands_beside_runs_while_rows_travel(monkeypatch: pytest.MonkeyPat
     assert y.equal(plain + drawn.x)
 
 
-@pytest.mark.parametrize("tokens", [0, 1])
-def test_few_tokens(tokens: int) -> None:
+def test_weight_of_zero_has_a_finite_gradient() -> None:
+    """And the gradients of all else are those of the formula."""
     drawn = Drawn.of(torch.float64)
+    drawn.weights[3, 1] = 0
+    want, experts = one_by_one(drawn, biases=False), alone(drawn)
+    x, weights = drawn.x.clone().requires_grad_(), drawn.weights.clone().requires_grad_()
+    experts(x, drawn.chosen, weights).backward(drawn.dy)
+    assert x.grad is not None and torch.allclose(x.grad, want["x"], rtol=1e-11, atol=1e-12)
+    assert weights.grad is not None and weights.grad[3, 1] == 0
+    assert torch.allclose(weights.grad[:3], want["weights"][:3], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_tokens(tokens: int, dtype: torch.dtype) -> None:
+    drawn = Drawn.of(dtype)
     experts, x = alone(drawn), drawn.x[:tokens].clone().requires_grad_()
     y = experts(x, drawn.chosen[:tokens], drawn.weights[:tokens])
     y.sum().backward()
@@ -246,7 +259,7 @@ def test_tensors_without_numbers_go_through() -> None:
     y = experts(meta.x, meta.chosen, meta.weights)
     y.backward(meta.dy)
     assert experts.products is grouped.KERNEL and y.shape == (TOKENS, EMBED) and experts.down.grad is not None
-    assert layer.host_counts(meta.chosen.new_empty(3, 2), meta.chosen.new_empty(3, 2), 10) == (
+    assert grouped.host_counts(meta.chosen.new_empty(3, 2), meta.chosen.new_empty(3, 2), 10) == (
         [3, 3, 4],
         [3, 3, 4],
         [5, 5],
@@ -282,4 +295,7 @@ def test_choice_of_products() -> None:
     assert chosen("meta", torch.bfloat16, 4, 32, 16) is grouped.KERNEL
     assert chosen("meta", torch.bfloat16, 4, 32, 12) is grouped.LOOP  # 24 bytes from row to row
     assert chosen("meta", torch.float64, 4, 32, 16) is grouped.LOOP
-    assert chosen("cpu", torch.bfloat16, 4, 32, 16) is grouped.LOOP
+    assert chosen("meta", torch.float32, 4, 32, 16) is grouped.LOOP
+    assert chosen("cpu", torch.bfloat16, 4, 32, 16) is grouped.KERNEL_ON_HOST
+    assert chosen("cpu", torch.float32, 4, 32, 6) is grouped.LOOP
+    assert chosen("cpu", torch.float64, 4, 32, 16) is grouped.LOOP

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from models.attention import Attention
+from models.attention import MultiHeadAttention
 from models.cache import Cache, Decode, Prefill
 from models.context import Context
 from parallel import kernels
@@ -127,6 +127,22 @@ def test_the_formula(monkeypatch: pytest.MonkeyPatch, way: str, name: str, block
     assert max(distances(results(attend, qkv, scored(name)), want)) < 1e-12
     # Dropping next to nothing goes another way.
     assert max(distances(results(attend, qkv, scored(name, dropout=1e-30)), want)) < 1e-12
+
+
+@pytest.mark.parametrize("scoring", [Scoring(), Scoring(scale=0.7), Scoring(0.7, 9, 3.0), Scoring(dropout=1e-30)])
+@pytest.mark.parametrize("way", WAYS)
+def test_values_that_are_narrower_than_keys(way: str, scoring: Scoring) -> None:
+    """As latent attention has them."""
+    qkv, (attend, lengths) = drawn(), WAYS[way]
+
+    def by(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        return attend(q, k, v[..., :5], scoring)
+
+    def formula(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        return dense(q, k, v[..., :5], lengths, scoring)
+
+    got, want = results(by, qkv, scoring), results(formula, qkv, scoring)
+    assert got[0].shape == (TOKENS, HEADS, 5) and max(distances(got, want)) < 1e-12
 
 
 @pytest.mark.parametrize(("dtype", "place"), [(torch.float32, 5e-6), (torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
@@ -333,8 +349,9 @@ def test_the_operators_give_what_the_compiler_is_told(kv: int) -> None:
 
 
 @pytest.mark.parametrize("dropout", [0.0, 1e-30])
+@pytest.mark.parametrize("value", [HEAD, 5], ids=["values", "narrow-values"])
 @pytest.mark.parametrize("name", SCORINGS)
-def test_tokens_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch, name: str, dropout: float) -> None:
+def test_tokens_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch, name: str, value: int, dropout: float) -> None:
     """Rows of different lengths: prompts at once, then token by token, are as all at once; a window reads no more of
     the cache than the rows need."""
     scoring, prompts, more = scored(name, dropout=dropout), (2, 11, 5), 20
@@ -342,8 +359,8 @@ def test_tokens_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch, name: str,
     qkv = torch.randn(sum(lengths), HEADS + 2 * KV, HEAD, dtype=torch.float64)
     rows = [qkv[stop - n : stop] for n, stop in zip(lengths, accumulate(lengths), strict=True)]
     q, k, v = split(qkv)
-    want = dense(q, k, v, lengths, scoring).split(lengths)
-    shape, read = (len(prompts), KV, max(lengths), HEAD), list[int]()
+    want = dense(q, k, v[..., :value], lengths, scoring).split(lengths)
+    rooms, read = [(len(prompts), KV, max(lengths), head) for head in (HEAD, value)], list[int]()
 
     def noting(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(q: Tensor, k: Tensor, *others: Any, **options: Any) -> Tensor:
@@ -354,21 +371,19 @@ def test_tokens_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch, name: str,
 
     monkeypatch.setattr("models.cache.attend", noting(attend))
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting(F.scaled_dot_product_attention))
-    kept = Cache(*({"a": torch.full(shape, torch.nan, dtype=torch.float64)} for _ in range(2)))
-    for memory in (kept.keys["a"], kept.values["a"]):
-        memory.zero_()
+    kept = Cache(*({"a": torch.zeros(room, dtype=torch.float64)} for room in rooms))
     at = torch.cat([torch.arange(length) for length in prompts])
     which = torch.arange(len(prompts)).repeat_interleave(torch.tensor(prompts))
     prefill = Prefill(kept, which, at, Documents.of([*prompts, 3], CPU))
     padded = torch.cat([*(row[:n] for row, n in zip(rows, prompts, strict=True)), qkv[:3]])
     q, k, v = split(padded)
-    found = [list(prefill("a", q, k, v, scoring)[:-3].split(prompts))]
+    found = [list(prefill("a", q, k, v[..., :value], scoring)[:-3].split(prompts))]
     read.clear()
     for step in range(more):
         positions = [length + step for length in prompts]
         new = torch.stack([row[at] for row, at in zip(rows, positions, strict=True)] + [qkv[0]])
         q, k, v = split(new)
-        y = Decode.of(kept, positions, CPU)("a", q, k, v, scoring)
+        y = Decode.of(kept, positions, CPU)("a", q, k, v[..., :value], scoring)
         assert not y[len(rows) :].any()  # the padding
         found.append(list(y[: len(rows)].split(1)))
     for row, right in enumerate(want):
@@ -385,7 +400,7 @@ def test_a_layer_says_how_it_scores() -> None:
     layout = Layout(Schema(tuple(params), sizes), MeshShape(), (1,))
     parameters = Parameters(layout, Mesh.create(MeshShape()), torch.float64)
     scoring = Scoring(0.5, 3, 2.0, parameters["layers.0.a.sinks"], 0.25)
-    layer = Attention(parameters, "layers.0.a", None, scoring)
+    layer = MultiHeadAttention(parameters, "layers.0.a", None, scoring)
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     told = list[Scoring]()

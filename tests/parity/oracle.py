@@ -293,7 +293,7 @@ def gaps() -> Iterator[list[float]]:
 
 def gap(logits: Tensor, routing: Routing, correction: Tensor | None) -> float:
     """How far the last expert that is chosen is from the first that is left out, and the last group from the first."""
-    scores, found = scores_of(logits, routing), float("inf")
+    scores, found = logits if routing.weigh == "chosen" else scores_of(logits, routing), float("inf")
     if correction is not None:
         scores = scores + correction
     if routing.kept_groups < routing.groups:

@@ -947,16 +947,11 @@ FAULTS = (
     fault(
         "queries and keys turn before their norms",
         "Attention._split",
+        "if self.norms is not None:\n    of_queries, of_keys = self.norms\n    q, k = of_queries(q), of_keys(k)",
         "if self.norms is not None:\n"
-        "    of_queries, of_keys = self.norms\n"
-        "    q, k = of_queries(q), of_keys(k)\n"
-        "if rotation is not None:\n"
-        "    q, k = self._rotate(q, *rotation), self._rotate(k, *rotation)",
-        "if rotation is not None:\n"
         "    q, k = self._rotate(q, *rotation), self._rotate(k, *rotation)\n"
-        "if self.norms is not None:\n"
         "    of_queries, of_keys = self.norms\n"
-        "    q, k = of_queries(q), of_keys(k)",
+        "    q, k, rotation = of_queries(q), of_keys(k), None",
         "test_transformers.test_logits_and_gradients[qwen3-0]",
     ),
     fault(
@@ -1003,7 +998,7 @@ FAULTS = (
     ),
     fault(
         "logits are multiplied by what divides them",
-        "GraniteConfig.anatomy",
+        "granite.Multipliers.anatomy_of",
         "1 / self.logits_scaling",
         "self.logits_scaling",
         "test_transformers.test_logits_and_gradients[granite-0]",

@@ -209,7 +209,8 @@ def formula(x: Tensor, p: Mapping[str, Tensor], routing: Routing) -> Tensor:
     logits = F.linear(x, p["router.weight"], p.get("router.bias"))
     scores = logits.softmax(-1) if routing.score == "softmax" else 1 / (1 + (-logits).exp())
     bias = p.get("router.correction", torch.zeros(routing.experts))
-    choice = torch.tensor([chosen((s + bias).tolist(), routing) for s in scores.detach()], dtype=torch.float64)
+    chooses = (logits if routing.weigh == "chosen" else scores).detach()
+    choice = torch.tensor([chosen((each + bias).tolist(), routing) for each in chooses], dtype=torch.float64)
     if routing.weigh == "all":
         weights = scores * choice
     else:

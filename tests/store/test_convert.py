@@ -49,7 +49,7 @@ from megacore.store.strict_json import StoreError
 from models.registry import FAMILIES, configure
 from parallel.weights.layout import Layout, MeshShape
 from parallel.weights.pattern import Pattern
-from parallel.weights.schema import Param, Schema
+from parallel.weights.schema import Param, Schema, split_of
 from parallel.weights.transfer import Stored, hugging_face
 from tools import convert, reshard
 
@@ -62,14 +62,27 @@ SECTION_OF_EACH = pytest.mark.parametrize(("family", "number"), rotated(range(le
 
 @st.composite
 def layouts(draw: st.DrawFn, section: Section) -> tuple[list[str], Layout]:
-    """(arguments that ask for it, a layout): kv < tp, padded vocabularies, uneven and interleaved stages."""
+    """(arguments that ask for it, a layout): kv < tp, padded vocabularies, uneven and interleaved stages, experts whole
+    or in parts."""
     schema = configure(section).schema
     ep = draw(st.sampled_from([1, 2])) if "experts" in schema.sizes else 1
     mesh = MeshShape(pp=draw(st.integers(1, 3)), ep=ep, tp=draw(st.sampled_from([1, 2, 4])))
+    etp = draw(st.sampled_from([1, mesh.tp])) if "experts" in schema.sizes else 1
     layers = draw(splits(LAYERS, mesh).filter(lambda counts: min(counts) > 0))
-    asked = ["--tp", str(mesh.tp), "--pp", str(mesh.pp), "--ep", str(ep), "--jobs", str(draw(st.integers(1, 3)))]
+    asked = [
+        "--tp",
+        str(mesh.tp),
+        "--pp",
+        str(mesh.pp),
+        "--ep",
+        str(ep),
+        "--etp",
+        str(etp),
+        "--jobs",
+        str(draw(st.integers(1, 3))),
+    ]
     asked += ["--chunks", str(len(layers) // mesh.pp), "--layers-per-stage", ",".join(map(str, layers))]
-    return asked, Layout(schema, mesh, layers)
+    return asked, Layout(schema, mesh, layers, split_of(etp))
 
 
 def run(command: ModuleType, source: Path, target: Path, *more: str) -> None:
@@ -92,7 +105,8 @@ def test_any_chain_of_layouts_and_back(family: str, number: int, tmp_path_factor
             run(command, source, folder / f"c{i}", *asked)
             source, command = folder / f"c{i}", reshard
             checkpoint = assert_holds(source, {"weights": bits}, {"weights": dtype})
-            assert (checkpoint.layout.mesh, checkpoint.layout.layers) == (layout.mesh, layout.layers)
+            there = checkpoint.layout
+            assert (there.mesh, there.layers, there.split) == (layout.mesh, layout.layers, layout.split)
             seen.add((layout.mesh, layout.layers))
         run(
             convert,

@@ -21,6 +21,7 @@ from megacore.store.stream import METADATA
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
 from models.registry import FAMILIES, configure, family
+from parallel.weights.schema import Schema
 
 TORCH = {getattr(torch, name): short for short, name in FLOATS.items()}
 
@@ -37,9 +38,12 @@ def ours(name: str, **fields: Any) -> ModelConfig:
 
 
 def planned(theirs: PreTrainedModel, max_shard_bytes: int) -> tuple[list[Shard], dict[str, str]]:
-    config = family(theirs.config.model_type).CONFIG.from_hugging_face(theirs.config.to_dict())
     dtypes = {name: TORCH[t.dtype] for name, t in saved(theirs).items()}
-    return export_files(config.schema, dtypes, max_shard_bytes), dtypes
+    return export_files(schema_of(theirs), dtypes, max_shard_bytes), dtypes
+
+
+def schema_of(theirs: PreTrainedModel) -> Schema:
+    return family(theirs.config.model_type).CONFIG.from_hugging_face(theirs.config.to_dict()).schema
 
 
 def tensors_of(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -65,7 +69,7 @@ def test_names_are_those_that_transformers_writes(name: str, case: tuple[int, bo
     listed = size == 1 and any(len(held) > 1 for held in files.values())
     assert list(mine) == sorted(files) if size in (1, 10**9) and not listed else len(mine) > 1
     assert size > 1 or all(len(held) == 1 for held in mine.values())
-    made = texts(ours(name).to_hugging_face(), shards, dtypes)
+    made = texts(ours(name).to_hugging_face(), schema_of(theirs), shards, dtypes)
     if size == 10**9:
         assert mine == files and list(made) == ["config.json"]
         return
@@ -98,7 +102,7 @@ def test_transformers_reads_what_is_planned(name: str, case: tuple[bool, int], t
     state = saved(theirs)
     for file, held in shards:
         save_file({s.name: state[s.name].clone() for s in held}, tmp_path / file, METADATA)
-    for file, content in texts(theirs.config.to_dict(), shards, dtypes).items():
+    for file, content in texts(theirs.config.to_dict(), schema_of(theirs), shards, dtypes).items():
         (tmp_path / file).write_bytes(content)
     assert {file.name for file in tmp_path.iterdir()} >= {file for file, _ in shards} | {"config.json"}
     both: Any = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
@@ -179,6 +183,7 @@ def test_sizes_that_hold_nothing(text: str) -> None:
 
 
 def test_the_index_is_sorted_and_ends_its_line() -> None:
-    shards, dtypes = planned(model("gpt2"), 1)
-    content = index_json(shards, dtypes)
+    theirs = model("gpt2")
+    shards, dtypes = planned(theirs, 1)
+    content = index_json(schema_of(theirs), shards, dtypes)
     assert content.endswith(b"}\n") and list(json.loads(content)["weight_map"]) == sorted(dtypes)

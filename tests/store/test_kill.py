@@ -34,10 +34,11 @@ KILLS = 36
 _LARGER = {"hidden_size": 192, "intermediate_size": 512, "vocab_size": 3001}
 MEDIUM: Section = {**LLAMA, **_LARGER, "head_dim": 24}
 _PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "num_attention_heads": 8}
-# Heads in pairs, fused linears, heads one after the other, norms around: families of each kind of storage on disk.
+# Heads in pairs, fused linears, heads one after the other, norms around, listed experts: families of each kind of
+# storage on disk.
 KINDS: Mapping[str, Section] = {
     "llama": MEDIUM,
-    **{name: {**drawn(name), **_LARGER, **_PLAIN} for name in ("cohere", "gemma2", "gpt_neox", "phi3")},
+    **{name: {**drawn(name), **_LARGER, **_PLAIN} for name in ("cohere", "gemma2", "gpt_neox", "phi3", "mixtral")},
 }
 
 # Imports once what the tools need, and gives every run a fresh process of its own.

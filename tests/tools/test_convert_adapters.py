@@ -56,7 +56,10 @@ CASES = {
     "llama": (LLAMA, Lora(3, 6.0, ("q_proj", "attn.qkv.v", "attn.out", "mlp"), rslora=True)),
     **{f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("*",))) for name in FAMILIES},
     # PEFT takes its gate_proj for that of the experts, in layers without them, too.
-    "qwen3_moe-all": (drawn("qwen3_moe", 3, layers=4, vocab=61), Lora(2, 1.0, ("attn", "router", "experts"))),
+    **{
+        f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("attn", "router", "experts")))
+        for name in ("qwen3_moe", "deepseek_v2", "deepseek_v3")
+    },
     "gpt2": (GPT2, Lora(3, 6.0, ("c_attn", "mlp.down", "mlp.up"))),
 }
 TOKENS = torch.arange(12) * 5 % 61

@@ -1,0 +1,114 @@
+"""DeepSeek-V3 (DeepSeek-AI 2024, arXiv 2412.19437): latent attention, and experts that are chosen by sigmoids, in
+groups, with a correction that keeps them balanced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from models.builder import build
+from models.decoder_config import shape
+from models.families.deepseek_v2 import DeepseekConfig
+from parallel import limits
+from parallel.routing import Routing
+
+__all__ = ["CONFIG", "PRESETS", "DeepseekV3Config", "build"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV3Config(DeepseekConfig):
+    """Fields carry their Hugging Face names."""
+
+    family: ClassVar[str] = "deepseek_v3"
+    architecture: ClassVar[str] = "DeepseekV3ForCausalLM"
+    fixed: ClassVar[Mapping[str, Any]] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    correction: ClassVar[str] = "mlp.gate.e_score_correction_bias"
+
+    moe_intermediate_size: int = 2048
+    n_routed_experts: int = 256
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 8
+    routed_scaling_factor: float = 2.5
+    first_k_dense_replace: int = 3
+    n_group: int = 8
+    topk_group: int = 4
+    norm_topk_prob: bool = True
+    rope_interleave: bool = True
+    # Layers behind the model that predict further tokens: their tensors are told, and left where they are.
+    num_nextn_predict_layers: int = 1
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(
+            experts=self.n_routed_experts,
+            top_k=self.num_experts_per_tok,
+            score="sigmoid",
+            normalised=self.norm_topk_prob,
+            epsilon=1e-20,
+            factor=self.routed_scaling_factor,
+            groups=self.n_group,
+            kept_groups=self.topk_group,
+            group_score="top2",
+        )
+
+    @property
+    def pairs(self) -> bool:
+        return self.rope_interleave
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        return tuple(f"model.layers.{self.num_hidden_layers + i}." for i in range(self.num_nextn_predict_layers))
+
+    @classmethod
+    def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:
+        drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
+        return drawn | cls.draw_groups(rng, drawn)
+
+    def problems(self) -> list[str]:
+        found, further = super().problems(), self.num_nextn_predict_layers
+        if not 0 <= further <= limits.LAYERS:
+            found.append(f"num_nextn_predict_layers is {further}: it must be from 0 to {limits.LAYERS}")
+        return found
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "deepseek_v3-tiny": shape(64, 96, 4, 4)
+    | {
+        "vocab_size": 512,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 1024,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+    },
+    "deepseek-v3": shape(7168, 18432, 61, 128)
+    | {
+        "vocab_size": 129280,
+        "max_position_embeddings": 163840,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+}
+
+PARAMETERS: Mapping[str, int] = {"deepseek-v3": 671_026_404_352}
+"""Published numbers of parameters."""
+
+CONFIG: type[DeepseekV3Config] = DeepseekV3Config
