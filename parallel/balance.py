@@ -129,7 +129,9 @@ class Balance:
         """
         self.counts = self.counts.new_zeros(len(self.layers), microbatches, self.routing.experts)
         self.values.zero_()
-        self._sequences, self._tokens, self._scale = sequences, tokens, scale.double()
+        self._sequences, self._tokens, scale = sequences, tokens, scale.double()
+        self._of_balance = scale * self.coefficients.balance
+        self._of_z_loss = scale * (2 * self.coefficients.z_loss) / tokens
         self._counted = [set[int]() for _ in self.layers]
         self._of_batch = dict[int, Tensor]()
 
@@ -154,33 +156,37 @@ class Balance:
         entered: Tensor = _Enter.apply(logits, counts, rows, tokens.padding, self, at)
         return entered
 
-    def _rows(self, tokens: RoutedTokens, n: int) -> Tensor:
-        """Return the sequence of the microbatch that each of this rank's tokens is of: [n]."""
+    def _rows(self, tokens: RoutedTokens, n: int) -> Tensor | None:
+        """Return the sequence of the microbatch that each of this rank's tokens is of, [n]; None where they count as
+        one."""
         group = self.mesh.tp
+        if not self.coefficients.sequence or tokens.sequences == 1:
+            return None
         length = n * group.size // tokens.sequences
         return torch.arange(group.index * n, (group.index + 1) * n, device=self.mesh.device) // length
 
-    def _count(self, tokens: RoutedTokens, rows: Tensor, chosen: Tensor) -> Tensor:
-        """Return how many of this rank's tokens of each sequence were sent where: [sequences, experts].
+    def _count(self, tokens: RoutedTokens, rows: Tensor | None, chosen: Tensor) -> Tensor:
+        """Return how many of this rank's tokens of each sequence were sent where: [sequences or 1, experts].
 
         The device alone knows, and nobody waits for it, as for the result of a bincount or of a mask.
         """
-        experts = self.routing.experts
-        ones = torch.ones_like(rows) if tokens.padding is None else (~tokens.padding).long()
-        places = (rows[:, None] * experts + chosen).flatten()
-        counts = ones.new_zeros(tokens.sequences * experts)
-        return counts.scatter_add_(0, places, ones[:, None].expand_as(chosen).flatten()).view(-1, experts)
+        experts, padding = self.routing.experts, tokens.padding
+        places = chosen if rows is None else rows[:, None] * experts + chosen
+        ones = chosen.new_ones(1, 1) if padding is None else (~padding).long()[:, None]
+        counts = chosen.new_zeros(experts if rows is None else tokens.sequences * experts)
+        return counts.scatter_add_(0, places.flatten(), ones.expand_as(chosen).flatten()).view(-1, experts)
 
-    def gradient(self, at: int, logits: Tensor, counts: Tensor, rows: Tensor, padding: Tensor | None) -> Tensor:
-        """Return the gradient of the terms of a layer at its logits: [n, experts]; their values are noted.
+    def gradient(
+        self, at: int, dy: Tensor, logits: Tensor, counts: Tensor, rows: Tensor | None, padding: Tensor | None
+    ) -> Tensor:
+        """Return dy, [n, experts], and the gradient of the terms of a layer at its logits; their values are noted.
 
         With f_i = count_i / (k T) and P_i, the mean of the normalised scores p_i of T tokens, a balance is experts x
         sum of f_i P_i; f has no gradient. By p_i it is experts f_i / T.
         """
-        made = torch.zeros_like(logits)
         if self.coefficients.balance:
             toward = self._toward(at, counts).to(logits.dtype)
-            toward = toward if len(toward) == 1 else toward[rows]
+            toward = toward if rows is None else toward[rows]
             if padding is not None:
                 toward = toward.masked_fill(padding[:, None], 0)
             if self.routing.score == "softmax":
@@ -190,14 +196,14 @@ class Balance:
                 slope = p * (-logits).sigmoid()
             each = (p * toward).sum(-1, keepdim=True)
             self.values[at, 0] += each.sum(dtype=torch.float64)
-            made += slope * (toward - each) * (self.coefficients.balance * self._scale)
+            dy = dy.addcmul(slope, (toward - each) * self._of_balance)
         if self.coefficients.z_loss:
             z = logits.logsumexp(-1, keepdim=True)
             if padding is not None:
                 z = z.masked_fill(padding[:, None], 0)
             self.values[at, 1] += z.square().sum(dtype=torch.float64) / self._tokens
-            made += logits.softmax(-1) * z * (2 * self.coefficients.z_loss * self._scale / self._tokens)
-        return made
+            dy = dy.addcmul(logits.softmax(-1), z * self._of_z_loss)
+        return dy
 
     def _toward(self, at: int, counts: Tensor) -> Tensor:
         """Return the gradient of the balance by the scores of a token: fp64 [sequences, experts] or [1, experts]."""
@@ -264,7 +270,13 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, counts: Tensor, rows: Tensor, padding: Tensor | None, balance: Balance, at: int
+        ctx: Any,
+        logits: Tensor,
+        counts: Tensor,
+        rows: Tensor | None,
+        padding: Tensor | None,
+        balance: Balance,
+        at: int,
     ) -> Tensor:
         ctx.save_for_backward(logits, counts, rows, padding)
         ctx.balance, ctx.at = balance, at
@@ -273,4 +285,4 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return dy + ctx.balance.gradient(ctx.at, *ctx.saved_tensors), None, None, None, None, None
+        return ctx.balance.gradient(ctx.at, dy, *ctx.saved_tensors), None, None, None, None, None

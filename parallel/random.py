@@ -36,7 +36,7 @@ def initial_values(layout: Layout, shard: Shard, label: str, seed: int) -> np.nd
         return values
     # Blocks cut the axes that a mesh may split (experts, then heads, mlp, vocab), so that a rank can skip the others'.
     split = [i for i, axis in enumerate(piece.axes) if axis in SPLIT]
-    row = int(np.prod([size for i, size in enumerate(sizes) if i not in split[-1:]], dtype=np.int64))
+    row = int(np.prod([size for i, size in enumerate(sizes) if i not in split], dtype=np.int64))
     steps = [max(1, _BLOCK // row) if i == split[-1] else 1 for i in split]
     # A rank that holds nothing but padding draws nothing.
     starts = [

@@ -17,7 +17,7 @@ from megacore.config import Config, CorpusConfig, ZeroConfig
 from megacore.plan.cluster import Overheads, Storage
 from megacore.plan.devices import DEVICES, Device
 from megacore.plan.fit import MARGIN, Candidate, fit
-from megacore.plan.memory import COMMUNICATOR, TERMS, Memory, groups, memory
+from megacore.plan.memory import COMMUNICATOR, TERMS, Load, Memory, groups, loads, memory
 from megacore.plan.of_config import setting_of
 from megacore.plan.published import PUBLISHED
 from megacore.plan.setting import Setting
@@ -42,6 +42,7 @@ class Plan:
     setting: Setting
     cluster: Cluster
     memory: tuple[Memory, ...]
+    loads: tuple[Load, ...]
     traffic: tuple[tuple[Traffic, ...], ...]
     time: Estimate
     beside: Overheads
@@ -52,15 +53,19 @@ class Plan:
         sent = tuple(traffic(setting, shares, stage) for stage in range(setting.layout.mesh.pp))
         time = estimate(setting, shares, cluster)
         beside = Overheads.of(config, setting, cluster, time, storage)
-        return cls(setting, cluster, memory(setting, shares), sent, time, beside)
+        return cls(setting, cluster, memory(setting, shares), loads(setting, shares), sent, time, beside)
 
     @property
     def fullest(self) -> Memory:
         return max(self.memory, key=lambda each: each.peak)
 
     @property
+    def room(self) -> float:
+        return self.cluster.device.memory * (1 - MARGIN)
+
+    @property
     def fits(self) -> bool:
-        return self.fullest.peak <= self.cluster.device.memory * (1 - MARGIN)
+        return self.fullest.peak <= self.room
 
     def warnings(self) -> Iterator[str]:
         if not self.fits:
@@ -84,6 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus-per-node", type=folders.count, metavar="N", help="8 by default")
     parser.add_argument("--published", action="store_true", help="hold the plan against published runs")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument(
+        "--imbalance",
+        type=_at_least_one,
+        default=1.0,
+        metavar="X",
+        help="the rows that the experts of the fullest rank get, over the mean of all ranks (1)",
+    )
     search = parser.add_argument_group("search")
     search.add_argument("--fit", metavar="GPU=NAME", type=_fitted, help="what fits such devices: GPU=h100-80")
     search.add_argument("--nodes", type=folders.count, metavar="N", help="of the devices (1)")
@@ -122,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = _cluster(arguments, name, config.train.precision)
     if arguments.fit:
         world = (arguments.nodes or 1) * cluster.device.per_node
-        base = setting_of(_alone(config), model, 1, "cuda")
+        base = replace(setting_of(_alone(config), model, 1, "cuda"), imbalance=arguments.imbalance)
         _show_fit(fit(base, world, cluster, arguments.best), world, name, cluster, arguments.json)
         return 0
     world = arguments.world or config.mesh.model_ranks * (config.mesh.dp or 1)
@@ -131,6 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(found)
     total, per_node = (given and given * 1e9 for given in (arguments.storage, arguments.storage_per_node))
     setting = setting_of(config, model, world, "cpu" if name == CPU else "cuda")
+    setting = replace(setting, imbalance=arguments.imbalance)
     plan = Plan.of(config, setting, cluster, Storage.of(world, total, per_node))
     if arguments.json:
         say_data(as_data(plan), indent=2)
@@ -196,12 +209,27 @@ def _positive(text: str) -> float:
     return value
 
 
+def _at_least_one(text: str) -> float:
+    value = _positive(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is below 1: the fullest rank has no less than the mean")
+    return value
+
+
 # -- for people
 
 
 def show(plan: Plan, name: str) -> str:
     """Return the plan as tables."""
-    sections = (_headline(plan, name), _memory(plan), _traffic(plan), _time(plan), _beside(plan.beside), _warned(plan))
+    sections = (
+        _headline(plan, name),
+        _memory(plan),
+        _loads(plan),
+        _traffic(plan),
+        _time(plan),
+        _beside(plan.beside),
+        _warned(plan),
+    )
     return "\n\n".join(text for section in sections if (text := "\n".join(section)))
 
 
@@ -257,6 +285,24 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"  In a file, for each rank: {_gb(most.disk)} GB."
 
 
+def _loads(plan: Plan) -> Iterator[str]:
+    if plan.loads:
+        yield "Rows that the experts of the fullest rank get of a microbatch in a layer, and its memory at the peak"
+        worst = plan.loads[-1].times
+        yield table(
+            ("times the mean", "rows", "GB", ""),
+            [
+                (
+                    f"{each.times:g}" + (", all there are" if each.times == worst else ""),
+                    f"{each.rows:,}",
+                    _gb(each.peak),
+                    "fits" if each.peak <= plan.room else "does not fit",
+                )
+                for each in plan.loads
+            ],
+        )
+
+
 def _traffic(plan: Plan) -> Iterator[str]:
     yield "Sent by each rank in a step (that of the stage that sends most of a kind)"
     most: dict[tuple[str, str, str], Traffic] = {}
@@ -272,7 +318,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
             f"{x.count:,}",
             f"{x.size / 1e6:,.2f}",
             _gb(x.sent),
-            f"{cluster.bandwidth(mesh, x.axis) / 1e9:,.0f}",
+            f"{cluster.bandwidth(mesh, x.axis, x.kind) / 1e9:,.0f}",
             f"{cluster.seconds(mesh, [x]):,.3f}",
         )
         for key, x in most.items()
@@ -285,7 +331,7 @@ def _traffic(plan: Plan) -> Iterator[str]:
 
 def _time(plan: Plan) -> Iterator[str]:
     time, cluster = plan.time, plan.cluster
-    parts = ("compute", "recompute", "tensor", "bubble", "data", "offload", "optimizer")
+    parts = ("compute", "recompute", "tensor", "experts", "bubble", "data", "offload", "optimizer")
     yield (
         f"A step is estimated at {time.total:,.3f} s, if large products reach {cluster.device.reach:.0%} of "
         f"{cluster.tflops:,.1f} TFLOP/s and {cluster.overlap:.0%} of what can be hidden in a node "
@@ -415,6 +461,8 @@ def as_data(plan: Plan) -> Mapping[str, Any]:
         "shard": s.shard,
         "recompute": s.recompute,
         "memory": [asdict(m) | {"peak": m.peak, "largest": m.largest} for m in plan.memory],
+        "imbalance": s.imbalance,
+        "loads": [asdict(load) for load in plan.loads],
         "traffic": [[asdict(x) | {"sent": x.sent} for x in row] for row in plan.traffic],
         "time": _seconds(plan.time, plan.cluster),
         "beside": asdict(plan.beside),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -14,6 +14,7 @@ from megacore.plan.step_time import Cluster, Estimate, estimate
 from models.stages import layout_of
 from parallel.choices import Recompute, ZeroShard
 from parallel.weights.layout import Layout, MeshShape, split_problems
+from parallel.weights.schema import split_of
 
 MARGIN = 0.1
 """The share of a device's memory that is left to its driver, the libraries' workspaces, fragments, and what this
@@ -36,6 +37,12 @@ class Candidate:
         return max(self.memory, key=lambda each: each.peak)
 
     @property
+    def _etp(self) -> int:
+        """The ranks over which the features of an expert are split."""
+        layout = self.setting.layout
+        return layout.mesh.size(layout.split["expert_mlp"])
+
+    @property
     def overrides(self) -> Mapping[str, object]:
         """{key of a recipe: value} that make this of the recipe."""
         s, mesh = self.setting, self.setting.layout.mesh
@@ -43,6 +50,7 @@ class Candidate:
             "mesh.tp": mesh.tp,
             "mesh.pp": mesh.pp,
             "mesh.dp": mesh.dp,
+            **({"mesh.ep": mesh.ep, "mesh.etp": self._etp} if s.has_experts else {}),
             "pipeline.schedule": s.schedule,
             "pipeline.chunks": s.layout.chunks,
             "batch.micro_size": s.micro_size,
@@ -64,17 +72,8 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
     """
     room = cluster.device.memory * (1 - MARGIN)
     candidates: list[Candidate] = []
-    for layout in _layouts(base, world, cluster):
-        shares = Shares.of(replace(base, layout=layout))
-        for setting in _batches(base, layout):
-            before, tried = len(candidates), _RECOMPUTE
-            for rung in _rungs(base, layout):
-                fits = _least_recomputed(replace(setting, shard=rung), shares, cluster, room, tried)
-                candidates += fits
-                if fits and rung != "none":  # what splits more only sends more: it must recompute less
-                    tried = tried[: tried.index(fits[0].setting.recompute)]
-            if len(candidates) == before:  # larger microbatches take more
-                break
+    for alike in _layouts(base, world, cluster):
+        candidates += _while_faster(list(_of_layout(base, layout, cluster, room)) for layout in alike)
     candidates.sort(key=lambda each: each.time.total)
     again = [
         replace(each, time=estimate(each.setting, Shares.of(each.setting), cluster))
@@ -85,24 +84,60 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
 
 def _distinct(candidates: list[Candidate], count: int) -> Iterator[Candidate]:
     """Yield the fastest of each mesh: a list of its variants would say little."""
-    seen = set[tuple[MeshShape, int]]()
+    seen = set[tuple[MeshShape, int, int]]()
     for each in candidates:
-        key = (each.setting.layout.mesh, each.setting.layout.chunks)
+        key = (each.setting.layout.mesh, each._etp, each.setting.layout.chunks)
         if key not in seen and len(seen) < count:
             seen.add(key)
             yield each
 
 
-def _layouts(base: Setting, world: int, cluster: Cluster) -> Iterator[Layout]:
-    layers, sizes = base.layout.schema.sizes["layer"], base.layout.schema.sizes
+def _while_faster(ways: Iterable[list[Candidate]]) -> Iterator[Candidate]:
+    """Yield the candidates of ways of which each next one takes more of something, until that does not pay."""
+    least = math.inf
+    for found in ways:
+        yield from found
+        fastest = min((each.time.total for each in found), default=math.inf)
+        if fastest >= least:
+            return
+        least = fastest
+
+
+def _layouts(base: Setting, world: int, cluster: Cluster) -> Iterator[Iterator[Layout]]:
+    """Yield layouts that differ in ep alone, the most ranks first: with fewer, a rank holds more experts."""
+    layers = base.layout.schema.sizes["layer"]
     for tp in _divisors(math.gcd(world, cluster.device.per_node)):
         for pp in _divisors(world // tp):
-            mesh = MeshShape(pp=pp, dp=world // tp // pp, tp=tp)
-            if pp > layers or split_problems(sizes, mesh):
-                continue
             for chunks in _CHUNKS if pp > 1 else (1,):
                 if pp * chunks <= layers and (chunks == 1 or layers % (pp * chunks) == 0):
-                    yield layout_of(base.model, mesh, chunks, tuning=base.tuning)
+                    yield _spread(base, chunks, MeshShape(pp=pp, dp=world // tp // pp, tp=tp))
+
+
+def _spread(base: Setting, chunks: int, mesh: MeshShape) -> Iterator[Layout]:
+    """Yield the layouts of a mesh whose dp is dp x ep: of whole experts where they divide over ep x tp, else of their
+    features over tp."""
+    sizes = base.layout.schema.sizes
+    for ep in reversed(_divisors(math.gcd(mesh.dp, sizes["experts"]))) if base.has_experts else (1,):
+        spread = replace(mesh, dp=mesh.dp // ep, ep=ep)
+        ways = (split for split in (split_of(1), split_of(mesh.tp)) if not split_problems(sizes, spread, split))
+        if (split := next(ways, None)) is not None:
+            yield layout_of(base.model, spread, chunks, tuning=base.tuning, split=split)
+
+
+def _of_layout(base: Setting, layout: Layout, cluster: Cluster, room: float) -> Iterator[Candidate]:
+    """Yield what fits of a layout: microbatches as large as it pays, on every rung the least recomputation."""
+    shares = Shares.of(replace(base, layout=layout))
+
+    def rungs(setting: Setting) -> list[Candidate]:
+        candidates, tried = list[Candidate](), _RECOMPUTE
+        for rung in _rungs(base, layout):
+            fits = _least_recomputed(replace(setting, shard=rung), shares, cluster, room, tried)
+            candidates += fits
+            if fits and rung != "none":  # what splits more only sends more: it must recompute less
+                tried = tried[: tried.index(fits[0].setting.recompute)]
+        return candidates
+
+    yield from _while_faster(map(rungs, _batches(base, layout)))
 
 
 def _rungs(base: Setting, layout: Layout) -> tuple[ZeroShard, ...]:

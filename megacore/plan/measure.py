@@ -75,8 +75,8 @@ class FakeModel:
         self._fakes = FakeTensorMode() if device == "cpu" else None
         self._mesh = _SilentMesh(mesh, 0, torch.device("cpu" if device == "cpu" else "meta"))
         self._embed, self._dtype = config.sizes["embed"], _DTYPES[width]
+        self._made_of, self._split = (config, tuning, width, device), split
         self._runners: dict[tuple[str, Recompute], Runner] = {}
-        self._units: dict[object, LayerCost] = {}
         with self._without_numbers():
             layout = layout_of(config, mesh, tuning=tuning, split=dict(split))
             model = Model.create(config, layout, self._mesh, self._dtype, tuning=tuning)
@@ -115,7 +115,7 @@ class FakeModel:
     def embedding(self, length: int, sequences: int) -> LayerCost:
         """Return the cost of the embedding: sequences of a length -> [tokens/tp, embed]."""
         embedding, _ = self._ends
-        return self._unit(embedding, lambda x, batch, context: embedding(batch), False, length, sequences)
+        return self._unit("embedding", embedding, lambda x, batch, context: embedding(batch), False, length, sequences)
 
     def block(
         self, recompute: Recompute, imbalance: float, length: int, sequences: int, kind: str, entered: bool
@@ -138,21 +138,26 @@ class FakeModel:
             return run([block], x, context)
 
         with _counts(imbalance):
-            return self._unit(block, call, entered, length, sequences, recompute, imbalance)
+            return self._unit(kind, block, call, entered, length, sequences, recompute, imbalance)
 
     def head(self, entered: bool, loss_chunk: int | None, length: int, sequences: int) -> LayerCost:
         """Return the cost of the head: [tokens/tp, embed] -> the summed loss."""
         _, head = self._ends
         head.losses = Losses(chunk=loss_chunk)
-        return self._unit(head, lambda x, batch, context: head(x, batch.labels), entered, length, sequences, loss_chunk)
+        return self._unit(
+            "head", head, lambda x, batch, context: head(x, batch.labels), entered, length, sequences, loss_chunk
+        )
 
     def _unit(
-        self, module: nn.Module, call: _Call, entered: bool, length: int, sequences: int, *others: object
+        self, name: str, module: nn.Module, call: _Call, entered: bool, length: int, sequences: int, *others: object
     ) -> LayerCost:
-        key = module, entered, length, sequences, others
-        if key not in self._units:
-            self._units[key] = self._run(module, call, entered, length, sequences)
-        return self._units[key]
+        # Those of models that differ in ep alone are alike, but for experts.
+        spread = any(isinstance(each, experts.Experts) for each in module.modules())
+        of = (self._mesh.shape, self._split) if spread else replace(self._mesh.shape, ep=1)
+        key = self._made_of, of, name, entered, length, sequences, others
+        if key not in _measured:
+            _measured[key] = self._run(module, call, entered, length, sequences)
+        return _measured[key]
 
     def _run(self, module: nn.Module, call: _Call, entered: bool, length: int, sequences: int) -> LayerCost:
         parameters = list(module.parameters())
@@ -196,6 +201,7 @@ Splits = tuple[tuple[str, tuple[str, ...]], ...]
 _Call = Callable[[Tensor, Microbatch, Context], Tensor]
 """Runs a part of the model: (x, microbatch, context) -> y."""
 fake_model = cache(FakeModel)
+_measured: dict[object, LayerCost] = {}
 
 
 class _Entering(torch.autograd.Function):
@@ -428,8 +434,9 @@ class _SilentMesh(Mesh):
     def group(self, ranks: tuple[int, ...]) -> Group:
         if len(ranks) == 1:
             return super().group(ranks)
-        made = self._silent.setdefault(ranks, _SilentGroup(self, ranks))
-        return Group(ranks, ranks.index(self.rank), made, pairwise=self.device.type == "cpu")
+        if ranks not in self._silent:
+            self._silent[ranks] = _SilentGroup(self, ranks)
+        return Group(ranks, ranks.index(self.rank), self._silent[ranks], pairwise=self.device.type == "cpu")
 
 
 class _SilentGroup:

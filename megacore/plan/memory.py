@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from megacore.plan.activations import ActivationMemory
@@ -61,6 +61,36 @@ class Memory:
     @property
     def largest(self) -> str:
         return max(self.terms, key=lambda term: self.terms[term])
+
+
+@dataclass(frozen=True)
+class Load:
+    """The fullest rank of those that experts are spread over.
+
+    Args:
+        times: The rows that its experts get, over the mean of all ranks.
+        rows: These rows, of one microbatch in one layer.
+        peak: Bytes on the device at the peak of a step, of the stage that has most.
+    """
+
+    times: float
+    rows: int
+    peak: int
+
+
+def loads(setting: Setting, shares: Shares) -> tuple[Load, ...]:
+    """Return the fullest rank where all ranks get as many rows, where they don't as the setting says, and where one
+    gets all of them; nothing where experts are not spread over ranks."""
+    layout, routing = setting.layout, setting.model.anatomy.routing
+    ranks = layout.mesh.size(layout.split["experts"])
+    if routing is None or ranks == 1:
+        return ()
+    mean = setting.tokens * layout.mesh.ep * routing.top_k // ranks
+    found = []
+    for times in sorted({1.0, min(setting.imbalance, float(ranks)), float(ranks)}):
+        peak = max(each.peak for each in by_stage(replace(setting, imbalance=times), shares))
+        found.append(Load(times, round(mean * times), peak))
+    return tuple(found)
 
 
 @cache

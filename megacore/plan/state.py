@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from megacore.plan.setting import SHARDS, Setting, Widths
 from parallel.choices import ZeroShard
-from parallel.weights.layout import Coordinates, Layout, Shard
+from parallel.weights.layout import Coordinates, Layout, MeshShape, Shard
 from parallel.weights.schema import Param, Schema
 
 
@@ -92,10 +93,16 @@ def _by_replicas(layout: Layout, alike: list[Shard]) -> Iterator[ParameterShare]
     for label in numel:
         by_ranks.setdefault(layout.replicas(alike[0], label), []).append(label)
     for ranks, labels in by_ranks.items():
-        places = [layout.mesh.place(rank) for rank in ranks]
-        dims = tuple(dim for dim in layout.mesh.DIMS if len({getattr(at, dim) for at in places}) > 1)
+        dims = _differ_in(layout.mesh, ranks)
         elements = sum(numel[label] for label in labels) * len(alike)
         yield ParameterShare(alike[0].param, tuple(labels), elements, elements, len(alike), len(ranks), dims)
+
+
+@lru_cache(maxsize=256)
+def _differ_in(mesh: MeshShape, ranks: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the dimensions along which ranks differ."""
+    places = [mesh.place(rank) for rank in ranks]
+    return tuple(dim for dim in mesh.DIMS if len({getattr(at, dim) for at in places}) > 1)
 
 
 @dataclass(frozen=True)

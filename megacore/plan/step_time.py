@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from megacore.plan import efficiency
 from megacore.plan.activations import ActivationMemory
-from megacore.plan.costs import LayerCost, MatMul
+from megacore.plan.costs import ALL_TO_ALL, LayerCost, MatMul
 from megacore.plan.devices import PEAK_TFLOPS, Device
 from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import ParameterShare, Shares, state, updated
@@ -53,18 +53,23 @@ class Cluster:
         reached = self.device.reach * efficiency.reached(product, self.device.half)
         return product.flops / (tflops * 1e12 * reached) + cast / self.device.bandwidth
 
-    def bandwidth(self, mesh: MeshShape, axis: str) -> float:
-        """Return the bandwidth of a ring along some dimensions, bytes/s for each rank.
+    def bandwidth(self, mesh: MeshShape, axis: str, kind: str = ALL_REDUCE) -> float:
+        """Return the bandwidth of a ring along some dimensions, or of an all-to-all, bytes/s for each rank.
 
-        Between nodes every device of a group that lies in the same node brings its own adapter.
+        Between nodes every device of a group that lies in the same node brings its own adapter. Through it goes, of an
+        all-to-all, what is for other nodes: of n ranks, h of them in a node, n - h of n - 1 parts.
         """
-        total, here = _ring(mesh, axis, self.device.per_node)
-        return self.device.link if here == total else min(self.device.link, here * self.device.network)
+        (total, here), device = _ring(mesh, axis, self.device.per_node), self.device
+        if here == total:
+            return device.link
+        if kind == ALL_TO_ALL:
+            return min(device.link * (total - 1) / max(here - 1, 1), device.network * (total - 1) / (total - here))
+        return min(device.link, here * device.network)
 
     def latency(self, mesh: MeshShape, message: Traffic) -> float:
         """Return the seconds that a message takes however short it is: those of a ring grow with its length."""
         total, here = _ring(mesh, message.axis, self.device.per_node)
-        if message.kind == SEND:
+        if message.kind in (SEND, ALL_TO_ALL):  # each to each at once
             return efficiency.ring_s(1, int(here < total))
         here, rounds = min(here, message.ranks), 2 if message.kind == ALL_REDUCE else 1
         nodes = -(-message.ranks // here)
@@ -81,7 +86,7 @@ class Cluster:
 
     def seconds(self, mesh: MeshShape, messages: Iterable[Traffic]) -> float:
         return sum(
-            x.count * self.latency(mesh, x) + x.sent / (self.bandwidth(mesh, x.axis) * efficiency.LINKS)
+            x.count * self.latency(mesh, x) + x.sent / (self.bandwidth(mesh, x.axis, x.kind) * efficiency.LINKS)
             for x in messages
         )
 
@@ -99,13 +104,14 @@ def _ring(mesh: MeshShape, axis: str, per_node: int) -> tuple[int, int]:
 class Estimate:
     """The seconds of one step, on the slowest stage; they add up to ``total``.
 
-    ``tensor``, ``data`` and ``offload`` are what compute does not hide. ``bubble`` is the time in which a stage waits
-    for others.
+    ``tensor``, ``experts``, ``data`` and ``offload`` are what compute does not hide. ``bubble`` is the time in which a
+    stage waits for others.
     """
 
     compute: float
     recompute: float
     tensor: float
+    experts: float
     bubble: float
     data: float
     offload: float
@@ -115,8 +121,8 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        parts = self.compute, self.recompute, self.tensor, self.bubble, self.data, self.offload, self.optimizer
-        return sum(parts)
+        sent = self.tensor + self.experts + self.data + self.offload
+        return self.compute + self.recompute + sent + self.bubble + self.optimizer
 
     @property
     def tokens_per_second(self) -> float:
@@ -234,7 +240,8 @@ def estimate(setting: Setting, shares: Shares, cluster: Cluster, simulated: bool
     return Estimate(
         m * slowest.compute,
         m * slowest.recompute,
-        m * slowest.tensor,
+        m * slowest.tensor.total,
+        m * slowest.experts.total,
         idle,
         data,
         offload,
@@ -245,30 +252,37 @@ def estimate(setting: Setting, shares: Shares, cluster: Cluster, simulated: bool
 
 
 @dataclass(frozen=True)
+class _Both:
+    """The seconds of a forward and of its backward."""
+
+    forward: float
+    backward: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
 class _Times:
     """The seconds of one microbatch in all chunks of a stage."""
 
-    compute_forward: float
-    compute_backward: float
+    products: _Both
     recompute: float
-    tensor_forward: float
-    tensor_backward: float
+    tensor: _Both
+    experts: _Both
 
     @property
     def compute(self) -> float:
-        return self.compute_forward + self.compute_backward
-
-    @property
-    def tensor(self) -> float:
-        return self.tensor_forward + self.tensor_backward
+        return self.products.total
 
     @property
     def forward(self) -> float:
-        return self.compute_forward + self.tensor_forward
+        return self.products.forward + self.tensor.forward + self.experts.forward
 
     @property
     def backward(self) -> float:
-        return self.compute_backward + self.recompute + self.tensor_backward
+        return self.products.backward + self.recompute + self.tensor.backward + self.experts.backward
 
 
 def _stage_times(
@@ -276,12 +290,19 @@ def _stage_times(
 ) -> _Times:
     layout, m = setting.layout, setting.microbatches
     seconds = _seconds(cluster, [each for v in range(stage, len(act.chunks), layout.mesh.pp) for each in work(act, v)])
-    tensor = [x for x in sent if x.axis == "tp" and "tokens" in x.what]
-    forward = cluster.seconds(layout.mesh, (x for x in tensor if "forward" in x.what)) / m
-    shown = cluster.seconds(layout.mesh, (x for x in tensor if not x.hidden and "forward" not in x.what)) / m
-    # Gathers and scatters of a column-parallel product's backward run beside its two products.
-    hidden = cluster.shown(layout.mesh, [x for x in tensor if x.hidden], m * seconds.backward) / m
-    return _Times(seconds.forward, seconds.backward, seconds.again, forward, shown + hidden)
+
+    def shown(messages: Sequence[Traffic], beside: float) -> float:
+        """Return what is not hidden: such as gathers and scatters of a column-parallel product's backward, which run
+        beside its two products."""
+        alone = cluster.seconds(layout.mesh, (x for x in messages if not x.hidden))
+        return (alone + cluster.shown(layout.mesh, [x for x in messages if x.hidden], m * beside)) / m
+
+    def both(of_experts: bool) -> _Both:
+        inner = [x for x in sent if "tokens" in x.what and (x.kind == ALL_TO_ALL) == of_experts]
+        ahead, back = ([x for x in inner if when in x.what] for when in ("forward", "backward"))
+        return _Both(shown(ahead, seconds.forward), shown(back, seconds.backward))
+
+    return _Times(_Both(seconds.forward, seconds.backward), seconds.again, both(False), both(True))
 
 
 def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _Times) -> float:

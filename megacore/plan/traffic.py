@@ -14,7 +14,7 @@ from megacore.plan.state import ParameterShare, Shares, sharing
 
 def ring(kind: str, size: float, ranks: int) -> float:
     """Return the bytes that each rank sends in a ring for a tensor of ``size`` bytes (Patarasuk and Yuan 2009): 2
-    (n-1)/n of it for an all-reduce, (n-1)/n for its halves."""
+    (n-1)/n of it for an all-reduce, (n-1)/n for its halves; for an all-to-all as much, for its own part stays."""
     if kind == SEND:
         return size
     return (2 if kind == ALL_REDUCE else 1) * size * (ranks - 1) / ranks

@@ -454,7 +454,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("evaluate.every", "data.validation_fraction"), _held_out),
     ((MODEL,), _tuning),
     (("experts.sequence_balance", "experts.batch_balance"), _balances),
-    ((MODEL, *(f"experts.{each.name}" for each in fields(ExpertsConfig))), _experts),
+    ((MODEL, "lora.rank", *(f"experts.{each.name}" for each in fields(ExpertsConfig))), _experts),
     ((*MODEL_RANKS, "mesh.dp", "batch.global_size", "batch.micro_size", "experts.batch_balance"), _batch_balance),
     ((), _adapters),
     ((), _one_start),

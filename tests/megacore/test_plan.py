@@ -16,9 +16,10 @@ from operations import Flops
 
 from megacore.config import Config, MemoryConfig
 from megacore.plan.activations import ActivationMemory
+from megacore.plan.costs import ALL_TO_ALL
 from megacore.plan.devices import DEVICES
 from megacore.plan.fit import MARGIN, fit
-from megacore.plan.memory import TERMS, crowds, memory
+from megacore.plan.memory import TERMS, crowds, loads, memory
 from megacore.plan.of_config import setting_of
 from megacore.plan.published import PUBLISHED
 from megacore.plan.setting import ADAM_16, SHARDS, Setting, Widths
@@ -35,7 +36,7 @@ from models.tuning import EVERYTHING, Tuning
 from parallel.choices import OptimizerOffload
 from parallel.pipeline.schedules import SCHEDULES, in_flight_bound, simulate
 from parallel.weights.layout import MeshShape
-from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, Split
+from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, Split, split_of
 from tools.main import main
 
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
@@ -372,6 +373,68 @@ def test_what_tensor_parallel_ranks_send() -> None:
     assert sum(x.count for x in again if x.axis == "tp") - sum(x.count for x in inner) == 4 * 2 * 4
 
 
+def mixtral(mesh: MeshShape, etp: int = 1, **changed: Any) -> Setting:
+    config = configure({"preset": "mixtral-tiny"})
+    return setting({"preset": "mixtral-tiny"}, mesh, layout=layout_of(config, mesh, split=split_of(etp)), **changed)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "etp", "axis", "rows"),
+    [
+        (MeshShape(ep=4), 1, "ep", 128),
+        (MeshShape(ep=2, tp=2), 1, "ep x tp", 64),
+        (MeshShape(ep=2, tp=2), 2, "ep", 128),
+    ],
+)
+def test_rows_go_to_the_ranks_over_which_experts_are_spread(mesh: MeshShape, etp: int, axis: str, rows: int) -> None:
+    """64 tokens to 2 experts each, 64 features of 2 bytes: there and back, in the backward there twice and back."""
+    made = mixtral(mesh, etp)
+    sent = [x for x in traffic(made, Shares.of(made), 0) if x.kind == ALL_TO_ALL]
+    assert {x.axis for x in sent} == {axis}
+    size = rows * 64 * 2
+    assert sum(x.count for x in sent if x.size == size) == (2 + 3) * 4 * 8
+    assert {x.size for x in sent} == {size, rows * 4, 8 * 8}  # and the weights of rows, and how many there are
+    even, worst = loads(made, Shares.of(made))
+    ranks = 4 if etp == 1 else 2
+    assert (even.times, even.rows, worst.times, worst.rows) == (1, rows, ranks, ranks * rows)
+    assert even.peak == max(each.peak for each in memory(made, Shares.of(made))) < worst.peak
+    fuller = replace(made, imbalance=1.5)
+    assert [each.rows for each in loads(fuller, Shares.of(made))] == [rows, 1.5 * rows, ranks * rows]
+    assert max(x.size for x in traffic(fuller, Shares.of(made), 0) if x.kind == ALL_TO_ALL) == 1.5 * size
+    slower, least = (estimate(each, Shares.of(made), H100) for each in (fuller, made))
+    assert least.experts > 0 and slower.compute > least.compute
+
+
+def test_dense_models_and_whole_experts_send_no_rows() -> None:
+    for made in (setting({"preset": "llama-tiny"}, MeshShape(tp=2)), mixtral(MeshShape(tp=2), 2)):
+        shares = Shares.of(made)
+        assert not [x for x in traffic(made, shares, 0) if x.kind == ALL_TO_ALL] and not loads(made, shares)
+        assert estimate(made, shares, H100).experts == 0
+
+
+def test_an_all_to_all_sends_through_each_adapter_what_is_for_other_nodes() -> None:
+    device = H100.device
+    assert H100.bandwidth(MeshShape(dp=4, ep=8), "ep", ALL_TO_ALL) == device.link
+    assert H100.bandwidth(MeshShape(ep=64), "ep", ALL_TO_ALL) == pytest.approx(device.network * 63 / 56)
+    message = Traffic(ALL_TO_ALL, "ep", "", 64, 1, 64 << 20, False)
+    through = (56 << 20) / device.network / 0.8
+    assert H100.seconds(MeshShape(ep=64), [message]) == pytest.approx(through + (8.4 + 14) * 1e-6)
+
+
+def test_operations_of_experts_add_up_to_those_of_the_model() -> None:
+    for mesh, etp in ((MeshShape(), 1), (MeshShape(ep=2, tp=2), 1), (MeshShape(ep=2, tp=2), 2)):
+        made = mixtral(mesh, etp)
+        found = Flops(ActivationMemory.of(made), 0)
+        # The router has all of its ranks' tokens between them.
+        assert 3 * mesh.tp * found.forward == flops_per_token(made.model, 64) * made.tokens
+
+
+def test_layers_with_experts_are_another_kind() -> None:
+    act = ActivationMemory.of(Setting(DEEP, layout_of(DEEP, MeshShape(ep=2)), Widths.of("bf16"), 64, 1, 8))
+    ((*dense, first, second, third, last),) = act.chunks
+    assert len(set(dense)) == 1 and first is second is third is last and first is not dense[0]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_go_to_who_shares_them(tied: bool) -> None:
     made = setting(SMALL | {"tie_word_embeddings": tied}, MeshShape(pp=2, dp=2, tp=4))
@@ -504,6 +567,24 @@ def test_fit_finds_recipes_that_fit_and_pass_every_rule() -> None:
         again = setting_of(pasted, model, 16, "cuda")
         assert (again.layout.mesh, again.microbatches) == (each.setting.layout.mesh, each.setting.microbatches)
         assert memory(again, Shares.of(again)) == each.memory
+
+
+def test_fit_spreads_experts() -> None:
+    """Mixtral 8x7B on 32: experts over a node, one on each rank; ranks of tp hold whole ones where these divide."""
+    model = configure({"preset": "mixtral-8x7b"})
+    base = Setting(model, layout_of(model, MeshShape()), Widths.of("bf16"), 4096, 1, 256)
+    found = fit(base, 32, H100)
+    best = found[0].overrides
+    assert best["mesh.ep"] == 8 and best["mesh.etp"] == best["mesh.tp"] == 1
+    assert all(each.fullest.peak <= (1 - MARGIN) * H100.device.memory for each in found)
+
+
+def test_fit_of_256_experts_in_61_layers_takes_seconds() -> None:
+    start = time.process_time()
+    model = deep()
+    base = Setting(model, layout_of(model, MeshShape()), Widths.of("bf16"), 4096, 1, 2048)
+    assert fit(base, 1024, H100)
+    assert time.process_time() - start < 20
 
 
 def test_fit_says_when_nothing_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,7 +126,7 @@ def test_a_checkpoint_holds_the_run(recipe: str, tmp_path: Path) -> None:
     assert (told["step"], told["consumed_samples"], told["tokens"], told["optimizer_steps"]) == (5, 40, 320, 5)
     assert told["lr"] == result.values("lr")[-1] and told["scaler"] is None
     assert told["recipe"]["train"]["seed"] == 0 and told["recipe"]["mesh"] == dict.fromkeys(
-        ("pp", "dp", "cp", "ep", "tp"), 1
+        ("pp", "dp", "cp", "ep", "tp", "etp"), 1
     )
 
 

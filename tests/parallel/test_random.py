@@ -117,3 +117,18 @@ def test_keys_are_the_same_in_every_release() -> None:
     assert key(0, "layers.0.attn.qkv.weight", "q", (0,)) == 3195830203804246405
     assert key(1, "a") != key("1", "a")
     assert 0 <= key("x") < 1 << 64
+
+
+def test_experts_are_drawn_in_blocks_of_many_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block has one expert and as many features as fit, not one feature: a generator costs as much as thousands."""
+    drawn: list[tuple[object, ...]] = []
+
+    def counted(*words: object) -> int:
+        drawn.append(words)
+        return key(*words)
+
+    monkeypatch.setattr("parallel.random.key", counted)
+    param = Param("up", "experts (gate: expert_mlp + up: expert_mlp) embed", std=1.0)
+    schema = Schema((param,), {"layer": 1, "experts": 8, "expert_mlp": 2048, "embed": 64})
+    assert len(pieces(single(schema), 0)) == 2
+    assert len(drawn) == 2 * 8 * 2048 * 64 // (1 << 16)

@@ -308,10 +308,17 @@ FAULTS = (
         *mixture("sigmoid-tp2-ep2"),
     ),
     fault(
-        "rows travel without their weights",
-        "Dispatch.weights",
-        "all_gather(weights, self.features).flatten().index_select(0, self.order)",
-        "all_gather(weights, self.features).flatten()",
+        "gradients travel with the weights of other rows",
+        "Dispatch.start",
+        "self._in_order(weights)",
+        "weights.flatten()[:, None]",
+        *mixture("sigmoid-tp2-ep2"),
+    ),
+    fault(
+        "the gradients of weights keep their weights",
+        "_Down.backward",
+        "_over(along.wait(), weights)",
+        "along.wait()",
         *mixture("sigmoid-tp2-ep2"),
     ),
     fault(
@@ -322,17 +329,17 @@ FAULTS = (
         *mixture("sigmoid-tp2-ep2"),
     ),
     fault(
-        "rows come back to the slots from which they did not leave",
-        "Dispatch.start_back",
-        "_sum(pending.finish(), self.slots)",
-        "_sum(pending.finish(), self.order.view_as(self.slots))",
+        "rows go home to ranks from which others came",
+        "Dispatch._start_home",
+        "self.sorting[1]",
+        "self.sorting[0]",
         *mixture("sigmoid-tp2-ep2"),
     ),
     fault(
         "each part of an expert adds the whole bias",
         "_Down.forward",
-        "scale / dispatch.features.size",
-        "scale",
+        "1 / dispatch.features.size",
+        "1",
         *mixture("chosen-tp2-ep2-etp"),
     ),
     fault(
@@ -946,7 +953,7 @@ FAULTS = (
     ),
     fault(
         "queries and keys turn before their norms",
-        "Attention._split",
+        "MultiHeadAttention.queries_keys_values",
         "if self.norms is not None:\n    of_queries, of_keys = self.norms\n    q, k = of_queries(q), of_keys(k)",
         "if self.norms is not None:\n"
         "    q, k = self._rotate(q, *rotation), self._rotate(k, *rotation)\n"
