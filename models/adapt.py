@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from models.lora import WEIGHT, A, B, Lora
+from parallel.layers.experts import Experts
 from parallel.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
-from parallel.layers.lora import ColumnAdapted, ReplicatedAdapted, RowAdapted, Rows
+from parallel.layers.lora import ColumnAdapted, ExpertsAdapted, ReplicatedAdapted, RouterAdapted, RowAdapted, Rows
+from parallel.layers.router import Router
 from parallel.parameters import Parameters
 from parallel.weights.layout import Shard
 from parallel.weights.pattern import Pattern
@@ -22,20 +24,32 @@ _ADAPTED: Mapping[type[nn.Module], Callable[..., nn.Module]] = {
 
 
 def adapt(chunk: nn.Module, parameters: Parameters, lora: Lora) -> None:
-    """Replace each linear of a chunk that has adapters among the parameters by one that uses them."""
+    """Replace each linear, router and experts of a chunk that have adapters among the parameters by what uses them."""
     names = {parameter: name.removesuffix(WEIGHT) for name, parameter in parameters.items() if name.endswith(WEIGHT)}
+
+    def pair(weight: nn.Parameter) -> tuple[nn.Parameter, nn.Parameter] | None:
+        a, b = (parameters.get(f"{names[weight]}.{each}") for each in (A, B))
+        return None if a is None or b is None else (a, b)
+
     for parent in list(chunk.modules()):
         for place, module in list(parent.named_children()):
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear | ReplicatedLinear):
-                name = names[module.weight]
-                if f"{name}.{A}" in parameters:
-                    setattr(parent, place, _adapted(module, parameters, name, lora))
+            if isinstance(module, Experts):
+                up, down = pair(module.up), pair(module.down)
+                if up or down:
+                    setattr(parent, place, ExpertsAdapted(module, up, down, lora.scale))
+            elif isinstance(module, Router | ColumnParallelLinear | RowParallelLinear | ReplicatedLinear) and (
+                own := pair(module.weight)
+            ):
+                setattr(parent, place, _adapted(module, *own, parameters, names[module.weight], lora))
 
 
-def _adapted(linear: nn.Module, parameters: Parameters, name: str, lora: Lora) -> nn.Module:
-    a, b = f"{name}.{A}", f"{name}.{B}"
-    rows = _rows(parameters.shards[name + WEIGHT], parameters.shards[a])
-    return _ADAPTED[type(linear)](linear, parameters[a], parameters[b], rows, lora.scale, lora.dropout)
+def _adapted(
+    module: nn.Module, a: nn.Parameter, b: nn.Parameter, parameters: Parameters, name: str, lora: Lora
+) -> nn.Module:
+    if isinstance(module, Router):
+        return RouterAdapted(module, a, b, lora.scale)
+    rows = _rows(parameters.shards[name + WEIGHT], parameters.shards[f"{name}.{A}"])
+    return _ADAPTED[type(module)](module, a, b, rows, lora.scale, lora.dropout)
 
 
 def _rows(weight: Shard, a: Shard) -> Rows:

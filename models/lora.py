@@ -7,6 +7,13 @@ everything else is. What Hugging Face keeps as a linear of its own (q, k and v o
     attn.qkv.weight   (q: heads head + k: kv head + v: kv head) embed
     attn.qkv.lora_a   (q: rank + k: rank + v: rank) embed
     attn.qkv.lora_b   (q: heads head + k: kv head + v: kv head) rank
+
+Experts have an A and a B each, of all that transformers holds as one stacked parameter. The peft library flattens them
+by expert and rank, and B the other way round:
+
+    mlp.experts.down.weight   experts embed expert_mlp
+    mlp.experts.down.lora_a   experts rank expert_mlp    (experts rank) expert_mlp
+    mlp.experts.down.lora_b   experts embed rank         embed (rank experts)
 """
 
 from __future__ import annotations
@@ -15,19 +22,21 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from models.names import in_block, matches, unmatched
+from models.names import in_block, matches, unmatched, without_block
 from parallel.weights.pattern import FusedGroup, Node, Pattern, outermost
 from parallel.weights.schema import WORDS, Param, Schema
+from parallel.weights.transfer import Stored
 
 RANK = "rank"
 """The axis between A and B."""
 A, B = "lora_a", "lora_b"
 WEIGHT = ".weight"
 
-# Axes of what has no adapters.
-_OF_EXPERTS = frozenset({"experts", "routes", "one"})
+# Axes of what is no linear to transformers, and that of the gate of a shared expert, which has no adapters.
+_EXPERTS, _ONE = frozenset({"experts", "routes"}), "one"
 # As the peft library names them.
 _PREFIX, _PEFT = "base_model.model.", {A: ".lora_A.weight", B: ".lora_B.weight"}
+_NESTED = ".base_layer"
 
 
 @dataclass(frozen=True)
@@ -56,12 +65,12 @@ class Lora:
 
 @dataclass(frozen=True)
 class Linear:
-    """What Hugging Face keeps as one linear of a block: a weight, or some pieces of one.
+    """What Hugging Face keeps as one linear of a block: a weight, or some pieces of one, or those of all experts.
 
     Args:
         param: The weight.
         labels: The pieces.
-        hf: Hugging Face's name of the module, with its layer in braces.
+        hf: Hugging Face's name of the module, with its layer in braces; of the parameter, where it is no linear there.
         alone: Whether it is all of the weight.
     """
 
@@ -69,6 +78,11 @@ class Linear:
     labels: tuple[str, ...]
     hf: str
     alone: bool
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether transformers holds it as a parameter of a module that is no linear: of a router, of experts."""
+        return not _EXPERTS.isdisjoint(self.param.sentence.axes)
 
     @property
     def name(self) -> str:
@@ -84,19 +98,22 @@ class Linear:
     @property
     def transposed(self) -> bool:
         """Whether Hugging Face stores it as [in, out] (GPT-2's Conv1D)."""
-        return Pattern.parse(self.param.hf_pattern or self.param.pattern).dims[0] != _hf_dims(self.param)[0]
+        return Pattern.parse(self.param.hf_pattern or self.param.pattern).dims[-2] != _hf_dims(self.param)[0]
 
     @property
     def names(self) -> tuple[str, ...]:
         """By which it can be chosen."""
-        return self.name, self.hf_name, self.hf_name.rpartition(".")[2]
+        return *without_block(self.name), self.hf_name, self.hf_name.rpartition(".")[2]
 
 
 def linears(schema: Schema) -> Iterator[Linear]:
-    """All that can have adapters: the linears of the blocks."""
+    """All that can have adapters: the linears of the blocks, routers and experts."""
     for param in schema.params:
-        linear = param.decays and not _OF_EXPERTS & {*param.sentence.axes}
-        if linear and "layer" in param.named_axes and param.name.endswith(WEIGHT):
+        if "layer" not in param.named_axes or not param.name.endswith(WEIGHT) or not param.decays:
+            continue
+        if not _EXPERTS.isdisjoint(param.sentence.axes):
+            yield Linear(param, param.sentence.labels, param.hf_held or param.hf, True)
+        elif _ONE not in param.sentence.axes:
             modules: dict[str, list[str]] = {}
             for label, (template, _) in param.hf_tensors.items():
                 modules.setdefault(template.removesuffix(WEIGHT), []).append(label)
@@ -104,23 +121,25 @@ def linears(schema: Schema) -> Iterator[Linear]:
                 yield Linear(param, tuple(labels), name, len(modules) == 1)
 
 
-def peft_names(weight: str) -> tuple[str, str]:
-    """Of Hugging Face's tensor: what the peft library calls its A and its B."""
-    module = _PREFIX + weight.removesuffix(WEIGHT)
-    return module + _PEFT[A], module + _PEFT[B]
-
-
 def targets(schema: Schema, patterns: Sequence[str]) -> list[Linear]:
     """The linears that one of the patterns matches."""
     return [linear for linear in linears(schema) if any(matches(each, linear.names) for each in patterns)]
 
 
-def problems(schema: Schema, patterns: Sequence[str]) -> list[str]:
-    """What is wrong with ``lora.targets``."""
+def problems(schema: Schema, lora: Lora) -> list[str]:
+    """What is wrong with ``lora.targets``, and with ``lora.dropout`` for them."""
+    patterns = lora.targets
     if not patterns:
         names = ", ".join(linear.name for linear in linears(schema))
         return [f"lora.targets names no linear: choose from {names}"]
-    return unmatched("lora.targets", patterns, [linear.names for linear in linears(schema)])
+    found = unmatched("lora.targets", patterns, [linear.names for linear in linears(schema)])
+    whole = [linear.name for linear in targets(schema, patterns) if linear.is_parameter]
+    if lora.dropout and whole:
+        found.append(
+            f"lora.dropout is {lora.dropout}, and adapters of {', '.join(whole)} have none: set it to 0, or name "
+            "others in lora.targets"
+        )
+    return found
 
 
 def adapters(schema: Schema, lora: Lora) -> Schema:
@@ -128,7 +147,8 @@ def adapters(schema: Schema, lora: Lora) -> Schema:
     chosen: dict[str, list[Linear]] = {}
     for linear in targets(schema, lora.targets):
         chosen.setdefault(linear.param.name, []).append(linear)
-    pairs = (pair for found in chosen.values() for pair in _pair(schema, found))
+    parameters = [linear for found in chosen.values() for linear in found if linear.is_parameter]
+    pairs = (pair for found in chosen.values() for pair in _pair(schema, found, parameters))
     return Schema(tuple(pairs), {**schema.sizes, RANK: lora.rank})
 
 
@@ -138,10 +158,16 @@ def adapted(schema: Schema, lora: Lora) -> Schema:
     return Schema((*schema.params, *found.params), found.sizes)
 
 
-def _pair(schema: Schema, chosen: Sequence[Linear]) -> tuple[Param, Param]:
-    """A and B of one weight, of which some linears have adapters."""
+def _pair(schema: Schema, chosen: Sequence[Linear], parameters: Sequence[Linear]) -> tuple[Param, Param]:
+    """A and B of one weight, of which some linears have adapters.
+
+    Args:
+        schema: The model's.
+        chosen: Those linears.
+        parameters: All of the model that are parameters to transformers, and have adapters.
+    """
     param = chosen[0].param
-    out, inner = param.sentence.dims
+    *stacked, out, inner = param.sentence.dims
     hf_out, hf_inner = _hf_dims(param)
     if chosen[0].alone:
         first, words = RANK, ""
@@ -152,18 +178,53 @@ def _pair(schema: Schema, chosen: Sequence[Linear]) -> tuple[Param, Param]:
         words = ",".join(_word(param, label) for label in labels)
     # As nn.Linear draws its weight (He et al. 2015 with a = sqrt 5): uniform between -1 and 1 over sqrt(in).
     std = 1 / math.sqrt(3 * Pattern((inner,)).shape(schema.sizes)[0])
-    name, hf = param.name.removesuffix(WEIGHT), _PREFIX + _reword(param.hf, words).removesuffix(WEIGHT)
-    first_hf, second_hf = f"{first} {_text(hf_inner)}", f"{_text(hf_out)} {RANK}"
-    a = Param(f"{name}.{A}", f"{first} {_text(inner)}", hf + _PEFT[A], first_hf, std=std, uniform=True)
-    b = Param(f"{name}.{B}", f"{_text(out)} {RANK}", hf + _PEFT[B], second_hf)
+    name, each = param.name.removesuffix(WEIGHT), "".join(f"{_text(dim)} " for dim in stacked)
+    module = _wrapper(chosen[0], parameters) if chosen[0].is_parameter else _reword(param.hf, words)
+    hf = _PREFIX + module.removesuffix(WEIGHT)
+    hf_first, hf_last = (f"({each}{first})", f"({RANK} {each.strip()})") if stacked else (first, RANK)
+    first_hf, second_hf = f"{hf_first} {_text(hf_inner)}", f"{_text(hf_out)} {hf_last}"
+    a = Param(f"{name}.{A}", f"{each}{first} {_text(inner)}", hf + _PEFT[A], first_hf, std=std, uniform=True)
+    b = Param(f"{name}.{B}", f"{each}{_text(out)} {RANK}", hf + _PEFT[B], second_hf)
     return replace(a, layers=param.layers), replace(b, layers=param.layers)
+
+
+def _wrapper(linear: Linear, parameters: Sequence[Linear]) -> str:
+    """The name of what the peft library puts around the module of a parameter: several of one module are nested, the
+    last one outermost."""
+    module = linear.hf.rpartition(".")[0]
+    of_module = [other.hf for other in parameters if other.hf.rpartition(".")[0] == module]
+    return module + _NESTED * (len(of_module) - 1 - of_module.index(linear.hf))
+
+
+def factors(adapters: Schema, stored: Stored) -> tuple[Stored, ...]:
+    """The two parts of adapters whose product has the shape of a tensor of Hugging Face, B and A or, where that has its
+    inputs first, A and B transposed; of experts that are stacked, one product for each. None where it has no adapter.
+    """
+    name = stored.param.removesuffix(WEIGHT)
+    if f"{name}.{A}" not in adapters.by_name:
+        return ()
+    a, b = adapters[f"{name}.{A}"], adapters[f"{name}.{B}"]
+    of_a = a.sentence.labels if a.sentence.labels == ("",) else (outermost(stored.labels[0]),)
+    if of_a[0] not in a.sentence.labels:
+        return ()
+    *stacked, rows, columns = stored.pattern.dims
+    left, right = (b, stored.labels), (a, of_a)
+    if not Pattern((rows,)).axes <= Pattern(b.sentence.dims[-2:-1]).axes:
+        left, right = right, left
+    patterns = Pattern((*stacked, rows, RANK)), Pattern((*stacked, RANK, columns))
+    box = {**stored.box, RANK: (0, adapters.sizes[RANK])}
+    named = stored.box.keys() - stored.pattern.axes
+    return tuple(
+        Stored(place, stored.name, param.name, labels, pattern, {axis: box[axis] for axis in {*pattern.axes, *named}})
+        for place, (param, labels), pattern in zip(("left", "right"), (left, right), patterns, strict=True)
+    )
 
 
 def _hf_dims(param: Param) -> tuple[Node, Node]:
     """(outputs, inputs) of a weight as Hugging Face stores them, whichever it puts first."""
     stored = Pattern.parse(param.hf_pattern or param.pattern)
-    axes = Pattern(param.sentence.dims[:1]).axes
-    one, other = stored.dims
+    axes = Pattern(param.sentence.dims[-2:-1]).axes
+    one, other = stored.dims[-2:]
     return (one, other) if Pattern((one,)).axes == axes else (other, one)
 
 

@@ -10,6 +10,8 @@ from fnmatch import fnmatchcase
 from parallel.weights.schema import Param, Schema
 
 _LAYER = "{layer}."
+_PARTS = ("experts", "router")
+"""Parts of a mixture of experts that are known by these words alone."""
 
 
 def matches(pattern: str, names: Iterable[str]) -> bool:
@@ -44,11 +46,17 @@ def in_block(name: str) -> str:
     return name.partition(_LAYER)[2] or name
 
 
-def tensors(schema: Schema) -> Iterator[tuple[str, tuple[str, str]]]:
+def without_block(name: str) -> tuple[str, ...]:
+    """The names of a part of a block without its layer: ``attn.qkv``; ``mlp.experts.up`` and ``experts.up``."""
+    short = name.partition(".")[2]
+    return (name, short) if short.partition(".")[0] in _PARTS else (name,)
+
+
+def tensors(schema: Schema) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(name, the names by which it can be chosen) of each tensor of a model: with its layer, and without."""
     for param in schema.params:
         for name in whole_names(schema, param):
-            yield name, (name, in_block(param.name))
+            yield name, (name, *without_block(in_block(param.name)))
 
 
 def whole_names(schema: Schema, param: Param) -> Iterator[str]:

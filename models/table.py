@@ -88,6 +88,7 @@ class Table:
         bias: bool = False,
         stored: str = "",
         stored_bias: str = "",
+        held: str = "",
         ends: bool = False,
     ) -> Rows:
         """A linear of a block.
@@ -98,11 +99,17 @@ class Table:
             hf: Hugging Face's name; ``{q,k,v}`` where each piece is a tensor of its own.
             bias: Whether it has one.
             stored, stored_bias: How Hugging Face stores the weight and the bias, where that differs.
+            held: What transformers calls the weight in memory, where that differs.
             ends: Whether it ends a branch.
         """
         std = self.out_std if ends else self.std
         weight = Param(
-            f"layers.{{layer}}.{name}.weight", f"{out} {inner}", f"{self.layer}.{hf}.weight", stored, std=std
+            f"layers.{{layer}}.{name}.weight",
+            f"{out} {inner}",
+            f"{self.layer}.{hf}.weight",
+            stored,
+            held and f"{self.layer}.{held}",
+            std=std,
         )
         if not bias:
             return (weight,)
@@ -190,6 +197,7 @@ class Table:
         down: str = "mlp.experts.{experts}.down_proj",
         router: str = "mlp.gate",
         correction: str = "",
+        held: tuple[str, str] = ("mlp.experts", "mlp.gate"),
     ) -> Rows:
         """Gated experts and their router, as Qwen3's ``mlp`` has them.
 
@@ -197,17 +205,20 @@ class Table:
             hf, down: Hugging Face's names of what goes into an expert's hidden features, and of what comes out of them.
             router: Its name of the router.
             correction: Its name of what is added to the scores that choose; empty: nothing is.
+            held: What transformers calls the modules of the experts and of the router in memory.
         """
         hidden = "experts (gate: expert_mlp + up: expert_mlp)"
         return (
-            *self.linear("mlp.router", "routes", "embed", router),
+            *self.linear("mlp.router", "routes", "embed", router, held=f"{held[1]}.weight"),
             *(
                 [Param("layers.{layer}.mlp.router.correction", "routes", f"{self.layer}.{correction}", buffer=True)]
                 if correction
                 else []
             ),
-            *self.linear("mlp.experts.up", hidden, "embed", hf),
-            *self.linear("mlp.experts.down", "experts embed", "expert_mlp", down, ends=True),
+            *self.linear("mlp.experts.up", hidden, "embed", hf, held=f"{held[0]}.gate_up_proj"),
+            *self.linear(
+                "mlp.experts.down", "experts embed", "expert_mlp", down, held=f"{held[0]}.down_proj", ends=True
+            ),
         )
 
     def shared_expert(self, hf: str = "mlp.shared_experts", gate: str = "") -> Rows:

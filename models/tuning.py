@@ -55,7 +55,7 @@ class Tuning:
             for key, given in (("only", self.only is not None), ("freeze", self.freeze))
             if given
         ]
-        return [*lora.problems(model, self.lora.targets), *both]
+        return [*lora.problems(model, self.lora), *both]
 
 
 EVERYTHING = Tuning()

@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from io import BytesIO
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 from tqdm import tqdm
 
 from megacore.config import Config
@@ -20,7 +21,10 @@ from megacore.store.files import append, open_file
 from megacore.store.publish import replace_file
 from megacore.store.tensors import os_errors
 
-METRICS, PICTURE, EXPERTS = "metrics.jsonl", "loss.png", "experts.jsonl"
+METRICS, PICTURE = "metrics.jsonl", "loss.png"
+EXPERTS, PICTURE_OF_EXPERTS = "experts.jsonl", "experts.png"
+_PANELS = 12
+"""Layers that are drawn, of those that have experts."""
 
 Record = Mapping[str, float | int | None]
 
@@ -143,8 +147,8 @@ class Log:
                 stack.callback(sink.close)
 
 
-def read(path: Path) -> list[dict[str, float | None]]:
-    """Return the records of a metrics.jsonl."""
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the records of a metrics.jsonl, or the lines of an experts.jsonl."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
@@ -208,11 +212,7 @@ def draw(records: Sequence[Record], picture: Path, reference: float | None = Non
         picture: The PNG to write.
         reference: The unigram entropy of the corpus, a level to compare with.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     train, held_out = curve(records, "loss"), curve(records, "validation_loss")
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     if train:
@@ -225,7 +225,51 @@ def draw(records: Sequence[Record], picture: Path, reference: float | None = Non
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
+    _save(figure, picture)
+
+
+def draw_loads(lines: Sequence[Mapping[str, Any]], picture: Path) -> None:
+    """Draw which experts a run's tokens were sent to: experts over steps, layer by layer.
+
+    Args:
+        lines: Those of its experts.jsonl, at least one.
+        picture: The PNG to write.
+    """
+    pyplot = _pyplot()
+    layers, steps = lines[0]["layers"], [line["step"] for line in lines]
+    chosen = sorted({round(n * (len(layers) - 1) / (_PANELS - 1)) for n in range(_PANELS)})
+    columns = min(4, len(chosen))
+    shape = -(-len(chosen) // columns), columns
+    figure, panels = pyplot.subplots(
+        *shape, figsize=(2.6 * columns + 1, 2 * shape[0] + 0.6), layout="constrained", squeeze=False, sharex=True
+    )
+    drawn = None
+    for place, axes in enumerate(panels.flat):
+        if place >= len(chosen):
+            axes.axis("off")
+            continue
+        counts = np.array([line["counts"][chosen[place]] for line in lines], float).T
+        loads = counts / np.maximum(counts.mean(0), 1)
+        edges = [*steps, 2 * steps[-1] - steps[-2] if len(steps) > 1 else steps[-1] + 1], np.arange(len(counts) + 1)
+        drawn = axes.pcolormesh(*edges, loads, cmap="RdBu_r", vmin=0, vmax=2)
+        axes.set_title(f"layer {layers[chosen[place]]}", fontsize=9)
+    figure.colorbar(drawn, ax=panels, extend="max", label="tokens of an expert, over their mean")
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel("expert", fontsize=9)
+    _save(figure, picture)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, picture: Path) -> None:
     drawn = BytesIO()
     figure.savefig(drawn, format="png", dpi=120)
-    pyplot.close(figure)
+    _pyplot().close(figure)
     replace_file(picture, drawn.getvalue())

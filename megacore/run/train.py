@@ -190,7 +190,7 @@ def _headline(config: Config, model: ModelConfig, mesh: Mesh) -> str:
 
 
 def _report(config: Config, last: int) -> str:
-    """Return the end of a run in a few lines and draw the picture."""
+    """Return the end of a run in a few lines and draw the pictures."""
     out = Path(config.out)
     records = metrics.read(out / metrics.METRICS)
     known = facts(config.data.train[0]) if len(config.data.train) == 1 else None
@@ -211,6 +211,9 @@ def _report(config: Config, last: int) -> str:
     if entropy is not None:
         lines.append(f"  unigram entropy  {entropy:.4f} (what knowing the tokens' frequencies alone would give)")
     paths = {"metrics": out / metrics.METRICS, "loss curve": out / metrics.PICTURE}
+    if (out / metrics.EXPERTS).exists() and (lines_of_experts := metrics.read(out / metrics.EXPERTS)):
+        metrics.draw_loads(lines_of_experts, out / metrics.PICTURE_OF_EXPERTS)
+        paths["load of experts"] = out / metrics.PICTURE_OF_EXPERTS
     paths["resolved config"] = out / "config.yaml"
     if found := checkpoints.complete(checkpoints.folder_of(out)):
         paths["checkpoint"] = found[max(found)]

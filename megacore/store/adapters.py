@@ -7,7 +7,7 @@ rounded once. Every other weight is copied bit for bit.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from megacore.store.index import Adapters
 from megacore.store.stream import File, Read, assemble
 from megacore.store.strict_json import StoreError, read_json
 from megacore.store.tensors import DTYPES, TensorFile
-from models.lora import linears, peft_names, targets
+from models.lora import factors, targets
 from parallel.weights.fingerprint import Logical, combined
 from parallel.weights.schema import Schema
 from parallel.weights.transfer import Stored, hugging_face, plan
@@ -166,9 +166,11 @@ def _read_peft(folder: Path) -> None:
 def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
     """Return a config with the field names and meaning of the peft library's."""
     chosen = targets(checkpoint.config.schema, adapters.lora.targets)
-    transposed = {linear.transposed for linear in chosen}
+    linears = [linear for linear in chosen if not linear.is_parameter]
+    transposed = {linear.transposed for linear in linears}
     if len(transposed) > 1:
         raise StoreError(f"{checkpoint.path}: peft has one fan_in_fan_out for all adapters, and these need both")
+    parameters = sorted(linear.hf_name for linear in chosen if linear.is_parameter)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -177,8 +179,9 @@ def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
         "lora_alpha": adapters.lora.alpha,
         "lora_dropout": adapters.lora.dropout,
         "use_rslora": adapters.lora.rslora,
-        "target_modules": sorted({linear.hf_name for linear in chosen}),
-        "fan_in_fan_out": transposed.pop(),
+        "target_modules": sorted({linear.hf_name for linear in linears}),
+        **({"target_parameters": parameters} if parameters else {}),
+        "fan_in_fan_out": True in transposed,
         "bias": "none",
         "init_lora_weights": True,
         "inference_mode": True,
@@ -224,14 +227,14 @@ class Merged(WeightFolder):
     _computed: Computed = field(default_factory=Computed)
 
     @cached_property
-    def _transposed(self) -> Mapping[str, bool]:
-        return {linear.param.name: linear.transposed for linear in linears(self.schema)}
-
-    @cached_property
-    def _adapters(self) -> Mapping[str, Callable[[str], np.ndarray]]:
+    def _factors(self) -> Mapping[str, Sequence[Callable[[str], np.ndarray]]]:
+        """{tensor of the base: what reads, in a dtype, the two whose product is added to it}."""
         schema, read = self.adapters.schema, self.adapters.read()
-        planned = plan(schema, self.adapters.stored(), hugging_face(schema))
-        return {stored.name: partial(assemble, stored, copies, read) for stored, copies in planned}
+        parts = [part for stored in self.base.stored() for part in factors(schema, stored)]
+        found: dict[str, list[Callable[[str], np.ndarray]]] = {}
+        for part, copies in plan(schema, self.adapters.stored(), parts):
+            found.setdefault(part.name, []).append(partial(assemble, part, copies, read))
+        return found
 
     def companions(self) -> Mapping[str, Companion]:
         return self.adapters.companions()
@@ -252,18 +255,20 @@ class Merged(WeightFolder):
         return self.dtype("weights", stored), self._computed.get(stored.name, partial(self._merge, stored))
 
     def _is_adapted(self, stored: Stored) -> bool:
-        return peft_names(stored.name)[0] in self._adapters
+        return stored.name in self._factors
 
     def _merge(self, stored: Stored) -> np.ndarray:
         dtype, bits = self.base.read()(stored)
         wide, wanted = "F64" if dtype == "F64" else "F32", self.dtype("weights", stored)
         floats = DTYPES[wide].str.replace("u", "f")
-        a, b = (self._adapters[name](wide).view(floats) for name in peft_names(stored.name))
-        left, right = (a.T, b.T) if self._transposed[stored.param] else (b, a)
+        left, right = (read(wide).view(floats) for read in self._factors[stored.name])
         made, scale = np.empty(bits.shape, DTYPES[wanted]), adapters_of(self.adapters).lora.scale
-        step = max(1, _ROWS // bits.shape[1])
-        for start in range(0, len(bits), step):
-            rows = slice(start, start + step)
-            total = as_dtype(bits[rows], dtype, wide).view(floats) + scale * (left[rows] @ right)
-            made[rows] = as_dtype(total.astype(floats, copy=False).view(DTYPES[wide]), wide, wanted)
+        matrices = (x.reshape(-1, *x.shape[-2:]) for x in (bits, left, right, made))
+        step = max(1, _ROWS // bits.shape[-1])
+        # One, or one of each expert.
+        for weight, of_left, of_right, total in zip(*matrices, strict=True):
+            for start in range(0, len(weight), step):
+                rows = slice(start, start + step)
+                sums = as_dtype(weight[rows], dtype, wide).view(floats) + scale * (of_left[rows] @ of_right)
+                total[rows] = as_dtype(sums.astype(floats, copy=False).view(DTYPES[wide]), wide, wanted)
         return made

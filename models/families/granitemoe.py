@@ -52,6 +52,7 @@ class GraniteMoeConfig(ExpertsConfig, Multipliers):
                 hf="block_sparse_moe.input_linear",
                 down="block_sparse_moe.output_linear",
                 router="block_sparse_moe.router.layer",
+                held=("block_sparse_moe.experts", "block_sparse_moe.router"),
             ),
             tied=self.tie_word_embeddings,
         )

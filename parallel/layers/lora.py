@@ -4,16 +4,25 @@ A column-parallel linear has its B split like W, and every rank the whole A: eac
 what is gathered is no wider than the adapter. A row-parallel one has its A split like W, and every rank the whole B:
 A x is summed over the ranks, and each goes on with its own tokens. A replicated one has both whole. The halves that all
 ranks hold see other tokens on each: their gradients belong summed over tp (law 4 of ``docs/meshes.md``).
+
+Each expert has an A and a B of its own, through which the rows of its tokens go beside its weight. Where the features
+of experts are split, up's A and down's B are whole, and what they are given or give is summed with the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from parallel import kernels
+from parallel.collectives import Pending, all_gather
+from parallel.kernels.grouped import GroupedProducts
+from parallel.layers.experts import Dispatch, Experts, _along, _Down, _over, _Up
 from parallel.layers.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
@@ -21,6 +30,7 @@ from parallel.layers.linear import (
     column_linear,
     row_linear,
 )
+from parallel.layers.router import Router, wide_linear
 
 Rows = Sequence[tuple[int, bool]]
 """Of the outputs of a linear, in turn: how many belong together, and whether they have an adapter."""
@@ -85,3 +95,165 @@ class ReplicatedAdapted(_Adapted):
         narrow = F.linear(self.dropout(x), self.a) * self._scale
         y: Tensor = self.base(x)
         return y + F.linear(narrow, self.spread())
+
+
+class RouterAdapted(Router):
+    """A router and its adapter, held whole by every rank, as the router is.
+
+    Args:
+        base: The router, as it would be without.
+        a: [rank, embed].
+        b: [routes, rank].
+        scale: The factor of their product.
+    """
+
+    def __init__(self, base: Router, a: nn.Parameter, b: nn.Parameter, scale: float) -> None:
+        super().__init__(base.weight, base.routing, base.bias, base.correction)
+        self.a, self.b, self._scale = a, b, scale
+
+    def logits(self, x: Tensor) -> Tensor:
+        return super().logits(x) + wide_linear(wide_linear(x, self.a) * self._scale, self.b)
+
+
+Pair = tuple[nn.Parameter, nn.Parameter]
+"""A and B of all experts that are here: [experts here, rank, in], [experts here, out, rank]."""
+
+
+class ExpertsAdapted(nn.Module):
+    """Experts and their adapters; called as they are.
+
+    Args:
+        base: The experts, as they would be without; their weights and biases get no gradients.
+        up, down: The adapters of what goes into the hidden features and of what comes out of them; None: it has none.
+        scale: The factor of their products.
+    """
+
+    def __init__(self, base: Experts, up: Pair | None, down: Pair | None, scale: float) -> None:
+        super().__init__()
+        self.base, self._scale = base, scale
+        self.up, self.down = nn.ParameterList(up or ()), nn.ParameterList(down or ())
+        self.products = kernels.grouped_products(base.up, base.down, *self.up, *self.down)
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, beside: Callable[[], Tensor] | None = None) -> Tensor:
+        base, products = self.base, self.products
+        dispatch = Dispatch.of(chosen, base.experts, base.group, base.features, products.needs_host)
+        weights = all_gather(weights, base.features)
+        with torch.no_grad():
+            coming = dispatch.start(x)
+        other = None if beside is None else beside()
+        if self.up:
+            h = _UpAdapted.apply(x, base.up, base.up_bias, *self.up, self._scale, dispatch, products, coming)
+        else:
+            h = _Up.apply(x, base.up, base.up_bias, dispatch, products, coming)
+        h = base.activation(h)
+        if self.down:
+            y: Tensor = _DownAdapted.apply(
+                h, weights, base.down, base.down_bias, *self.down, self._scale, dispatch, products
+            )
+        else:
+            y = _Down.apply(h, weights, base.down, base.down_bias, dispatch, products)
+        return y if other is None else y + other
+
+
+class _UpAdapted(torch.autograd.Function):
+    """h = rows(x) (W + s B A)' + b, with the rows of each expert times its own matrices.
+
+    As of experts without adapters, the rows are sent once more for the backward. W and b are frozen.
+
+    x   [n, embed]   this rank's tokens, of which ``coming`` are the rows
+    W   [experts here, inner, embed]
+    b   [experts here, inner]
+    A   [experts here, rank, embed]
+    B   [experts here, inner, rank]
+    h   [R, inner]
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+        dispatch: Dispatch,
+        products: GroupedProducts,
+        coming: Pending,
+    ) -> Tensor:
+        groups, rows = dispatch.groups, coming.wait()
+        narrow = products.forward(rows, a, groups).mul_(scale)
+        h = products.forward(rows, weight, groups).add_(products.forward(narrow, b, groups))
+        ctx.dispatch, ctx.products, ctx.scale = dispatch, products, scale
+        ctx.save_for_backward(x, weight, a, b, narrow)
+        return h if bias is None else h.add_(bias.index_select(0, groups.experts))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, b, narrow = ctx.saved_tensors
+        dispatch, products, groups = ctx.dispatch, ctx.products, ctx.dispatch.groups
+        again, dx = dispatch.start(x), None
+        dnarrow = products.input_gradient(dh, b, groups).mul_(ctx.scale)
+        if ctx.needs_input_grad[0]:
+            drows = products.input_gradient(dh, weight, groups).add_(products.input_gradient(dnarrow, a, groups))
+            dx = dispatch.start_back(drows)
+        db = products.weight_gradient(dh, narrow, groups)
+        da = products.weight_gradient(dnarrow, again.wait(), groups)
+        return dx.wait() if dx else None, None, None, da, db, None, None, None, None
+
+
+class _DownAdapted(torch.autograd.Function):
+    """y = the sums of w (a (W + s B A)' + b) over each token's slots, with the rows of each expert times its own
+    matrices.
+
+    a   [R, features]
+    w   [N, k]   the weight of each slot
+    W   [experts here, embed, features]
+    b   [experts here, embed]   of which each rank over which features are split adds its share
+    A   [experts here, rank, features]
+    B   [experts here, embed, rank]
+    y   [n, embed]   of this rank's tokens
+
+    W and b are frozen.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        features: Tensor,
+        weights: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scale: float,
+        dispatch: Dispatch,
+        products: GroupedProducts,
+    ) -> Tensor:
+        groups = dispatch.groups
+        narrow = products.forward(features, a, groups).mul_(scale)
+        rows = products.forward(features, weight, groups).add_(products.forward(narrow, b, groups))
+        if bias is not None:
+            rows.add_(bias.index_select(0, groups.experts), alpha=1 / dispatch.features.size)
+        ctx.dispatch, ctx.products, ctx.scale = dispatch, products, scale
+        ctx.save_for_backward(features, weights, weight, bias, a, b, narrow)
+        return dispatch.start_back(rows, weights).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        features, weights, weight, bias, a, b, narrow = ctx.saved_tensors
+        dispatch, products, groups = ctx.dispatch, ctx.products, ctx.dispatch.groups
+        d, home = dispatch.start(dy, weights).wait(), None
+        dnarrow = products.input_gradient(d, b, groups).mul_(ctx.scale)
+        dfeatures = products.input_gradient(d, weight, groups).add_(products.input_gradient(dnarrow, a, groups))
+        if ctx.needs_input_grad[1]:
+            along = _along(dfeatures, features, weights.dtype)
+            if bias is not None:
+                along += _along(d, bias.index_select(0, groups.experts), weights.dtype) / dispatch.features.size
+            home = dispatch.start_numbers_back(along)
+        db = products.weight_gradient(d, narrow, groups)
+        da = products.weight_gradient(dnarrow, features, groups)
+        dweights = _over(home.wait(), weights) if home else None
+        return dfeatures, dweights, None, None, da, db, None, None, None

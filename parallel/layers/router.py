@@ -41,12 +41,16 @@ class Router(nn.Module):
         self.weight, self.bias, self.correction, self.routing = weight, bias, correction, routing
 
     def forward(self, x: Tensor, attach: Attach | None = None) -> tuple[Tensor, Tensor]:
-        logits: Tensor = _Linear.apply(x, self.weight, self.bias)
+        logits = self.logits(x)
         with torch.no_grad():
             chosen = self.choose(logits)
         if attach is not None:
             logits = attach(logits, chosen)
         return chosen, self.weigh(logits, chosen)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x: [n, embed] -> [n, experts]."""
+        return wide_linear(x, self.weight, self.bias)
 
     def choose(self, logits: Tensor) -> Tensor:
         """logits: [n, experts] -> [n, k], the best first; of equal ones the lower."""
@@ -101,6 +105,12 @@ def highest(scores: Tensor, k: int) -> Tensor:
 
 
 _ALL_BUT_SIGN, _LOW = 0x7FFFFFFF, 0xFFFFFFFF
+
+
+def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x: [n, in], weight: [out, in], bias: [out] -> [n, out], in fp32 at least."""
+    y: Tensor = _Linear.apply(x, weight, bias)
+    return y
 
 
 class _Linear(torch.autograd.Function):

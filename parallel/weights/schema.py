@@ -56,6 +56,8 @@ class Param:
         pattern: The way that it is stored, a sentence (see :mod:`parallel.weights.pattern`).
         hf: The name that Hugging Face gives it; ``{q,k,v}`` spells one tensor for each outermost piece in order.
         hf_pattern: The way that Hugging Face stores it, where that differs from ``pattern``.
+        hf_held: The name that transformers gives it in memory, where that differs from ``hf``: by which the peft
+            library knows what it stacks.
         at: The ends of the pipeline that hold it: ``first``, ``last`` or ``first last`` (tied). Parameters with
             ``{layer}`` in their name live where their layer lives instead.
         layers: The layers that have it, ascending; None: all. It needs ``{layer}`` in its name.
@@ -72,6 +74,7 @@ class Param:
     pattern: str
     hf: str = ""
     hf_pattern: str = ""
+    hf_held: str = ""
     at: str = "first"
     layers: tuple[int, ...] | None = None
     mean: float = 0.0

@@ -192,6 +192,27 @@ def test_the_picture_is_a_png(tmp_path: Path, records: list[dict[str, float | No
         assert colors is not None and len(colors) > 10
 
 
+def test_the_loads_are_a_picture_of_each_layer(tmp_path: Path) -> None:
+    """Experts over steps: an expert that gets everything is dark red, one that gets nothing dark blue; a layer is
+    even."""
+    lines = [{"step": 10 * n, "layers": [1, 3], "counts": [[12, 0, 0, 0], [3, 3, 3, 3]]} for n in range(1, 4)]
+    for given in (lines, lines[:1], [{**lines[0], "layers": range(40), "counts": [[1, 2]] * 40}]):
+        metrics.draw_loads(given, tmp_path / "experts.png")
+        with Image.open(tmp_path / "experts.png") as picture:
+            picture.load()
+            assert picture.format == "PNG"
+            colors = picture.convert("RGB").getcolors(1 << 20)
+        if given is lines:
+            most = sorted(colors or [], reverse=True)[1:5]  # but for the white around
+            red, even, blue = (sum(count for count, color in most if color == each) for each in COLORS)
+            assert 2.9 < blue / red < 3.1 and 3.8 < even / red < 4.2
+    with Image.open(tmp_path / "experts.png") as picture:
+        assert picture.width < 1600 and picture.height < 1000  # 12 of 40 layers
+
+
+COLORS = (103, 0, 31), (247, 246, 246), (5, 48, 97)
+
+
 # -- a folder that somebody else has made
 
 

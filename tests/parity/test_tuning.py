@@ -39,6 +39,10 @@ CONV = Case("lora-gpt2", GPT2 | NO_DROPOUT, tuning=Tuning(Lora(2, 4.0, ("attn", 
 ENDS = Case("freeze-first", LLAMA, tuning=Tuning(freeze=("embed", "layers.0", "layers.1.mlp")))
 ONLY = Case("only-attention", GPT2 | NO_DROPOUT, tuning=Tuning(only=("attn", "embed", "norm"), freeze=("attn.*.bias",)))
 MIDDLE = Case("only-middle", LLAMA | TIED, tuning=Tuning(only=("layers.1",)))
+MIXTRAL = drawn("mixtral", 1)
+MIXED = Case("lora-experts", MIXTRAL, ignored=0.3, tuning=Tuning(Lora(4, 8.0, ("*",))))
+DOWN = Case("lora-down", MIXTRAL, tuning=Tuning(Lora(3, 2.0, ("experts.down", "router"))))
+ROUTERS = Case("only-routers", MIXTRAL, tuning=Tuning(only=("router", "experts"), freeze=("experts.down",)))
 DRAWN = [Case(f"lora-{name}-drawn", drawn(name, 2), tuning=Tuning(Lora(4, 8.0, ("*",)))) for name in FAMILIES]
 
 RUNS = {
@@ -53,16 +57,25 @@ RUNS = {
         MeshShape(pp=2, dp=2), 2, "interleaved", activations=Activations("full"), shard="parameters", loss_chunk=5
     ),
 }
+RUNS_OF_EXPERTS = {
+    "folded": Run(MeshShape(ep=2, tp=2), shard="parameters"),
+    "features": Run(MeshShape(ep=2, tp=2), etp=True, activations=Activations("full")),
+}
 QUICK = ("tp", "parameters")
 # Each case on layouts of the kinds that it could break on.
 PAIRS = [
-    pytest.param(case, RUNS[name], id=f"{case.name}-{name}", marks=[pytest.mark.quick] * (name in QUICK))
+    pytest.param(
+        case, (RUNS | RUNS_OF_EXPERTS)[name], id=f"{case.name}-{name}", marks=[pytest.mark.quick] * (name in QUICK)
+    )
     for case, names in (
         (ALL, tuple(RUNS)),
         (SOME, ("tp", "interleaved", "parameters")),
         (CONV, ("tp", "interleaved", "gradients", "parameters")),
         (ENDS, ("tp", "interleaved", "optimizer", "parameters-full")),
         (ONLY, ("tp", "full", "parameters")),
+        (MIXED, ("folded", "features", "parameters-full")),
+        (DOWN, ("features",)),
+        (ROUTERS, ("folded",)),
         (MIDDLE, ("full", "gradients", "parameters")),  # a stage of which nothing is trained
         *((case, ("tp",)) for case in DRAWN),
     )
@@ -87,7 +100,9 @@ def test_layout_computes_what_one_process_computes(pool: Pool, case: Case, run: 
     check(case, run, one, pool.run(run.mesh.world, measure, case, run))
 
 
-@pytest.mark.parametrize("case", [ALL, SOME, CONV, ENDS, ONLY, MIDDLE], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [ALL, SOME, CONV, ENDS, ONLY, MIDDLE, MIXED, DOWN, ROUTERS], ids=lambda case: case.name
+)
 def test_what_is_trained_learns_and_what_is_frozen_stays(pool: Pool, case: Case) -> None:
     case = _deep(case, 3)
     one, frozen = _one(pool, case), case.tuning.frozen(case.config.schema)
@@ -117,7 +132,7 @@ def loss_of(case: Case, model: Model) -> Tensor:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("case", [ALL, SOME, CONV, *DRAWN], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [ALL, SOME, CONV, MIXED, DOWN, *DRAWN], ids=lambda case: case.name)
 def test_a_step_is_that_of_the_formula(case: Case) -> None:
     """W + scale B A in place of W, multiplied out piece by piece, gives the loss and, by the chain rule, dA and dB."""
     lora = case.tuning.lora
@@ -143,8 +158,8 @@ def test_a_step_is_that_of_the_formula(case: Case) -> None:
         a_name, b_name = (name.replace(".weight", end) for end in (".lora_a", ".lora_b"))
         da, db = [], []
         for a, b, rows in _pieces(adapted.parameters, name):
-            da.append(lora.scale * b.T @ weight.grad[rows])
-            db.append(lora.scale * weight.grad[rows] @ a.T)
+            da.append(lora.scale * b.mT @ weight.grad[rows])
+            db.append(lora.scale * weight.grad[rows] @ a.mT)
         for got, want in ((gradients[a_name].grad, da), (gradients[b_name].grad, db)):
             assert got is not None
             by_hand = torch.cat(want)
@@ -156,7 +171,7 @@ def test_a_step_is_that_of_the_formula(case: Case) -> None:
 def _pieces(parameters: Parameters, name: str) -> list[tuple[Tensor, Tensor, slice]]:
     """(A, B, rows of the weight) of each adapter of a weight, cut by hand."""
     a, b = (parameters[name.replace(".weight", end)].detach() for end in (".lora_a", ".lora_b"))
-    rank, labels = b.shape[1], parameters.shards[name.replace(".weight", ".lora_a")].param.sentence.labels
+    rank, labels = b.shape[-1], parameters.shards[name.replace(".weight", ".lora_a")].param.sentence.labels
     sizes = parameters.shards[name].sizes
     if labels == ("",):
         return [(a, b, slice(None))]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ CASES = {
     **{f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("*",))) for name in FAMILIES},
     # PEFT takes its gate_proj for that of the experts, in layers without them, too.
     **{
-        f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("attn",)))
+        f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("attn", "router", "experts")))
         for name in ("qwen3_moe", "deepseek_v2", "deepseek_v3")
     },
     "gpt2": (GPT2, Lora(3, 6.0, ("c_attn", "mlp.down", "mlp.up"))),
@@ -125,6 +126,27 @@ def theirs(model: torch.nn.Module) -> Tensor:
     return logits
 
 
+def stacked(name: str, adapters: Mapping[str, Tensor], rank: int) -> tuple[set[str], Tensor] | None:
+    """The names of A and B, and B A, of what transformers stacks or holds in no linear: of an expert, of a router."""
+    found = re.fullmatch(r"(model\.layers\.\d+)\.(\w+)\.(?:experts\.(\d+)\.)?(\w+)(?:\.layer)?\.weight", name)
+    if not found or (found[3] is None and found[4] not in ("gate", "router", "input_linear", "output_linear")):
+        return None
+    block, module, number, which = found.groups()
+    end = "experts" if which in ("w2", "down_proj", "output_linear") else "experts.base_layer"
+    # Mixtral's module has another name in memory.
+    module, end = ("mlp" if "gate" in name or number else module), which if which in ("gate", "router") else end
+    names = [f"base_model.model.{block}.{module}.{end}.lora_{each}.weight" for each in "AB"]
+    a, b = (adapters[each].double() for each in names)
+    if "linear" in which:
+        return {*names}, torch.einsum("ore,eri->eoi", b.reshape(len(b), rank, -1), a.reshape(-1, rank, a.shape[1]))
+    if number is not None:
+        # As ParamWrapper of peft takes them apart: A by expert, then rank; B by rank, then expert.
+        a, b = a.reshape(-1, rank, a.shape[1])[int(number)], b.reshape(len(b), rank, -1)[..., int(number)]
+        half = len(b) // 2
+        b = {"w1": b[:half], "gate_proj": b[:half], "w3": b[half:], "up_proj": b[half:]}.get(which, b)
+    return {*names}, b @ a
+
+
 def test_merged_weights_are_the_formula(made: Made, tmp_path: Path) -> None:
     """W + scale B A of the peft folder's A and B; and transformers computes with them what we do beside them."""
     assert run(made.checkpoint, tmp_path / "hf", "--to", "hf", "--base", made.folder, "--jobs", 2) == 0
@@ -135,7 +157,13 @@ def test_merged_weights_are_the_formula(made: Made, tmp_path: Path) -> None:
     prefix, used = "base_model.model.", set()
     for name, weight in base.items():
         a, b = (f"{prefix}{name.removesuffix('.weight')}.lora_{each}.weight" for each in "AB")
-        if a in adapters:
+        if delta_of := stacked(name, adapters, made.lora.rank):
+            names, delta = delta_of
+            used |= names
+            torch.testing.assert_close(
+                merged[name].double(), weight.double() + made.lora.scale * delta, rtol=1e-6, atol=1e-6
+            )
+        elif a in adapters:
             used |= {a, b}
             delta = adapters[b].double() @ adapters[a].double() * made.lora.scale
             want = weight.double() + (delta.T if name.startswith("transformer.h.") and ".c_" in name else delta)
