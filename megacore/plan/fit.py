@@ -20,7 +20,7 @@ MARGIN = 0.1
 """The share of a device's memory that is left to its driver, the libraries' workspaces, fragments, and what this
 arithmetic misses."""
 BEHIND = 2.0
-"""What takes so many times as long as the fastest is not looked at any closer."""
+"""A candidate that takes so many times as long as the fastest is not looked at any closer."""
 _MICRO = (1, 2, 4, 8, 16, 32)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _CHUNKS = (1, 2, 4, 5, 8, 10)
