@@ -134,25 +134,11 @@ def upcycling(
     Raises:
         ModelConfigError: everything that keeps the new model from computing what the dense one does.
     """
-    if "experts" in dense.sizes:
-        raise ModelConfigError(dense.family, [f"it has {dense.sizes['experts']} experts already"])
-    name = family_name or WITH_EXPERTS.get(dense.family)
-    if name is None or name not in FAMILIES:
-        known = ", ".join(f"{one} ({other})" for one, other in WITH_EXPERTS.items() if other in FAMILIES)
-        reason = (
-            f"no family here is {dense.family} with experts: there are some of {known}"
-            if name is None
-            else f"there is no family {name!r}{nearest(name, FAMILIES)}"
-        )
-        raise ModelConfigError(dense.family, [reason])
-    kind, hidden = family(name).CONFIG, dense.sizes["mlp"]
-    if "experts" not in kind.axes:
-        raise ModelConfigError(name, [f"{name} has no experts"])
+    kind, hidden = _with_experts(dense, family_name), dense.sizes["mlp"]
     if hidden % granularity:
         divisors = ", ".join(str(n) for n in range(1, min(hidden, 64) + 1) if hidden % n == 0)
-        raise ModelConfigError(
-            name, [f"cannot cut mlp ({hidden}) into {granularity} slices: choose --granularity from {divisors}"]
-        )
+        reason = f"cannot cut mlp ({hidden}) into {granularity} slices: choose --granularity from {divisors}"
+        raise ModelConfigError(dense.family, [reason])
     told, read = dense.to_hugging_face(), kind.readable()
     given = {field: value for field, value in raw.items() if field in HARMLESS and field not in read}
     given |= {field: value for field, value in told.items() if field in read}
@@ -163,9 +149,27 @@ def upcycling(
     }
     given |= {field: True for field in ("norm_topk_prob",) if field in read}
     given |= {field: hidden for axis, field in kind.axes.items() if axis == "shared_mlp"}
-    made = kind.from_hugging_face({**given, "model_type": name})
+    made = kind.from_hugging_face({**given, "model_type": kind.family})
     kept = {field: value for field, value in given.items() if field not in read and field != "architectures"}
     found = Upcycling(dense, {**kept, **made.to_hugging_face()}, granularity)
     if problems := list(found.problems()):
         raise ModelConfigError(dense.family, problems)
     return found
+
+
+def _with_experts(dense: ModelConfig, name: str | None) -> type[ModelConfig]:
+    """Return the kind of config of the new model."""
+    if "experts" in dense.sizes:
+        raise ModelConfigError(dense.family, [f"it has {dense.sizes['experts']} experts already"])
+    name = name or WITH_EXPERTS.get(dense.family)
+    if name is None:
+        known = ", ".join(f"{one} ({other})" for one, other in WITH_EXPERTS.items())
+        raise ModelConfigError(
+            dense.family, [f"no family here is {dense.family} with experts: there are some of {known}"]
+        )
+    if name not in FAMILIES:
+        raise ModelConfigError(dense.family, [f"there is no family {name!r}{nearest(name, FAMILIES)}"])
+    kind = family(name).CONFIG
+    if "experts" not in kind.axes:
+        raise ModelConfigError(dense.family, [f"{name} has no experts"])
+    return kind

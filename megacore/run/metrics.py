@@ -253,7 +253,7 @@ def draw_loads(lines: Sequence[Mapping[str, Any]], picture: Path) -> None:
         edges = [*steps, 2 * steps[-1] - steps[-2] if len(steps) > 1 else steps[-1] + 1], np.arange(len(counts) + 1)
         drawn = axes.pcolormesh(*edges, loads, cmap="RdBu_r", vmin=0, vmax=2)
         axes.set_title(f"layer {layers[chosen[place]]}", fontsize=9)
-    figure.colorbar(drawn, ax=panels, extend="max", label="tokens of an expert, over their mean")
+    figure.colorbar(drawn, ax=panels, extend="max", label="tokens, over the mean")
     figure.supxlabel("step", fontsize=9)
     figure.supylabel("expert", fontsize=9)
     _save(figure, picture)

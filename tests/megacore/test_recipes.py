@@ -17,6 +17,7 @@ MACHINES = {
     "llama-3.2-1b": (8, 8, 22.2e9),
     "llama-3.1-8b": (8, 8, 18.1e9),
     "llama-3.1-70b": (256, 8, 40.9e9),
+    "experts": (2, 0, None),
     "finetune": (2, 0, None),
     "finetune_lora": (2, 0, None),
 }
