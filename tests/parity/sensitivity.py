@@ -296,8 +296,8 @@ FAULTS = (
     fault(
         "the router is split",
         "Table.experts",
-        "self.linear('mlp.router', 'routes', 'embed', router)",
-        "self.linear('mlp.router', 'experts', 'embed', router)",
+        "self.linear('mlp.router', 'routes', 'embed', router, held=f'{held[1]}.weight')",
+        "self.linear('mlp.router', 'experts', 'embed', router, held=f'{held[1]}.weight')",
         *experts("starved-tp2-ep2-full"),
     ),
     fault(
