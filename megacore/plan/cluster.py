@@ -207,8 +207,9 @@ def _held(setting: Setting, stored: Sequence[Stored], states: Mapping[str, int])
     """Return the shards of each state on a rank: weights of everything, the others of what is trained."""
     frozen = setting.frozen
     return {
-        state: [(each, width) for each in stored if state == WEIGHTS or each.name not in frozen]
+        state: held
         for state, width in states.items()
+        if (held := [(each, width) for each in stored if state == WEIGHTS or each.name not in frozen])
     }
 
 

@@ -111,11 +111,13 @@ class Snapshot:
         parameters = state.parameters
         self.state, self.schema, mesh = state, state.layout.schema, parameters.mesh
         disk, place = on_disk(state.layout), replace(mesh.place, dp=0, cp=0)
-        self._held = {stored.name: stored for stored in native(disk, [disk.mesh.rank(place)])}
+        self._held = {stored.name: stored for stored in native(state.layout, [mesh.rank])}
+        kept = list(native(disk, [disk.mesh.rank(place)]))
         held = {
-            name: [(stored, dtypes[each].itemsize) for each, stored in self._held.items() if each in dtypes]
+            name: found
             for name, dtypes in state.dtypes.items()
-            if dtypes  # else nothing of this rank is trained
+            # None where nothing of this rank is trained, or all of it is another's to write.
+            if (found := [(stored, dtypes[stored.name].itemsize) for stored in kept if stored.name in dtypes])
         }
         replicas = mesh.shape.along(mesh.rank, "dp", "cp")
         self._device, on_device = mesh.device, mesh.device.type == "cuda"

@@ -19,19 +19,19 @@ from models.lora import Lora
 from models.registry import family
 from models.tuning import Tuning
 from parallel.weights.fingerprint import spell
-from parallel.weights.layout import Coordinates, Layout, MeshShape
+from parallel.weights.layout import Coordinates, Layout, MeshShape, Shard
 from parallel.weights.schema import SPLIT, Param, Schema, Split
 from parallel.weights.transfer import Stored, native
 
 INDEX = "index.json"
 FORMAT, VERSIONS = "megacore", (1, 2)
 """Since version 2 the tensors of a place may be spread over several files, a parameter may belong to some layers, and
-an axis may be split over a product of dimensions; where nothing of this is so, it is version 1."""
+there may be experts; where nothing of this is so, it is version 1."""
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 STATES = ("weights", MASTER, *MOMENTS)
 """Weights, their fp32 masters, and AdamW's two moments: each stored by the weights' own sentences and names."""
 
-_LONGEST_SENTENCE, _MOST_SUMS = 200, 8
+_LONGEST_SENTENCE, _MOST_SUMS, _MOST_PLACES = 200, 8, 1 << 16
 _LONGEST_NAME, _MOST_TARGETS = 200, 1000
 # What is in braces is an axis, or a word for each piece: no attribute, index or width of Python's format strings.
 _HUGGING_FACE = re.compile(r"(?:[\w.-]|\{\w+(?:,\w+)*\})*", re.ASCII)
@@ -54,10 +54,20 @@ def path_of(state: str, where: Hashable) -> str:
 _FILE = re.compile(r"(\w+)/pp(\d{1,9})-ep(\d{1,9})-tp(\d{1,9})(?:-part(\d{1,9}))?\.safetensors", re.ASCII)
 
 
-def on_disk(layout: Layout) -> Layout:
+@dataclass(frozen=True)
+class FileLayout(Layout):
+    """A layout on the coordinates that there are files for: what is not spread over ep lies with the first of them
+    alone, as ranks of ep are data parallel for it."""
+
+    def shards(self, place: Coordinates) -> Iterator[Shard]:
+        spread = {axis for axis, dims in self.split.items() if "ep" in dims}
+        return (s for s in super().shards(place) if place.ep == 0 or not spread.isdisjoint(s.box))
+
+
+def on_disk(layout: Layout) -> FileLayout:
     """Return the layout without what does not show on disk: its ranks are the model-parallel coordinates."""
     mesh = layout.mesh
-    return Layout(layout.schema, MeshShape(pp=mesh.pp, ep=mesh.ep, tp=mesh.tp), layout.layers, layout.split)
+    return FileLayout(layout.schema, MeshShape(pp=mesh.pp, ep=mesh.ep, tp=mesh.tp), layout.layers, layout.split)
 
 
 @dataclass(frozen=True)
@@ -140,7 +150,8 @@ class Index:
     @property
     def version(self) -> int:
         """The version of the format: the first that has what there is."""
-        some = any(param.layers is not None for param in self.layout.schema.params)
+        schema = self.layout.schema
+        some = "experts" in schema.sizes or any(param.layers is not None for param in schema.params)
         whole = all(parts == [None] for parts in self.parts.values())
         return 1 if whole and not some and not self.split else 2
 
@@ -284,14 +295,15 @@ def read_index(path: Path) -> Index:
     if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in layers):
         raise tree.error(f"has layers_per_stage={short(layers)}")
     ranks = math.prod(mesh.values())
-    most = len(states) * ranks if version == 1 else len(records)
-    if set(mesh) != {"pp", "ep", "tp"} or not ranks <= len(records) <= most:
+    # Those of ep but the first have files where they have experts.
+    least, most = ranks // mesh.get("ep", 1), len(states) * ranks if version == 1 else len(records)
+    if set(mesh) != {"pp", "ep", "tp"} or ranks > _MOST_PLACES or not least <= len(records) <= most:
         raise tree.error(f"has mesh={short(mesh)} and {len(states)} states, but {len(records)} files")
     try:
         params = (_param(tree, p, version) for p in tree.get("parameters", list))
         schema = Schema(tuple(params), tree.child("sizes").numbers())
         _check_count(tree, schema, records)
-        layout = Layout(schema, MeshShape(**mesh), tuple(layers), _split(tree, version))
+        layout = FileLayout(schema, MeshShape(**mesh), tuple(layers), _split(tree, version))
         index = Index(raw, layout, states, step, records, _adapters(tree))
         _check_model(tree, index)
         index = replace(index, frozen=_frozen(tree, index.schema))

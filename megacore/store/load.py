@@ -27,7 +27,6 @@ from megacore.store.accounting import summary
 from megacore.store.checkpoint import listed
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import SafetensorsFolder, WeightFolder
-from megacore.store.index import on_disk
 from megacore.store.shares import share_reads
 from megacore.store.stream import assemble
 from megacore.store.strict_json import StoreError
@@ -194,8 +193,8 @@ class Loader:
         """Return the pieces of a state that the ranks have not read as they were written."""
         if not any(of_ranks):
             return set()
-        layout, mesh = on_disk(self._parameters.layout), self._parameters.layout.mesh
-        places = [layout.mesh.rank(replace(mesh.place(rank), dp=0, cp=0)) for rank in range(mesh.world)]
+        layout, mesh = self._parameters.layout, self._parameters.layout.mesh
+        places = [mesh.rank(replace(mesh.place(rank), dp=0, cp=0)) for rank in range(mesh.world)]
         held = {place: {s.name: s for s in native(layout, [place])} for place in set(places)}
         boxes = (
             (held[place][name] if cut is None else held[place][name].along(*cut), of)
