@@ -302,6 +302,8 @@ def read_index(path: Path) -> Index:
     try:
         params = (_param(tree, p, version) for p in tree.get("parameters", list))
         schema = Schema(tuple(params), tree.child("sizes").numbers())
+        if mesh["ep"] > (experts := schema.sizes.get("experts", 1)):
+            raise tree.error(f"has mesh={short(mesh)}, and {experts if experts > 1 else 'no'} experts to spread")
         _check_count(tree, schema, records)
         layout = FileLayout(schema, MeshShape(**mesh), tuple(layers), _split(tree, version))
         index = Index(raw, layout, states, step, records, _adapters(tree))

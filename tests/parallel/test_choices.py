@@ -26,7 +26,8 @@ ONE = Mesh.single()
 
 
 def parameters() -> Parameters:
-    return Parameters(Layout(Schema((Param("a", "embed"),), {"embed": 4}), MeshShape(), (0,)), ONE, torch.float32)
+    params = Param("a", "embed"), Param("mlp.up.weight", "mlp embed")
+    return Parameters(Layout(Schema(params, {"embed": 4, "mlp": 4}), MeshShape(), (0,)), ONE, torch.float32)
 
 
 def column(**words: Wrong) -> ColumnParallelLinear:

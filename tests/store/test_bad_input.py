@@ -239,7 +239,7 @@ INDEX: Mapping[str, tuple[Change, tuple[str, ...]]] = {
         index(lambda t: t.update(mesh={"pp": 4, "ep": 1, "tp": 1}, layers_per_stage=[2, 1, 1, 1])),
         ("files",),
     ),
-    "mesh-of-experts": (put({"pp": 2, "ep": 2, "tp": 1}, "mesh"), ("files",)),
+    "mesh-of-experts": (put({"pp": 2, "ep": 2, "tp": 1}, "mesh"), ("no experts to spread",)),
     "stages-sum": (put([2, 2], "layers_per_stage"), ("layers",)),
     "stages-zero": (put([5, 0], "layers_per_stage"), ("layers_per_stage",)),
     "stages-negative": (put([6, -1], "layers_per_stage"), ("layers_per_stage",)),
