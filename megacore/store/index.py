@@ -302,10 +302,12 @@ def read_index(path: Path) -> Index:
     try:
         params = (_param(tree, p, version) for p in tree.get("parameters", list))
         schema = Schema(tuple(params), tree.child("sizes").numbers())
-        if mesh["ep"] > (experts := schema.sizes.get("experts", 1)):
-            raise tree.error(f"has mesh={short(mesh)}, and {experts if experts > 1 else 'no'} experts to spread")
+        split = _split(tree, version)
+        spread = (schema.sizes[axis] for axis, dims in split.items() if "ep" in dims and axis in schema.sizes)
+        if mesh["ep"] > max(spread, default=1):
+            raise tree.error(f"has mesh={short(mesh)}, and no experts to spread over so many")
         _check_count(tree, schema, records)
-        layout = FileLayout(schema, MeshShape(**mesh), tuple(layers), _split(tree, version))
+        layout = FileLayout(schema, MeshShape(**mesh), tuple(layers), split)
         index = Index(raw, layout, states, step, records, _adapters(tree))
         _check_model(tree, index)
         index = replace(index, frozen=_frozen(tree, index.schema))
