@@ -17,7 +17,17 @@ from pydantic.dataclasses import dataclass
 from megacore.references import escaped
 from models.lora import Lora
 from models.tuning import Tuning
-from parallel.choices import Moments, OptimizerOffload, PipelineSchedule, Precision, Recompute, ZeroShard
+from parallel.choices import (
+    ContextBalance,
+    ContextExchange,
+    Moments,
+    OptimizerOffload,
+    PipelineSchedule,
+    Precision,
+    Recompute,
+    ZeroShard,
+)
+from parallel.context_split import ContextParallel
 from parallel.weights.layout import MeshShape
 from parallel.weights.schema import Split, split_of
 
@@ -83,6 +93,25 @@ class MeshConfig:
         """Return the mesh on `world_size` ranks; `megacore.run.problems` has made sure that it fits."""
         dp = world_size // self.model_ranks if self.dp is None else self.dp
         return MeshShape(pp=self.pp, dp=dp, ep=self.ep, cp=self.cp, tp=self.tp)
+
+
+@dataclass(frozen=True, config=TYPED)
+class ContextConfig:
+    """The attention of sequences that are split over `mesh.cp`."""
+
+    exchange: ContextExchange = "auto"
+    """The way in which queries meet the keys of other ranks: hop by hop (`ring`), all at once (`gather`), or each rank
+    with all tokens of some heads (`heads`); `auto`: `heads` where attention weights are dropped, else `ring`."""
+    balance: ContextBalance = "auto"
+    """The pieces that are cut so that each rank has early and late tokens of it: `rows`, `documents`, or as few
+    documents as leave the ranks equal work (`auto`)."""
+    heads: Annotated[Int, AT_LEAST_1] = 1
+    """Successive ranks of cp, those of a node, that exchange heads, with `ring` or `gather` between them."""
+
+    def over(self, cp: int) -> ContextParallel:
+        """Return what a mesh makes of it."""
+        exchange = "ring" if self.exchange == "auto" else self.exchange
+        return ContextParallel(cp, exchange, self.balance, cp if exchange == "heads" else self.heads)
 
 
 @dataclass(frozen=True, config=TYPED)
@@ -402,6 +431,7 @@ class Config:
     batch: BatchConfig = BatchConfig()
     loss: LossConfig = LossConfig()
     experts: ExpertsConfig = ExpertsConfig()
+    context: ContextConfig = ContextConfig()
     loss_scale: LossScaleConfig = LossScaleConfig()
     memory: MemoryConfig = MemoryConfig()
     lora: LoraConfig | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from models.registry import build
 from models.tuning import EVERYTHING, Tuning
 from parallel.balance import NONE, Balance, Coefficients
 from parallel.collectives import gather
+from parallel.context_split import ContextParallel
 from parallel.layers.fp8 import Fp8
 from parallel.layers.linear import hand_to, multiply_by
 from parallel.layers.product import SymmetricMemory, WeightGradient
@@ -26,6 +27,7 @@ from parallel.memory.recompute import Activations, runner
 from parallel.mesh import Mesh
 from parallel.parameters import Parameters
 from parallel.pipeline.run import forward
+from parallel.rank_sets import of_context
 from parallel.weights.layout import Layout
 
 
@@ -38,12 +40,14 @@ class Model:
         parameters: This rank's parameters.
         chunks: This rank's modules, one for each pipeline chunk.
         balance: Of the experts of all layers that have some here.
+        context: How cp shares out microbatches.
     """
 
     config: ModelConfig
     parameters: Parameters
     chunks: tuple[Decoder, ...]
     balance: Balance | None = None
+    context: ContextParallel = field(default_factory=ContextParallel)
 
     @classmethod
     def create(
@@ -57,6 +61,7 @@ class Model:
         hollow: bool = False,
         tuning: Tuning = EVERYTHING,
         coefficients: Coefficients = NONE,
+        context: ContextParallel | None = None,
     ) -> Model:
         """Uninitialised: ``model.parameters.initialise(seed)``, or fill it by a transfer.
 
@@ -66,6 +71,8 @@ class Model:
         Raises:
             ValueError: this rank holds a parameter that none of its modules uses.
         """
+        context = context or ContextParallel(mesh.shape.cp)
+        mesh.make_groups(of_context(mesh.shape, context.heads))
         parameters = Parameters(layout, mesh, dtype, hollow)
         parameters.freeze(tuning.frozen(config.schema))
         chunks = tuple(build(config, parameters, chunk) for chunk in range(layout.chunks))
@@ -73,10 +80,11 @@ class Model:
             if tuning.lora is not None:
                 adapt(chunk, parameters, tuning.lora)
             chunk.run = runner(activations or Activations(), chunk.layers.values(), CHEAP, mesh.device)
+            chunk.context_parallel = context
             if losses and chunk.head is not None:
                 chunk.head.losses = losses
         _check_used(config.family, parameters, chunks)
-        return cls(config, parameters, chunks, _balance(config, chunks, mesh, coefficients))
+        return cls(config, parameters, chunks, _balance(config, chunks, mesh, coefficients), context)
 
     @property
     def drops_attention(self) -> bool:

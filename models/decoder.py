@@ -15,15 +15,18 @@ from models.context import CausalAttention, Context, DocumentAttention, MaskedAt
 from models.rope import Rotary
 from parallel.balance import RoutedTokens
 from parallel.collectives import all_gather
+from parallel.context_split import ContextParallel, ContextSplit
 from parallel.kernels.documents import Documents
+from parallel.layers.context_attention import ContextAttention
 from parallel.layers.embedding import VocabParallelEmbedding
 from parallel.layers.head_loss import head_loss
 from parallel.layers.linear import column_linear
 from parallel.layers.loss import Finish, Objective
 from parallel.memory.recompute import PLAIN, Runner
-from parallel.mesh import ALONE, Group
+from parallel.mesh import Group, Mesh
 from parallel.parameters import Parameters
 from parallel.random import key
+from parallel.rank_sets import inner_ranks
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,9 @@ class Microbatch:
         number: Its place in a training step; None where none is under way.
         wanted: [n], the tokens whose losses or logits are asked for; None for all. Losses are shared out over tp, so
             that n divides by it, and every token that has a label is among them.
+        split: How the tokens are split over cp: t, above, is then what this rank holds of them, while ``documents`` and
+            ``lengths`` are those of all; None: they are not.
+        rows: [t], the sequence that each token is of; None where they are all tokens of the sequences, in their order.
     """
 
     tokens: Tensor
@@ -60,10 +66,12 @@ class Microbatch:
     wanted: Tensor | None = None
     padding: Tensor | None = None
     number: int | None = None
+    split: ContextSplit | None = None
+    rows: Tensor | None = None
 
     @property
     def sequence_length(self) -> int:
-        return len(self.tokens) // self.sequences
+        return (len(self.tokens) if self.split is None else self.split.tokens) // self.sequences
 
 
 @dataclass(frozen=True)
@@ -185,7 +193,7 @@ class Decoder(nn.Module):
         dtype: torch.dtype,
         seed: tuple[int, ...],
         rotaries: Mapping[str, Rotary] | None = None,
-        group: Group = ALONE,
+        mesh: Mesh | None = None,
     ) -> None:
         super().__init__()
         # In the order in which they run: the parameters of one are gathered while the one before it computes.
@@ -193,7 +201,8 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self.head, self.dtype = head, dtype
         self.run: Runner = PLAIN
-        self._rotaries, self._seed, self._group = dict(rotaries or {}), seed, group
+        self._rotaries, self._seed, self._mesh = dict(rotaries or {}), seed, mesh or Mesh.single()
+        self.context_parallel = ContextParallel()
 
     @cached_property
     def _drops(self) -> bool:
@@ -222,7 +231,7 @@ class Decoder(nn.Module):
             # Ranks that share tokens must not share masks, as each masks other tokens or other heads.
             (virtual, place.dp, place.ep, place.cp, place.tp),
             rotaries,
-            parameters.mesh.tp,
+            parameters.mesh,
         )
 
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
@@ -247,25 +256,38 @@ class Decoder(nn.Module):
     def context(self, microbatch: Microbatch) -> Context:
         """What the blocks are told of the microbatch's tokens."""
         rotations = {name: self._rotation(rotary, microbatch) for name, rotary in self._rotaries.items()}
-        return Context(microbatch.attention or _attention(microbatch), rotations, self._routed(microbatch))
+        return Context(microbatch.attention or self._attention(microbatch), rotations, self._routed(microbatch))
+
+    def _attention(self, microbatch: Microbatch) -> MaskedAttention:
+        """How the tokens of sequences and documents look at each other."""
+        whole: MaskedAttention = CausalAttention(microbatch.sequences)
+        if microbatch.documents is not None:
+            documents = Documents.of(microbatch.documents, microbatch.tokens.device)
+            whole = DocumentAttention(documents, microbatch.sequences)
+        if microbatch.split is None:
+            return whole
+        mesh, context = self._mesh, self.context_parallel
+        inner = mesh.group(inner_ranks(mesh.cp.ranks, mesh.cp.index, context.heads))
+        return ContextAttention(microbatch.split, mesh.cp, inner, context.exchange, whole)
 
     def _routed(self, microbatch: Microbatch) -> RoutedTokens:
         """What is known of this rank's own tokens."""
-        padding, group = microbatch.padding, self._group
-        own = None if padding is None else padding.chunk(group.size)[group.index]
-        return RoutedTokens(microbatch.sequences, own, microbatch.number)
+        group = self._mesh.tp
+        padding, rows = (
+            None if each is None else each.chunk(group.size)[group.index]
+            for each in (microbatch.padding, microbatch.rows)
+        )
+        return RoutedTokens(microbatch.sequences, padding, microbatch.number, rows)
 
     def _rotation(self, rotary: Rotary, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
         """cos, sin: [t, turning/2] at the microbatch's positions."""
         if microbatch.lengths is not None:
             assert microbatch.documents is not None  # whose lengths they are
-            return rotary.of_documents(microbatch.positions, microbatch.documents, microbatch.lengths, self.dtype)
+            documents, lengths = microbatch.documents, microbatch.lengths
+            if microbatch.split is not None:
+                documents, lengths = microbatch.split.of_documents(self._mesh.place.cp, lengths)
+            return rotary.of_documents(microbatch.positions, documents, lengths, self.dtype)
+        if microbatch.split is not None:
+            return rotary.at(microbatch.positions, microbatch.sequence_length, self.dtype)
         cos, sin = rotary(microbatch.sequence_length, self.dtype, microbatch.positions.device)
         return cos[microbatch.positions], sin[microbatch.positions]
-
-
-def _attention(microbatch: Microbatch) -> MaskedAttention:
-    """How the tokens of sequences and documents look at each other."""
-    if microbatch.documents is None:
-        return CausalAttention(microbatch.sequences)
-    return DocumentAttention(Documents.of(microbatch.documents, microbatch.tokens.device), microbatch.sequences)

@@ -92,6 +92,11 @@ class Rotary:
             self._kept[key] = tables(self.rope, self.head_dim, positions, sequence_length=sequence_length, dtype=dtype)
         return self._kept[key]
 
+    def at(self, positions: Tensor, sequence_length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions: [t] -> cos, sin: [t, turning/2] at some positions of a sequence, so that nobody computes the
+        others; nothing is kept."""
+        return tables(self.rope, self.head_dim, positions, sequence_length=sequence_length, dtype=dtype)
+
     def of_documents(
         self, positions: Tensor, documents: Sequence[int], lengths: Sequence[int], dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:

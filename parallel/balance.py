@@ -30,11 +30,13 @@ class RoutedTokens:
         sequences: The number of sequences of the whole microbatch, of equal length.
         padding: [n], true where a token is padding, which does not count; None: nowhere.
         microbatch: The number of the microbatch in its step; None where no training step is under way.
+        rows: [n], the sequence that each is of; None: they are successive ones of successive sequences.
     """
 
     sequences: int = 1
     padding: Tensor | None = None
     microbatch: int | None = None
+    rows: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -160,8 +162,8 @@ class Balance:
         """Return the sequence of the microbatch that each of this rank's tokens is of, [n]; None where they count as
         one."""
         group = self.mesh.tp
-        if not self.coefficients.sequence or tokens.sequences == 1:
-            return None
+        if not self.coefficients.sequence or tokens.sequences == 1 or tokens.rows is not None:
+            return tokens.rows if self.coefficients.sequence else None
         length = n * group.size // tokens.sequences
         return torch.arange(group.index * n, (group.index + 1) * n, device=self.mesh.device) // length
 
@@ -208,7 +210,8 @@ class Balance:
     def _toward(self, at: int, counts: Tensor) -> Tensor:
         """Return the gradient of the balance by the scores of a token: fp64 [sequences, experts] or [1, experts]."""
         if self.coefficients.sequence:
-            counts, parts = all_reduce_(counts.clone(), self.mesh.tp), self._sequences
+            counts = all_reduce_(counts.clone(), self.mesh.along("cp", "tp"))
+            parts = self._sequences
         else:
             counts, parts = self._batch(at)[None], torch.ones_like(self._sequences)
         chosen = counts.sum(-1, keepdim=True).clamp(min=1).double()  # k T

@@ -21,6 +21,12 @@ Moments = Literal["fp32", "bf16"]
 """The width of the optimizer's moments."""
 
 
+ContextExchange = Literal["auto", "ring", "gather", "heads"]
+"""The way in which queries meet keys of other ranks of cp: hop by hop, all at once, or by heads (Ulysses)."""
+ContextBalance = Literal["auto", "rows", "documents"]
+"""The pieces of a microbatch that are cut, so that each rank of cp has early and late tokens of them."""
+
+
 def nearest(word: str, choices: Iterable[str]) -> str:
     """``": did you mean 'sequence'?"`` of the choice that is spelled most alike; empty where none is."""
     # What takes the square of a word's length to compare must not be given a word of megabytes.

@@ -116,6 +116,10 @@ class Mesh:
         return self.along("tp")
 
     @property
+    def cp(self) -> Group:
+        return self.along("cp")
+
+    @property
     def batch(self) -> Group:
         """The ranks among which the tokens of a step are divided: dp x ep x cp."""
         return self.along("dp", "ep", "cp")

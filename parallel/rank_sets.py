@@ -22,6 +22,8 @@ def mesh_dims(shape: MeshShape, experts: bool = False) -> tuple[tuple[str, ...],
         experts: Whether the model has some: their balance is that of all tokens.
     """
     spread: tuple[tuple[str, ...], ...] = (("ep", "tp"), ("ep",)) if shape.ep > 1 else ()
+    if shape.cp > 1:
+        spread = *spread, ("cp",), ("cp", "tp")
     return ("tp",), ("dp", "ep", "cp"), shape.DIMS, *spread, *([TOKENS] if experts else [])
 
 
@@ -29,6 +31,17 @@ def of_mesh(shape: MeshShape, experts: bool = False) -> Iterator[list[RankSet]]:
     """Yield the sets of all ranks along each of :func:`mesh_dims`."""
     for dims in mesh_dims(shape, experts):
         yield shape.all_along(*dims)
+
+
+def inner_ranks(ranks: RankSet, index: int, heads: int) -> RankSet:
+    """Return those of the ranks of cp that share out the heads of the part of one of them."""
+    first = index // heads * heads
+    return ranks[first : first + heads]
+
+
+def of_context(shape: MeshShape, heads: int) -> list[RankSet]:
+    """Return the sets of :func:`inner_ranks` of all ranks."""
+    return [inner_ranks(ranks, first, heads) for ranks in shape.all_along("cp") for first in range(0, shape.cp, heads)]
 
 
 def channel_kinds(stages: int) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.data.samples import Sample, Source
+from parallel.context_split import ContextParallel, ContextSplit
 from parallel.labels import IGNORE
 
 Item = TypeVar("Item")
@@ -29,7 +30,8 @@ class Batch:
 
     tokens, labels (IGNORE where there is none), positions: int64 [micro, length]. documents: the lengths of the rows'
     documents, one after the other, where attention stays within documents; else None. padding: bool [micro, length],
-    true where a row is not filled; None: nowhere.
+    true where a row is not filled; None: nowhere. split: how cp shares out the tokens, and rows: the row of each of
+    those that are here; None: all are here.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -37,6 +39,19 @@ class Batch:
     positions: npt.NDArray[np.int64]
     documents: tuple[int, ...] | None
     padding: npt.NDArray[np.bool_] | None = None
+    split: ContextSplit | None = None
+    rows: npt.NDArray[np.int64] | None = None
+
+    def of_rank(self, context: ContextParallel, rank: int) -> Batch:
+        """Return what a rank of cp holds of the microbatch: arrays of [its tokens], and the documents of all."""
+        if context.size == 1:
+            return self
+        micro, length = self.tokens.shape
+        split = context.split(self.documents or (length,) * micro, length)
+        own = split.indices(rank)
+        padding = None if self.padding is None else self.padding.ravel()[own]
+        tokens, labels, positions = (x.ravel()[own] for x in (self.tokens, self.labels, self.positions))
+        return Batch(tokens, labels, positions, self.documents, padding, split, own // length)
 
 
 def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:

@@ -103,7 +103,10 @@ def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
     dtype, hollow = DTYPES[config.train.precision], config.zero.shard == "parameters"
     experts = config.experts
     coefficients = Coefficients(experts.sequence_balance, experts.batch_balance, experts.z_loss, experts.bias_rate)
-    model = Model.create(setup.model, layout, mesh, dtype, losses, activations, hollow, config.tuning, coefficients)
+    context = config.context.over(mesh.shape.cp)
+    model = Model.create(
+        setup.model, layout, mesh, dtype, losses, activations, hollow, config.tuning, coefficients, context
+    )
     kernels.take_flash_attention(mesh.device, model.drops_attention)
     if config.train.precision == "fp8":
         model.use_fp8()

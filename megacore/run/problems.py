@@ -124,8 +124,6 @@ def _world(facts: RuleContext) -> Iterator[str]:
 
 def _parts(facts: RuleContext) -> Iterator[str]:
     mesh = facts.config.mesh
-    if mesh.cp > 1:
-        yield f"mesh.cp ({mesh.cp}): context parallelism is not there yet; set mesh.cp=1"
     yield from mesh_problems(facts.sizes, MeshShape(pp=mesh.pp, cp=mesh.cp, ep=mesh.ep, tp=mesh.tp), mesh.etp)
 
 

@@ -104,6 +104,8 @@ def routed(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[Tensor, Tens
     own = torch.stack([each.sum() for each in tokens]).sum().to(torch.float64)
     own = torch.stack([own.new_full((), sum(m.sequences for m in microbatches)), own])
     sequences, counted = all_reduce_(own, mesh.batch).clamp_(min=1).unbind()
+    # The ranks of cp have told of the same sequences, and of other tokens.
+    sequences = sequences / mesh.shape.cp
     return sequences, counted
 
 

@@ -315,25 +315,29 @@ class Trainer:
     def _microbatches(self, batches: Sequence[Batch], step: int) -> list[Microbatch]:
         shape, embed = self.mesh.shape, self.model.config.sizes["embed"]
         made = []
-        for number, batch in enumerate(batches):
+        for number, whole in enumerate(batches):
+            batch = whole.of_rank(self.model.context, self.mesh.place.cp)
             tokens, labels, positions = map(self._upload, (batch.tokens, batch.labels, batch.positions))
-            activation = (len(tokens) // (shape.tp * shape.cp), embed)
+            activation = (len(tokens) // shape.tp, embed)
             seed = key(self.config.train.seed, step, number)
-            rows = with_labels(batch.labels.ravel(), _TOGETHER * shape.tp)
-            wanted = None if rows is None else self._upload(rows)
+            counted = with_labels(batch.labels.ravel(), _TOGETHER * shape.tp)
+            wanted = None if counted is None else self._upload(counted)
             counts = self.model.balance is not None and batch.padding is not None
             padding = self._upload(batch.padding) if counts else None
+            rows = self._upload(batch.rows) if batch.rows is not None and self.model.balance is not None else None
             made.append(
                 Microbatch(
                     tokens,
                     labels,
                     positions,
-                    len(batch.tokens),
+                    len(whole.tokens),
                     activation,
                     batch.documents,
                     seed,
                     wanted=wanted,
                     padding=padding,
+                    split=batch.split,
+                    rows=rows,
                 )
             )
         return made

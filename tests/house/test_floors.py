@@ -17,6 +17,7 @@ LOWER = {
         for name in (
             "budgets",
             "choices",
+            "context_split",
             "labels",
             "rank_sets",
             "routing",

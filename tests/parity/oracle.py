@@ -27,7 +27,8 @@ from models.registry import configure
 from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
 from parallel.balance import NONE, Coefficients, Loads
-from parallel.choices import ZeroShard
+from parallel.choices import ContextBalance, ContextExchange, ZeroShard
+from parallel.context_split import ContextParallel
 from parallel.gradients.reduce import Gradients
 from parallel.labels import IGNORE, with_labels
 from parallel.layers.router import Router, scores_of
@@ -109,6 +110,7 @@ class Run:
         offload: Where the optimizer's states live, if not on the device.
         offload_parameters: Whether slices of parameters live in host memory.
         etp: Whether tp splits the features of experts, not the experts.
+        exchange, balance, heads: Of :class:`~parallel.context_split.ContextParallel`.
     """
 
     mesh: MeshShape = field(default_factory=MeshShape)
@@ -123,6 +125,13 @@ class Run:
     offload: Offload | None = None
     offload_parameters: bool = False
     etp: bool = False
+    exchange: ContextExchange = "ring"
+    balance: ContextBalance = "documents"
+    heads: int = 1
+
+    @property
+    def context(self) -> ContextParallel:
+        return ContextParallel(self.mesh.cp, self.exchange, self.balance, self.heads)
 
     def layout(self, case: Case) -> Layout:
         split = EXPERT_TENSOR_PARALLEL if self.etp else SPLIT
@@ -130,11 +139,12 @@ class Run:
 
     def __str__(self) -> str:
         m = self.mesh
-        sizes = "-".join(f"{dim}{m[dim]}" for dim in ("tp", "pp", "dp", "ep") if m[dim] > 1) or "one"
+        sizes = "-".join(f"{dim}{m[dim]}" for dim in ("tp", "cp", "pp", "dp", "ep") if m[dim] > 1) or "one"
         chunks = f"-v{self.chunks}" if self.chunks > 1 else ""
         return (
             sizes
             + "-etp" * self.etp
+            + (f"-{self.exchange}-{self.balance}-{self.heads}" if m.cp > 1 else "")
             + chunks
             + (f"-{self.schedule}" if self.schedule == "gpipe" else "")
             + ("-uneven" if self.layers else "")
@@ -198,23 +208,29 @@ def microbatches(case: Case, run: Run, step: int, mesh: Mesh) -> list[Microbatch
     drawn, following, documents = tokens(case, step)
     inputs, labels = torch.from_numpy(drawn), torch.from_numpy(following)
     stride, made = run.mesh.data * run.micro, []
-    positions = torch.arange(LENGTH).repeat(run.micro)
+    positions, whole = torch.arange(LENGTH).repeat(run.micro), run.micro * LENGTH
+    numbers = torch.arange(run.micro).repeat_interleave(LENGTH)
     for start in range(mesh.data_rank * run.micro, case.sequences, stride):
         rows = slice(start, start + run.micro)
         rest = torch.from_numpy(padding(case)[rows].ravel()) if case.padded else None
+        lengths = tuple(n for row in documents[rows] for n in row) if case.documents else None
+        split = run.context.split(lengths or (LENGTH,) * run.micro, LENGTH) if run.mesh.cp > 1 else None
+        own = slice(None) if split is None else torch.from_numpy(split.indices(mesh.place.cp))
         # One process takes all tokens, so that leaving out those without a label is compared with it too.
-        chosen = with_labels(labels[rows].numpy().ravel(), run.mesh.tp) if run.mesh.world > 1 else None
+        chosen = with_labels(labels[rows].flatten()[own].numpy(), run.mesh.tp) if run.mesh.world > 1 else None
         made.append(
             Microbatch(
-                inputs[rows].flatten(),
-                labels[rows].flatten(),
-                positions,
+                inputs[rows].flatten()[own],
+                labels[rows].flatten()[own],
+                positions[own],
                 run.micro,
-                (run.micro * LENGTH // run.mesh.tp, case.config.sizes["embed"]),
-                tuple(n for row in documents[rows] for n in row) if case.documents else None,
+                (whole // (run.mesh.tp * run.mesh.cp), case.config.sizes["embed"]),
+                lengths,
                 seed=step,
                 wanted=None if chosen is None else torch.from_numpy(chosen),
-                padding=rest,
+                padding=None if rest is None else rest[own],
+                split=split,
+                rows=None if split is None else numbers[own],
             )
         )
     return made
@@ -243,6 +259,7 @@ def measure(case: Case, run: Run) -> Measured:
         run.activations,
         tuning=case.tuning,
         coefficients=case.coefficients,
+        context=run.context,
     )
     model.parameters.initialise(seed=1)
     if case.starved:
