@@ -316,9 +316,9 @@ FAULTS = (
     ),
     fault(
         "the gradients of weights keep their weights",
-        "_Down.backward",
-        "_over(home.wait(), weights)",
-        "home.wait()",
+        "start_weights_gradient",
+        "torch.where(weights == 0, 0, home.finish() / weights)",
+        "home.finish()",
         *mixture("sigmoid-tp2-ep2"),
     ),
     fault(
