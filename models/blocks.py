@@ -104,6 +104,23 @@ class Activation(nn.Module):
         return self.function(x)
 
 
+def activation_after(parameters: Parameters, name: str, activation: str) -> Activation:
+    """The activation of what ``name.weight`` gives, gated where that has a piece ``gate``.
+
+    Args:
+        parameters: What this rank holds.
+        name: Prefix of the weight.
+        activation: One of :data:`models.anatomy.ACTIVATIONS`, or of ``GATES`` there where it is gated.
+
+    Raises:
+        ValueError: there is no activation function of this name.
+    """
+    is_gated = "gate" in parameters.shards[f"{name}.weight"].param.sentence.labels
+    check_choice("activation", activation, GATES if is_gated else ACTIVATIONS)
+    function = GATES[activation]
+    return Activation(kernels.gated(function, parameters.mesh.device) if is_gated else FUNCTIONS[function].of)
+
+
 CHEAP = (RMSNorm, LayerNorm, Activation)
 """Modules whose outputs take less to compute again than to keep."""
 
@@ -114,22 +131,13 @@ class FeedForward(nn.Module):
     Args:
         parameters: What this rank holds.
         name: Prefix of ``.up`` and ``.down``.
-        activation: One of :data:`models.anatomy.ACTIVATIONS`, or of ``GATES`` there where it is gated.
-
-    Raises:
-        ValueError: there is no activation function of this name.
+        activation: As of :func:`activation_after`.
     """
 
     def __init__(self, parameters: Parameters, name: str, activation: str) -> None:
         super().__init__()
-        is_gated = "gate" in parameters.shards[f"{name}.up.weight"].param.sentence.labels
-        check_choice("activation", activation, GATES if is_gated else ACTIVATIONS)
-        function = GATES[activation]
         self.up, self.down = column(parameters, f"{name}.up"), row(parameters, f"{name}.down")
-        if is_gated:
-            self.activation = Activation(kernels.gated(function, parameters.mesh.device))
-        else:
-            self.activation = Activation(FUNCTIONS[function].of)
+        self.activation = activation_after(parameters, f"{name}.up", activation)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         return self.down(self.activation(self.up(x)))
