@@ -173,8 +173,8 @@ def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
     family = checkpoint.config.family
     if mistaken := mistaken_by_peft(family, linears):
         raise StoreError(
-            f"{checkpoint.path}: peft takes adapters of {', '.join(mistaken)} for those of {family}'s experts: merge them "
-            f"by --to hf --base {adapters.base}, or train without them in lora.targets"
+            f"{checkpoint.path}: peft takes adapters of {', '.join(mistaken)} for those of {family}'s experts: merge "
+            f"them by --to hf --base {adapters.base}, or train without them in lora.targets"
         )
     parameters = sorted(linear.hf_name for linear in chosen if linear.is_parameter)
     return {
