@@ -319,7 +319,7 @@ def of_sinks(dy: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor | None) -> 
 # -- keys that are all before the queries
 
 
-def before(q: Tensor, k: Tensor, v: Tensor, band: int | None, scoring: Scoring) -> tuple[Tensor, Tensor]:
+def before(q: Tensor, k: Tensor, v: Tensor, *, band: int | None, scoring: Scoring) -> tuple[Tensor, Tensor]:
     """q: [b, heads, n, head], k, v: [b, kv, m, head] -> out: [b, heads, n, head], log_sum: [b, heads, n]; no sinks.
 
     Args:
@@ -332,7 +332,7 @@ def before(q: Tensor, k: Tensor, v: Tensor, band: int | None, scoring: Scoring) 
 
 
 def before_backward(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, band: int | None, scoring: Scoring
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, *, band: int | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv; ``out`` and ``log_sum`` are those of all keys."""
     found, scale = _bands_before(q.shape[2], k.shape[2], band, _block(q)), scoring.factor(q.shape[-1])

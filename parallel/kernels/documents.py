@@ -218,14 +218,23 @@ def backward(
     log_sum: Tensor,
     starts: Tensor,
     scale: float | None = None,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dq, dk, dv."""
+    """-> dq, dk, dv.
+
+    Args:
+        dy, q, k, v, out, log_sum, starts, scale: As of :func:`forward`, and what it gives.
+        exact: Whether scores stay in fp32, as they must where they are far below the log_sum: where it is that of other
+            keys too.
+    """
     batches = _Batches.of(starts)
     made = []
     for batch in batches.parts:
         log_sums = batch.of(log_sum).contiguous()
         made.append(
-            _batch_backward(log_sums, batch.of_gradient(dy), *(batch.of(x) for x in (q, k, v, out)), scale=scale)
+            _batch_backward(
+                log_sums, batch.of_gradient(dy), *(batch.of(x) for x in (q, k, v, out)), scale=scale, exact=exact
+            )
         )
     dq, dk, dv = (batches.tokens(parts) for parts in zip(*made, strict=True))
     return dq, dk, dv
@@ -241,15 +250,16 @@ def _(
     log_sum: Tensor,
     starts: Tensor,
     scale: float | None = None,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _batch_backward(
-    log_sum: Tensor, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scale: float | None
+    log_sum: Tensor, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scale: float | None, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of one batch: [documents, heads, longest, head] each."""
-    if cpu.is_faster(q):
+    if cpu.is_faster(q) and not exact:
         return bands.backward(dy, q, k, v, out, log_sum, scale=scale)
     dq, *shared = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dy, q, _shared(k, q), _shared(v, q), out, log_sum, 0.0, True, scale=scale

@@ -47,15 +47,16 @@ def alone_backward(
     log_sum: Tensor,
     documents: Documents,
     scoring: Scoring,
+    exact: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dq, dk, dv."""
+    """-> dq, dk, dv; ``exact`` unless the log_sums are of no other keys."""
     if narrow := q.shape[-1] - v.shape[-1]:
         dy, v, out = (F.pad(x, (0, narrow)) for x in (dy, v, out))
-        dq, dk, dv = alone_backward(dy, q, k, v, out, log_sum, documents, scoring)
+        dq, dk, dv = alone_backward(dy, q, k, v, out, log_sum, documents, scoring, exact)
         return dq, dk, dv[..., :-narrow]
     scale = scoring.factor(q.shape[-1])
     if _by_kernel(q, scoring.window, scoring):
-        return within.backward(dy, q, k, v, out, log_sum, documents.host, scale)
+        return within.backward(dy, q, k, v, out, log_sum, documents.host, scale, exact)
     rows = map(_row, (dy, q, k, v, out, log_sum))
     dq, dk, dv = bands.backward(*rows, documents.device, scale, scoring.window, scoring.softcap)
     return _tokens(dq), _tokens(dk), _tokens(dv)
@@ -80,7 +81,7 @@ def rectangle(q: Tensor, k: Tensor, v: Tensor, band: int | None, scoring: Scorin
     if scoring.softcap is None and flash.takes(q):
         out, log_sum = flash.forward(q, k, v, scale=scale, **_places(q, k, band))
         return out, log_sum.T
-    out, log_sum = bands.before(*map(_row, (q, k, v)), band, scoring)
+    out, log_sum = bands.before(*map(_row, (q, k, v)), band=band, scoring=scoring)
     return _tokens(out), _tokens(log_sum)
 
 
@@ -109,7 +110,7 @@ def rectangle_backward(
     if scoring.softcap is None and flash.takes(q):
         total = log_sum.T.contiguous()
         return flash.backward(total, dy, q, k, v, out, scale=scale, **_places(q, k, band))
-    dq, dk, dv = bands.before_backward(*map(_row, (dy, q, k, v, out, log_sum)), band, scoring)
+    dq, dk, dv = bands.before_backward(*map(_row, (dy, q, k, v, out, log_sum)), band=band, scoring=scoring)
     return _tokens(dq), _tokens(dk), _tokens(dv)
 
 
@@ -122,7 +123,7 @@ def _places(q: Tensor, k: Tensor, band: int | None) -> dict[str, Any]:
     """What :mod:`flash` is told of one rectangle."""
     n, m = len(q), len(k)
     ends, before = (torch.arange(0, t + 1, t, dtype=torch.int32, device=q.device) for t in (n, m))
-    return {"ends": (ends, n), "before": (before, m), "window": None if band is None else m - n - band + 1}
+    return {"ends": (ends, n), "before": (before, m), "window": None if band is None else m - n - band}
 
 
 # -- how tensors lie
@@ -139,7 +140,7 @@ def _tokens(row: Tensor) -> Tensor:
 
 
 def _by_kv(x: Tensor, k: Tensor) -> Tensor:
-    """[t, heads, ...] -> [1, kv, heads/kv * t, ...], where k is [m, kv, head]: all that share a kv head are its queries."""
+    """[t, heads, ...] -> [1, kv, heads/kv * t, ...]; kv is that of k: [m, kv, head]."""
     return x.unflatten(1, (k.shape[1], -1)).movedim(0, 2).flatten(1, 2)[None]
 
 
