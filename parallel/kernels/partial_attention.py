@@ -123,7 +123,7 @@ def _places(q: Tensor, k: Tensor, band: int | None) -> dict[str, Any]:
     """What :mod:`flash` is told of one rectangle."""
     n, m = len(q), len(k)
     ends, before = (torch.arange(0, t + 1, t, dtype=torch.int32, device=q.device) for t in (n, m))
-    return {"ends": (ends, n), "before": (before, m), "window": None if band is None else m - n - band}
+    return {"ends": (ends, n), "before": (before, m), "window": None if band is None else m - n - band + 1}
 
 
 # -- how tensors lie
