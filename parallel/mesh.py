@@ -53,7 +53,8 @@ class Group:
     @classmethod
     def named(cls, name: str) -> Group:
         """Return the group of a name, for operators, which take no groups."""
-        found = dist.distributed_c10d._resolve_process_group(name)
+        find: Any = dist.distributed_c10d._resolve_process_group  # of a str in torch 2.11, of a type of its own later
+        found = find(name)
         pairwise = dist.get_backend(found) == "gloo"
         return cls(tuple(dist.get_process_group_ranks(found)), dist.get_rank(found), found, pairwise)
 
