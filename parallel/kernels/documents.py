@@ -124,7 +124,7 @@ def fused_takes_groups(device: str, dtype: torch.dtype, masked: bool) -> bool:
 def on_cpu(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None = None) -> Tensor:
     """By a kernel for all documents of about one length, one operator for all: autograd and the compiler see no
     document."""
-    y: Tensor = _on_cpu(q, k, v, documents.host, scale)[0]
+    y: Tensor = forward(q, k, v, documents.host, scale)[0]
     return y
 
 
@@ -188,7 +188,7 @@ def _batches(starts: tuple[int, ...]) -> _Batches:
 
 
 @torch.library.custom_op("megacore::attention_within_documents", mutates_args=())
-def _on_cpu(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """-> out: [t, heads, head], log_sum: [t, heads], of the exponentials of the scores, in fp32 at least."""
     batches = _Batches.of(starts)
     made = []
@@ -202,14 +202,14 @@ def _on_cpu(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None
     return out, log_sum
 
 
-@_on_cpu.register_fake
+@forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
     log_sum = torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     return q.new_empty(q.shape), log_sum
 
 
 @torch.library.custom_op("megacore::attention_within_documents_backward", mutates_args=())
-def _on_cpu_backward(
+def backward(
     dy: Tensor,
     q: Tensor,
     k: Tensor,
@@ -231,7 +231,7 @@ def _on_cpu_backward(
     return dq, dk, dv
 
 
-@_on_cpu_backward.register_fake
+@backward.register_fake
 def _(
     dy: Tensor,
     q: Tensor,
@@ -265,10 +265,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
     q, k, v, starts, out, log_sum = ctx.saved_tensors
-    return *_on_cpu_backward(dy, q, k, v, out, log_sum, starts, ctx.scale), None, None
+    return *backward(dy, q, k, v, out, log_sum, starts, ctx.scale), None, None
 
 
-_on_cpu.register_autograd(_backward, setup_context=_save)
+forward.register_autograd(_backward, setup_context=_save)
 
 
 def _shared(x: Tensor, q: Tensor) -> Tensor:

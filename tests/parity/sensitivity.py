@@ -316,9 +316,9 @@ FAULTS = (
     ),
     fault(
         "the gradients of weights keep their weights",
-        "_Down.backward",
-        "_over(home.wait(), weights)",
-        "home.wait()",
+        "start_weights_gradient",
+        "torch.where(weights == 0, 0, home.finish() / weights)",
+        "home.finish()",
         *mixture("sigmoid-tp2-ep2"),
     ),
     fault(
@@ -386,9 +386,9 @@ FAULTS = (
     ),
     fault(
         "a balance grows with the ranks that have its tokens",
-        "step.routed",
+        "counted_and_routed",
         "all_reduce_(own, mesh.batch)",
-        "own",
+        "torch.cat([all_reduce_(own[:1].clone(), mesh.batch), own[1:]])",
         *experts("starved-tp2-ep2-full"),
     ),
     fault(
@@ -609,13 +609,13 @@ FAULTS = (
     fault(
         "the loss is divided by this rank's number of tokens",
         "counted_tokens",
-        "all_reduce_(own, mesh.batch)",
-        "own",
+        "all_reduce_(_counted(microbatches), mesh.batch)",
+        "_counted(microbatches)",
         *layout("llama-dp2"),
     ),
     fault(
         "ignored labels count as tokens",
-        "counted_tokens",
+        "step._counted",
         "m.labels != IGNORE",
         "m.labels != IGNORE - 1",
         "test_loss_and_gradients_are_those_of_torch",
@@ -937,7 +937,7 @@ FAULTS = (
     ),
     fault(
         "scores have their cap after the mask",
-        "bands._forward",
+        "bands._in_blocks",
         "scores = _capped(_product(queries[:, own], keys[:, band.keys].mT, wide).mul_(scale), softcap)\n"
         "band.mask_(scores, first, float('-inf'))",
         "scores = _product(queries[:, own], keys[:, band.keys].mT, wide).mul_(scale)\n"
@@ -946,7 +946,7 @@ FAULTS = (
     ),
     fault(
         "sinks add to the sum as what they are not",
-        "bands._forward",
+        "bands._in_blocks",
         "torch.logaddexp(total, each, out=log_sum[:, own])",
         "torch.logaddexp(total, -each, out=log_sum[:, own])",
         "test_scoring.test_the_formula",
@@ -1082,7 +1082,7 @@ FAULTS = (
     ),
     fault(
         "tokens see earlier documents",
-        "documents._on_cpu",
+        "documents.forward",
         "_Batches.of(starts)",
         "_Batches.of(starts[[0, -1]])",
         "test_documents_that_are_kept_apart_are_sequences_of_their_own",
