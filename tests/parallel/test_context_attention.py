@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -181,6 +182,9 @@ def mesh_of(found: list[Way]) -> Mesh:
 # -- numbers, and what was done for them
 
 
+KERNELS = ("alone", "rectangle", "alone_backward", "rectangle_backward")
+
+
 @dataclass
 class Done:
     """What a rank has done: pairs that it has computed forward and backward, bytes that it has sent."""
@@ -193,8 +197,7 @@ class Done:
 def counting() -> Iterator[Done]:
     """Count the pairs of each call of a kernel, the bytes of each message to another rank."""
     done = Done(Counter())
-    own = {name: getattr(partial_attention, name) for name in ("alone", "rectangle")}
-    own |= {f"{name}_backward": getattr(partial_attention, f"{name}_backward") for name in own}
+    own = {name: getattr(partial_attention, name) for name in KERNELS}
 
     def counted(name: str) -> Any:
         def call(*arguments: Any) -> Any:
@@ -227,7 +230,7 @@ def counting() -> Iterator[Done]:
         return changed(x, group, *counts)
 
     with (
-        patch.multiple(partial_attention, **{name: counted(name) for name in own}),
+        patch.object(context_attention, "partial", SimpleNamespace(**{name: counted(name) for name in own})),
         patch.object(dist, "batch_isend_irecv", post),
         patch.object(context_attention, "start_all_to_all", change),
     ):
@@ -367,9 +370,9 @@ def happened(exchange: ContextExchange) -> list[list[str]]:
         return note
 
     x = Tensors.drawn(way.heads, sum(way.packing)).of_rows(way.split.indices(mesh.cp.index))
-    names = ("alone", "rectangle", "alone_backward", "rectangle_backward")
+    own = {name: noted(name, getattr(partial_attention, name)) for name in KERNELS}
     with (
-        patch.multiple(partial_attention, **{name: noted(name, getattr(partial_attention, name)) for name in names}),
+        patch.object(context_attention, "partial", SimpleNamespace(**own)),
         patch.object(dist, "batch_isend_irecv", noted("post", dist.batch_isend_irecv)),
     ):
         results(spread(way, mesh), x, PLAIN)
