@@ -298,6 +298,9 @@ class MemoryConfig:
     """Whether the activations of the blocks wait in host memory for the backward."""
     loss_chunk: Annotated[Int, AT_LEAST_1] | None = None
     """Tokens whose logits are there at a time; null: those of a microbatch."""
+    mlp_chunk: Annotated[Int, AT_LEAST_1] | None = None
+    """Tokens whose activations of a dense feed-forward network are there at a time, forward and backward, of which only
+    the input is kept; null: those of a microbatch."""
     offload_optimizer: OptimizerOffload = "none"
     """Whether masters and moments live in `host` memory, or in a `file`, and the CPU updates."""
     offload_folder: str | None = None

@@ -165,6 +165,15 @@ def _loss_chunk(facts: RuleContext) -> Iterator[str]:
         )
 
 
+def _mlp_chunk(facts: RuleContext) -> Iterator[str]:
+    chunk, precision = facts.config.memory.mlp_chunk, facts.config.train.precision
+    if chunk is not None and precision == "fp8":
+        yield (
+            f"memory.mlp_chunk ({chunk}) would scale each chunk of tokens by itself with train.precision fp8, and the "
+            "numbers would depend on the layout: set memory.mlp_chunk=null, or train.precision=bf16"
+        )
+
+
 def _offload(facts: RuleContext) -> Iterator[str]:
     memory, shard = facts.config.memory, facts.config.zero.shard
     if memory.offload_optimizer == "file" and memory.offload_folder is None:
@@ -483,6 +492,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((MODEL, "mesh.pp", "pipeline.chunks", "pipeline.layers_per_stage"), _stages),
     (("pipeline.chunks",), _chunks),
     (("memory.loss_chunk",), _loss_chunk),
+    ((), _mlp_chunk),
     ((), _offload),
     ((MODEL, "data.sequence_length"), _positions),
     (("data.sequence_length", "batch.micro_size", "mesh.tp", "mesh.cp"), _tokens),
