@@ -256,9 +256,9 @@ class Decoder(nn.Module):
     def context(self, microbatch: Microbatch) -> Context:
         """What the blocks are told of the microbatch's tokens."""
         rotations = {name: self._rotation(rotary, microbatch) for name, rotary in self._rotaries.items()}
-        return Context(microbatch.attention or self._attention(microbatch), rotations, self._routed(microbatch))
+        return Context(microbatch.attention or self.attention(microbatch), rotations, self._routed(microbatch))
 
-    def _attention(self, microbatch: Microbatch) -> MaskedAttention:
+    def attention(self, microbatch: Microbatch) -> MaskedAttention:
         """How the tokens of sequences and documents look at each other."""
         whole: MaskedAttention = CausalAttention(microbatch.sequences)
         if microbatch.documents is not None:

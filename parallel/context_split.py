@@ -45,6 +45,24 @@ class ContextParallel:
     balance: ContextBalance = "auto"
     heads: int = 1
 
+    @classmethod
+    def of(
+        cls,
+        size: int,
+        exchange: ContextExchange = "auto",
+        balance: ContextBalance = "auto",
+        heads: int = 1,
+        drops: bool = False,
+    ) -> ContextParallel:
+        """Return what was asked for, with the exchange that ``auto`` stands for.
+
+        That is ``heads`` where attention weights are dropped, for whoever drops some needs all keys of a query, and
+        elsewhere ``ring``: it splits no heads, travels beside the products, and sends no more keys than are looked at.
+        """
+        if exchange == "auto":
+            exchange = "heads" if drops and heads == 1 else "ring"
+        return cls(size, exchange, balance, size if exchange == "heads" else heads)
+
     @property
     def parts(self) -> int:
         """The number of parts of a microbatch, each of ``heads`` ranks."""

@@ -212,8 +212,10 @@ def measured(folder: Path, shape: MeshShape | None, together: int = 40) -> dict[
         ("mixtral", MeshShape(ep=4)),
         ("mixtral", MeshShape(tp=2, ep=2)),
         ("mixtral", MeshShape(pp=2, dp=2, ep=2)),
+        ("gemma2", MeshShape(cp=2, tp=2)),
+        ("mixtral", MeshShape(cp=2, ep=2)),
     ],
-    ids=["tp2-pp2", "tp2-dp2", "tp2", "pp3", "ep4", "tp2-ep2", "pp2-dp2-ep2"],
+    ids=["tp2-pp2", "tp2-dp2", "tp2", "pp3", "ep4", "tp2-ep2", "pp2-dp2-ep2", "cp2-tp2", "cp2-ep2"],
 )
 def test_every_layout_finds_the_same(family: str, shape: MeshShape, tmp_path: Path, pool: Pool) -> None:
     """Seven packs of windows: with experts, ranks that have none of the last ones compute for those that do."""
@@ -262,9 +264,10 @@ def test_frequencies_go_by_the_length_of_each_window(tmp_path: Path, pool: Pool)
                 logits = model(torch.from_numpy(tokens)[None]).logits[0]
             wanted += float(torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels), reduction="sum"))
     assert measured(folder, None)["loss"] == pytest.approx(wanted, rel=1e-6)
-    assert pool.run(2, measured, folder, MeshShape(tp=2))[0]["loss"] == pytest.approx(
-        measured(folder, None)["loss"], rel=1e-9
-    )
+    for shape in (MeshShape(tp=2), MeshShape(cp=2)):
+        assert pool.run(2, measured, folder, shape)[0]["loss"] == pytest.approx(
+            measured(folder, None)["loss"], rel=1e-9
+        )
 
 
 # -- windows
