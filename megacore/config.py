@@ -101,16 +101,19 @@ class ContextConfig:
 
     exchange: ContextExchange = "auto"
     """The way in which queries meet the keys of other ranks: hop by hop (`ring`), all at once (`gather`), or each rank
-    with all tokens of some heads (`heads`); `auto`: `heads` where attention weights are dropped, else `ring`."""
+    with all tokens of some heads (`heads`); `auto`: `heads` where the model drops attention weights, which no other one
+    can, else `ring`."""
     balance: ContextBalance = "auto"
     """The pieces that are cut so that each rank has early and late tokens of it: `rows`, `documents`, or as few
     documents as leave the ranks equal work (`auto`)."""
     heads: Annotated[Int, AT_LEAST_1] = 1
-    """Successive ranks of cp, those of a node, that exchange heads, with `ring` or `gather` between them."""
+    """Successive ranks of cp, those of a node, that exchange heads, with `ring` or `gather` between them; with `heads`
+    it is all of cp, and is left at 1."""
 
-    def over(self, cp: int) -> ContextParallel:
-        """Return what a mesh makes of it."""
-        exchange = "ring" if self.exchange == "auto" else self.exchange
+    def over(self, cp: int, drops_attention: bool) -> ContextParallel:
+        """Return what a mesh makes of it, and a model that drops attention weights in training or does not."""
+        found: ContextExchange = "heads" if drops_attention and self.heads == 1 else "ring"
+        exchange = found if self.exchange == "auto" else self.exchange
         return ContextParallel(cp, exchange, self.balance, cp if exchange == "heads" else self.heads)
 
 
@@ -297,6 +300,9 @@ class MemoryConfig:
     """Whether the activations of the blocks wait in host memory for the backward."""
     loss_chunk: Annotated[Int, AT_LEAST_1] | None = None
     """Tokens whose logits are there at a time; null: those of a microbatch."""
+    mlp_chunk: Annotated[Int, AT_LEAST_1] | None = None
+    """Tokens whose activations of a dense feed-forward network are there at a time, forward and backward, of which only
+    the input is kept; null: those of a microbatch."""
     offload_optimizer: OptimizerOffload = "none"
     """Whether masters and moments live in `host` memory, or in a `file`, and the CPU updates."""
     offload_folder: str | None = None

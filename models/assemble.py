@@ -73,13 +73,17 @@ class Model:
         """
         context = context or ContextParallel(mesh.shape.cp)
         mesh.make_groups(of_context(mesh.shape, context.heads))
+        activations = activations or Activations()
         parameters = Parameters(layout, mesh, dtype, hollow)
         parameters.freeze(tuning.frozen(config.schema))
         chunks = tuple(build(config, parameters, chunk) for chunk in range(layout.chunks))
         for chunk in chunks:
             if tuning.lora is not None:
                 adapt(chunk, parameters, tuning.lora)
-            chunk.run = runner(activations or Activations(), chunk.layers.values(), CHEAP, mesh.device)
+            chunk.run = runner(activations, chunk.layers.values(), CHEAP, mesh.device)
+            if activations.mlp_chunk is not None:
+                for block in chunk.layers.values():
+                    block.mlp_tokens = max(1, activations.mlp_chunk // mesh.shape.tp)  # type: ignore[assignment]
             chunk.context_parallel = context
             if losses and chunk.head is not None:
                 chunk.head.losses = losses
@@ -125,7 +129,7 @@ class Model:
         for chunk in self.chunks:
             multiply_by(product, chunk.modules())
 
-    def hand_weight_gradients(self, accept: Callable[[nn.Parameter, WeightGradient], None]) -> None:
+    def hand_weight_gradients(self, accept: Callable[[nn.Parameter, WeightGradient | Tensor], None]) -> None:
         """Have linears hand their weights' gradients to whoever sums them, who gets no more of them from autograd."""
         for chunk in self.chunks:
             hand_to(accept, chunk.modules())

@@ -12,6 +12,7 @@ from models.context import Context
 from parallel import kernels
 from parallel.choices import check_choice
 from parallel.kernels.activation import FUNCTIONS
+from parallel.layers.chunked import in_chunks
 from parallel.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from parallel.layers.norm import LayerNorm, RMSNorm
 from parallel.parameters import Parameters
@@ -42,6 +43,9 @@ class Block(nn.Module):
             ``attn_out_norm`` and ``mlp_out_norm``.
         scale: Of what a branch adds to x.
         dropout: Probability of dropping an element of what a branch adds.
+
+    Attributes:
+        mlp_tokens: The number of this rank's tokens whose feed-forward activations are there at a time; None for all.
     """
 
     def __init__(
@@ -59,10 +63,18 @@ class Block(nn.Module):
         self.mlp_norm, self.mlp = norms.get("mlp_norm", nn.Identity()), mlp
         self.mlp_out_norm = norms.get("mlp_out_norm", nn.Identity())
         self.scale, self.dropout = scale, nn.Dropout(dropout)
+        self.mlp_tokens: int | None = None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x = self._add(x, self.attn_out_norm(self.attn(self.attn_norm(x), context)))
-        return self._add(x, self.mlp_out_norm(self.mlp(self.mlp_norm(x), context)))
+        return self._by_tokens(lambda x: self._add(x, self.mlp_out_norm(self.mlp(self.mlp_norm(x), context))), x)
+
+    def _by_tokens(self, branch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """x: [tokens/tp, embed] -> same, of what treats each token by itself."""
+        if self.mlp_tokens is None or not isinstance(self.mlp, FeedForward):  # experts balance a microbatch's tokens
+            return branch(x)
+        modules = (self.mlp_norm, self.mlp, self.mlp_out_norm, self.dropout)
+        return in_chunks(branch, modules, x, self.mlp_tokens)
 
     def _add(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.add(x, self.dropout(y), alpha=self.scale)
@@ -78,7 +90,7 @@ class ParallelBlock(Block):
         y = self.attn_norm(x)
         z = y if isinstance(self.mlp_norm, nn.Identity) else self.mlp_norm(x)
         x = self._add(x, self.attn_out_norm(self.attn(y, context)))
-        return self._add(x, self.mlp_out_norm(self.mlp(z, context)))
+        return self._add(x, self._by_tokens(lambda z: self.mlp_out_norm(self.mlp(z, context)), z))
 
 
 class Activation(nn.Module):
@@ -92,6 +104,23 @@ class Activation(nn.Module):
         return self.function(x)
 
 
+def activation_after(parameters: Parameters, name: str, activation: str) -> Activation:
+    """The activation of what ``name.weight`` gives, gated where that has a piece ``gate``.
+
+    Args:
+        parameters: What this rank holds.
+        name: Prefix of the weight.
+        activation: One of :data:`models.anatomy.ACTIVATIONS`, or of ``GATES`` there where it is gated.
+
+    Raises:
+        ValueError: there is no activation function of this name.
+    """
+    is_gated = "gate" in parameters.shards[f"{name}.weight"].param.sentence.labels
+    check_choice("activation", activation, GATES if is_gated else ACTIVATIONS)
+    function = GATES[activation]
+    return Activation(kernels.gated(function, parameters.mesh.device) if is_gated else FUNCTIONS[function].of)
+
+
 CHEAP = (RMSNorm, LayerNorm, Activation)
 """Modules whose outputs take less to compute again than to keep."""
 
@@ -102,22 +131,13 @@ class FeedForward(nn.Module):
     Args:
         parameters: What this rank holds.
         name: Prefix of ``.up`` and ``.down``.
-        activation: One of :data:`models.anatomy.ACTIVATIONS`, or of ``GATES`` there where it is gated.
-
-    Raises:
-        ValueError: there is no activation function of this name.
+        activation: As of :func:`activation_after`.
     """
 
     def __init__(self, parameters: Parameters, name: str, activation: str) -> None:
         super().__init__()
-        is_gated = "gate" in parameters.shards[f"{name}.up.weight"].param.sentence.labels
-        check_choice("activation", activation, GATES if is_gated else ACTIVATIONS)
-        function = GATES[activation]
         self.up, self.down = column(parameters, f"{name}.up"), row(parameters, f"{name}.down")
-        if is_gated:
-            self.activation = Activation(kernels.gated(function, parameters.mesh.device))
-        else:
-            self.activation = Activation(FUNCTIONS[function].of)
+        self.activation = activation_after(parameters, f"{name}.up", activation)
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         return self.down(self.activation(self.up(x)))

@@ -157,6 +157,11 @@ class ModelConfig(ABC):
         """What the weights table does not say."""
 
     @property
+    def drops_attention(self) -> bool:
+        """Whether attention weights are dropped in training."""
+        return self.anatomy.attention_dropout > 0
+
+    @property
     @abstractmethod
     def max_positions(self) -> int | None:
         """The longest sequence that the positions allow; None if there is no limit."""

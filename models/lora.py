@@ -19,7 +19,7 @@ by expert and rank, and B the other way round:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from models.names import in_block, matches, unmatched, without_block
@@ -37,6 +37,9 @@ _EXPERTS, _ONE = frozenset({"experts", "routes"}), "one"
 # As the peft library names them.
 _PREFIX, _PEFT = "base_model.model.", {A: ".lora_A.weight", B: ".lora_B.weight"}
 _NESTED = ".base_layer"
+# Families whose linears of these names it (0.21) takes for those of experts, which transformers 4 listed one by one.
+_MISTAKEN_IN = frozenset({"qwen3_moe", "deepseek_v2", "deepseek_v3"})
+_MISTAKEN = frozenset({"gate_proj", "up_proj", "down_proj"})
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,13 @@ def linears(schema: Schema) -> Iterator[Linear]:
 def targets(schema: Schema, patterns: Sequence[str]) -> list[Linear]:
     """The linears that one of the patterns matches."""
     return [linear for linear in linears(schema) if any(matches(each, linear.names) for each in patterns)]
+
+
+def mistaken_by_peft(family: str, chosen: Iterable[Linear]) -> list[str]:
+    """Hugging Face's names of linears, of dense layers and shared experts, whose adapters the peft library would put at
+    the experts of a family."""
+    names = {linear.hf_name for linear in chosen if not linear.is_parameter} if family in _MISTAKEN_IN else ()
+    return sorted(name for name in names if name.rpartition(".")[2] in _MISTAKEN)
 
 
 def problems(schema: Schema, lora: Lora) -> list[str]:

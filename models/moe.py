@@ -6,13 +6,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from models.anatomy import ACTIVATIONS, GATES
-from models.blocks import Activation, FeedForward
+from models.blocks import FeedForward, activation_after
 from models.context import Context
-from parallel import kernels
 from parallel.balance import Balance
-from parallel.choices import check_choice
-from parallel.kernels.activation import FUNCTIONS
 from parallel.layers.experts import Experts
 from parallel.layers.router import Router
 from parallel.parameters import Parameters
@@ -29,8 +25,7 @@ class MixtureOfExperts(nn.Module):
             ``.shared.down`` and ``.shared_gate``.
         layer: The layer.
         routing: How experts are chosen and weighed.
-        activation: One of :data:`models.anatomy.ACTIVATIONS`, or of ``GATES`` there where they are gated, of all
-            networks.
+        activation: That of all networks, as of :func:`models.blocks.activation_after`.
     """
 
     def __init__(self, parameters: Parameters, name: str, layer: int, routing: Routing, activation: str) -> None:
@@ -41,14 +36,11 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(
             p[f"{name}.router.weight"], routing, p.get(f"{name}.router.bias"), p.get(f"{name}.router.correction")
         )
-        gated = "gate" in p.shards[f"{name}.experts.up.weight"].param.sentence.labels
-        check_choice("activation", activation, GATES if gated else ACTIVATIONS)
-        function = GATES[activation]
         split = p.layout.split
         self.experts = Experts(
             p[f"{name}.experts.up.weight"],
             p[f"{name}.experts.down.weight"],
-            Activation(kernels.gated(function, mesh.device) if gated else FUNCTIONS[function].of),
+            activation_after(p, f"{name}.experts.up", activation),
             routing.experts,
             mesh.along(*split["experts"]),
             mesh.along(*split["expert_mlp"]),

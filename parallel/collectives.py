@@ -10,11 +10,10 @@ that is replicated counts once.
     reduce             partial     -> replicated                    identity
     gather             split       -> replicated                    own slice
     split              replicated  -> split                         gather
-    all_to_all         for others  -> of others                     all_to_all, with the two counts changed over
 
-The first two are what sequence parallelism is made of, the last is what experts that are spread over ranks take; the
-others serve layers whose surroundings are replicated. ``start_*`` are asynchronous and return a :class:`Pending`. Over
-a group of one everything is the identity.
+The first two are what sequence parallelism is made of; the others serve layers whose surroundings are replicated.
+``start_*`` are asynchronous, return a :class:`Pending` and have no backward. The adjoint of :func:`start_all_to_all` is
+itself, with the two counts changed over. Over a group of one everything is the identity.
 
 Under torch.compile they are torch's functional collectives, which are nodes of the graph: started where they stand, and
 waited for where their result is used. But for all-to-all: its counts are not known when the graph is made, and layers
@@ -290,23 +289,3 @@ def gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
 def split(x: Tensor, group: Group, dim: int = -1) -> Tensor:
     """x: [..., f] replicated -> [..., f/n]; backward: gather."""
     return _apply(x, group, dim, _own, _concatenate)
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, sent: Sequence[int], got: Sequence[int]) -> Tensor:
-        ctx.group, ctx.sent, ctx.got = group, sent, got
-        return start_all_to_all(x, group, sent, got).wait()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return start_all_to_all(dy, ctx.group, ctx.got, ctx.sent).wait(), None, None, None
-
-
-def all_to_all(x: Tensor, group: Group, sent: Sequence[int], got: Sequence[int]) -> Tensor:
-    """x: [sum of sent, ...], rows for each rank -> [sum of got, ...], rows of each; backward: they go back."""
-    if group.size == 1:
-        return x
-    result: Tensor = _AllToAll.apply(x, group, sent, got)
-    return result

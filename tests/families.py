@@ -57,18 +57,18 @@ ROTATION = int(os.environ.get("MEGACORE_ROTATION", "0"))
 """Another number gives each family other cases of those that it shares with the others."""
 
 
-def rotated(cases: Iterable[T]) -> list[ParameterSet]:
-    """Return parameters (family, case) of every family and every case: each family has a case in turn, the others are
-    of the grid."""
+def rotated(cases: Iterable[T], few: int = 1) -> list[ParameterSet]:
+    """Return parameters (family, case) of every family and every case: each family, or one in so many, has a case in
+    turn, the others are of the grid."""
     listed = list(cases)
     return [
         pytest.param(
             name,
             case,
             id=f"{name}-{case}",
-            marks=[] if (number + ROTATION) % len(listed) == at else [pytest.mark.grid],
+            marks=[] if turn % few == 0 and turn // few % len(listed) == at else [pytest.mark.grid],
         )
-        for number, name in enumerate(FAMILIES)
+        for turn, name in enumerate(FAMILIES, ROTATION)
         for at, case in enumerate(listed)
     ]
 

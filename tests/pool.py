@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import multiprocessing.context
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -78,7 +79,11 @@ class Pool:
 def forkserver() -> multiprocessing.context.ForkServerContext:
     """Makes processes that have imported what tests need. A session has one server: what it imports is settled here."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "models.decoder", "megacore.run.train", "pytest"])
+    # torch's compiler is imported with the first optimizer, in more than a second.
+    imported = ["torch", "torch.distributed", "torch._dynamo", "models.decoder", "megacore.run.train", "pytest"]
+    if "transformers" in sys.modules:  # else nobody in this session needs it
+        imported.append("transformers.modeling_utils")
+    context.set_forkserver_preload(imported)
     return context
 
 
@@ -114,6 +119,9 @@ def _serve(connection: Connection) -> None:
             dist.barrier()
             # Modules and hooks refer to each other: left to themselves, groups would live on, and their threads spin.
             gc.collect()
+            # What is left stays, such as what the job has imported. That each of the next ones, in each rank, looks at
+            # it again takes longer than most of them.
+            gc.freeze()
             dist.destroy_process_group()
             connection.send((True, result))
         except Exception:

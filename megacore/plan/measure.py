@@ -488,17 +488,13 @@ def _counts(imbalance: float) -> Iterator[None]:
     def counts(sent: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[int], list[int]]:
         ranks, here = got.shape
         mine = min(rows, round(rows * imbalance / ranks))
-        return [mine, *_even(rows - mine, ranks - 1)], [mine] * ranks, _even(mine * ranks, here)
+        return [mine, *grouped.shares(rows - mine, ranks - 1)], [mine] * ranks, grouped.shares(mine * ranks, here)
 
     try:
         grouped.host_counts = counts
         yield
     finally:
         grouped.host_counts = own
-
-
-def _even(total: int, parts: int) -> list[int]:
-    return [total * (part + 1) // parts - total * part // parts for part in range(parts)]
 
 
 # -- kernels of GPUs

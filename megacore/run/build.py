@@ -99,11 +99,11 @@ def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
     come."""
     config = setup.config
     losses = Losses(config.loss.label_smoothing, config.loss.z_loss, config.memory.loss_chunk)
-    activations = Activations(config.memory.recompute, config.memory.offload_activations)
+    activations = Activations(config.memory.recompute, config.memory.offload_activations, config.memory.mlp_chunk)
     dtype, hollow = DTYPES[config.train.precision], config.zero.shard == "parameters"
     experts = config.experts
     coefficients = Coefficients(experts.sequence_balance, experts.batch_balance, experts.z_loss, experts.bias_rate)
-    context = config.context.over(mesh.shape.cp)
+    context = config.context.over(mesh.shape.cp, setup.model.drops_attention)
     model = Model.create(
         setup.model, layout, mesh, dtype, losses, activations, hollow, config.tuning, coefficients, context
     )

@@ -5,6 +5,7 @@ machine: files, folders and installed packages. Nothing here imports torch.
 """
 
 import importlib.util
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,14 +15,14 @@ from typing import Protocol
 
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
-from megacore.config import EXAMPLES, RANGES, Bound, Config, CorpusConfig, ExpertsConfig
+from megacore.config import EXAMPLES, RANGES, Bound, Config, ContextConfig, CorpusConfig, ExpertsConfig
 from megacore.run.lock import held, holder
 from megacore.run.lr import decay_steps
 from megacore.say import brief
 from megacore.store.files import leaves
 from models import lora, names
 from models.tuning import EVERYTHING
-from parallel.weights.layout import MeshShape, mesh_problems
+from parallel.weights.layout import MeshShape, heads_problem, mesh_problems
 from parallel.weights.schema import Schema
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "experts.jsonl", checkpoints.FOLDER)
@@ -42,6 +43,11 @@ class ModelSizes(Protocol):
     @property
     def max_positions(self) -> int | None:
         """Longest sequence that the positions allow; None where there is no limit."""
+        ...
+
+    @property
+    def drops_attention(self) -> bool:
+        """Whether attention weights are dropped in training."""
         ...
 
     @property
@@ -159,6 +165,15 @@ def _loss_chunk(facts: RuleContext) -> Iterator[str]:
         )
 
 
+def _mlp_chunk(facts: RuleContext) -> Iterator[str]:
+    chunk, precision = facts.config.memory.mlp_chunk, facts.config.train.precision
+    if chunk is not None and precision == "fp8":
+        yield (
+            f"memory.mlp_chunk ({chunk}) would scale each chunk of tokens by itself with train.precision fp8, and the "
+            "numbers would depend on the layout: set memory.mlp_chunk=null, or train.precision=bf16"
+        )
+
+
 def _offload(facts: RuleContext) -> Iterator[str]:
     memory, shard = facts.config.memory, facts.config.zero.shard
     if memory.offload_optimizer == "file" and memory.offload_folder is None:
@@ -196,13 +211,53 @@ def _positions(facts: RuleContext) -> Iterator[str]:
 def _tokens(facts: RuleContext) -> Iterator[str]:
     mesh, length, micro = facts.config.mesh, facts.config.data.sequence_length, facts.config.batch.micro_size
     ranks = mesh.tp * mesh.cp
-    if micro * length % ranks:
-        # The smallest step of the length that keeps the tokens divisible.
-        step = next(n for n in range(1, ranks + 1) if micro * n % ranks == 0)
+    # The smallest step of the length that keeps the tokens divisible.
+    step = ranks // math.gcd(micro, ranks)
+    if length < mesh.cp:
+        least = -(-mesh.cp // step) * step
+        yield (
+            f"data.sequence_length ({length}) is less than mesh.cp ({mesh.cp}), which splits each sequence: choose "
+            f"data.sequence_length={least} or more, or mesh.cp=1"
+        )
+    elif length % step:
         yield (
             f"cannot split the tokens of a microbatch, batch.micro_size x data.sequence_length = {micro} x {length}, "
             f"over tp x cp = {mesh.tp} x {mesh.cp}: choose data.sequence_length={_multiples(length, step)}"
         )
+
+
+def _context(facts: RuleContext) -> Iterator[str]:
+    cp, section = facts.config.mesh.cp, facts.config.context
+    asked = sorted(vars(section).items() - vars(ContextConfig()).items())
+    if asked and cp == 1:
+        keys = ", ".join(f"context.{name} ({value})" for name, value in asked)
+        yield f"{keys}: mesh.cp is 1, and no sequence is split: leave it out, or set mesh.cp"
+    elif cp % section.heads:
+        choices = ", ".join(str(n) for n in range(1, cp + 1) if cp % n == 0)
+        yield f"cannot divide mesh.cp ({cp}) by context.heads ({section.heads}): choose from {choices}"
+    elif section.exchange == "heads" and section.heads not in (1, cp):
+        yield (
+            f"context.exchange=heads is over all of mesh.cp ({cp}), not over context.heads ({section.heads}): leave "
+            "that out, or set context.exchange=ring (or gather), which is then between such groups"
+        )
+
+
+def _context_of_model(facts: RuleContext) -> Iterator[str]:
+    assert facts.model is not None
+    mesh, section, drops = facts.config.mesh, facts.config.context, facts.model.drops_attention
+    if mesh.cp == 1 or mesh.cp % section.heads:
+        return
+    context = section.over(mesh.cp, drops)
+    no_dropout = "set the model's attention dropout to 0 (model.attn_pdrop=0, model.attention_dropout=0)"
+    if drops and context.parts > 1:
+        yield (
+            f"context.exchange ({section.exchange}), context.heads ({section.heads}): the model drops attention "
+            f"weights, which only a rank that has all keys of a query can: {no_dropout}, or "
+            "context.exchange=heads and context.heads=1"
+        )
+    elif problem := heads_problem(facts.sizes, mesh.tp, context.heads):
+        key = "context.heads" if context.parts > 1 else "mesh.cp"
+        yield f"{key} ({context.heads}): {problem}, or {no_dropout if drops else 'context.exchange=ring'}"
 
 
 def _corpora(facts: RuleContext) -> Iterator[str]:
@@ -437,9 +492,12 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((MODEL, "mesh.pp", "pipeline.chunks", "pipeline.layers_per_stage"), _stages),
     (("pipeline.chunks",), _chunks),
     (("memory.loss_chunk",), _loss_chunk),
+    ((), _mlp_chunk),
     ((), _offload),
     ((MODEL, "data.sequence_length"), _positions),
     (("data.sequence_length", "batch.micro_size", "mesh.tp", "mesh.cp"), _tokens),
+    (("mesh.cp", "context.heads"), _context),
+    ((MODEL, "mesh.cp", "mesh.tp", "context.heads"), _context_of_model),
     ((), _corpora),
     ((*MODEL_RANKS, "mesh.dp", "batch.global_size", "batch.micro_size"), _batches),
     ((*MODEL_RANKS, "mesh.dp", "zero.replicas"), _shards),

@@ -75,10 +75,13 @@ class TrainStep:
 
     def backward(self, microbatches: Sequence[Microbatch]) -> Stats:
         """Return the first half: loss, and gradients that are summed over their replicas; these are scaled."""
-        scale, tokens = self.scaler.scale, counted_tokens(microbatches, self.mesh)
+        scale = self.scaler.scale
         self.gradients.begin(len(microbatches))
-        if self.balance is not None:
-            self.balance.begin(len(microbatches), *routed(microbatches, self.mesh), scale)
+        if self.balance is None:
+            tokens = counted_tokens(microbatches, self.mesh)
+        else:
+            tokens, sequences, routed = counted_and_routed(microbatches, self.mesh)
+            self.balance.begin(len(microbatches), sequences, routed, scale)
             microbatches = [replace(each, number=number) for number, each in enumerate(microbatches)]
         own = self.pipeline.train(microbatches, scale / tokens) / scale
         self.gradients.finish()
@@ -94,19 +97,25 @@ def evaluate(mesh: Mesh, pipeline: Pipeline, microbatches: Sequence[Microbatch])
 
 def counted_tokens(microbatches: Sequence[Microbatch], mesh: Mesh) -> Tensor:
     """Return the number of labels of the global batch that count, at least 1: the one divisor of the loss."""
-    own = torch.stack([(m.labels != IGNORE).sum() for m in microbatches]).sum().to(torch.float64)
-    return all_reduce_(own, mesh.batch).clamp_(min=1)
+    return all_reduce_(_counted(microbatches), mesh.batch).clamp_(min=1)
 
 
-def routed(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """Return the numbers of sequences of the global batch, and of its tokens that are no padding, each at least 1."""
-    tokens = [torch.ones_like(m.tokens) if m.padding is None else ~m.padding for m in microbatches]
-    own = torch.stack([each.sum() for each in tokens]).sum().to(torch.float64)
-    own = torch.stack([own.new_full((), sum(m.sequences for m in microbatches)), own])
-    sequences, counted = all_reduce_(own, mesh.batch).clamp_(min=1).unbind()
-    # The ranks of cp have told of the same sequences, and of other tokens.
-    sequences = sequences / mesh.shape.cp
-    return sequences, counted
+def counted_and_routed(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[Tensor, ...]:
+    """Return what :func:`counted_tokens` does, and the numbers of sequences of the global batch and of its tokens that
+    are no padding, each at least 1; one sum over the ranks gives all three."""
+    tokens = _number([torch.ones_like(m.tokens) if m.padding is None else ~m.padding for m in microbatches])
+    # The ranks of cp have other tokens of the same sequences.
+    sequences = tokens.new_full((), sum(m.sequences for m in microbatches) / mesh.shape.cp)
+    own = torch.stack([_counted(microbatches), sequences, tokens])
+    return all_reduce_(own, mesh.batch).clamp_(min=1).unbind()
+
+
+def _counted(microbatches: Sequence[Microbatch]) -> Tensor:
+    return _number([m.labels != IGNORE for m in microbatches])
+
+
+def _number(chosen: Sequence[Tensor]) -> Tensor:
+    return torch.stack([each.sum() for each in chosen]).sum().to(torch.float64)
 
 
 def total_loss(own: Tensor, mesh: Mesh) -> Tensor:

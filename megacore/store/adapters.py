@@ -26,7 +26,7 @@ from megacore.store.index import Adapters
 from megacore.store.stream import File, Read, assemble
 from megacore.store.strict_json import StoreError, read_json
 from megacore.store.tensors import DTYPES, TensorFile
-from models.lora import factors, targets
+from models.lora import factors, mistaken_by_peft, targets
 from parallel.weights.fingerprint import Logical, combined
 from parallel.weights.schema import Schema
 from parallel.weights.transfer import Stored, hugging_face, plan
@@ -148,7 +148,7 @@ def to_peft(checkpoint: WeightFolder, dtype: str | None = None) -> FolderPlan:
     """Return a folder of adapters as the peft library saves them.
 
     Raises:
-        StoreError: the checkpoint holds none, or no single config describes them.
+        StoreError: the checkpoint holds none, no single config describes them, or peft would load them wrongly.
     """
     adapters, schema = adapters_of(checkpoint), checkpoint.schema
     made = tensors(schema, checkpoint, "weights", hugging_face(schema), dtype)
@@ -170,6 +170,12 @@ def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
     transposed = {linear.transposed for linear in linears}
     if len(transposed) > 1:
         raise StoreError(f"{checkpoint.path}: peft has one fan_in_fan_out for all adapters, and these need both")
+    family = checkpoint.config.family
+    if mistaken := mistaken_by_peft(family, linears):
+        raise StoreError(
+            f"{checkpoint.path}: peft takes adapters of {', '.join(mistaken)} for those of {family}'s experts: merge "
+            f"them by --to hf --base {adapters.base}, or train without them in lora.targets"
+        )
     parameters = sorted(linear.hf_name for linear in chosen if linear.is_parameter)
     return {
         "peft_type": "LORA",

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy, LayerAttention
 from models.builder import build
 from models.decoder_config import shape
 from models.experts_config import ExpertsConfig
+from models.families.mistral import MistralConfig
 from models.rope_config import Convention
-from models.windowed import window_problems
 from parallel.routing import Routing
 from parallel.weights.schema import Param
 
@@ -20,12 +19,11 @@ __all__ = ["CONFIG", "PRESETS", "MixtralConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtralConfig(ExpertsConfig):
+class MixtralConfig(ExpertsConfig, MistralConfig):
     """Fields carry their Hugging Face names."""
 
     family: ClassVar[str] = "mixtral"
     architecture: ClassVar[str] = "MixtralForCausalLM"
-    defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
     fixed: ClassVar[Mapping[str, Any]] = {"router_jitter_noise": 0.0}
     spellings: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
     axes: ClassVar[Mapping[str, str]] = {
@@ -43,11 +41,6 @@ class MixtralConfig(ExpertsConfig):
     @property
     def routing(self) -> Routing:
         return replace(super().routing, normalised=True)
-
-    @property
-    def anatomy(self) -> Anatomy:
-        layers = (LayerAttention(window=self.sliding_window),) * self.num_hidden_layers
-        return self.anatomy_of(norm_eps=self.rms_norm_eps, layers=layers)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()
@@ -68,10 +61,7 @@ class MixtralConfig(ExpertsConfig):
         drawn = super().draw(rng, layers=layers, vocab=vocab, positions=positions, tp=tp)
         # transformers' class has no dynamic rope and no longrope for heads whose size it is not given.
         drawn.setdefault("head_dim", drawn["hidden_size"] // drawn["num_attention_heads"])
-        return drawn | {"sliding_window": rng.choice((None, 2, 3, positions))}
-
-    def problems(self) -> list[str]:
-        return super().problems() + window_problems(self.sliding_window)
+        return drawn
 
 
 _EACH = {

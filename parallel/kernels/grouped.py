@@ -59,12 +59,13 @@ def host_counts(sent: Tensor, got: Tensor, rows: int) -> tuple[list[int], list[i
     """
     ranks, experts = got.shape
     if sent.is_meta or isinstance(sent, FakeTensor):
-        return _shares(rows, ranks), _shares(rows, ranks), _shares(rows, experts)
+        return shares(rows, ranks), shares(rows, ranks), shares(rows, experts)
     told = torch.cat([sent.sum(1), got.sum(1), got.sum(0)]).tolist()
     return told[:ranks], told[ranks : 2 * ranks], told[2 * ranks :]
 
 
-def _shares(total: int, parts: int) -> list[int]:
+def shares(total: int, parts: int) -> list[int]:
+    """Return ``parts`` whole numbers that add up to ``total`` and differ by one at most."""
     return [total * (part + 1) // parts - total * part // parts for part in range(parts)]
 
 

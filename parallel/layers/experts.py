@@ -77,9 +77,18 @@ class Experts(nn.Module):
         with torch.no_grad():
             coming = dispatch.start(x)
         other = None if beside is None else beside()
-        h = _Up.apply(x, self.up, self.up_bias, dispatch, self.products, coming)
-        y: Tensor = _Down.apply(self.activation(h), weights, self.down, self.down_bias, dispatch, self.products)
+        y = self.outputs(self.activation(self.hidden(x, dispatch, coming)), weights, dispatch)
         return y if other is None else y + other
+
+    def hidden(self, x: Tensor, dispatch: Dispatch, coming: Pending) -> Tensor:
+        """x: [n, embed], of which ``coming`` are the R rows -> [R, inner]."""
+        h: Tensor = _Up.apply(x, self.up, self.up_bias, dispatch, self.products, coming)
+        return h
+
+    def outputs(self, a: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
+        """a: [R, features], weights: [N, k], of the tokens of all ranks of ``features`` -> [n, embed]."""
+        y: Tensor = _Down.apply(a, weights, self.down, self.down_bias, dispatch, self.products)
+        return y
 
 
 # -- where rows go
@@ -264,22 +273,37 @@ class _Down(torch.autograd.Function):
         dispatch, products, groups = ctx.dispatch, ctx.products, ctx.dispatch.groups
         _, need_dweights, need_dw, need_db = ctx.needs_input_grad[:4]
         d = dispatch.start(dy, weights).wait()
-        da, home = products.input_gradient(d, weight, groups), None
-        if need_dweights:
-            along = _along(da, a, weights.dtype)
-            if bias is not None:
-                along += _along(d, bias.index_select(0, groups.experts), weights.dtype) / dispatch.features.size
-            home = dispatch.start_numbers_back(along)
+        da = products.input_gradient(d, weight, groups)
+        dweights = start_weights_gradient(d, bias, da, a, weights, dispatch) if need_dweights else None
         dw = products.weight_gradient(d, a, groups) if need_dw else None
         db = products.sums(d, groups).div_(dispatch.features.size) if need_db else None
-        return da, _over(home.wait(), weights) if home else None, dw, db, None, None
+        return da, dweights.wait() if dweights else None, dw, db, None, None
+
+
+def start_weights_gradient(
+    d: Tensor, bias: Tensor | None, da: Tensor, a: Tensor, weights: Tensor, dispatch: Dispatch
+) -> Pending:
+    """Start the gradient of the weights of slots.
+
+    Args:
+        d: [R, embed], the gradient of what the experts give, times the weights.
+        bias: [experts here, embed], of which each rank over which features are split has added its share.
+        da: [R, features], the gradient of what they are given, made of d.
+        a: [R, features], what they are given.
+        weights: [N, k].
+        dispatch: The way of the rows.
+
+    Returns:
+        [N, k].
+    """
+    along = _along(da, a, weights.dtype)
+    if bias is not None:
+        along += _along(d, bias.index_select(0, dispatch.groups.experts), weights.dtype) / dispatch.features.size
+    home = dispatch.start_numbers_back(along)
+    # 0 for a weight of 0, which no score has that still moves.
+    return Pending(home.works, lambda: torch.where(weights == 0, 0, home.finish() / weights))
 
 
 def _along(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     """x, y: [R, f] -> [R], the products of their rows."""
     return (x * y).sum(-1, dtype=dtype)
-
-
-def _over(x: Tensor, weights: Tensor) -> Tensor:
-    """x / weights; 0 for a weight of 0, which no score has that still moves."""
-    return torch.where(weights == 0, 0, x / weights)

@@ -328,7 +328,7 @@ class ReplicatedLinear(_ParallelLinear):
         return replicated_linear(x, self.weight, self.bias, self.group, self.product)
 
 
-def hand_to(accept: Callable[[nn.Parameter, WeightGradient], None], modules: Iterable[nn.Module]) -> None:
+def hand_to(accept: Callable[[nn.Parameter, WeightGradient | Tensor], None], modules: Iterable[nn.Module]) -> None:
     """Have all parallel linears among these modules hand their weights' gradients to somebody who sums them.
 
     A weight that several of them share is left to autograd, which hands in one gradient for all its uses.

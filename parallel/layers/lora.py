@@ -11,7 +11,7 @@ of experts are split, up's A and down's B are whole, and what they are given or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from parallel import kernels
-from parallel.collectives import Pending, all_gather
+from parallel.collectives import Pending
 from parallel.kernels.grouped import GroupedProducts
-from parallel.layers.experts import Dispatch, Experts, _along, _Down, _over, _Up
+from parallel.layers.experts import Dispatch, Experts, start_weights_gradient
 from parallel.layers.linear import (
     ColumnParallelLinear,
     ReplicatedLinear,
@@ -119,40 +119,37 @@ Pair = tuple[nn.Parameter, nn.Parameter]
 """A and B of all experts that are here: [experts here, rank, in], [experts here, out, rank]."""
 
 
-class ExpertsAdapted(nn.Module):
-    """Experts and their adapters; called as they are.
+class ExpertsAdapted(Experts):
+    """Experts and their adapters; their own weights and biases get no gradients.
 
     Args:
-        base: The experts, as they would be without; their weights and biases get no gradients.
+        base: The experts, as they would be without.
         up, down: The adapters of what goes into the hidden features and of what comes out of them; None: it has none.
         scale: The factor of their products.
     """
 
     def __init__(self, base: Experts, up: Pair | None, down: Pair | None, scale: float) -> None:
-        super().__init__()
-        self.base, self._scale = base, scale
-        self.up, self.down = nn.ParameterList(up or ()), nn.ParameterList(down or ())
-        self.products = kernels.grouped_products(base.up, base.down, *self.up, *self.down)
+        biases = base.up_bias, base.down_bias
+        super().__init__(base.up, base.down, base.activation, base.experts, base.group, base.features, *biases)
+        self.up_adapter, self.down_adapter = nn.ParameterList(up or ()), nn.ParameterList(down or ())
+        self.products = kernels.grouped_products(self.up, self.down, *self.up_adapter, *self.down_adapter)
+        self._scale = scale
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor, beside: Callable[[], Tensor] | None = None) -> Tensor:
-        base, products = self.base, self.products
-        dispatch = Dispatch.of(chosen, base.experts, base.group, base.features, products.needs_host)
-        weights = all_gather(weights, base.features)
-        with torch.no_grad():
-            coming = dispatch.start(x)
-        other = None if beside is None else beside()
-        if self.up:
-            h = _UpAdapted.apply(x, base.up, base.up_bias, *self.up, self._scale, dispatch, products, coming)
-        else:
-            h = _Up.apply(x, base.up, base.up_bias, dispatch, products, coming)
-        h = base.activation(h)
-        if self.down:
-            y: Tensor = _DownAdapted.apply(
-                h, weights, base.down, base.down_bias, *self.down, self._scale, dispatch, products
-            )
-        else:
-            y = _Down.apply(h, weights, base.down, base.down_bias, dispatch, products)
-        return y if other is None else y + other
+    def hidden(self, x: Tensor, dispatch: Dispatch, coming: Pending) -> Tensor:
+        if not self.up_adapter:
+            return super().hidden(x, dispatch, coming)
+        h: Tensor = _UpAdapted.apply(
+            x, self.up, self.up_bias, *self.up_adapter, self._scale, dispatch, self.products, coming
+        )
+        return h
+
+    def outputs(self, a: Tensor, weights: Tensor, dispatch: Dispatch) -> Tensor:
+        if not self.down_adapter:
+            return super().outputs(a, weights, dispatch)
+        y: Tensor = _DownAdapted.apply(
+            a, weights, self.down, self.down_bias, *self.down_adapter, self._scale, dispatch, self.products
+        )
+        return y
 
 
 class _UpAdapted(torch.autograd.Function):
@@ -245,15 +242,11 @@ class _DownAdapted(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         features, weights, weight, bias, a, b, narrow = ctx.saved_tensors
         dispatch, products, groups = ctx.dispatch, ctx.products, ctx.dispatch.groups
-        d, home = dispatch.start(dy, weights).wait(), None
+        d = dispatch.start(dy, weights).wait()
         dnarrow = products.input_gradient(d, b, groups).mul_(ctx.scale)
         dfeatures = products.input_gradient(d, weight, groups).add_(products.input_gradient(dnarrow, a, groups))
-        if ctx.needs_input_grad[1]:
-            along = _along(dfeatures, features, weights.dtype)
-            if bias is not None:
-                along += _along(d, bias.index_select(0, groups.experts), weights.dtype) / dispatch.features.size
-            home = dispatch.start_numbers_back(along)
+        need_dweights = ctx.needs_input_grad[1]
+        dweights = start_weights_gradient(d, bias, dfeatures, features, weights, dispatch) if need_dweights else None
         db = products.weight_gradient(d, narrow, groups)
         da = products.weight_gradient(dnarrow, features, groups)
-        dweights = _over(home.wait(), weights) if home else None
-        return dfeatures, dweights, None, None, da, db, None, None, None
+        return dfeatures, dweights.wait() if dweights else None, None, None, da, db, None, None, None

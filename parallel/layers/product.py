@@ -51,8 +51,8 @@ class Product(ABC):
     before or after it; a product with a kernel for both at once overrides them.
     """
 
-    hand: Callable[[WeightGradient], None] | None = None
-    """Who is given weight gradients instead of autograd, if anybody."""
+    hand: Callable[[WeightGradient | Tensor], None] | None = None
+    """Who is given weight gradients, or their sums, instead of autograd, if anybody."""
 
     def operands(self, x: Tensor, weight: Tensor, group: Group, whole: bool) -> tuple[Operand, Operand]:
         """Return what the forward multiplies; the ranks of the group hold parts of x, of the weight, or of both.
@@ -106,7 +106,7 @@ class Product(ABC):
         self.hand(WeightGradient(self, dy, x, dtype))
         return None
 
-    def handing(self, hand: Callable[[WeightGradient], None]) -> Self:
+    def handing(self, hand: Callable[[WeightGradient | Tensor], None]) -> Self:
         """Return a product that is the same, but hands weight gradients on."""
         other = copy(self)
         other.hand = hand

@@ -26,6 +26,8 @@ class Activations:
             made; the outputs of norms and activation functions are computed again, and nothing is communicated again.
             ``"full"`` keeps a block's input alone and runs its forward again, collectives and all.
         offload: Whether what is kept goes to host memory.
+        mlp_chunk: The number of tokens whose feed-forward activations are there at a time; None for all. Of a
+            feed-forward network its input is kept then, and ``"full"`` computes it no more often than without.
 
     Raises:
         ValueError: ``recompute`` is another word.
@@ -33,6 +35,7 @@ class Activations:
 
     recompute: Recompute = "none"
     offload: bool = False
+    mlp_chunk: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("recompute", self.recompute, get_args(Recompute))

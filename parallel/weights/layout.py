@@ -189,6 +189,26 @@ def mesh_problems(sizes: Sizes, mesh: MeshShape, etp: int = 1) -> list[str]:
     return problems
 
 
+def heads_problem(sizes: Sizes, tp: int, ranks: int) -> str | None:
+    """Return why ranks of cp cannot share out the heads that a rank of tp has, with the numbers that can; None: they
+    can.
+
+    Each takes the same number of heads of queries, and those of keys and values that they look at.
+
+    Args:
+        sizes: Sizes of the model's axes.
+        tp: Ranks of tensor parallelism, which split the heads first.
+        ranks: Ranks of cp that share out those of one of them.
+    """
+    heads, kv = sizes["heads"] // tp, sizes.get("kv", sizes.get("groups", sizes["heads"])) // tp or 1
+    fitting = [n for n in range(1, min(heads, 4096) + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
+    if heads * tp < sizes["heads"] or ranks in fitting:  # where tp does not split them, that is said already
+        return None
+    of_each = f" of each rank of tp={tp}" if tp > 1 else ""
+    choices = ", ".join(map(str, fitting))
+    return f"cannot share out {heads} heads ({kv} of keys){of_each} over {ranks} ranks of cp: choose from {choices}"
+
+
 def balanced_layers(
     layers: int, stages: int, embedding: float = 0.0, head: float = 0.0, work: Sequence[float] | None = None
 ) -> tuple[int, ...]:

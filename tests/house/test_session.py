@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from types import SimpleNamespace
@@ -38,3 +39,28 @@ def test_a_worker_for_each_core(
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has this class")
 def test_ranks_take_no_core_from_each_other(pool: Pool) -> None:
     assert pool.run(2, os.sched_getscheduler, 0) == [os.SCHED_BATCH] * 2
+
+
+def imports_much() -> None:
+    import matplotlib.pyplot  # noqa: F401
+
+
+def looked_at() -> int:
+    """The objects that a garbage collection looks at."""
+    return len(gc.get_objects())
+
+
+def test_a_rank_looks_once_for_cycles_in_what_it_has_imported(pool: Pool) -> None:
+    """Twice would be once for every job: a tenth of a second in each rank, which is more than most jobs take."""
+    pool.run(1, imports_much)
+    assert pool.run(1, looked_at)[0] < 10_000
+
+
+def is_imported(module: str) -> bool:
+    return module in sys.modules
+
+
+def test_ranks_are_forked_from_what_has_imported_torchs_compiler() -> None:
+    fresh = Pool()
+    assert fresh.run(1, is_imported, "torch._dynamo") == [True]
+    fresh.close()

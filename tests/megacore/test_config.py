@@ -33,6 +33,7 @@ class Sizes:
         }
     )  # fmt: skip
     max_positions: int | None = 1024
+    drops_attention: bool = False
     schema: Schema = configure({"preset": "llama-3.2-1b"}).schema
 
 
@@ -184,7 +185,6 @@ BAD = [
     bad("", "cannot divide 6 ranks", "2 x 1 x 1 x 2 = 4", "start 4 or 8 processes", ranks=6),
     bad("", "cannot divide 2 ranks", "start 4 processes", ranks=2),
     bad("mesh.dp=4", "mesh.dp (4)", "16 ranks", "there are 8", "start 16 processes", "mesh.dp=2"),
-    bad("mesh.cp=2", "mesh.cp (2)", "mesh.cp=1"),
     bad("mesh.ep=2", "ep=2: the model has no experts to split, set ep=1"),
     bad("mesh.etp=2", "etp=2: the model has no experts to split, set etp=1"),
     bad("mesh.etp=0", "mesh.etp (0): must be at least 1"),
@@ -263,6 +263,46 @@ BAD = [
     bad("batch.global_size=7", "batch.global_size (7)", "1 x 2 x 1 = 2", "choose 6 or 8"),
     bad("batch.micro_size=8", "batch.global_size (8)", "8 x 2 x 1 = 16", "choose 16"),
     bad("mesh.ep=2 batch.global_size=7", "1 x 1 x 2 = 2", "choose 6 or 8", sizes=Sizes({**LLAMA.sizes, "experts": 4})),
+    # a context over cp
+    bad("context.exchange=rings mesh.cp=2", "context.exchange: got 'rings'", "'ring', 'gather' or 'heads'"),
+    bad("context.heads=0 mesh.cp=2", "context.heads (0): must be at least 1"),
+    bad("context.exchange=ring", "context.exchange (ring): mesh.cp is 1", "leave it out, or set mesh.cp"),
+    bad("context.heads=2 context.balance=rows", "context.balance (rows), context.heads (2): mesh.cp is 1"),
+    bad("mesh.cp=4 mesh.tp=1 context.heads=3", "mesh.cp (4) by context.heads (3)", "choose from 1, 2, 4"),
+    bad(
+        "mesh.cp=4 mesh.tp=1 context.exchange=heads context.heads=2",
+        *("context.exchange=heads is over all of mesh.cp (4)", "context.heads (2)", "exchange=ring (or gather)"),
+    ),
+    bad(
+        "mesh.cp=4 mesh.tp=1 context.exchange=heads",
+        *("mesh.cp (4): cannot share out 6 heads (3 of keys) over 4", "choose from 1, 3, 6, or context.exchange=ring"),
+        sizes=Sizes({**LLAMA.sizes, "heads": 6, "kv": 3}),
+    ),
+    bad(
+        "mesh.cp=4 mesh.pp=1 context.heads=2",
+        *("context.heads (2): cannot share out 3 heads (1 of keys) of each rank of tp=2 over 2 ranks", "from 1, 3, or"),
+        sizes=Sizes({**LLAMA.sizes, "heads": 6, "kv": 2}),
+    ),
+    bad(
+        "mesh.cp=2 context.exchange=gather",
+        *("context.exchange (gather)", "drops attention weights", "model.attn_pdrop=0", "or context.exchange=heads"),
+        sizes=Sizes(drops_attention=True),
+    ),
+    bad(
+        "mesh.cp=4 mesh.tp=1 context.heads=2",
+        *("context.exchange (auto), context.heads (2)", "attn_pdrop=0", "context.exchange=heads and context.heads=1"),
+        sizes=Sizes(drops_attention=True),
+    ),
+    bad(
+        "mesh.cp=4 mesh.tp=1",
+        *("mesh.cp (4): cannot share out 6 heads", "choose from 1, 2, 3, 6", "model.attn_pdrop=0"),
+        sizes=Sizes({**LLAMA.sizes, "heads": 6, "kv": 6}, drops_attention=True),
+    ),
+    bad("mesh.cp=2 data.sequence_length=255", "1 x 255", "tp x cp = 2 x 2", "data.sequence_length=252 or 256"),
+    bad(
+        "mesh.cp=4 mesh.tp=1 data.sequence_length=3 batch.micro_size=4",
+        *("data.sequence_length (3) is less than mesh.cp (4)", "data.sequence_length=4 or more", "mesh.cp=1"),
+    ),
     # data
     bad("data.train=[]", "data.train names no corpus", "path prefix"),
     bad("data.train[1].weight=0", "data.train[1].weight (0.0) of corpus/text", "above 0", recipe=TWO),
@@ -358,6 +398,10 @@ GOOD = [
     bad("pipeline.schedule=gpipe pipeline.chunks=8"),
     bad("pipeline.layers_per_stage=[7,9]"),
     bad("memory.recompute=full memory.offload_activations=true memory.loss_chunk=512"),
+    bad("mesh.cp=2"),
+    bad("mesh.cp=2", sizes=Sizes(drops_attention=True)),
+    bad("mesh.cp=4 mesh.tp=1 context.heads=2 context.exchange=gather context.balance=documents"),
+    bad("mesh.cp=4 mesh.tp=1", sizes=Sizes({"layer": 16, "heads": 9, "kv": 1, "mlp": 8192, "vocab": 101})),
     bad("mesh.pp=1 mesh.tp=8", sizes=Sizes({"layer": 16, "heads": 8, "kv": 2, "mlp": 64, "vocab": 101})),
     bad("data.sequence_length=4096", sizes=Sizes(max_positions=None)),
     bad("data.train[1].weight=3", recipe=TWO),

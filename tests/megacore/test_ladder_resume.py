@@ -87,6 +87,7 @@ def test_from_rung_to_rung_on_any_layout(pool: Pool, tmp_path: Path) -> None:
 class _Sizes:
     sizes: Mapping[str, int] = MappingProxyType({"layer": 4, "heads": 4, "kv": 2, "mlp": 8, "vocab": 61})
     max_positions: int | None = None
+    drops_attention: bool = False
     schema: Schema = Schema((), {})
 
 

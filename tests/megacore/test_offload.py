@@ -315,6 +315,7 @@ class _Sizes:
     schema = configure({"preset": "llama-tiny"}).schema
     sizes = schema.sizes
     max_positions: int | None = None
+    drops_attention = False
 
 
 @pytest.mark.quick

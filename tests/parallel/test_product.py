@@ -179,7 +179,7 @@ def buckets(handed: bool, microbatches: int = 2) -> list[Tensor]:
     summed = Gradients(model.parameters, model.chunks)
     received = Counter[type]()
 
-    def receive(parameter: nn.Parameter, gradient: WeightGradient) -> None:
+    def receive(parameter: nn.Parameter, gradient: WeightGradient | torch.Tensor) -> None:
         received[type(gradient)] += 1
         summed.receive(parameter, gradient)
 

@@ -154,6 +154,7 @@ class Run:
             + ("-uneven" if self.layers else "")
             + (f"-{self.activations.recompute}" if self.activations.recompute != "none" else "")
             + ("-offload" if self.activations.offload else "")
+            + (f"-mlp{self.activations.mlp_chunk}" if self.activations.mlp_chunk else "")
             + (f"-loss{self.loss_chunk}" if self.loss_chunk else "")
             + (f"-{self.shard}" if self.shard != "none" else "")
             + (f"-x{self.replicas}" if self.replicas > 1 else "")

@@ -316,9 +316,9 @@ FAULTS = (
     ),
     fault(
         "the gradients of weights keep their weights",
-        "_Down.backward",
-        "_over(home.wait(), weights)",
-        "home.wait()",
+        "start_weights_gradient",
+        "torch.where(weights == 0, 0, home.finish() / weights)",
+        "home.finish()",
         *mixture("sigmoid-tp2-ep2"),
     ),
     fault(
@@ -386,9 +386,9 @@ FAULTS = (
     ),
     fault(
         "a balance grows with the ranks that have its tokens",
-        "step.routed",
+        "counted_and_routed",
         "all_reduce_(own, mesh.batch)",
-        "own",
+        "torch.cat([all_reduce_(own[:1].clone(), mesh.batch), own[1:]])",
         *experts("starved-tp2-ep2-full"),
     ),
     fault(
@@ -609,13 +609,13 @@ FAULTS = (
     fault(
         "the loss is divided by this rank's number of tokens",
         "counted_tokens",
-        "all_reduce_(own, mesh.batch)",
-        "own",
+        "all_reduce_(_counted(microbatches), mesh.batch)",
+        "_counted(microbatches)",
         *layout("llama-dp2"),
     ),
     fault(
         "ignored labels count as tokens",
-        "counted_tokens",
+        "step._counted",
         "m.labels != IGNORE",
         "m.labels != IGNORE - 1",
         "test_loss_and_gradients_are_those_of_torch",

@@ -7,10 +7,13 @@ from functools import cache
 
 import numpy as np
 import pytest
+from families import drawn
 from oracle import Case, Measured, Run, check, measure
 from pool import Pool
 from test_layouts import BIASES, GPT2, LLAMA
 
+from models.lora import Lora
+from models.tuning import Tuning
 from parallel.memory.recompute import Activations
 from parallel.weights.layout import MeshShape
 
@@ -67,5 +70,25 @@ CHUNKED = [
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_chunked_loss_computes_what_one_process_computes(pool: Pool, tied: bool, run: Run) -> None:
     case = _deep(TIED if tied else UNTIED, run)
+    (one,) = _measured(pool, case, Run())
+    check(case, run, one, _measured(pool, case, run))
+
+
+PIECES = [
+    Run(activations=Activations(mlp_chunk=5)),
+    Run(MeshShape(tp=2), micro=2, activations=Activations("full", mlp_chunk=7)),
+    Run(MeshShape(tp=2, dp=2), shard="parameters", activations=Activations("selective", mlp_chunk=4)),
+    Run(MeshShape(dp=2), shard="gradients", micro=2, activations=Activations("full", offload=True, mlp_chunk=5)),
+    Run(MeshShape(tp=2, pp=2), loss_chunk=5, activations=Activations(mlp_chunk=8)),
+    Run(MeshShape(cp=2), micro=2, activations=Activations("full", mlp_chunk=5)),
+]
+SIDE_BY_SIDE = Case("gptj", drawn("gptj", 3, vocab=101), ignored=0.3, documents=True)
+ADAPTED = replace(TIED, name="lora", tuning=Tuning(Lora(3, 2.0, ("*",))))
+
+
+@pytest.mark.parametrize("run", PIECES, ids=str)
+@pytest.mark.parametrize("case", [TIED, SIDE_BY_SIDE, ADAPTED], ids=lambda case: case.name)
+def test_a_chunked_feed_forward_computes_what_one_process_computes(pool: Pool, case: Case, run: Run) -> None:
+    case = _deep(case, run)
     (one,) = _measured(pool, case, Run())
     check(case, run, one, _measured(pool, case, run))

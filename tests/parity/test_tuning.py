@@ -43,7 +43,9 @@ MIXTRAL = drawn("mixtral", 1)
 MIXED = Case("lora-experts", MIXTRAL, ignored=0.3, tuning=Tuning(Lora(4, 8.0, ("*",))))
 DOWN = Case("lora-down", MIXTRAL, tuning=Tuning(Lora(3, 2.0, ("experts.down", "router"))))
 ROUTERS = Case("only-routers", MIXTRAL, tuning=Tuning(only=("router", "experts"), freeze=("experts.down",)))
-DRAWN = [Case(f"lora-{name}-drawn", drawn(name, 2), tuning=Tuning(Lora(4, 8.0, ("*",)))) for name in FAMILIES]
+DRAWN = [
+    Case(f"lora-{name}-drawn", drawn(name, 2), sequences=2, tuning=Tuning(Lora(4, 8.0, ("*",)))) for name in FAMILIES
+]
 
 RUNS = {
     "tp": Run(MeshShape(tp=4)),  # kv heads shared

@@ -57,7 +57,7 @@ pytestmark = pytest.mark.usefixtures("not_durable")
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {"weights": "BF16", "master": "F32", "exp_avg": "F32", "exp_avg_sq": "F32"}
-SECTION_OF_EACH = pytest.mark.parametrize(("family", "number"), rotated(range(len(SECTIONS["gpt2"]))))
+NUMBERS = range(len(SECTIONS["gpt2"]))
 
 
 @st.composite
@@ -89,7 +89,7 @@ def run(command: ModuleType, source: Path, target: Path, *more: str) -> None:
     assert command.main([str(source), str(target), *more]) == 0
 
 
-@SECTION_OF_EACH
+@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS))
 def test_any_chain_of_layouts_and_back(family: str, number: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     section, seen = SECTIONS[family][number], set()
 
@@ -169,10 +169,11 @@ def test_what_travels_with_a_model_is_copied_byte_for_byte(tmp_path: Path) -> No
         assert kept == TRAVELS
 
 
-@SECTION_OF_EACH
+@pytest.mark.parametrize(("family", "number"), rotated(NUMBERS, few=3))
 def test_any_chain_of_layouts_with_optimizer_state(
     family: str, number: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """States have the sentences of their weights, which above go through chains in every family."""
     section = SECTIONS[family][number]
 
     @settings(max_examples=3)

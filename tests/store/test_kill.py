@@ -28,7 +28,7 @@ from megacore.store.publish import LOCK
 from tools import convert, reshard
 
 ROOT = Path(__file__).parents[2]
-KILLS = 36
+KILLS = 18
 """Of each command."""
 
 _LARGER = {"hidden_size": 192, "intermediate_size": 512, "vocab_size": 3001}
@@ -140,7 +140,7 @@ def kill_again_and_again(program: str, source: Path, options: Sequence[str], see
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.grid] * (kind != "llama")) for kind in KINDS])
 def test_kill_at_any_time(kind: str, tmp_path: Path) -> None:
-    """108 kills, two at a time: during conversions, reshards with optimizer state, and exports."""
+    """54 kills, two at a time: during conversions, reshards with optimizer state, and exports."""
     section = KINDS[kind]
     for name in ("convert", "reshard", "export"):
         (tmp_path / name).mkdir()

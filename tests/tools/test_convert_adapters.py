@@ -23,7 +23,7 @@ from megacore.store.hugging_face import HuggingFace
 from megacore.store.load import Loader
 from models.assemble import Model
 from models.decoder import Microbatch
-from models.lora import Lora
+from models.lora import Lora, linears, mistaken_by_peft
 from models.registry import FAMILIES, configure
 from models.stages import layout_of
 from models.tuning import Tuning
@@ -55,7 +55,7 @@ GPT2: Mapping[str, Any] = {
 CASES = {
     "llama": (LLAMA, Lora(3, 6.0, ("q_proj", "attn.qkv.v", "attn.out", "mlp"), rslora=True)),
     **{f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("*",))) for name in FAMILIES},
-    # PEFT takes its gate_proj for that of the experts, in layers without them, too.
+    # The others are refused: test_what_peft_would_load_wrongly_is_refused.
     **{
         f"{name}-all": (drawn(name, 3, layers=4, vocab=61), Lora(2, 1.0, ("attn", "router", "experts")))
         for name in ("qwen3_moe", "deepseek_v2", "deepseek_v3")
@@ -249,6 +249,26 @@ def test_what_cannot_be_done_is_said(tmp_path: Path, not_durable: None, capsys: 
     assert "holds a model and no adapters" in said
     assert run(made.checkpoint, target, "--to", "hf", "--base", made.folder, "--dry-run") == 0
     assert not target.exists()
+
+
+def test_what_peft_would_load_wrongly_is_refused(
+    tmp_path: Path, not_durable: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = model_folder(tmp_path, drawn("deepseek_v3", 3, layers=4, vocab=61), torch.float32)
+    checkpoint = adapted(folder, tmp_path / "ckpt", Lora(2, 1.0, ("attn", "mlp.shared.down")))
+    said = refused(capsys, checkpoint, tmp_path / "peft", "--to", "peft")
+    assert "adapters of mlp.shared_experts.down_proj for those of deepseek_v3's experts" in said
+    assert f"--to hf --base {folder}" in said and not (tmp_path / "peft").exists()
+
+
+def test_peft_mistakes_the_linears_that_we_refuse() -> None:
+    """Of the families that there are, by its own table."""
+    conversion = pytest.importorskip("peft.utils.transformers_weight_conversion", reason="the peft library is missing")
+    for name in FAMILIES:
+        found = [*linears(configure(drawn(name, 3, layers=4, vocab=61)).schema)]
+        taken = conversion._MOE_TARGET_MODULE_MAPPING.get(conversion._MODEL_TO_CONVERSION_PATTERN.get(name), {})
+        modules = {linear.hf_name for linear in found if not linear.is_parameter}
+        assert mistaken_by_peft(name, found) == sorted(each for each in modules if each.split(".")[-1] in taken), name
 
 
 def test_a_damaged_index_is_refused(tmp_path: Path, not_durable: None) -> None:
