@@ -320,10 +320,8 @@ def split(documents: tuple[int, ...], length: int, parts: int, balance: ContextB
     if t % ranks:
         raise ValueError(f"cannot split {t} tokens over cp={ranks}: choose a multiple of {ranks}")
     units = np.array(documents if balance != "rows" else (length,) * (t // length))
-    shares = _evenly(units, parts)
-    if balance == "auto" and parts > 1:
-        shares = _cheapest(units, parts, shares)
-    return ContextSplit(documents, _spans(documents, *_zigzag(shares), parts), heads)
+    cuts = _cheapest(units, parts) if balance == "auto" and parts > 1 else _evenly(units, parts)
+    return ContextSplit(documents, _spans(documents, *_zigzag(cuts), parts), heads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -394,8 +392,10 @@ _LITTLE = 0.02
 """The work of a document, of a part's, that is placed whole wherever there is room."""
 
 
-def _cheapest(units: _Integers, parts: int, evenly: _Cuts) -> _Cuts:
+def _cheapest(units: _Integers, parts: int) -> _Cuts:
     """Return shares of documents that are whole where they can be, or even ones if those are not better."""
+    even = units // parts  # keys that even shares move at least, without the tokens that do not divide
+    least = np.where(even > 0, parts * (parts - 1) * (even // 2 + even), units * (units - 1)).sum() // 2
     held = _placed(units, parts)
     for aim in _AIMS:
         _level(units, held, aim)
@@ -404,11 +404,12 @@ def _cheapest(units: _Integers, parts: int, evenly: _Cuts) -> _Cuts:
         tokens = np.concatenate([np.fromiter(each.values(), np.int64, len(each)) for each in held])
         order = np.lexsort((part, -tokens, unit))  # fewer keys travel if large shares come first
         found = _Cuts(unit[order], part[order], tokens[order])
-        if found.keys > evenly.keys:
-            return evenly
+        if found.keys > least and found.keys > _evenly(units, parts).keys:
+            return _evenly(units, parts)
         busiest = found.work(units, parts)
         if busiest <= BALANCED:
             return found
+    evenly = _evenly(units, parts)
     return found if busiest <= evenly.work(units, parts) else evenly
 
 
@@ -471,8 +472,8 @@ def _level(units: _Integers, held: list[dict[int, int]], aim: float) -> None:
         wanted = min(work[most] - mean, mean - work[least])
         moved = np.minimum(np.minimum(given[:, None], taken), np.ceil(wanted / np.maximum(gap, 0.5)))
         gain = moved * gap
-        cost = (moved < given[:, None]) * (units[longer] * ~np.isin(longer, shorter))[:, None]
-        cost = cost + (moved < taken) * (units[shorter] * ~np.isin(shorter, longer))
+        cost = (moved < given[:, None]) * units[longer][:, None]
+        cost = cost + (moved < taken) * units[shorter]
         value = np.where(gain >= 0.3 * wanted, -cost, -np.inf)
         value = value if np.isfinite(value).any() else gain
         i, j = np.unravel_index(int(value.argmax()), value.shape)
