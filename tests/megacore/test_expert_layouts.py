@@ -98,6 +98,8 @@ def test_listed_experts_start_a_run_on_any_mesh(pool: Pool, recipe: str, six: Pa
     assert convert.main([str(path_of(six, 2)), str(folder), "--to", "hf"]) == 0
     start = [f"checkpoint.init={folder}", "train.steps=3", "evaluate.every=0"]
     one = train(recipe, [f"out={tmp_path / 'one'}", *start]).values("loss")
+    drawn = [loss for _, loss in metrics.curve(metrics.read(six / "metrics.jsonl"), "loss")]
+    assert abs(one[0] - drawn[0]) > 1e-3 * drawn[0]  # of the same batch
     for name, mesh in (("whole", WHOLE), ("parts", PARTS)):
         ranks: list[Result] = pool.run(4, train, recipe, [f"out={tmp_path / name}", *start, *mesh])
         np.testing.assert_allclose(ranks[0].values("loss"), one, rtol=TOLERANCE)

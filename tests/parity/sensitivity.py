@@ -942,7 +942,7 @@ FAULTS = (
     ),
     fault(
         "scores have their cap after the mask",
-        "bands._forward",
+        "bands._in_blocks",
         "scores = _capped(_product(queries[:, own], keys[:, band.keys].mT, wide).mul_(scale), softcap)\n"
         "band.mask_(scores, first, float('-inf'))",
         "scores = _product(queries[:, own], keys[:, band.keys].mT, wide).mul_(scale)\n"
@@ -951,7 +951,7 @@ FAULTS = (
     ),
     fault(
         "sinks add to the sum as what they are not",
-        "bands._forward",
+        "bands._in_blocks",
         "torch.logaddexp(total, each, out=log_sum[:, own])",
         "torch.logaddexp(total, -each, out=log_sum[:, own])",
         "test_scoring.test_the_formula",
@@ -1087,7 +1087,7 @@ FAULTS = (
     ),
     fault(
         "tokens see earlier documents",
-        "documents._on_cpu",
+        "documents.forward",
         "_Batches.of(starts)",
         "_Batches.of(starts[[0, -1]])",
         "test_documents_that_are_kept_apart_are_sequences_of_their_own",
