@@ -253,9 +253,8 @@ class Recorded(Optimizer):
         super().step(*arguments)
 
 
-def measure(case: Case, run: Run) -> Measured:
-    """Train the case on this rank of ``run``."""
-    mesh = Mesh.create(run.mesh)
+def model_of(case: Case, run: Run, mesh: Mesh) -> Model:
+    """What this rank has of the model at the start."""
     objective = Losses(case.label_smoothing, case.z_loss, run.loss_chunk)
     model = Model.create(
         case.config,
@@ -273,6 +272,13 @@ def measure(case: Case, run: Run) -> Measured:
     model.parameters.initialise(seed=1)
     if case.starved:
         starve(model.parameters)
+    return model
+
+
+def measure(case: Case, run: Run) -> Measured:
+    """Train the case on this rank of ``run``."""
+    mesh = Mesh.create(run.mesh)
+    model = model_of(case, run, mesh)
     # Small buckets, so that there are several.
     gradients = Gradients(
         model.parameters, model.chunks, torch.float64, run.shard, run.replicas, 20_000, run.offload_parameters
