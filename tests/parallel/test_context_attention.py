@@ -350,7 +350,6 @@ def test_exchanges_round_as_one_call_of_the_kernel_does(pool: Pool) -> None:
         for name, right, call, *parts in zip("yqkv", want, one, *(each[number] for each in ranks), strict=True):
             mine = torch.cat(parts)[order].double()
             ratio = (mine - right).norm() / (call.double() - right).norm()
-            print(way.context.exchange, name, float(ratio))
             assert ratio < 1.2, (way.context.exchange, name, float(ratio))
 
 
@@ -379,11 +378,16 @@ def happened(exchange: ContextExchange) -> list[list[str]]:
     return events
 
 
+FORWARD = ["post", "alone", "post", "rectangle", "post", "rectangle", "rectangle"]
+HOME = ["rectangle_backward", "post"]
+RING = [*FORWARD, "post", "alone_backward", "post", *HOME, "post", *HOME, *HOME]
+GATHER = ["post", "alone", *["rectangle"] * 2, "post", "alone_backward", *["rectangle_backward"] * 2, "post"]
+
+
 def test_messages_are_under_way_while_the_hop_before_computes(pool: Pool) -> None:
-    for events in pool.run(4, happened, "ring"):
-        print(events)
-    for events in pool.run(4, happened, "gather"):
-        print(events)
+    """What a hop brings is posted before the one before computes, what goes home right after it has been computed."""
+    assert pool.run(4, happened, "ring") == [RING] * 4
+    assert pool.run(4, happened, "gather")[1:3] == [GATHER] * 2
 
 
 def test_weights_are_not_dropped_in_parts() -> None:
