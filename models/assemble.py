@@ -120,7 +120,8 @@ class Model:
 
     def use_fp8(self) -> None:
         """Multiply in fp8 in all layers but the first and the last, whose errors count most."""
-        product, ends = Fp8.on(self.parameters.mesh.device), {"0", str(self.config.sizes["layer"] - 1)}
+        mesh, ends = self.parameters.mesh, {"0", str(self.config.sizes["layer"] - 1)}
+        product = Fp8.on(mesh.device, mesh.along("cp", "tp"))
         for chunk in self.chunks:
             for layer, block in chunk.layers.items():
                 if layer not in ends:

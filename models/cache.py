@@ -111,7 +111,8 @@ class Prefill:
         counts, device = [len(cache.own(row)) for row in range(len(cache.held))], cache.positions.device
         rows = [row for row, count in enumerate(counts) for _ in range(count)]
         slots = [slot for count in counts for slot in range(count)]
-        return cls(cache, *(torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, slots)), whole)
+        own, to = (torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, slots))
+        return cls(cache, own, to, whole)
 
     def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         n = len(self.rows)

@@ -268,7 +268,7 @@ class Decoder(nn.Module):
             return whole
         mesh, context = self._mesh, self.context_parallel
         inner = mesh.group(inner_ranks(mesh.cp.ranks, mesh.cp.index, context.heads))
-        return ContextAttention(microbatch.split, mesh.cp, inner, context.exchange, whole)
+        return ContextAttention.of(microbatch.split, microbatch.sequence_length, context, mesh.cp, inner, whole)
 
     def _routed(self, microbatch: Microbatch) -> RoutedTokens:
         """What is known of this rank's own tokens."""
