@@ -123,10 +123,10 @@ class Gathered:
     """The keys that one part takes from all others at once, in one buffer in the order of the documents.
 
     Args:
-        taken: Of each part, the tokens whose keys and values travel, in the order of its tokens, as in :class:`Hop`.
-            Of the part itself, those that a window shows to later spans of it; they are copied.
-        places: Of each part, where each of these spans is in the buffer.
-        rectangles: The scores, keys in the order of the buffer: one of each span of queries.
+        taken: The tokens of each part whose keys and values travel, in the order of its tokens, as in :class:`Hop`. The
+            part itself copies those that a window shows to later spans of it.
+        places: The places of each part's spans in the buffer.
+        rectangles: The scores, with keys in the order of the buffer: no query is in two of them.
     """
 
     taken: tuple[tuple[Span, ...], ...]
@@ -191,7 +191,7 @@ class ContextSplit:
 
     @cached_property
     def in_part(self) -> tuple[dict[int, list[_Held]], ...]:
-        """Of each part {document: spans}, with their places in the part, of the documents that it has in part."""
+        """{document: spans, with their places in the part} of each part, of the documents that it has not whole."""
         lengths = np.array(self.documents)
         found: list[dict[int, list[_Held]]] = []
         for spans in self.spans:
@@ -338,15 +338,13 @@ def split(documents: tuple[int, ...], length: int, parts: int, balance: ContextB
     if t % ranks:
         raise ValueError(f"cannot split {t} tokens over cp={ranks}: choose a multiple of {ranks}")
     units = np.array(documents if balance != "rows" else (length,) * (t // length))
-    shares = _evenly(units, parts)
-    if balance == "auto" and parts > 1:
-        shares = _cheapest(units, parts, shares)
-    return ContextSplit(documents, _spans(documents, *_zigzag(shares), parts), heads)
+    cuts = _cheapest(units, parts) if balance == "auto" and parts > 1 else _evenly(units, parts)
+    return ContextSplit(documents, _spans(documents, *_zigzag(cuts), parts), heads)
 
 
 @dataclass(frozen=True, eq=False)
-class _Shares:
-    """How many tokens of which unit each part has, of successive units; all of them above zero.
+class _Cuts:
+    """The tokens of successive units that each part has, all above zero.
 
     A unit is cut in zigzag: for its parts in their order, the first half of each share, and back again the second. So
     each share has as much work of attention as any other tokens of its unit on average: half the unit's length each.
@@ -358,7 +356,7 @@ class _Shares:
 
     @cached_property
     def of_unit(self) -> tuple[_Integers, _Integers]:
-        """Of each share, how many its unit has, and the index of the first of them."""
+        """Return how many shares each share's unit has, and the index of the first of them."""
         counts = np.bincount(self.unit)
         return np.repeat(counts, counts), np.repeat(np.cumsum(counts) - counts, counts)
 
@@ -380,16 +378,16 @@ class _Shares:
         return float(each.max() / each.mean())
 
 
-def _evenly(units: _Integers, parts: int) -> _Shares:
+def _evenly(units: _Integers, parts: int) -> _Cuts:
     """Share out each unit over all parts; tokens that do not divide go to the parts in turn."""
     rest = units % parts
     turns = np.cumsum(rest) - rest
     tokens = (units // parts)[:, None] + ((np.arange(parts) - turns[:, None]) % parts < rest[:, None])
     unit, part = np.nonzero(tokens)
-    return _Shares(unit, part, tokens[unit, part])
+    return _Cuts(unit, part, tokens[unit, part])
 
 
-def _zigzag(shares: _Shares) -> tuple[_Integers, _Integers]:
+def _zigzag(shares: _Cuts) -> tuple[_Integers, _Integers]:
     """Return the sizes and the parts of successive pieces."""
     n = len(shares.unit)
     early = shares.tokens // 2
@@ -405,25 +403,32 @@ def _zigzag(shares: _Shares) -> tuple[_Integers, _Integers]:
 
 BALANCED = 1.05
 """The work of the busiest part, of the mean, below which the parts are told apart by the keys that travel."""
-_LEVEL = 1.03
-"""The work of a part that is aimed at; what is aimed with is a little coarser than the work of its pieces."""
+_AIMS = 1.03, 1.01, 1.0
+"""The work of a part that is aimed at, of the mean, in turn: where pieces are of few tokens, their work is not that of
+their document's tokens on average, and what comes out is off."""
 _LITTLE = 0.02
 """The work of a document, of a part's, that is placed whole wherever there is room."""
 
 
-def _cheapest(units: _Integers, parts: int, evenly: _Shares) -> _Shares:
+def _cheapest(units: _Integers, parts: int) -> _Cuts:
     """Return shares of documents that are whole where they can be, or even ones if those are not better."""
+    even = units // parts  # keys that even shares move at least, without the tokens that do not divide
+    least = np.where(even > 0, parts * (parts - 1) * (even // 2 + even), units * (units - 1)).sum() // 2
     held = _placed(units, parts)
-    _level(units, held)
-    part = np.repeat(np.arange(parts), [len(each) for each in held])
-    unit = np.concatenate([np.fromiter(each, np.int64, len(each)) for each in held])
-    tokens = np.concatenate([np.fromiter(each.values(), np.int64, len(each)) for each in held])
-    order = np.lexsort((part, -tokens, unit))  # fewer keys travel if large shares come first
-    found = _Shares(unit[order], part[order], tokens[order])
-    if found.keys > evenly.keys:
-        return evenly
-    busiest = found.work(units, parts)
-    return found if busiest <= BALANCED or busiest <= evenly.work(units, parts) else evenly
+    for aim in _AIMS:
+        _level(units, held, aim)
+        part = np.repeat(np.arange(parts), [len(each) for each in held])
+        unit = np.concatenate([np.fromiter(each, np.int64, len(each)) for each in held])
+        tokens = np.concatenate([np.fromiter(each.values(), np.int64, len(each)) for each in held])
+        order = np.lexsort((part, -tokens, unit))  # fewer keys travel if large shares come first
+        found = _Cuts(unit[order], part[order], tokens[order])
+        if found.keys > least and found.keys > _evenly(units, parts).keys:
+            return _evenly(units, parts)
+        busiest = found.work(units, parts)
+        if busiest <= BALANCED:
+            return found
+    evenly = _evenly(units, parts)
+    return found if busiest <= evenly.work(units, parts) else evenly
 
 
 def _placed(units: _Integers, parts: int) -> list[dict[int, int]]:
@@ -442,11 +447,11 @@ def _placed(units: _Integers, parts: int) -> list[dict[int, int]]:
             part = heappop(waiting)[1]
             heappush(ready, (work[part], part))
         all_of_it = n * n / 2
-        if ready and all_of_it <= max(_LITTLE * mean, _LEVEL * mean - ready[0][0]):
+        if ready and all_of_it <= max(_LITTLE * mean, _AIMS[0] * mean - ready[0][0]):
             part = heappop(ready)[1]
             shares = {part: n}
         else:
-            wanted = (_LEVEL * mean - np.array(work)).clip(0) * 2 // n
+            wanted = (_AIMS[0] * mean - np.array(work)).clip(0) * 2 // n
             shares = _fewest(n, np.array(room), wanted.astype(np.int64))
             ready, waiting = [], [(-tokens, part) for part, tokens in enumerate(room) if part not in shares]
             heapify(waiting)
@@ -469,7 +474,7 @@ def _fewest(n: int, room: _Integers, wanted: _Integers) -> dict[int, int]:
     return {part: tokens for part, tokens in zip(order.tolist(), each.tolist(), strict=False) if tokens}
 
 
-def _level(units: _Integers, held: list[dict[int, int]]) -> None:
+def _level(units: _Integers, held: list[dict[int, int]], aim: float) -> None:
     """Let the part of the most work change tokens for as many of shorter documents of that of the least, in turn.
 
     Where one change is enough, documents are taken that it costs the fewest keys to cut.
@@ -478,15 +483,15 @@ def _level(units: _Integers, held: list[dict[int, int]]) -> None:
     mean = work.mean()
     for _ in range(4 * len(held)):
         most, least = int(work.argmax()), int(work.argmin())
-        if work[most] <= _LEVEL * mean:
+        if work[most] <= aim * mean:
             break
         (longer, given), (shorter, taken) = (np.array(list(held[part].items())).T for part in (most, least))
         gap = (units[longer][:, None] - units[shorter]) / 2
         wanted = min(work[most] - mean, mean - work[least])
         moved = np.minimum(np.minimum(given[:, None], taken), np.ceil(wanted / np.maximum(gap, 0.5)))
         gain = moved * gap
-        cost = (moved < given[:, None]) * (units[longer] * ~np.isin(longer, shorter))[:, None]
-        cost = cost + (moved < taken) * (units[shorter] * ~np.isin(shorter, longer))
+        cost = (moved < given[:, None]) * units[longer][:, None]
+        cost = cost + (moved < taken) * units[shorter]
         value = np.where(gain >= 0.3 * wanted, -cost, -np.inf)
         value = value if np.isfinite(value).any() else gain
         i, j = np.unravel_index(int(value.argmax()), value.shape)

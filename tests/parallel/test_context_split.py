@@ -262,6 +262,18 @@ def test_auto_on_rows_of_short_documents_moves_at_most_half_the_keys(parts: int,
     assert busiest(split) <= BALANCED
 
 
+@pytest.mark.parametrize(
+    ("parts", "documents"),
+    [
+        pytest.param(6, (15, 21), id="as few parts as can take them would move more keys"),
+        pytest.param(4, (11, 19, 2), id="the same, and the last has two tokens"),
+    ],
+)
+def test_auto_is_documents_where_that_moves_fewer_keys(parts: int, documents: tuple[int, ...]) -> None:
+    spans = [context_split.split(documents, sum(documents), parts, each, 1).spans for each in ("auto", "documents")]
+    assert spans[0] == spans[1]
+
+
 def test_documents_that_fit_stay_whole_and_nothing_travels() -> None:
     split = ContextParallel(4).split((5, 3) * 4, 8)
     assert {split.gathered(part).tokens for part in range(4)} == {0}
