@@ -49,6 +49,7 @@ def one(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Result:
         pytest.param(4, ["mesh.cp=2", "mesh.tp=2", "batch.micro_size=2"], id="cp2-tp2"),
         pytest.param(4, ["mesh.cp=2", "mesh.pp=2", "context.exchange=heads"], id="cp2-pp2-heads"),
         pytest.param(2, ["mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved"], id="pp2-interleaved"),
+        pytest.param(4, ["mesh.cp=2"], id="cp2-dp2"),
     ],
 )
 def test_every_layout_logs_what_one_process_logs(

@@ -406,7 +406,7 @@ FAULTS = (
     fault(
         "a balance is that of each tp rank",
         "Balance._toward",
-        "all_reduce_(counts.clone(), self.mesh.tp)",
+        "all_reduce_(counts.clone(), self.mesh.along('cp', 'tp'))",
         "counts.clone()",
         *experts("starved-tp2-ep2-full"),
     ),
@@ -1176,15 +1176,15 @@ FAULTS = (
     fault(
         "the loss is a mean of the ranks' means",
         "counted_tokens",
-        "all_reduce_(own, mesh.batch).clamp_(min=1)",
-        "own.clamp_(min=1) * mesh.batch.size",
+        "all_reduce_(_counted(microbatches), mesh.batch).clamp_(min=1)",
+        "_counted(microbatches).clamp_(min=1) * mesh.batch.size",
         *context("few-labels-cp4-ring-rows-1-gradients"),
     ),
     fault(
         "a loss of no tokens is not a number",
         "counted_tokens",
-        "all_reduce_(own, mesh.batch).clamp_(min=1)",
-        "all_reduce_(own, mesh.batch)",
+        "all_reduce_(_counted(microbatches), mesh.batch).clamp_(min=1)",
+        "all_reduce_(_counted(microbatches), mesh.batch)",
         *context("nothing-counts-cp2-ring-documents-1"),
     ),
     fault(
@@ -1204,8 +1204,8 @@ FAULTS = (
     fault(
         "the odd tokens of a document are dropped",
         "context_split._zigzag",
-        "(units // parts)[:, None] + more",
-        "(units // parts)[:, None] + 0 * more",
+        "shares.tokens - early",
+        "early",
         *context("odd-rows-cp4-gather-documents-1"),
     ),
     fault(
@@ -1224,9 +1224,9 @@ FAULTS = (
     ),
     fault(
         "the ranks of cp count their sequences together",
-        "step.routed",
-        "sequences / mesh.shape.cp",
-        "sequences / 1",
+        "counted_and_routed",
+        "sum(m.sequences for m in microbatches) / mesh.shape.cp",
+        "sum(m.sequences for m in microbatches)",
         *context("starved-tp2-cp2-ring-documents-1-full"),
     ),
     fault(
@@ -1249,6 +1249,55 @@ FAULTS = (
         "parameters.layout.replicas(shard, piece.label)",
         "tuple(r for r in parameters.layout.replicas(shard, piece.label) if (r < 2) == (parameters.mesh.rank < 2))",
         "test_another_layout_goes_on_with_the_same_numbers[cp2-tp2]",
+    ),
+    fault(
+        "the keys of the backward are stale",
+        "context_attention._attend_backward",
+        "rows = _together(k, v)",
+        "rows = _together.__dict__.setdefault(tuple(k.shape), _together(k, v))",
+        *context("few-labels-cp4-ring-rows-1-gradients"),
+    ),
+    fault(
+        "gradients of keys stop one hop short",
+        "context_attention._attend_backward",
+        "hop.give_back(gradients, home, k.dtype, ranks)",
+        "hop.give_back(gradients * (number != len(plan.hops) - 2), home, k.dtype, ranks)",
+        *context("few-labels-cp4-ring-rows-1-gradients"),
+    ),
+    fault(
+        "a triangle of scores is left out on the wrong hop",
+        "context_attention._attend",
+        "partial.rectangle(q[of], keys[some], values[some], each.band, scoring)",
+        "partial.rectangle(q[of], keys[some], values[some], each.band or 1, scoring)",
+        *context("few-labels-cp4-ring-rows-1-gradients"),
+    ),
+    fault(
+        "log-sum-exps are merged in bf16",
+        "context_attention._attend",
+        "torch.logaddexp(log_sum[of], more)",
+        "torch.logaddexp(log_sum[of], more).bfloat16().to(more.dtype)",
+        *context("few-labels-cp4-ring-rows-1-gradients"),
+    ),
+    fault(
+        "keys that are gathered stand in the order of the ranks",
+        "_Hop.take",
+        "self.places is None",
+        "True",
+        *context("odd-rows-cp4-gather-documents-1"),
+    ),
+    fault(
+        "kv heads are in another order after the all-to-all",
+        "ContextAttention._by_heads",
+        "x.repeat_interleave(size // x.shape[1], 1)",
+        "x.repeat(1, size // x.shape[1], 1)",
+        *context("parts-cp4-heads-documents-4"),
+    ),
+    fault(
+        "all ranks of cp compute what one has to",
+        "context_attention._attend",
+        "partial.alone(q, k, v, plan.alone, scoring)",
+        "[partial.alone(q, k, v, plan.alone, scoring) for _ in range(ranks.size)][0]",
+        "test_each_rank_does_its_share[rows]",
     ),
     # -- damage, and two runs in one folder
     fault(

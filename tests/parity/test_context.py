@@ -104,7 +104,7 @@ def run_of(case: Case, mesh: MeshShape, etp: bool, rng: Random) -> Run:
         2 if schedule == "interleaved" else 1,
         schedule,
         micro=micro,
-        activations=Activations(rng.choice(("none", "selective", "full")), rng.random() < 0.2),
+        activations=Activations(rng.choice(("none", "selective", "full")), rng.random() < 0.2, rng.choice((None, 5))),
         loss_chunk=rng.choice((None, 5)),
         shard=shard,
         replicas=rng.choice((1, mesh.dp)),
