@@ -18,6 +18,7 @@ Spelling = Literal["rope_parameters", "rope_scaling"]
 _BESIDE = ("rope_theta", "partial_rotary_factor")
 """What the old spelling keeps beside the type and its numbers, not among them."""
 _ORIGINAL = "original_max_position_embeddings"
+_LENGTH = "max_position_embeddings"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,12 +403,13 @@ def override(base: Mapping[str, Any], fields: Mapping[str, Any], convention: Con
 
     ``rope_parameters`` and ``rope_scaling`` mean the same here: with a rope_type they replace the type and its numbers,
     without one they replace the numbers that they name, and null takes the scaling away. ``rope_theta`` and
-    ``partial_rotary_factor`` stay until they are named themselves. What contradicts itself is left as it stands, for
+    ``partial_rotary_factor`` stay until they are named themselves. An original length that neither names is the base's
+    ``max_position_embeddings``, whatever they make of those. What contradicts itself is left as it stands, for
     :func:`from_hugging_face` to tell.
     """
     changed = {**base, **fields}
     (held, wrong), (given, also_wrong) = _said(base, convention), _flatten(fields, convention)
-    if fields.keys().isdisjoint(convention.keys) or wrong or also_wrong:
+    if wrong or also_wrong:
         return changed
     beside = {name: key for name, key in convention.beside.items() if name in _BESIDE or base.get(key) is not None}
     scalings = [fields[key] for key in get_args(Spelling) if key in fields]
@@ -416,6 +418,10 @@ def override(base: Mapping[str, Any], fields: Mapping[str, Any], convention: Con
     named = {name for name, key in convention.beside.items() if key in fields}
     rope = {name: value for name, value in held.items() if name not in named} | given
     rope.setdefault("rope_type", "default")
+    if _LENGTH in fields and base.get(_LENGTH) is not None and _falls_back(rope, convention):
+        rope[_ORIGINAL] = base[_LENGTH]
+    elif fields.keys().isdisjoint(convention.keys):
+        return changed
     others = {name: value for name, value in changed.items() if name not in convention.keys}
     new = base.get("rope_parameters") or base.keys().isdisjoint(convention.keys)
     others |= {key: rope.pop(name) for name, key in beside.items() if name in rope and (name == _ORIGINAL or not new)}
@@ -430,14 +436,18 @@ def override_by_kind(base: Mapping[str, Any], fields: Mapping[str, Any], kinds: 
     """As :func:`override` for the rope of each kind of layer that the fields name; the result is nested by kind."""
     keys = frozenset[str]().union(*(convention.keys for convention in kinds.values()))
     changed = {**base, **fields}
-    if fields.keys().isdisjoint(keys) or _not_nested(base, kinds) or _not_nested(fields, kinds):
+    if _not_nested(base, kinds) or _not_nested(fields, kinds):
         return changed
-    nested = {}
+    nested, touched = {}, not fields.keys().isdisjoint(keys)
     for kind, convention in kinds.items():
-        made = override(_of_kind(base, kind, convention), _of_kind(fields, kind, convention), convention)
+        before, given = _of_kind(base, kind, convention), _of_kind(fields, kind, convention)
+        made = override(before, given, convention)
+        touched |= made != before | given
         nested[kind], wrong = _flatten(made, convention)
         if wrong:
             return changed
+    if not touched:
+        return changed
     return {name: value for name, value in changed.items() if name not in keys} | {"rope_parameters": nested}
 
 
@@ -467,6 +477,13 @@ def _said(config: Mapping[str, Any], convention: Convention) -> tuple[dict[str, 
     given, problems = _flatten(config, convention)
     bare = not any(config.get(key) for key in get_args(Spelling))
     return ({**convention.parameters, **given} if bare else given), problems
+
+
+def _falls_back(rope: Mapping[str, Any], convention: Convention) -> bool:
+    """Whether a rope, in the new spelling, is of a type with an original length that nothing says."""
+    rope_type = convention.rope_types.get(str(rope["rope_type"]), str(rope["rope_type"]))
+    said = rope.get(_ORIGINAL) is not None or convention.original_max_position_embeddings is not None
+    return not said and _ORIGINAL in (each.name for each in fields(ROPE_TYPES.get(rope_type, DefaultRope)))
 
 
 def _flatten(config: Mapping[str, Any], convention: Convention) -> tuple[dict[str, Any], list[str]]:

@@ -6,13 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from engine import RECIPE, write_recipe
+import torch
+from engine import LLAMA, RECIPE, trainer, write_recipe
 
 from megacore.recipe import load
 from megacore.run import train as pretrain
 from megacore.run.export import export
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
+from models.decoder import Microbatch
 from tools import convert
 
 
@@ -67,3 +69,43 @@ def test_a_folder_that_has_come_in_between_is_left_alone(tmp_path: Path, capsys:
     with pytest.raises(StoreError, match=r"(?s)holds 1 files.*megacore convert .*step-00000002 .*hf --to hf"):
         export(load(recipe, [f"out={out}", f"checkpoint.export={made}"]), 2)
     assert [path.name for path in made.iterdir()] == ["theirs"]
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+def test_a_model_of_twice_the_positions_is_what_transformers_makes_of_it(tmp_path: Path, spelling: str) -> None:
+    """What the recipe does not name of the rope (theta, the original length) is the base's, from the start on."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    base, made, length = tmp_path / "base", tmp_path / "made", 16
+    sizes = {key: value for key, value in LLAMA.items() if key != "family"}
+    sizes |= {"hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": length}
+    config = LlamaConfig(**sizes, rope_parameters={"rope_type": "default", "rope_theta": 100.0})  # type: ignore[arg-type]
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    if spelling == "rope_scaling":
+        raw = json.loads((base / "config.json").read_text())
+        del raw["rope_parameters"]
+        (base / "config.json").write_text(json.dumps(raw | {"rope_theta": 100.0, "rope_scaling": None}))
+    data = {"validation_fraction": 0.2, "sequence_length": 2 * length}
+    train = RECIPE["train"] | {"steps": 1, "precision": "fp32"}
+    short = {"model": {}, "data": data, "train": train, "schedule": {"warmup_steps": 0}, "checkpoint": {"at_end": True}}
+    recipe = write_recipe(tmp_path, RECIPE | short)
+    longer = ["model.rope_scaling={rope_type: yarn, factor: 2.0}", f"model.max_position_embeddings={2 * length}"]
+    run = trainer(recipe, [f"checkpoint.init={base}", f"out={tmp_path / 'run'}", *longer])
+    tokens = torch.arange(2 * length) * 7 % sizes["vocab_size"]  # type: ignore[operator]
+    batch = Microbatch(tokens, tokens, torch.arange(2 * length), 1, (2 * length, 32))
+
+    def close(folder: Path, **changed: object) -> None:
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **changed)
+        (decoder,) = run.model.chunks
+        assert decoder.head is not None
+        with torch.no_grad():
+            want, got = theirs(tokens[None]).logits[0], decoder.head(decoder.hidden(None, batch), None)
+        assert float((got - want).norm() / want.norm()) < 1e-6
+
+    by_hand = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "original_max_position_embeddings": length}
+    close(base, rope_parameters=by_hand, max_position_embeddings=2 * length)
+    run.run()
+    assert convert.main([str(tmp_path / "run" / "checkpoints" / "step-00000001"), str(made), "--to", "hf"]) == 0
+    assert json.loads((made / "config.json").read_text())["max_position_embeddings"] == 2 * length
+    close(made)

@@ -635,6 +635,69 @@ def test_what_is_not_overridden_stays(before: Rope, given: dict[str, Any], after
     assert ("rope_parameters" in made) == (spelling == "rope_parameters"), "a folder keeps its spelling"
 
 
+YARN2 = {"rope_type": "yarn", "factor": 2.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+UNSAID = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0}
+STRETCHED: list[tuple[dict[str, Any], dict[str, Any], Rope]] = [
+    # (the base's rope, what is said of it beside 128 positions, what it is then)
+    ({}, YARN2, YarnRope(rope_theta=1e5, factor=2.0, original_max_position_embeddings=64)),
+    (
+        {},
+        LLAMA3,
+        Llama3Rope(
+            rope_theta=1e5, factor=2.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+        ),
+    ),
+    (
+        {},
+        LONG,
+        LongRope(
+            rope_theta=1e5, short_factor=(1.0,), long_factor=(2.0,), factor=2.0, original_max_position_embeddings=64
+        ),
+    ),
+    # The longer model may name it, and a base that does not name its own keeps it.
+    (
+        {},
+        YARN2 | {"original_max_position_embeddings": 16},
+        YarnRope(rope_theta=1e5, factor=2.0, original_max_position_embeddings=16),
+    ),
+    (UNSAID, {}, YarnRope(rope_theta=1e5, factor=4.0, original_max_position_embeddings=64)),
+    (UNSAID, {"factor": 8.0}, YarnRope(rope_theta=1e5, factor=8.0, original_max_position_embeddings=64)),
+    # Others have none.
+    ({}, {}, DefaultRope(rope_theta=1e5)),
+    ({}, LINEAR, LinearRope(rope_theta=1e5, factor=2.0)),
+]
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize(("before", "given", "after"), STRETCHED, ids=[str(given) for _, given, _ in STRETCHED])
+def test_the_original_length_is_the_bases(
+    before: dict[str, Any], given: dict[str, Any], after: Rope, spelling: Spelling
+) -> None:
+    """Where a model is taken to more positions, theta stays, and an original length that nobody names."""
+    held = {"rope_theta": 1e5} | before
+    base: dict[str, Any] = {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "default"} | held}
+    if spelling == "rope_scaling":
+        base = {"max_position_embeddings": 64, "rope_theta": 1e5, "rope_scaling": before or None}
+    for name in ("rope_scaling", "rope_parameters"):
+        made = override(base, {"max_position_embeddings": 128} | ({name: given} if given else {}))
+        assert from_hugging_face(made) == after and made["max_position_embeddings"] == 128
+        assert ("rope_parameters" in made) == (spelling == "rope_parameters")
+    if not before and not given:
+        assert made == base | {"max_position_embeddings": 128}, "what has no original length is left as it is written"
+
+
+def test_the_original_length_is_the_bases_in_each_kind() -> None:
+    config = {"max_position_embeddings": 64, "rope_theta": 1e5, "rope_local_base_freq": 50.0}
+    longer = {"max_position_embeddings": 128}
+    made = by_kind(override_by_kind(config, longer | {"rope_scaling": YARN2}, GEMMA3), GEMMA3)
+    stretched = YarnRope(rope_theta=1e5, factor=2.0, original_max_position_embeddings=64)
+    assert made == {GLOBAL: stretched, LOCAL: DefaultRope(rope_theta=50.0)}
+    assert override_by_kind(config, longer, GEMMA3) == config | longer
+    assert by_kind(override_by_kind(config | {"rope_scaling": YARN2}, longer, GEMMA3), GEMMA3) == made
+
+
 def test_a_length_beside_the_scaling_stays() -> None:
     """As Phi-3 spells it; what the fields name themselves counts."""
     base = {"original_max_position_embeddings": 16, "max_position_embeddings": 64, "rope_theta": 1e5}
