@@ -351,7 +351,9 @@ def _attend_backward(
     plan, ranks = _found(q, documents, window, length, exchange, balance, heads, group)
     rows = _together(k, v)
     coming = plan.take(0, rows, ranks)
-    dq, dk, dv = (x.to(wide) for x in partial.alone_backward(dy, q, k, v, out, log_sum, plan.alone, scoring))
+    met = any(hop.rectangles for hop in plan.hops)
+    found = partial.alone_backward(dy, q, k, v, out, log_sum, plan.alone, scoring, exact=met)
+    dq, dk, dv = (x.to(wide) for x in found)
     home = _together(dk, dv)
     returning = Pending([], lambda: home)
     for number, hop in enumerate(plan.hops):

@@ -198,7 +198,7 @@ def counting() -> Iterator[Done]:
     own = {name: getattr(partial_attention, name) for name in KERNELS}
 
     def counted(name: str) -> Any:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: bool) -> Any:
             *_, where, scoring = arguments
             if name.startswith("alone"):
                 lengths = where.host.diff().tolist()
@@ -210,7 +210,7 @@ def counting() -> Iterator[Done]:
                 assert (first < len(k)).all()
                 pairs = (len(k) - first).sum()
             done.pairs["backward" if name.endswith("backward") else "forward"] += int(pairs)
-            return own[name](*arguments)
+            return own[name](*arguments, **options)
 
         return call
 
@@ -360,9 +360,9 @@ def happened(exchange: ContextExchange) -> list[str]:
     mesh, events = mesh_of([way]), list[str]()
 
     def noted(name: str, call: Any) -> Any:
-        def note(*arguments: Any) -> Any:
+        def note(*arguments: Any, **options: bool) -> Any:
             events.append(name)
-            return call(*arguments)
+            return call(*arguments, **options)
 
         return note
 
