@@ -79,7 +79,7 @@ def mesh_shape(checkpoint: SafetensorsFolder, world: int, cp: int = 1) -> MeshSh
     Args:
         checkpoint: The checkpoint.
         world: The number of processes.
-        cp: How many of them share out the tokens of a prompt.
+        cp: The number of them that share out the tokens of a prompt.
 
     Raises:
         StoreError: it takes another number of processes.
