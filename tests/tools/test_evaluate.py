@@ -311,6 +311,13 @@ def test_what_cannot_be_evaluated(llama: Path, tmp_path: Path, capsys: Capture) 
         (llama, good, ["--sequence-length", "64"], "the model has 32 positions"),
         (llama, good, ["--sequence-length", "8", "--stride", "9"], "would leave out tokens"),
         (llama, good, ["--tp", "3"], "cannot split heads (4) over tp=3"),
+        (llama, good, ["--exchange", "gather"], "--exchange gather: --cp is 1, and no text is split: leave it out"),
+        (
+            llama,
+            good,
+            ["--cp", "3", "--exchange", "heads"],
+            "4 heads (2 of keys) over 3 ranks of cp: choose from 1, 2, 4",
+        ),
         (llama, good, ["--ep", "2"], "ep=2: the model has no experts to split, set ep=1"),
     ]
     for folder, path, arguments, says in cases:

@@ -300,6 +300,8 @@ def test_folders_that_cannot_be_compared(llama: Path, tmp_path: Path, capsys: Ca
         ((target, target), "inspect --diff"),
         ((target, wide), "intermediate_size is 24 and 32"),
         ((target, save("gpt2", tmp_path / "gpt2")), "different models"),
+        ((target, llama, "--cp", 2), "lies on pp=1 x ep=1 x cp=2 x tp=1, and 1 processes cannot form that: start 2"),
+        ((target, llama, "--exchange", "ring"), "--exchange ring: --cp is 1, and no text is split: leave it out"),
     ):
         assert verify.main([*map(str, arguments)]) == 1
         assert says in capsys.readouterr().err
