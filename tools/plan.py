@@ -16,7 +16,7 @@ from typing import Any
 from megacore.config import Config, ContextConfig, CorpusConfig, ZeroConfig
 from megacore.plan.cluster import Overheads, Storage
 from megacore.plan.devices import DEVICES, Device
-from megacore.plan.documents import Packed, drawn, scores, standing_out
+from megacore.plan.documents import PackedMicrobatch, drawn, scores, standing_out
 from megacore.plan.fit import MARGIN, Candidate, fit
 from megacore.plan.memory import COMMUNICATOR, TERMS, Load, Memory, groups, loads, memory
 from megacore.plan.of_config import setting_of
@@ -47,7 +47,7 @@ class Plan:
     traffic: tuple[tuple[Traffic, ...], ...]
     time: Estimate
     beside: Overheads
-    packed: tuple[Packed, ...] = ()
+    packed: tuple[PackedMicrobatch, ...] = ()
 
     @classmethod
     def of(

@@ -42,7 +42,7 @@ def scores(setting: Setting, documents: tuple[int, ...]) -> int:
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedMicrobatch:
     """A microbatch that stands out of those that were drawn, and a step if all were like it.
 
     Args:
@@ -66,7 +66,7 @@ class Packed:
     seconds: float
 
     @classmethod
-    def of(cls, which: str, setting: Setting, shares: Shares, cluster: Cluster) -> Packed:
+    def of(cls, which: str, setting: Setting, shares: Shares, cluster: Cluster) -> PackedMicrobatch:
         """Return what there is to know of the documents of a setting."""
         work, documents = setting.packing.exchange(None), setting.documents or ()
         return cls(
@@ -81,7 +81,9 @@ class Packed:
         )
 
 
-def standing_out(setting: Setting, microbatches: Sequence[tuple[int, ...]], cluster: Cluster) -> tuple[Packed, ...]:
+def standing_out(
+    setting: Setting, microbatches: Sequence[tuple[int, ...]], cluster: Cluster
+) -> tuple[PackedMicrobatch, ...]:
     """Return the microbatch in the middle by the scores of its busiest part, the last one, and the one whose parts
     take most keys."""
     by_scores = sorted(microbatches, key=lambda each: scores(setting, each))
@@ -93,5 +95,6 @@ def standing_out(setting: Setting, microbatches: Sequence[tuple[int, ...]], clus
         chosen["most keys"] = most
     shares = Shares.of(setting)
     return tuple(
-        Packed.of(which, replace(setting, documents=documents), shares, cluster) for which, documents in chosen.items()
+        PackedMicrobatch.of(which, replace(setting, documents=documents), shares, cluster)
+        for which, documents in chosen.items()
     )

@@ -14,7 +14,7 @@ from parallel.context_split import ContextParallel, ContextSplit
 
 Counts = npt.NDArray[np.int64]
 WHOLE = ContextParallel()
-"""Of a mesh without cp: each microbatch is whole on its rank."""
+"""The way of a mesh without cp: each microbatch is whole on its rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class Packing:
 
     @property
     def tokens(self) -> Packing:
-        """As many on each rank, whoever looks at whom."""
+        """The packing that shares out tokens alone, as many to each rank, whoever looks at whom."""
         return Packing(self.length, self.sequences, ContextParallel(self.context.size))
 
     @property

@@ -136,6 +136,20 @@ def test_a_model_that_cannot_fit_is_found(recipe: str, monkeypatch: pytest.Monke
     assert any("GB" in problem for problem in problems(recipe, "model.vocab_size=100000000000"))
 
 
+def test_inputs_of_blocks_must_fit_the_host(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait there for the backward: 8 bytes for each token, layer and dimension."""
+    config = load(recipe)
+    model = configure(config.model)
+    tokens = config.batch.micro_size * config.data.sequence_length
+    needed = 32 * model.schema.parameters + 8 * tokens * model.sizes["layer"] * model.sizes["embed"]
+    monkeypatch.setattr(capacity, "host_memory", lambda: needed)
+    pretrain.check(recipe, ["memory.offload_activations=true"], 1, 1)
+    monkeypatch.setattr(capacity, "host_memory", lambda: needed - 1)
+    pretrain.check(recipe, [], 1, 1)
+    (problem,) = problems(recipe, "memory.offload_activations=true")
+    assert "mesh.cp" in problem
+
+
 def test_a_gpu_is_asked_too(recipe: str) -> None:
     config = load(recipe, ["train.device=cuda", "train.precision=fp32"])
     model = configure(config.model)

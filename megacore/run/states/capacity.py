@@ -18,7 +18,7 @@ def capacity_problems(
     config: Config, model: ModelConfig, world_size: int, local_ranks: int, device_memory: int | None = None
 ) -> Iterator[str]:
     """Yield where the state of training alone has no room, for a config in which `megacore.run.problems` finds nothing.
-    Activations are not counted, so that no run that works is refused.
+    Of activations only inputs of blocks that wait in host memory are counted, so that no run that works is refused.
 
     Args:
         config: The config of the run.
@@ -51,8 +51,8 @@ def _memory_problems(
     disk = setting.offload_optimizer == "file"
     on_device = [each.device(setting).total if device_memory else 0 for each in states]
     on_host = [
-        each.total - device - (each.masters + each.moments) * disk
-        for each, device in zip(states, on_device, strict=True)
+        each.total - device - (each.masters + each.moments) * disk + inputs
+        for each, device, inputs in zip(states, on_device, _inputs_on_host(setting), strict=True)
     ]
     per_stage = setting.layout.mesh.world // setting.layout.mesh.pp
     here, device = (
@@ -73,7 +73,19 @@ def _memory_problems(
         yield (
             f"this machine, or this container, has {host / 1e9:,.2f} GB of memory, and weights, gradients and "
             f"optimizer state of the {ranks} here take {needed / 1e9:,.2f} GB: {way_out}"
+            + ", or fewer tokens on each (mesh.cp, mesh.tp, batch.micro_size)"
+            * setting.offload_activations
         )
+
+
+def _inputs_on_host(setting: Setting) -> Iterator[int]:
+    """Yield the bytes of the inputs of each stage's blocks, of one microbatch: whatever is recomputed, offloading keeps
+    them at least."""
+    layout, mesh = setting.layout, setting.layout.mesh
+    tokens, embed = setting.tokens // mesh.tp, setting.model.sizes["embed"]
+    for stage in range(mesh.pp):
+        blocks = sum(len(layout.chunk_layers(stage, chunk)) for chunk in range(layout.chunks))
+        yield blocks * tokens * embed * setting.widths.parameter * setting.offload_activations
 
 
 def host_memory(
