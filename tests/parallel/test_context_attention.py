@@ -121,13 +121,11 @@ class Tensors:
         )
 
     def of_rows(self, rows: Any) -> Tensors:
-        return Tensors(*(x[rows] for x in (self.q, self.k, self.v, self.dy)), self.sinks)
+        return Tensors(self.q[rows], self.k[rows], self.v[rows], self.dy[rows], self.sinks)
 
     def double(self) -> Tensors:
-        return Tensors(
-            *(x.double() for x in (self.q, self.k, self.v, self.dy)),
-            None if self.sinks is None else self.sinks.double(),
-        )
+        sinks = None if self.sinks is None else self.sinks.double()
+        return Tensors(self.q.double(), self.k.double(), self.v.double(), self.dy.double(), sinks)
 
 
 def results(attention: Any, x: Tensors, scoring: Scoring) -> list[Tensor]:
@@ -356,7 +354,7 @@ def test_exchanges_round_as_one_call_of_the_kernel_does(pool: Pool) -> None:
 # -- the order of things
 
 
-def happened(exchange: ContextExchange) -> list[list[str]]:
+def happened(exchange: ContextExchange) -> list[str]:
     """What a rank does one after the other, forward and backward."""
     way = Way(ContextParallel(4, exchange, "rows"), ONE, HEADS[0])
     mesh, events = mesh_of([way]), list[str]()
