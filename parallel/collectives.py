@@ -151,7 +151,7 @@ def start_all_to_all(x: Tensor, group: Group, sent: Sequence[int], got: Sequence
 def start_messages(
     sent: Sequence[tuple[int, Tensor]], got: Sequence[tuple[int, Tensor]], group: Group
 ) -> list[dist.Work]:
-    """Send to some ranks, receive of some, all at once; what is empty does not travel.
+    """Send to some ranks, receive of some, all at once.
 
     Args:
         sent: (place of a rank in the group, contiguous tensor) of each that is sent to.
@@ -162,7 +162,6 @@ def start_messages(
         dist.P2POp(way, x, group.ranks[place], group.process_group)
         for way, each in ((dist.isend, sent), (dist.irecv, got))
         for place, x in each
-        if x.numel()
     ]
     return list(dist.batch_isend_irecv(messages)) if messages else []
 
