@@ -1220,7 +1220,7 @@ FAULTS = (
         "Fp8._largest",
         "self.across or group",
         "group",
-        *context("fp8-cp2-ring-documents-1"),
+        *context("fp8-cp4-ring-documents-1"),
     ),
     fault(
         "the ranks of cp count their sequences together",
