@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from models.adapt import adapt
 from models.attention import Attention
-from models.blocks import CHEAP
+from models.blocks import CHEAP, Block
 from models.config import ModelConfig
 from models.decoder import Decoder, Losses, Microbatch
 from models.moe import MixtureOfExperts
@@ -83,7 +83,8 @@ class Model:
             chunk.run = runner(activations, chunk.layers.values(), CHEAP, mesh.device)
             if activations.mlp_chunk is not None:
                 for block in chunk.layers.values():
-                    block.mlp_tokens = max(1, activations.mlp_chunk // mesh.shape.tp)  # type: ignore[assignment]
+                    if isinstance(block, Block):
+                        block.mlp_tokens = max(1, activations.mlp_chunk // mesh.shape.tp)
             chunk.context_parallel = context
             if losses and chunk.head is not None:
                 chunk.head.losses = losses
@@ -146,13 +147,15 @@ class Model:
     def compile(self) -> None:
         """Compile every block with torch.compile; layers of one shape share the code.
 
-        Experts are left out: which rows go where depends on the data.
+        Experts are left out, as which rows go where depends on the data, and so is what runs on some tokens at a time.
         """
         for chunk in self.chunks:
             for block in chunk.layers.values():
                 for module in block.modules():
                     if isinstance(module, MixtureOfExperts):
                         module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+                if isinstance(block, Block) and block.mlp_tokens is not None:
+                    block.by_tokens = torch.compiler.disable(block.by_tokens)  # type: ignore[method-assign]
                 # Not the call: hooks that gather its parameters run outside of it.
                 block.forward = torch.compile(block.forward, options=_OVERLAP)
 

@@ -67,9 +67,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
         x = self._add(x, self.attn_out_norm(self.attn(self.attn_norm(x), context)))
-        return self._by_tokens(lambda x: self._add(x, self.mlp_out_norm(self.mlp(self.mlp_norm(x), context))), x)
+        return self.by_tokens(lambda x: self._add(x, self.mlp_out_norm(self.mlp(self.mlp_norm(x), context))), x)
 
-    def _by_tokens(self, branch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def by_tokens(self, branch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         """x: [tokens/tp, embed] -> same, of what treats each token by itself."""
         if self.mlp_tokens is None or not isinstance(self.mlp, FeedForward):  # experts balance a microbatch's tokens
             return branch(x)
@@ -90,7 +90,7 @@ class ParallelBlock(Block):
         y = self.attn_norm(x)
         z = y if isinstance(self.mlp_norm, nn.Identity) else self.mlp_norm(x)
         x = self._add(x, self.attn_out_norm(self.attn(y, context)))
-        return self._add(x, self._by_tokens(lambda z: self.mlp_out_norm(self.mlp(z, context)), z))
+        return self._add(x, self.by_tokens(lambda z: self.mlp_out_norm(self.mlp(z, context)), z))
 
 
 class Activation(nn.Module):

@@ -21,7 +21,6 @@ from parallel.layers.product import WeightGradient
 Function = Callable[[Tensor], Tensor]
 
 
-@torch.compiler.disable
 def in_chunks(function: Function, modules: Sequence[nn.Module], x: Tensor, tokens: int) -> Tensor:
     """x: [t, ...] -> function(x): [t, ...], some rows at a time.
 

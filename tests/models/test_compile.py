@@ -51,9 +51,11 @@ class Case:
     recompute: Recompute = "none"
     tolerance: float = 1e-12
     preset: str = "llama-tiny"
+    mlp_chunk: int | None = None
 
 
 EXPERTS = Case("experts", preset="mixtral-tiny")
+CHUNKED = Case("chunked", mlp_chunk=20)
 CASES = [
     Case("plain"),
     Case("selective", documents=(20, 12, 32), recompute="selective"),
@@ -99,7 +101,10 @@ def compiling_with(backend: Callable[..., Any]) -> Iterator[None]:
 def gradients(case: Case, mesh: Mesh, dtype: torch.dtype, compiled: bool) -> list[Tensor]:
     """Of the input of two blocks, and of what is trained."""
     config = configure({"preset": case.preset, "num_hidden_layers": 2})
-    layout, activations = layout_of(config, mesh.shape, tuning=case.tuning), Activations(case.recompute)
+    layout, activations = (
+        layout_of(config, mesh.shape, tuning=case.tuning),
+        Activations(case.recompute, mlp_chunk=case.mlp_chunk),
+    )
     model = Model.create(config, layout, mesh, dtype, activations=activations, tuning=case.tuning)
     model.parameters.initialise(0)
     for name, parameter in model.parameters.items():
@@ -178,7 +183,7 @@ def compared(cases: list[Case]) -> list[float]:
 
 
 def test_compiled_ranks_compute_the_same(pool: Pool) -> None:
-    cases = [*CASES, EXPERTS]
+    cases = [*CASES, EXPERTS, CHUNKED]
     for found in pool.run(2, compared, cases):
         assert all(distance < case.tolerance for case, distance in zip(cases, found, strict=True)), found
 
