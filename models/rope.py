@@ -71,8 +71,8 @@ def tables(
     """
     inv_freq, factor = inverse_frequencies(rope, head_dim, sequence_length)
     if positions.is_cuda:
-        inv_freq = inv_freq.pin_memory().to(positions.device, non_blocking=True)  # nobody waits for the device
-    angles = positions[:, None].float() * inv_freq
+        inv_freq = inv_freq.pin_memory()  # nobody waits for the device
+    angles = positions[:, None].float() * inv_freq.to(positions.device, non_blocking=True)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
