@@ -112,9 +112,7 @@ class ContextConfig:
 
     def over(self, cp: int, drops_attention: bool) -> ContextParallel:
         """Return what a mesh makes of it, and a model that drops attention weights in training or does not."""
-        found: ContextExchange = "heads" if drops_attention and self.heads == 1 else "ring"
-        exchange = found if self.exchange == "auto" else self.exchange
-        return ContextParallel(cp, exchange, self.balance, cp if exchange == "heads" else self.heads)
+        return ContextParallel.of(cp, self.exchange, self.balance, self.heads, drops_attention)
 
 
 @dataclass(frozen=True, config=TYPED)

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from megacore import pretrained
 from megacore.control import Control
+from megacore.data.batches import Batch
 from megacore.inference.load import model_from
 from megacore.store.audit import padding
 from megacore.store.compare import Compared, compare_bits, config_differences
@@ -26,6 +28,7 @@ from megacore.store.folder import SafetensorsFolder
 from megacore.store.strict_json import StoreError
 from models.assemble import Model
 from models.decoder import Microbatch
+from parallel.choices import ContextExchange
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh
 from parallel.weights.fingerprint import Logical, spell
@@ -70,22 +73,27 @@ class Pair:
         return {piece: (theirs[piece], ours[piece]) for piece in ours}
 
 
-def mesh_shape(checkpoint: SafetensorsFolder, world: int) -> MeshShape:
+def mesh_shape(checkpoint: SafetensorsFolder, world: int, cp: int = 1) -> MeshShape:
     """Return the mesh for some processes: of one, or the checkpoint's own layout, once or several times.
+
+    Args:
+        checkpoint: The checkpoint.
+        world: The number of processes.
+        cp: The number of them that share out the tokens of a prompt.
 
     Raises:
         StoreError: it takes another number of processes.
     """
-    if world == 1:
+    if world == cp == 1:
         return MeshShape()
-    mesh = checkpoint.layout.mesh
+    mesh = replace(checkpoint.layout.mesh, cp=cp)
     if world % mesh.world:
-        sizes = " x ".join(f"{dim}={mesh[dim]}" for dim in ("pp", "ep", "tp"))
+        sizes = " x ".join(f"{dim}={mesh[dim]}" for dim in ("pp", "ep", *(["cp"] if cp > 1 else []), "tp"))
         raise StoreError(
             f"{checkpoint.path} lies on {sizes}, and {world} processes cannot form that: start {mesh.world} or a "
-            "multiple of it, or one"
+            f"multiple of it{'' if cp > 1 else ', or one'}"
         )
-    return MeshShape(pp=mesh.pp, dp=world // mesh.world, ep=mesh.ep, tp=mesh.tp)
+    return replace(mesh, dp=world // mesh.world)
 
 
 # -- what comes out
@@ -166,16 +174,19 @@ class Report:
 # -- comparing
 
 
-def verify(pair: Pair, prompts: Sequence[Sequence[int]], mesh: Mesh, jobs: int = 1) -> Report:
+def verify(
+    pair: Pair, prompts: Sequence[Sequence[int]], mesh: Mesh, jobs: int = 1, exchange: ContextExchange = "auto"
+) -> Report:
     """Compare both; every rank of the mesh calls this, and all get the same report.
 
     The ranks share out the tensors, and one of the last stage computes what transformers does.
 
     Args:
         pair: The two.
-        prompts: Token ids; the length of each is a multiple of tp.
+        prompts: Token ids; the length of each is a multiple of tp x cp.
         mesh: The mesh of :func:`mesh_shape`.
         jobs: Threads of each rank.
+        exchange: The way in which queries meet the keys of other ranks of cp.
 
     Raises:
         StoreError: transformers cannot load the folder (on one rank).
@@ -187,9 +198,9 @@ def verify(pair: Pair, prompts: Sequence[Sequence[int]], mesh: Mesh, jobs: int =
         for each in found:
             groups[each["name"]].add(ComparedParameter(**each))
         differing += wrong
-    measured = _logits(pair, prompts, mesh)
+    measured = _logits(pair, prompts, mesh, exchange)
     (result,) = (each for each in control.exchange(measured) if each is not None)
-    sizes = {dim: mesh.shape[dim] for dim in ("pp", "dp", "ep", "tp")}
+    sizes = {dim: mesh.shape[dim] for dim in mesh.shape.DIMS}
     return Report(sizes, pair.config, list(groups.values()), differing, [Logits(**each) for each in result])
 
 
@@ -220,11 +231,13 @@ def _dtype(compared: Compared) -> str:
     return here if here == there else f"{here} (folder: {there}, compared rounded)"
 
 
-def _logits(pair: Pair, prompts: Sequence[Sequence[int]], mesh: Mesh) -> list[dict[str, Any]] | None:
+def _logits(
+    pair: Pair, prompts: Sequence[Sequence[int]], mesh: Mesh, exchange: ContextExchange
+) -> list[dict[str, Any]] | None:
     """Return the fields of each prompt's :class:`Logits`, on one rank; None on the others."""
-    ours, place = parallel_model(pair, mesh), mesh.place
+    ours, place = parallel_model(pair, mesh, exchange), mesh.place
     own = [ours.logits(_microbatch(ids, ours)) for ids in prompts]
-    if place.pp < mesh.shape.pp - 1 or place.tp or place.ep or place.dp:
+    if place.pp < mesh.shape.pp - 1 or place.tp or place.cp or place.ep or place.dp:
         return None
     theirs, rows = transformers_model(pair), []
     for ids, logits in zip(prompts, own, strict=True):
@@ -242,14 +255,17 @@ def _finite(value: float) -> float | None:
 
 
 def _microbatch(ids: Sequence[int], model: Model) -> Microbatch:
-    tokens = torch.tensor(ids)
-    activation = len(ids) // model.parameters.mesh.shape.tp, model.config.sizes["embed"]
-    return Microbatch(tokens, torch.full_like(tokens, IGNORE), torch.arange(len(ids)), 1, activation)
+    tokens, mesh = np.array([ids]), model.parameters.mesh
+    whole = Batch(tokens, np.full_like(tokens, IGNORE), np.arange(len(ids))[None], None)
+    batch = whole.of_rank(model.context, mesh.place.cp)
+    own, labels, at = (torch.from_numpy(each.ravel()) for each in (batch.tokens, batch.labels, batch.positions))
+    activation = len(own) // mesh.shape.tp, model.config.sizes["embed"]
+    return Microbatch(own, labels, at, 1, activation, split=batch.split)
 
 
-def parallel_model(pair: Pair, mesh: Mesh) -> Model:
+def parallel_model(pair: Pair, mesh: Mesh, exchange: ContextExchange = "auto") -> Model:
     """Return this rank's part of the checkpoint's model, in float32."""
-    model, dtypes = model_from(pair.checkpoint, mesh, torch.float32, verified=False), pair.dtypes()
+    model, dtypes = model_from(pair.checkpoint, mesh, torch.float32, False, exchange=exchange), pair.dtypes()
     with torch.no_grad():
         for name, label, view in model.parameters.pieces():
             _round(view, *dtypes[name, label])

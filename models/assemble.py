@@ -18,7 +18,7 @@ from models.moe import MixtureOfExperts
 from models.registry import build
 from models.tuning import EVERYTHING, Tuning
 from parallel.balance import NONE, Balance, Coefficients
-from parallel.collectives import gather
+from parallel.collectives import all_gather, gather
 from parallel.context_split import ContextParallel
 from parallel.layers.fp8 import Fp8
 from parallel.layers.linear import hand_to, multiply_by
@@ -103,15 +103,25 @@ class Model:
 
     @torch.no_grad()
     def logits(self, microbatch: Microbatch) -> Tensor | None:
-        """[tokens, vocab] on all ranks of the last stage, None on the others."""
+        """[tokens, vocab] on all ranks of the last stage, None on the others.
+
+        Of a microbatch that is split over cp they are those of all tokens, or of this rank's own ``wanted`` ones.
+        """
         parameters = self.parameters
         mesh = parameters.mesh
         own = forward(mesh, [chunk.logits for chunk in self.chunks], microbatch, parameters.dtype)
-        return None if own is None else gather(own, mesh.tp)[:, : self.config.vocab_size]
+        if own is None:
+            return None
+        own = gather(own, mesh.tp)[:, : self.config.vocab_size]
+        if microbatch.split is None or microbatch.wanted is not None:
+            return own
+        tokens = [torch.from_numpy(microbatch.split.indices(rank)) for rank in range(mesh.shape.cp)]
+        return all_gather(own, mesh.cp)[torch.cat(tokens).argsort().to(mesh.device)]
 
     def use_fp8(self) -> None:
         """Multiply in fp8 in all layers but the first and the last, whose errors count most."""
-        product, ends = Fp8.on(self.parameters.mesh.device), {"0", str(self.config.sizes["layer"] - 1)}
+        mesh, ends = self.parameters.mesh, {"0", str(self.config.sizes["layer"] - 1)}
+        product = Fp8.on(mesh.device, mesh.along("cp", "tp"))
         for chunk in self.chunks:
             for layer, block in chunk.layers.items():
                 if layer not in ends:

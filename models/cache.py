@@ -1,7 +1,12 @@
-"""Keys and values of the tokens so far, so that each further token of a sequence is computed by itself."""
+"""Keys and values of the tokens so far, so that each further token of a sequence is computed by itself.
+
+The ranks of cp share out the tokens of each sequence, and each keeps its own: a new token's attention to them is merged
+of the ranks' parts by the log-sum-exps.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,42 +16,78 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.attention import Attention
-from parallel import kernels
-from parallel.kernels.documents import Documents
-from parallel.kernels.scoring import Scoring, attend
+from models.context import MaskedAttention
+from parallel.collectives import all_gather
+from parallel.kernels.scoring import Scoring, attend, attend_partly
+from parallel.mesh import Group
+
+_FREE = torch.iinfo(torch.int64).max
+"""The position of a slot without a token, which no token sees."""
 
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Of this rank's heads, {attention: [rows, kv, length, head]}, of values [rows, kv, length, value]; a row is a
-    sequence, from its first token on."""
+    """Of this rank's heads and tokens, {attention: [rows, kv, slots, head]}, of values [rows, kv, slots, value]; a row
+    is a sequence, from its first token on.
+
+    Args:
+        keys, values: What is kept.
+        positions: [rows, slots], where the tokens of the slots are in their sequences.
+        held: Of each row and each rank of cp, the positions that it keeps, in ascending order and that of its slots.
+        group: The ranks of cp.
+    """
 
     keys: Mapping[str, Tensor]
     values: Mapping[str, Tensor]
+    positions: Tensor
+    held: list[list[list[int]]]
+    group: Group
 
     @classmethod
     def of(
-        cls, attentions: Iterable[Attention], rows: int, length: int, dtype: torch.dtype, device: torch.device
+        cls,
+        attentions: Iterable[Attention],
+        held: list[list[list[int]]],
+        longest: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group,
     ) -> Cache:
-        """Memory for some sequences of at most ``length`` tokens."""
+        """Memory for some sequences.
+
+        Args:
+            attentions: What asks for it.
+            held: As of the class, at the beginning.
+            longest: How many tokens each row may come to; new ones go to the rank of cp that keeps fewest of them.
+            dtype, device: Of keys and values.
+            group: The ranks of cp.
+        """
+        most = (max(-(-length // group.size), *map(len, ranks)) for length, ranks in zip(longest, held, strict=True))
+        slots = max(most)
+        own = [[*ranks[group.index]] for ranks in held]
+        positions = torch.tensor([row + [_FREE] * (slots - len(row)) for row in own], device=device)
         keys, values = dict[str, Tensor](), dict[str, Tensor]()
         for attention in attentions:
             for kept, head in ((keys, attention.head), (values, attention.value)):
-                kept[attention.name] = torch.zeros(rows, attention.kv, length, head, dtype=dtype, device=device)
-        return cls(keys, values)
+                kept[attention.name] = torch.zeros(len(held), attention.kv, slots, head, dtype=dtype, device=device)
+        return cls(keys, values, positions, held, group)
 
-    def put(self, name: str, rows: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """rows, positions: [n], where the first n of k: [t, kv, head], v: [t, kv, value] go."""
-        n = len(positions)
-        self.keys[name][rows, :, positions] = k[:n]
-        self.values[name][rows, :, positions] = v[:n]
+    def own(self, row: int) -> list[int]:
+        """Return the positions of a row that this rank keeps."""
+        return self.held[row][self.group.index]
+
+    def put(self, name: str, rows: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """rows, slots: [n], where k: [n, kv, head], v: [n, kv, value] go."""
+        self.keys[name][rows, :, slots] = k
+        self.values[name][rows, :, slots] = v
 
     def keep(self, rows: Sequence[int]) -> None:
         """Some rows, in ascending order, become the first ones; what is behind them does not count any more."""
-        for tensor in (*self.keys.values(), *self.values.values()):
+        for tensor in (*self.keys.values(), *self.values.values(), self.positions):
             for to, row in enumerate(rows):
                 if to != row:
                     tensor[to] = tensor[row]
+        self.held[:] = [self.held[row] for row in rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,18 +96,28 @@ class Prefill:
 
     Args:
         cache: Where they are kept.
-        rows, positions: [n], of the prompts' tokens.
-        documents: Each prompt, and the padding.
+        rows, slots: [n], where those of this rank's tokens are.
+        whole: The attention.
     """
 
     cache: Cache
     rows: Tensor
-    positions: Tensor
-    documents: Documents
+    slots: Tensor
+    whole: MaskedAttention
+
+    @classmethod
+    def of(cls, cache: Cache, whole: MaskedAttention) -> Prefill:
+        """Return that of the tokens that a new cache holds."""
+        counts, device = [len(cache.own(row)) for row in range(len(cache.held))], cache.positions.device
+        rows = [row for row, count in enumerate(counts) for _ in range(count)]
+        slots = [slot for count in counts for slot in range(count)]
+        own, to = (torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, slots))
+        return cls(cache, own, to, whole)
 
     def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        self.cache.put(name, self.rows, self.positions, k, v)
-        return kernels.documents_attention(q, k, v, self.documents, 1, scoring)
+        n = len(self.rows)
+        self.cache.put(name, self.rows, self.slots, k[:n], v[:n])
+        return self.whole(name, q, k, v, scoring)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,28 +126,40 @@ class Decode:
 
     Args:
         cache: Keys and values of the tokens before; those of these tokens are added.
-        rows, positions: [n], where the tokens are.
-        span: The lowest and the highest of the positions.
+        positions: Where the tokens are in their sequences.
+        at: [n], the same.
+        rows, slots: Of those that this rank keeps: their rows, and where they are kept.
     """
 
     cache: Cache
+    positions: Sequence[int]
+    at: Tensor
     rows: Tensor
-    positions: Tensor
-    span: tuple[int, int]
+    slots: Tensor
 
     @classmethod
     def of(cls, cache: Cache, positions: Sequence[int], device: torch.device) -> Decode:
+        """Give each token to the rank that keeps fewest of its sequence."""
+        rows, slots = list[int](), list[int]()
+        for row, position in enumerate(positions):
+            shortest = min(cache.held[row], key=len)
+            if shortest is cache.own(row):
+                rows.append(row)
+                slots.append(len(shortest))
+            shortest.append(position)
         at = torch.tensor(positions, device=device)
-        return cls(cache, torch.arange(len(at), device=device), at, (min(positions), max(positions)))
+        own, to = (torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, slots))
+        cache.positions[own, to] = at[own]
+        return cls(cache, positions, at, own, to)
 
     def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        self.cache.put(name, self.rows, self.positions, k, v)
-        n, (low, high) = len(self.positions), self.span
-        first = 0 if scoring.window is None else max(0, low - scoring.window + 1)
-        keys, values = (kept[name][:n, :, first : high + 1] for kept in (self.cache.keys, self.cache.values))
-        seen = self._seen(first, scoring.window)
+        self.cache.put(name, self.rows, self.slots, k[self.rows], v[self.rows])
+        n, (first, stop, seen) = len(self.at), self._seen(scoring.window)
+        keys, values = (kept[name][:n, :, first:stop] for kept in (self.cache.keys, self.cache.values))
         y = q.new_zeros(*q.shape[:-1], v.shape[-1])
-        if scoring.softcap is None and scoring.sinks is None:
+        if self.cache.group.size > 1:
+            y[:n] = self._merged(*attend_partly(q[:n, :, None], keys, values, seen, scoring), scoring)
+        elif scoring.softcap is None and scoring.sinks is None:
             # The queries that share a kv head see the same tokens, so they go through the kernel as if they were
             # several tokens of one head, and nobody repeats the keys for them.
             shared = q[:n].unflatten(1, (keys.shape[1], -1))
@@ -107,15 +170,29 @@ class Decode:
             y[:n] = attend(q[:n, :, None], keys, values, seen, scoring)[:, :, 0]
         return y
 
-    def _seen(self, first: int, window: int | None) -> Tensor:
-        """[n, 1, span's end - first], True where a row's new token looks; layers ask for the same ones."""
+    def _merged(self, own: Tensor, log_sum: Tensor, scoring: Scoring) -> Tensor:
+        """own: [n, heads, 1, value], log_sum: [n, heads, 1] of this rank's tokens -> [n, heads, value] of all."""
+        parts = all_gather(torch.cat([own, log_sum[..., None]], -1)[None, :, :, 0], self.cache.group)
+        outputs, sums = parts[..., :-1], parts[..., -1]
+        if scoring.sinks is not None:
+            sums = torch.cat([sums, scoring.sinks.to(sums).expand_as(sums[:1])])
+        weights = sums.softmax(0)[: len(outputs)]
+        return (outputs * weights[..., None]).sum(0)
+
+    def _seen(self, window: int | None) -> tuple[int, int, Tensor]:
+        """first, stop, [n, 1, stop - first]: the slots that are looked at, True where a row's new token looks; layers
+        ask for the same ones."""
         if window not in self._masks:
-            tokens, at = torch.arange(first, self.span[1] + 1, device=self.positions.device), self.positions[:, None]
-            seen = tokens <= at if window is None else (tokens <= at) & (tokens > at - window)
-            self._masks[window] = seen[:, None]
+            held = [self.cache.own(row) for row in range(len(self.positions))]
+            first, stop = 0, max(map(len, held))
+            if window is not None:
+                first = min(bisect_right(own, at - window) for own, at in zip(held, self.positions, strict=True))
+            there, at = self.cache.positions[: len(self.at), first:stop], self.at[:, None]
+            seen = there <= at if window is None else (there <= at) & (there > at - window)
+            self._masks[window] = first, stop, seen[:, None]
         return self._masks[window]
 
     @cached_property
-    def _masks(self) -> dict[int | None, Tensor]:
-        """{window: who sees what}."""
+    def _masks(self) -> dict[int | None, tuple[int, int, Tensor]]:
+        """{window: what is seen}."""
         return {}

@@ -256,9 +256,9 @@ class Decoder(nn.Module):
     def context(self, microbatch: Microbatch) -> Context:
         """What the blocks are told of the microbatch's tokens."""
         rotations = {name: self._rotation(rotary, microbatch) for name, rotary in self._rotaries.items()}
-        return Context(microbatch.attention or self._attention(microbatch), rotations, self._routed(microbatch))
+        return Context(microbatch.attention or self.attention(microbatch), rotations, self._routed(microbatch))
 
-    def _attention(self, microbatch: Microbatch) -> MaskedAttention:
+    def attention(self, microbatch: Microbatch) -> MaskedAttention:
         """How the tokens of sequences and documents look at each other."""
         whole: MaskedAttention = CausalAttention(microbatch.sequences)
         if microbatch.documents is not None:
@@ -268,7 +268,7 @@ class Decoder(nn.Module):
             return whole
         mesh, context = self._mesh, self.context_parallel
         inner = mesh.group(inner_ranks(mesh.cp.ranks, mesh.cp.index, context.heads))
-        return ContextAttention(microbatch.split, mesh.cp, inner, context.exchange, whole)
+        return ContextAttention.of(microbatch.split, microbatch.sequence_length, context, mesh.cp, inner, whole)
 
     def _routed(self, microbatch: Microbatch) -> RoutedTokens:
         """What is known of this rank's own tokens."""

@@ -70,7 +70,9 @@ def tables(
     For given positions they are the same in every layer and step: ``Rotary`` keeps them.
     """
     inv_freq, factor = inverse_frequencies(rope, head_dim, sequence_length)
-    angles = positions[:, None].float() * inv_freq.to(positions.device)
+    if positions.is_cuda:
+        inv_freq = inv_freq.pin_memory().to(positions.device, non_blocking=True)  # nobody waits for the device
+    angles = positions[:, None].float() * inv_freq
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 

@@ -16,8 +16,8 @@ The first two are what sequence parallelism is made of; the others serve layers 
 itself, with the two counts changed over. Over a group of one everything is the identity.
 
 Under torch.compile they are torch's functional collectives, which are nodes of the graph: started where they stand, and
-waited for where their result is used. But for all-to-all: its counts are not known when the graph is made, and layers
-that need it are left out of it.
+waited for where their result is used. Layers whose counts of rows are not known when the graph is made are left out of
+it.
 """
 
 from __future__ import annotations
@@ -136,6 +136,8 @@ def start_all_to_all(x: Tensor, group: Group, sent: Sequence[int], got: Sequence
     """
     if group.size == 1:
         return Pending([], lambda: x)
+    if torch.compiler.is_compiling():
+        return _node(_functional.all_to_all_single(x.contiguous(), list(got), list(sent), group.name))
     x, out = x.contiguous(), x.new_empty(sum(got), *x.shape[1:])
     if not group.pairwise:
         work = dist.all_to_all_single(out, x, list(got), list(sent), group=group.process_group, async_op=True)
@@ -144,6 +146,25 @@ def start_all_to_all(x: Tensor, group: Group, sent: Sequence[int], got: Sequence
     works = _exchange(group, send=lambda peer: theirs[peer], receive=lambda peer: ours[peer])
     ours[group.index].copy_(theirs[group.index])
     return Pending(works, lambda: out)
+
+
+def start_messages(
+    sent: Sequence[tuple[int, Tensor]], got: Sequence[tuple[int, Tensor]], group: Group
+) -> list[dist.Work]:
+    """Send to some ranks, receive of some, all at once; what is empty does not travel.
+
+    Args:
+        sent: (place of a rank in the group, contiguous tensor) of each that is sent to.
+        got: The same of each that is received from, into the tensor.
+        group: The group of the ranks.
+    """
+    messages = [
+        dist.P2POp(way, x, group.ranks[place], group.process_group)
+        for way, each in ((dist.isend, sent), (dist.irecv, got))
+        for place, x in each
+        if x.numel()
+    ]
+    return list(dist.batch_isend_irecv(messages)) if messages else []
 
 
 def start_all_reduce(x: Tensor, group: Group, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:

@@ -11,7 +11,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, groupby
+from heapq import heapify, heappop, heappush
+from itertools import accumulate, groupby, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ Span = tuple[int, int]
 """[start, stop) of successive tokens."""
 _Held = tuple[int, int, int]
 """[start, stop) of successive tokens, and where the first is in some order."""
+_Integers = npt.NDArray[np.int64]
 Kept = TypeVar("Kept", bound=np.generic)
 
 
@@ -42,6 +44,24 @@ class ContextParallel:
     exchange: ContextExchange = "ring"
     balance: ContextBalance = "auto"
     heads: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        size: int,
+        exchange: ContextExchange = "auto",
+        balance: ContextBalance = "auto",
+        heads: int = 1,
+        drops: bool = False,
+    ) -> ContextParallel:
+        """Return what was asked for, with the exchange that ``auto`` stands for.
+
+        That is ``heads`` where attention weights are dropped, for whoever drops some needs all keys of a query, and
+        elsewhere ``ring``: it splits no heads, travels beside the products, and sends no more keys than are looked at.
+        """
+        if exchange == "auto":
+            exchange = "heads" if drops and heads == 1 else "ring"
+        return cls(size, exchange, balance, size if exchange == "heads" else heads)
 
     @property
     def parts(self) -> int:
@@ -77,7 +97,8 @@ class Rectangle:
         """The number of scores."""
         (first, last), (start, stop) = self.queries, self.keys
         n, m = last - first, stop - start
-        return n * m if self.band is None else sum(m - max(0, i + self.band) for i in range(n))
+        cut = 0 if self.band is None else max(0, n - 1 + self.band)
+        return n * m - cut * (cut + 1) // 2
 
 
 @dataclass(frozen=True)
@@ -102,10 +123,10 @@ class Gathered:
     """The keys that one part takes from all others at once, in one buffer in the order of the documents.
 
     Args:
-        taken: Of each part, the tokens whose keys and values travel, in the order of its tokens, as in :class:`Hop`.
-            Of the part itself, those that a window shows to later spans of it; they are copied.
-        places: Of each part, where each of these spans is in the buffer.
-        rectangles: The scores, keys in the order of the buffer: one of each span of queries.
+        taken: The tokens of each part whose keys and values travel, in the order of its tokens, as in :class:`Hop`. The
+            part itself copies those that a window shows to later spans of it.
+        places: The places of each part's spans in the buffer.
+        rectangles: The scores, with keys in the order of the buffer: no query is in two of them.
     """
 
     taken: tuple[tuple[Span, ...], ...]
@@ -154,33 +175,32 @@ class ContextSplit:
 
     def of_documents(self, rank: int, values: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the numbers of a rank's successive tokens of one document, and the documents' values."""
-        found = np.searchsorted(self.starts, self.indices(rank), side="right") - 1
-        runs = [(len(list(each)), values[document]) for document, each in groupby(found.tolist())]
-        lengths, of_each = zip(*runs, strict=True)
-        return lengths, of_each
+        found = self._documents_of(self.indices(rank))
+        ends = [*(np.flatnonzero(np.diff(found)) + 1).tolist(), len(found)]
+        lengths = tuple(stop - start for start, stop in pairwise([0, *ends]))
+        return lengths, tuple(values[found[end - 1]] for end in ends)
 
     @cached_property
     def starts(self) -> npt.NDArray[np.int64]:
         """[documents], the first token of each."""
         return np.array([0, *accumulate(self.documents)][:-1])
 
-    def document(self, token: int) -> int:
-        return int(np.searchsorted(self.starts, token, side="right")) - 1
+    def _documents_of(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        found: npt.NDArray[np.int64] = np.searchsorted(self.starts, tokens, side="right") - 1
+        return found
 
     @cached_property
     def in_part(self) -> tuple[dict[int, list[_Held]], ...]:
-        """Of each part {document: spans}, with their places in the part, of the documents that it has in part."""
+        """{document: spans, with their places in the part} of each part, of the documents that it has not whole."""
+        lengths = np.array(self.documents)
         found: list[dict[int, list[_Held]]] = []
         for spans in self.spans:
             held = np.array(spans)
-            numbers = np.searchsorted(self.starts, held[:, 0], side="right") - 1
-            lengths = held[:, 1] - held[:, 0]
-            places = np.cumsum(lengths) - lengths
-            cut = lengths < np.array(self.documents)[numbers]
+            numbers, sizes = self._documents_of(held[:, 0]), held[:, 1] - held[:, 0]
+            cut = sizes < lengths[numbers]
             each: dict[int, list[_Held]] = {}
-            for number, (start, stop), place in zip(
-                numbers[cut].tolist(), held[cut].tolist(), places[cut].tolist(), strict=True
-            ):
+            rows = np.column_stack([numbers, held, np.cumsum(sizes) - sizes])[cut].tolist()
+            for number, start, stop, place in rows:
                 each.setdefault(number, []).append((start, stop, place))
             found.append(each)
         return tuple(found)
@@ -191,9 +211,9 @@ class ContextSplit:
         They are all of its tokens of a document, for those before see none after them. In a document that is longer
         than the window they are those of one span.
         """
+        spans = self.spans[part]
         lengths, last = list[int](), -1
-        for start, stop in self.spans[part]:
-            number = self.document(start)
+        for (start, stop), number in zip(spans, self._documents_of(np.array(spans)[:, 0]).tolist(), strict=True):
             if number == last and self.sight(number, window) is None:
                 lengths[-1] += stop - start
             else:
@@ -216,7 +236,7 @@ class ContextSplit:
     def pairs(self, part: int, window: int | None = None) -> int:
         """Return the number of scores that a part computes of each head."""
         spans = np.array(self.spans[part])
-        spans = spans - self.starts[np.searchsorted(self.starts, spans[:, :1], side="right") - 1]
+        spans = spans - self.starts[self._documents_of(spans[:, :1])]
         whole = spans if window is None else np.minimum(spans, window)
         seen = whole * (whole + 1) // 2 + (spans - whole) * whole
         return int((seen[:, 1] - seen[:, 0]).sum())
@@ -304,45 +324,200 @@ def split(documents: tuple[int, ...], length: int, parts: int, balance: ContextB
         documents: The lengths of its documents, one after the other.
         length: The length of its rows.
         parts: The number of parts.
-        balance: ``rows`` cuts each row in zigzag, ``documents`` each document.
+        balance: ``rows`` cuts each row in zigzag, ``documents`` each document, ``auto`` only long ones and as few as
+            the balance of the work needs: no part has more than :data:`BALANCED` of the mean, if there is a way, and
+            no more keys travel than with ``documents``.
         heads: The number of ranks of a part.
 
     Raises:
-        ValueError: the tokens do not divide over the ranks.
+        ValueError: the tokens do not divide over the ranks, or there are fewer.
     """
     t, ranks = sum(documents), parts * heads
+    if t < ranks:
+        raise ValueError(f"cannot split {t} tokens over cp={ranks}, a rank would have none: choose cp of at most {t}")
     if t % ranks:
         raise ValueError(f"cannot split {t} tokens over cp={ranks}: choose a multiple of {ranks}")
-    units = (length,) * (t // length) if balance == "rows" else documents
-    return ContextSplit(documents, _spans(documents, *_zigzag(np.array(units), parts), parts), heads)
+    units = np.array(documents if balance != "rows" else (length,) * (t // length))
+    cuts = _cheapest(units, parts) if balance == "auto" and parts > 1 else _evenly(units, parts)
+    return ContextSplit(documents, _spans(documents, *_zigzag(cuts), parts), heads)
 
 
-def _zigzag(units: npt.NDArray[np.int64], parts: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the sizes and the parts of successive pieces: each unit is cut for part 0, 1, ... and back again.
+@dataclass(frozen=True, eq=False)
+class _Cuts:
+    """The tokens of successive units that each part has, all above zero.
 
-    Tokens that do not divide go to the parts in turn.
+    A unit is cut in zigzag: for its parts in their order, the first half of each share, and back again the second. So
+    each share has as much work of attention as any other tokens of its unit on average: half the unit's length each.
     """
-    order = np.arange(parts)
-    turns = np.cumsum(units % parts) - units % parts
-    more = (order - turns[:, None]) % parts < (units % parts)[:, None]
-    counts = (units // parts)[:, None] + more
-    early = counts // 2
-    sizes = np.concatenate([early, (counts - early)[:, ::-1]], 1)
-    return sizes.ravel(), np.tile(np.concatenate([order, order[::-1]]), len(units))
+
+    unit: _Integers
+    part: _Integers
+    tokens: _Integers
+
+    @cached_property
+    def of_unit(self) -> tuple[_Integers, _Integers]:
+        """Return how many shares each share's unit has, and the index of the first of them."""
+        counts = np.bincount(self.unit)
+        return np.repeat(counts, counts), np.repeat(np.cumsum(counts) - counts, counts)
+
+    @property
+    def keys(self) -> int:
+        """The number of keys that travel: to a part all those before its last piece, but its own."""
+        early = self.tokens // 2
+        counts, firsts = self.of_unit
+        return int(((counts - 1) * early + (np.arange(len(early)) - firsts) * (self.tokens - early)).sum())
+
+    def work(self, units: _Integers, parts: int) -> float:
+        """Return the work of the busiest part, of the mean."""
+        sizes, owners = _zigzag(self)
+        ends = np.cumsum(units)
+        last = np.cumsum(sizes)
+        stops = last - (ends - units)[np.searchsorted(ends, last)]
+        pairs = sizes * (2 * stops - sizes + 1) // 2
+        each = np.bincount(owners, pairs, parts)
+        return float(each.max() / each.mean())
 
 
-def _spans(
-    documents: Sequence[int], sizes: npt.NDArray[np.int64], owners: npt.NDArray[np.int64], parts: int
-) -> tuple[tuple[Span, ...], ...]:
+def _evenly(units: _Integers, parts: int) -> _Cuts:
+    """Share out each unit over all parts; tokens that do not divide go to the parts in turn."""
+    rest = units % parts
+    turns = np.cumsum(rest) - rest
+    tokens = (units // parts)[:, None] + ((np.arange(parts) - turns[:, None]) % parts < rest[:, None])
+    unit, part = np.nonzero(tokens)
+    return _Cuts(unit, part, tokens[unit, part])
+
+
+def _zigzag(shares: _Cuts) -> tuple[_Integers, _Integers]:
+    """Return the sizes and the parts of successive pieces."""
+    n = len(shares.unit)
+    early = shares.tokens // 2
+    counts, firsts = shares.of_unit
+    there = firsts + np.arange(n)
+    back = 3 * firsts + 2 * counts - 1 - np.arange(n)
+    sizes, owners = np.empty(2 * n, np.int64), np.empty(2 * n, np.int64)
+    sizes[there], sizes[back] = early, shares.tokens - early
+    owners[there] = owners[back] = shares.part
+    sizes, owners = sizes[sizes > 0], owners[sizes > 0]
+    return sizes, owners
+
+
+BALANCED = 1.05
+"""The work of the busiest part, of the mean, below which the parts are told apart by the keys that travel."""
+_AIMS = 1.03, 1.01, 1.0
+"""The work of a part that is aimed at, of the mean, in turn: where pieces are of few tokens, their work is not that of
+their document's tokens on average, and what comes out is off."""
+_LITTLE = 0.02
+"""The work of a document, of a part's, that is placed whole wherever there is room."""
+
+
+def _cheapest(units: _Integers, parts: int) -> _Cuts:
+    """Return shares of documents that are whole where they can be, or even ones if those are not better."""
+    even = units // parts  # keys that even shares move at least, without the tokens that do not divide
+    least = np.where(even > 0, parts * (parts - 1) * (even // 2 + even), units * (units - 1)).sum() // 2
+    held = _placed(units, parts)
+    for aim in _AIMS:
+        _level(units, held, aim)
+        part = np.repeat(np.arange(parts), [len(each) for each in held])
+        unit = np.concatenate([np.fromiter(each, np.int64, len(each)) for each in held])
+        tokens = np.concatenate([np.fromiter(each.values(), np.int64, len(each)) for each in held])
+        order = np.lexsort((part, -tokens, unit))  # fewer keys travel if large shares come first
+        found = _Cuts(unit[order], part[order], tokens[order])
+        if found.keys > least and found.keys > _evenly(units, parts).keys:
+            return _evenly(units, parts)
+        busiest = found.work(units, parts)
+        if busiest <= BALANCED:
+            return found
+    evenly = _evenly(units, parts)
+    return found if busiest <= evenly.work(units, parts) else evenly
+
+
+def _placed(units: _Integers, parts: int) -> list[dict[int, int]]:
+    """Return {document: tokens} of each part: the longest first, to the part of the least work that has room.
+
+    What is too much for one is shared out over as few as it is not too much for, those with most left.
+    """
+    room, work = [int(units.sum()) // parts] * parts, [0.0] * parts
+    mean = float((units.astype(float) ** 2).sum()) / 2 / parts
+    held: list[dict[int, int]] = [{} for _ in range(parts)]
+    waiting = [(-room[0], part) for part in range(parts)]  # the parts by room
+    ready: list[tuple[float, int]] = []  # by work, those of them that have room
+    order = np.argsort(-units, kind="stable")
+    for unit, n in zip(order.tolist(), units[order].tolist(), strict=True):
+        while waiting and -waiting[0][0] >= n:
+            part = heappop(waiting)[1]
+            heappush(ready, (work[part], part))
+        all_of_it = n * n / 2
+        if ready and all_of_it <= max(_LITTLE * mean, _AIMS[0] * mean - ready[0][0]):
+            part = heappop(ready)[1]
+            shares = {part: n}
+        else:
+            wanted = (_AIMS[0] * mean - np.array(work)).clip(0) * 2 // n
+            shares = _fewest(n, np.array(room), wanted.astype(np.int64))
+            ready, waiting = [], [(-tokens, part) for part, tokens in enumerate(room) if part not in shares]
+            heapify(waiting)
+        for part, tokens in shares.items():
+            held[part][unit] = tokens
+            room[part] -= tokens
+            work[part] += tokens * n / 2
+            heappush(waiting, (-room[part], part))
+    return held
+
+
+def _fewest(n: int, room: _Integers, wanted: _Integers) -> dict[int, int]:
+    """Share out tokens over the fewest parts that have room and want them, or have room: {part: tokens}."""
+    left = np.minimum(room, wanted)
+    left = left if left.sum() >= n else room
+    order = np.argsort(-left, kind="stable")
+    sums = np.cumsum(left[order])
+    count = int(np.searchsorted(sums, n)) + 1
+    each = np.diff(sums[:count] * n // sums[count - 1], prepend=0)
+    return {part: tokens for part, tokens in zip(order.tolist(), each.tolist(), strict=False) if tokens}
+
+
+def _level(units: _Integers, held: list[dict[int, int]], aim: float) -> None:
+    """Let the part of the most work change tokens for as many of shorter documents of that of the least, in turn.
+
+    Where one change is enough, documents are taken that it costs the fewest keys to cut.
+    """
+    work = np.array([sum(tokens * int(units[unit]) for unit, tokens in each.items()) / 2 for each in held])
+    mean = work.mean()
+    for _ in range(4 * len(held)):
+        most, least = int(work.argmax()), int(work.argmin())
+        if work[most] <= aim * mean:
+            break
+        (longer, given), (shorter, taken) = (np.array(list(held[part].items())).T for part in (most, least))
+        gap = (units[longer][:, None] - units[shorter]) / 2
+        wanted = min(work[most] - mean, mean - work[least])
+        moved = np.minimum(np.minimum(given[:, None], taken), np.ceil(wanted / np.maximum(gap, 0.5)))
+        gain = moved * gap
+        cost = (moved < given[:, None]) * units[longer][:, None]
+        cost = cost + (moved < taken) * units[shorter]
+        value = np.where(gain >= 0.3 * wanted, -cost, -np.inf)
+        value = value if np.isfinite(value).any() else gain
+        i, j = np.unravel_index(int(value.argmax()), value.shape)
+        if gain[i, j] <= 0:
+            break
+        for unit, source, target in ((longer[i], most, least), (shorter[j], least, most)):
+            _move(held, int(unit), int(moved[i, j]), source, target)
+        work[most] -= gain[i, j]
+        work[least] += gain[i, j]
+
+
+def _move(held: list[dict[int, int]], unit: int, tokens: int, source: int, target: int) -> None:
+    held[target][unit] = held[target].get(unit, 0) + tokens
+    held[source][unit] -= tokens
+    if not held[source][unit]:
+        del held[source][unit]
+
+
+def _spans(documents: Sequence[int], sizes: _Integers, owners: _Integers, parts: int) -> tuple[tuple[Span, ...], ...]:
     """Return the spans of each part: successive pieces of one owner are one, if no document ends between them."""
     ends = np.cumsum(documents)
     last = np.cumsum(sizes)
     stops = np.union1d(last, ends)
-    stops = stops[stops > 0]
     owner = owners[np.searchsorted(last, stops)]
     kept = np.append((owner[1:] != owner[:-1]) | np.isin(stops[:-1], ends), True)
     stops, owner = stops[kept], owner[kept]
-    spans = np.stack([np.append(0, stops[:-1]), stops], 1)
-    order = np.argsort(owner, kind="stable")
-    each = np.split(spans[order], np.cumsum(np.bincount(owner, minlength=parts))[:-1])
-    return tuple(tuple(map(tuple, of_part.tolist())) for of_part in each)
+    spans = np.column_stack([np.append(0, stops[:-1]), stops])[np.argsort(owner, kind="stable")]
+    each = np.split(spans, np.cumsum(np.bincount(owner, minlength=parts))[:-1])
+    return tuple(tuple((start, stop) for start, stop in of_part.tolist()) for of_part in each)

@@ -81,7 +81,8 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
 
     windows, started = Windows(length, stride), time.perf_counter()
     with processes.agreed(here), processes.live(shape, here, kind) as mesh:
-        model = model_from(folder, mesh, processes.dtype(arguments.dtype), split=split_of(arguments.etp))
+        dtype, split = processes.dtype(arguments.dtype), split_of(arguments.etp)
+        model = model_from(folder, mesh, dtype, split=split, exchange=arguments.exchange)
         documents = files.documents()
         watched = folders.watched(documents, "evaluate", " documents") if here.rank == 0 else documents
         measured = evaluate(model, watched, windows, arguments.tokens)

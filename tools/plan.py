@@ -13,9 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megacore.config import Config, CorpusConfig, ZeroConfig
+from megacore.config import Config, ContextConfig, CorpusConfig, ZeroConfig
 from megacore.plan.cluster import Overheads, Storage
 from megacore.plan.devices import DEVICES, Device
+from megacore.plan.documents import Packed, drawn, scores, standing_out
 from megacore.plan.fit import MARGIN, Candidate, fit
 from megacore.plan.memory import COMMUNICATOR, TERMS, Load, Memory, groups, loads, memory
 from megacore.plan.of_config import setting_of
@@ -46,14 +47,19 @@ class Plan:
     traffic: tuple[tuple[Traffic, ...], ...]
     time: Estimate
     beside: Overheads
+    packed: tuple[Packed, ...] = ()
 
     @classmethod
-    def of(cls, config: Config, setting: Setting, cluster: Cluster, storage: Storage) -> Plan:
+    def of(
+        cls, config: Config, setting: Setting, cluster: Cluster, storage: Storage, drawn: Sequence[tuple[int, ...]] = ()
+    ) -> Plan:
+        """Return the plan of a recipe; of some microbatches' documents, if they were drawn."""
         shares = Shares.of(setting)
         sent = tuple(traffic(setting, shares, stage) for stage in range(setting.layout.mesh.pp))
         time = estimate(setting, shares, cluster)
         beside = Overheads.of(config, setting, cluster, time, storage)
-        return cls(setting, cluster, memory(setting, shares), loads(setting, shares), sent, time, beside)
+        packed = standing_out(setting, drawn, cluster) if drawn else ()
+        return cls(setting, cluster, memory(setting, shares), loads(setting, shares), sent, time, beside, packed)
 
     @property
     def fullest(self) -> Memory:
@@ -73,6 +79,12 @@ class Plan:
                 f"memory: {_gb(self.fullest.peak)} GB do not fit {_gb(self.cluster.device.memory)} GB less "
                 f"{MARGIN:.0%}: --fit looks for what does"
             )
+        for each in self.packed:
+            if each.peak > self.room:
+                yield (
+                    f"documents: the microbatch with {each.which} takes {_gb(each.peak)} GB, which do not fit: choose "
+                    "context.balance=auto, or more mesh.cp"
+                )
         yield from self.beside.warnings()
 
 
@@ -95,6 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=1.0,
         metavar="X",
         help="the rows that the experts of the fullest rank get, over the mean of all ranks (1)",
+    )
+    parser.add_argument(
+        "--documents",
+        metavar="CORPUS",
+        help="a token file, NAME of NAME.bin and NAME.idx: attention stays within its documents, as they are packed",
     )
     search = parser.add_argument_group("search")
     search.add_argument("--fit", metavar="GPU=NAME", type=_fitted, help="what fits such devices: GPU=h100-80")
@@ -135,6 +152,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.fit:
         world = (arguments.nodes or 1) * cluster.device.per_node
         base = replace(setting_of(_alone(config), model, 1, "cuda"), imbalance=arguments.imbalance)
+        base, _ = _with_documents(base, arguments.documents, config)
         _show_fit(fit(base, world, cluster, arguments.best), world, name, cluster, arguments.json)
         return 0
     world = arguments.world or config.mesh.model_ranks * (config.mesh.dp or 1)
@@ -144,7 +162,8 @@ def run(arguments: argparse.Namespace) -> int:
     total, per_node = (given and given * 1e9 for given in (arguments.storage, arguments.storage_per_node))
     setting = setting_of(config, model, world, "cpu" if name == CPU else "cuda")
     setting = replace(setting, imbalance=arguments.imbalance)
-    plan = Plan.of(config, setting, cluster, Storage.of(world, total, per_node))
+    setting, microbatches = _with_documents(setting, arguments.documents, config)
+    plan = Plan.of(config, setting, cluster, Storage.of(world, total, per_node), microbatches)
     if arguments.json:
         say_data(as_data(plan), indent=2)
     else:
@@ -152,11 +171,24 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _with_documents(setting: Setting, corpus: str | None, config: Config) -> tuple[Setting, Sequence[tuple[int, ...]]]:
+    """Return the setting with the documents of the median of some microbatches of a corpus, and those of all."""
+    if corpus is None:
+        return setting, ()
+    try:
+        microbatches = drawn(corpus, setting.sequence_length, setting.micro_size, config.data.seed)
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"--documents {corpus}: {error}"]) from error
+    middle = sorted(microbatches, key=lambda each: scores(setting, each))[len(microbatches) // 2]
+    return replace(setting, documents=middle), microbatches
+
+
 def _alone(config: Config) -> Config:
     """Return the recipe on one rank, which has the whole global batch: the search lays it out anew."""
     return replace(
         config,
         zero=ZeroConfig(),
+        context=ContextConfig(),
         mesh=replace(config.mesh, pp=1, dp=1, cp=1, ep=1, tp=1, etp=1),
         pipeline=replace(config.pipeline, schedule="1f1b", chunks=1, layers_per_stage=None),
         batch=replace(config.batch, micro_size=1),
@@ -225,6 +257,7 @@ def show(plan: Plan, name: str) -> str:
         _headline(plan, name),
         _memory(plan),
         _loads(plan),
+        _packed(plan),
         _traffic(plan),
         _time(plan),
         _beside(plan.beside),
@@ -303,25 +336,49 @@ def _loads(plan: Plan) -> Iterator[str]:
         )
 
 
+def _packed(plan: Plan) -> Iterator[str]:
+    if plan.packed:
+        yield "Microbatches as the corpus is packed, and a step if all were like them; above and below it is the median"
+        yield table(
+            ("", "documents", "longest", "scores of a head", "over the mean of ranks", "keys taken", "GB", "s"),
+            [
+                (
+                    each.which,
+                    f"{each.documents:,}",
+                    f"{each.longest:,}",
+                    f"{each.scores:,}",
+                    f"{each.imbalance:.2f}",
+                    f"{each.keys:,}",
+                    _gb(each.peak),
+                    f"{each.seconds:,.3f}",
+                )
+                for each in plan.packed
+            ],
+        )
+
+
 def _traffic(plan: Plan) -> Iterator[str]:
     yield "Sent by each rank in a step (that of the stage that sends most of a kind)"
-    most: dict[tuple[str, str, str], Traffic] = {}
-    for each in (each for row in plan.traffic for each in row):
-        key = (each.axis, each.kind, each.what)
-        if key not in most or most[key].sent < each.sent:
-            most[key] = each
+    most: dict[tuple[str, str, str], list[Traffic]] = {}
+    for row in plan.traffic:
+        alike: dict[tuple[str, str, str], list[Traffic]] = {}
+        for each in row:
+            alike.setdefault((each.axis, each.kind, each.what), []).append(each)
+        for key, some in alike.items():
+            most[key] = max(most.get(key, []), some, key=_sent)
     mesh, cluster = plan.setting.layout.mesh, plan.cluster
     rows = [
         (
             *key,
             str(x.ranks),
-            f"{x.count:,}",
-            f"{x.size / 1e6:,.2f}",
-            _gb(x.sent),
-            f"{cluster.bandwidth(mesh, x.axis, x.kind) / 1e9:,.0f}",
-            f"{cluster.seconds(mesh, [x]):,.3f}",
+            f"{(count := sum(each.count for each in some)):,}",
+            f"{sum(each.count * each.size for each in some) / count / 1e6:,.2f}",
+            _gb(_sent(some)),
+            f"{cluster.bandwidth(mesh, x.axis, x.kind, x.ranks) / 1e9:,.0f}",
+            f"{cluster.seconds(mesh, some):,.3f}",
         )
-        for key, x in most.items()
+        for key, some in most.items()
+        for x in some[:1]
     ]
     if rows:
         yield table(("axis", "collective", "of", "ranks", "messages", "MB each", "GB sent", "GB/s", "s"), rows)
@@ -329,9 +386,13 @@ def _traffic(plan: Plan) -> Iterator[str]:
         yield "  nothing"
 
 
+def _sent(messages: Sequence[Traffic]) -> float:
+    return sum(each.sent for each in messages)
+
+
 def _time(plan: Plan) -> Iterator[str]:
     time, cluster = plan.time, plan.cluster
-    parts = ("compute", "recompute", "tensor", "experts", "bubble", "data", "offload", "optimizer")
+    parts = ("compute", "recompute", "tensor", "experts", "context", "bubble", "data", "offload", "optimizer")
     yield (
         f"A step is estimated at {time.total:,.3f} s, if large products reach {cluster.device.reach:.0%} of "
         f"{cluster.tflops:,.1f} TFLOP/s and {cluster.overlap:.0%} of what can be hidden in a node "
@@ -404,8 +465,8 @@ def _show_fit(candidates: Sequence[Candidate], world: int, name: str, cluster: C
         return
     if not candidates:
         say(
-            f"Nothing fits {world} x {name}: take more nodes, set memory.loss_chunk, or choose a batch.global_size "
-            "that divides over the ranks"
+            f"Nothing fits {world} x {name}: take more nodes, set memory.loss_chunk or memory.mlp_chunk, or choose a "
+            "batch.global_size that divides over the ranks"
         )
         return
     say(f"What fits {world} x {name} less {MARGIN:.0%} of memory, estimated fastest first")
@@ -460,9 +521,11 @@ def as_data(plan: Plan) -> Mapping[str, Any]:
         "bytes_of_an_element": asdict(s.widths),
         "shard": s.shard,
         "recompute": s.recompute,
+        "context": asdict(s.context),
         "memory": [asdict(m) | {"peak": m.peak, "largest": m.largest} for m in plan.memory],
         "imbalance": s.imbalance,
         "loads": [asdict(load) for load in plan.loads],
+        "documents": [asdict(each) for each in plan.packed],
         "traffic": [[asdict(x) | {"sent": x.sent} for x in row] for row in plan.traffic],
         "time": _seconds(plan.time, plan.cluster),
         "beside": asdict(plan.beside),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from megacore.launcher import Node, gpus, launch, threads
 from megacore.rank import STORE, Here, join, leave
@@ -18,7 +18,9 @@ from megacore.store.folder import WeightFolder
 from megacore.store.open import open_model
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
-from parallel.weights.layout import MeshShape, mesh_problems
+from parallel.choices import ContextExchange
+from parallel.context_split import ContextParallel
+from parallel.weights.layout import MeshShape, heads_problem, mesh_problems
 from tools import folders
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
@@ -74,6 +76,20 @@ def tell(arguments: argparse.Namespace, found: WeightFolder, here: Here) -> None
             folders.tell(arguments.base, found.base)
 
 
+def add_context(group: argparse._ActionsContainer, exchanges: bool = True) -> None:
+    """Add the ranks of cp, and the ways in which they compute attention, if there is a choice."""
+    group.add_argument("--cp", type=folders.count, default=1, metavar="N", help="ranks that share out the tokens")
+    group.set_defaults(exchange="auto")
+    if not exchanges:
+        return
+    group.add_argument(
+        "--exchange",
+        choices=get_args(ContextExchange),
+        default="auto",
+        help="how the queries of those ranks meet each other's keys (docs/config.md, context.exchange)",
+    )
+
+
 def add_mesh(parser: argparse.ArgumentParser, data: bool = False) -> None:
     """Add the arguments of :func:`mesh_shape`, :func:`device` and :func:`dtype`."""
     group = parser.add_argument_group(
@@ -85,6 +101,7 @@ def add_mesh(parser: argparse.ArgumentParser, data: bool = False) -> None:
     group.add_argument(
         "--etp", type=folders.count, default=1, metavar="N", help="parts of each expert, 1 or as many as --tp"
     )
+    add_context(group, exchanges=data)
     if data:
         group.add_argument("--dp", type=folders.count, default=1, metavar="N", help="ranks that share out the windows")
     else:
@@ -99,16 +116,25 @@ def mesh_shape(config: ModelConfig, here: Here, arguments: argparse.Namespace) -
     Raises:
         StoreError: all reasons why the model, or torchrun's processes, cannot be split so.
     """
-    mesh = MeshShape(pp=arguments.pp, dp=arguments.dp, ep=arguments.ep, tp=arguments.tp)
+    mesh = MeshShape(pp=arguments.pp, dp=arguments.dp, ep=arguments.ep, cp=arguments.cp, tp=arguments.tp)
     problems, layers = mesh_problems(config.sizes, mesh, arguments.etp), config.sizes["layer"]
+    problems += context_problems(config, mesh, arguments.exchange)
     if mesh.pp > layers:
         problems.append(f"cannot give each of --pp {mesh.pp} stages one of the {layers} layers")
     if here.launched and here.world != mesh.world:
-        sizes = " x ".join(f"{dim}={mesh[dim]}" for dim in ("pp", "dp", "ep", "tp"))
+        sizes = " x ".join(f"{dim}={mesh[dim]}" for dim in mesh.DIMS)
         problems.append(f"{here.world} processes were started, and {sizes} takes {mesh.world}: start {mesh.world}")
     if problems:
         raise StoreError("\n".join(problems))
     return mesh
+
+
+def context_problems(config: ModelConfig, mesh: MeshShape, exchange: ContextExchange) -> list[str]:
+    """Return why ranks of cp cannot compute attention as --exchange says."""
+    if mesh.cp == 1:
+        return [] if exchange == "auto" else [f"--exchange {exchange}: --cp is 1, and no text is split: leave it out"]
+    problem = heads_problem(config.sizes, mesh.tp, ContextParallel.of(mesh.cp, exchange).heads)
+    return [] if problem is None else [f"--exchange {exchange}: {problem}, or --exchange ring"]
 
 
 def device(wanted: str, here: Here, processes: int) -> str:

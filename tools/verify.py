@@ -1,7 +1,7 @@
 """`megacore verify`: a checkpoint beside a Hugging Face folder, every tensor bit for bit and the logits of both models.
 
-In one process, or under torchrun in the checkpoint's own layout: a multiple of pp x ep x tp processes. It exits with 1
-if anything differs beyond the rounding of float32.
+In one process, or under torchrun in the checkpoint's own layout: a multiple of pp x ep x tp processes, times --cp. It
+exits with 1 if anything differs beyond the rounding of float32.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from megacore.store.folder import WeightFolder
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.strict_json import StoreError
 from tools import folders
-from tools.processes import agreed
+from tools.processes import add_context, agreed, context_problems
 from tools.tables import table
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
     from megacore.verify import Pair, Report
+    from parallel.choices import ContextExchange
     from parallel.weights.layout import MeshShape
 
 TEXTS = (
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tokens", type=folders.count, default=64, metavar="N", help="that are used of a prompt at most (64)"
     )
     folders.add_jobs(parser)
+    add_context(parser)
     parser.add_argument("--json", action="store_true", help="print data instead of tables")
     return folders.program(run, parser.parse_args(argv))
 
@@ -58,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     here = Here.now()
     with agreed(here):
         pair, prompts, mesh = _prepare(arguments, here.rank, here.world)
-    report = _verify(pair, prompts, mesh, here, folders.jobs(arguments))
+    report = _verify(pair, prompts, mesh, here, folders.jobs(arguments), arguments.exchange)
     if here.rank == 0:
         if arguments.json:
             say_data(_data(pair, report), indent=1)
@@ -76,18 +78,22 @@ def _prepare(arguments: argparse.Namespace, rank: int, world: int) -> tuple[Pair
     texts = [*arguments.prompt, *(folders.lines(arguments.prompts) if arguments.prompts else [])]
     from megacore.verify import Pair, mesh_shape
 
-    mesh = mesh_shape(checkpoint, world)
-    return Pair(checkpoint, folder), encode(folder, texts, arguments.tokens, mesh.tp), mesh
+    mesh = mesh_shape(checkpoint, world, arguments.cp)
+    if found := context_problems(checkpoint.config, mesh, arguments.exchange):
+        raise StoreError("\n".join(found))
+    return Pair(checkpoint, folder), encode(folder, texts, arguments.tokens, mesh.tp * mesh.cp), mesh
 
 
-def _verify(pair: Pair, prompts: list[list[int]], shape: MeshShape, here: Here, jobs: int) -> Report:
+def _verify(
+    pair: Pair, prompts: list[list[int]], shape: MeshShape, here: Here, jobs: int, exchange: ContextExchange
+) -> Report:
     from megacore.verify import verify
     from parallel.mesh import TIMEOUT, Mesh
 
     if shape.world == 1:
-        return verify(pair, prompts, Mesh.single(), jobs)
+        return verify(pair, prompts, Mesh.single(), jobs, exchange)
     join(here, "cpu", TIMEOUT)
-    report = verify(pair, prompts, Mesh.create(shape), jobs)
+    report = verify(pair, prompts, Mesh.create(shape), jobs, exchange)
     leave(here)
     return report
 
@@ -102,7 +108,7 @@ def encode(folder: WeightFolder, texts: Sequence[str], most: int, multiple: int)
         folder: The model and its tokenizer.
         texts: The prompts.
         most: Longer prompts are cut.
-        multiple: Prompts are repeated up to a multiple of it: tensor parallel ranks share their tokens evenly.
+        multiple: Prompts are repeated up to a multiple of it: ranks of tp and cp share their tokens evenly.
 
     Raises:
         StoreError: the texts cannot be encoded.
@@ -111,7 +117,7 @@ def encode(folder: WeightFolder, texts: Sequence[str], most: int, multiple: int)
     most = min(most, config.max_positions or most)
     longest = most // multiple * multiple
     if not longest:
-        raise StoreError(f"cannot split prompts of {most} tokens over tp={multiple}: choose more --tokens")
+        raise StoreError(f"cannot split prompts of {most} tokens over tp x cp={multiple}: choose more --tokens")
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         if texts:
             raise StoreError(f"{path} has no tokenizer for the prompts: without them, random tokens are compared")

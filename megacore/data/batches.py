@@ -30,8 +30,8 @@ class Batch:
 
     tokens, labels (IGNORE where there is none), positions: int64 [micro, length]. documents: the lengths of the rows'
     documents, one after the other, where attention stays within documents; else None. padding: bool [micro, length],
-    true where a row is not filled; None: nowhere. split: how cp shares out the tokens, and rows: the row of each of
-    those that are here; None: all are here.
+    true where a row is not filled; None: nowhere. Of a rank of cp: split, how the tokens are shared out, sequences, the
+    number of rows, and rows: [its tokens], the row that each is of; the other arrays are of those tokens, too.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -41,6 +41,7 @@ class Batch:
     padding: npt.NDArray[np.bool_] | None = None
     split: ContextSplit | None = None
     rows: npt.NDArray[np.int64] | None = None
+    sequences: int | None = None
 
     def of_rank(self, context: ContextParallel, rank: int) -> Batch:
         """Return what a rank of cp holds of the microbatch: arrays of [its tokens], and the documents of all."""
@@ -51,7 +52,7 @@ class Batch:
         own = split.indices(rank)
         padding = None if self.padding is None else self.padding.ravel()[own]
         tokens, labels, positions = (x.ravel()[own] for x in (self.tokens, self.labels, self.positions))
-        return Batch(tokens, labels, positions, self.documents, padding, split, own // length)
+        return Batch(tokens, labels, positions, self.documents, padding, split, own // length, micro)
 
 
 def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
@@ -86,7 +87,8 @@ class Batches:
 
     A global batch is `global_batch` successive samples of the source. Its microbatch m on rank d is the `micro_batch`
     samples from (m data_size + d) micro_batch on: under any data_size and micro_batch a step is of the same samples.
-    Ids outside of the vocabulary, if one is given, raise a TokenError when they are met.
+    Of each it gives what a rank of cp holds, where `context` shares it out. Ids outside of the vocabulary, if one is
+    given, raise a TokenError when they are met.
     """
 
     def __init__(
@@ -98,6 +100,8 @@ class Batches:
         data_size: int,
         separate_documents: bool = False,
         vocabulary: int | None = None,
+        context: ContextParallel = ContextParallel(),  # noqa: B008
+        context_rank: int = 0,
     ) -> None:
         together = micro_batch * data_size
         if global_batch % together or global_batch < 1:
@@ -112,6 +116,7 @@ class Batches:
         self._global, self._micro = global_batch, micro_batch
         self._rank, self._size = data_rank, data_size
         self._separate, self._vocabulary = separate_documents, vocabulary
+        self._context, self._context_rank = context, context_rank
 
     def microbatches(self, step: int) -> list[Batch]:
         """Return this rank's microbatches of step `step`: of the samples [step global_batch, (step + 1)
@@ -121,9 +126,10 @@ class Batches:
     def microbatches_from(self, position: int) -> list[Batch]:
         """Return this rank's microbatches of the global batch that begins at sample `position`."""
         first = range(position + self._rank * self._micro, position + self._global, self._size * self._micro)
-        return [
+        whole = (
             collate([self._sample(i) for i in range(begin, begin + self._micro)], self._separate) for begin in first
-        ]
+        )
+        return [batch.of_rank(self._context, self._context_rank) for batch in whole]
 
     def _sample(self, index: int) -> Sample:
         sample = self._source.sample(index)

@@ -21,6 +21,7 @@ from megacore.data.packing import Packed
 from megacore.data.samples import ORDER, Source, split_documents
 from megacore.data.text import InputError
 from megacore.store.strict_json import StoreError
+from parallel.context_split import ContextParallel
 
 EXAMPLES = "examples"
 """The folder of a run that prepared examples are kept in."""
@@ -133,11 +134,19 @@ class Corpora:
         return cls(_blend(train, data.train), validation, separate)
 
     def batches(
-        self, source: Source, config: Config, data_rank: int, data_size: int, vocabulary: int | None = None
+        self,
+        source: Source,
+        config: Config,
+        data_rank: int,
+        data_size: int,
+        vocabulary: int | None = None,
+        context: ContextParallel = ContextParallel(),  # noqa: B008
+        context_rank: int = 0,
     ) -> Batches:
-        """Return the batches of one data-parallel rank; ids beyond the vocabulary raise a TokenError when met."""
-        batch = config.batch
-        return Batches(source, batch.global_size, batch.micro_size, data_rank, data_size, self.separate, vocabulary)
+        """Return the batches of one data-parallel rank, or what a rank of cp holds of them; ids beyond the vocabulary
+        raise a TokenError when met."""
+        sizes = config.batch.global_size, config.batch.micro_size, data_rank, data_size
+        return Batches(source, *sizes, self.separate, vocabulary, context, context_rank)
 
 
 def _held_out(config: Config) -> float:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from megacore.control import Control
+from megacore.data.batches import Batch
 from megacore.inference.documents import Document
 from models.assemble import Model
 from models.decoder import Microbatch
@@ -76,7 +77,7 @@ def evaluate(model: Model, documents: Iterable[Document], windows: Windows, toge
         documents: The documents, read once, a few microbatches ahead.
         windows: The way that they are cut.
         together: Tokens of a microbatch: as many windows as fit, or one.
-        pad: A token that fills up where tp does not divide a microbatch, and where a rank has none.
+        pad: A token that fills up where tp x cp does not divide a microbatch, and where a rank has none.
     """
     mesh = model.parameters.mesh
     count = _Count()
@@ -132,11 +133,14 @@ def _microbatch(model: Model, pack: Pack, pad: int) -> Microbatch:
     """Return the windows one after the other, none of which sees another."""
     mesh = model.parameters.mesh
     lengths = [len(tokens) for tokens, _ in pack]
-    rest = -sum(lengths) % mesh.shape.tp
+    rest = -sum(lengths) % (mesh.shape.tp * mesh.shape.cp)
     if rest:
         pack, lengths = [*pack, (np.full(rest, pad), np.full(rest, IGNORE))], [*lengths, rest]
     tokens, labels = (np.concatenate(parts) for parts in zip(*pack, strict=True))
     positions = np.concatenate([np.arange(length) for length in lengths])
-    ids, targets, at = (torch.from_numpy(each).to(mesh.device) for each in (tokens, labels, positions))
-    activation = len(tokens) // mesh.shape.tp, model.config.sizes["embed"]
-    return Microbatch(ids, targets, at, 1, activation, tuple(lengths), lengths=tuple(lengths))
+    batch = Batch(tokens[None], labels[None], positions[None], tuple(lengths)).of_rank(model.context, mesh.place.cp)
+    ids, targets, at = (
+        torch.from_numpy(each.ravel()).to(mesh.device) for each in (batch.tokens, batch.labels, batch.positions)
+    )
+    activation = len(ids) // mesh.shape.tp, model.config.sizes["embed"]
+    return Microbatch(ids, targets, at, 1, activation, batch.documents, lengths=batch.documents, split=batch.split)

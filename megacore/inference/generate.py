@@ -1,15 +1,17 @@
 """Generating tokens through the parallel model, with a cache of keys and values: for checking a model, not for serving.
 
 A batch of prompts is computed at once, one prompt after the other without padding between them; from then on a step
-is one token of each. Every rank of the mesh goes through the same steps and learns each token.
+is one token of each. Every rank of the mesh goes through the same steps and learns each token. The ranks of cp share
+out the tokens of each prompt, and keep their keys and values; a further token is computed by all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,8 +20,8 @@ from models.assemble import Model
 from models.attention import Attention
 from models.cache import Cache, Decode, Prefill
 from models.decoder import Microbatch
-from parallel.collectives import broadcast_
-from parallel.kernels.documents import Documents
+from parallel.collectives import all_reduce_, broadcast_
+from parallel.context_split import ContextParallel
 from parallel.mesh import Mesh
 from parallel.weights.layout import Coordinates
 
@@ -81,13 +83,10 @@ def generate(
 
 def _batch(model: Model, prompts: Mapping[int, Sequence[int]], choose: Choice, ending: Ending) -> Iterator[list[New]]:
     alive = [_Sequence(number, len(ids), len(ids) + ending.limit(ids), ids[-1]) for number, ids in prompts.items()]
-    parameters, mesh = model.parameters, model.parameters.mesh
-    attentions = [m for chunk in model.chunks for m in chunk.modules() if isinstance(m, Attention)]
-    # The last token of a sequence is not looked at any more.
-    cache = Cache.of(attentions, len(alive), max(s.longest for s in alive) - 1, parameters.dtype, mesh.device)
-    step = _beginning(model, cache, list(prompts.values()))
+    mesh = model.parameters.mesh
+    cache, logits = _begun(model, list(prompts.values()), [s.longest for s in alive])
     while alive:
-        tokens = _chosen(mesh, model.logits(step), choose, [(s.prompt, s.new) for s in alive])
+        tokens = _chosen(mesh, logits, choose, [(s.prompt, s.new) for s in alive])
         for sequence, token in zip(alive, tokens, strict=True):
             sequence.last, sequence.length, sequence.new = token, sequence.length + 1, sequence.new + 1
         left = [row for row, s in enumerate(alive) if s.last not in ending.stops and s.length < s.longest]
@@ -95,7 +94,7 @@ def _batch(model: Model, prompts: Mapping[int, Sequence[int]], choose: Choice, e
         cache.keep(left)
         alive = [alive[row] for row in left]
         if alive:
-            step = _going_on(model, cache, alive)
+            logits = model.logits(_going_on(model, cache, alive))
 
 
 def _chosen(mesh: Mesh, logits: Tensor | None, choose: Choice, which: Sequence[tuple[int, int]]) -> list[int]:
@@ -112,19 +111,51 @@ def _chosen(mesh: Mesh, logits: Tensor | None, choose: Choice, which: Sequence[t
 # -- a step's tokens
 
 
-def _beginning(model: Model, cache: Cache, prompts: Sequence[Sequence[int]]) -> Microbatch:
-    """Return all tokens of some prompts, of whose last ones the logits are wanted."""
-    mesh = model.parameters.mesh
-    device, lengths = mesh.device, [len(ids) for ids in prompts]
+def _begun(model: Model, prompts: Sequence[Sequence[int]], longest: Sequence[int]) -> tuple[Cache, Tensor | None]:
+    """Compute some prompts -> the cache, and the logits of their last tokens on all ranks of the last stage.
+
+    Args:
+        model: The model.
+        prompts: Token ids.
+        longest: The number of tokens that each may come to; the last one is not looked at any more.
+    """
+    parameters, mesh = model.parameters, model.parameters.mesh
+    lengths, cp = [len(ids) for ids in prompts], mesh.shape.cp
     tokens = [token for ids in prompts for token in ids]
     at = [position for length in lengths for position in range(length)]
-    rows = torch.arange(len(prompts), device=device).repeat_interleave(
-        torch.tensor(lengths, device=device), output_size=len(tokens)
+    documents = _padded(lengths, len(tokens), mesh.shape.tp * cp)
+    whole = _microbatch(model, tokens, at, documents, documents)
+    # Of each prompt every rank has as many tokens: the cache has as much room for a sequence as the fullest one needs.
+    split = ContextParallel(cp, balance="documents").split(documents, sum(documents))
+    shares = [split.indices(rank) for rank in range(cp)]
+    rooms = [length - 1 for length in longest]
+    attentions = [m for chunk in model.chunks for m in chunk.modules() if isinstance(m, Attention)]
+    cache = Cache.of(attentions, _held(lengths, shares), rooms, parameters.dtype, mesh.device, mesh.cp)
+    share, last = shares[mesh.place.cp], np.cumsum(lengths) - 1
+    where = np.searchsorted(share, last).clip(max=len(share) - 1)
+    own, wanted, here = (torch.from_numpy(each).to(mesh.device) for each in (share, where, share[where] == last))
+    step = replace(
+        whole,
+        tokens=whole.tokens[own],
+        positions=whole.positions[own],
+        activation=(len(own) // mesh.shape.tp, whole.activation[1]),
+        wanted=wanted,
+        split=split if cp > 1 else None,
     )
-    documents = _padded(lengths, len(tokens), mesh.shape.tp)
-    attention = Prefill(cache, rows, torch.tensor(at, device=device), Documents.of(documents, device))
-    last = torch.tensor([stop - 1 for stop in accumulate(lengths)], device=device)
-    return _microbatch(model, tokens, at, documents, documents, attention, last)
+    step = replace(step, attention=Prefill.of(cache, model.chunks[0].attention(step)))
+    logits = model.logits(step)
+    # A rank that does not hold the last token of a prompt has computed the logits of another one.
+    return cache, None if logits is None else all_reduce_(logits.masked_fill(~here[:, None], 0.0), mesh.cp)
+
+
+def _held(lengths: Sequence[int], shares: Sequence[npt.NDArray[np.int64]]) -> list[list[list[int]]]:
+    """Return the positions of each prompt that each rank of cp holds; its share of all tokens is in ascending order."""
+    starts = np.cumsum([0, *lengths])
+    cuts = [np.searchsorted(share, starts) for share in shares]
+    return [
+        [(share[cut[row] : cut[row + 1]] - starts[row]).tolist() for share, cut in zip(shares, cuts, strict=True)]
+        for row in range(len(lengths))
+    ]
 
 
 def _going_on(model: Model, cache: Cache, alive: Sequence[_Sequence]) -> Microbatch:
@@ -133,36 +164,24 @@ def _going_on(model: Model, cache: Cache, alive: Sequence[_Sequence]) -> Microba
     at = [sequence.length - 1 for sequence in alive]
     documents = _padded([1] * len(alive), len(alive), mesh.shape.tp)
     lengths = [sequence.length for sequence in alive] + documents[len(alive) :]
-    attention = Decode.of(cache, at, mesh.device)
-    return _microbatch(model, [s.last for s in alive], at, documents, lengths, attention, attention.rows)
+    step = _microbatch(model, [s.last for s in alive], at, documents, lengths)
+    wanted = torch.arange(len(alive), device=mesh.device)
+    return replace(step, attention=Decode.of(cache, at, mesh.device), wanted=wanted)
 
 
-def _padded(documents: list[int], tokens: int, tp: int) -> list[int]:
-    """Add one more document where the tokens alone would not divide over tp: the one place where there is padding."""
-    rest = -tokens % tp
+def _padded(documents: list[int], tokens: int, ranks: int) -> list[int]:
+    """Add one more document where the tokens alone would not divide over the ranks that share them out: the one place
+    where there is padding."""
+    rest = -tokens % ranks
     return documents + [rest] * (rest > 0)
 
 
 def _microbatch(
-    model: Model,
-    tokens: list[int],
-    positions: list[int],
-    documents: list[int],
-    lengths: list[int],
-    attention: Prefill | Decode,
-    wanted: Tensor,
+    model: Model, tokens: list[int], positions: list[int], documents: list[int], lengths: list[int]
 ) -> Microbatch:
+    """Return tokens, and the padding that the documents have beyond them."""
     mesh, total = model.parameters.mesh, sum(documents)
     zeros = [0] * (total - len(tokens))
-    ids = torch.tensor(tokens + zeros, device=mesh.device)
-    return Microbatch(
-        ids,
-        ids,
-        torch.tensor(positions + zeros, device=mesh.device),
-        1,
-        (total // mesh.shape.tp, model.config.sizes["embed"]),
-        tuple(documents),
-        lengths=tuple(lengths),
-        attention=attention,
-        wanted=wanted,
-    )
+    ids, at = (torch.tensor(each + zeros, device=mesh.device) for each in (tokens, positions))
+    activation = (total // mesh.shape.tp, model.config.sizes["embed"])
+    return Microbatch(ids, ids, at, 1, activation, tuple(documents), lengths=tuple(lengths))

@@ -15,6 +15,8 @@ from megacore.store.load import Loader, fingerprint
 from megacore.store.strict_json import StoreError
 from models.assemble import Model
 from models.stages import layout_of
+from parallel.choices import ContextExchange
+from parallel.context_split import ContextParallel
 from parallel.mesh import Mesh
 from parallel.weights.schema import SPLIT, Split
 
@@ -25,6 +27,7 @@ def model_from(
     dtype: torch.dtype | None = None,
     verified: bool = True,
     split: Split | None = None,
+    exchange: ContextExchange = "auto",
 ) -> Model:
     """Return this rank's part of the model, dropout off, filled one tensor at a time.
 
@@ -37,6 +40,7 @@ def model_from(
         verified: Whether damaged bytes are refused. Without it they are loaded as they are, for who compares them.
         split: The dimensions of the mesh that split an axis; None for those of a checkpoint that has the same ep and
             tp, and the usual ones elsewhere.
+        exchange: The way in which queries meet the keys of other ranks of cp.
 
     Raises:
         DamageError: a checkpoint's bytes are not those that were written; on every rank, as all others.
@@ -53,7 +57,8 @@ def model_from(
     if split is None:
         split = there.split if (there.mesh.ep, there.mesh.tp) == (mesh.shape.ep, mesh.shape.tp) else SPLIT
     layout = layout_of(whole.config, mesh.shape, layers=layers, tuning=tuning, split=split)
-    model = Model.create(whole.config, layout, mesh, dtype or dtype_of(whole), tuning=tuning)
+    context = ContextParallel.of(mesh.shape.cp, exchange)
+    model = Model.create(whole.config, layout, mesh, dtype or dtype_of(whole), tuning=tuning, context=context)
     model.train(False)
     loader = Loader(model.parameters, control)
     _fill(model, loader.tensors(whole, "weights"))

@@ -11,6 +11,7 @@ from itertools import accumulate, chain, islice
 from typing import TYPE_CHECKING, Literal
 
 from megacore.plan.costs import LayerCost
+from megacore.plan.exchange import Packing
 from megacore.plan.setting import Setting
 from models.config import ModelConfig
 from models.tuning import Tuning
@@ -65,9 +66,9 @@ class ActivationMemory:
         layers: The layers of each virtual stage.
         width: Bytes of a parameter and of an activation.
         device: The kind of device.
-        length, sequences: Tokens of a sequence, and sequences of a microbatch.
+        packing: The tokens of a microbatch, and the way in which cp shares them out.
         recompute: The part that is computed again in the backward.
-        loss_chunk: Tokens whose logits exist at a time; None for all.
+        loss_chunk, mlp_chunk: Tokens whose logits, or feed-forward activations, exist at a time; None for all.
         imbalance: The rows of the fullest rank's experts over the mean of all ranks.
     """
 
@@ -79,10 +80,10 @@ class ActivationMemory:
     layers: tuple[int, ...]
     width: int
     device: Literal["cpu", "cuda"]
-    length: int
-    sequences: int
+    packing: Packing
     recompute: Recompute
     loss_chunk: int | None
+    mlp_chunk: int | None
     imbalance: float
 
     @classmethod
@@ -96,7 +97,7 @@ class ActivationMemory:
         inner = replace(mesh, pp=1, dp=1)
         return _activations(
             s.model, s.tuning, inner, tuple(s.layout.split.items()), mesh.pp, s.layout.layers, s.widths.parameter,
-            s.device, s.sequence_length, s.micro_size, s.recompute, s.loss_chunk, s.imbalance,
+            s.device, s.packing, s.recompute, s.loss_chunk, s.mlp_chunk, s.imbalance,
         )  # fmt: skip
 
     @cached_property
@@ -112,7 +113,7 @@ class ActivationMemory:
     @cached_property
     def chunks(self) -> tuple[tuple[LayerCost, ...], ...]:
         """The blocks of each virtual stage; those that are alike are one object."""
-        measured = cache(partial(self._fake.block, self.recompute, self.imbalance, self.length, self.sequences))
+        measured = cache(partial(self._fake.block, self.recompute, self.mlp_chunk, self.imbalance, self.packing))
         found, kinds = [], iter(self._fake.kinds)
         for virtual, count in enumerate(self.layers):
             # What another stage sends asks for a gradient, whatever is trained there.
@@ -130,13 +131,13 @@ class ActivationMemory:
 
     @cached_property
     def embedding(self) -> LayerCost:
-        return self._fake.embedding(self.length, self.sequences)
+        return self._fake.embedding(self.packing.tokens)
 
     @cached_property
     def head(self) -> LayerCost:
         """The final norm, the product to the vocabulary, and the loss."""
         entered = self.chunks[-1][-1].left
-        return self._fake.head(entered, self.loss_chunk, self.length, self.sequences)
+        return self._fake.head(entered, self.loss_chunk, self.packing.tokens)
 
     @cached_property
     def tied(self) -> int:

@@ -25,7 +25,7 @@ from megacore.plan.setting import Setting
 from megacore.plan.step_time import Cluster, Estimate
 from megacore.store.index import MASTER, MOMENTS, STATES, on_disk
 from megacore.store.shares import States, share_out, share_reads
-from parallel.rank_sets import RankSet, Rounds, channel_kinds, divided, of_mesh
+from parallel.rank_sets import RankSet, Rounds, channel_kinds, divided, of_context, of_mesh
 from parallel.weights.layout import MeshShape
 from parallel.weights.pattern import Sizes
 from parallel.weights.transfer import Stored, native
@@ -299,7 +299,8 @@ def _rounds(setting: Setting) -> list[list[RankSet]]:
     share gradients and state, and of those that read together."""
     layout, rounds = setting.layout, Rounds()
     shared = divided(layout, None if setting.shard == "none" else setting.replicas)
-    batches = [*of_mesh(layout.mesh, setting.has_experts), shared, layout.mesh.all_along("dp", "cp")]
+    inner = of_context(layout.mesh, setting.context.heads)
+    batches = [*of_mesh(layout.mesh, setting.has_experts), inner, shared, layout.mesh.all_along("dp", "cp")]
     return [each for sets in batches for each in rounds.new(sets)]
 
 

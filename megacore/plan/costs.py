@@ -53,6 +53,23 @@ class Collective:
     hidden: bool
 
 
+@dataclass(frozen=True)
+class KeyExchange:
+    """The turns of one attention among the parts of cp (`megacore.plan.exchange`).
+
+    Args:
+        window: The tokens that each one looks at; None: all before it.
+        keys: Bytes of a token's keys and values, which a part takes of the others.
+        gradients: Bytes of their gradients, which go back; 0 in a forward.
+        flops: Operations of one score and of its use, in all heads of a rank.
+    """
+
+    window: int | None
+    keys: int
+    gradients: int
+    flops: int
+
+
 @dataclass(frozen=True, eq=False)
 class OpCounts:
     """The operations of a part.
@@ -61,11 +78,13 @@ class OpCounts:
         products, messages: {product or collective: how often}.
         passes: Bytes that operators of our own read and write beside their products: where no kernel does all of an
             attention, its scores pass through memory.
+        exchanges: {attention among the parts of cp: how often}; its products are among the others.
     """
 
     products: Mapping[MatMul, int] = field(default_factory=Counter)
     messages: Mapping[Collective, int] = field(default_factory=Counter)
     passes: int = 0
+    exchanges: Mapping[KeyExchange, int] = field(default_factory=Counter)
 
     @property
     def flops(self) -> int:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import islice, takewhile
 
+from megacore.plan.exchange import WHOLE
 from megacore.plan.memory import Memory, by_stage
 from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import Shares, state
 from megacore.plan.step_time import Cluster, Estimate, estimate
 from models.stages import layout_of
-from parallel.choices import Recompute, ZeroShard
-from parallel.weights.layout import Layout, MeshShape, split_problems
+from parallel.choices import ContextBalance, ContextExchange, Recompute, ZeroShard
+from parallel.context_split import ContextParallel
+from parallel.weights.layout import Layout, MeshShape, heads_problem, split_problems
 from parallel.weights.schema import split_of
 
 MARGIN = 0.1
@@ -24,6 +26,10 @@ BEHIND = 2.0
 _MICRO = (1, 2, 4, 8, 16, 32)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _CHUNKS = (1, 2, 4, 5, 8, 10)
+_MOST, _LEAST = 64, 64
+"""Ranks that share a sequence at the most, and a rank's tokens of it, of which it has a multiple."""
+_HOPS: tuple[ContextExchange, ...] = ("ring", "gather")
+_BALANCES: tuple[ContextBalance, ...] = ("auto", "documents", "rows")
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,20 @@ class Candidate:
         return layout.mesh.size(layout.split["expert_mlp"])
 
     @property
+    def gain(self) -> float:
+        """The most seconds that a rank could save if it had fewer tokens of each sequence: what it computes again."""
+        return self.time.recompute if self.setting.micro_size == 1 else 0.0
+
+    @property
+    def _context(self) -> Mapping[str, object]:
+        context = self.setting.context
+        return {
+            "context.exchange": "heads" if context.parts == 1 else context.exchange,
+            "context.balance": context.balance,
+            "context.heads": 1 if context.parts == 1 else context.heads,
+        }
+
+    @property
     def overrides(self) -> Mapping[str, object]:
         """{key of a recipe: value} that make this of the recipe."""
         s, mesh = self.setting, self.setting.layout.mesh
@@ -52,6 +72,8 @@ class Candidate:
             "mesh.tp": mesh.tp,
             "mesh.pp": mesh.pp,
             "mesh.dp": mesh.dp,
+            "mesh.cp": mesh.cp,
+            **(self._context if mesh.cp > 1 else {}),
             **({"mesh.ep": mesh.ep, "mesh.etp": self._etp} if s.has_experts else {}),
             "pipeline.schedule": s.schedule,
             "pipeline.chunks": s.layout.chunks,
@@ -74,9 +96,13 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
     """
     room = cluster.device.memory * (1 - MARGIN)
     candidates, fastest = list[Candidate](), _Fastest()
-    for alike in _layouts(base, world, cluster):
-        found = (list(_of_layout(base, layout, cluster, room, fastest)) for layout in alike)
-        candidates += fastest.while_it_pays(found)
+    for shorter in _layouts(base, world, cluster):
+        for alike in shorter:
+            found = (list(_of_layout(base, layout, cluster, room, fastest)) for layout in alike)
+            own = list(fastest.while_it_pays(found))
+            candidates += own
+            if own and not fastest.may_gain(own):
+                break
     candidates.sort(key=lambda each: each.time.total)
     again = [
         replace(each, time=estimate(each.setting, Shares.of(each.setting), cluster))
@@ -113,15 +139,27 @@ class _Fastest:
                 return
             least = own
 
+    def may_gain(self, found: Iterable[Candidate]) -> bool:
+        """Return whether more ranks for each sequence may make one of these the fastest."""
+        return any(each.gain and each.time.total - each.gain < self.seconds for each in found)
 
-def _layouts(base: Setting, world: int, cluster: Cluster) -> Iterator[Iterator[Layout]]:
-    """Yield layouts that differ in ep alone, the most ranks first: with fewer, a rank holds more experts."""
+
+def _layouts(base: Setting, world: int, cluster: Cluster) -> Iterator[Iterator[Iterator[Layout]]]:
+    """Yield, of more and more cp, layouts that differ in ep alone, the most ranks first: with fewer, a rank holds more
+    experts."""
     layers = base.layout.schema.sizes["layer"]
     for tp in _divisors(math.gcd(world, cluster.device.per_node)):
         for pp in _divisors(world // tp):
             for chunks in _CHUNKS if pp > 1 else (1,):
                 if pp * chunks <= layers and (chunks == 1 or layers % (pp * chunks) == 0):
-                    yield _spread(base, chunks, MeshShape(pp=pp, dp=world // tp // pp, tp=tp))
+                    yield _shorter(base, chunks, MeshShape(pp=pp, dp=world // tp // pp, tp=tp))
+
+
+def _shorter(base: Setting, chunks: int, mesh: MeshShape) -> Iterator[Iterator[Layout]]:
+    """Yield the layouts of a mesh whose dp is dp x cp."""
+    for cp in _divisors(mesh.dp):
+        if cp == 1 or (cp <= _MOST and base.sequence_length % (mesh.tp * cp * _LEAST) == 0):
+            yield _spread(base, chunks, replace(mesh, dp=mesh.dp // cp, cp=cp))
 
 
 def _spread(base: Setting, chunks: int, mesh: MeshShape) -> Iterator[Layout]:
@@ -148,13 +186,30 @@ def _of_layout(base: Setting, layout: Layout, cluster: Cluster, room: float, fas
                 tried = tried[: tried.index(fits[0].setting.recompute)]
         return candidates
 
-    yield from fastest.while_it_pays(map(rungs, _batches(base, layout)))
+    if layout.mesh.cp == 1:
+        yield from fastest.while_it_pays(map(rungs, _batches(base, layout)))
+        return
+    for setting in islice(_batches(base, layout), 1):  # more sequences at once would be more tokens again
+        for context in _contexts(base, layout, cluster):
+            yield from rungs(replace(setting, context=context))
+
+
+def _contexts(base: Setting, layout: Layout, cluster: Cluster) -> Iterator[ContextParallel]:
+    """Yield the ways in which cp may share out a sequence: by hops, by heads, and by heads within a node."""
+    cp, tp, drops = layout.mesh.cp, layout.mesh.tp, base.model.drops_attention
+    inside = [n for n in (math.gcd(cp, cluster.device.per_node // tp), cp) if n > 1]
+    divide = {n for n in inside if heads_problem(base.layout.schema.sizes, tp, n) is None}
+    for balance in _BALANCES[:1] if base.documents is None else _BALANCES:
+        if cp in divide:
+            yield ContextParallel(cp, "heads", balance, cp)
+        if not drops:
+            yield from (ContextParallel(cp, way, balance, n) for way in _HOPS for n in {1, *divide} - {cp})
 
 
 def _rungs(base: Setting, layout: Layout) -> tuple[ZeroShard, ...]:
     if base.offload_parameters:
         return SHARDS[-1:]
-    return SHARDS if layout.mesh.data > 1 else SHARDS[:1]
+    return SHARDS if layout.mesh.data * layout.mesh.cp > 1 else SHARDS[:1]
 
 
 def _batches(base: Setting, layout: Layout) -> Iterator[Setting]:
@@ -164,7 +219,16 @@ def _batches(base: Setting, layout: Layout) -> Iterator[Setting]:
     schedule = "interleaved" if layout.chunks > 1 else "1f1b"
     for micro in _MICRO:
         if not rest and own and own % micro == 0 and micro * base.sequence_length % layout.mesh.tp == 0:
-            yield replace(base, layout=layout, micro_size=micro, microbatches=own // micro, schedule=schedule)
+            documents = None if base.documents is None else base.documents * micro
+            yield replace(
+                base,
+                layout=layout,
+                micro_size=micro,
+                microbatches=own // micro,
+                schedule=schedule,
+                context=WHOLE,
+                documents=documents,
+            )
 
 
 def _least_recomputed(

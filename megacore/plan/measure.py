@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from types import FunctionType, ModuleType
 from typing import Any
@@ -35,14 +35,16 @@ from megacore.plan.costs import (
     REDUCE_SCATTER,
     SEND,
     Collective,
+    KeyExchange,
     LayerCost,
     MatMul,
     OpCounts,
 )
+from megacore.plan.exchange import ExchangeWork, Packing
 from models.assemble import Model
 from models.blocks import CHEAP
 from models.config import ModelConfig, looks
-from models.context import Context
+from models.context import Context, MaskedAttention
 from models.decoder import Head, Losses, Microbatch
 from models.moe import MixtureOfExperts
 from models.stages import layout_of
@@ -51,6 +53,7 @@ from parallel.kernels import flash, grouped, norm
 from parallel.kernels.scoring import Scoring
 from parallel.memory.recompute import Activations, Recompute, Runner, runner
 from parallel.mesh import Group, Mesh
+from parallel.rank_sets import inner_ranks
 from parallel.weights.layout import MeshShape
 
 aten = torch.ops.aten
@@ -113,24 +116,26 @@ class FakeModel:
         embedding, head = (set(end.parameters()) for end in self._ends)
         return sum(parameter.numel() for parameter in embedding & head if parameter.requires_grad)
 
-    def embedding(self, length: int, sequences: int) -> LayerCost:
-        """Return the cost of the embedding: sequences of a length -> [tokens/tp, embed]."""
+    def embedding(self, packing: Packing) -> LayerCost:
+        """Return the cost of the embedding: the tokens of a microbatch -> [tokens/tp, embed]."""
         embedding, _ = self._ends
-        return self._unit("embedding", embedding, lambda x, batch, context: embedding(batch), False, length, sequences)
+        return self._unit("embedding", embedding, lambda x, batch, context: embedding(batch), False, packing)
 
     def block(
-        self, recompute: Recompute, imbalance: float, length: int, sequences: int, kind: str, entered: bool
+        self, recompute: Recompute, mlp_chunk: int | None, imbalance: float, packing: Packing, kind: str, entered: bool
     ) -> LayerCost:
         """Return the cost of a block: [tokens/tp, embed] -> same.
 
         Args:
             recompute: The part that is computed again.
+            mlp_chunk: The tokens whose feed-forward activations are there at a time.
             imbalance: The rows of its experts, over those of all ranks on average; as many as there are at the most.
-            length, sequences: Tokens of a sequence, and sequences.
+            packing: The tokens of a microbatch.
             kind: The first layer that is like it.
             entered: Whether what comes in has a gradient.
         """
         block = self._chunk.layers[kind]
+        block.mlp_tokens = None if mlp_chunk is None else max(1, mlp_chunk // self._mesh.shape.tp)  # type: ignore[assignment]
         if (kind, recompute) not in self._runners:
             self._runners[kind, recompute] = runner(Activations(recompute), [block], CHEAP, self._mesh.device)
         run = self._runners[kind, recompute]
@@ -139,32 +144,33 @@ class FakeModel:
             return run([block], x, context)
 
         with _counts(imbalance):
-            return self._unit(kind, block, call, entered, length, sequences, recompute, imbalance)
+            return self._unit(kind, block, call, entered, packing, recompute, mlp_chunk, imbalance)
 
-    def head(self, entered: bool, loss_chunk: int | None, length: int, sequences: int) -> LayerCost:
+    def head(self, entered: bool, loss_chunk: int | None, packing: Packing) -> LayerCost:
         """Return the cost of the head: [tokens/tp, embed] -> the summed loss."""
         _, head = self._ends
         head.losses = Losses(chunk=loss_chunk)
-        return self._unit(
-            "head", head, lambda x, batch, context: head(x, batch.labels), entered, length, sequences, loss_chunk
-        )
+        return self._unit("head", head, lambda x, batch, context: head(x, batch.labels), entered, packing, loss_chunk)
 
     def _unit(
-        self, name: str, module: nn.Module, call: _Call, entered: bool, length: int, sequences: int, *others: object
+        self, name: str, module: nn.Module, call: _Call, entered: bool, packing: Packing, *others: object
     ) -> LayerCost:
         # Those of models that differ in ep alone are alike, but for experts.
         spread = any(isinstance(each, MixtureOfExperts) for each in module.modules())
         of = (self._mesh.shape, self._split) if spread else replace(self._mesh.shape, ep=1)
-        key = self._made_of, of, name, entered, length, sequences, others
+        key = self._made_of, of, name, entered, packing, others
         if key not in _measured:
-            _measured[key] = self._run(module, call, entered, length, sequences)
+            _measured[key] = self._run(module, call, entered, packing)
         return _measured[key]
 
-    def _run(self, module: nn.Module, call: _Call, entered: bool, length: int, sequences: int) -> LayerCost:
+    def _run(self, module: nn.Module, call: _Call, entered: bool, packing: Packing) -> LayerCost:
         parameters = list(module.parameters())
-        with self._without_numbers(), _Watch(self._chunk.parameters()) as seen, self._mesh.watched(seen):
-            batch = self._microbatch(length, sequences)
+        self._chunk.context_parallel = packing.context
+        self._mesh.group(inner_ranks(self._mesh.cp.ranks, self._mesh.cp.index, packing.context.heads))
+        with self._without_numbers(), _Watch(self._chunk.parameters(), packing) as seen, self._mesh.watched(seen):
+            batch = self._microbatch(packing)
             context = self._chunk.context(batch)
+            context = replace(context, attention=_Noted(context.attention, seen))
             rotations = {rope: [*map(_key, tables)] for rope, tables in context.rotations.items()}
             before = seen.live - sum(seen.sized(rotations).values())
             x: Tensor = _Entering.apply(self._leaf(entered), batch.activation)
@@ -188,10 +194,11 @@ class FakeModel:
             seen.work(),
         )
 
-    def _microbatch(self, length: int, sequences: int) -> Microbatch:
-        tokens = length * sequences // self._mesh.shape.cp
+    def _microbatch(self, packing: Packing) -> Microbatch:
+        tokens = packing.length * packing.sequences // self._mesh.shape.cp
         ids = torch.empty(tokens, dtype=torch.long, device=self._mesh.device)
-        return Microbatch(ids, ids, ids, sequences, (tokens // self._mesh.shape.tp, self._embed))
+        split = packing.split if self._mesh.shape.cp > 1 else None
+        return Microbatch(ids, ids, ids, packing.sequences, (tokens // self._mesh.shape.tp, self._embed), split=split)
 
     def _leaf(self, entered: bool) -> Tensor:
         return torch.empty((), dtype=self._dtype, device=self._mesh.device, requires_grad=entered)
@@ -278,19 +285,23 @@ class _Watch(TorchDispatchMode):
 
     Args:
         known: The storages that were there before, and do not count.
+        packing: The tokens that are looked at.
 
     Attributes:
         sizes: {storage: bytes} of those that are alive.
         live, peak: Bytes now, and the most at the end of any operation.
         started: The number of products that were.
+        windows: Those of the attentions that were.
     """
 
-    def __init__(self, known: Iterable[Tensor]) -> None:
+    def __init__(self, known: Iterable[Tensor], packing: Packing) -> None:
         super().__init__()
+        self._packing, self.windows = packing, set[int | None]()
         self.sizes: dict[int, int] = {}
         self.live = self.peak = self.started = 0
         self._known = set(map(_key, known))
         self._products, self.messages = Counter[MatMul](), Counter[Collective]()
+        self._exchanges = Counter[KeyExchange]()
         self._inside, self._passes = False, 0
 
     @classmethod
@@ -299,6 +310,9 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if op._schema.name in _EXCHANGES:
+            with self:
+                return self._exchange(op, args, kwargs)
         if body := OPDEFS.get(op._schema.name):
             self._inside = True
             with self:  # operators of our own: what they are made of
@@ -320,10 +334,29 @@ class _Watch(TorchDispatchMode):
         return out
 
     def work(self) -> OpCounts:
-        """Return the operations since it was asked last."""
-        found = OpCounts(self._products, self.messages, self._passes)
-        self._products, self.messages, self._passes = Counter(), Counter(), 0
+        """Return the operations since it was asked last; of an attention those of the documents."""
+        products = self._products
+        if self._packing.context.parts == 1 and self._packing.documents is not None:
+            seen = max((self._packing.seen(window) for window in self.windows), default=1.0)
+            products = Counter({_of_scores(each, seen): count for each, count in products.items()})
+        found = OpCounts(products, self.messages, self._passes, self._exchanges)
+        self._products, self.messages, self._passes, self._exchanges = Counter(), Counter(), 0, Counter()
         return found
+
+    def _exchange(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Take what `parallel.layers.context_attention` takes, of the part that holds and computes most."""
+        given = {argument.name: argument.default_value for argument in op._schema.arguments}
+        given |= dict(zip(given, args, strict=False)) | kwargs
+        q, k, v, work = given["q"], given["k"], given["v"], self._packing.exchange(given["window"])
+        heads, width = q.shape[1], k[0].numel() + v[0].numel()
+        flops = 2 * heads * (q.shape[-1] + v.shape[-1])
+        back = "backward" in op._schema.name
+        exchange = KeyExchange(given["window"], width * k.itemsize, back * width * k.itemsize, (1 + back) * flops)
+        self._exchanges[exchange] += 1
+        product = MatMul(1, work.busiest, q.shape[-1] + v.shape[-1], heads, _name(q), True)
+        self._products[product] += 1 + back
+        self.started += 1
+        return (_exchanged_back if back else _exchanged)(q, k, v, width, work)
 
     def sized(self, storages: Mapping[str, Iterable[int]]) -> dict[str, int]:
         """Return the bytes of those of the storages that are alive and count."""
@@ -390,8 +423,70 @@ def _looking(q: Tensor, length: int, sequences: int, window: int | None) -> MatM
     return MatMul(seen, 2 * looks(length, window) // seen, head, heads * sequences, _name(q), True)
 
 
+def _of_scores(product: MatMul, share: float) -> MatMul:
+    """Return an attention's products, with a share of the scores; others as they are."""
+    return replace(product, n=round(product.n * share)) if product.attention else product
+
+
 def _name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+# -- the attention of a part to the keys of others
+
+_EXCHANGES = ("megacore::context_attention", "megacore::context_attention_backward")
+
+
+@dataclass(frozen=True, eq=False)
+class _Noted:
+    """An attention that tells the watch of its window."""
+
+    attention: MaskedAttention
+    seen: _Watch
+
+    def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        self.seen.windows.add(scoring.window)
+        return self.attention(name, q, k, v, scoring)
+
+
+def _exchanged(q: Tensor, k: Tensor, v: Tensor, width: int, work: ExchangeWork) -> tuple[Tensor, Tensor]:
+    """Hold own keys and values in rows, those of two hops, a wide result, and that of a rectangle."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    held = [k.new_empty(len(k), width), k.new_empty(work.held, width)]
+    out, log_sum = q.new_empty(*q.shape[:2], v.shape[2], dtype=wide), q.new_empty(q.shape[:2], dtype=wide)
+    n, m = work.rectangle
+    found = [_like(q, n), *(_like(x, n) for x in _copies(q)), _like(out, n), k.new_empty(m * len(_copies(k)), width)]
+    del held, found
+    return out.to(q.dtype), log_sum
+
+
+def _exchanged_back(q: Tensor, k: Tensor, v: Tensor, width: int, work: ExchangeWork) -> tuple[Tensor, Tensor, Tensor]:
+    """Hold what the forward does, wide gradients of own queries and keys, and of a hop's keys, coming and going."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    held = [k.new_empty(len(k), width), k.new_empty(work.most, width)]
+    alone = [_like(q, len(q)) for _ in range(1 + 5 * len(_copies(q)))]
+    del alone
+    held.append(k.new_empty(work.held - work.most, width))
+    dq, home = q.new_empty(q.shape, dtype=wide), k.new_empty(2 * len(k), width, dtype=wide)
+    n, m = work.rectangle
+    gradients = [k.new_empty(work.most, width, dtype=wide)]
+    before = [k.new_empty(2 * work.most * (work.several and not work.gathered), width)]
+    found = [_like(q, n), k.new_empty(m, width)]
+    copied = [each for x in _copies(q) for each in (_like(q, 3 * n), k.new_empty(m, width))]
+    del copied
+    gradients += [k.new_empty(work.most * (work.several and work.gathered), width, dtype=wide)]
+    after = [k.new_empty(2 * work.most, width)]
+    del held, home, found, gradients, before, after
+    return dq.to(q.dtype), torch.empty_like(k), torch.empty_like(v)
+
+
+def _like(x: Tensor, tokens: int) -> Tensor:
+    return x.new_empty(tokens, *x.shape[1:])
+
+
+def _copies(x: Tensor) -> list[Tensor]:
+    """Return what kernels of a CPU copy, as they want another order; those of GPUs take it as it is."""
+    return [] if x.is_meta else [x]
 
 
 # -- messages that say nothing
@@ -444,7 +539,7 @@ class _SilentGroup:
     """A process group of torch that notes any message, and is done with it at once."""
 
     def __init__(self, mesh: _SilentMesh, ranks: tuple[int, ...]) -> None:
-        self.mesh, self.ranks = mesh, ranks
+        self.mesh, self.ranks, self.group_name = mesh, ranks, str(ranks)
         places = [mesh.shape.place(rank) for rank in ranks]
         self.axis = " x ".join(dim for dim in mesh.shape.DIMS if len({getattr(at, dim) for at in places}) > 1)
 

@@ -11,7 +11,7 @@ from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import ParameterShare, Shares, sharing, state
 from parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
 from parallel.pipeline.schedules import SCHEDULES
-from parallel.rank_sets import groups_of, mesh_dims
+from parallel.rank_sets import groups_of, inner_ranks, mesh_dims
 
 TERMS = (
     "parameters",
@@ -132,6 +132,7 @@ def groups(setting: Setting) -> int:
 def _groups(setting: Setting, rank: int) -> set[tuple[int, ...]]:
     layout, mesh = setting.layout, setting.layout.mesh
     own = {mesh.along(rank, *dims) for dims in mesh_dims(mesh, setting.has_experts)}
+    own.add(inner_ranks(mesh.along(rank, "cp"), mesh.place(rank).cp, setting.context.heads))
     alike = {shard.param.name: shard for shard in layout.shards(mesh.place(rank))}  # in all layers of a stage
     sets = {layout.replicas(shard, label) for shard in alike.values() for label in shard.param.sentence.labels}
     replicas = None if setting.shard == "none" else setting.replicas
@@ -290,7 +291,8 @@ class _Sharing:
         for layer, block in act.layers_of(stage).items():
             here = [part for part in alone if part.param.layers is None or layer in part.param.layers]
             own = sum(part.trained // part.tensors for part in here)
-            unit = max(unit, block.elements - sum(part.elements // part.tensors for part in here))
+            there = 0 if setting.offload_parameters else sum(part.elements // part.tensors for part in here)
+            unit = max(unit, block.elements - there)
             sums = max(sums, (1 + REDUCE_SCATTERS) * (block.learning - own) + own)
         unit, sums = unit * widths.parameter, sums * widths.gradient
         return cls(

@@ -33,4 +33,6 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
         offload_activations=config.memory.offload_activations,
         device=device,
         tuning=tuning,
+        context=config.context.over(mesh.cp, model.drops_attention),
+        mlp_chunk=config.memory.mlp_chunk,
     )

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from megacore.plan.exchange import WHOLE, Packing
 from models.config import ModelConfig
 from models.tuning import EVERYTHING, Tuning
 from parallel.budgets import BUCKET_BYTES
 from parallel.choices import Moments, OptimizerOffload, Precision, Recompute, ZeroShard
+from parallel.context_split import ContextParallel
 from parallel.weights.layout import Layout
 
 SHARDS: tuple[ZeroShard, ...] = get_args(ZeroShard)
@@ -65,6 +67,9 @@ class Setting:
         bucket_bytes: The size of a gradient bucket.
         tuning: The part of the model that is trained.
         imbalance: The rows that the experts of the fullest rank get over the mean of all ranks, if there are as many.
+        context: The way in which cp, as large as that of the layout's mesh, shares out a microbatch.
+        documents: The lengths of a microbatch's documents, which attention stays within; None: each row is one.
+        mlp_chunk: Tokens whose feed-forward activations exist at a time; None for all of a microbatch.
     """
 
     model: ModelConfig
@@ -86,6 +91,9 @@ class Setting:
     bucket_bytes: int = BUCKET_BYTES
     tuning: Tuning = EVERYTHING
     imbalance: float = 1.0
+    context: ContextParallel = WHOLE
+    documents: tuple[int, ...] | None = None
+    mlp_chunk: int | None = None
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -100,6 +108,11 @@ class Setting:
     def tokens(self) -> int:
         """The tokens of a microbatch, on a data parallel rank."""
         return self.micro_size * self.sequence_length // self.layout.mesh.cp
+
+    @property
+    def packing(self) -> Packing:
+        """The tokens of a microbatch, and the way in which cp shares them out."""
+        return Packing(self.sequence_length, self.micro_size, self.context, self.documents)
 
     @property
     def global_tokens(self) -> int:

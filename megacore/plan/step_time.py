@@ -8,17 +8,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
+
 from megacore.plan import efficiency
 from megacore.plan.activations import ActivationMemory
-from megacore.plan.costs import ALL_TO_ALL, LayerCost, MatMul
+from megacore.plan.costs import ALL_TO_ALL, KeyExchange, LayerCost, MatMul
 from megacore.plan.devices import PEAK_TFLOPS, Device
+from megacore.plan.exchange import ExchangeWork
 from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import ParameterShare, Shares, state, updated
-from megacore.plan.traffic import ALL_REDUCE, SEND, Traffic, traffic
+from megacore.plan.traffic import ALL_REDUCE, HEADS, SEND, TOKENS, Traffic, traffic
 from models.config import flops_per_token
 from parallel.pipeline.schedules import SCHEDULES, simulate
 from parallel.weights.layout import MeshShape
 
+_Of = npt.NDArray[np.float64]
 PRECISE = 4096
 """Actions of a stage up to which a schedule is simulated rather than its bubble looked up."""
 
@@ -53,22 +58,25 @@ class Cluster:
         reached = self.device.reach * efficiency.reached(product, self.device.half)
         return product.flops / (tflops * 1e12 * reached) + cast / self.device.bandwidth
 
-    def bandwidth(self, mesh: MeshShape, axis: str, kind: str = ALL_REDUCE) -> float:
-        """Return the bandwidth of a ring along some dimensions, or of an all-to-all, bytes/s for each rank.
+    def bandwidth(self, mesh: MeshShape, axis: str, kind: str = ALL_REDUCE, ranks: int | None = None) -> float:
+        """Return the bandwidth of a ring along some dimensions, or of an all-to-all, bytes/s for each rank; of some
+        successive ``ranks`` of them, or of all.
 
         Between nodes every device of a group that lies in the same node brings its own adapter. Through it goes, of an
         all-to-all, what is for other nodes: of n ranks, h of them in a node, n - h of n - 1 parts.
         """
-        (total, here), device = _ring(mesh, axis, self.device.per_node), self.device
+        (total, here), device = _ring(mesh, axis, self.device.per_node, ranks), self.device
         if here == total:
             return device.link
+        if kind == SEND:
+            return min(device.link, device.network)
         if kind == ALL_TO_ALL:
             return min(device.link * (total - 1) / max(here - 1, 1), device.network * (total - 1) / (total - here))
         return min(device.link, here * device.network)
 
     def latency(self, mesh: MeshShape, message: Traffic) -> float:
         """Return the seconds that a message takes however short it is: those of a ring grow with its length."""
-        total, here = _ring(mesh, message.axis, self.device.per_node)
+        total, here = _ring(mesh, message.axis, self.device.per_node, message.ranks)
         if message.kind in (SEND, ALL_TO_ALL):  # each to each at once
             return efficiency.ring_s(1, int(here < total))
         here, rounds = min(here, message.ranks), 2 if message.kind == ALL_REDUCE else 1
@@ -79,39 +87,77 @@ class Cluster:
         """Return the seconds of messages that compute of so many seconds does not hide."""
         moving, never = 0.0, 0.0
         for x in messages:
-            seconds, (total, here) = self.seconds(mesh, [x]), _ring(mesh, x.axis, self.device.per_node)
+            seconds, (total, here) = self.seconds(mesh, [x]), _ring(mesh, x.axis, self.device.per_node, x.ranks)
             moving += seconds
             never += seconds * (1 - (self.overlap if here == total else self.overlap_between))
         return max(moving - beside, never)
 
     def seconds(self, mesh: MeshShape, messages: Iterable[Traffic]) -> float:
         return sum(
-            x.count * self.latency(mesh, x) + x.sent / (self.bandwidth(mesh, x.axis, x.kind) * efficiency.LINKS)
+            x.count * self.latency(mesh, x)
+            + x.sent / (self.bandwidth(mesh, x.axis, x.kind, x.ranks) * efficiency.LINKS)
             for x in messages
         )
 
+    def exposed(self, mesh: MeshShape, work: ExchangeWork, exchange: KeyExchange) -> float:
+        """Return the seconds that an attention takes longer among the parts of cp than the products of the busiest.
+
+        What a hop brings is sent while the scores of the turn before are computed, and in a backward what goes back
+        while those of the turn behind are.
+        """
+        between = _between_nodes(mesh, len(work.taken), self.device.per_node)
+        link = np.where(between, min(self.device.link, self.device.network), self.device.link) * efficiency.LINKS
+        start = np.where(between, efficiency.ring_s(1, 1), efficiency.ring_s(1, 0))
+        never = 1 - np.where(between, self.overlap_between, self.overlap)
+        most = np.maximum(work.taken, work.given)
+        ahead, back = ((most * size / link + start) * (most * size > 0) for size in (exchange.keys, exchange.gradients))
+        if work.gathered:
+            ahead, back, never = ahead.sum(1, keepdims=True), back.sum(1, keepdims=True), never.max(1, keepdims=True)
+        nothing = np.zeros((len(most), 1))
+
+        def beside(ahead: _Of, back: _Of) -> _Of:
+            return np.hstack([ahead, nothing]) + np.hstack([nothing, nothing, back[:, :-1]])
+
+        busy = work.pairs * (exchange.flops / (self.wide_tflops * 1e12 * efficiency.ATTENTION))
+        shown = np.maximum(beside(ahead, back) - busy, beside(ahead * never, back * never)).sum(1) + back[:, -1]
+        return float((busy.sum(1) + shown).max() - busy.sum(1).max())
+
 
 @lru_cache(maxsize=4096)
-def _ring(mesh: MeshShape, axis: str, per_node: int) -> tuple[int, int]:
-    """Return the number of ranks of a ring along some dimensions, and of those of them in a node."""
+def _ring(mesh: MeshShape, axis: str, per_node: int, ranks: int | None = None) -> tuple[int, int]:
+    """Return the number of ranks of a ring along some dimensions, or along successive ``ranks`` of one, and of those
+    of them in a node."""
     dims = axis.split(" x ")
     places = [mesh.place(rank) for rank in range(min(per_node, mesh.world))]
     here = sum(all(getattr(place, dim) == 0 for dim in mesh.DIMS if dim not in dims) for place in places)
-    return math.prod(mesh[dim] for dim in dims), here
+    total = math.prod(mesh[dim] for dim in dims)
+    return (total, here) if axis != "cp" or ranks is None else (ranks, min(ranks, here))
+
+
+@lru_cache(maxsize=4096)
+def _between_nodes(mesh: MeshShape, parts: int, per_node: int) -> npt.NDArray[np.bool_]:
+    """Return whether each part of cp has another node than some rank of the one 1, 2, ... before or behind it:
+    [parts, parts - 1]."""
+    nodes = np.array(mesh.along(0, "cp")).reshape(parts, -1) // per_node
+    places, distances = np.arange(parts)[:, None], np.arange(1, parts)
+    near, far = (nodes[(places + way * distances) % parts] for way in (-1, 1))
+    found: npt.NDArray[np.bool_] = ((near != nodes[:, None]) | (far != nodes[:, None])).any(-1)
+    return found
 
 
 @dataclass(frozen=True)
 class Estimate:
     """The seconds of one step, on the slowest stage; they add up to ``total``.
 
-    ``tensor``, ``experts``, ``data`` and ``offload`` are what compute does not hide. ``bubble`` is the time in which a
-    stage waits for others.
+    ``tensor``, ``experts``, ``context``, ``data`` and ``offload`` are what compute does not hide. ``bubble`` is the
+    time in which a stage waits for others.
     """
 
     compute: float
     recompute: float
     tensor: float
     experts: float
+    context: float
     bubble: float
     data: float
     offload: float
@@ -121,7 +167,7 @@ class Estimate:
 
     @property
     def total(self) -> float:
-        sent = self.tensor + self.experts + self.data + self.offload
+        sent = self.tensor + self.experts + self.context + self.data + self.offload
         return self.compute + self.recompute + sent + self.bubble + self.optimizer
 
     @property
@@ -242,6 +288,7 @@ def estimate(setting: Setting, shares: Shares, cluster: Cluster, simulated: bool
         m * slowest.recompute,
         m * slowest.tensor.total,
         m * slowest.experts.total,
+        m * slowest.context.total,
         idle,
         data,
         offload,
@@ -271,6 +318,7 @@ class _Times:
     recompute: float
     tensor: _Both
     experts: _Both
+    context: _Both
 
     @property
     def compute(self) -> float:
@@ -278,11 +326,12 @@ class _Times:
 
     @property
     def forward(self) -> float:
-        return self.products.forward + self.tensor.forward + self.experts.forward
+        return self.products.forward + self.tensor.forward + self.experts.forward + self.context.forward
 
     @property
     def backward(self) -> float:
-        return self.products.backward + self.recompute + self.tensor.backward + self.experts.backward
+        sent = self.tensor.backward + self.experts.backward + self.context.backward
+        return self.products.backward + self.recompute + sent
 
 
 def _stage_times(
@@ -297,19 +346,37 @@ def _stage_times(
         alone = cluster.seconds(layout.mesh, (x for x in messages if not x.hidden))
         return (alone + cluster.shown(layout.mesh, [x for x in messages if x.hidden], m * beside)) / m
 
-    def both(of_experts: bool) -> _Both:
-        inner = [x for x in sent if "tokens" in x.what and (x.kind == ALL_TO_ALL) == of_experts]
+    def both(inner: Sequence[Traffic]) -> _Both:
         ahead, back = ([x for x in inner if when in x.what] for when in ("forward", "backward"))
         return _Both(shown(ahead, seconds.forward), shown(back, seconds.backward))
 
-    return _Times(_Both(seconds.forward, seconds.backward), seconds.again, both(False), both(True))
+    tokens = [x for x in sent if x.what.startswith(f"{TOKENS},")]
+    tensor, experts = (both([x for x in tokens if (x.kind == ALL_TO_ALL) == rows]) for rows in (False, True))
+    heads, hops = both([x for x in sent if x.what.startswith(HEADS)]), _hops(setting, act, cluster, stage)
+    context = _Both(heads.forward + hops.forward, heads.backward + hops.backward)
+    return _Times(_Both(seconds.forward, seconds.backward), seconds.again, tensor, experts, context)
+
+
+def _hops(setting: Setting, act: ActivationMemory, cluster: Cluster, stage: int) -> _Both:
+    """Return the seconds of one microbatch that the hops of keys and values among the parts of cp show."""
+    forward = backward = 0.0
+    for block, number in act.blocks[stage].items():
+        ahead, back = (
+            sum(
+                count * cluster.exposed(setting.layout.mesh, setting.packing.exchange(each.window), each)
+                for each, count in work.exchanges.items()
+            )
+            for work in (block.forward, block.backward)
+        )
+        forward, backward = forward + number * ahead, backward + number * back
+    return _Both(forward, backward)
 
 
 def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _Times) -> float:
     """Return the seconds that the sums of gradients and the gathering of parameters add to a step."""
     mesh, m, rung = setting.layout.mesh, setting.microbatches, SHARDS.index(setting.shard)
     gathers = [x for x in sent if x.what == "parameters"]
-    sums = [x for x in sent if "gradients" in x.what and "tokens" not in x.what and x.kind != SEND]
+    sums = [x for x in sent if "gradients" in x.what and x.kind != SEND]
     if rung == 3:
         return cluster.shown(mesh, [*sums, *gathers], m * (times.forward + times.backward))
     # A sum starts with the last gradient of the step, so it hides behind one backward; what is split goes with each.

@@ -11,6 +11,10 @@ from megacore.plan.costs import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Co
 from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import ParameterShare, Shares, sharing
 
+TOKENS, HEADS, KEYS, GRADIENTS = "tokens", "tokens by heads", "keys and values", "gradients of keys and values"
+"""The things that layers send, forward and backward: over tp and ep, over cp by heads, and by hops; each to ranks of
+its own, so a time is that of one of them."""
+
 
 def ring(kind: str, size: float, ranks: int) -> float:
     """Return the bytes that each rank sends in a ring for a tensor of ``size`` bytes (Patarasuk and Yuan 2009): 2
@@ -65,7 +69,13 @@ def _layers(setting: Setting, act: ActivationMemory, stage: int) -> Iterator[Tra
     for unit, number in act.stage(stage).items():
         for when, work in (("forward", unit.forward), ("backward", unit.backward)):
             for message, count in work.messages.items():
-                counts[message, f"tokens, {when}"] += count * number * setting.microbatches
+                what = HEADS if message.axis == "cp" else TOKENS
+                counts[message, f"{what}, {when}"] += count * number * setting.microbatches
+            for exchange, count in work.exchanges.items():
+                for what, size, back in ((KEYS, exchange.keys, False), (GRADIENTS, exchange.gradients, True)):
+                    for tokens in setting.packing.exchange(exchange.window).messages(back):
+                        message = Collective(SEND, "cp", setting.layout.mesh.cp, tokens * size, True)
+                        counts[message, f"{what}, {when}"] += count * number * setting.microbatches
     for (message, what), count in counts.items():
         yield Traffic(message.kind, message.axis, what, message.ranks, count, message.size, message.hidden)
 

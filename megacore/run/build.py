@@ -77,7 +77,10 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
     step.scaler.load(start.progress.scaler)
 
     def batches(source: Source) -> Batches:
-        return setup.corpora.batches(source, config, mesh.data_rank, mesh.shape.data, setup.model.vocab_size)
+        vocabulary, place = setup.model.vocab_size, mesh.place
+        return setup.corpora.batches(
+            source, config, mesh.data_rank, mesh.shape.data, vocabulary, model.context, place.cp
+        )
 
     return Trainer(
         config,

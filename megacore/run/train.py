@@ -181,7 +181,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _headline(config: Config, model: ModelConfig, mesh: Mesh) -> str:
-    sizes = " x ".join(f"{dim}={mesh.shape[dim]}" for dim in ("pp", "dp", "ep", "cp", "tp"))
+    sizes = " x ".join(f"{dim}={mesh.shape[dim]}" for dim in mesh.shape.DIMS)
+    context = config.context.over(mesh.shape.cp, model.drops_attention)
+    if context.size > 1:
+        inner = f", heads over {context.heads}" if 1 < context.heads < context.size else ""
+        sizes += f" (context by {context.exchange}{inner}, balance {context.balance})"
     flops = flops_per_token(model, config.data.sequence_length, config.tuning)
     return (
         f"{model.family} of {parameters_in_words(model, config.tuning)}, {flops / 1e6:,.1f} MFLOP per token, "

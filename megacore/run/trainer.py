@@ -315,8 +315,7 @@ class Trainer:
     def _microbatches(self, batches: Sequence[Batch], step: int) -> list[Microbatch]:
         shape, embed = self.mesh.shape, self.model.config.sizes["embed"]
         made = []
-        for number, whole in enumerate(batches):
-            batch = whole.of_rank(self.model.context, self.mesh.place.cp)
+        for number, batch in enumerate(batches):
             tokens, labels, positions = map(self._upload, (batch.tokens, batch.labels, batch.positions))
             activation = (len(tokens) // shape.tp, embed)
             seed = key(self.config.train.seed, step, number)
@@ -330,7 +329,7 @@ class Trainer:
                     tokens,
                     labels,
                     positions,
-                    len(whole.tokens),
+                    batch.sequences or len(batch.tokens),
                     activation,
                     batch.documents,
                     seed,

@@ -295,8 +295,8 @@ def read_index(path: Path) -> Index:
     if not all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in layers):
         raise tree.error(f"has layers_per_stage={short(layers)}")
     ranks = math.prod(mesh.values())
-    # Those of ep but the first have files where they have experts.
-    least, most = ranks // mesh.get("ep", 1), len(states) * ranks if version == 1 else len(records)
+    # Those of ep but the first have files where they have experts, and those of a stage where it has adapters.
+    least, most = mesh.get("tp", 1), len(states) * ranks if version == 1 else len(records)
     if set(mesh) != {"pp", "ep", "tp"} or ranks > _MOST_PLACES or not least <= len(records) <= most:
         raise tree.error(f"has mesh={short(mesh)} and {len(states)} states, but {len(records)} files")
     try:

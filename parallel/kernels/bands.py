@@ -6,7 +6,7 @@ What is kept for the backward is q, k, v, the output and a number for each of it
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +33,13 @@ class _Band:
     Args:
         queries, keys: Which.
         hidden: How many keys the last query no longer sees of those.
+        causal: Whether the last keys are those of the queries' own tokens; else all are before them.
     """
 
     queries: slice
     keys: slice
     hidden: int
+    causal: bool = True
 
     def mask_(self, scores: Tensor, first: Tensor | None, value: float) -> None:
         """scores: [batch, queries * share, keys]: those that nobody looks at become ``value``.
@@ -49,8 +51,9 @@ class _Band:
         """
         n = self.queries.stop - self.queries.start
         each = scores.unflatten(1, (n, -1))
-        later = torch.ones(n, n, dtype=torch.bool, device=scores.device).triu_(1)
-        each[..., -n:].masked_fill_(later[:, None], value)
+        if self.causal:
+            later = torch.ones(n, n, dtype=torch.bool, device=scores.device).triu_(1)
+            each[..., -n:].masked_fill_(later[:, None], value)
         if self.hidden and first is not None:
             keys = torch.arange(self.keys.start, self.keys.start + self.hidden, device=scores.device)
             earlier = (keys < first[:, self.queries, None])[:, None, :, None]
@@ -70,6 +73,18 @@ def _bands(length: int, starts: Tensor | None, window: int | None, block: int) -
         low = first(start)
         hidden = first(stop - 1) if starts is None or begins is not None else stop
         yield _Band(slice(start, stop), slice(low, stop), hidden - low)
+
+
+def _bands_before(queries: int, keys: int, band: int | None, block: int) -> Iterator[_Band]:
+    """Of queries and of keys before them, of which query i sees those from i + band on."""
+
+    def first(query: int) -> int:
+        return 0 if band is None else max(0, query + band)
+
+    for start in range(0, queries, block):
+        stop = min(start + block, queries)
+        low = first(start)
+        yield _Band(slice(start, stop), slice(low, keys), first(stop - 1) - low, causal=False)
 
 
 def _firsts(q: Tensor, starts: Tensor | None, window: int | None) -> Tensor | None:
@@ -98,13 +113,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, starts: Tensor 
         starts: int32 [documents + 1], where the documents of all rows begin, and their end; None where each row is one.
     """
     scale = scoring.factor(q.shape[-1])
-    y: Tensor = _forward(q, k, v, scoring.sinks, starts, scale, scoring.window, scoring.softcap)[0]
+    y: Tensor = forward(q, k, v, scoring.sinks, starts, scale, scoring.window, scoring.softcap)[0]
     return y
 
 
 # Operators, so that torch.compile takes them as they are: unrolled, they compile for long and run slower.
 @torch.library.custom_op("megacore::attention_in_bands", mutates_args=())
-def _forward(
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -122,13 +137,26 @@ def _forward(
             log_sum = torch.logaddexp(alone, sinks.to(alone.dtype)[:, None])
             out = (out * (alone - log_sum).exp_().T[..., None]).to(q.dtype)
         return _rows(out, q), log_sum.unflatten(1, (len(q), -1)).transpose(0, 1)
+    found = _bands(q.shape[2], starts, window, _block(q))
+    return _in_blocks(q, k, v, sinks, found, _firsts(q, starts, window), scale, softcap)
+
+
+def _in_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    found: Iterable[_Band],
+    first: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
     (batch, heads, length, _), kv = q.shape, k.shape[1]
     share, wide = heads // kv, torch.promote_types(q.dtype, torch.float32)
     queries, keys, values = _side_by_side(q, kv), _side_by_side(k, kv), _side_by_side(v, kv)
     out, log_sum = q.new_empty(queries.shape), q.new_empty(queries.shape[:2], dtype=wide)
-    first = _firsts(q, starts, window)
     by_torch = q.device.type == "cpu" and softcap is None
-    for band in _bands(length, starts, window, _block(q)):
+    for band in found:
         n, m = band.queries.stop - band.queries.start, band.keys.stop - band.keys.start
         own = slice(band.queries.start * share, band.queries.stop * share)
         if by_torch:
@@ -167,7 +195,7 @@ def _capped(scores: Tensor, softcap: float | None) -> Tensor:
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
 
-@_forward.register_fake
+@forward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, starts: Tensor | None, *others: Any
 ) -> tuple[Tensor, Tensor]:
@@ -191,13 +219,29 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv (Dao et al. 2022, arXiv 2205.14135). log_sum: [b, heads, s], of the exponentials of the scores and
     of a sink, in fp32 at least."""
-    (batch, heads, length, head), kv = q.shape, k.shape[1]
-    share, wide = heads // kv, log_sum.dtype
-    scale = head**-0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     if _by_flash(q, softcap):
         total, ends = log_sum.transpose(0, 1).flatten(1).contiguous(), _ends(q, starts)
         dq, dk, dv = flash.backward(total, *map(_tokens, (dy, q, k, v, out)), ends=ends, scale=scale, window=window)
         return _rows(dq, q), _rows(dk, k), _rows(dv, v)
+    found = _bands(q.shape[2], starts, window, _block(q))
+    return _in_blocks_backward(dy, q, k, v, out, log_sum, found, _firsts(q, starts, window), scale, softcap)
+
+
+def _in_blocks_backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    found: Iterable[_Band],
+    first: Tensor | None,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    (batch, heads, length, head), kv = q.shape, k.shape[1]
+    share, wide = heads // kv, log_sum.dtype
     total, along = (_side_by_side(x, kv) for x in (log_sum.unsqueeze(-1), (dy * out).sum(-1, keepdim=True, dtype=wide)))
     # p = exp(scale q k - log_sum), ds = p (dy v - sum(dy out)): without a softcap the products subtract and scale, as
     # they sum in fp32. What comes out is rounded when it is small where it matters, and no passes over it are needed.
@@ -205,9 +249,8 @@ def backward(
     queries, dys = less(_side_by_side(q, kv), total / scale), less(_side_by_side(dy, kv), along)
     keys, values = (less(_side_by_side(x, kv)) for x in (k, v))
     nothing, dq = q.new_empty(()), q.new_empty(batch * kv, length * share, head)
-    dk, dv = torch.zeros(2, batch * kv, length, head, dtype=wide, device=q.device)
-    first = _firsts(q, starts, window)
-    for band in _bands(length, starts, window, _block(q)):
+    dk, dv = torch.zeros(2, *keys.shape[:2], head, dtype=wide, device=q.device)
+    for band in found:
         own, seen = slice(band.queries.start * share, band.queries.stop * share), band.keys
         if softcap is None:
             p = torch.baddbmm(nothing, queries[:, own], keys[:, seen].mT, beta=0, alpha=scale).exp_()
@@ -262,7 +305,7 @@ def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     return *grads, of_sinks(dy, out, log_sum, sinks), None, None, None, None
 
 
-_forward.register_autograd(_backward, setup_context=_save)
+forward.register_autograd(_backward, setup_context=_save)
 
 
 def of_sinks(dy: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor | None) -> Tensor | None:
@@ -271,6 +314,34 @@ def of_sinks(dy: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor | None) -> 
         return None
     weights = (sinks[:, None].to(log_sum.dtype) - log_sum).exp()
     return -(weights * (dy * out).sum(-1, dtype=log_sum.dtype)).sum((0, 2)).to(sinks.dtype)
+
+
+# -- keys that are all before the queries
+
+
+def before(q: Tensor, k: Tensor, v: Tensor, *, band: int | None, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """q: [b, heads, n, head], k, v: [b, kv, m, head] -> out: [b, heads, n, head], log_sum: [b, heads, n]; no sinks.
+
+    Args:
+        q, k, v: Of tokens, and of some before them.
+        band: Query i sees the keys from i + band on; None: all.
+        scoring: What is made of them, but for its window.
+    """
+    found, scale = _bands_before(q.shape[2], k.shape[2], band, _block(q)), scoring.factor(q.shape[-1])
+    return _in_blocks(q, k, v, None, found, _firsts_before(q, band), scale, scoring.softcap)
+
+
+def before_backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, *, band: int | None, scoring: Scoring
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dq, dk, dv; ``out`` and ``log_sum`` are those of all keys."""
+    found, scale = _bands_before(q.shape[2], k.shape[2], band, _block(q)), scoring.factor(q.shape[-1])
+    return _in_blocks_backward(dy, q, k, v, out, log_sum, found, _firsts_before(q, band), scale, scoring.softcap)
+
+
+def _firsts_before(q: Tensor, band: int | None) -> Tensor | None:
+    """As :func:`_firsts`."""
+    return None if band is None else torch.arange(band, band + q.shape[2], device=q.device)[None]
 
 
 # -- how tensors lie

@@ -124,7 +124,7 @@ def fused_takes_groups(device: str, dtype: torch.dtype, masked: bool) -> bool:
 def on_cpu(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None = None) -> Tensor:
     """By a kernel for all documents of about one length, one operator for all: autograd and the compiler see no
     document."""
-    y: Tensor = _on_cpu(q, k, v, documents.host, scale)[0]
+    y: Tensor = forward(q, k, v, documents.host, scale)[0]
     return y
 
 
@@ -188,7 +188,7 @@ def _batches(starts: tuple[int, ...]) -> _Batches:
 
 
 @torch.library.custom_op("megacore::attention_within_documents", mutates_args=())
-def _on_cpu(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """-> out: [t, heads, head], log_sum: [t, heads], of the exponentials of the scores, in fp32 at least."""
     batches = _Batches.of(starts)
     made = []
@@ -202,14 +202,14 @@ def _on_cpu(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None
     return out, log_sum
 
 
-@_on_cpu.register_fake
+@forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
     log_sum = torch.empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
     return q.new_empty(q.shape), log_sum
 
 
 @torch.library.custom_op("megacore::attention_within_documents_backward", mutates_args=())
-def _on_cpu_backward(
+def backward(
     dy: Tensor,
     q: Tensor,
     k: Tensor,
@@ -218,20 +218,29 @@ def _on_cpu_backward(
     log_sum: Tensor,
     starts: Tensor,
     scale: float | None = None,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dq, dk, dv."""
+    """-> dq, dk, dv.
+
+    Args:
+        dy, q, k, v, out, log_sum, starts, scale: As of :func:`forward`, and what it gives.
+        exact: Whether scores stay in fp32, as they must where they are far below the log_sum: where it is that of other
+            keys too.
+    """
     batches = _Batches.of(starts)
     made = []
     for batch in batches.parts:
         log_sums = batch.of(log_sum).contiguous()
         made.append(
-            _batch_backward(log_sums, batch.of_gradient(dy), *(batch.of(x) for x in (q, k, v, out)), scale=scale)
+            _batch_backward(
+                log_sums, batch.of_gradient(dy), *(batch.of(x) for x in (q, k, v, out)), scale=scale, exact=exact
+            )
         )
     dq, dk, dv = (batches.tokens(parts) for parts in zip(*made, strict=True))
     return dq, dk, dv
 
 
-@_on_cpu_backward.register_fake
+@backward.register_fake
 def _(
     dy: Tensor,
     q: Tensor,
@@ -241,15 +250,16 @@ def _(
     log_sum: Tensor,
     starts: Tensor,
     scale: float | None = None,
+    exact: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _batch_backward(
-    log_sum: Tensor, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scale: float | None
+    log_sum: Tensor, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scale: float | None, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of one batch: [documents, heads, longest, head] each."""
-    if cpu.is_faster(q):
+    if cpu.is_faster(q) and not exact:
         return bands.backward(dy, q, k, v, out, log_sum, scale=scale)
     dq, *shared = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dy, q, _shared(k, q), _shared(v, q), out, log_sum, 0.0, True, scale=scale
@@ -265,10 +275,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
     q, k, v, starts, out, log_sum = ctx.saved_tensors
-    return *_on_cpu_backward(dy, q, k, v, out, log_sum, starts, ctx.scale), None, None
+    return *backward(dy, q, k, v, out, log_sum, starts, ctx.scale), None, None
 
 
-_on_cpu.register_autograd(_backward, setup_context=_save)
+forward.register_autograd(_backward, setup_context=_save)
 
 
 def _shared(x: Tensor, q: Tensor) -> Tensor:

@@ -40,7 +40,14 @@ def fits(q: Tensor) -> bool:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, ends: tuple[Tensor, int], scale: float, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    ends: tuple[Tensor, int],
+    scale: float,
+    window: int | None,
+    before: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q: [t, heads, head], k, v: [t, kv, head] -> out: [t, heads, head], log_sum: [heads, t] in fp32.
 
@@ -49,10 +56,12 @@ def forward(
         ends: int32 [documents + 1], where they begin, and the end; at least the length of the longest.
         scale: Factor of the scores.
         window: How many tokens a token looks at; None for all before it.
+        before: As ``ends``, of k and v, if these are tokens before those of q: then a query looks at all of them, or
+            with a window the last one at so many of the last, and each before it at one more.
     """
     k, v = _shared(k, q), _shared(v, q)
-    places, sides = _places(ends), _sides(window)
-    out, log_sum, *_ = aten._flash_attention_forward(q, k, v, *places, 0.0, window is None, False, scale=scale, **sides)
+    places, causal, sides = _places(ends, before), before is None and window is None, _sides(window, before)
+    out, log_sum, *_ = aten._flash_attention_forward(q, k, v, *places, 0.0, causal, False, scale=scale, **sides)
     return out, log_sum
 
 
@@ -67,14 +76,14 @@ def backward(
     ends: tuple[Tensor, int],
     scale: float,
     window: int | None,
+    before: tuple[Tensor, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> dq, dk, dv; ``out`` and ``log_sum`` may be with a sink."""
+    """-> dq, dk, dv; ``out`` and ``log_sum`` may be with a sink, or with other keys."""
     kv, random, unused = k.shape[1], torch.empty(2, dtype=torch.uint64, device=q.device), q.new_empty(0)
     k, v = _shared(k, q), _shared(v, q)
-    tensors, places, sides = (dy, q, k, v, out, log_sum), _places(ends), _sides(window)
-    dq, dk, dv = aten._flash_attention_backward(
-        *tensors, *places, 0.0, window is None, random, unused, scale=scale, **sides
-    )
+    places, causal, sides = _places(ends, before), before is None and window is None, _sides(window, before)
+    tensors = dy, q, k, v, out, log_sum
+    dq, dk, dv = aten._flash_attention_backward(*tensors, *places, 0.0, causal, random, unused, scale=scale, **sides)
     if dk.shape[1] > kv:
         dk, dv = (x.unflatten(1, (kv, -1)).sum(2) for x in (dk, dv))
     return dq, dk, dv
@@ -85,11 +94,12 @@ def _shared(x: Tensor, q: Tensor) -> Tensor:
     return x if shares() else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
-def _places(ends: tuple[Tensor, int]) -> tuple[Tensor, Tensor, int, int]:
-    starts, longest = ends
-    return starts, starts, longest, longest
+def _places(ends: tuple[Tensor, int], before: tuple[Tensor, int] | None) -> tuple[Tensor, Tensor, int, int]:
+    (starts, longest), (keys, most) = ends, before or ends
+    return starts, keys, longest, most
 
 
-def _sides(window: int | None) -> dict[str, int]:
-    """How many tokens before and after itself a token sees."""
-    return {"window_size_left": -1 if window is None else window - 1, "window_size_right": 0}
+def _sides(window: int | None, before: tuple[Tensor, int] | None) -> dict[str, int]:
+    """How many tokens before and after itself a token sees, if the last one stands beside the last key."""
+    left = -1 if window is None else window - 1
+    return {"window_size_left": left, "window_size_right": 0 if before is None else -1}

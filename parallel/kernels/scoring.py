@@ -50,14 +50,33 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scoring: Scoring) -> T
         seen: [b or 1, n, m], True where a query looks at a key; the window is in it.
         scoring: What is made of them.
     """
-    n, kv, wide = q.shape[2], k.shape[1], torch.promote_types(q.dtype, torch.float32)
-    queries = q.unflatten(1, (kv, -1)).flatten(2, 3).to(wide)
-    scores = (queries @ k.to(wide).mT).unflatten(2, (-1, n)) * scoring.factor(q.shape[-1])
-    if scoring.softcap is not None:
-        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
-    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    n, kv = q.shape[2], k.shape[1]
+    scores = _scores(q, k, seen, scoring)
     if scoring.sinks is not None:
-        sinks = scoring.sinks.to(wide).view(kv, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        sinks = scoring.sinks.to(scores).view(kv, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], -1)
     weights = F.dropout(scores.softmax(-1)[..., : seen.shape[-1]], scoring.dropout)
     return (weights.to(v.dtype).flatten(2, 3) @ v).unflatten(2, (-1, n)).flatten(1, 2)
+
+
+def attend_partly(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """As :func:`attend`, but k and v are of some of the tokens, maybe of none that a query sees, and sinks come later.
+
+    Returns:
+        [b, heads, n, value] and the logarithms of the sums of their softmax, [b, heads, n], in fp32 (fp64).
+    """
+    scores = _scores(q, k, seen, scoring)
+    log_sum = scores.logsumexp(-1)
+    weights = (scores - log_sum.masked_fill(log_sum.isneginf(), 0.0)[..., None]).exp()
+    y = (weights.flatten(2, 3) @ v.to(weights)).unflatten(2, weights.shape[2:4])
+    return y.flatten(1, 2), log_sum.flatten(1, 2)
+
+
+def _scores(q: Tensor, k: Tensor, seen: Tensor, scoring: Scoring) -> Tensor:
+    """[b, kv, heads/kv, n, m], in fp32 (fp64), those of keys that are not seen minus infinity."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3).to(wide)
+    scores = (queries @ k.to(wide).mT).unflatten(2, (-1, q.shape[2])) * scoring.factor(q.shape[-1])
+    if scoring.softcap is not None:
+        scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    return scores.masked_fill(~seen[:, None, None], float("-inf"))

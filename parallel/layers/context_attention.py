@@ -1,25 +1,27 @@
 """Attention of a microbatch that is split over cp: each rank's queries meet the keys of the others.
 
 A rank holds a part's tokens, or with ``heads`` above 1 some of them, which it first changes for all the part's tokens
-of some heads (Ulysses, arXiv 2309.14509). Then a part meets each other one in a hop: it takes the keys and values that
-its queries look at, and no others, and merges what they give by the log-sum-exps (ring attention, arXiv 2310.01889). In
-the backward the keys travel again, and their gradients come home.
+of some heads (Ulysses, arXiv 2309.14509). Then a part takes the keys and values that its queries look at, and no
+others: hop by hop, of one other part in each (ring attention, arXiv 2310.01889), or those of all parts in one hop. What
+they give is merged by the log-sum-exps. In the backward the keys travel again, and their gradients come home.
+
+Each part sends its own keys straight to who needs them. What a hop brings is under way while the one before computes,
+and so is what goes home. All ranks send and receive in the order of the hops, so no two wait for each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from parallel.choices import ContextExchange
-from parallel.collectives import start_all_to_all
-from parallel.context_split import ContextSplit, Hop, Span
+from parallel.collectives import Pending, start_all_to_all, start_messages
+from parallel.context_split import ContextParallel, ContextSplit, Gathered, Rectangle, Span, split
 from parallel.kernels import bands
 from parallel.kernels import partial_attention as partial
 from parallel.kernels.documents import Documents
@@ -34,26 +36,54 @@ class ContextAttention:
     """How the tokens of a rank's part look at all those before them in their documents.
 
     Args:
-        split: Who holds what.
+        context: How microbatches are split.
+        documents: The lengths of this one's documents; on the host, so that code that is compiled serves all of them.
+        length: The length of its rows.
         group: The ranks of cp.
         inner: Those of them that share out the heads of this rank's part.
-        exchange: The way keys and values come.
         whole: What computes if one part is all.
     """
 
-    split: ContextSplit
+    context: ContextParallel
+    documents: Tensor
+    length: int
     group: Group
     inner: Group
-    exchange: ContextExchange
     whole: Kernel
 
+    @classmethod
+    def of(
+        cls, own: ContextSplit, length: int, context: ContextParallel, group: Group, inner: Group, whole: Kernel
+    ) -> Self:
+        """Of a microbatch that has been split.
+
+        Raises:
+            ValueError: not as ``context`` splits it.
+        """
+        if context.split(own.documents, length).spans != own.spans:
+            raise ValueError(f"a microbatch of {own.tokens} tokens is split otherwise than its model's {context}")
+        return cls(context, torch.tensor(own.documents), length, group, inner, whole)
+
     def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        """q: [t/cp, heads, head], k: [t/cp, kv, head], v: [t/cp, kv, value] -> [t/cp, heads, value]."""
+        """q: [t/cp, heads, head], k: [t/cp, kv, head], v: [t/cp, kv, value] -> [t/cp, heads, value].
+
+        Raises:
+            ValueError: attention weights are to be dropped, and there are several parts.
+        """
+        context = self.context
+        if scoring.dropout and context.parts > 1:
+            raise ValueError(
+                f"{name}: attention weights cannot be dropped ({scoring.dropout}) with context.exchange="
+                f"{context.exchange}: choose heads, or no dropout of them"
+            )
         q, k, v, scoring = self._by_heads(q, k, v, scoring)
-        if self.split.parts == 1:
+        if context.parts == 1:
             y = self.whole(name, q, k, v, scoring)
         else:
-            y = _Exchange.apply(q, k, v, scoring.sinks, self, scoring)[0]
+            y = _attend(
+                q, k, v, scoring.sinks, self.documents, scoring.scale, scoring.window, scoring.softcap, self.length,
+                context.exchange, context.balance, context.heads, self.group.name,
+            )[0]  # fmt: skip
         return _by_tokens(y, self.inner)
 
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor, Scoring]:
@@ -61,10 +91,8 @@ class ContextAttention:
         size, index = self.inner.size, self.inner.index
         if size == 1:
             return q, k, v, scoring
-        kv = k.shape[1]
-        if kv % size:  # ranks share a kv head, and each is sent it
-            whose = torch.arange(size, device=k.device) * kv // size
-            k, v = k.index_select(1, whose), v.index_select(1, whose)
+        if size > k.shape[1]:  # ranks share a kv head, and each is sent it; autograd sums what they give back
+            k, v = (x.repeat_interleave(size // x.shape[1], 1) for x in (k, v))
         sizes = [x.shape[1] // size * x.shape[2] for x in (q, k, v)]
         rows = torch.cat([x.unflatten(1, (size, -1)).flatten(2) for x in (q, k, v)], -1)
         rows = _AllToAll.apply(rows.transpose(0, 1).flatten(0, 1), self.inner)
@@ -88,121 +116,292 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        each = [len(x) // group.size] * group.size
-        return start_all_to_all(x, group, each, each).wait()
+        return _all_to_all(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        each = [len(dy) // ctx.group.size] * ctx.group.size
-        return start_all_to_all(dy, ctx.group, each, each).wait(), None
+        return _all_to_all(dy, ctx.group), None
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, how: ContextAttention, scoring: Scoring
-    ) -> tuple[Tensor, Tensor]:
-        part, own = how.group.index // how.split.heads, _documents(how, q, scoring)
-        y, log_sum = partial.alone(q, k, v, own, replace(scoring, sinks=None))
-        out = y.to(log_sum.dtype)
-        for keys, values, hop, _ in _hops(how, k, v, scoring.window):
-            for each in hop.rectangles:
-                (first, last), (start, stop) = each.queries, each.keys
-                y, more = partial.rectangle(q[first:last], keys[start:stop], values[start:stop], each.band, scoring)
-                total = torch.logaddexp(log_sum[first:last], more)
-                out[first:last] *= (log_sum[first:last] - total).exp()[..., None]
-                out[first:last] += y * (more - total).exp()[..., None]
-                log_sum[first:last] = total
-        if sinks is not None:
-            total = torch.logaddexp(log_sum, sinks.to(log_sum.dtype))
-            out *= (log_sum - total).exp()[..., None]
-            log_sum = total
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, log_sum)
-        ctx.how, ctx.scoring, ctx.part = how, scoring, part
-        ctx.mark_non_differentiable(log_sum)
-        return out, log_sum
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, out, log_sum = ctx.saved_tensors
-        how, scoring, wide = ctx.how, ctx.scoring, log_sum.dtype
-        own = _documents(how, q, scoring)
-        dq, dk, dv = (x.to(wide) for x in partial.alone_backward(dy, q, k, v, out, log_sum, own, scoring))
-        for keys, values, hop, home in _hops(how, k, v, scoring.window):
-            dkeys, dvalues = torch.zeros_like(keys, dtype=wide), torch.zeros_like(values, dtype=wide)
-            for each in hop.rectangles:
-                rows, some = slice(*each.queries), slice(*each.keys)
-                found = partial.rectangle_backward(
-                    dy[rows], q[rows], keys[some], values[some], out[rows], log_sum[rows], each.band, scoring
-                )
-                dq[rows] += found[0]
-                dkeys[some] += found[1]
-                dvalues[some] += found[2]
-            home(dkeys, dvalues, dk, dv)
-        of_sinks = bands.of_sinks(dy.transpose(0, 1)[None], out.transpose(0, 1)[None], log_sum.T[None], sinks)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), of_sinks, None, None
+def _all_to_all(x: Tensor, group: Group) -> Tensor:
+    each = [x.shape[0] // group.size] * group.size
+    return start_all_to_all(x, group, each, each).wait()
 
 
-def _documents(how: ContextAttention, q: Tensor, scoring: Scoring) -> Documents:
-    part = how.group.index // how.split.heads
-    return Documents.of(how.split.alone(part, scoring.window), q.device)
+# -- what a rank does in each hop
+
+Rows = slice | Tensor
+"""Some of a tensor's rows; none of them twice."""
 
 
-def _hops(how: ContextAttention, k: Tensor, v: Tensor, window: int | None) -> Any:
-    """Yield (keys, values, hop, home) of each other part, and of this one; home sends their gradients back."""
-    split, group = how.split, how.group
-    part, piece = divmod(group.index, split.heads)
-    inside = split.hop(part, part, window)
-    if inside.rectangles:
+@dataclass(frozen=True, eq=False)
+class _Hop:
+    """The keys that a rank has at one time, and what it computes with them. Ranks are places among those of cp.
 
-        def here(dkeys: Tensor, dvalues: Tensor, dk: Tensor, dv: Tensor) -> None:
-            dk += dkeys
-            dv += dvalues
+    Args:
+        got: (rank, number of rows) of each that something comes from.
+        sent: (rank, rows of this rank) of each that something goes to.
+        own: Rows of this rank that stand behind those that come.
+        places: Where all these stand when they are in the order of the documents; None: they are.
+        rectangles: The scores, of keys in that order.
+    """
 
-        yield k, v, inside, here
-    for distance in range(1, split.parts):
-        source, target = (part - distance) % split.parts, (part + distance) % split.parts
-        taken, given = split.hop(part, source, window), split.hop(target, part, window)
-        ranks = group.ranks[source * split.heads + piece], group.ranks[target * split.heads + piece]
-        keys, values = (
-            _swap(_rows(x, given.taken), x.new_empty(taken.tokens, *x.shape[1:]), ranks, group) for x in (k, v)
+    got: tuple[tuple[int, int], ...]
+    sent: tuple[tuple[int, Rows], ...]
+    own: Rows
+    places: Rows | None
+    rectangles: tuple[Rectangle, ...]
+
+    def take(self, rows: Tensor, group: Group) -> Pending:
+        """rows: [t, n] of this rank -> [rows of the hop, n]."""
+        own = rows[self.own]
+        counts = [*(count for _, count in self.got), len(own)]
+        arrived = rows.new_empty(sum(counts), rows.shape[1])
+        *parts, last = arrived.split(counts)
+        works = start_messages([(rank, rows[some]) for rank, some in self.sent], self._from(parts), group)
+        last.copy_(own)
+
+        def finish() -> Tensor:
+            if self.places is None:
+                return arrived
+            ordered = torch.empty_like(arrived)
+            ordered[self.places] = arrived
+            return ordered
+
+        return Pending(works, finish)
+
+    def give_back(self, gradients: Tensor, home: Tensor, dtype: torch.dtype, group: Group) -> Pending:
+        """gradients: [rows of the hop, n] -> home: [t, n], to which what all add to this rank's rows is added.
+
+        They travel in ``dtype``, and are added in that of ``home``.
+        """
+        if self.places is not None:
+            gradients = gradients[self.places]
+        counts = [count for _, count in self.got]
+        narrow = gradients[: sum(counts)].to(dtype)
+        back = [(rank, narrow.new_empty(_count(some), home.shape[1])) for rank, some in self.sent]
+        works = start_messages(self._from(narrow.split(counts)), back, group)
+        home[self.own] += gradients[sum(counts) :]
+
+        def finish() -> Tensor:
+            for (_, some), (_, more) in zip(self.sent, back, strict=True):
+                home[some] += more
+            return home
+
+        return Pending(works, finish)
+
+    def _from(self, parts: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        return [(rank, part) for (rank, _), part in zip(self.got, parts, strict=True)]
+
+
+def _count(rows: Rows) -> int:
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
+
+
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What a rank does: the lengths of its own tokens that are documents by themselves, and its hops."""
+
+    alone: Documents
+    hops: tuple[_Hop, ...]
+
+    def take(self, number: int, rows: Tensor, group: Group) -> Pending:
+        """Start a hop, if there is one of that number."""
+        return self.hops[number].take(rows, group) if number < len(self.hops) else Pending([], lambda: rows)
+
+
+@lru_cache(maxsize=16)
+def _plan(own: ContextSplit, rank: int, exchange: str, window: int | None, device: torch.device) -> _Plan:
+    """Kept, as every layer asks for it, forward and backward; nobody waits for the device."""
+    part, piece = divmod(rank, own.heads)
+    others = [(part + distance) % own.parts for distance in range(1, own.parts)]
+
+    def hop(sources: Sequence[int], targets: Sequence[int], found: Gathered) -> _Hop:
+        """What comes of some parts and goes to some; and of this part itself what is taken."""
+        taken = [(source, found.taken[source]) for source in sources]
+        given = [(target, own.hop(target, part, window).taken) for target in targets]
+        places = [span for each in (*sources, part) for span in found.places[each]]
+        return _Hop(
+            tuple((source * own.heads + piece, _length(spans)) for source, spans in taken if spans),
+            tuple((target * own.heads + piece, _rows(spans, device)) for target, spans in given if spans),
+            _rows(found.taken[part], device),
+            None if len(_joined(places)) <= 1 else _rows(places, device),
+            found.rectangles,
         )
 
-        def home(
-            dkeys: Tensor,
-            dvalues: Tensor,
-            dk: Tensor,
-            dv: Tensor,
-            given: Hop = given,
-            ranks: tuple[int, int] = ranks,
-        ) -> None:
-            for mine, whole in ((dkeys, dk), (dvalues, dv)):
-                back = whole.new_empty(given.tokens, *whole.shape[1:])
-                back = _swap(mine, back, (ranks[1], ranks[0]), group)
-                at = 0
-                for start, stop in given.taken:
-                    whole[start:stop] += back[at : at + stop - start]
-                    at += stop - start
-
-        yield keys, values, taken, home
+    if exchange == "gather":
+        hops = [hop(others, others, own.gathered(part, window))]
+    else:  # what takes nothing of others comes last, while gradients go home
+        pairs = [([source], [target]) for source, target in zip(reversed(others), others, strict=True)]
+        hops = [hop(*pair, _of_one(own, part, pair[0][0], window)) for pair in pairs]
+        hops.append(hop((), (), _of_one(own, part, part, window)))
+    # Empty ones stay: where one rank left out a hop, its messages would come in another order than others wait for.
+    return _Plan(Documents.of(own.alone(part, window), device), tuple(hops))
 
 
-def _rows(x: Tensor, spans: tuple[Span, ...]) -> Tensor:
-    return torch.cat([x[:0], *(x[start:stop] for start, stop in spans)])
+def _of_one(own: ContextSplit, part: int, other: int, window: int | None) -> Gathered:
+    """What a part takes of one part, as of all of them; of itself all, where it looks at its own keys again."""
+    hop, nothing = own.hop(part, other, window), [()] * own.parts
+    taken = hop.taken
+    if part == other and hop.rectangles:
+        taken = ((0, _length(own.spans[part])),)
+    return Gathered((*nothing[:other], taken, *nothing[other + 1 :]), tuple(nothing), hop.rectangles)
 
 
-def _swap(sent: Tensor, got: Tensor, ranks: tuple[int, int], group: Group) -> Tensor:
-    """Send to one rank, receive of another one."""
-    source, target = ranks
-    works: list[dist.Work | None] = []
-    if sent.numel():
-        works.append(dist.isend(sent.contiguous(), target, group=group.process_group))
-    if got.numel():
-        works.append(dist.irecv(got, source, group=group.process_group))
-    for work in works:
-        if work is not None:
-            work.wait()
-    return got
+def _length(spans: Sequence[Span]) -> int:
+    return sum(stop - start for start, stop in spans)
+
+
+def _joined(spans: Sequence[Span]) -> list[Span]:
+    """Make one of spans that follow each other."""
+    found: list[Span] = []
+    for start, stop in spans:
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
+    return found
+
+
+def _rows(spans: Sequence[Span], device: torch.device) -> Rows:
+    joined = _joined(spans)
+    if len(joined) <= 1:
+        return slice(*joined[0]) if joined else slice(0)
+    rows = torch.cat([torch.arange(start, stop) for start, stop in joined])
+    return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows.to(device)
+
+
+# -- the operator
+
+
+def _found(
+    q: Tensor, documents: Tensor, window: int | None, length: int, exchange: str, balance: Any, heads: int, name: str
+) -> tuple[_Plan, Group]:
+    group = Group.named(name)
+    own = split(tuple(documents.tolist()), length, group.size // heads, balance, heads)
+    return _plan(own, group.index, exchange, window, q.device), group
+
+
+@torch.library.custom_op("megacore::context_attention", mutates_args=())
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    documents: Tensor,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    length: int,
+    exchange: str,
+    balance: str,
+    heads: int,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """-> out: [t, heads, value], log_sum: [t, heads], of the exponentials of the scores, in fp32 at least."""
+    scoring = Scoring(scale, window, softcap)
+    plan, ranks = _found(q, documents, window, length, exchange, balance, heads, group)
+    rows = _together(k, v)
+    coming = plan.take(0, rows, ranks)
+    out, log_sum = partial.alone(q, k, v, plan.alone, scoring)
+    out = out.to(log_sum.dtype)
+    for number, hop in enumerate(plan.hops):
+        arrived, coming = coming, plan.take(number + 1, rows, ranks)
+        keys, values = _apart(arrived.wait(), k, v)
+        for each in hop.rectangles:
+            of, some = slice(*each.queries), slice(*each.keys)
+            y, more = partial.rectangle(q[of], keys[some], values[some], each.band, scoring)
+            total = torch.logaddexp(log_sum[of], more)
+            out[of].lerp_(y.to(out.dtype), (more - total).exp_()[..., None])
+            log_sum[of] = total
+    if sinks is not None:
+        total = torch.logaddexp(log_sum, sinks.to(log_sum.dtype))
+        out *= (log_sum - total).exp_()[..., None]
+        log_sum = total
+    return out.to(q.dtype).contiguous(), log_sum.contiguous()
+
+
+@_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    log_sum = q.new_empty(q.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(*q.shape[:2], v.shape[2]), log_sum
+
+
+@torch.library.custom_op("megacore::context_attention_backward", mutates_args=())
+def _attend_backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    documents: Tensor,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    length: int,
+    exchange: str,
+    balance: str,
+    heads: int,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """-> dq, dk, dv."""
+    scoring, wide = Scoring(scale, window, softcap), log_sum.dtype
+    plan, ranks = _found(q, documents, window, length, exchange, balance, heads, group)
+    rows = _together(k, v)
+    coming = plan.take(0, rows, ranks)
+    met = any(hop.rectangles for hop in plan.hops)
+    found = partial.alone_backward(dy, q, k, v, out, log_sum, plan.alone, scoring, exact=met)
+    dq, dk, dv = (x.to(wide) for x in found)
+    home = _together(dk, dv)
+    returning = Pending([], lambda: home)
+    for number, hop in enumerate(plan.hops):
+        arrived, coming = coming, plan.take(number + 1, rows, ranks)
+        keys, values = _apart(arrived.wait(), k, v)
+        gradients = home.new_zeros(len(keys), home.shape[1])
+        dkeys, dvalues = _apart(gradients, k, v)
+        for each in hop.rectangles:
+            of, some = slice(*each.queries), slice(*each.keys)
+            found = partial.rectangle_backward(
+                dy[of], q[of], keys[some], values[some], out[of], log_sum[of], each.band, scoring
+            )
+            dq[of] += found[0]
+            dkeys[some] += found[1]
+            dvalues[some] += found[2]
+        returned, returning = returning, hop.give_back(gradients, home, k.dtype, ranks)
+        returned.wait()
+    dk, dv = _apart(returning.wait(), k, v)
+    return dq.to(q.dtype), dk.to(k.dtype, copy=True), dv.to(v.dtype, copy=True)
+
+
+@_attend_backward.register_fake
+def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale, ctx.window, ctx.softcap, ctx.length, ctx.exchange, ctx.balance, ctx.heads, ctx.group = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, documents, out, log_sum = ctx.saved_tensors
+    how = ctx.scale, ctx.window, ctx.softcap, ctx.length, ctx.exchange, ctx.balance, ctx.heads, ctx.group
+    grads = _attend_backward(dy, q, k, v, out, log_sum, documents, *how)
+    of_sinks = bands.of_sinks(dy.transpose(0, 1)[None], out.transpose(0, 1)[None], log_sum.T[None], sinks)
+    return *grads, of_sinks, *[None] * 9
+
+
+_attend.register_autograd(_backward, setup_context=_save)
+
+
+def _together(k: Tensor, v: Tensor) -> Tensor:
+    """k: [t, kv, head], v: [t, kv, value] -> [t, kv * (head + value)]."""
+    return torch.cat([k.flatten(1), v.flatten(1)], 1)
+
+
+def _apart(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The other way round, for keys and values like these; views."""
+    keys, values = rows.split([k[0].numel(), v[0].numel()], 1)
+    return keys.unflatten(1, k.shape[1:]), values.unflatten(1, v.shape[1:])

@@ -2,8 +2,8 @@
 
 Each tensor is scaled as a whole, by the largest magnitude that it has now. The scale is a power of two: with it nothing
 is rounded but to fp8 itself. It is that of the whole tensor wherever its parts are, so ranks take the maximum over
-their tensor parallel group first: the quantised numbers do not depend on the layout. Tokens are gathered in fp8, which
-halves what is sent; sums between ranks are in the dtype that comes in and goes out.
+their tensor and context parallel groups first: the quantised numbers do not depend on the layout. Tokens are gathered
+in fp8, which halves what is sent; sums between ranks are in the dtype that comes in and goes out.
 
 Products accumulate in fp32. Where the hardware has none of fp8, the same numbers are multiplied as what they are, for
 every number of fp8 is one of bf16: the results differ in the order of sums alone.
@@ -86,14 +86,16 @@ class Fp8(Product):
         multiply: What multiplies on the device.
         kernels: :mod:`parallel.kernels.fused.cast_transpose`, where it runs; None for torch's operators. The compiler
             is always given these, and fuses them with what comes before.
+        across: The ranks that hold parts of the tokens of a microbatch, or of features; None: those of the linear.
     """
 
     multiply: Multiply
     kernels: ModuleType | None
+    across: Group | None = None
 
     @classmethod
-    def on(cls, device: torch.device) -> Self:
-        return cls(multiply_on(device), kernels.cast_transpose(device))
+    def on(cls, device: torch.device, across: Group | None = None) -> Self:
+        return cls(multiply_on(device), kernels.cast_transpose(device), across)
 
     def operands(self, x: Tensor, weight: Tensor, group: Group, whole: bool) -> tuple[Operand, Operand]:
         largest, weight_largest = self._largest(group, x, weight)
@@ -122,10 +124,11 @@ class Fp8(Product):
     def _largest(self, group: Group, *tensors: Tensor) -> Tensor:
         """The largest magnitude of each tensor, of all its parts: [number of tensors], in one message."""
         if self.kernels is None or torch.compiler.is_compiling():
-            here = torch.stack([torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32) for x in tensors])
+            wide = torch.promote_types(tensors[0].dtype, torch.float32)
+            here = torch.stack([torch.linalg.vector_norm(x, torch.inf, dtype=wide) for x in tensors])
         else:
             here = self.kernels.largest(tensors)
-        return all_reduce_(here, group, dist.ReduceOp.MAX)
+        return all_reduce_(here, self.across or group, dist.ReduceOp.MAX)
 
     def _cast(
         self, x: Tensor, largest: Tensor | None, dtype: torch.dtype, straight: bool = True, turned: bool = False

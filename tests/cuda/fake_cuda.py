@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel.kernels.choice import has_triton
 
@@ -294,7 +294,8 @@ class Watch(TorchDispatchMode):
                 raise Fault(f"{where} asks the device for a number, and the host waits for it")
             return self._reads[where]
         try:
-            out = op(*args, **kwargs)
+            # Below an operator of our own a mode takes no tensors with numbers to the device.
+            out = op(*tree_map_only(Tensor, _fake, args), **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise Fault(f"{place()}: the host waits for {error.func}") from error
         if op in (aten.copy_.default, aten._to_copy.default):
@@ -335,6 +336,11 @@ def _works(op: Any, name: str) -> bool:
 
 def _to_device(kwargs: Mapping[str, Any]) -> bool:
     return kwargs.get("device") is not None and kwargs["device"].type == "cuda"
+
+
+def _fake(x: Tensor) -> Tensor:
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return x if isinstance(x, FakeTensor) else mode.from_tensor(x)
 
 
 def _on_device(x: object) -> bool:

@@ -178,6 +178,12 @@ CASES: Mapping[str, Case] = {
     "experts, ep, gpipe, batch": Case(
         f"{EXPERTS} mesh.ep=2 mesh.pp=2 pipeline.schedule=gpipe experts.batch_balance=0.01"
     ),
+    "cp, ring": Case("mesh.cp=2 context.exchange=ring"),
+    "cp, ring, documents": Case("mesh.cp=2 context.exchange=ring context.balance=documents", documents=TEXTS),
+    "cp, gather, documents": Case("mesh.cp=4 context.exchange=gather context.balance=documents", documents=TEXTS),
+    "cp, gather, window": Case(f"{MISTRAL} mesh.cp=4 context.exchange=gather", rank=2),
+    "cp, heads": Case("mesh.cp=2 context.exchange=heads"),
+    "cp, ring, compiled": Case("mesh.cp=2 context.exchange=ring train.compile=true"),
     "1f1b, first": Case("mesh.pp=2"),
     "1f1b, last": Case("mesh.pp=2", rank=1),
     "1f1b, middle": Case("mesh.pp=4", rank=1),

@@ -10,6 +10,7 @@ from typing import Any
 import engine
 import numpy as np
 import pytest
+import torch
 from engine import LENGTH, LLAMA, RECIPE, Result, trainer, write_recipe
 from extended_family import extended
 from pool import Pool
@@ -17,10 +18,12 @@ from test_resume import path_of, whole
 
 from megacore.data.batches import Batch
 from megacore.inference.load import model_from
+from megacore.run import loads as loads_of
 from megacore.run import metrics
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.convert import to_hugging_face
 from megacore.store.open import open_model
+from parallel.balance import NONE, Loads
 from parallel.mesh import Mesh
 
 EXPERTS, TOP_K, SEQUENCES = 8, 2, 8
@@ -75,6 +78,16 @@ def test_metrics_are_those_of_the_counts_of_each_layer(recipe: str, tmp_path: Pa
         assert -0.03 - 1e-6 <= (record["bias_min"] or 0) < 0 < (record["bias_max"] or 0) <= 0.03 + 1e-6
 
 
+def test_a_step_s_loads_are_told_as_means_and_of_the_worst_layer() -> None:
+    counts, zeros = torch.tensor([[0, 2, 3, 3], [0, 0, 4, 4]]), torch.zeros(2, dtype=torch.float64)
+    biases = torch.tensor([[-0.25, 0.5], [-0.5, 0.25]])
+    found = loads_of.record(Loads((1, 2), counts, zeros, zeros, biases), NONE)
+    assert (found["load_idle"], found["load_idle_worst"]) == (0.375, 0.5)
+    assert (found["load_max"], found["load_max_worst"]) == (1.75, 2.0)
+    assert found["load_entropy_worst"] == pytest.approx(0.5)
+    assert (found["bias_min"], found["bias_max"]) == (-0.5, 0.5)
+
+
 def test_what_has_no_coefficient_is_no_metric(recipe: str, tmp_path: Path) -> None:
     (record,) = train(recipe, [f"out={tmp_path / 'off'}", "train.steps=1", "schedule.warmup_steps=0"]).records[:1]
     assert "load_max" in record and not {"balance", "router_z_loss"} & record.keys()
@@ -101,8 +114,8 @@ def test_biases_go_on_with_the_run_in_fp32(pool: Pool, recipe: str, tmp_path: Pa
         assert values.any() and all(np.array_equal(each.weights[name], values) for each in (*straight, *resumed))
     assert read_loads(tmp_path / "same") == read_loads(tmp_path / "straight")[2:]
     if precision == "fp64":
-        more = [f"out={tmp_path / 'other'}", f"checkpoint.resume={half}", *one, "mesh.pp=2"]
-        other = pool.run(2, train, recipe, more)
+        more = [f"out={tmp_path / 'other'}", f"checkpoint.resume={half}", *one, "mesh.pp=2", "mesh.cp=2"]
+        other = pool.run(4, train, recipe, more)
         np.testing.assert_allclose(other[0].values("loss"), straight[0].values("loss")[2:], rtol=1e-9)
         assert read_loads(tmp_path / "other") == read_loads(tmp_path / "same")
         weights = whole(path_of(tmp_path / "other", 4), "weights")

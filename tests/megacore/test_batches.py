@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megacore.data.batches import Batches, TokenError, collate, prefetch
 from megacore.data.samples import Sample
+from parallel.context_split import ContextParallel
 from parallel.labels import IGNORE
 
 
@@ -114,6 +115,22 @@ def test_labels_that_do_not_count_are_ignored(separate):
 def test_bad_layouts_are_named(arguments, message):
     with pytest.raises(ValueError, match=f"{message}$|{message}"):
         Batches(Numbered(), *arguments)
+
+
+def test_ranks_of_cp_are_given_their_own_tokens():
+    """With the labels, positions and rows that they have in the whole, which the prefetch thread cuts up."""
+    (whole,) = Batches(Numbered(7), 2, 2, 0, 1).microbatches(3)
+    seen = list[int]()
+    for rank in range(2):
+        (own,) = Batches(Numbered(7), 2, 2, 0, 1, context=ContextParallel(2), context_rank=rank).microbatches(3)
+        assert own.split is not None and own.rows is not None
+        assert own.sequences == 2 and own.tokens.shape == (7,)
+        at = own.split.indices(rank)
+        for name in ("tokens", "labels", "positions"):
+            assert np.array_equal(getattr(own, name), getattr(whole, name).ravel()[at])
+        assert own.rows is not None and np.array_equal(own.rows, at // 7)
+        seen += at.tolist()
+    assert sorted(seen) == list(range(14))
 
 
 def test_steps_are_prefetched_in_order():

@@ -101,6 +101,7 @@ LAYOUTS = {
     "tp2": (2, ["mesh.tp=2"]),
     "pp2": (2, ["mesh.pp=2", "batch.micro_size=2"]),
     "dp2-gradients": (2, ["mesh.dp=2", "zero.shard=gradients"]),
+    "cp2-tp2": (4, ["mesh.cp=2", "mesh.tp=2", "batch.micro_size=2"]),
     "tp2-pp2-full": (4, ["mesh.tp=2", "mesh.pp=2", "memory.recompute=full"]),
 }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any, Literal, get_args
@@ -35,11 +36,13 @@ from models.registry import FAMILIES, configure, family
 from models.stages import layout_of
 from models.tuning import EVERYTHING, Tuning
 from parallel.budgets import BUCKET_BYTES
-from parallel.choices import Recompute, ZeroShard
+from parallel.choices import ContextExchange, Recompute, ZeroShard
+from parallel.context_split import ContextParallel
 from parallel.gradients.reduce import Gradients
 from parallel.memory import recompute
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
+from parallel.rank_sets import inner_ranks
 from parallel.weights.layout import MeshShape
 from parallel.weights.schema import split_of
 
@@ -101,6 +104,14 @@ class Case:
     bucket_bytes: int = BUCKET_BYTES
     tuning: Tuning = EVERYTHING
     etp: int = 1
+    exchange: ContextExchange = "ring"
+    heads: int = 1
+    documents: tuple[int, ...] | None = None
+    mlp_chunk: int | None = None
+
+    @property
+    def context(self) -> ContextParallel:
+        return ContextParallel(self.mesh.cp, self.exchange, "auto", self.heads)
 
     @property
     def setting(self) -> Setting:
@@ -124,6 +135,9 @@ class Case:
             device="cpu",
             bucket_bytes=self.bucket_bytes,
             tuning=self.tuning,
+            context=self.context,
+            documents=self.documents,
+            mlp_chunk=self.mlp_chunk,
         )
 
 
@@ -144,8 +158,9 @@ class Run:
             self.mesh,
             dtype,
             Losses(chunk=case.loss_chunk),
-            recompute.Activations(case.recompute),
+            recompute.Activations(case.recompute, mlp_chunk=case.mlp_chunk),
             tuning=case.tuning,
+            context=case.context,
         )
         self.model.parameters.initialise(0)
         self.gradients = Gradients(
@@ -159,10 +174,15 @@ class Run:
         case, embed = self.case, self.model.config.sizes["embed"]
         batches = []
         for _ in range(case.microbatches):
-            tokens = torch.randint(0, case.vocab, (case.micro * case.length,))
+            tokens = torch.randint(0, case.vocab, (case.micro * case.length // case.mesh.cp,))
             positions = torch.arange(case.length).repeat(case.micro)
             shape = (len(tokens) // case.mesh.tp, embed)
-            batches.append(Microbatch(tokens, tokens.clone(), positions, case.micro, shape))
+            split = case.setting.packing.split if case.mesh.cp > 1 else None
+            if split is not None:
+                positions = positions[torch.from_numpy(split.indices(self.mesh.place.cp))]
+            batches.append(
+                Microbatch(tokens, tokens.clone(), positions, case.micro, shape, case.documents, split=split)
+            )
         self._step(batches, 1e-3)
 
     def tensors(self) -> dict[str, list[Tensor]]:
@@ -262,6 +282,7 @@ BOTH: list[Case] = [
     Case(vocab=8000),
     Case(vocab=8000, tied=True, microbatches=2),
     Case(vocab=8000, loss_chunk=64),
+    Case(vocab=64, mlp_chunk=64, recompute="full"),
     Case(family="gpt2"),
 ]
 OF_ONE = [replace(case, precision=kind) for kind in ("bf16", "fp32") for case in BOTH]
@@ -455,6 +476,100 @@ def test_the_operations_of_that_family_add_up() -> None:
         assert 3 * found.forward == flops_per_token(made.model, made.sequence_length) * made.tokens
 
 
+NARROW = (("intermediate_size", 64),)  # so that the peak is in the attention
+IN_TWO = Case(MeshShape(cp=2), vocab=64, length=2048, fields=NARROW)
+OF_CONTEXT = [
+    replace(IN_TWO, precision="fp32"),
+    replace(IN_TWO, exchange="heads", heads=2),
+    replace(IN_TWO, documents=(900, 2, 1146, 2048)),
+    Case(MeshShape(cp=2), vocab=64, length=1024, recompute="full", mlp_chunk=128),
+]
+OF_CONTEXT_OF_FOUR = [
+    Case(MeshShape(cp=2, tp=2), vocab=64, length=1024),
+    replace(IN_TWO, mesh=MeshShape(cp=4), length=4096, micro=1, recompute="full"),
+    replace(IN_TWO, mesh=MeshShape(cp=4), length=4096, micro=1, recompute="full", exchange="gather"),
+    replace(IN_TWO, mesh=MeshShape(cp=4), heads=2, precision="fp32"),
+]
+
+
+@contextmanager
+def counting_sent(group: Any) -> Iterator[list[int]]:
+    """The bytes of each message that this rank sends in a group while the block runs."""
+    own, found = dist.isend, list[int]()
+
+    def isend(tensor: Tensor, dst: Any = None, group_: Any = None, tag: int = 0, **others: Any) -> Any:
+        chosen = others.pop("group", group_)
+        if chosen is group:
+            found.append(tensor.nbytes)
+        return own(tensor, dst, chosen, tag, **others)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (dist, dist.distributed_c10d):
+            patch.setattr(module, "isend", isend)
+        yield found
+
+
+def context_runs(cases: list[Case]) -> list[tuple[tuple[int, int], tuple[int, int], dict[str, int]]]:
+    """Of each case: (stage, most bytes at once), (rank of cp, bytes sent to others of cp) of its second step, and the
+    state."""
+    found = []
+    for case in cases:
+        torch.manual_seed(0)
+        run = Run(case)
+        run.step()
+        state = {part: size(tensors) for part, tensors in run.tensors().items()}
+        place = run.mesh.place
+        inner = run.mesh.group(inner_ranks(run.mesh.cp.ranks, place.cp, case.heads))
+        with (
+            Tracked(*(tensor for tensors in run.tensors().values() for tensor in tensors)) as tracked,
+            counting_sent(run.mesh.cp.process_group) as hops,
+            counting_sent(inner.process_group if case.heads not in (1, case.mesh.cp) else None) as heads,
+        ):
+            run.step()
+        found.append(((place.pp, tracked.peak), (place.cp, sum(hops) + sum(heads)), state))
+    return found
+
+
+def sent_in(case: Case, rank: int) -> int:
+    """The bytes that a rank of cp sends in a step as the plan has it."""
+    setting, total = case.setting, 0
+    for unit, number in ActivationMemory.of(setting).stage(0).items():
+        for each in (unit.forward, unit.backward):
+            total += number * sum(m.size * n for m, n in each.messages.items() if m.axis == "cp")
+            for exchange, times in each.exchanges.items():
+                work, part = setting.packing.exchange(exchange.window), rank // case.heads
+                keys = int(work.given[part].sum()) * exchange.keys
+                total += number * times * (keys + int(work.taken[part].sum()) * exchange.gradients)
+    return total * setting.microbatches
+
+
+@pytest.mark.parametrize(("world", "cases"), [(2, OF_CONTEXT), (4, OF_CONTEXT_OF_FOUR)], ids=["two", "four"])
+def test_a_context_over_ranks_is_planned_right(pool: Pool, world: int, cases: list[Case]) -> None:
+    """The state and the peak of the fullest rank, and to the byte what each sends to the others of cp."""
+    found = pool.run(world, context_runs, cases)
+    fullest = []
+    for number, case in enumerate(cases):
+        plan = planned(case)
+        for _, (rank, sent), state in (run[number] for run in found):
+            assert sent == sent_in(case, rank), (case, rank)
+            assert state == pytest.approx({part: plan[0].terms[part] for part in state}, rel=0.02), case
+        fullest.append(max(run[number][0] for run in found))
+        print(
+            case.mesh,
+            case.exchange,
+            case.heads,
+            case.precision,
+            case.recompute,
+            case.documents,
+            [run[number][0] for run in found],
+            plan[0].peak,
+            plan[0].peak / fullest[-1][1],
+            plan[0].terms,
+            plan[0].peak_at,
+        )
+    compare([fullest], cases)
+
+
 GROUPS = [
     Case(MeshShape(dp=2)),
     Case(MeshShape(tp=2, dp=2), shard="parameters"),
@@ -463,6 +578,7 @@ GROUPS = [
     Case(MeshShape(tp=2, dp=4), shard="gradients", replicas=2),
     Case(MeshShape(pp=2, tp=2, ep=2), family="mixtral", shard="optimizer"),
     Case(MeshShape(pp=2, tp=2, dp=2), family="mixtral", shard="optimizer", replicas=2),
+    Case(MeshShape(cp=4, tp=2), heads=2, shard="optimizer"),
 ]
 
 
@@ -473,7 +589,7 @@ def test_nccl_has_a_communicator_for_each_group_of_a_rank(case: Case) -> None:
     for rank in range(case.mesh.world):
         dist.init_process_group("fake", rank=rank, world_size=case.mesh.world, store=FakeStore())
         mesh = Mesh.create(case.mesh)
-        model = Model.create(config, layout_of(config, case.mesh), mesh, torch.float32)
+        model = Model.create(config, layout_of(config, case.mesh), mesh, torch.float32, context=case.context)
         Gradients(model.parameters, model.chunks, torch.float32, case.shard, case.replicas)
         found.append(len(mesh._groups) + len(mesh._channels))
         dist.destroy_process_group()

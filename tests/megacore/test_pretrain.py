@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -235,6 +237,21 @@ def test_a_run_without_facts_and_evaluation_reports_what_there_is(
 def run_here(recipe: str, overrides: list[str]) -> None:
     world = torch.distributed.get_world_size()
     pretrain.run(pretrain.check(recipe, overrides, world, world), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("cp", "overrides", "said"),
+    [
+        (1, [], "cp=1 x tp=1, bf16"),
+        (4, [], "cp=4 x tp=1 (context by ring, balance auto), bf16"),
+        (4, ["context.heads=2", "context.balance=rows"], "(context by ring, heads over 2, balance rows)"),
+        (2, ["model.attention_dropout=0.1"], "(context by heads, balance auto)"),
+    ],
+)
+def test_the_first_line_says_how_sequences_are_split(recipe: str, cp: int, overrides: list[str], said: str) -> None:
+    setup = pretrain.check(recipe, [f"mesh.cp={cp}", "train.precision=bf16", *overrides], cp, 1)
+    mesh: Any = SimpleNamespace(shape=MeshShape(cp=cp), device=torch.device("cpu"))
+    assert pretrain._headline(setup.config, setup.model, mesh).count(said) == 1
 
 
 def test_one_rank_of_several_writes(pool: Pool, tmp_path: Path) -> None:

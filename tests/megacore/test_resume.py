@@ -161,6 +161,7 @@ LAYOUTS = [
     pytest.param(2, ["mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved"], id="pp2-interleaved"),
     pytest.param(4, ["mesh.tp=2", "mesh.pp=2", "pipeline.layers_per_stage=[3,1]"], id="tp2-pp2-uneven"),
     pytest.param(2, [], id="dp2"),
+    pytest.param(4, ["mesh.cp=2", "mesh.tp=2"], id="cp2-tp2"),
 ]
 
 
@@ -188,6 +189,33 @@ def test_another_layout_goes_on_with_the_same_numbers(
     np.testing.assert_allclose(back.values("loss"), forth.values("loss"), rtol=TOLERANCE)
     for name, value in back.weights.items():
         assert relative(value, forth.weights[name]) < TOLERANCE, name
+
+
+def saved_again(recipe: str, overrides: list[str]) -> None:
+    """What is loaded, as it is."""
+    made = trainer(recipe, overrides)
+    made.saver.save(4, {})
+    made.saver.finish()
+
+
+def test_checkpoints_know_nothing_of_cp(pool: Pool, recipe: str, tmp_path: Path) -> None:
+    """The same files are written, to the byte; and from one of cp=2 a run goes on with cp=1, tp=2, dp=2."""
+    first, common = tmp_path / "first", ["data.within_documents=true", "train.steps=6", "checkpoint.every=3", *OFF]
+    balance = ["mesh.cp=2", "context.balance=documents", "zero.shard=optimizer"]
+    pool.run(2, train, recipe, [f"out={first}", *balance, *common])
+    start, files = f"checkpoint.resume={path_of(first, 3)}", list[dict[str, bytes]]()
+    for world, cp in ((1, []), (2, balance)):
+        out = tmp_path / f"again-{world}"
+        pool.run(world, saved_again, recipe, [f"out={out}", start, *common, *cp])
+        files.append({path.name: path.read_bytes() for path in path_of(out, 4).rglob("*") if path.is_file()})
+    assert files[0].keys() >= {"index.json"} and files[0] == files[1] and len(files[0]) == 3
+    ranks: list[Result] = pool.run(4, train, recipe, [f"out={tmp_path / 'second'}", start, "mesh.tp=2", *common])
+    straight = metrics.curve(metrics.read(first / "metrics.jsonl"), "loss")
+    np.testing.assert_allclose(ranks[0].values("loss"), [loss for _, loss in straight[3:]], rtol=TOLERANCE)
+    for state in ("weights", "exp_avg", "exp_avg_sq"):
+        want = whole(path_of(first, 6), state)
+        for name, value in whole(path_of(tmp_path / "second", 6), state).items():
+            assert relative(value, want[name]) < TOLERANCE, (state, name)
 
 
 def test_the_middle_of_the_second_epoch_goes_on_on_another_layout(pool: Pool, recipe: str, tmp_path: Path) -> None:

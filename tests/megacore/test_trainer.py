@@ -46,7 +46,10 @@ def one(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Result:
         pytest.param(2, [], id="dp2"),
         pytest.param(4, ["mesh.tp=2", "batch.micro_size=2"], id="tp2-dp2"),
         pytest.param(4, ["mesh.tp=2", "mesh.pp=2"], id="tp2-pp2"),
+        pytest.param(4, ["mesh.cp=2", "mesh.tp=2", "batch.micro_size=2"], id="cp2-tp2"),
+        pytest.param(4, ["mesh.cp=2", "mesh.pp=2", "context.exchange=heads"], id="cp2-pp2-heads"),
         pytest.param(2, ["mesh.pp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved"], id="pp2-interleaved"),
+        pytest.param(4, ["mesh.cp=2"], id="cp2-dp2"),
     ],
 )
 def test_every_layout_logs_what_one_process_logs(
@@ -308,7 +311,11 @@ def losses_of_one_batch(recipe: str, overrides: list[str], seeds: list[int]) -> 
     return [made.step.backward(made._microbatches(batch, seed)).loss.item() for seed in seeds]
 
 
-@pytest.mark.parametrize(("world", "overrides"), [(1, []), (4, ["mesh.tp=2", "mesh.pp=2"])], ids=["one", "tp2-pp2"])
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [(1, []), (4, ["mesh.tp=2", "mesh.pp=2"]), (2, ["mesh.cp=2"])],
+    ids=["one", "tp2-pp2", "cp2"],
+)
 def test_dropout_repeats_bitwise_on_one_layout(
     pool: Pool, dropout: str, tmp_path: Path, world: int, overrides: list[str]
 ) -> None:

@@ -63,12 +63,12 @@ def test_adapters_are_saved_alone_and_go_on_bitwise(pool: Pool, folder: Path, tm
         assert not filecmp.cmp(file, third / file.relative_to(last), shallow=False), file
 
 
-@pytest.mark.parametrize("rung", ["none", "parameters"])
-def test_adapters_go_on_in_another_layout(pool: Pool, folder: Path, tmp_path: Path, rung: str) -> None:
+@pytest.mark.parametrize(("rung", "dim"), [("none", "cp"), ("parameters", "dp")])
+def test_adapters_go_on_in_another_layout(pool: Pool, folder: Path, tmp_path: Path, rung: str, dim: str) -> None:
     recipe = str(folder / "recipe.yaml")
     (one,) = pool.run(1, train, recipe, overrides(folder, tmp_path / "one"))
     third = path_of(folder_of(tmp_path / "one"), 3)
-    spread = [f"checkpoint.resume={third}", "mesh.tp=2", "mesh.dp=2", f"zero.shard={rung}"]
+    spread = [f"checkpoint.resume={third}", "mesh.tp=2", f"mesh.{dim}=2", f"zero.shard={rung}"]
     other = pool.run(4, train, recipe, overrides(folder, tmp_path / "other", *spread))
     np.testing.assert_allclose(other[0].values("loss"), one.values("loss")[3:], rtol=1e-9)
     finals = [Checkpoint.open(path_of(folder_of(tmp_path / name), 6)) for name in ("one", "other")]

@@ -28,6 +28,7 @@ from models.registry import configure
 from models.stages import layout_of
 from models.tuning import Tuning
 from parallel import kernels
+from parallel.context_split import ContextParallel
 from parallel.kernels.activation import FUNCTIONS
 from parallel.layers.fp8 import Fp8
 from parallel.layers.linear import multiply_by
@@ -180,6 +181,60 @@ def test_compiled_ranks_compute_the_same(pool: Pool) -> None:
     cases = [*CASES, EXPERTS]
     for found in pool.run(2, compared, cases):
         assert all(distance < case.tolerance for case, distance in zip(cases, found, strict=True)), found
+
+
+# -- a context over many ranks
+
+PACKINGS = [(64, 64), (20, 44, 64), (1, 2, 3, 58, 30, 34), (5, 59, 32, 32)]
+
+
+def over_cp(context: ContextParallel, mesh: Mesh, dtype: torch.dtype, compiled: bool) -> list[Tensor]:
+    """The gradients of the input of a block, of each packing, and the sums of its parameters' ones."""
+    config = configure({"preset": "llama-tiny", "num_hidden_layers": 1})
+    model = Model.create(config, layout_of(config, mesh.shape), mesh, dtype, context=context)
+    model.parameters.initialise(0)
+    (chunk,), found = model.chunks, list[Tensor]()
+    if compiled:
+        model.compile()
+    for documents in PACKINGS:
+        split = context.split(documents, TOKENS)
+        own = torch.from_numpy(split.indices(mesh.place.cp))
+        x = torch.randn(len(own), EMBED, generator=torch.Generator().manual_seed(4)).to(dtype).requires_grad_()
+        microbatch = Microbatch(own, own, own % TOKENS, 2, tuple(x.shape), documents=documents, split=split)
+        chunk.run(chunk.layers.values(), x, chunk.context(microbatch)).square().sum().backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    return [*found, *(leaf.grad for leaf in chunk.parameters() if leaf.grad is not None)]
+
+
+def test_an_exchange_is_in_one_graph_for_all_packings() -> None:
+    """The second graph is for any number of documents, and the last."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    graphs = Graphs()
+    try:
+        with compiling_with(graphs.backend):
+            over_cp(ContextParallel(4, "ring", "documents", 2), Mesh.create(MeshShape(cp=4)), torch.bfloat16, True)
+            assert not counters["graph_break"], dict(counters["graph_break"])
+    finally:
+        dist.destroy_process_group()
+    assert len(graphs.forward) == len(graphs.backward) == 2
+    for there, back in zip(graphs.forward, graphs.backward, strict=True):
+        assert (calls(there).count("context_attention"), calls(there).count("all_to_all_single")) == (1, 2)
+        assert (calls(back).count("context_attention_backward"), calls(back).count("all_to_all_single")) == (1, 2)
+
+
+def compared_over_cp() -> list[float]:
+    """As :func:`compared`."""
+    mesh, found = Mesh.create(MeshShape(cp=2)), []
+    for context in (ContextParallel(2, "ring", "documents"), ContextParallel(2, "heads", "rows", 2)):
+        with compiling_with(Graphs().backend):
+            pairs = zip(*(over_cp(context, mesh, torch.float64, compiled) for compiled in (True, False)), strict=True)
+            found.append(max(float((mine - want).norm() / want.norm()) for mine, want in pairs))
+    return found
+
+
+def test_compiled_exchanges_compute_the_same(pool: Pool) -> None:
+    assert max(map(max, pool.run(2, compared_over_cp))) < 1e-12
 
 
 def test_importing_experts_does_not_import_the_compiler() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import drawn, in_float64, of_transformers
+from pool import Pool
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
@@ -21,6 +22,7 @@ from models.decoder import Microbatch
 from models.registry import FAMILIES, configure, family
 from models.rope_config import ROPE_TYPES
 from models.stages import layout_of
+from parallel.context_split import ContextParallel
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape
@@ -201,3 +203,86 @@ def test_no_draw_is_refused() -> None:
             config = configure(drawn(name, seed, layers=5, vocab=13, positions=16, tp=4))
             assert (config.sizes["layer"], config.sizes["vocab"], config.max_positions) == (5, 13, 16)
             layout_of(config, MeshShape(tp=4, pp=2))
+
+
+# -- packed documents, split over cp
+
+
+PACKED = (7, 1, 2, 13, 5)
+SPREAD = {
+    "llama": ContextParallel(4, "ring", "documents"),
+    "gpt2": ContextParallel(2, "gather", "rows"),
+    "gemma2": ContextParallel(4, "gather", "auto"),
+    "gpt_oss": ContextParallel(4, "ring", "rows", 2),
+    "deepseek_v3": ContextParallel(2, "ring", "documents"),
+    "qwen3_moe": ContextParallel(4, "heads", "rows", 4),
+}
+
+
+def of_rank(
+    hf_config: dict[str, Any], weights: Arrays, tokens: Tensor, labels: Tensor, context: ContextParallel
+) -> tuple[np.ndarray, np.ndarray, float, dict[str, np.ndarray]]:
+    """(tokens, logits of this rank's tokens, the sum of their losses, its gradients) of packed documents."""
+    config = family(hf_config["model_type"]).CONFIG.from_hugging_face(hf_config)
+    mesh = Mesh.create(MeshShape(cp=context.size))
+    ours = Model.create(config, layout_of(config, mesh.shape), mesh, torch.float64, context=context)
+    ours.train(False)
+    with torch.no_grad():
+        for name, array in weights.items():
+            ours.parameters[name].copy_(torch.from_numpy(array))
+    split = context.split(PACKED, len(tokens))
+    own = torch.from_numpy(split.indices(mesh.place.cp))
+    positions = torch.cat([torch.arange(length) for length in PACKED])
+    shape = (len(own), config.sizes["embed"])
+    batch = Microbatch(
+        tokens[own],
+        labels[own],
+        positions[own],
+        1,
+        shape,
+        PACKED,
+        lengths=PACKED,
+        split=split,
+        rows=own.new_zeros(own.shape),
+    )
+    (decoder,) = ours.chunks
+    with torch.no_grad():
+        logits = decoder.logits(None, batch)
+    loss = decoder(None, batch)
+    loss.backward()
+    gradients = {name: p.grad.numpy() for name, p in ours.parameters.items() if p.grad is not None}
+    return own.numpy(), logits.numpy(), loss.item(), gradients
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_packed_documents_over_cp_are_each_by_itself(pool: Pool, name: str) -> None:
+    context = SPREAD[name]
+    hf_config = of_transformers(drawn(name, 1, layers=2, vocab=64, positions=32))
+    theirs = theirs_of(hf_config, 1)
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(64, (2, sum(PACKED)), generator=generator)
+    labels[::5] = IGNORE
+    with in_float64():
+        each = [theirs(input_ids=part[None], use_cache=False).logits[0] for part in tokens.split(PACKED)]
+    want = torch.cat(each)
+    loss = F.cross_entropy(want, labels, ignore_index=IGNORE, reduction="sum")
+    loss.backward()
+
+    config = family(name).CONFIG.from_hugging_face(hf_config.to_dict())
+    one, buffers = native(layout_of(config, MeshShape()), [0]), saved_buffers(theirs)
+    state = as_saved(theirs, {name: p.detach() for name, p in theirs.named_parameters()} | buffers)
+    weights = move(config.schema, state, hugging_face(config.schema), one)
+    found = pool.run(context.size, of_rank, hf_config.to_dict(), weights, tokens, labels, context)
+    logits = np.zeros((len(tokens), config.vocab_size))
+    for own, some, _, _ in found:
+        logits[own] = some
+    close(torch.from_numpy(logits), want.detach(), "logits")
+    assert sum(part for _, _, part, _ in found) == pytest.approx(loss.item(), rel=TOLERANCE)
+    nothing = {name: torch.zeros_like(buffer) for name, buffer in buffers.items()}
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None} | nothing
+    for name, gradient in move(config.schema, as_saved(theirs, gradients), hugging_face(config.schema), one).items():
+        if name in found[0][3]:
+            total = sum(part[name] for _, _, _, part in found)
+            close(torch.from_numpy(total), torch.from_numpy(gradient), f"gradient of {name}")
+        else:
+            assert not gradient.any()

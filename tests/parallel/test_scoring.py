@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from models.attention import MultiHeadAttention
 from models.cache import Cache, Decode, Prefill
-from models.context import Context
+from models.context import Context, DocumentAttention
 from parallel import kernels
 from parallel.kernels import bands, flash
 from parallel.kernels.documents import Documents
@@ -339,8 +339,8 @@ def test_the_operators_give_what_the_compiler_is_told(kv: int) -> None:
     q, k, v = (x.detach().unflatten(0, (SEQUENCES, -1)).transpose(1, 2) for x in split(drawn(kv=kv)))
     options = None, 0.3, 7, 2.0
     inputs = q, k, v, torch.zeros(HEADS).double(), *options
-    torch.library.opcheck(bands._forward, inputs, test_utils=("test_schema", "test_faketensor"))
-    out, log_sum = bands._forward(*inputs)
+    torch.library.opcheck(bands.forward, inputs, test_utils=("test_schema", "test_faketensor"))
+    out, log_sum = bands.forward(*inputs)
     given = out, q, k, v, out, log_sum, *options
     torch.library.opcheck(bands.backward, given, test_utils=("test_schema", "test_faketensor"))
 
@@ -360,7 +360,7 @@ def test_tokens_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch, name: str,
     rows = [qkv[stop - n : stop] for n, stop in zip(lengths, accumulate(lengths), strict=True)]
     q, k, v = split(qkv)
     want = dense(q, k, v[..., :value], lengths, scoring).split(lengths)
-    rooms, read = [(len(prompts), KV, max(lengths), head) for head in (HEAD, value)], list[int]()
+    read = list[int]()
 
     def noting(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(q: Tensor, k: Tensor, *others: Any, **options: Any) -> Tensor:
@@ -371,10 +371,9 @@ def test_tokens_that_come_one_by_one(monkeypatch: pytest.MonkeyPatch, name: str,
 
     monkeypatch.setattr("models.cache.attend", noting(attend))
     monkeypatch.setattr(F, "scaled_dot_product_attention", noting(F.scaled_dot_product_attention))
-    kept = Cache(*({"a": torch.zeros(room, dtype=torch.float64)} for room in rooms))
-    at = torch.cat([torch.arange(length) for length in prompts])
-    which = torch.arange(len(prompts)).repeat_interleave(torch.tensor(prompts))
-    prefill = Prefill(kept, which, at, Documents.of([*prompts, 3], CPU))
+    layer: Any = SimpleNamespace(name="a", kv=KV, head=HEAD, value=value)
+    kept = Cache.of([layer], [[[*range(length)]] for length in prompts], lengths, torch.float64, CPU, Mesh.single().cp)
+    prefill = Prefill.of(kept, DocumentAttention(Documents.of([*prompts, 3], CPU), 1))
     padded = torch.cat([*(row[:n] for row, n in zip(rows, prompts, strict=True)), qkv[:3]])
     q, k, v = split(padded)
     found = [list(prefill("a", q, k, v[..., :value], scoring)[:-3].split(prompts))]

@@ -63,6 +63,8 @@ class Case:
         coefficients: Of the balance of experts.
         padded: Whether sequences end in padding.
         starved: Whether the last expert of each layer gets no token, where routers have corrections.
+        length: Of each sequence.
+        fp8: Whether linears between the ends multiply in fp8; what is scaled as a whole is a microbatch.
     """
 
     name: str
@@ -76,6 +78,8 @@ class Case:
     coefficients: Coefficients = NONE
     padded: bool = False
     starved: bool = False
+    length: int = LENGTH
+    fp8: bool = False
 
     @property
     def config(self) -> ModelConfig:
@@ -155,6 +159,7 @@ class Run:
             + (f"-{self.shard}" if self.shard != "none" else "")
             + (f"-x{self.replicas}" if self.replicas > 1 else "")
             + (("-file" if self.offload.folder else "-host") if self.offload else "")
+            + "-slices" * self.offload_parameters
         )
 
 
@@ -182,9 +187,9 @@ def lively(layout: Layout) -> Layout:
 
 
 def tokens(case: Case, step: int) -> tuple[np.ndarray, np.ndarray, list[list[int]]]:
-    """(tokens, labels: [sequences, LENGTH], the lengths of each sequence's documents) of a global batch."""
+    """(tokens, labels: [sequences, length], the lengths of each sequence's documents) of a global batch."""
     rng = np.random.default_rng(step)
-    drawn = rng.integers(0, case.config.sizes["vocab"], (case.sequences, LENGTH + 1))
+    drawn = rng.integers(0, case.config.sizes["vocab"], (case.sequences, case.length + 1))
     labels = drawn[:, 1:].copy()
     labels[rng.random(labels.shape) < case.ignored] = IGNORE
     if case.ignored:
@@ -201,21 +206,22 @@ def tokens(case: Case, step: int) -> tuple[np.ndarray, np.ndarray, list[list[int
 
 
 def padding(case: Case) -> np.ndarray:
-    """[sequences, LENGTH], where a row is not filled: none is empty, and some are full."""
-    return np.arange(LENGTH) >= LENGTH - np.arange(case.sequences)[:, None] * 5 % 9
+    """[sequences, length], where a row is not filled: none is empty, and some are full."""
+    return np.arange(case.length) >= case.length - np.arange(case.sequences)[:, None] * 5 % 9
 
 
 def microbatches(case: Case, run: Run, step: int, mesh: Mesh) -> list[Microbatch]:
     drawn, following, documents = tokens(case, step)
     inputs, labels = torch.from_numpy(drawn), torch.from_numpy(following)
     stride, made = run.mesh.data * run.micro, []
-    positions, whole = torch.arange(LENGTH).repeat(run.micro), run.micro * LENGTH
-    numbers = torch.arange(run.micro).repeat_interleave(LENGTH)
+    length, whole = case.length, run.micro * case.length
+    positions = torch.arange(length).repeat(run.micro)
+    numbers = torch.arange(run.micro).repeat_interleave(length)
     for start in range(mesh.data_rank * run.micro, case.sequences, stride):
         rows = slice(start, start + run.micro)
         rest = torch.from_numpy(padding(case)[rows].ravel()) if case.padded else None
         lengths = tuple(n for row in documents[rows] for n in row) if case.documents else None
-        split = run.context.split(lengths or (LENGTH,) * run.micro, LENGTH) if run.mesh.cp > 1 else None
+        split = run.context.split(lengths or (length,) * run.micro, length) if run.mesh.cp > 1 else None
         own = slice(None) if split is None else torch.from_numpy(split.indices(mesh.place.cp))
         # One process takes all tokens, so that leaving out those without a label is compared with it too.
         chosen = with_labels(labels[rows].flatten()[own].numpy(), run.mesh.tp) if run.mesh.world > 1 else None
@@ -247,9 +253,8 @@ class Recorded(Optimizer):
         super().step(*arguments)
 
 
-def measure(case: Case, run: Run) -> Measured:
-    """Train the case on this rank of ``run``."""
-    mesh = Mesh.create(run.mesh)
+def model_of(case: Case, run: Run, mesh: Mesh) -> Model:
+    """What this rank has of the model at the start."""
     objective = Losses(case.label_smoothing, case.z_loss, run.loss_chunk)
     model = Model.create(
         case.config,
@@ -262,9 +267,18 @@ def measure(case: Case, run: Run) -> Measured:
         coefficients=case.coefficients,
         context=run.context,
     )
+    if case.fp8:
+        model.use_fp8()
     model.parameters.initialise(seed=1)
     if case.starved:
         starve(model.parameters)
+    return model
+
+
+def measure(case: Case, run: Run) -> Measured:
+    """Train the case on this rank of ``run``."""
+    mesh = Mesh.create(run.mesh)
+    model = model_of(case, run, mesh)
     # Small buckets, so that there are several.
     gradients = Gradients(
         model.parameters, model.chunks, torch.float64, run.shard, run.replicas, 20_000, run.offload_parameters

@@ -47,6 +47,11 @@ def balance(*ids: str) -> tuple[str, ...]:
     return tuple(f"test_each_layout_has_the_gradients_of_the_formulas[{each}]" for each in ids)
 
 
+def context(*ids: str) -> tuple[str, ...]:
+    """Cases of the suite of a context over many ranks."""
+    return tuple(f"test_context.test_context_is_that_of_one_process[{each}]" for each in ids)
+
+
 MASKS = "test_masks.test_a_mask_is_drawn_for_one_use_and_again_for_its_backward"
 
 FAULTS = (
@@ -401,7 +406,7 @@ FAULTS = (
     fault(
         "a balance is that of each tp rank",
         "Balance._toward",
-        "all_reduce_(counts.clone(), self.mesh.tp)",
+        "all_reduce_(counts.clone(), self.mesh.along('cp', 'tp'))",
         "counts.clone()",
         *experts("starved-tp2-ep2-full"),
     ),
@@ -937,7 +942,7 @@ FAULTS = (
     ),
     fault(
         "scores have their cap after the mask",
-        "bands._forward",
+        "bands._in_blocks",
         "scores = _capped(_product(queries[:, own], keys[:, band.keys].mT, wide).mul_(scale), softcap)\n"
         "band.mask_(scores, first, float('-inf'))",
         "scores = _product(queries[:, own], keys[:, band.keys].mT, wide).mul_(scale)\n"
@@ -946,7 +951,7 @@ FAULTS = (
     ),
     fault(
         "sinks add to the sum as what they are not",
-        "bands._forward",
+        "bands._in_blocks",
         "torch.logaddexp(total, each, out=log_sum[:, own])",
         "torch.logaddexp(total, -each, out=log_sum[:, own])",
         "test_scoring.test_the_formula",
@@ -1082,7 +1087,7 @@ FAULTS = (
     ),
     fault(
         "tokens see earlier documents",
-        "documents._on_cpu",
+        "documents.forward",
         "_Batches.of(starts)",
         "_Batches.of(starts[[0, -1]])",
         "test_documents_that_are_kept_apart_are_sequences_of_their_own",
@@ -1145,6 +1150,154 @@ FAULTS = (
         "    checkpoints.shutil.rmtree(old)\n"
         "publication.finish()",
         "test_a_checkpoint_that_is_to_go_stays_until_its_successor_is_there",
+    ),
+    # -- a context over many ranks
+    fault(
+        "positions restart on each rank of cp",
+        "Batch.of_rank",
+        "(x.ravel()[own] for x in (self.tokens, self.labels, self.positions))",
+        "(self.tokens.ravel()[own], self.labels.ravel()[own], np.arange(len(own)))",
+        "test_another_layout_goes_on_with_the_same_numbers[cp2-tp2]",
+    ),
+    fault(
+        "rope restarts on each rank of cp",
+        "Decoder._rotation",
+        "rotary.at(microbatch.positions, microbatch.sequence_length, self.dtype)",
+        "rotary.at(torch.arange(len(microbatch.positions)), microbatch.sequence_length, self.dtype)",
+        *context("few-labels-cp4-ring-rows-1-gradients"),
+    ),
+    fault(
+        "labels are shifted after the split",
+        "Batch.of_rank",
+        "(x.ravel()[own] for x in (self.tokens, self.labels, self.positions))",
+        "(self.tokens.ravel()[own], np.roll(self.tokens.ravel()[own], -1), self.positions.ravel()[own])",
+        "test_another_layout_goes_on_with_the_same_numbers[cp2-tp2]",
+    ),
+    fault(
+        "the loss is a mean of the ranks' means",
+        "counted_tokens",
+        "all_reduce_(_counted(microbatches), mesh.batch).clamp_(min=1)",
+        "_counted(microbatches).clamp_(min=1) * mesh.batch.size",
+        *context("few-labels-cp4-ring-rows-1-gradients"),
+    ),
+    fault(
+        "a loss of no tokens is not a number",
+        "counted_tokens",
+        "all_reduce_(_counted(microbatches), mesh.batch).clamp_(min=1)",
+        "all_reduce_(_counted(microbatches), mesh.batch)",
+        *context("nothing-counts-cp2-ring-documents-1"),
+    ),
+    fault(
+        "on a rank of cp a document sees the one before",
+        "ContextSplit.alone",
+        "number == last and self.sight(number, window) is None",
+        "last >= 0 and self.sight(number, window) is None",
+        *context("odd-rows-cp4-gather-documents-1"),
+    ),
+    fault(
+        "a window over cp is one token short",
+        "ContextSplit.sight",
+        "window - 1",
+        "window - 2",
+        *context("parts-cp4-ring-documents-1"),
+    ),
+    fault(
+        "the odd tokens of a document are dropped",
+        "context_split._zigzag",
+        "shares.tokens - early",
+        "early",
+        *context("odd-rows-cp4-gather-documents-1"),
+    ),
+    fault(
+        "frequencies go by the tokens of a rank",
+        "Decoder._rotation",
+        "rotary.at(microbatch.positions, microbatch.sequence_length, self.dtype)",
+        "rotary.at(microbatch.positions, len(microbatch.positions), self.dtype)",
+        *context("dynamic-tp2-cp2-ring-rows-1"),
+    ),
+    fault(
+        "a scale of fp8 is that of each rank of cp",
+        "Fp8._largest",
+        "self.across or group",
+        "group",
+        *context("fp8-cp2-ring-documents-1"),
+    ),
+    fault(
+        "the ranks of cp count their sequences together",
+        "counted_and_routed",
+        "sum(m.sequences for m in microbatches) / mesh.shape.cp",
+        "sum(m.sequences for m in microbatches)",
+        *context("starved-tp2-cp2-ring-documents-1-full"),
+    ),
+    fault(
+        "the balance of a sequence is that of each rank of cp",
+        "Balance._toward",
+        "self.mesh.along('cp', 'tp')",
+        "self.mesh.tp",
+        *context("starved-tp2-cp2-ring-documents-1-full"),
+    ),
+    fault(
+        "ranks of cp drop the same",
+        "Decoder.chunk",
+        "(virtual, place.dp, place.ep, place.cp, place.tp)",
+        "(virtual, place.dp, place.ep, place.tp)",
+        "test_with_heads_dropout_repeats_and_each_rank_has_masks_of_its_own",
+    ),
+    fault(
+        "checkpoints of cp hold what one of its ranks has",
+        "buckets._spans",
+        "parameters.layout.replicas(shard, piece.label)",
+        "tuple(r for r in parameters.layout.replicas(shard, piece.label) if (r < 2) == (parameters.mesh.rank < 2))",
+        "test_another_layout_goes_on_with_the_same_numbers[cp2-tp2]",
+    ),
+    fault(
+        "the keys of the backward are stale",
+        "context_attention._attend_backward",
+        "rows = _together(k, v)",
+        "rows = _together.__dict__.setdefault(tuple(k.shape), _together(k, v))",
+        *context("few-labels-cp4-ring-rows-1-gradients"),
+    ),
+    fault(
+        "gradients of keys stop one hop short",
+        "context_attention._attend_backward",
+        "hop.give_back(gradients, home, k.dtype, ranks)",
+        "hop.give_back(gradients * (number != len(plan.hops) - 2), home, k.dtype, ranks)",
+        *context("few-labels-cp4-ring-rows-1-gradients"),
+    ),
+    fault(
+        "a triangle of scores is left out on the wrong hop",
+        "context_attention._attend",
+        "partial.rectangle(q[of], keys[some], values[some], each.band, scoring)",
+        "partial.rectangle(q[of], keys[some], values[some], each.band or 1, scoring)",
+        *context("few-labels-cp4-ring-rows-1-gradients"),
+    ),
+    fault(
+        "log-sum-exps are merged in bf16",
+        "context_attention._attend",
+        "torch.logaddexp(log_sum[of], more)",
+        "torch.logaddexp(log_sum[of], more).bfloat16().to(more.dtype)",
+        *context("few-labels-cp4-ring-rows-1-gradients"),
+    ),
+    fault(
+        "keys that are gathered stand in the order of the ranks",
+        "_Hop.take",
+        "self.places is None",
+        "True",
+        *context("odd-rows-cp4-gather-documents-1"),
+    ),
+    fault(
+        "kv heads are in another order after the all-to-all",
+        "ContextAttention._by_heads",
+        "x.repeat_interleave(size // x.shape[1], 1)",
+        "x.repeat(1, size // x.shape[1], 1)",
+        *context("parts-cp4-heads-documents-4"),
+    ),
+    fault(
+        "all ranks of cp compute what one has to",
+        "context_attention._attend",
+        "partial.alone(q, k, v, plan.alone, scoring)",
+        "[partial.alone(q, k, v, plan.alone, scoring) for _ in range(ranks.size)][0]",
+        "test_each_rank_does_its_share[rows]",
     ),
     # -- damage, and two runs in one folder
     fault(

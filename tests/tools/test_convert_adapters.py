@@ -261,6 +261,14 @@ def test_what_peft_would_load_wrongly_is_refused(
     assert f"--to hf --base {folder}" in said and not (tmp_path / "peft").exists()
 
 
+def test_a_stage_may_have_no_adapters(tmp_path: Path, not_durable: None) -> None:
+    """Of what only some layers have."""
+    folder = model_folder(tmp_path, drawn("qwen2_moe", 3, layers=4, vocab=61), torch.float32)
+    checkpoint = adapted(folder, tmp_path / "ckpt", Lora(2, 1.0, ("mlp.shared",)))
+    files = Checkpoint.open(checkpoint).index.files
+    assert len(files) == 2 and reshard.main([str(checkpoint), str(tmp_path / "one")]) == 0
+
+
 def test_peft_mistakes_the_linears_that_we_refuse() -> None:
     """Of the families that there are, by its own table."""
     conversion = pytest.importorskip("peft.utils.transformers_weight_conversion", reason="the peft library is missing")

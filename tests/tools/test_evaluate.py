@@ -7,8 +7,10 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,9 +27,12 @@ from megacore.inference.documents import Document
 from megacore.inference.evaluate import Windows, evaluate
 from megacore.inference.load import model_from
 from megacore.store.open import open_folder
+from models.assemble import Model
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape
+from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT, Split
 from tools import evaluate as command
+from tools import generate, processes
 
 Capture = pytest.CaptureFixture[str]
 TEXTS = ["The sun rose over the quiet harbour.", "naïve façade, 5 € and £4.99; 日本語 🎉", "x", "", "a b c d " * 7]
@@ -207,8 +212,10 @@ def measured(folder: Path, shape: MeshShape | None, together: int = 40) -> dict[
         ("mixtral", MeshShape(ep=4)),
         ("mixtral", MeshShape(tp=2, ep=2)),
         ("mixtral", MeshShape(pp=2, dp=2, ep=2)),
+        ("gemma2", MeshShape(cp=2, tp=2)),
+        ("mixtral", MeshShape(cp=2, ep=2)),
     ],
-    ids=["tp2-pp2", "tp2-dp2", "tp2", "pp3", "ep4", "tp2-ep2", "pp2-dp2-ep2"],
+    ids=["tp2-pp2", "tp2-dp2", "tp2", "pp3", "ep4", "tp2-ep2", "pp2-dp2-ep2", "cp2-tp2", "cp2-ep2"],
 )
 def test_every_layout_finds_the_same(family: str, shape: MeshShape, tmp_path: Path, pool: Pool) -> None:
     """Seven packs of windows: with experts, ranks that have none of the last ones compute for those that do."""
@@ -217,6 +224,27 @@ def test_every_layout_finds_the_same(family: str, shape: MeshShape, tmp_path: Pa
     assert wanted["loss"] > 100
     for found in pool.run(shape.world, measured, folder, shape, 25):
         assert found == wanted | {"loss": pytest.approx(wanted["loss"], rel=1e-9)}
+
+
+@pytest.mark.parametrize("tool", [command, generate], ids=["evaluate", "generate"])
+@pytest.mark.parametrize(("etp", "split"), [("1", SPLIT), ("2", EXPERT_TENSOR_PARALLEL)])
+def test_the_commands_split_experts_as_they_are_told(
+    tool: ModuleType, etp: str, split: Split, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of two processes, on a mesh of its own."""
+    folder, made = with_text("mixtral", tmp_path), []
+
+    def kept(*arguments: Any, **options: Any) -> Model:
+        made.append(model_from(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr("megacore.inference.load.model_from", kept)
+    monkeypatch.setattr(processes, "live", lambda *_: nullcontext(Mesh.single()))
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    given = ["--prompt", "a"] if tool is generate else ["--data", str(rows(tmp_path / "x.jsonl", {"text": "a b c"}))]
+    assert tool.main([str(folder), *given, "--tp", "2", "--etp", etp]) == 0
+    assert made[0].parameters.layout.split == split
 
 
 def test_it_does_not_matter_how_many_windows_are_computed_together(llama: Path) -> None:
@@ -236,9 +264,10 @@ def test_frequencies_go_by_the_length_of_each_window(tmp_path: Path, pool: Pool)
                 logits = model(torch.from_numpy(tokens)[None]).logits[0]
             wanted += float(torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels), reduction="sum"))
     assert measured(folder, None)["loss"] == pytest.approx(wanted, rel=1e-6)
-    assert pool.run(2, measured, folder, MeshShape(tp=2))[0]["loss"] == pytest.approx(
-        measured(folder, None)["loss"], rel=1e-9
-    )
+    for shape in (MeshShape(tp=2), MeshShape(cp=2)):
+        assert pool.run(2, measured, folder, shape)[0]["loss"] == pytest.approx(
+            measured(folder, None)["loss"], rel=1e-9
+        )
 
 
 # -- windows
@@ -282,6 +311,13 @@ def test_what_cannot_be_evaluated(llama: Path, tmp_path: Path, capsys: Capture) 
         (llama, good, ["--sequence-length", "64"], "the model has 32 positions"),
         (llama, good, ["--sequence-length", "8", "--stride", "9"], "would leave out tokens"),
         (llama, good, ["--tp", "3"], "cannot split heads (4) over tp=3"),
+        (llama, good, ["--exchange", "gather"], "--exchange gather: --cp is 1, and no text is split: leave it out"),
+        (
+            llama,
+            good,
+            ["--cp", "3", "--exchange", "heads"],
+            "4 heads (2 of keys) over 3 ranks of cp: choose from 1, 2, 4",
+        ),
         (llama, good, ["--ep", "2"], "ep=2: the model has no experts to split, set ep=1"),
     ]
     for folder, path, arguments, says in cases:

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from traps import set_traps
 
 from megacore.data import tokenizer
-from megacore.inference.generate import Ending, generate
+from megacore.inference.generate import Ending, _begun, generate
 from megacore.inference.load import model_from
 from megacore.inference.sampling import Choice, Greedy, Sampling
 from megacore.inference.texts import Stream, Texts
@@ -103,8 +103,11 @@ def both_ways(folder: Path, shape: MeshShape | None, stops: Sequence[int]) -> li
         ("gpt2", MeshShape(pp=3)),
         ("mixtral", MeshShape(ep=2, tp=2)),
         ("mixtral", MeshShape(pp=2, ep=2)),
+        ("gpt_oss", MeshShape(cp=2, tp=2)),
+        ("gemma2", MeshShape(cp=4)),
+        ("deepseek_v2", MeshShape(cp=2, pp=2)),
     ],
-    ids=["llama-tp2-pp2", "gpt2-tp2-pp2", "llama-tp4", "gpt2-pp3", "mixtral-ep2-tp2", "mixtral-pp2-ep2"],
+    ids=lambda case: case if isinstance(case, str) else "-".join(f"{d}{case[d]}" for d in case.DIMS if case[d] > 1),
 )
 def test_every_layout_generates_the_same(family: str, shape: MeshShape, tmp_path: Path, pool: Pool) -> None:
     """Odd numbers of tokens too, which tp does not divide; with tp=4 two ranks share a kv head."""
@@ -114,6 +117,23 @@ def test_every_layout_generates_the_same(family: str, shape: MeshShape, tmp_path
     wanted = both_ways(folder, None, stops)
     results = pool.run(shape.world, both_ways, folder, shape, stops)
     assert all(result == wanted for result in results)
+
+
+def beginnings(folder: Path, shape: MeshShape) -> tuple[list[list[float]], int]:
+    """The logits of the last tokens of prompts, and the slots of the cache that they went into."""
+    model = model_from(open_folder(folder), Mesh.create(shape), torch.float64)
+    cache, logits = _begun(model, PROMPTS, [len(prompt) + NEW for prompt in PROMPTS])
+    assert logits is not None
+    return logits.tolist(), cache.positions.shape[1]
+
+
+def test_ranks_of_cp_share_out_the_cache(tmp_path: Path, pool: Pool) -> None:
+    folder = save("gemma2", tmp_path / "hf")
+    ((wanted, slots),) = pool.run(1, beginnings, folder, MeshShape())
+    assert slots == max(map(len, PROMPTS)) + NEW - 1 == 19
+    for logits, own in pool.run(4, beginnings, folder, MeshShape(cp=4)):
+        torch.testing.assert_close(logits, wanted, rtol=1e-9, atol=1e-9)
+        assert own == 5
 
 
 def test_a_checkpoint_generates_on_any_layout(tmp_path: Path, pool: Pool) -> None:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.hugging_face import HuggingFace
-from megacore.verify import Pair, mesh_shape, parallel_model, transformers_model
+from megacore.verify import Pair, _microbatch, mesh_shape, parallel_model, transformers_model
 from megacore.verify import verify as verify_pair
-from models.decoder import Microbatch
+from parallel.choices import ContextExchange
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape
 from tools import verify
@@ -173,17 +173,17 @@ def test_numbers_that_are_not_finite_do_not_pass(llama: Path, tmp_path: Path, ca
 # -- in the checkpoint's own layout
 
 
-def in_this_rank(checkpoint: Path, folder: Path, chunks: int) -> tuple[Any, list[float] | None]:
+def in_this_rank(checkpoint: Path, folder: Path, chunks: int, cp: int) -> tuple[Any, list[float] | None]:
     """(the report, the logits of a prompt) on one rank."""
     torch.set_num_threads(1)
     pair = Pair(Checkpoint.open(checkpoint), HuggingFace.open(folder))
-    mesh = Mesh.create(mesh_shape(pair.checkpoint, torch.distributed.get_world_size()))
+    mesh = Mesh.create(mesh_shape(pair.checkpoint, torch.distributed.get_world_size(), cp))
     assert pair.checkpoint.layout.chunks == chunks
-    model = parallel_model(pair, mesh)
-    ids = torch.arange(8)
-    microbatch = Microbatch(ids, ids, ids, 1, (8 // mesh.shape.tp, pair.checkpoint.config.sizes["embed"]))
-    logits = model.logits(microbatch)
-    return verify_pair(pair, [[3, 1, 4, 1, 5, 9, 2, 6]], mesh), None if logits is None else logits.tolist()
+    exchange: ContextExchange = "gather" if cp > 1 else "auto"
+    model = parallel_model(pair, mesh, exchange)
+    logits = model.logits(_microbatch(range(8), model))
+    report = verify_pair(pair, [[3, 1, 4, 1, 5, 9, 2, 6]], mesh, exchange=exchange)
+    return report, None if logits is None else logits.tolist()
 
 
 WORLDS = {
@@ -192,7 +192,9 @@ WORLDS = {
     "--tp 1 --pp 3": 3,
     "--pp 2 --layers-per-stage 1,1,1,1 --chunks 2": 2,
     "--tp 2": 4,  # and dp 2
+    "--pp 2": 4,  # and cp 2
 }
+CP = {"--pp 2": 2}
 
 
 @pytest.mark.parametrize(("family", "layout"), rotated(WORLDS))
@@ -200,7 +202,8 @@ def test_under_ranks(family: str, layout: str, tmp_path: Path, pool: Pool) -> No
     world = WORLDS[layout]
     hf = save(family, tmp_path / "hf", num_hidden_layers=4)
     target = converted(hf, tmp_path / "sharded", *layout.split())
-    results = pool.run(world, in_this_rank, target, hf, 2 if "chunks" in layout else 1)
+    arguments = target, hf, 2 if "chunks" in layout else 1, CP.get(layout, 1)
+    results = pool.run(world, in_this_rank, *arguments)
     reports = [report for report, _ in results]
     assert all(report == reports[0] for report in reports) and reports[0].passes
     stages, tp = reports[0].mesh["pp"], reports[0].mesh["tp"]
@@ -213,7 +216,7 @@ def test_under_ranks(family: str, layout: str, tmp_path: Path, pool: Pool) -> No
             torch.testing.assert_close(torch.tensor(logits), wanted.detach(), rtol=0, atol=1e-5)
     changed = target / f"weights/pp{stages - 1}-ep0-tp{tp - 1}.safetensors"
     change(changed, "layers.3.attn.out.weight", swap)
-    reports = [report for report, _ in pool.run(world, in_this_rank, target, hf, 2 if "chunks" in layout else 1)]
+    reports = [report for report, _ in pool.run(world, in_this_rank, *arguments)]
     assert all(report == reports[0] for report in reports)
     assert not reports[0].passes and not reports[0].prompts[0].passes
     assert f"weights/{changed.name}: layers.3.attn.out.weight" in reports[0].differing[0]
@@ -297,6 +300,8 @@ def test_folders_that_cannot_be_compared(llama: Path, tmp_path: Path, capsys: Ca
         ((target, target), "inspect --diff"),
         ((target, wide), "intermediate_size is 24 and 32"),
         ((target, save("gpt2", tmp_path / "gpt2")), "different models"),
+        ((target, llama, "--cp", 2), "lies on pp=1 x ep=1 x cp=2 x tp=1, and 1 processes cannot form that: start 2"),
+        ((target, llama, "--exchange", "ring"), "--exchange ring: --cp is 1, and no text is split: leave it out"),
     ):
         assert verify.main([*map(str, arguments)]) == 1
         assert says in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""The documents of microbatches as a corpus and its packing have them: a few are drawn, and some stand out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megacore.data.batches import Batches
+from megacore.data.indexed import IndexedDataset
+from megacore.data.samples import parts
+from megacore.plan.memory import by_stage
+from megacore.plan.setting import Setting
+from megacore.plan.state import Shares
+from megacore.plan.step_time import Cluster, estimate
+
+DRAWN = 32
+"""Microbatches that are drawn."""
+
+
+def drawn(corpus: str, length: int, micro_size: int, seed: int) -> tuple[tuple[int, ...], ...]:
+    """Return the lengths of the documents of each of some microbatches, the first ones that training would have.
+
+    Args:
+        corpus: The prefix of a token file.
+        length: The tokens of a sequence.
+        micro_size: Sequences of a microbatch.
+        seed: That of the order of samples.
+
+    Raises:
+        ValueError: the file is damaged, or too short for one sample.
+        FileNotFoundError: there is none.
+    """
+    source, _ = parts(IndexedDataset(Path(corpus)), length, seed, 0.0, corpus)
+    batches = Batches(source, DRAWN * micro_size, micro_size, 0, 1, separate_documents=True)
+    return tuple(batch.documents or () for batch in batches.microbatches(0))
+
+
+def scores(setting: Setting, documents: tuple[int, ...]) -> int:
+    """Return the scores of the busiest part of cp, of one head of a layer without a window."""
+    return replace(setting.packing, documents=documents).exchange(None).busiest
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A microbatch that stands out of those that were drawn, and a step if all were like it.
+
+    Args:
+        which: The way in which it does.
+        documents: The number of its documents.
+        longest: The length of the longest.
+        scores: The scores of the busiest part of cp, of a head.
+        imbalance: These over the mean of all parts.
+        keys: The tokens whose keys the part takes that takes most.
+        peak: Bytes on the device at the peak of the step, of the stage that has most.
+        seconds: The time of the step.
+    """
+
+    which: str
+    documents: int
+    longest: int
+    scores: int
+    imbalance: float
+    keys: int
+    peak: int
+    seconds: float
+
+    @classmethod
+    def of(cls, which: str, setting: Setting, shares: Shares, cluster: Cluster) -> Packed:
+        """Return what there is to know of the documents of a setting."""
+        work, documents = setting.packing.exchange(None), setting.documents or ()
+        return cls(
+            which,
+            len(documents),
+            max(documents),
+            work.busiest,
+            work.imbalance,
+            int(work.taken.sum(1).max()),
+            max(each.peak for each in by_stage(setting, shares)),
+            estimate(setting, shares, cluster).total,
+        )
+
+
+def standing_out(setting: Setting, microbatches: Sequence[tuple[int, ...]], cluster: Cluster) -> tuple[Packed, ...]:
+    """Return the microbatch in the middle by the scores of its busiest part, the last one, and the one whose parts
+    take most keys."""
+    by_scores = sorted(microbatches, key=lambda each: scores(setting, each))
+    most = max(
+        microbatches, key=lambda each: replace(setting.packing, documents=each).exchange(None).taken.sum(1).max()
+    )
+    chosen = {"median": by_scores[len(by_scores) // 2], "most scores": by_scores[-1]}
+    if setting.context.parts > 1:
+        chosen["most keys"] = most
+    shares = Shares.of(setting)
+    return tuple(
+        Packed.of(which, replace(setting, documents=documents), shares, cluster) for which, documents in chosen.items()
+    )

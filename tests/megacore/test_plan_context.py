@@ -1,0 +1,185 @@
+"""What the plan says of a context that is split over cp: scores, keys that travel, and what hides."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megacore.data.indexed import IndexedWriter
+from megacore.plan.costs import ALL_TO_ALL, KeyExchange
+from megacore.plan.devices import DEVICES
+from megacore.plan.documents import drawn
+from megacore.plan.efficiency import LINKS, ring_s
+from megacore.plan.exchange import WHOLE, Packing
+from megacore.plan.fit import fit
+from megacore.plan.memory import memory
+from megacore.plan.of_config import setting_of
+from megacore.plan.setting import Setting, Widths
+from megacore.plan.state import Shares
+from megacore.plan.step_time import Cluster, Estimate, estimate
+from megacore.plan.traffic import HEADS, traffic
+from megacore.recipe import load
+from megacore.run.problems import problems
+from models.config import looks
+from models.registry import configure
+from models.stages import layout_of
+from parallel.context_split import ContextParallel
+from parallel.weights.layout import MeshShape
+from tools.main import main
+
+RECIPES = Path(__file__).resolve().parents[2] / "launch" / "recipes"
+H100 = Cluster(DEVICES["h100-80"], 989.4)
+KV_BYTES = 2 * 8 * 128 * 2
+"""Keys and values of a token in a layer of the 8B, in bf16."""
+
+
+def of_8b(mesh: MeshShape, context: ContextParallel, length: int, **others: Any) -> Setting:
+    model = configure({"preset": "llama-3.1-8b", "max_position_embeddings": 1 << 23})
+    return Setting(model, layout_of(model, mesh), Widths.of("bf16"), length, 1, 1, context=context, **others)
+
+
+def time_of(setting: Setting) -> Estimate:
+    return estimate(setting, Shares.of(setting), H100)
+
+
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+@pytest.mark.parametrize("window", [None, 1000])
+def test_parts_share_out_all_scores_and_take_what_others_give(exchange: Any, window: int | None) -> None:
+    documents = (5000, 96, 1, 3095)
+    work = Packing(8192, 1, ContextParallel(8, exchange, "documents", 2), documents).exchange(window)
+    assert work.pairs.sum() == sum(looks(length, window) for length in documents)
+    assert work.taken.sum() == work.given.sum() > 0
+    split = ContextParallel(8, exchange, "documents", 2).split(documents, 8192)
+    for part in range(4):
+        assert work.pairs[part].sum() == split.pairs(part, window)
+        for distance in (1, 2, 3):
+            assert work.given[part, distance - 1] == split.hop((part + distance) % 4, part, window).tokens
+
+
+def test_a_document_that_is_one_row_gives_its_parts_equal_work() -> None:
+    work = Packing(4096, 1, ContextParallel(4, "ring", "rows")).exchange(None)
+    assert np.array_equal(work.pairs.sum(1), [looks(4096, None) // 4] * 4)
+    # The first part has the last tokens too, and takes all; the last one gives all.
+    assert work.taken.sum(1).max() == work.given.sum(1).max() == 3 * 1024
+    assert (work.most, work.held, work.rectangle) == (1024, 2 * 1024, (512, 1024))
+    assert Packing(4096, 1, ContextParallel(4, "gather", "rows")).exchange(None).held == 2 * 3 * 1024
+
+
+def test_short_documents_send_nothing_by_heads_but_tokens() -> None:
+    setting = of_8b(MeshShape(cp=8), ContextParallel(8, "heads", "rows", 8), 65536)
+    messages = [x for x in traffic(setting, Shares.of(setting), 0) if x.axis == "cp" and "gradients" not in x.what]
+    assert {x.kind for x in messages} == {ALL_TO_ALL}
+    forward = sum(x.sent for x in messages if x.what == f"{HEADS}, forward")
+    tokens = 65536 // 8
+    # Queries, keys and values there, and the output back, of which a rank keeps an eighth.
+    assert forward == 32 * tokens * (4096 + 2 * 1024 + 4096) * 2 * 7 / 8
+
+
+def test_documents_that_are_known_take_less_of_the_attention() -> None:
+    whole = of_8b(MeshShape(), ContextParallel(), 8192)
+    cut = of_8b(MeshShape(), ContextParallel(), 8192, documents=(1024,) * 8)
+    assert time_of(cut).compute < time_of(whole).compute
+
+
+def shown(setting: Setting) -> float:
+    """The share of a step that the messages of cp show."""
+    time = time_of(setting)
+    return time.context / time.total
+
+
+def test_in_a_node_the_messages_of_a_long_context_hide() -> None:
+    """An 8B at 128k tokens on cp=8."""
+    contexts = ContextParallel(8), ContextParallel(8, "gather"), ContextParallel(8, "heads", "auto", 8)
+    for context in contexts:
+        setting = of_8b(MeshShape(cp=8), context, 131072, recompute="full", shard="optimizer")
+        assert shown(setting) <= 0.03, context
+
+
+def test_between_nodes_those_of_a_short_one_do_not_and_another_mesh_is_faster() -> None:
+    """The 8B at 32k on cp=32, of which heads within the nodes leave a twentieth to show."""
+    alone = of_8b(MeshShape(cp=32), ContextParallel(32), 32768, shard="optimizer")
+    inside = of_8b(MeshShape(cp=32), ContextParallel(32, heads=8), 32768, shard="optimizer")
+    assert shown(alone) > 0.4 > 0.1 > shown(inside)
+    best = fit(replace(of_8b(MeshShape(), WHOLE, 32768), microbatches=1), 32, H100)[0]
+    assert 1 < best.setting.layout.mesh.cp < 32
+    assert best.time.total < time_of(alone).total / 2
+    assert shown(best.setting) < 0.1
+
+
+def test_what_goes_back_is_sent_beside_the_turn_behind() -> None:
+    """As long as products hide what a hop brings, what shows is what never hides, and the last gradients."""
+    setting = of_8b(MeshShape(cp=4), ContextParallel(4), 65536)
+    work = setting.packing.exchange(None)
+    there, back = (KeyExchange(None, KV_BYTES, size, 10**9) for size in (0, KV_BYTES))
+    hop = 16384 * KV_BYTES / (450e9 * LINKS) + ring_s(1, 0)
+    mesh = setting.layout.mesh
+    assert H100.exposed(mesh, work, there) == pytest.approx(3 * 0.1 * hop)
+    # The first part takes all of each, and gives them back: twice beside a turn, once behind the last one.
+    assert H100.exposed(mesh, work, back) == pytest.approx(5 * 0.1 * hop + hop)
+    # Where products hide nothing, all of it shows.
+    slow = KeyExchange(None, KV_BYTES, KV_BYTES, 1)
+    assert H100.exposed(mesh, work, slow) == pytest.approx(6 * hop, rel=1e-3)
+
+
+def test_the_search_takes_cp_where_a_sequence_is_too_long_for_one(capsys: pytest.CaptureFixture[str]) -> None:
+    best = fit(replace(of_8b(MeshShape(), WHOLE, 131072), microbatches=8), 8, H100)[0]
+    overrides = best.overrides
+    assert overrides["mesh.cp"] == 2 and overrides["context.exchange"] == "ring" and overrides["context.heads"] == 1
+    config = load(RECIPES / "llama-3.1-8b.yaml", [
+        "data.train=[corpus]", "data.sequence_length=131072", "batch.global_size=8",
+        *(f"{key}={value}" for key, value in overrides.items()),
+    ])  # fmt: skip
+    assert problems(config, 8, configure(config.model), gpus=8, local_ranks=8) == []
+    again = setting_of(config, configure(config.model), 8, "cuda")
+    assert again.context == best.setting.context and again.layout.mesh == best.setting.layout.mesh
+
+
+def test_short_sequences_are_not_split() -> None:
+    best = fit(replace(of_8b(MeshShape(), WHOLE, 8192), microbatches=128), 8, H100)[0]
+    assert best.overrides["mesh.cp"] == 1
+    assert not any(key.startswith("context") for key in best.overrides)
+
+
+def test_the_documents_of_a_corpus_are_those_that_training_packs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = np.random.default_rng(0).lognormal(5, 1.2, 300).astype(int) + 1
+    with IndexedWriter(tmp_path / "corpus", 61) as writer:
+        for length in lengths:
+            writer.write(np.zeros(length, np.uint16))
+    recipe = [
+        str(RECIPES / "quickstart.yaml"), "--gpu", "cpu", "--world", "4", "mesh.dp=null", "mesh.tp=1", "mesh.pp=1",
+        "mesh.cp=4", "data.sequence_length=1024", "batch.micro_size=2", "model.max_position_embeddings=1024",
+    ]  # fmt: skip
+    assert main(["plan", *recipe, "--documents", str(tmp_path / "corpus"), "--json"]) == 0
+    found = {each["which"]: each for each in json.loads(capsys.readouterr().out)["documents"]}
+    seen = drawn(str(tmp_path / "corpus"), 1024, 2, 0)
+    assert {*found} == {"median", "most scores", "most keys"}
+    assert all(sum(documents) == 2048 for documents in seen)
+    by_scores = sorted(Packing(1024, 2, ContextParallel(4), documents).exchange(None).busiest for documents in seen)
+    assert found["most scores"]["scores"] == by_scores[-1] >= found["median"]["scores"] == by_scores[len(seen) // 2]
+    assert main(["plan", *recipe, "--documents", str(tmp_path / "none")]) == 2
+    assert f"--documents {tmp_path / 'none'}: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "context"),
+    [(8, 1 << 22, ContextParallel(8, "ring", "auto", 8)), (1, 500_000, WHOLE)],
+    ids=["4M on eight", "500k on one"],
+)
+def test_an_8b_fits_long_contexts_on_few_gpus(ranks: int, tokens: int, context: ContextParallel) -> None:
+    """With 2 TB of host memory a node; others have 3.7M on eight and 500k on one (arXiv 2506.13996)."""
+    setting = of_8b(
+        MeshShape(cp=ranks), context, tokens, recompute="full", mlp_chunk=4096, loss_chunk=4096, shard="parameters",
+        offload_activations=True, offload_optimizer="host", offload_parameters=True,
+    )  # fmt: skip
+    (found,) = memory(setting, Shares.of(setting))
+    assert found.peak <= 0.9 * H100.device.memory
+    assert ranks * found.host <= 2e12
+    (without,) = memory(whole := replace(setting, mlp_chunk=None), Shares.of(whole))
+    assert without.peak > H100.device.memory
