@@ -145,6 +145,8 @@ class CorpusConfig:
     """NAME of the pair NAME.bin, NAME.idx, or a file of examples (.jsonl, .jsonl.gz, .parquet)."""
     weight: Float = 1.0
     """Its share of the blend, relative to the others'; above 0."""
+    least: Int = 0
+    """Tokens of a document, or an example, below which it is left out, on both sides of what is held out."""
 
     @property
     def has_examples(self) -> bool:
@@ -157,7 +159,7 @@ EXAMPLES = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 def _as_corpora(value: object) -> object:
-    """Return a path prefix, or a list of path prefixes and {path, weight}, as a list of {path, weight}."""
+    """Return a path prefix, or a list of path prefixes and {path, weight, least}, as a list of the latter."""
     listed = [value] if isinstance(value, str) else value
     return [{"path": each} if isinstance(each, str) else each for each in listed] if isinstance(listed, list) else value
 
@@ -170,7 +172,7 @@ class DataConfig:
     """The data that the model is trained and evaluated on."""
 
     train: Corpora = ()
-    """A corpus, or a list of corpora, each a path or {path, weight}."""
+    """A corpus, or a list of corpora, each a path or {path, weight, least}."""
     validation: Corpora = ()
     """The same for evaluation; where there is none, a part of the training data is held out."""
     validation_fraction: Annotated[Float, BELOW_1] = 0.01

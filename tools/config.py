@@ -33,7 +33,7 @@ WORDS: Mapping[Any, str] = {
     str: "text",
     type(None): "null",
     dict[str, Any]: "a mapping",
-    CorpusConfig: "a mapping of `path` and `weight`",
+    CorpusConfig: "a mapping of `path`, `weight` and `least`",
 }
 
 

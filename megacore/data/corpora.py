@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from megacore.config import Config, CorpusConfig
 from megacore.data import first_order, samples
@@ -14,7 +15,7 @@ from megacore.data.batches import Batches
 from megacore.data.blend import Blend
 from megacore.data.corpus import Corpus
 from megacore.data.examples import Examples, Facts, Preparation
-from megacore.data.indexed import IndexedDataset, Integers
+from megacore.data.indexed import IndexedDataset
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.data.packing import Packed
 from megacore.data.samples import ORDER, Source, split_documents
@@ -65,11 +66,13 @@ class Corpora:
         held_out: list[Source] = []
         for corpus in data.train:
             dataset = IndexedDataset(Path(corpus.path), checked)
-            kept, held = parts(dataset, data.sequence_length, data.seed, _held_out(config), corpus.path)
+            kept, held = parts(dataset, data.sequence_length, data.seed, _held_out(config), corpus.path, corpus.least)
             train.append(kept)
             held_out += [held] if held else []
         validation: list[Source] = [
-            parts(IndexedDataset(Path(each.path), checked), data.sequence_length, data.seed, 0.0, each.path)[0]
+            parts(
+                IndexedDataset(Path(each.path), checked), data.sequence_length, data.seed, 0.0, each.path, each.least
+            )[0]
             for each in data.validation
         ]
         return cls._blended(config, train, validation or held_out, data.within_documents)
@@ -99,11 +102,13 @@ class Corpora:
             remarks.extend(_remarks(corpus.path, examples.facts, data.sequence_length))
             return examples
 
-        def packed(examples: Examples, chosen: Integers | None, name: str) -> Source:
+        def packed(examples: Examples, chosen: npt.NDArray[np.int64], name: str, corpus: CorpusConfig) -> Source:
+            if corpus.least:
+                known = [(chosen, examples.lengths[chosen])]
+                chosen = samples.of_least(known, corpus.least, f"{corpus.path} {name}")
             made = Packed(examples, data.sequence_length, data.seed, chosen, config.chat.pack, name, epoch_order)
-            size = examples.count if chosen is None else chosen.size
             rows = f"{made.per_epoch:,} rows of {made.length:,} tokens, {made.fill:.1%} full"
-            remarks.append(f"  {name}: {size:,} examples in {rows}")
+            remarks.append(f"  {name}: {chosen.size:,} examples in {rows}")
             return made
 
         train: list[Source] = []
@@ -113,10 +118,13 @@ class Corpora:
             chats = int(examples.chats.max(initial=-1)) + 1
             split = split_documents(chats, _held_out(config), data.seed)  # the examples of a chat are on one side
             kept, held = (np.flatnonzero(np.isin(examples.chats, side)) for side in (split.train, split.validation))
-            train.append(packed(examples, kept, "to train on"))
+            train.append(packed(examples, kept, "to train on", corpus))
             if held.size:
-                held_out.append(packed(examples, held, "held out"))
-        validation = [packed(prepared(corpus), None, "to validate on") for corpus in data.validation]
+                held_out.append(packed(examples, held, "held out", corpus))
+        validation: list[Source] = []
+        for corpus in data.validation:
+            examples = prepared(corpus)
+            validation.append(packed(examples, np.arange(examples.count), "to validate on", corpus))
         return replace(cls._blended(config, train, validation or held_out, separate=True), remarks=tuple(remarks))
 
     @classmethod

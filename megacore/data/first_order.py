@@ -8,18 +8,24 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.data.indexed import IndexedDataset, Integers
-from megacore.data.samples import Purpose, Sample, shuffled, split_documents, whole_samples
+from megacore.data.samples import Purpose, Sample, of_least, shuffled, split_documents, whole_samples
 
 
 def parts(
-    dataset: IndexedDataset, length: int, seed: int, fraction: float, name: str
+    dataset: IndexedDataset, length: int, seed: int, fraction: float, name: str, least: int = 0
 ) -> tuple[ShuffledDocuments, ShuffledDocuments | None]:
-    """Return the samples to train on and those held out, a fraction of the documents; None where that is 0."""
+    """Return the samples to train on and those held out, a fraction of the documents; None where that is 0.
+    Documents of fewer than `least` tokens are left out of both."""
     split = split_documents(dataset.documents, fraction, seed)
+
+    def part(documents: npt.NDArray[np.int64], name: str) -> ShuffledDocuments:
+        if least:
+            documents = of_least([(documents, dataset.document_lengths()[documents])], least, name)
+        return ShuffledDocuments(dataset, length, seed, documents, name)
+
     if not split.validation.size:
-        return ShuffledDocuments(dataset, length, seed, name=name), None
-    kept = ShuffledDocuments(dataset, length, seed, split.train, f"the train part of {name}")
-    return kept, ShuffledDocuments(dataset, length, seed, split.validation, f"the validation part of {name}")
+        return part(split.train, name), None
+    return part(split.train, f"the train part of {name}"), part(split.validation, f"the validation part of {name}")
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:

@@ -340,9 +340,11 @@ class IndexedDataset:
             start, stop = max(start - length, 0), None if stop is None else max(stop - length, 0)
         return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, self.dtype), *parts])
 
-    def document_lengths(self) -> Integers:
-        """Return the tokens of each document, [documents]."""
-        if self.documents == self.sequences and (self.bounds == np.arange(self.documents + 1)).all():
-            return self.lengths
-        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths, dtype=np.int64)])
-        return ends[self.bounds[1:]] - ends[self.bounds[:-1]]
+    def document_lengths(self, first: int = 0, stop: int | None = None) -> Integers:
+        """Return the tokens of each of documents [first, stop), [stop - first]; those of all without bounds."""
+        bounds = self.bounds[first : None if stop is None else stop + 1]
+        lengths = self.lengths[int(bounds[0]) : int(bounds[-1])]
+        if lengths.size == bounds.size - 1 and (np.diff(bounds) == 1).all():
+            return lengths
+        ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
+        return np.diff(ends[bounds - bounds[0]])

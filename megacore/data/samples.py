@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol, SupportsInt
@@ -10,7 +11,7 @@ from typing import Protocol, SupportsInt
 import numpy as np
 import numpy.typing as npt
 
-from megacore.data.indexed import IndexedDataset
+from megacore.data.indexed import CHUNK, IndexedDataset, Integers
 from megacore.data.permutation import ROUNDS, Permutation
 
 
@@ -115,6 +116,34 @@ class Runs:
     def documents(self) -> int:
         return int((self.bounds[:, 1] - self.bounds[:, 0]).sum())
 
+    def of_least(self, dataset: IndexedDataset, least: int, name: str) -> Runs:
+        """Return those of the documents that have `least` tokens. ValueError if there is none."""
+        if not least:
+            return self
+        pieces = (
+            (at, min(at + CHUNK, stop)) for first, stop in self.bounds.tolist() for at in range(first, stop, CHUNK)
+        )
+        known = ((np.arange(*piece), dataset.document_lengths(*piece)) for piece in pieces)
+        return _runs(of_least(known, least, name), 1, dataset.documents)
+
+
+def of_least(known: Iterable[tuple[npt.NDArray[np.int64], Integers]], least: int, name: str) -> npt.NDArray[np.int64]:
+    """Return those of some documents that have `least` tokens: int64 [kept], in their order.
+
+    known: documents [n] and their lengths [n], a part of them at a time. ValueError if there is none.
+    """
+    kept, count, longest = [np.empty(0, np.int64)], 0, 0
+    for documents, lengths in known:
+        kept.append(documents[lengths >= least])
+        count, longest = count + lengths.size, max(longest, int(lengths.max(initial=0)))
+    found = np.concatenate(kept)
+    if not found.size:
+        raise ValueError(
+            f"none of the {count} document(s) of {name} has the {least} tokens of least, the longest has {longest}: "
+            "lower least, add longer ones, or give this split a larger fraction"
+        )
+    return found
+
 
 def split_runs(documents: int, fraction: float, seed: int) -> tuple[Runs, Runs]:
     """Split documents into (to train on, held out), as :func:`split_documents`, by blocks of successive documents, up
@@ -146,14 +175,21 @@ class _Epoch:
 
 
 def parts(
-    dataset: IndexedDataset, length: int, seed: int, fraction: float, name: str
+    dataset: IndexedDataset, length: int, seed: int, fraction: float, name: str, least: int = 0
 ) -> tuple[Samples, Samples | None]:
-    """Return the samples to train on and those held out, a fraction of the documents; None where that is 0."""
+    """Return the samples to train on and those held out, a fraction of the documents; None where that is 0.
+
+    Documents of fewer than `least` tokens are left out of both. The side of the others does not depend on it, so that
+    a corpus which is named twice, with two values of it, holds the same ones out.
+    """
     train, held_out = split_runs(dataset.documents, fraction, seed)
+
+    def part(runs: Runs, name: str) -> Samples:
+        return Samples(dataset, length, seed, runs.of_least(dataset, least, name), name)
+
     if not held_out.documents:
-        return Samples(dataset, length, seed, name=name), None
-    kept = Samples(dataset, length, seed, train, f"the train part of {name}")
-    return kept, Samples(dataset, length, seed, held_out, f"the validation part of {name}")
+        return part(train, name), None
+    return part(train, f"the train part of {name}"), part(held_out, f"the validation part of {name}")
 
 
 def whole_samples(tokens: int, documents: int, length: int, name: str) -> int:

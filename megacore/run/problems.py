@@ -263,11 +263,13 @@ def _context_of_model(facts: RuleContext) -> Iterator[str]:
 def _corpora(facts: RuleContext) -> Iterator[str]:
     data = facts.config.data
     if not data.train:
-        yield "data.train names no corpus: give the path prefix of a token file, or a list of {path, weight}"
+        yield "data.train names no corpus: give the path prefix of a token file, or a list of {path, weight, least}"
     for key, corpora in (("data.train", data.train), ("data.validation", data.validation)):
         for index, corpus in enumerate(corpora):
             if corpus.weight <= 0:
                 yield f"{key}[{index}].weight ({corpus.weight}) of {corpus.path}: must be above 0, or leave it out"
+            if corpus.least < 0:
+                yield f"{key}[{index}].least ({corpus.least}) of {corpus.path}: must be 0 or more, or leave it out"
     named = (*data.train, *data.validation)
     examples, tokens = ([c.path for c in named if c.has_examples == kind] for kind in (True, False))
     if examples and tokens:

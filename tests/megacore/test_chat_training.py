@@ -224,6 +224,19 @@ def test_several_files_are_blended(recipe: str, tmp_path: Path) -> None:
     assert isinstance(train, Blend) and len(train.sources) == 2
 
 
+def test_examples_of_a_least_length_alone(recipe: str, tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "mixed.jsonl", *rows(12), *({"text": "word " * (9 * n)} for n in range(1, 7)))
+    whole, some = (
+        pretrain.check(recipe, [f"data.train=[{{path: {path}, least: {least}}}]"], 1, 1).corpora.train
+        for least in (0, 20)
+    )
+    assert isinstance(whole, Packed) and isinstance(some, Packed)
+    long = whole._chosen[whole._examples.lengths[whole._chosen] >= 20]
+    assert {*some._chosen.tolist()} == {*long.tolist()} and 0 < long.size < whole._chosen.size
+    with pytest.raises(ConfigError, match=r"none of the \d+ document\(s\) of .*mixed.jsonl to train on has the 9999"):
+        pretrain.check(recipe, [f"data.train=[{{path: {path}, least: 9999}}]"], 1, 1)
+
+
 def test_a_template_in_the_recipe_takes_the_place_of_the_models(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
     for name in ("additional_chat_templates/tool_use.jinja", "LICENSE"):

@@ -306,6 +306,7 @@ BAD = [
     # data
     bad("data.train=[]", "data.train names no corpus", "path prefix"),
     bad("data.train[1].weight=0", "data.train[1].weight (0.0) of corpus/text", "above 0", recipe=TWO),
+    bad("data.train[1].least=-1", "data.train[1].least (-1) of corpus/text", "0 or more", recipe=TWO),
     bad("data.train=corpus/txet", "no corpus/txet.bin and no corpus/txet.idx", "megacore tokenize"),
     bad("data.train=corpus/half", "no corpus/half.idx", "megacore tokenize"),
     bad("data.train=corpus/text.bin", "name the prefix, corpus/text"),

@@ -103,6 +103,68 @@ def test_batches_are_of_this_rank_and_section(tmp_path: Path) -> None:
     assert corpora.batches(corpora.train, apart, 0, 1).microbatches(0)[0].documents is not None
 
 
+MIXED = [3, 40, 10, 25, 9, 30] * 12
+"""Lengths of documents; those of 25 and more begin at tokens that these sums say."""
+LONG = {
+    token
+    for begin, length in zip(np.cumsum([0, *MIXED[:-1]]).tolist(), MIXED, strict=True)
+    if length >= 25
+    for token in range(begin, begin + length)
+}
+
+
+@pytest.mark.parametrize("order", [1, ORDER])
+def test_documents_of_a_least_length_alone(tmp_path: Path, order: int) -> None:
+    """On both sides of what is held out, which are the same with and without; and where a corpus is named for it."""
+    path = write(tmp_path / "a", *MIXED)
+    whole, long = (
+        Corpora.open(config(CorpusConfig(path, least=least), fraction=0.3), order=order) for least in (0, 25)
+    )
+    sides = []
+    for every, some in ((whole.train, long.train), (whole.validation, long.validation)):
+        assert every is not None and some is not None
+        sides.append(tokens(some, 300))
+        assert sides[-1] <= tokens(every, 300) and sides[-1] <= LONG
+    assert sides[0] | sides[1] == LONG, "none is lost"
+    twice = config(CorpusConfig(path), CorpusConfig(path, least=25), fraction=0.3)
+    corpora = Corpora.open(twice, order=order)
+    assert corpora.validation is not None
+    assert not tokens(corpora.train, 600) & tokens(corpora.validation, 600), "named twice, it holds the same ones out"
+    given = DataConfig((CorpusConfig(path),), (CorpusConfig(path, least=31),), 0.3, 8)
+    named = Corpora.open(Config(data=given), order=order).validation
+    assert named is not None and len(tokens(named, 300)) == 12 * 40
+
+
+def test_a_sample_of_long_documents_is_a_function_of_its_number(tmp_path: Path) -> None:
+    """So a run that is resumed goes on with the sample that it would have had."""
+    path = write(tmp_path / "a", *MIXED)
+    plain = config(CorpusConfig(path, least=25), fraction=0.3)
+    first, again = Corpora.open(plain).train, Corpora.open(plain).train
+    drawn = [first.sample(i) for i in range(150)]
+    for i in (149, 7, 80):
+        sample = again.sample(i)
+        assert (sample.tokens == drawn[i].tokens).all() and (sample.documents == drawn[i].documents).all()
+        ends = np.flatnonzero(np.diff(sample.tokens) != 1)
+        assert (np.diff(sample.documents)[ends] == 1).all() and sample.documents[-1] == ends.size
+
+
+@pytest.mark.parametrize(
+    ("least", "fraction", "words"),
+    [
+        (41, 0.0, r"none of the 72 document\(s\) of .*a has the 41 tokens of least, the longest has 40: lower least"),
+        (41, 0.3, r"none of the \d\d document\(s\) of the train part of .*the longest has 40"),
+        (40, 0.01, r"none of the 2 document\(s\) of the validation part of .*give this split a larger fraction"),
+    ],
+)
+@pytest.mark.parametrize("order", [1, ORDER])
+def test_a_least_length_that_leaves_nothing_is_refused(
+    tmp_path: Path, least: int, fraction: float, words: str, order: int
+) -> None:
+    corpus = CorpusConfig(write(tmp_path / "a", *MIXED), least=least)
+    with pytest.raises(ValueError, match=words):
+        Corpora.open(config(corpus, fraction=fraction), order=order)
+
+
 @pytest.mark.parametrize(
     ("lengths", "fraction", "words"),
     [

@@ -110,6 +110,8 @@ def test_any_documents_come_back(tmp_path, documents, data):
     flat = [[token for sequence in document for token in sequence] for document in documents]
     assert [dataset.document(i).tolist() for i in range(dataset.documents)] == flat
     assert dataset.document_lengths().tolist() == [len(document) for document in flat]
+    lengths = [dataset.document_lengths(first, first + 2).tolist() for first in range(dataset.documents - 1)]
+    assert lengths == [[len(each) for each in flat[first : first + 2]] for first in range(dataset.documents - 1)]
     for i, document in enumerate(flat):
         start = data.draw(st.integers(0, len(document)))
         stop = data.draw(st.integers(start, len(document) + 2))

@@ -20,6 +20,7 @@ MACHINES = {
     "experts": (2, 0, None),
     "finetune": (2, 0, None),
     "finetune_lora": (2, 0, None),
+    "long": (2, 0, None),
 }
 FINETUNED = "llama-3.2-1b"
 """A model that recipes which start from one are tried with."""
@@ -33,9 +34,9 @@ def test_every_recipe_is_listed() -> None:
 @pytest.mark.parametrize("name", MACHINES)
 def test_recipe_fits(name: str) -> None:
     processes, gpus, state = MACHINES[name]
-    starts = name.startswith("finetune")
+    starts = name.startswith(("finetune", "long"))
     config = load(RECIPES / f"{name}.yaml", ["data.train=chats.jsonl", "checkpoint.init=hf"] if starts else [])
-    model = configure({"preset": FINETUNED} if starts else config.model)
+    model = configure(({"preset": FINETUNED} if starts else {}) | config.model)
     assert problems(config, processes, model, gpus=gpus, local_ranks=gpus or processes) == []
     layout = layout_of(model, config.mesh.shape(processes), config.pipeline.chunks, config.pipeline.layers_per_stage)
     if state is not None:
