@@ -22,6 +22,7 @@ from parallel.layers.embedding import VocabParallelEmbedding
 from parallel.layers.head_loss import head_loss
 from parallel.layers.linear import column_linear
 from parallel.layers.loss import Finish, Objective
+from parallel.layers.scores import Score, token_scores
 from parallel.memory.recompute import PLAIN, Runner
 from parallel.mesh import Group, Mesh
 from parallel.parameters import Parameters
@@ -178,6 +179,11 @@ class Head(nn.Module):
         objective = Objective(self.group, self.vocab, self.losses.label_smoothing, self.losses.z_loss, self.finish)
         return head_loss(self.norm(x), self.weight, labels, objective, self.losses.chunk, self.bias)
 
+    def scores(self, x: Tensor, labels: Tensor, score: Score) -> Tensor:
+        """x: [tokens/tp, embed], labels: [tokens] -> what ``score`` says of this rank's tokens: [tokens/tp]."""
+        objective = Objective(self.group, self.vocab, finish=self.finish)
+        return token_scores(self.norm(x), self.weight, labels, objective, score, self.bias)
+
 
 class Decoder(nn.Module):
     """One pipeline chunk: some blocks, with the embedding before the first and the head after the last.
@@ -245,6 +251,11 @@ class Decoder(nn.Module):
         """As :meth:`forward`, but the last chunk gives [tokens or those wanted, padded vocab/tp]."""
         x = self.hidden(x, microbatch)
         return x if self.head is None else self.head(x, None, microbatch.wanted)
+
+    def scores(self, x: Tensor | None, microbatch: Microbatch, score: Score) -> Tensor:
+        """As :meth:`forward`, but the last chunk gives the scores of this rank's tokens: [tokens/tp]."""
+        x = self.hidden(x, microbatch)
+        return x if self.head is None else self.head.scores(x, microbatch.labels, score)
 
     def hidden(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
         """The activations after the blocks: [tokens/tp, embed]."""

@@ -1,7 +1,8 @@
 """`megacore evaluate`: loss and perplexity of a model on text, per token and per byte, computed by the parallel model.
 
 Documents are read in windows of --sequence-length tokens. Each token of a document is predicted once, but for its
-first; --stride gives the windows of long documents context from the one before. docs/generate.md says more.
+first; --stride gives the windows of long documents context from the one before. --by-position says what more context is
+worth, and --needle whether a fact in a long text is found. docs/generate.md says more.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from megacore.store.folder import WeightFolder
 from megacore.store.strict_json import StoreError
 from parallel.weights.schema import split_of
 from tools import folders, processes
+from tools.tables import table
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
-    from megacore.inference.evaluate import Measured, Windows
+    from megacore.inference.evaluate import Measured, Window, Windows
 
 LONGEST = 2048
 """Tokens of a window by default, for models that would take more."""
@@ -56,6 +58,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--tokens", type=folders.count, default=4096, metavar="N", help="computed at once, at least a window (4096)"
     )
+    context = parser.add_argument_group("how the context is used")
+    context.add_argument(
+        "--by-position",
+        type=folders.count,
+        metavar="N",
+        help="also the loss of each N successive positions of the documents",
+    )
+    context.add_argument(
+        "--needle",
+        type=folders.counts,
+        metavar="N,N,...",
+        help="instead of the loss: whether a fact in the text of the data is found, in prompts of so many tokens",
+    )
+    context.add_argument("--depths", type=folders.count, metavar="N", help="places of the fact, evenly spread (5)")
+    context.add_argument("--needles", type=folders.count, metavar="N", help="of each length and depth (4)")
+    context.add_argument("--seed", type=int, metavar="N", help="of the facts and where their texts begin (0)")
+    context.add_argument("--picture", type=Path, metavar="FILE", help="a PNG of --by-position or --needle")
     parser.add_argument("--json", action="store_true", help="print data instead of words")
     processes.add_mesh(parser, data=True)
     return folders.program(lambda parsed: run(parsed, given), parser.parse_args(given))
@@ -66,42 +85,87 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     with processes.agreed(here):
         folder = processes.model(arguments)
         shape = processes.mesh_shape(folder.config, here, arguments)
+        _check(arguments, folder)
         length, stride = _lengths(arguments, folder)
-        files = DocumentFiles(
-            arguments.data, folder.config.vocab_size, _texts(arguments, folder), arguments.text_key, arguments.count
-        )
+        texts = _texts(arguments, folder)
+        files = DocumentFiles(arguments.data, folder.config.vocab_size, texts, arguments.text_key, arguments.count)
         if next(files.documents(), None) is None:
             raise StoreError("there are no documents in the data")
         kind = processes.device(arguments.device, here, shape.world)
     if shape.world > 1 and not here.launched:
         return processes.start("tools.main", ["evaluate", *given], shape.world)
     processes.tell(arguments, folder, here)
+    from megacore.inference import pictures
     from megacore.inference.evaluate import Windows, evaluate
     from megacore.inference.load import model_from
+    from megacore.inference.needles import Needles, found
 
-    windows, started = Windows(length, stride), time.perf_counter()
+    windows, started = Windows(length, stride, arguments.by_position), time.perf_counter()
+    needles, prompts = None, list["Window"]()
+    with processes.agreed(here):
+        if arguments.needle:
+            assert texts is not None  # facts are texts, and without a tokenizer this has ended
+            needles = Needles(arguments.needle, arguments.depths or 5, arguments.needles or 4, arguments.seed or 0)
+            prompts = needles.windows(texts, files.documents())
     with processes.agreed(here), processes.live(shape, here, kind) as mesh:
         dtype, split = processes.dtype(arguments.dtype), split_of(arguments.etp)
         model = model_from(folder, mesh, dtype, split=split, exchange=arguments.exchange)
-        documents = files.documents()
-        watched = folders.watched(documents, "evaluate", " documents") if here.rank == 0 else documents
-        measured = evaluate(model, watched, windows, arguments.tokens)
-        if not measured.tokens:
-            raise StoreError("the data has no token to predict: no document has more than one")
+        if needles is not None:
+            shares = found(model, needles, prompts)
+            read = sum(len(prompt.tokens) for prompt in prompts)
+        else:
+            documents = files.documents()
+            watched = folders.watched(documents, "evaluate", " documents") if here.rank == 0 else documents
+            measured = evaluate(model, watched, windows, arguments.tokens)
+            read = measured.tokens
+            if not measured.tokens:
+                raise StoreError("the data has no token to predict: no document has more than one")
     if here.rank == 0:
-        data = _data(measured, windows)
+        if needles is not None:
+            data = {"lengths": needles.lengths, "depths": needles.shares, "needles": needles.each, "found": shares}
+            text = _found_text(data)
+        else:
+            data = _data(measured, windows)
+            text = _text(data)
+        if arguments.picture and needles is not None:
+            pictures.draw_needles(needles.lengths, needles.shares, shares, arguments.picture)
+        elif arguments.picture:
+            ends = [(each["to"], each["loss"]) for each in data["by_position"] if each["tokens"]]
+            pictures.draw_positions(ends, arguments.picture)
         if arguments.json:
             say_data(data, indent=1)
         else:
-            say(_text(data))
-        err(f"{measured.tokens / (time.perf_counter() - started):,.0f} tokens per second")
+            say(text)
+        err(f"{read / (time.perf_counter() - started):,.0f} tokens per second")
     return 0
+
+
+def _check(arguments: argparse.Namespace, folder: WeightFolder) -> None:
+    """Refuse arguments that have no part in what is asked, and prompts that the model has no positions for."""
+    problems, longest = [], folder.config.max_positions
+    if arguments.needle and arguments.by_position:
+        problems.append("--needle and --by-position are two questions: ask one after the other")
+    if arguments.needle:
+        problems += [
+            f"--needle {length}: the model has {longest} positions: choose up to those, or extend it first "
+            "(max_position_embeddings and the rope of its config.json)"
+            for length in arguments.needle
+            if longest is not None and length > longest
+        ]
+    else:
+        names = [name for name in ("depths", "needles", "seed") if getattr(arguments, name) is not None]
+        problems += [f"--{name} is of --needle: give its lengths too, or leave it out" for name in names]
+    if arguments.picture and not (arguments.needle or arguments.by_position):
+        problems.append("--picture is of --by-position or of --needle: give one of them, or leave it out")
+    if problems:
+        raise StoreError("\n".join(problems))
 
 
 def _lengths(arguments: argparse.Namespace, folder: WeightFolder) -> tuple[int, int]:
     """Return the length and stride of the windows."""
     longest = folder.config.max_positions
-    length = arguments.sequence_length or min(longest or LONGEST, LONGEST)
+    usual = longest or LONGEST
+    length = arguments.sequence_length or (usual if arguments.by_position else min(usual, LONGEST))
     stride = arguments.stride or length
     problems = []
     if longest is not None and length > longest:
@@ -118,7 +182,7 @@ def _texts(arguments: argparse.Namespace, folder: WeightFolder) -> Texts | None:
     try:
         return Texts.of(folder)
     except StoreError:
-        if all(map(is_tokens, arguments.data)):
+        if all(map(is_tokens, arguments.data)) and not arguments.needle:
             return None
         raise
 
@@ -126,7 +190,7 @@ def _texts(arguments: argparse.Namespace, folder: WeightFolder) -> Texts | None:
 def _data(measured: Measured, windows: Windows) -> dict[str, Any]:
     loss, size = measured.loss / measured.tokens, measured.size
     per_byte = measured.loss / size if size else None
-    return {
+    data: dict[str, Any] = {
         "documents": measured.documents,
         "tokens": measured.tokens,
         "bytes": size,
@@ -138,6 +202,17 @@ def _data(measured: Measured, windows: Windows) -> dict[str, Any]:
         "perplexity_per_byte": None if per_byte is None else _exp(per_byte),
         "bits_per_byte": None if per_byte is None else per_byte / math.log(2),
     }
+    if windows.bucket is not None:
+        data["by_position"] = [
+            {
+                "from": number * windows.bucket,
+                "to": (number + 1) * windows.bucket,
+                "tokens": bucket.tokens,
+                "loss": bucket.loss / bucket.tokens if bucket.tokens else None,
+            }
+            for number, bucket in enumerate(measured.buckets)
+        ]
+    return data
 
 
 def _exp(loss: float) -> float | None:
@@ -160,7 +235,22 @@ def _text(data: dict[str, Any]) -> str:
             f"  per byte   loss {data['loss_per_byte']:.4f}  perplexity {_number(data['perplexity_per_byte'])}"
             f"  bits {data['bits_per_byte']:.4f}  ({data['bytes']:,} bytes)"
         )
+    if buckets := data.get("by_position"):
+        rows = [
+            [f"{each['from']:,}", f"{each['tokens']:,}", "" if each["loss"] is None else f"{each['loss']:.4f}"]
+            for each in buckets
+        ]
+        lines += ["", table(["from position", "tokens", "loss"], rows)]
     return "\n".join(lines)
+
+
+def _found_text(data: dict[str, Any]) -> str:
+    head = ["depth", *(f"{length:,}" for length in data["lengths"])]
+    rows = [
+        [f"{depth:.0%}", *(f"{column[row]:.0%}" for column in data["found"])]
+        for row, depth in enumerate(data["depths"])
+    ]
+    return f"found of {data['needles']} needles, by depth and tokens of the prompt\n{table(head, rows)}"
 
 
 if __name__ == "__main__":

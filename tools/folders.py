@@ -38,7 +38,7 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--chunks", type=count, default=1, metavar="N", help="chunks of each stage (interleaved)")
     group.add_argument(
         "--layers-per-stage",
-        type=_counts,
+        type=counts,
         metavar="N,N,...",
         help="layers of each of the pp x chunks virtual stages; balanced by default",
     )
@@ -204,5 +204,6 @@ def count(text: str) -> int:
     return int(text)
 
 
-def _counts(text: str) -> tuple[int, ...]:
+def counts(text: str) -> tuple[int, ...]:
+    """Return the numbers of a list with commas."""
     return tuple(count(part) for part in text.split(","))

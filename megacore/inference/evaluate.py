@@ -1,4 +1,4 @@
-"""The loss of a model on documents, in windows, through the parallel model.
+"""The loss of a model on documents, in windows, through the parallel model, by position if asked for.
 
 Tokens i + 1 of a document are predicted from those before: all but its first, each once. A window is the tokens that
 the model reads at once, at most ``length``; the first begins with the document, and each further one ``stride`` tokens
@@ -8,47 +8,97 @@ later window predicts has at least ``length - stride`` tokens of context.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from megacore.control import Control
 from megacore.data.batches import Batch
 from megacore.inference.documents import Document
 from models.assemble import Model
-from models.decoder import Microbatch
+from models.decoder import Decoder, Microbatch
 from parallel.labels import IGNORE
+from parallel.layers import scores
 from parallel.pipeline.run import Pipeline
 
 Integers = npt.NDArray[np.int64]
-Pack = list[tuple[Integers, Integers]]
 AT_ONCE = 4  # microbatches of each stage in one pass: then the pipeline is mostly full
+
+
+class Window(NamedTuple):
+    """Tokens that the model reads at once, each an int64 [t].
+
+    Args:
+        tokens: The tokens.
+        labels: The next tokens; IGNORE where it does not count.
+        sums: The sum that the score of each label is added to.
+    """
+
+    tokens: Integers
+    labels: Integers
+    sums: Integers
+
+    @classmethod
+    def padding(cls, size: int, token: int) -> Window:
+        return cls(np.full(size, token), np.full(size, IGNORE), np.zeros(size, np.int64))
+
+
+Pack = list[Window]
 
 
 @dataclass(frozen=True)
 class Windows:
-    """The way that documents are cut: see the module."""
+    """The way that documents are cut: see the module.
+
+    Args:
+        length: Of a window, in tokens.
+        stride: From window to window.
+        bucket: Positions of a document that have a sum of their own; None for one sum of all. A label's position is the
+            number of tokens before it.
+    """
 
     length: int
     stride: int
+    bucket: int | None = None
 
-    def of(self, document: Document) -> Iterator[tuple[Integers, Integers]]:
-        """Yield (tokens, labels), int64 [at most length] each, of each window; IGNORE is the label of what does not
-        count."""
+    def buckets(self, positions: Integers) -> Integers:
+        """Return the bucket of each position: int64 [n]."""
+        return positions // (self.bucket or sys.maxsize)
+
+    def of(self, document: Document) -> Iterator[Window]:
+        """Yield each window; the sums are those of the buckets."""
         tokens, predictions, done = document.tokens, len(document.tokens) - 1, 0
         all_labels = np.where(document.counted, tokens, IGNORE)[1:]
         for start in range(0, max(predictions, 0), self.stride):
             stop = min(start + self.length, predictions)
             labels = all_labels[start:stop].copy()
             labels[: done - start] = IGNORE
-            yield tokens[start:stop], labels
+            yield Window(tokens[start:stop], labels, self.buckets(np.arange(start + 1, stop + 1)))
             done = stop
             if stop == predictions:
                 return
+
+
+class Bucket(NamedTuple):
+    """Successive positions of documents.
+
+    Args:
+        tokens: The number of tokens that were predicted there.
+        loss: Sum over those, in nats.
+    """
+
+    tokens: int
+    loss: float
 
 
 @dataclass(frozen=True)
@@ -60,12 +110,14 @@ class Measured:
         tokens: Their number.
         documents: The number of documents with at least one of them.
         size: Bytes of their text, None where it is not known.
+        buckets: The loss by position, up to the last one that counts; their losses add up to the whole.
     """
 
     loss: float
     tokens: int
     documents: int
     size: int | None
+    buckets: tuple[Bucket, ...]
 
 
 def evaluate(model: Model, documents: Iterable[Document], windows: Windows, together: int, pad: int = 0) -> Measured:
@@ -79,45 +131,81 @@ def evaluate(model: Model, documents: Iterable[Document], windows: Windows, toge
         together: Tokens of a microbatch: as many windows as fit, or one.
         pad: A token that fills up where tp x cp does not divide a microbatch, and where a rank has none.
     """
-    mesh = model.parameters.mesh
     count = _Count()
-    pipeline = Pipeline(mesh, model.chunks, model.parameters.dtype)
+    losses = summed(model, _packs(count.windows(documents, windows), together), scores.loss, pad)
+    # Labels that do not count may lie beyond the last one that does.
+    buckets = tuple(Bucket(*each) for each in zip(count.tokens.tolist(), losses, strict=False))
+    return Measured(math.fsum(losses), int(count.tokens.sum()), count.documents, count.size, buckets)
+
+
+def summed(model: Model, packs: Iterator[Pack], score: scores.Score, pad: int = 0) -> list[float]:
+    """Return the sums, over all labels, of what a score says of them; every rank of the mesh calls this.
+
+    Args:
+        model: The model, in evaluation mode. Data-parallel ranks share out the packs.
+        packs: The windows of each microbatch, the same on all ranks.
+        score: What is said of a label.
+        pad: As :func:`evaluate`'s.
+    """
+    mesh, found = model.parameters.mesh, list[Tensor]()
+    # Every chunk but the last hands on activations; what the last one gives is kept here, and its sum is of no use.
+    pipeline = Pipeline(mesh, [partial(_scored, chunk, score, found) for chunk in model.chunks], model.parameters.dtype)
     one = torch.ones((), device=mesh.device)
-    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    packs = _packs(count.windows(documents, windows), together)
+    total = torch.zeros(0, dtype=torch.float64, device=mesh.device)
     own = _dealt(packs, mesh.shape.data, mesh.data_rank, pad)
     while group := [_microbatch(model, pack, pad) for pack in islice(own, AT_ONCE * mesh.shape.pp)]:
-        total += pipeline.evaluate(group, one).double()
-    loss = sum(Control.create(mesh).exchange(float(total)))
-    return Measured(loss, count.tokens, count.documents, count.size)
+        pipeline.evaluate([microbatch for microbatch, _ in group], one)
+        ends = max(int(sums.max()) for _, sums in group) + 1
+        total = F.pad(total, (0, max(0, ends - len(total))))
+        for (_, sums), each in zip(group, found, strict=False):
+            total.index_add_(0, torch.from_numpy(sums).to(mesh.device), each.double())
+        found.clear()
+    parts = [np.array(part) for part in Control.create(mesh).exchange(total.tolist())]
+    whole = np.zeros(max(map(len, parts)))
+    for part in parts:
+        whole[: len(part)] += part
+    return whole.tolist()
+
+
+def _scored(
+    chunk: Decoder, score: scores.Score, found: list[Tensor], x: Tensor | None, microbatch: Microbatch
+) -> Tensor:
+    y = chunk.scores(x, microbatch, score)
+    if chunk.head is None:
+        return y
+    found.append(y)
+    return y.sum()
 
 
 @dataclass
 class _Count:
-    """The counts of the documents that have gone by."""
+    """The counts of the documents that have gone by, of tokens by bucket: int64 [buckets]."""
 
-    tokens: int = 0
+    tokens: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
     documents: int = 0
     size: int | None = 0
 
-    def windows(self, documents: Iterable[Document], windows: Windows) -> Iterator[tuple[Integers, Integers]]:
+    def windows(self, documents: Iterable[Document], windows: Windows) -> Iterator[Window]:
         for document in documents:
-            if counted := int(document.counted[1:].sum()):
-                self.tokens += counted
+            counted = windows.buckets(np.flatnonzero(document.counted[1:]) + 1)
+            if counted.size:
+                found = np.bincount(counted, minlength=len(self.tokens))
+                found[: len(self.tokens)] += self.tokens
+                self.tokens = found
                 self.documents += 1
                 self.size = None if self.size is None or document.size is None else self.size + document.size
                 yield from windows.of(document)
 
 
-def _packs(windows: Iterable[tuple[Integers, Integers]], together: int) -> Iterator[Pack]:
+def _packs(windows: Iterable[Window], together: int) -> Iterator[Pack]:
     """Yield successive windows, as many as have no more than so many tokens."""
     pack, size = Pack(), 0
     for window in windows:
-        if pack and size + len(window[0]) > together:
+        if pack and size + len(window.tokens) > together:
             yield pack
             pack, size = [], 0
         pack.append(window)
-        size += len(window[0])
+        size += len(window.tokens)
     if pack:
         yield pack
 
@@ -126,21 +214,26 @@ def _dealt(packs: Iterator[Pack], ranks: int, rank: int, pad: int) -> Iterator[P
     """Yield one pack of each round of as many as there are ranks. Where the last round has none for this rank, it is a
     token of padding, for others may wait for this rank's experts."""
     while dealt := list(islice(packs, ranks)):
-        yield dealt[rank] if rank < len(dealt) else [(np.full(1, pad), np.full(1, IGNORE))]
+        yield dealt[rank] if rank < len(dealt) else [Window.padding(1, pad)]
 
 
-def _microbatch(model: Model, pack: Pack, pad: int) -> Microbatch:
-    """Return the windows one after the other, none of which sees another."""
+def _microbatch(model: Model, pack: Pack, pad: int) -> tuple[Microbatch, Integers]:
+    """Return the windows one after the other, none of which sees another, and the sums of this rank's share: [t/tp]."""
     mesh = model.parameters.mesh
-    lengths = [len(tokens) for tokens, _ in pack]
-    rest = -sum(lengths) % (mesh.shape.tp * mesh.shape.cp)
+    rest = -sum(len(window.tokens) for window in pack) % (mesh.shape.tp * mesh.shape.cp)
     if rest:
-        pack, lengths = [*pack, (np.full(rest, pad), np.full(rest, IGNORE))], [*lengths, rest]
-    tokens, labels = (np.concatenate(parts) for parts in zip(*pack, strict=True))
+        pack = [*pack, Window.padding(rest, pad)]
+    lengths = tuple(len(window.tokens) for window in pack)
+    tokens, labels, sums = (np.concatenate(parts) for parts in zip(*pack, strict=True))
     positions = np.concatenate([np.arange(length) for length in lengths])
-    batch = Batch(tokens[None], labels[None], positions[None], tuple(lengths)).of_rank(model.context, mesh.place.cp)
+    batch = Batch(tokens[None], labels[None], positions[None], lengths).of_rank(model.context, mesh.place.cp)
     ids, targets, at = (
         torch.from_numpy(each.ravel()).to(mesh.device) for each in (batch.tokens, batch.labels, batch.positions)
     )
+    if batch.split is not None:
+        sums = sums[batch.split.indices(mesh.place.cp)]
     activation = len(ids) // mesh.shape.tp, model.config.sizes["embed"]
-    return Microbatch(ids, targets, at, 1, activation, batch.documents, lengths=batch.documents, split=batch.split)
+    microbatch = Microbatch(
+        ids, targets, at, 1, activation, batch.documents, lengths=batch.documents, split=batch.split
+    )
+    return microbatch, np.split(sums, mesh.shape.tp)[mesh.place.tp]

@@ -55,10 +55,11 @@ class Texts:
         except GuardError as error:
             raise StoreError(f"{self.folder.path}: {fails}: {error}") from error
 
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, with the special ones that the tokenizer adds; a very long one in parts."""
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Return the tokens of a text, with the special ones that the tokenizer adds if there are to be some; a very
+        long one in parts."""
         first, *others = parts_of(text)
-        ids: list[int] = self._ask("encode", first, True)
+        ids: list[int] = self._ask("encode", first, special)
         for part in others:
             ids += self._ask("encode", part, False)
         return ids

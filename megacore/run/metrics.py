@@ -8,13 +8,13 @@ import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from io import BytesIO
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from tqdm import tqdm
 
+from megacore import pictures
 from megacore.config import Config
 from megacore.say import harmless, say
 from megacore.store.files import append, open_file
@@ -212,7 +212,7 @@ def draw(records: Sequence[Record], picture: Path, reference: float | None = Non
         picture: The PNG to write.
         reference: The unigram entropy of the corpus, a level to compare with.
     """
-    pyplot = _pyplot()
+    pyplot = pictures.pyplot()
     train, held_out = curve(records, "loss"), curve(records, "validation_loss")
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     if train:
@@ -225,7 +225,7 @@ def draw(records: Sequence[Record], picture: Path, reference: float | None = Non
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend()
-    _save(figure, picture)
+    pictures.save(figure, picture)
 
 
 def draw_loads(lines: Sequence[Mapping[str, Any]], picture: Path) -> None:
@@ -235,7 +235,7 @@ def draw_loads(lines: Sequence[Mapping[str, Any]], picture: Path) -> None:
         lines: Those of its experts.jsonl, at least one.
         picture: The PNG to write.
     """
-    pyplot = _pyplot()
+    pyplot = pictures.pyplot()
     layers, steps = lines[0]["layers"], [line["step"] for line in lines]
     chosen = sorted({round(n * (len(layers) - 1) / (_PANELS - 1)) for n in range(_PANELS)})
     columns = min(4, len(chosen))
@@ -256,20 +256,4 @@ def draw_loads(lines: Sequence[Mapping[str, Any]], picture: Path) -> None:
     figure.colorbar(drawn, ax=panels, extend="max", label="tokens, over the mean")
     figure.supxlabel("step", fontsize=9)
     figure.supylabel("expert", fontsize=9)
-    _save(figure, picture)
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _save(figure: Any, picture: Path) -> None:
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png", dpi=120)
-    _pyplot().close(figure)
-    replace_file(picture, drawn.getvalue())
+    pictures.save(figure, picture)

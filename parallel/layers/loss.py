@@ -79,7 +79,7 @@ class Objective:
         """-> the losses: [t], zero where the label is ignored, and ``log sum exp``: [t]; the same on every rank."""
         if fused := kernels.cross_entropy(logits.device):
             how = self.label_smoothing > 0, self.finish.scale, self.finish.softcap
-            own = fused.statistics(logits, labels, *self._own(logits), *how)
+            own = fused.statistics(logits, labels, *self.own_columns(logits), *how)
             found = start_all_gather(own, self.group).wait().view(self.group.size, *own.shape)
             return fused.finish(found, labels, logits.shape[1], self.vocab, self.label_smoothing, self.z_loss)
         valid, mine, local = self._columns(logits, labels)
@@ -116,7 +116,7 @@ class Objective:
         """The gradient of the logits, of losses whose gradient is dy: [t]; it is written into the logits' memory."""
         if fused := kernels.cross_entropy(logits.device):
             how = self.vocab, self.label_smoothing, self.z_loss, self.finish.scale, self.finish.softcap
-            return fused.gradient_(logits, labels, log_sum, dy, *self._own(logits), *how)
+            return fused.gradient_(logits, labels, log_sum, dy, *self.own_columns(logits), *how)
         valid, mine, local = self._columns(logits, labels)
         dy = dy * (labels != IGNORE)
         scale = dy * (1 + 2 * self.z_loss * log_sum) if self.z_loss else dy
@@ -148,14 +148,14 @@ class Objective:
             )
         return losses[self.group.index * share : (self.group.index + 1) * share]
 
-    def _own(self, logits: Tensor) -> tuple[int, int]:
+    def own_columns(self, logits: Tensor) -> tuple[int, int]:
         """The first of this rank's columns, and how many are no padding."""
         start = self.group.index * logits.shape[1]
         return start, max(0, min(logits.shape[1], self.vocab - start))
 
     def _columns(self, logits: Tensor, labels: Tensor) -> tuple[int, Tensor, Tensor]:
         """How many columns are no padding; which labels are among them: [t], and where: [t], 0 for the others."""
-        start, valid = self._own(logits)
+        start, valid = self.own_columns(logits)
         mine = (labels >= start) & (labels < start + valid)
         return valid, mine, (labels - start) * mine
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel.choices import check_choice
@@ -124,7 +124,7 @@ class Pipeline:
 
     Args:
         mesh: The live mesh.
-        chunks: This rank's modules, chunk by chunk: ``chunk(activations or None, microbatch) -> activations or loss``.
+        chunks: This rank's, chunk by chunk: ``chunk(activations or None, microbatch) -> activations or loss``.
         dtype: The dtype of the activations between stages.
         schedule: A name from :data:`~parallel.pipeline.schedules.SCHEDULES`.
 
@@ -133,7 +133,7 @@ class Pipeline:
     """
 
     mesh: Mesh
-    chunks: Sequence[nn.Module]
+    chunks: Sequence[Callable[[Tensor | None, Any], Tensor]]
     dtype: torch.dtype
     schedule: str = "1f1b"
 

@@ -189,6 +189,29 @@ def test_of_chats_the_answers_count(count: str, llama: Path, tmp_path: Path, cap
     assert found["loss"] == pytest.approx(sum(wanted) / len(wanted), abs=5e-5)
 
 
+@pytest.mark.parametrize(("length", "stride"), [(32, None), (12, 5)])
+def test_the_loss_by_position_is_that_of_transformers(
+    length: int, stride: int | None, llama: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    path = rows(tmp_path / "texts.jsonl", *({"text": text} for text in TEXTS))
+    words: Any = AutoTokenizer.from_pretrained(llama)
+    buckets: dict[int, list[float]] = {}
+    for text in TEXTS:
+        for before, loss in enumerate(losses(llama, words(text)["input_ids"], length, stride or length), 1):
+            buckets.setdefault(before // 8, []).append(loss)
+    assert len(buckets) > 3
+    given = ["--stride", stride] if stride else []
+    given += ["--sequence-length", length, "--by-position", 8, "--picture", tmp_path / "x.png"]
+    found = data(capsys, llama, "--data", path, *given)
+    assert [each["from"] for each in found["by_position"]] == [8 * number for number in range(len(buckets))]
+    assert [each["tokens"] for each in found["by_position"]] == [len(buckets[n]) for n in range(len(buckets))]
+    for number, each in enumerate(found["by_position"]):
+        assert each["loss"] == pytest.approx(sum(buckets[number]) / len(buckets[number]), abs=5e-5)
+    whole = sum(each["loss"] * each["tokens"] for each in found["by_position"])
+    assert found["loss"] * found["tokens"] == pytest.approx(whole, rel=1e-12)
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
 # -- every layout
 
 IDS = [np.random.default_rng(n).integers(290, size=length) for n, length in enumerate((21, 2, 1, 9, 33, 14, 5, 26, 3))]
@@ -199,7 +222,7 @@ def measured(folder: Path, shape: MeshShape | None, together: int = 40) -> dict[
     model = model_from(open_folder(folder), Mesh.create(shape) if shape else Mesh.single(), torch.float64)
     counted = [np.random.default_rng(ids.size).random(ids.size) < 0.8 for ids in IDS]
     documents = [Document(ids, mask, ids.size) for ids, mask in zip(IDS, counted, strict=True)]
-    return asdict(evaluate(model, documents, Windows(12, 7), together))
+    return asdict(evaluate(model, documents, Windows(12, 7, 6), together))
 
 
 @pytest.mark.parametrize(
@@ -221,9 +244,10 @@ def test_every_layout_finds_the_same(family: str, shape: MeshShape, tmp_path: Pa
     """Seven packs of windows: with experts, ranks that have none of the last ones compute for those that do."""
     folder = with_text(family, tmp_path)
     wanted = measured(folder, None, 25)
-    assert wanted["loss"] > 100
+    assert wanted["loss"] > 100 and len(wanted["buckets"]) == 6
     for found in pool.run(shape.world, measured, folder, shape, 25):
-        assert found == wanted | {"loss": pytest.approx(wanted["loss"], rel=1e-9)}
+        buckets = [(tokens, pytest.approx(loss, rel=1e-9)) for tokens, loss in wanted["buckets"]]
+        assert found == wanted | {"loss": pytest.approx(wanted["loss"], rel=1e-9), "buckets": tuple(buckets)}
 
 
 @pytest.mark.parametrize("tool", [command, generate], ids=["evaluate", "generate"])
@@ -259,7 +283,7 @@ def test_frequencies_go_by_the_length_of_each_window(tmp_path: Path, pool: Pool)
     model = loaded(folder)
     wanted, counted = 0.0, [np.random.default_rng(ids.size).random(ids.size) < 0.8 for ids in IDS]
     for ids, mask in zip(IDS, counted, strict=True):
-        for tokens, labels in Windows(12, 7).of(Document(ids, mask, None)):
+        for tokens, labels, _ in Windows(12, 7).of(Document(ids, mask, None)):
             with torch.no_grad():
                 logits = model(torch.from_numpy(tokens)[None]).logits[0]
             wanted += float(torch.nn.functional.cross_entropy(logits, torch.from_numpy(labels), reduction="sum"))
@@ -279,7 +303,7 @@ def test_frequencies_go_by_the_length_of_each_window(tmp_path: Path, pool: Pool)
 def test_each_token_but_the_first_is_predicted_once(size: int, length: int, stride: int) -> None:
     document = Document(np.arange(size), np.ones(size, np.bool_), None)
     predicted: list[int] = []
-    for tokens, labels in Windows(length, stride).of(document):
+    for tokens, labels, _ in Windows(length, stride).of(document):
         assert 1 <= len(tokens) == len(labels) <= length
         first = int(np.flatnonzero(labels >= 0)[0])
         assert not predicted or first + 1 > length - stride
@@ -308,6 +332,11 @@ def test_what_cannot_be_evaluated(llama: Path, tmp_path: Path, capsys: Capture) 
         (llama, rows(tmp_path / "one.jsonl", {"text": ""}), [], "no token to predict"),
         (llama, rows(tmp_path / "empty.jsonl"), [], "there are no documents"),
         (bare, good, [], "has no tokenizer"),
+        (llama, good, ["--needle", "64"], "--needle 64: the model has 32 positions: choose up to those, or extend"),
+        (llama, good, ["--needle", "8"], "--needle 8: a fact and its question take"),
+        (llama, good, ["--needle", "8", "--by-position", "8"], "two questions"),
+        (llama, good, ["--depths", "3"], "--depths is of --needle"),
+        (llama, good, ["--picture", "x.png"], "--picture is of --by-position"),
         (llama, good, ["--sequence-length", "64"], "the model has 32 positions"),
         (llama, good, ["--sequence-length", "8", "--stride", "9"], "would leave out tokens"),
         (llama, good, ["--tp", "3"], "cannot split heads (4) over tp=3"),
