@@ -3,8 +3,8 @@
 pip install gguf accelerate && python ../shared/real_model.py FOLDER       # SmolLM2-135M, of 8,192 positions
 MEGACORE_REAL_MODEL=FOLDER python -m pytest tests/tools/test_context_real.py       # an hour or more on two cores
 
-Losses by position are those of transformers, on documents that are held out. On one of them (http/cookiejar.py) in bf16
-the untouched model loses 2.069 nats a token in the first half and 4.047 in the second, 7.5 in the last 1,024 tokens; with
+Losses by position are those of transformers, on held-out documents. On one of them (http/cookiejar.py), in bf16,
+the untouched model loses 2.069 nats a token in the first half and 4.047 in the second, 7.5 in the last 1,024; with
 the rope of the recipe and no step yet 2.101 and 1.591. The two tests below have not been run to their end so far.
 """
 
