@@ -185,6 +185,10 @@ class ContextSplit:
         """[documents], the first token of each."""
         return np.array([0, *accumulate(self.documents)][:-1])
 
+    def document(self, token: int) -> int:
+        """Return the number of the document of a token."""
+        return int(np.searchsorted(self.starts, token, side="right")) - 1
+
     def _documents_of(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         found: npt.NDArray[np.int64] = np.searchsorted(self.starts, tokens, side="right") - 1
         return found

@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "evaluate": ("tools.evaluate", "loss and perplexity of a model on text"),
     "config": ("tools.config", "the keys of a recipe, their ranges, defaults and meaning"),
     "models": ("tools.models", "the families and presets that there are, and what is special of each"),
+    "context": ("tools.context", "which rank of cp holds, computes and sends what of given documents"),
     "plan": ("tools.plan", "memory, network traffic and time of a recipe, and what fits a cluster"),
 }
 """{command: (module with ``main(argv) -> exit status``, what it does)}."""

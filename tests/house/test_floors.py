@@ -58,7 +58,7 @@ WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
         for name in MODULES
         if name.startswith(("megacore.plan.", "megacore.store.")) and name not in (FILLS_TENSORS, MEASURE)
     ),
-    *(f"tools.{name}" for name in ("convert", "reshard", "inspect", "main", "plan")),
+    *(f"tools.{name}" for name in ("context", "convert", "reshard", "inspect", "main", "plan")),
 ]
 
 

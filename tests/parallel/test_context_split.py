@@ -266,7 +266,6 @@ def test_auto_on_rows_of_short_documents_moves_at_most_half_the_keys(parts: int,
     ("parts", "documents"),
     [
         pytest.param(6, (15, 21), id="as few parts as can take them would move more keys"),
-        pytest.param(4, (11, 19, 2), id="the same, and the last has two tokens"),
     ],
 )
 def test_auto_is_documents_where_that_moves_fewer_keys(parts: int, documents: tuple[int, ...]) -> None:
