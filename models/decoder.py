@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from models.context import CausalAttention, Context, DocumentAttention, MaskedAttention
 from models.rope import Rotary
 from parallel.balance import RoutedTokens
+from parallel.choices import Score
 from parallel.collectives import all_gather
 from parallel.context_split import ContextParallel, ContextSplit
 from parallel.kernels.documents import Documents
@@ -22,7 +23,7 @@ from parallel.layers.embedding import VocabParallelEmbedding
 from parallel.layers.head_loss import head_loss
 from parallel.layers.linear import column_linear
 from parallel.layers.loss import Finish, Objective
-from parallel.layers.scores import Score, token_scores
+from parallel.layers.scores import token_scores
 from parallel.memory.recompute import PLAIN, Runner
 from parallel.mesh import Group, Mesh
 from parallel.parameters import Parameters

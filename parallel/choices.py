@@ -25,6 +25,8 @@ ContextExchange = Literal["auto", "ring", "gather", "heads"]
 """The way in which queries meet keys of other ranks of cp: hop by hop, all at once, or by heads (Ulysses)."""
 ContextBalance = Literal["auto", "rows", "documents"]
 """The pieces of a microbatch that are cut, so that each rank of cp has early and late tokens of them."""
+Score = Literal["loss", "most_likely"]
+"""A number of each token: its loss, or 1 where greedy decoding chooses it and 0 elsewhere."""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:

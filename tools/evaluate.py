@@ -26,7 +26,7 @@ from tools import folders, processes
 from tools.tables import table
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
-    from megacore.inference.evaluate import Measured, Window, Windows
+    from megacore.inference.evaluate import Excerpt, Measured, Windows
 
 LONGEST = 2048
 """Tokens of a window by default, for models that would take more."""
@@ -95,13 +95,13 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     if shape.world > 1 and not here.launched:
         return processes.start("tools.main", ["evaluate", *given], shape.world)
     processes.tell(arguments, folder, here)
-    from megacore.inference import pictures
     from megacore.inference.evaluate import Windows, evaluate
     from megacore.inference.load import model_from
     from megacore.inference.needles import Needles, found
 
     windows, started = Windows(length, stride, arguments.by_position), time.perf_counter()
-    needles, prompts = None, list["Window"]()
+    data: dict[str, Any]
+    needles, prompts = None, list["Excerpt"]()
     with processes.agreed(here):
         if arguments.needle:
             assert texts is not None  # facts are texts, and without a tokenizer this has ended
@@ -111,31 +111,22 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
         dtype, split = processes.dtype(arguments.dtype), split_of(arguments.etp)
         model = model_from(folder, mesh, dtype, split=split, exchange=arguments.exchange)
         if needles is not None:
-            shares = found(model, needles, prompts)
-            read = sum(len(prompt.tokens) for prompt in prompts)
+            shares, read = found(model, needles, prompts), sum(len(prompt.tokens) for prompt in prompts)
+            data = {"lengths": needles.lengths, "depths": needles.shares, "needles": needles.each, "found": shares}
         else:
             documents = files.documents()
             watched = folders.watched(documents, "evaluate", " documents") if here.rank == 0 else documents
             measured = evaluate(model, watched, windows, arguments.tokens)
-            read = measured.tokens
             if not measured.tokens:
                 raise StoreError("the data has no token to predict: no document has more than one")
+            data, read = _data(measured, windows), measured.tokens
     if here.rank == 0:
-        if needles is not None:
-            data = {"lengths": needles.lengths, "depths": needles.shares, "needles": needles.each, "found": shares}
-            text = _found_text(data)
-        else:
-            data = _data(measured, windows)
-            text = _text(data)
-        if arguments.picture and needles is not None:
-            pictures.draw_needles(needles.lengths, needles.shares, shares, arguments.picture)
-        elif arguments.picture:
-            ends = [(each["to"], each["loss"]) for each in data["by_position"] if each["tokens"]]
-            pictures.draw_positions(ends, arguments.picture)
+        if arguments.picture is not None:
+            _draw(data, arguments.picture)
         if arguments.json:
             say_data(data, indent=1)
         else:
-            say(text)
+            say(_text(data) if needles is None else _found_text(data))
         err(f"{read / (time.perf_counter() - started):,.0f} tokens per second")
     return 0
 
@@ -251,6 +242,15 @@ def _found_text(data: dict[str, Any]) -> str:
         for row, depth in enumerate(data["depths"])
     ]
     return f"found of {data['needles']} needles, by depth and tokens of the prompt\n{table(head, rows)}"
+
+
+def _draw(data: dict[str, Any], picture: Path) -> None:
+    from megacore.inference import pictures
+
+    if "found" in data:
+        pictures.draw_needles(data["lengths"], data["depths"], data["found"], picture)
+    else:
+        pictures.draw_positions([(each["to"], each["loss"]) for each in data["by_position"] if each["tokens"]], picture)
 
 
 if __name__ == "__main__":

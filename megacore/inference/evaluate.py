@@ -27,15 +27,15 @@ from megacore.data.batches import Batch
 from megacore.inference.documents import Document
 from models.assemble import Model
 from models.decoder import Decoder, Microbatch
+from parallel.choices import Score
 from parallel.labels import IGNORE
-from parallel.layers import scores
 from parallel.pipeline.run import Pipeline
 
 Integers = npt.NDArray[np.int64]
 AT_ONCE = 4  # microbatches of each stage in one pass: then the pipeline is mostly full
 
 
-class Window(NamedTuple):
+class Excerpt(NamedTuple):
     """Tokens that the model reads at once, each an int64 [t].
 
     Args:
@@ -49,11 +49,11 @@ class Window(NamedTuple):
     sums: Integers
 
     @classmethod
-    def padding(cls, size: int, token: int) -> Window:
+    def padding(cls, size: int, token: int) -> Excerpt:
         return cls(np.full(size, token), np.full(size, IGNORE), np.zeros(size, np.int64))
 
 
-Pack = list[Window]
+Pack = list[Excerpt]
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Windows:
     """The way that documents are cut: see the module.
 
     Args:
-        length: Of a window, in tokens.
-        stride: From window to window.
+        length: Tokens of a window.
+        stride: Tokens from the beginning of a window to that of the next.
         bucket: Positions of a document that have a sum of their own; None for one sum of all. A label's position is the
             number of tokens before it.
     """
@@ -75,7 +75,7 @@ class Windows:
         """Return the bucket of each position: int64 [n]."""
         return positions // (self.bucket or sys.maxsize)
 
-    def of(self, document: Document) -> Iterator[Window]:
+    def of(self, document: Document) -> Iterator[Excerpt]:
         """Yield each window; the sums are those of the buckets."""
         tokens, predictions, done = document.tokens, len(document.tokens) - 1, 0
         all_labels = np.where(document.counted, tokens, IGNORE)[1:]
@@ -83,13 +83,13 @@ class Windows:
             stop = min(start + self.length, predictions)
             labels = all_labels[start:stop].copy()
             labels[: done - start] = IGNORE
-            yield Window(tokens[start:stop], labels, self.buckets(np.arange(start + 1, stop + 1)))
+            yield Excerpt(tokens[start:stop], labels, self.buckets(np.arange(start + 1, stop + 1)))
             done = stop
             if stop == predictions:
                 return
 
 
-class Bucket(NamedTuple):
+class PositionBucket(NamedTuple):
     """Successive positions of documents.
 
     Args:
@@ -117,7 +117,7 @@ class Measured:
     tokens: int
     documents: int
     size: int | None
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[PositionBucket, ...]
 
 
 def evaluate(model: Model, documents: Iterable[Document], windows: Windows, together: int, pad: int = 0) -> Measured:
@@ -132,20 +132,20 @@ def evaluate(model: Model, documents: Iterable[Document], windows: Windows, toge
         pad: A token that fills up where tp x cp does not divide a microbatch, and where a rank has none.
     """
     count = _Count()
-    losses = summed(model, _packs(count.windows(documents, windows), together), scores.loss, pad)
+    losses = summed(model, _packs(count.windows(documents, windows), together), "loss", pad)
     # Labels that do not count may lie beyond the last one that does.
-    buckets = tuple(Bucket(*each) for each in zip(count.tokens.tolist(), losses, strict=False))
+    buckets = tuple(PositionBucket(*each) for each in zip(count.tokens.tolist(), losses, strict=False))
     return Measured(math.fsum(losses), int(count.tokens.sum()), count.documents, count.size, buckets)
 
 
-def summed(model: Model, packs: Iterator[Pack], score: scores.Score, pad: int = 0) -> list[float]:
+def summed(model: Model, packs: Iterator[Pack], score: Score, pad: int = 0) -> list[float]:
     """Return the sums, over all labels, of what a score says of them; every rank of the mesh calls this.
 
     Args:
         model: The model, in evaluation mode. Data-parallel ranks share out the packs.
         packs: The windows of each microbatch, the same on all ranks.
-        score: What is said of a label.
-        pad: As :func:`evaluate`'s.
+        score: The number that is added up.
+        pad: The token that fills up, see :func:`evaluate`.
     """
     mesh, found = model.parameters.mesh, list[Tensor]()
     # Every chunk but the last hands on activations; what the last one gives is kept here, and its sum is of no use.
@@ -167,9 +167,7 @@ def summed(model: Model, packs: Iterator[Pack], score: scores.Score, pad: int = 
     return whole.tolist()
 
 
-def _scored(
-    chunk: Decoder, score: scores.Score, found: list[Tensor], x: Tensor | None, microbatch: Microbatch
-) -> Tensor:
+def _scored(chunk: Decoder, score: Score, found: list[Tensor], x: Tensor | None, microbatch: Microbatch) -> Tensor:
     y = chunk.scores(x, microbatch, score)
     if chunk.head is None:
         return y
@@ -185,7 +183,7 @@ class _Count:
     documents: int = 0
     size: int | None = 0
 
-    def windows(self, documents: Iterable[Document], windows: Windows) -> Iterator[Window]:
+    def windows(self, documents: Iterable[Document], windows: Windows) -> Iterator[Excerpt]:
         for document in documents:
             counted = windows.buckets(np.flatnonzero(document.counted[1:]) + 1)
             if counted.size:
@@ -197,7 +195,7 @@ class _Count:
                 yield from windows.of(document)
 
 
-def _packs(windows: Iterable[Window], together: int) -> Iterator[Pack]:
+def _packs(windows: Iterable[Excerpt], together: int) -> Iterator[Pack]:
     """Yield successive windows, as many as have no more than so many tokens."""
     pack, size = Pack(), 0
     for window in windows:
@@ -214,7 +212,7 @@ def _dealt(packs: Iterator[Pack], ranks: int, rank: int, pad: int) -> Iterator[P
     """Yield one pack of each round of as many as there are ranks. Where the last round has none for this rank, it is a
     token of padding, for others may wait for this rank's experts."""
     while dealt := list(islice(packs, ranks)):
-        yield dealt[rank] if rank < len(dealt) else [Window.padding(1, pad)]
+        yield dealt[rank] if rank < len(dealt) else [Excerpt.padding(1, pad)]
 
 
 def _microbatch(model: Model, pack: Pack, pad: int) -> tuple[Microbatch, Integers]:
@@ -222,7 +220,7 @@ def _microbatch(model: Model, pack: Pack, pad: int) -> tuple[Microbatch, Integer
     mesh = model.parameters.mesh
     rest = -sum(len(window.tokens) for window in pack) % (mesh.shape.tp * mesh.shape.cp)
     if rest:
-        pack = [*pack, Window.padding(rest, pad)]
+        pack = [*pack, Excerpt.padding(rest, pad)]
     lengths = tuple(len(window.tokens) for window in pack)
     tokens, labels, sums = (np.concatenate(parts) for parts in zip(*pack, strict=True))
     positions = np.concatenate([np.arange(length) for length in lengths])

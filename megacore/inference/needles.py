@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from megacore.inference.documents import Document
-from megacore.inference.evaluate import Integers, Window, summed
+from megacore.inference.evaluate import Excerpt, Integers, summed
 from megacore.inference.texts import Texts
 from megacore.store.strict_json import StoreError
 from models.assemble import Model
 from parallel.labels import IGNORE
-from parallel.layers import scores
 from parallel.random import key
 
 CITIES = ("Paris", "Tokyo", "Lima", "Cairo", "Oslo", "Delhi", "Quito", "Rome", "Seoul", "Dakar", "Sydney", "Boston")
@@ -34,7 +33,7 @@ class Needles:
         lengths: Tokens of a prompt, its question and answer included.
         depths: The number of depths, evenly from the beginning of the text to its end.
         each: The prompts of each length and depth, which differ in fact and text.
-        seed: Of the facts and texts.
+        seed: The seed of the facts and texts.
     """
 
     lengths: tuple[int, ...]
@@ -47,7 +46,7 @@ class Needles:
         """The part of the text that lies before the fact, of each depth."""
         return [depth / max(1, self.depths - 1) for depth in range(self.depths)]
 
-    def windows(self, texts: Texts, documents: Iterable[Document]) -> list[Window]:
+    def windows(self, texts: Texts, documents: Iterable[Document]) -> list[Excerpt]:
         """Return all prompts: lengths, in them depths, in them each. The labels are the tokens of the answers.
 
         Raises:
@@ -75,15 +74,15 @@ class Needles:
         return [_window(tokens, answer, place) for place, (tokens, answer) in enumerate(made)]
 
 
-def found(model: Model, needles: Needles, windows: list[Window]) -> list[list[float]]:
+def found(model: Model, needles: Needles, windows: list[Excerpt]) -> list[list[float]]:
     """Return the share of needles that the model finds, by length and depth; every rank of its mesh calls this.
 
     Args:
         model: The model, in evaluation mode. Data-parallel ranks share out the prompts, one in a microbatch.
-        needles: What is asked.
+        needles: The question.
         windows: Its prompts, the same on all ranks.
     """
-    right = np.array(summed(model, ([window] for window in windows), scores.most_likely))
+    right = np.array(summed(model, ([window] for window in windows), "most_likely"))
     answers = np.array([np.count_nonzero(window.labels != IGNORE) for window in windows])
     cells = (right == answers).reshape(len(needles.lengths), needles.depths, needles.each)
     shares: list[list[float]] = cells.mean(2).tolist()
@@ -121,10 +120,10 @@ class _Fact:
         return np.concatenate([np.array(part, np.int64) for part in parts]), len(self.answer)
 
 
-def _window(tokens: Integers, answer: int, place: int) -> Window:
+def _window(tokens: Integers, answer: int, place: int) -> Excerpt:
     labels = tokens[1:].copy()
     labels[:-answer] = IGNORE
-    return Window(tokens[:-1], labels, np.full(len(labels), place))
+    return Excerpt(tokens[:-1], labels, np.full(len(labels), place))
 
 
 def _begin(texts: Texts) -> list[int]:

@@ -31,7 +31,7 @@ def draw_needles(
 
     Args:
         lengths, depths: Those of the prompts.
-        shares: By length and depth.
+        shares: The share that was found, of each length and depth.
         picture: The PNG to write.
     """
     pyplot = pictures.pyplot()

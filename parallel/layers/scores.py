@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel.choices import Score
 from parallel.collectives import all_reduce_, start_all_gather
 from parallel.labels import IGNORE
 from parallel.layers.loss import Objective
-
-Score = Callable[[Objective, Tensor, Tensor], Tensor]
-"""(objective, logits [n, padded vocab/tp], labels [n]) -> a number of each token: [n], the same on every rank."""
 
 LOGITS = 1 << 26
 """Elements of the logits that are there at a time."""
@@ -38,6 +36,10 @@ def most_likely(objective: Objective, logits: Tensor, labels: Tensor) -> Tensor:
     return (first == labels).to(torch.promote_types(logits.dtype, torch.float32))
 
 
+SCORES: Mapping[Score, Callable[[Objective, Tensor, Tensor], Tensor]] = {"loss": loss, "most_likely": most_likely}
+"""(objective, logits [n, padded vocab/tp], labels [n]) -> the scores: [n], the same on every rank."""
+
+
 @torch.no_grad()
 def token_scores(
     x: Tensor, weight: Tensor, labels: Tensor, objective: Objective, score: Score, bias: Tensor | None = None
@@ -54,5 +56,5 @@ def token_scores(
     scores = torch.zeros(len(labels), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     counted = (labels != IGNORE).nonzero()[:, 0]
     for rows in counted.split(max(1, LOGITS // len(weight))):
-        scores[rows] = score(objective, F.linear(full[rows], weight, bias), labels[rows])
+        scores[rows] = SCORES[score](objective, F.linear(full[rows], weight, bias), labels[rows])
     return objective.own(scores)

@@ -476,9 +476,23 @@ FAULTS = (
     fault(
         "a rank without windows leaves its peers alone",
         "evaluate._dealt",
-        "yield dealt[rank] if rank < len(dealt) else [(np.full(1, pad), np.full(1, IGNORE))]",
+        "yield dealt[rank] if rank < len(dealt) else [Excerpt.padding(1, pad)]",
         "if rank < len(dealt):\n    yield dealt[rank]",
         "test_evaluate.test_every_layout_finds_the_same[ep4]",
+    ),
+    fault(
+        "positions begin anew with each window",
+        "Windows.of",
+        "np.arange(start + 1, stop + 1)",
+        "np.arange(1, stop - start + 1)",
+        "test_evaluate.test_the_loss_by_position_is_that_of_transformers[12-5]",
+    ),
+    fault(
+        "the most likely token is one of the rank's own",
+        "scores.most_likely",
+        "first = at + start",
+        "first = at",
+        "test_needles.test_needles_are_found_where_transformers_finds_them",
     ),
     # -- the norm and the optimizer
     fault(
@@ -577,7 +591,7 @@ FAULTS = (
     # -- vocabulary and loss
     fault(
         "padded vocabulary has probability",
-        "Objective._own",
+        "Objective.own_columns",
         "max(0, min(logits.shape[1], self.vocab - start))",
         "logits.shape[1]",
         *layout("llama-tp2"),

@@ -135,7 +135,7 @@ def reference(c: Coefficients, case: Case = CASE) -> Found:
         run = Run(micro=SEQUENCES)
         step = train_step(run, NONE, case=case)
         capture, (batch,) = Capture(), padded(run, 0, step.mesh)
-        modules = [module for chunk in step.pipeline.chunks for module in chunk.modules()]
+        modules = [module for chunk in step.pipeline.chunks for module in chunk.modules()]  # type: ignore[attr-defined]
         for mixture in modules:
             if isinstance(mixture, MixtureOfExperts):
                 mixture.balance = capture  # type: ignore[assignment]

@@ -110,7 +110,7 @@ def _said(model: Any) -> Said:
     tokens = [model.generate(torch.tensor([p]), max_new_tokens=NEW, do_sample=False, pad_token_id=0) for p in PROMPTS]
     loss = 0.0
     for ids in IDS:
-        for window, labels in WINDOWS.of(Document(ids, np.ones(ids.size, np.bool_), None)):
+        for window, labels, _ in WINDOWS.of(Document(ids, np.ones(ids.size, np.bool_), None)):
             found = model(torch.from_numpy(window)[None]).logits[0].detach()
             loss += float(torch.nn.functional.cross_entropy(found, torch.from_numpy(labels), reduction="sum"))
     return Said(logits, [made[0, len(p) :].tolist() for made, p in zip(tokens, PROMPTS, strict=True)], loss)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from megacore.data import tokenizer
 from megacore.inference.documents import DocumentFiles
-from megacore.inference.evaluate import Window
+from megacore.inference.evaluate import Excerpt
 from megacore.inference.load import model_from
 from megacore.inference.needles import Needles, found
 from megacore.inference.texts import Texts
@@ -39,12 +39,12 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def prompts(folder: Path) -> list[Window]:
+def prompts(folder: Path) -> list[Excerpt]:
     texts = Texts.of(open_folder(folder))
     return NEEDLES.windows(texts, DocumentFiles([folder.parent / "text.txt"], 290, texts, "text", "all").documents())
 
 
-def easy(windows: list[Window], likely: list[torch.Tensor]) -> list[Window]:
+def easy(windows: list[Excerpt], likely: list[torch.Tensor]) -> list[Excerpt]:
     """Half of the answers become what the model finds most likely, for a model of random weights finds nothing."""
     for number, (window, best) in enumerate(zip(windows, likely, strict=True)):
         if number % 3:
@@ -55,7 +55,7 @@ def easy(windows: list[Window], likely: list[torch.Tensor]) -> list[Window]:
     return windows
 
 
-def table(folder: Path, shape: MeshShape | None, windows: list[Window]) -> list[list[float]]:
+def table(folder: Path, shape: MeshShape | None, windows: list[Excerpt]) -> list[list[float]]:
     model = model_from(open_folder(folder), Mesh.create(shape) if shape else Mesh.single(), torch.float64)
     return found(model, NEEDLES, windows)
 
