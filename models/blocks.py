@@ -136,8 +136,12 @@ class FeedForward(nn.Module):
 
     def __init__(self, parameters: Parameters, name: str, activation: str) -> None:
         super().__init__()
-        self.up, self.down = column(parameters, f"{name}.up"), row(parameters, f"{name}.down")
-        self.activation = activation_after(parameters, f"{name}.up", activation)
+        function = activation_after(parameters, f"{name}.up", activation)
+        self.up, self.activation, self.down = (
+            column(parameters, f"{name}.up"),
+            function,
+            row(parameters, f"{name}.down"),
+        )
 
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:
         return self.down(self.activation(self.up(x)))
