@@ -270,15 +270,15 @@ class Decoder(nn.Module):
         rotations = {name: self._rotation(rotary, microbatch) for name, rotary in self._rotaries.items()}
         return Context(microbatch.attention or self.attention(microbatch), rotations, self._routed(microbatch))
 
-    def attention(self, microbatch: Microbatch) -> MaskedAttention:
-        """How the tokens of sequences and documents look at each other."""
+    def attention(self, microbatch: Microbatch, context: ContextParallel | None = None) -> MaskedAttention:
+        """How the tokens of sequences and documents look at each other; ``context`` has split them, or the model's."""
         whole: MaskedAttention = CausalAttention(microbatch.sequences)
         if microbatch.documents is not None:
             documents = Documents.of(microbatch.documents, microbatch.tokens.device)
             whole = DocumentAttention(documents, microbatch.sequences)
         if microbatch.split is None:
             return whole
-        mesh, context = self._mesh, self.context_parallel
+        mesh, context = self._mesh, context or self.context_parallel
         inner = mesh.group(inner_ranks(mesh.cp.ranks, mesh.cp.index, context.heads))
         return ContextAttention.of(microbatch.split, microbatch.sequence_length, context, mesh.cp, inner, whole)
 

@@ -126,7 +126,8 @@ def _begun(model: Model, prompts: Sequence[Sequence[int]], longest: Sequence[int
     documents = _padded(lengths, len(tokens), mesh.shape.tp * cp)
     whole = _microbatch(model, tokens, at, documents, documents)
     # Of each prompt every rank has as many tokens: the cache has as much room for a sequence as the fullest one needs.
-    split = ContextParallel(cp, balance="documents").split(documents, sum(documents))
+    context = ContextParallel(cp, balance="documents")
+    split = context.split(documents, sum(documents))
     shares = [split.indices(rank) for rank in range(cp)]
     rooms = [length - 1 for length in longest]
     attentions = [m for chunk in model.chunks for m in chunk.modules() if isinstance(m, Attention)]
@@ -142,7 +143,7 @@ def _begun(model: Model, prompts: Sequence[Sequence[int]], longest: Sequence[int
         wanted=wanted,
         split=split if cp > 1 else None,
     )
-    step = replace(step, attention=Prefill.of(cache, model.chunks[0].attention(step)))
+    step = replace(step, attention=Prefill.of(cache, model.chunks[0].attention(step, context)))
     logits = model.logits(step)
     # A rank that does not hold the last token of a prompt has computed the logits of another one.
     return cache, None if logits is None else all_reduce_(logits.masked_fill(~here[:, None], 0.0), mesh.cp)

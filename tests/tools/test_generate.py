@@ -359,7 +359,10 @@ def test_processes_of_torchrun_must_be_as_many_as_the_mesh_takes(
     for name, value in {"WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     capsys.readouterr()
-    for rank, says in (("1", ""), ("0", "2 processes were started, and pp=1 x dp=1 x ep=1 x tp=4 takes 4: start 4\n")):
+    for rank, says in (
+        ("1", ""),
+        ("0", "2 processes were started, and pp=1 x dp=1 x ep=1 x cp=1 x tp=4 takes 4: start 4\n"),
+    ):
         monkeypatch.setenv("RANK", rank)
         assert command.main([str(llama), "--prompt", "a", "--tp", "4"]) == 1
         assert capsys.readouterr().err == says
