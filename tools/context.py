@@ -8,15 +8,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from io import BytesIO
 from pathlib import Path
 from typing import get_args
 
 import numpy as np
 
 from megacore.data.indexed import IndexedDataset
+from megacore.pictures import pyplot, save
 from megacore.say import err, say
-from megacore.store.publish import replace_file
 from parallel.choices import ContextBalance
 from parallel.context_split import ContextParallel, ContextSplit, Rectangle
 from tools import folders
@@ -191,13 +190,10 @@ def _compared(splits: dict[ContextBalance, ContextSplit], window: int | None, si
 
 def _draw(splits: dict[ContextBalance, ContextSplit], window: int | None, picture: Path) -> None:
     """Draw who computes which scores: queries over keys, a color for each part."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    plot = pyplot()
     from matplotlib.colors import ListedColormap
 
-    figure, panels = pyplot.subplots(
+    figure, panels = plot.subplots(
         1, len(splits), figsize=(4.6 * len(splits) + 1, 4.8), layout="constrained", squeeze=False
     )
     for axes, (balance, split) in zip(panels.flat, splits.items(), strict=True):
@@ -212,7 +208,7 @@ def _draw(splits: dict[ContextBalance, ContextSplit], window: int | None, pictur
         if window is not None:
             seen &= at[:, None] - at < window
         scores = np.where(seen, owner[at][:, None].astype(float), np.nan)
-        colors = [pyplot.get_cmap("tab20")(part % 20) for part in range(parts)]
+        colors = [plot.get_cmap("tab20")(part % 20) for part in range(parts)]
         axes.imshow(
             scores, cmap=ListedColormap(colors), vmin=-0.5, vmax=parts - 0.5, extent=(0, t, t, 0), interpolation="none"
         )
@@ -221,10 +217,7 @@ def _draw(splits: dict[ContextBalance, ContextSplit], window: int | None, pictur
         if parts <= 16:
             axes.legend(fontsize=7, loc="upper right")
         axes.set(xlabel="key", ylabel="query", title=balance)
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png", dpi=120)
-    pyplot.close(figure)
-    replace_file(picture, drawn.getvalue())
+    save(figure, picture)
 
 
 if __name__ == "__main__":
