@@ -5,8 +5,8 @@ MEGACORE_REAL_MODEL=FOLDER python -m pytest tests/tools/test_context_real.py    
 
 Losses by position are those of transformers, on held-out documents. On one of them (http/cookiejar.py), in bf16,
 the untouched model loses 2.069 nats a token in the first half and 4.047 in the second, 7.5 in the last 1,024; with
-the rope of the recipe and no step yet 2.101 and 1.591. The first test below takes six minutes; the second one has not been
-run to its end so far.
+the rope of the recipe and no step yet 2.101 and 1.591. The first test below takes six minutes, and the second one
+has not been run to its end so far.
 """
 
 from __future__ import annotations
