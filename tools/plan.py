@@ -153,7 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
         world = (arguments.nodes or 1) * cluster.device.per_node
         base = replace(setting_of(_alone(config), model, 1, "cuda"), imbalance=arguments.imbalance)
         base, _ = _with_documents(base, arguments.documents, config)
-        _show_fit(fit(base, world, cluster, arguments.best), world, name, cluster, arguments.json)
+        _show_fit(fit(base, world, cluster, arguments.best), config, world, name, cluster, arguments.json)
         return 0
     world = arguments.world or config.mesh.model_ranks * (config.mesh.dp or 1)
     found = _problems(config, world, model)
@@ -459,9 +459,11 @@ def _gb(size: float) -> str:
     return f"{size / 1e9:,.2f}"
 
 
-def _show_fit(candidates: Sequence[Candidate], world: int, name: str, cluster: Cluster, as_json: bool) -> None:
+def _show_fit(
+    candidates: Sequence[Candidate], config: Config, world: int, name: str, cluster: Cluster, as_json: bool
+) -> None:
     if as_json:
-        say_data([_candidate(each, cluster) for each in candidates], indent=2)
+        say_data([_candidate(each, config, cluster) for each in candidates], indent=2)
         return
     if not candidates:
         say(
@@ -471,14 +473,21 @@ def _show_fit(candidates: Sequence[Candidate], world: int, name: str, cluster: C
         return
     say(f"What fits {world} x {name} less {MARGIN:.0%} of memory, estimated fastest first")
     rows = [
-        (f"{each.time.total:,.2f}", f"{_mfu(each, cluster):.1%}", _gb(each.fullest.peak), _pasted(each))
+        (f"{each.time.total:,.2f}", f"{_mfu(each, cluster):.1%}", _gb(each.fullest.peak), _pasted(each, config))
         for each in candidates
     ]
     say(table(("s", "MFU", "GB", "overrides"), rows))
 
 
-def _pasted(each: Candidate) -> str:
-    return " ".join(f"{key}={value}" for key, value in each.overrides.items())
+def _pasted(each: Candidate, config: Config) -> str:
+    return " ".join(f"{key}={value}" for key, value in overrides(each, config).items())
+
+
+def overrides(each: Candidate, config: Config) -> Mapping[str, object]:
+    """Return what makes a candidate of a recipe; one without cp takes back what the recipe says of its context."""
+    plain = ContextConfig()
+    asked = {f"context.{key}": value for key, value in vars(plain).items()} if config.context != plain else {}
+    return {**asked, **each.overrides}
 
 
 def _mfu(each: Candidate, cluster: Cluster) -> float:
@@ -542,9 +551,9 @@ def _seconds(time: Estimate, cluster: Cluster) -> Mapping[str, Any]:
     }
 
 
-def _candidate(each: Candidate, cluster: Cluster) -> Mapping[str, Any]:
+def _candidate(each: Candidate, config: Config, cluster: Cluster) -> Mapping[str, Any]:
     return {
-        "overrides": each.overrides,
+        "overrides": overrides(each, config),
         "memory": [asdict(m) | {"peak": m.peak} for m in each.memory],
         "time": _seconds(each.time, cluster),
     }

@@ -31,6 +31,7 @@ from models.stages import layout_of
 from parallel.context_split import ContextParallel
 from parallel.weights.layout import MeshShape
 from tools.main import main
+from tools.plan import overrides
 
 RECIPES = Path(__file__).resolve().parents[2] / "launch" / "recipes"
 H100 = Cluster(DEVICES["h100-80"], 989.4)
@@ -143,6 +144,11 @@ def test_short_sequences_are_not_split() -> None:
     best = fit(replace(of_8b(MeshShape(), WHOLE, 8192), microbatches=128), 8, H100)[0]
     assert best.overrides["mesh.cp"] == 1
     assert not any(key.startswith("context") for key in best.overrides)
+    # Pasted behind a recipe that has cp, they leave nothing of its context.
+    recipe, given = RECIPES / "llama-3.1-8b.yaml", ["data.train=[corpus]", "mesh.cp=2", "context.exchange=gather"]
+    pasted = [f"{key}={value}" for key, value in overrides(best, load(recipe, given)).items()]
+    config = load(recipe, [*given, "data.sequence_length=8192", "batch.global_size=128", *pasted])
+    assert problems(config, 8, configure(config.model), gpus=8, local_ranks=8) == []
 
 
 def test_the_documents_of_a_corpus_are_those_that_training_packs(
