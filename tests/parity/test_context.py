@@ -139,6 +139,7 @@ ALWAYS = [
     (FEW, Run(MeshShape(cp=4), balance="rows", micro=2, shard="gradients")),
     (ODD, Run(MeshShape(cp=4), exchange="gather", micro=4)),
     (EVERY, Run(MeshShape(cp=4), micro=2)),
+    (EVERY, Run(MeshShape(cp=8), balance="auto", micro=4)),
     (EVERY, Run(MeshShape(cp=4), exchange="heads", heads=4)),
     (NOTHING, Run(MeshShape(cp=2))),
     (
