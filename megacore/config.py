@@ -104,7 +104,7 @@ class ContextConfig:
     with all tokens of some heads (`heads`); `auto`: `heads` where the model drops attention weights, which no other one
     can, else `ring`."""
     balance: ContextBalance = "auto"
-    """The pieces that are cut so that each rank has early and late tokens of it: `rows`, `documents`, or as few
+    """The pieces that are cut so that each rank has early and late tokens of them: `rows`, `documents`, or as few
     documents as leave the ranks equal work (`auto`)."""
     heads: Annotated[Int, AT_LEAST_1] = 1
     """Successive ranks of cp, those of a node, that exchange heads, with `ring` or `gather` between them; with `heads`

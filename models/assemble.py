@@ -81,10 +81,9 @@ class Model:
             if tuning.lora is not None:
                 adapt(chunk, parameters, tuning.lora)
             chunk.run = runner(activations, chunk.layers.values(), CHEAP, mesh.device)
-            if activations.mlp_chunk is not None:
-                for block in chunk.layers.values():
-                    if isinstance(block, Block):
-                        block.mlp_tokens = max(1, activations.mlp_chunk // mesh.shape.tp)
+            for block in chunk.layers.values():
+                if isinstance(block, Block):
+                    block.mlp_tokens = activations.mlp_tokens(mesh.shape.tp)
             chunk.context_parallel = context
             if losses and chunk.head is not None:
                 chunk.head.losses = losses

@@ -162,8 +162,10 @@ class Balance:
         """Return the sequence of the microbatch that each of this rank's tokens is of, [n]; None where they count as
         one."""
         group = self.mesh.tp
-        if not self.coefficients.sequence or tokens.sequences == 1 or tokens.rows is not None:
-            return tokens.rows if self.coefficients.sequence else None
+        if not self.coefficients.sequence or tokens.sequences == 1:
+            return None
+        if tokens.rows is not None:
+            return tokens.rows
         length = n * group.size // tokens.sequences
         return torch.arange(group.index * n, (group.index + 1) * n, device=self.mesh.device) // length
 
@@ -210,8 +212,7 @@ class Balance:
     def _toward(self, at: int, counts: Tensor) -> Tensor:
         """Return the gradient of the balance by the scores of a token: fp64 [sequences, experts] or [1, experts]."""
         if self.coefficients.sequence:
-            counts = all_reduce_(counts.clone(), self.mesh.along("cp", "tp"))
-            parts = self._sequences
+            counts, parts = all_reduce_(counts.clone(), self.mesh.along("cp", "tp")), self._sequences
         else:
             counts, parts = self._batch(at)[None], torch.ones_like(self._sequences)
         chosen = counts.sum(-1, keepdim=True).clamp(min=1).double()  # k T

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="megacore context", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--documents", type=_lengths, metavar="N,N,...", help="the lengths of the documents")
+    source.add_argument("--documents", type=folders.counts, metavar="N,N,...", help="the lengths of the documents")
     source.add_argument("--corpus", metavar="PREFIX", help="take those of a token file PREFIX.bin, PREFIX.idx")
     parser.add_argument("--length", type=folders.count, metavar="N", help="tokens of a row (all that are given)")
     parser.add_argument("--rows", type=folders.count, default=1, metavar="N", help="rows of --corpus (1)")
@@ -81,10 +81,6 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.picture:
         _draw(splits, window, arguments.picture)
     return 0
-
-
-def _lengths(text: str) -> tuple[int, ...]:
-    return tuple(folders.count(each) for each in text.split(","))
 
 
 def _of_corpus(prefix: str, length: int, rows: int) -> tuple[int, ...]:

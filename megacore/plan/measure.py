@@ -135,9 +135,10 @@ class FakeModel:
             entered: Whether what comes in has a gradient.
         """
         block = self._chunk.layers[kind]
-        block.mlp_tokens = None if mlp_chunk is None else max(1, mlp_chunk // self._mesh.shape.tp)  # type: ignore[assignment]
+        activations = Activations(recompute, mlp_chunk=mlp_chunk)
+        block.mlp_tokens = activations.mlp_tokens(self._mesh.shape.tp)  # type: ignore[assignment]
         if (kind, recompute) not in self._runners:
-            self._runners[kind, recompute] = runner(Activations(recompute), [block], CHEAP, self._mesh.device)
+            self._runners[kind, recompute] = runner(activations, [block], CHEAP, self._mesh.device)
         run = self._runners[kind, recompute]
 
         def call(x: Tensor, batch: Microbatch, context: Context) -> Tensor:

@@ -40,6 +40,10 @@ class Activations:
     def __post_init__(self) -> None:
         check_choice("recompute", self.recompute, get_args(Recompute))
 
+    def mlp_tokens(self, tp: int) -> int | None:
+        """Return the share of ``mlp_chunk`` that one of tp ranks has."""
+        return None if self.mlp_chunk is None else max(1, self.mlp_chunk // tp)
+
 
 @dataclass(frozen=True)
 class Runner:

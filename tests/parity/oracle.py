@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from extended_family import extended
 from torch import Tensor
 
 from megacore.run.optimizer import Optimizer
@@ -300,6 +302,18 @@ def measure(case: Case, run: Run) -> Measured:
     gap = min(found, default=float("inf"))
     first = optimizer.first or {}
     return Measured(losses, norms, evaluated, initial, first, snapshot(gradients), loads, buffers, gap)
+
+
+def measured(case: Case, run: Run) -> Measured:
+    """:func:`measure`, of a family that is invented here too."""
+    with extended():
+        return measure(case, run)
+
+
+@cache
+def deep(case: Case, layers: int) -> Case:
+    """The case with another number of layers, the same one for the same case."""
+    return case.with_layers(layers)
 
 
 def starve(parameters: Parameters) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from extended_family import extended
 from families import ROTATION, drawn
-from oracle import Case, Measured, Run, check, measure, microbatches, model_of, tokens
+from oracle import Case, Measured, Run, check, deep, measure, measured, microbatches, model_of, tokens
 from pool import Pool
 from test_layouts import GPT2, LLAMA, NO_DROPOUT, PARTS
 from test_mixtures import BATCH, FILE, GROUPS, HOST, SEQUENCE
@@ -162,16 +162,6 @@ with extended():
 @cache
 def one(pool: Pool, case: Case, micro: int) -> Measured:
     return pool.run(1, measured, case, Run(micro=micro))[0]
-
-
-def measured(case: Case, run: Run) -> Measured:
-    with extended():
-        return measure(case, run)
-
-
-@cache
-def deep(case: Case, layers: int) -> Case:
-    return case.with_layers(layers)
 
 
 @pytest.mark.parametrize(("case", "run"), PAIRS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from extended_family import extended
 from families import ROTATION, drawn
-from oracle import Case, Measured, Run, check, measure, relative
+from oracle import Case, Measured, Run, check, deep, measure, measured, relative
 from pool import LARGEST, Pool
 
 from models.registry import FAMILIES
@@ -87,11 +87,6 @@ QUICK = ("tp2-pp2-dp2", "tp4-pp2-v2")
 
 
 @cache
-def _deep(case: Case, layers: int) -> Case:
-    return case.with_layers(layers)
-
-
-@cache
 def _one(pool: Pool, case: Case) -> Measured:
     return pool.run(1, measure, case, Run())[0]
 
@@ -115,7 +110,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("case", "run"), PAIRS)
 def test_layout_computes_what_one_process_computes(pool: Pool, case: Case, run: Run) -> None:
-    case = _deep(case, sum(run.layers) if run.layers else max(3, run.mesh.pp * run.chunks + 1))
+    case = deep(case, sum(run.layers) if run.layers else max(3, run.mesh.pp * run.chunks + 1))
     one = _one(pool, case)
     check(case, run, one, pool.run(run.mesh.world, measure, case, run))
 
@@ -132,20 +127,15 @@ PARTS = {
 }
 
 
-def _measure_extended(case: Case, run: Run) -> Measured:
-    with extended():
-        return measure(case, run)
-
-
 @pytest.mark.parametrize("parallel", [False, True], ids=["in-turn", "side-by-side"])
 @pytest.mark.parametrize("run", [OF_FAMILIES[0], OF_FAMILIES[5]], ids=str)
 def test_every_part_of_the_builder_computes_what_one_process_computes(pool: Pool, run: Run, parallel: bool) -> None:
     """All at once, sinks among them; kv heads are shared by ranks."""
     case = Case("parts", LLAMA | PARTS | {"family": "extended", "parallel": parallel}, ignored=0.3, documents=True)
     with extended():
-        one = pool.run(1, _measure_extended, case, Run())[0]
+        one = pool.run(1, measured, case, Run())[0]
         assert any("sinks" in name for name in one.gradients)
-        check(case, run, one, pool.run(run.mesh.world, _measure_extended, case, run))
+        check(case, run, one, pool.run(run.mesh.world, measured, case, run))
 
 
 def test_three_steps_learn_something(pool: Pool) -> None:

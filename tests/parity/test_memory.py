@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 from families import drawn
-from oracle import Case, Measured, Run, check, measure
+from oracle import Case, Measured, Run, check, deep, measure
 from pool import Pool
 from test_layouts import BIASES, GPT2, LLAMA
 
@@ -41,17 +41,12 @@ def _measured(pool: Pool, case: Case, run: Run) -> list[Measured]:
     return pool.run(run.mesh.world, measure, case, run)
 
 
-@cache
-def _deep(case: Case, run: Run) -> Case:
-    return case.with_layers(max(3, run.mesh.pp * run.chunks))
-
-
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: f"{kept.recompute}{'-offload' * kept.offload}")
 @pytest.mark.parametrize("run", RUNS, ids=str)
 @pytest.mark.parametrize("case", [TIED, DROPPING], ids=lambda case: case.name)
 def test_what_is_kept_changes_no_bit(pool: Pool, case: Case, run: Run, kept: Activations) -> None:
     """Dropout's masks included: no other test would see that a mask is not the one of the forward."""
-    case = _deep(case, run)
+    case = deep(case, max(3, run.mesh.pp * run.chunks))
     plain = _measured(pool, case, run)
     for rank, (got, want) in enumerate(zip(_measured(pool, case, replace(run, activations=kept)), plain, strict=True)):
         assert (got.losses, got.norms, got.evaluated) == (want.losses, want.norms, want.evaluated)
@@ -69,7 +64,7 @@ CHUNKED = [
 @pytest.mark.parametrize("run", CHUNKED, ids=str)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_chunked_loss_computes_what_one_process_computes(pool: Pool, tied: bool, run: Run) -> None:
-    case = _deep(TIED if tied else UNTIED, run)
+    case = deep(TIED if tied else UNTIED, max(3, run.mesh.pp * run.chunks))
     (one,) = _measured(pool, case, Run())
     check(case, run, one, _measured(pool, case, run))
 
@@ -89,6 +84,6 @@ ADAPTED = replace(TIED, name="lora", tuning=Tuning(Lora(3, 2.0, ("*",))))
 @pytest.mark.parametrize("run", PIECES, ids=str)
 @pytest.mark.parametrize("case", [TIED, SIDE_BY_SIDE, ADAPTED], ids=lambda case: case.name)
 def test_a_chunked_feed_forward_computes_what_one_process_computes(pool: Pool, case: Case, run: Run) -> None:
-    case = _deep(case, run)
+    case = deep(case, max(3, run.mesh.pp * run.chunks))
     (one,) = _measured(pool, case, Run())
     check(case, run, one, _measured(pool, case, run))

@@ -24,9 +24,10 @@ from oracle import (
     Run,
     buffers_of,
     check,
+    deep,
     expected,
     lively,
-    measure,
+    measured,
     relative,
     trained,
 )
@@ -164,20 +165,10 @@ ALWAYS = [
 PAIRS += [pytest.param(case, run, id=f"{case.name}-{run}") for case, run in ALWAYS]
 
 
-def measured(case: Case, run: Run) -> Measured:
-    with extended():
-        return measure(case, run)
-
-
 @cache
 def one(pool: Pool, case: Case) -> Measured:
     """By one process, that has all tokens at once."""
     return pool.run(1, measured, case, Run(micro=SEQUENCES))[0]
-
-
-@cache
-def deep(case: Case, layers: int) -> Case:
-    return case.with_layers(layers)
 
 
 @pytest.mark.parametrize(("case", "run"), PAIRS)

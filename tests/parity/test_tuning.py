@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from families import drawn
-from oracle import Case, Measured, Run, check, lively, measure, microbatches, relative
+from oracle import Case, Measured, Run, check, deep, lively, measure, microbatches, relative
 from pool import Pool
 from test_layouts import BIASES, GPT2, LLAMA, NO_DROPOUT
 from torch import Tensor, nn
@@ -86,18 +86,13 @@ PAIRS = [
 
 
 @cache
-def _deep(case: Case, layers: int) -> Case:
-    return case.with_layers(layers)
-
-
-@cache
 def _one(pool: Pool, case: Case) -> Measured:
     return pool.run(1, measure, case, Run())[0]
 
 
 @pytest.mark.parametrize(("case", "run"), PAIRS)
 def test_layout_computes_what_one_process_computes(pool: Pool, case: Case, run: Run) -> None:
-    case = _deep(case, 5 if run.chunks > 1 else 3)
+    case = deep(case, 5 if run.chunks > 1 else 3)
     one = _one(pool, case)
     check(case, run, one, pool.run(run.mesh.world, measure, case, run))
 
@@ -106,7 +101,7 @@ def test_layout_computes_what_one_process_computes(pool: Pool, case: Case, run: 
     "case", [ALL, SOME, CONV, ENDS, ONLY, MIDDLE, MIXED, DOWN, ROUTERS], ids=lambda case: case.name
 )
 def test_what_is_trained_learns_and_what_is_frozen_stays(pool: Pool, case: Case) -> None:
-    case = _deep(case, 3)
+    case = deep(case, 3)
     one, frozen = _one(pool, case), case.tuning.frozen(case.config.schema)
     assert frozen and frozen < one.initial.keys()
     for name, before in one.initial.items():
