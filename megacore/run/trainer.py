@@ -182,6 +182,21 @@ class Trainer:
     interrupt: Interrupt = field(default_factory=Interrupt)
     at: int = field(default=0, init=False)
     """The step that is being done."""
+    done: int = field(default=0, init=False)
+    """The last step whose update is in the state."""
+    stats: Stats | None = field(default=None, init=False)
+    """Those of that step, where it was done here."""
+    followed: int = field(default=0, init=False)
+    """The last step that all is done for that follows one: records, saves, evaluations."""
+    trouble: Trouble = field(init=False)
+
+    def __post_init__(self) -> None:
+        section = self.config.optimizer
+        allowed = 0 if section.non_finite == "stop" else section.max_skipped
+        self.trouble = Trouble.none(self.mesh.device, allowed, self.start.skipped)
+        self.at = self.done = self.followed = self.start.step
+        self._meter = _Meter(self)
+        self._unsaved: int | None = None
 
     def run(self) -> int:
         """Train -> the last step that was done.
@@ -204,41 +219,56 @@ class Trainer:
                 raise
 
     def _steps(self) -> int:
-        config, total = self.config, self.config.train.steps
-        meter = _Meter(self)
-        section = config.optimizer
-        allowed = 0 if section.non_finite == "stop" else section.max_skipped
-        trouble = Trouble.none(self.mesh.device, allowed, self.start.skipped)
-        step = first = self.start.step
-        if first >= total:
-            return first
-        with prefetch(self.batches.steps(self.start.samples)) as ahead, _collecting_together():
-            for step, batch in enumerate(ahead, start=first + 1):
-                self.at = step
-                lr = learning_rate(step, config.schedule, config.optimizer.lr, total)
-                stats = self.step(self._microbatches(batch, step), lr, trouble.halted)
-                trouble.note(step, stats)
-                stop, save = self._listen()
-                stopping = step == total or stop
-                saving = self._saves(step, stop, save)
-                if step % config.log.every == 0 or stopping or saving:
-                    self._check(trouble)
-                if step % config.log.every == 0 or stopping:
-                    self._write(step, meter.record(step, lr, stats, trouble))
-                if saving:
-                    self._save(step, lr)
-                if self._evaluates(step):
-                    with meter.paused():
-                        loss = self.validation_loss()
-                        self._write(step, {"validation_loss": loss, "validation_perplexity": perplexity(loss)})
-                if step % COLLECT_EVERY == 0:
-                    gc.collect(1)
-                if stopping:
-                    break
+        first, total = self.start.step, self.config.train.steps
+        self._meter.begin()
+        stopping = first >= total
+        if self.stats is not None and self.followed < first:
+            stopping = self._follow(first, self.stats)
+        if not stopping:
+            with prefetch(self.batches.steps(self.start.samples)) as ahead, _collecting_together():
+                for step, batch in enumerate(ahead, start=first + 1):
+                    self.at = step
+                    stats = self.step.backward(self._microbatches(batch, step))
+                    self.update(step, stats)
+                    self.step.gradients.updated()
+                    if self._follow(step, stats):
+                        break
         self._tolerate(self.saver.finish)
-        if saving and self.saver.failing_s is not None:
-            self._save_at_last(step, lr, stop)
-        return step
+        if self._unsaved is not None and self.saver.failing_s is not None:
+            self._save_at_last(self._unsaved)
+        return self.done
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        return learning_rate(step, self.config.schedule, self.config.optimizer.lr, self.config.train.steps)
+
+    def update(self, step: int, stats: Stats) -> None:
+        """Do the second half of a step, which needs no other rank: all or nothing of it is done."""
+        self.step.update(stats, self.lr(step), self.trouble.halted)
+        self.trouble.note(step, stats)
+        self.done, self.stats = step, stats
+
+    def _follow(self, step: int, stats: Stats) -> bool:
+        """Do what follows a step -> whether it was the last one."""
+        config, trouble, lr = self.config, self.trouble, self.lr(step)
+        stop, save = self._listen()
+        stopping = step == config.train.steps or stop
+        saving = self._saves(step, stop, save)
+        if step % config.log.every == 0 or stopping or saving:
+            self._check(trouble)
+        if step % config.log.every == 0 or stopping:
+            self._write(step, self._meter.record(step, lr, stats, trouble))
+        if saving:
+            self._save(step, lr)
+        if self._evaluates(step):
+            with self._meter.paused():
+                loss = self.validation_loss()
+                self._write(step, {"validation_loss": loss, "validation_perplexity": perplexity(loss)})
+        if step % COLLECT_EVERY == 0:
+            gc.collect(1)
+        self._unsaved = step if saving and stopping else None
+        self.followed = step
+        return stopping
 
     def validation_loss(self) -> float:
         """Return the mean loss over the first ``evaluate.batches`` global batches held out; the same on every rank."""
@@ -287,7 +317,7 @@ class Trainer:
             if self.log is not None:
                 self.log.tell(f"{error}\nThe next save tries again, for {patience - hours:.2g} h (checkpoint.patience)")
 
-    def _save_at_last(self, step: int, lr: float, stop: bool) -> None:
+    def _save_at_last(self, step: int) -> None:
         """Save what a run has come to, again and again: nobody else has it.
 
         Raises:
@@ -296,10 +326,9 @@ class Trainer:
         while self.saver.failing_s is not None:
             for _ in range(_AGAIN_S):
                 time.sleep(1)
-                stop = stop or bool(self.control.largest(self.interrupt.asked)[0])
-                if stop:
+                if self.control.largest(self.interrupt.asked)[0]:
                     raise SaveError(f"step {step} could not be saved before the run was ended; the reason stands above")
-            self._save(step, lr)
+            self._save(step, self.lr(step))
             self._tolerate(self.saver.finish)
 
     def _listen(self) -> tuple[bool, bool]:
@@ -388,7 +417,11 @@ class _Meter:
         config = trainer.config
         self._tokens_per_step = config.batch.global_size * config.data.sequence_length
         self._flops = flops_per_token(trainer.model.config, config.data.sequence_length, config.tuning)
-        self._since, self._last_step = time.perf_counter(), trainer.start.step
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from here on."""
+        self._since, self._last_step = time.perf_counter(), self._trainer.start.step
 
     def record(self, step: int, lr: float, stats: Stats, trouble: Trouble) -> Record:
         # Reading the loss waits for the step: only then is the clock right.
