@@ -30,7 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megacore.rank import LOST, STORE, WAITING, report_of, stacks_of
+from megacore.rank import CRASHED, LOST, STORE, WAITING, report_of, stacks_of
+from megacore.recovery.channel import ANY, CHANNEL, STANDBY, Channel
 from megacore.say import err
 
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -44,6 +45,7 @@ GRACE_S = 30.0
 PATIENCE_S = 1.0
 """A second Ctrl-C within it is the first one still: wrappers pass on what the terminal has sent to all."""
 STACKS_S = 2.0
+REAP_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,16 @@ class Node:
         everyone = {"WORLD_SIZE": str(self.world), "LOCAL_WORLD_SIZE": str(self.processes), "PYTHONSAFEPATH": "1"}
         if self.master is None:
             loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-            everyone |= {STORE: str(folder / "store"), "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-        else:
-            everyone |= {"MASTER_ADDR": self.master[0], "MASTER_PORT": str(self.master[1])}
+            everyone |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
         for local in range(self.processes):
-            yield everyone | {"LOCAL_RANK": str(local), "RANK": str(self.index * self.processes + local)}
+            rank = self.index * self.processes + local
+            yield {**everyone, "LOCAL_RANK": str(local), "RANK": str(rank), **self.meeting(folder)}
+
+    def meeting(self, folder: Path, generation: int = 0) -> Mapping[str, str]:
+        """Return the variables that say where the ranks of a generation find each other."""
+        if self.master is None:
+            return {STORE: str(folder / f"store-{generation}")}
+        return {"MASTER_ADDR": self.master[0], "MASTER_PORT": str(self.master[1])}
 
 
 def gpus() -> int:
@@ -108,6 +115,7 @@ def launch(
     environment: Mapping[str, str] | None = None,
     shutdown_s: float = SHUTDOWN_S,
     way_out: str = "",
+    recoveries: int = 0,
 ) -> int:
     """Run a module on all ranks of this machine -> exit status: of the first that failed, or 128 + the ending signal.
 
@@ -118,29 +126,15 @@ def launch(
         environment: More variables for them.
         shutdown_s: Seconds that the signal to end leaves them.
         way_out: A sentence that says what to do where a rank stands still.
+        recoveries: The number of times that a rank may be replaced while the others go on; the module knows how.
     """
     with tempfile.TemporaryDirectory(prefix="megacore-") as made, _signals() as arriving:
-        ranks = _start(module, arguments, node, Path(made), environment or {})
+        ranks = _Ranks(Path(made), module, arguments, node, environment or {}, recoveries)
         try:
+            ranks.start()
             return ranks.watch(arriving, shutdown_s, way_out)
         finally:
             ranks.kill()
-
-
-def _start(module: str, arguments: Sequence[str], node: Node, folder: Path, environment: Mapping[str, str]) -> _Ranks:
-    ranks = _Ranks(folder)
-    # The mask is inherited. What arrives here meanwhile is not lost.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-    try:
-        for own in node.environments(folder):
-            command = [sys.executable, "-m", "megacore.rank", str(folder), str(os.getpid()), module, *arguments]
-            ranks.processes[int(own["RANK"])] = subprocess.Popen(command, env={**os.environ, **environment, **own})
-    except BaseException:
-        ranks.kill()
-        raise
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return ranks
 
 
 @contextmanager
@@ -168,9 +162,111 @@ class _Ranks:
     """The ranks of this machine, by their number among all."""
 
     folder: Path
+    module: str
+    arguments: Sequence[str]
+    node: Node
+    environment: Mapping[str, str]
+    recoveries: int = 0
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
     """{rank: status} of those that have ended by themselves."""
+    channels: dict[int, Channel] = field(default_factory=dict)
+    standby: tuple[subprocess.Popen[bytes], Channel] | None = None
+    """A process that has imported all that a rank needs, and waits for a place."""
+    generation: int = 0
+    ready: set[int] = field(default_factory=set)
+    """The ranks that wait for the next generation, once this one is over."""
+    over: bool = False
+    noticed: float = 0.0
+    """The time when the fault that is being recovered from was noticed; 0 where none is."""
+    recovered: int = 0
+    """Generations that have been ended."""
+
+    def start(self) -> None:
+        """Start all ranks."""
+        for own in self.node.environments(self.folder):
+            rank = int(own["RANK"])
+            self.processes[rank], self.channels[rank] = self._process(own)
+
+    def _process(self, own: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], Channel]:
+        """Start a process with its end of a channel."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "megacore.rank", str(self.folder), str(os.getpid()), self.module]
+        channel = {CHANNEL: str(theirs.fileno())} if self.recoveries else {}
+        # The mask is inherited. What arrives here meanwhile is not lost.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+        try:
+            process = subprocess.Popen(
+                [*command, *self.arguments],
+                env={**os.environ, **self.environment, **own, **channel},
+                pass_fds=[theirs.fileno()],
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        return process, Channel(ours)
+
+    # -- generations
+
+    def hear(self, rank: int) -> None:
+        """Take what a rank says."""
+        for message in self.channels[rank].heard() or ():
+            if message["what"] == "recovered" and self.standby is None:
+                self.standby = self._standby()
+            if message["generation"] not in (self.generation, ANY):
+                continue
+            if message["what"] == "recovered" and self.noticed and rank == min(self.alive):
+                seconds = time.monotonic() - self.noticed
+                _say(f"All ranks stand again after step {message['step']}, {seconds:.2f} s after the fault.")
+                self.noticed = 0.0
+            elif message["what"] == "fault" and self.recovered < self.recoveries:
+                self.reap_soon()
+                self.end_generation(f"Rank {rank} has lost contact to another rank: {message['error']}")
+            elif message["what"] == "ready":
+                self.ready.add(rank)
+                self.begin_generation()
+
+    def reap_soon(self) -> None:
+        """Reap who has just died: connections of a process end a moment before it does."""
+        until = time.monotonic() + REAP_S
+        while not self.ended and time.monotonic() < until:
+            time.sleep(REAP_S / 10)
+            self.reap()
+
+    def _standby(self) -> tuple[subprocess.Popen[bytes], Channel]:
+        own = next(iter(self.node.environments(self.folder)))
+        return self._process({**own, STANDBY: "1"})
+
+    def end_generation(self, reason: str) -> None:
+        """End a generation: the ranks that live let go of their groups, and the others are replaced."""
+        if not self.over:
+            _say(self._why(*next(iter(self.ended.items()))) if self.ended else reason)
+            self.recovered += 1
+            self.over, self.noticed = True, self.noticed or time.monotonic()
+            self.ready.clear()
+            for rank in self.alive:
+                self.channels[rank].say("over", generation=self.generation)
+        for rank in [rank for rank in self.processes if rank in self.ended]:
+            del self.ended[rank]
+            self.channels[rank].end.close()
+            self.processes[rank], self.channels[rank] = self.standby or self._standby()
+            self.standby = None
+        self.begin_generation()
+
+    def begin_generation(self) -> None:
+        """Begin the next generation, once all ranks are there."""
+        if not self.over or self.ready < set(self.processes):
+            return
+        self.generation, self.over = self.generation + 1, False
+        for own in self.node.environments(self.folder):
+            variables = {**own, **self.node.meeting(self.folder, self.generation)}
+            self.channels[int(own["RANK"])].say("go", generation=self.generation, variables=variables)
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether the others can go on without those that have ended."""
+        befallen = all(status < 0 or status in (CRASHED, LOST) for status in self.ended.values())
+        return befallen and bool(self.alive) and self.recovered < self.recoveries
 
     @property
     def alive(self) -> dict[int, subprocess.Popen[bytes]]:
@@ -181,6 +277,9 @@ class _Ranks:
             process.send_signal(number)
 
     def kill(self) -> None:
+        if self.standby is not None:
+            self.standby[0].kill()
+            self.standby[0].wait()
         self.send(signal.SIGKILL)
         for process in self.alive.values():
             process.wait()
@@ -196,7 +295,14 @@ class _Ranks:
         self.reap()
         while self.alive:
             left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
-            if not select.select([arriving], [], [], left)[0]:
+            speaking = {self.channels[rank].fileno(): rank for rank in self.alive} if self.recoveries else {}
+            there = select.select([arriving, *speaking], [], [], left)[0]
+            for end in there:
+                if end != arriving:
+                    self.hear(speaking[end])
+            if there and arriving not in there:
+                continue
+            if not there:
                 if signalled:
                     _say(f"Ranks {_listed(self.alive)} did not end within {shutdown_s:g} s of the signal: killed.")
                 break
@@ -212,6 +318,9 @@ class _Ranks:
                     _say("Interrupted again: ended at once, without a checkpoint.")
                     return 128 + number
             self.reap()
+            if self.ended and not signalled and self.replaceable:
+                self.end_generation(self._why(*next(iter(self.ended.items()))))
+                continue
             failed = {rank: status for rank, status in self.ended.items() if status}
             if any(map(self._waited_in_vain, failed)):
                 break
@@ -221,7 +330,7 @@ class _Ranks:
 
     def show(self) -> dict[int, str]:
         """Write where every rank stands to stderr -> {rank: its stacks}; of those that do not answer, nothing."""
-        files = {rank: stacks_of(self.folder, rank) for rank in self.alive}
+        files = {rank: stacks_of(self.folder, process.pid) for rank, process in self.alive.items()}
         before = {rank: _size(file) for rank, file in files.items()}
         self.send(signal.SIGUSR2)
         sizes, deadline = before, time.monotonic() + STACKS_S
@@ -237,7 +346,7 @@ class _Ranks:
 
     def _report(self, rank: int) -> Mapping[str, Any] | None:
         """Return the report of a rank that could not talk to the others any more."""
-        file = report_of(self.folder, rank)
+        file = report_of(self.folder, self.processes[rank].pid)
         report: Mapping[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
         return report
 
@@ -257,19 +366,23 @@ class _Ranks:
             return next((status for status in failed.values() if status > 0), 128 + signalled)
         if failed:
             rank, status = next(iter(failed.items()))
-            if status < 0:
-                number = signal.Signals(-status)
-                hint = ": where memory ran out, the kernel's log (dmesg) says so" if number == signal.SIGKILL else ""
-                _say(f"Rank {rank} (process {self.processes[rank].pid}) was ended by {number.name}{hint}.")
-                return 128 + number
             # Who ends with 1 or 2 has said what was wrong, and with 141 nobody reads its output any more.
-            if status not in (1, 2, 128 + signal.SIGPIPE):
-                _say(f"Rank {rank} (process {self.processes[rank].pid}) ended with status {status}.")
-            return status
+            if status not in (1, 2, CRASHED, 128 + signal.SIGPIPE):
+                _say(self._why(rank, status))
+            return 128 - status if status < 0 else 1 if status == CRASHED else status
         for rank, report in reports.items():
             _say(f"Rank {rank} has lost a rank of another machine{report['where']}: {report['error']}")
             return 1
-        return 0
+        return LOST if LOST in self.ended.values() else 0
+
+    def _why(self, rank: int, status: int) -> str:
+        """Return how a rank has ended."""
+        who = f"Rank {rank} (process {self.processes[rank].pid})"
+        if status >= 0:
+            return f"{who} ended with status {status}."
+        number = signal.Signals(-status)
+        hint = ": where memory ran out, the kernel's log (dmesg) says so" if number == signal.SIGKILL else ""
+        return f"{who} was ended by {number.name}{hint}."
 
     def _say_who_stands_still(self, first: int, reports: Mapping[int, Mapping[str, Any]], way_out: str) -> None:
         for rank, report in reports.items():

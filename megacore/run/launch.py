@@ -57,7 +57,7 @@ def run(command: str, given: Sequence[str]) -> int:
         err(error)
         return 2
     environment = {**{name: os.environ.get(name, value) for name, value in VARIABLES.items()}, **threads(here)}
-    return launch("megacore.run.train", [recipe, *overrides], node, environment, shutdown_s, WAY_OUT)
+    return launch("megacore.run.train", [recipe, *overrides], node, environment, shutdown_s, WAY_OUT, 100)
 
 
 def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:

@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,13 +27,15 @@ from megacore.data.batches import TokenError
 from megacore.data.corpora import facts
 from megacore.hardware import claim
 from megacore.launcher import gpus
-from megacore.rank import Here, join, leave
+from megacore.rank import LOST, Here, join, leave, parted
 from megacore.recipe import ConfigError
+from megacore.recovery.channel import Agent
 from megacore.run import metrics
 from megacore.run.build import trainer_of
 from megacore.run.check import Setup, check, files_of
 from megacore.run.export import export
 from megacore.run.lock import RunLock
+from megacore.run.recover import NOTHING, Lost, Status, let_go, recovered
 from megacore.run.resume import Damaged, Start, find, remarks
 from megacore.run.save import SaveError
 from megacore.run.trainer import NonFinite, Trainer
@@ -47,39 +49,124 @@ from parallel import kernels
 from parallel.mesh import Mesh
 
 
-def run(setup: Setup, device: torch.device, node: int = 8) -> int:
+def run(setup: Setup, device: torch.device, node: int = 8, agent: Agent | None = None) -> int:
     """Train one run on the processes that there are -> the last step that was done.
 
     Args:
         setup: The run.
         device: The device of this process.
         node: The number of successive ranks that share a machine.
+        agent: Replaces ranks that have died, so that this one goes on; None where a fault ends the run.
 
     Raises:
         ConfigError: the ranks have found different checkpoints to start from, or different kernels.
         StoreError: another run holds the folder, or what the run is to start from is damaged.
+        Lost: after a fault the ranks that are left do not have the whole state of the run.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    timeout = timedelta(minutes=setup.config.train.timeout)
-    mesh = Mesh.create(setup.config.mesh.shape(world), device, timeout)
-    control, out = Control.create(mesh, node), Path(setup.config.out)
-    setup = _led(setup, control)
     with ExitStack() as stack:
-        if mesh.rank != 0:
-            control.attempt(lambda: None)
-            trainer = _built(setup, mesh, control)[1]
-            control.attempt(lambda: None)
-            return trainer.run()
-        control.attempt(lambda: stack.enter_context(RunLock.take(out)))
-        say(_headline(setup.config, setup.model, mesh))
-        setup, trainer = _built(setup, mesh, control)
-        if chosen := kernels.chosen(device, setup.config.train.compile):
-            say(chosen)
-        log = control.attempt(lambda: stack.enter_context(metrics.Log(setup.config, setup.start.progress.step)))
-        last = replace(trainer, log=log).run()
+        here = _Here(setup, device, node, stack)
+        while (last := here.outlived(agent)) is None:
+            here.rejoin(agent)
         stack.close()
-        say(_report(setup.config, last))
+        if here.log is not None:
+            say(_report(here.setup.config, last))
     return last
+
+
+@dataclass
+class _Here:
+    """The run in this process, over all generations of its groups.
+
+    Args:
+        setup: The run.
+        device: The device of this process.
+        node: The number of successive ranks that share a machine.
+        stack: Holds what rank 0 has open.
+    """
+
+    setup: Setup
+    device: torch.device
+    node: int
+    stack: ExitStack
+    trainer: Trainer | None = None
+    status: Status = field(default_factory=lambda: NOTHING)
+    log: metrics.Log | None = None
+    locked: bool = False
+
+    def outlived(self, agent: Agent | None) -> int | None:
+        """Train -> the last step that was done; None once a fault that can be recovered from has ended a generation."""
+        try:
+            return self._generation(agent)
+        except RuntimeError as error:
+            if agent is None or not (agent.over or parted(error)):
+                raise
+            agent.fault(error)
+        self.status = let_go(self.trainer)
+        return None
+
+    def rejoin(self, agent: Agent | None) -> None:
+        """Leave the groups that are broken, and join the next generation of them."""
+        assert agent is not None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        agent.ready()
+        agent.connecting()
+        with suppress(RuntimeError):  # whoever dies meanwhile is seen when the groups are used
+            join(Here.now(), self.device.type, timedelta(minutes=self.setup.config.train.timeout))
+
+    def _generation(self, agent: Agent | None) -> int:
+        config = self.setup.config
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        mesh = Mesh.create(config.mesh.shape(world), self.device, timedelta(minutes=config.train.timeout))
+        control = Control.create(mesh, self.node)
+        statuses = control.exchange(self.status) if agent is not None and agent.generation else []
+        if all(each == NOTHING for each in statuses):
+            trainer = self._begun(mesh, control)
+        else:
+            trainer = self._recovered(mesh, control, statuses)
+        self.trainer = trainer
+        if agent is not None:
+            agent.recovered(trainer.done)
+        return trainer.run()
+
+    def _begun(self, mesh: Mesh, control: Control) -> Trainer:
+        """Return the trainer of a run that nothing has befallen yet."""
+        self.setup = _led(self.setup, control)
+        self._lock(mesh, control)
+        if mesh.rank == 0:
+            say(_headline(self.setup.config, self.setup.model, mesh))
+        self.setup, trainer = _built(self.setup, mesh, control)
+        if mesh.rank == 0 and (chosen := kernels.chosen(self.device, self.setup.config.train.compile)):
+            say(chosen)
+        self._open_log(trainer, control, trainer.start.step)
+        return trainer
+
+    def _recovered(self, mesh: Mesh, control: Control, statuses: Sequence[Status]) -> Trainer:
+        """Return the trainer that goes on after a fault."""
+        self._lock(mesh, control)
+        trainer = recovered(self.setup, mesh, control, self.trainer, statuses)
+        self._open_log(trainer, control, trainer.followed)
+        return trainer
+
+    def _lock(self, mesh: Mesh, control: Control) -> None:
+        """Hold the folder of the run, on rank 0, where it does not yet."""
+
+        def lock() -> None:
+            if mesh.rank == 0 and not self.locked:
+                self.stack.enter_context(RunLock.take(Path(self.setup.config.out)))
+                self.locked = True
+
+        control.attempt(lock)
+
+    def _open_log(self, trainer: Trainer, control: Control, after: int) -> None:
+        """Have rank 0 write what follows a step."""
+
+        def open_log() -> None:
+            if trainer.mesh.rank == 0 and self.log is None:
+                self.log = self.stack.enter_context(metrics.Log(self.setup.config, after))
+
+        control.attempt(open_log)
+        trainer.log = self.log
 
 
 def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
@@ -132,14 +219,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0].startswith("-"):
         err("usage: megacore.run.train RECIPE [section.key=value ...]")
         return 2
-    here = Here.now()
+    here, agent = Here.now(), Agent.here()
     try:
         # One rank of each node reads the indexes of the data for all, and one of them all the files of a checkpoint.
-        setup = check(arguments[0], arguments[1:], here.world, here.local_world, here.local_rank > 0, here.rank > 0)
+        stands_by = agent is not None and agent.stands_by
+        checked, led = stands_by or here.local_rank > 0, stands_by or here.rank > 0
+        setup = check(arguments[0], arguments[1:], here.world, here.local_world, checked, led, stands_by)
     except ConfigError as error:
         if here.local_rank == 0:  # of each node: a file may be missing on one
             err(error)
         return 2
+    if agent is not None and stands_by:
+        agent.ready()
+        here = Here.now()
     train = setup.config.train
     kind = train.device_type(gpus())
     device = claim(kind, here.local_rank)
@@ -148,10 +240,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     said = open_files.allow(files_of(setup.config, here.world, here.local_world))
     if said is not None and here.local_rank == 0:
         say(said)
-    join(here, kind, timedelta(minutes=train.timeout))
     status, last, damaged = 0, 0, None
+    if agent is not None:
+        agent.connecting()
+    join(here, kind, timedelta(minutes=train.timeout))
     try:
-        last = run(setup, device, here.local_world)
+        last = run(setup, device, here.local_world, agent)
     except ConfigError as error:  # on every rank
         status = 2
         if here.rank == 0:
@@ -161,6 +255,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         damaged = error.path if isinstance(error, DamageError) else None
         if here.rank == 0:
             err(error)
+    except Lost as error:  # on every rank
+        if here.rank == 0:
+            err(error)
+        os._exit(LOST)
     except TokenError as error:  # on this rank alone: the others wait for it, until the launcher ends them
         err(f"rank {here.rank}: {error}")
         os._exit(1)
