@@ -308,6 +308,13 @@ class Recovered(FromRank):
 
 
 @dataclass(frozen=True)
+class Lost(FromRank):
+    """:func:`resolve` has found no version in this generation: the run is to begin again from its files."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
 class Ended(FromRank):
     """The process has done all of the run, and is gone."""
 
@@ -319,7 +326,7 @@ class Passed:
     at: float
 
 
-Heard = Died | Faulted | Ready | Recovered | Ended | Passed
+Heard = Died | Faulted | Ready | Recovered | Lost | Ended | Passed
 
 
 # -- and what it does
@@ -500,6 +507,8 @@ class Generations:
                 self._put(rank, "gone")
             case Ended():
                 self._put(rank, "ended")
+            case Lost(generation=generation) if self._is_in(place, generation):
+                return self._fail("state is lost: no step that all ranks can come to is held in memory any more")
             case Faulted(generation=generation) if self._is_in(place, generation):
                 self._blame("faulted", event.at, rank)
             case Ready(generation=place.generation) if place.state not in ("ready", "die"):
