@@ -20,18 +20,16 @@ import queue
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 CHANNEL = "MEGACORE_CHANNEL"
 """The variable that holds the number of a rank's end of its channel."""
 
 STANDBY = "MEGACORE_STANDBY"
 """The variable that is set in a process that waits for a place among the ranks."""
-
-ANY = -1
-"""The generation of a process that is in none yet."""
 
 CUT_AGAIN_S = 0.05
 """A rank that is in the middle of connecting opens new connections after the first have been cut."""
@@ -81,8 +79,8 @@ class Agent:
 
     def __init__(self, channel: Channel, stands_by: bool = False) -> None:
         self._channel = channel
-        self.generation, self.stands_by = ANY if stands_by else 0, stands_by
-        self._ended = ANY
+        self.generation, self.stands_by = 0, stands_by
+        self._ended = 0
         self._before: frozenset[str] | None = None
         self._abort: Callable[[], object] = lambda: None
         self._come: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -101,7 +99,7 @@ class Agent:
     @property
     def over(self) -> bool:
         """Whether this generation has been ended."""
-        return self._ended >= self.generation > ANY
+        return self._ended >= self.generation > 0
 
     def connecting(self, abort: Callable[[], object] = lambda: None) -> None:
         """Note that the connections of a generation are made from here on: they are cut when it is over.
@@ -132,8 +130,11 @@ class Agent:
     def recovered(self, step: int) -> None:
         self._say("recovered", step=step)
 
-    def lost(self, reason: str) -> None:
+    def lost(self, reason: str) -> NoReturn:
+        """Tell that the state of the run is lost, and wait for the end."""
         self._say("lost", reason=reason)
+        while True:
+            time.sleep(60)
 
     def _say(self, what: str, **more: object) -> None:
         self._channel.say(what, generation=self.generation, **more)

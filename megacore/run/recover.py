@@ -45,12 +45,14 @@ def let_go(trainer: Trainer | None) -> Status:
     if trainer is None:
         return NOTHING
     abandoned, stats = trainer.saver.abandon(), trainer.stats
+    trainer.meter.end()
     progress = trainer.start.at(trainer.done, trainer.config, trainer.step.optimizer.updates)
     return {
         "done": trainer.done,
         "pending": trainer.step.pending is not None,
         "outcome": None if stats is None else {name: _told(getattr(stats, name)) for name in _TOLD},
         "followed": trainer.followed,
+        "meter": [trainer.meter.last_step, trainer.meter.seconds],
         "unsaved": abandoned or trainer.interrupt.save,
         "progress": asdict(progress),
     }
@@ -84,6 +86,8 @@ def recovered(setup: Setup, mesh: Mesh, control: Control, held: Trainer | None, 
     if newest["outcome"] is not None:
         trainer.stats = _stats(trainer, newest["outcome"])
         trainer.followed = min(each["followed"] for each in statuses if each["done"] is not None)
+    held_by = [each for each in statuses if each["done"] is not None]
+    trainer.meter.last_step, trainer.meter.seconds = min(each["meter"] for each in held_by)
     asked = statuses[:1] if statuses[0]["done"] is not None else [each for each in statuses if each["done"] is not None]
     trainer.interrupt.save |= any(each["unsaved"] for each in asked)
     control.largest()

@@ -27,7 +27,7 @@ from megacore.data.batches import TokenError
 from megacore.data.corpora import facts
 from megacore.hardware import claim
 from megacore.launcher import gpus
-from megacore.rank import LOST, Here, join, leave, parted
+from megacore.rank import Here, join, leave, parted
 from megacore.recipe import ConfigError
 from megacore.recovery.channel import Agent
 from megacore.run import metrics
@@ -119,11 +119,14 @@ class _Here:
         world = dist.get_world_size() if dist.is_initialized() else 1
         mesh = Mesh.create(config.mesh.shape(world), self.device, timedelta(minutes=config.train.timeout))
         control = Control.create(mesh, self.node)
-        statuses = control.exchange(self.status) if agent is not None and agent.generation else []
-        if all(each == NOTHING for each in statuses):
+        statuses = control.exchange(self.status) if agent is not None else []
+        if agent is None or all(each == NOTHING for each in statuses):
             trainer = self._begun(mesh, control)
         else:
-            trainer = self._recovered(mesh, control, statuses)
+            try:
+                trainer = self._recovered(mesh, control, statuses)
+            except Lost as error:
+                agent.lost(str(error))
         self.trainer = trainer
         if agent is not None:
             agent.recovered(trainer.done)
@@ -229,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if here.local_rank == 0:  # of each node: a file may be missing on one
             err(error)
         return 2
-    if agent is not None and stands_by:
+    if agent is not None:
         agent.ready()
         here = Here.now()
     train = setup.config.train
@@ -255,10 +258,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         damaged = error.path if isinstance(error, DamageError) else None
         if here.rank == 0:
             err(error)
-    except Lost as error:  # on every rank
-        if here.rank == 0:
-            err(error)
-        os._exit(LOST)
     except TokenError as error:  # on this rank alone: the others wait for it, until the launcher ends them
         err(f"rank {here.rank}: {error}")
         os._exit(1)

@@ -195,7 +195,7 @@ class Trainer:
         allowed = 0 if section.non_finite == "stop" else section.max_skipped
         self.trouble = Trouble.none(self.mesh.device, allowed, self.start.skipped)
         self.at = self.done = self.followed = self.start.step
-        self._meter = _Meter(self)
+        self.meter = _Meter(self)
         self._unsaved: int | None = None
 
     def run(self) -> int:
@@ -220,7 +220,7 @@ class Trainer:
 
     def _steps(self) -> int:
         first, total = self.start.step, self.config.train.steps
-        self._meter.begin()
+        self.meter.begin()
         stopping = first >= total
         if self.stats is not None and self.followed < first:
             stopping = self._follow(first, self.stats)
@@ -257,16 +257,17 @@ class Trainer:
         if step % config.log.every == 0 or stopping or saving:
             self._check(trouble)
         if step % config.log.every == 0 or stopping:
-            self._write(step, self._meter.record(step, lr, stats, trouble))
+            self._write(step, self.meter.record(step, lr, stats, trouble))
         if saving:
             self._save(step, lr)
         if self._evaluates(step):
-            with self._meter.paused():
+            with self.meter.paused():
                 loss = self.validation_loss()
                 self._write(step, {"validation_loss": loss, "validation_perplexity": perplexity(loss)})
         if step % COLLECT_EVERY == 0:
             gc.collect(1)
         self._unsaved = step if saving and stopping else None
+        self.meter.advance()
         self.followed = step
         return stopping
 
@@ -417,18 +418,29 @@ class _Meter:
         config = trainer.config
         self._tokens_per_step = config.batch.global_size * config.data.sequence_length
         self._flops = flops_per_token(trainer.model.config, config.data.sequence_length, config.tuning)
+        self.last_step, self.seconds = trainer.start.step, 0.0
+        self._recorded: tuple[float, int] | None = None
         self.begin()
 
     def begin(self) -> None:
-        """Count from here on."""
-        self._since, self._last_step = time.perf_counter(), self._trainer.start.step
+        """Count from here on, beside the seconds that there are since the last record."""
+        self._since = time.perf_counter() - self.seconds
+
+    def advance(self) -> None:
+        """Count from the last record on: all that follows its step is done."""
+        if self._recorded is not None:
+            (self._since, self.last_step), self._recorded = self._recorded, None
+
+    def end(self) -> None:
+        """Count no more."""
+        self.seconds = time.perf_counter() - self._since
 
     def record(self, step: int, lr: float, stats: Stats, trouble: Trouble) -> Record:
         # Reading the loss waits for the step: only then is the clock right.
         loss, norm = stats.loss.item(), stats.grad_norm.item()
         now = time.perf_counter()
-        steps, seconds = step - self._last_step, now - self._since
-        self._since, self._last_step = now, step
+        steps, seconds = step - self.last_step, now - self._since
+        self._recorded = now, step
         speed = steps * self._tokens_per_step / seconds
         tflops = speed * self._flops / self._trainer.mesh.shape.world / 1e12
         peak = self._peak_above(tflops, step)
@@ -484,7 +496,10 @@ class _Meter:
             torch.cuda.synchronize(self._trainer.mesh.device)  # the steps before it are
         before = time.perf_counter()
         yield
-        self._since += time.perf_counter() - before
+        seconds = time.perf_counter() - before
+        self._since += seconds
+        if self._recorded is not None:
+            self._recorded = self._recorded[0] + seconds, self._recorded[1]
 
     def _peak_memory(self) -> float:
         """Return the peak memory of the rank that has held most."""
