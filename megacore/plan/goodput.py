@@ -83,7 +83,7 @@ class Protection:
         in_place_s: Seconds of a recovery in place, without the steps that are done again.
         copy_every: Steps from one copy to the next.
         slowed: The share of the time that copies take.
-        replica: Nodes that train together, of which one that lacks holds up the others; all, where the run needs all.
+        replica: Nodes of one data parallel replica, a part of one perhaps; all, where the run needs all.
         spares: Warm nodes that step in.
     """
 
@@ -93,7 +93,7 @@ class Protection:
     in_place_s: float
     copy_every: int
     slowed: float
-    replica: int
+    replica: float
     spares: int = 0
 
 
@@ -119,7 +119,7 @@ MOST_SPARES = 256
 
 
 def protections(
-    costs: FaultCosts, bare: Survival, copied: Survival, copies: PeerCopies | None, replica: int
+    costs: FaultCosts, bare: Survival, copied: Survival, copies: PeerCopies | None, replica: float
 ) -> list[Protection]:
     """Return the levels of protection of a run, each with what those before it have; spares are to be chosen.
 
@@ -227,7 +227,7 @@ def _again_s(level: Protection, faults: FaultRates, costs: FaultCosts) -> float:
 
 def _restart_s(level: Protection, nodes: int, faults: FaultRates, rate: float) -> float:
     """Return the mean seconds of a restart, which begins anew with each fault in it; a run that needs all of its nodes
-    waits for the one that is gone."""
+    waits for the one that is gone. (A fault of processes is taken to end the wait: what lacks is of second order.)"""
     waits = faults.away_s if level.replica == nodes and not level.spares else 0.0
     through = faults.hardware * math.exp(-rate * (level.restart_s + waits))
     through += (1 - faults.hardware) * math.exp(-rate * level.restart_s)
@@ -244,7 +244,8 @@ def _speed(level: Protection, nodes: int, faults: FaultRates) -> float:
 
 def speed(level: Protection, nodes: int, gone: int) -> float:
     """Return the speed where some nodes are gone: that of the whole replicas that the others, and spares, make up."""
-    return min(max(nodes + level.spares - gone, 0) // level.replica * level.replica / nodes, 1.0)
+    whole = math.floor(max(nodes + level.spares - gone, 0) / level.replica + 1e-9)
+    return min(whole * level.replica / nodes, 1.0)
 
 
 def poisson(mean: float) -> Iterator[tuple[int, float]]:
