@@ -226,12 +226,16 @@ def _again_s(level: Protection, faults: FaultRates, costs: FaultCosts) -> float:
 
 
 def _restart_s(level: Protection, nodes: int, faults: FaultRates, rate: float) -> float:
-    """Return the mean seconds of a restart, which begins anew with each fault in it; a run that needs all of its nodes
-    waits for the one that is gone. (A fault of processes is taken to end the wait: what lacks is of second order.)"""
-    waits = faults.away_s if level.replica == nodes and not level.spares else 0.0
-    through = faults.hardware * math.exp(-rate * (level.restart_s + waits))
-    through += (1 - faults.hardware) * math.exp(-rate * level.restart_s)
-    return (1 - through) / (rate * through) if through else math.inf
+    """Return the mean seconds from a fault until all ranks have started again, which they begin anew with each fault.
+
+    A run that needs all of its nodes waits until none lacks: for a busy period of a queue that serves all at once.
+    """
+    waits = 0.0
+    if level.replica == nodes and not level.spares:
+        leaving = rate * faults.hardware
+        waits = faults.hardware * (math.expm1(min(leaving * faults.away_s, 700.0)) / leaving)
+    through = math.exp(-rate * level.restart_s)
+    return waits + (1 - through) / through * (1 / rate + waits)
 
 
 def _speed(level: Protection, nodes: int, faults: FaultRates) -> float:

@@ -133,7 +133,8 @@ def test_published_rates() -> None:
 
 RATES = {
     "rare": FaultRates(100 * DAY_S, 0.78, 600),
-    "often": FaultRates(2 * DAY_S, 0.78, 1200),
+    "often": FaultRates(0.5 * DAY_S, 0.78, 1200),
+    "long away": FaultRates(40 * DAY_S, 0.78, DAY_S),
     "mostly processes": FaultRates(2 * DAY_S, 0.1, 600),
 }
 
