@@ -66,3 +66,26 @@ def restore(trainer: Trainer, image: Sequence[Tensor]) -> None:
     """Give a trainer an image of its place; its parameters that are split are to be gathered afterwards."""
     for ours, theirs in zip(elements(trainer), image, strict=True):
         ours[...] = theirs.to(ours[...].device)
+
+
+def to_bytes(trainer: Trainer) -> Tensor:
+    """Return the bytes of an image, one tensor after the other, in host memory: uint8 [n]."""
+    return torch.cat([_bytes(tensor.detach().cpu().contiguous()) for tensor in take(trainer)])
+
+
+def size(trainer: Trainer) -> int:
+    """Return the number of bytes of an image."""
+    return sum(tensor.nbytes for tensor in take(trainer))
+
+
+@torch.no_grad()
+def restore_bytes(trainer: Trainer, flat: Tensor) -> None:
+    """Give a trainer an image from its bytes."""
+    for each in elements(trainer):
+        ours = each[...]
+        part, flat = flat[: ours.nbytes].clone(), flat[ours.nbytes :]
+        each[...] = part.view(ours.dtype).view(ours.shape).to(ours.device)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)

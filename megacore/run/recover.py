@@ -8,7 +8,7 @@ the step is done again.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,100 +16,165 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore.control import Control
+from megacore.recovery.protocol import Commit, Resolution, Status, resolve
 from megacore.run import image
 from megacore.run.build import empty_trainer_of
 from megacore.run.check import Setup
+from megacore.run.copies import Copies
 from megacore.run.progress import Progress
 from megacore.run.save import NAMES
 from megacore.run.step import Stats
 from megacore.run.trainer import Trainer
 from megacore.store.dtypes import FLOATS
+from models.stages import layout_of
+from parallel.copies import holders, identical
 from parallel.mesh import Group, Mesh
 
-Status = Mapping[str, Any]
-"""What a rank says of its state to the others, as JSON."""
-
-NOTHING: Status = {"done": None}
-"""The status of a process that has just come."""
-
 _TOLD = ("loss", "grad_norm", "tokens", "scale")
-"""The fields of the statistics of a step that are the same on all ranks."""
+"""The fields of the statistics of a step that are the same on all ranks: the numbers of its commit."""
 
 
 class Lost(RuntimeError):
     """The ranks that are left do not have all of the state of the run."""
 
 
-def let_go(trainer: Trainer | None) -> Status:
-    """Return what a rank has of a run once its groups are gone: they are no more used."""
-    if trainer is None:
-        return NOTHING
-    abandoned, stats = trainer.saver.abandon(), trainer.stats
-    trainer.meter.end()
-    progress = trainer.start.at(trainer.done, trainer.config, trainer.step.optimizer.updates)
+@dataclass(frozen=True)
+class Told:
+    """What a rank says of itself to all others when a generation begins.
+
+    Args:
+        status: The steps that it has the state of.
+        state: What else it knows of the run at the step that its state is of, as JSON; None where it has no state.
+        copied: {step: the same of the step} of the copies that it holds.
+        followed: The last step that all is done for that follows one.
+        unsaved: Whether a save is to be made that was not, or not to its end.
+        meter: (step, seconds since) of the last record.
+    """
+
+    status: Status
+    state: Mapping[str, Any] | None = None
+    copied: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    followed: int = 0
+    unsaved: bool = False
+    meter: tuple[int, float] = (0, 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(replace(self, status=Status(self.status.rank))), "status": self.status.to_json()}
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any]) -> Told:
+        return cls(**{**tree, "status": Status.from_json(tree["status"]), "meter": tuple(tree["meter"])})
+
+
+def state_of(trainer: Trainer) -> Mapping[str, Any]:
+    """Return what is known of the run at the step that a trainer's state is of, beside its tensors; as JSON."""
+    stats = trainer.stats
     return {
-        "done": trainer.done,
-        "pending": trainer.step.pending is not None,
+        "progress": asdict(trainer.start.at(trainer.done, trainer.config, trainer.step.optimizer.updates)),
         "outcome": None if stats is None else {name: _told(getattr(stats, name)) for name in _TOLD},
-        "followed": trainer.followed,
-        "meter": [trainer.meter.last_step, trainer.meter.seconds],
-        "unsaved": abandoned or trainer.interrupt.save,
-        "progress": asdict(progress),
+        "generation": trainer.committed_in,
     }
 
 
-def recovered(setup: Setup, mesh: Mesh, control: Control, held: Trainer | None, statuses: Sequence[Status]) -> Trainer:
+def let_go(trainer: Trainer | None, copies: Copies, rank: int) -> Told:
+    """Return what a rank has of a run once its groups are gone, which are no more used."""
+    copies.leave()
+    versions = {of: frozenset(held) for of, held in copies.images.items()}
+    copied = {str(step): image.state for held in copies.images.values() for step, image in held.items()}
+    if trainer is None:
+        return Told(Status(rank, copies=versions), copied=copied)
+    trainer.meter.end()
+    state, abandoned = state_of(trainer), trainer.saver.abandon()
+    outcome = None if state["outcome"] is None else _commit(state)
+    pending = trainer.generation if trainer.step.pending is not None else None
+    return Told(
+        Status(rank, trainer.done, pending, outcome, versions, trainer.rewound),
+        state,
+        copied,
+        trainer.followed,
+        abandoned or trainer.interrupt.save,
+        (trainer.meter.last_step, trainer.meter.seconds),
+    )
+
+
+def _commit(state: Mapping[str, Any]) -> Commit:
+    return Commit(state["generation"], tuple(float(value) for _, value in state["outcome"].values()))
+
+
+def recovered(
+    setup: Setup, mesh: Mesh, control: Control, held: Trainer | None, copies: Copies, told: Sequence[Told]
+) -> Trainer:
     """Return a trainer that goes on where the ranks have been, in new groups.
 
     Args:
         setup: The run.
         mesh, control: The new groups.
         held: The trainer that this rank had, if it had one.
-        statuses: What each rank has said.
+        copies: The copies that it holds.
+        told: What each rank has said.
 
     Raises:
         Lost: nobody has the state of some rank.
     """
-    done = max(each["done"] for each in statuses if each["done"] is not None)
-    newest = next(each for each in statuses if each["done"] == done)
-    sources = _sources(mesh, statuses, done)
-    if held is not None and held.done < done:
-        held.update(done, _stats(held, newest["outcome"]))
-    progress = Progress(**newest["progress"])
+    resolution = resolve([each.status for each in told], _identical(setup, mesh))
+    if resolution is None:
+        lacking = [rank for rank, each in enumerate(told) if each.status.version is None]
+        raise Lost(f"the state of ranks {lacking} was in no other memory")
+    done = resolution.version
+    states = [each.state for each in told if each.status.version == done and each.state is not None]
+    state = next(iter(states), None) or next(each.copied[str(done)] for each in told if str(done) in each.copied)
+    way = resolution.ways[mesh.rank]
+    if way.kind == "forward":
+        assert held is not None
+        held.update(done, _stats(held, state["outcome"]))
+    progress = Progress(**state["progress"])
     trainer = empty_trainer_of(replace(setup, start=replace(setup.start, progress=progress)), mesh, control)
     if held is not None:
-        image.restore(trainer, image.take(held))
         trainer.interrupt = held.interrupt
-    _send(trainer, sources, _everybody(mesh))
+        if way.kind in ("keep", "forward"):
+            image.restore(trainer, image.take(held))
+    if way.kind == "back":
+        image.restore_bytes(trainer, copies.images[way.image][done].bytes)
+    _send(trainer, resolution, copies, everybody(mesh))
     trainer.step.optimizer.updates = progress.updates
     trainer.step.gradients.updated()
-    if newest["outcome"] is not None:
-        trainer.stats = _stats(trainer, newest["outcome"])
-        trainer.followed = min(each["followed"] for each in statuses if each["done"] is not None)
-    held_by = [each for each in statuses if each["done"] is not None]
-    trainer.meter.last_step, trainer.meter.seconds = min(each["meter"] for each in held_by)
-    asked = statuses[:1] if statuses[0]["done"] is not None else [each for each in statuses if each["done"] is not None]
-    trainer.interrupt.save |= any(each["unsaved"] for each in asked)
+    if state["outcome"] is not None:
+        trainer.stats, trainer.committed_in = _stats(trainer, state["outcome"]), state["generation"]
+    trainer.rewound = resolution.rewound
+    living = [each for each in told if each.status.version is not None]
+    trainer.followed = min([done, *(each.followed for each in living)])
+    last, seconds = min((each.meter for each in living), default=(done, 0.0))
+    if last < done:
+        trainer.meter.last_step, trainer.meter.seconds = last, seconds
+    asked = told[:1] if told[0].status.version is not None else living
+    trainer.interrupt.save |= any(each.unsaved for each in asked)
+    copies.drop_after(done)
     control.largest()
     return trainer
 
 
-def _sources(mesh: Mesh, statuses: Sequence[Status], done: int) -> Mapping[int, int]:
-    """Return {rank without state: rank whose image it takes}.
+def keep_copies(setup: Setup, trainer: Trainer, copies: Copies, ranks_per_node: int) -> None:
+    """Have each rank know whose copies it holds in this generation, and who holds its own; all ranks call this."""
+    mesh = trainer.mesh
+    nodes = mesh.shape.world // ranks_per_node
+    placed = holders(_identical(setup, mesh), ranks_per_node if nodes > 1 else 1)
+    if placed:
+        group = mesh.host_group([tuple(range(mesh.shape.world))])
+        copies.join(mesh.rank, placed, group, lambda: (image.to_bytes(trainer), state_of(trainer)))
+        trainer.copies = copies
 
-    Raises:
-        Lost: there is none for some.
-    """
-    has = [each["done"] == done or (each["done"] == done - 1 and each["pending"]) for each in statuses]
-    sources = dict[int, int]()
-    for rank, there in enumerate(has):
-        if there:
-            continue
-        same = [other for other in mesh.shape.along(rank, "dp", "cp") if has[other]]
-        if not same:
-            raise Lost(f"nobody else has the state of rank {rank} ({mesh.shape.place(rank)})")
-        sources[rank] = same[0]
-    return sources
+
+def _identical(setup: Setup, mesh: Mesh) -> Mapping[int, tuple[int, ...]]:
+    config = setup.config
+    chunks, layers = config.pipeline.chunks, config.pipeline.layers_per_stage
+    layout = layout_of(setup.model, mesh.shape, chunks, layers, config.tuning, config.mesh.split)
+    return identical(layout, config.zero.shard, config.zero.replicas)
+
+
+def everybody(mesh: Mesh) -> Group:
+    """Return a group of all ranks for tensors in host memory."""
+    ranks = tuple(range(mesh.shape.world))
+    return mesh.world if mesh.device.type == "cpu" else mesh.host_group([ranks])
 
 
 def _told(scalar: Tensor) -> tuple[str, float]:
@@ -128,27 +193,16 @@ def _stats(trainer: Trainer, outcome: Mapping[str, tuple[str, float]]) -> Stats:
     return Stats(**told, own_loss=own, overflow=step.scaler.overflow(told["loss"], told["grad_norm"]))
 
 
-def _everybody(mesh: Mesh) -> Group:
-    """Return a group of all ranks for tensors in host memory."""
-    everybody = tuple(range(mesh.shape.world))
-    return mesh.world if mesh.device.type == "cpu" else mesh.host_group([everybody])
-
-
-def _send(trainer: Trainer, sources: Mapping[int, int], group: Group) -> None:
-    """Give each rank without state the image of another."""
+def _send(trainer: Trainer, resolution: Resolution, copies: Copies, group: Group) -> None:
+    """Give each rank without state the image of another, or the copy that another holds."""
     rank = trainer.mesh.rank
-    for target, source in sorted(sources.items()):
-        if rank not in (target, source):
+    for target, way in sorted(resolution.ways.items()):
+        if way.kind not in ("live", "copy") or rank not in (target, way.source):
             continue
-        for each in image.elements(trainer):
-            here = each[...]
-            host = here.cpu().contiguous() if rank == source else torch.empty(here.shape, dtype=here.dtype)
-            if rank == source:
-                dist.send(_bytes(host), target, group=group.process_group)
-            else:
-                dist.recv(_bytes(host), source, group=group.process_group)
-                each[...] = host.to(here.device)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+        if rank == way.source:
+            flat = image.to_bytes(trainer) if way.kind == "live" else copies.images[way.image][resolution.version].bytes
+            dist.send(flat, target, group=group.process_group)
+        else:
+            flat = torch.empty(image.size(trainer), dtype=torch.uint8)
+            dist.recv(flat, way.source, group=group.process_group)
+            image.restore_bytes(trainer, flat)

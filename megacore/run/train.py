@@ -30,12 +30,14 @@ from megacore.launcher import gpus
 from megacore.rank import Here, join, leave, parted
 from megacore.recipe import ConfigError
 from megacore.recovery.channel import Agent
+from megacore.recovery.protocol import Status
 from megacore.run import metrics
 from megacore.run.build import trainer_of
 from megacore.run.check import Setup, check, files_of
+from megacore.run.copies import Copies
 from megacore.run.export import export
 from megacore.run.lock import RunLock
-from megacore.run.recover import NOTHING, Lost, Status, let_go, recovered
+from megacore.run.recover import Lost, Told, keep_copies, let_go, recovered
 from megacore.run.resume import Damaged, Start, find, remarks
 from megacore.run.save import SaveError
 from megacore.run.trainer import NonFinite, Trainer
@@ -89,7 +91,8 @@ class _Here:
     node: int
     stack: ExitStack
     trainer: Trainer | None = None
-    status: Status = field(default_factory=lambda: NOTHING)
+    told: Told = field(default_factory=lambda: Told(Status(0)))
+    copies: Copies = field(default_factory=Copies)
     log: metrics.Log | None = None
     locked: bool = False
 
@@ -101,12 +104,13 @@ class _Here:
             if agent is None or not (agent.over or parted(error)):
                 raise
             agent.fault(error)
-        self.status = let_go(self.trainer)
         return None
 
     def rejoin(self, agent: Agent | None) -> None:
         """Leave the groups that are broken, and join the next generation of them."""
         assert agent is not None
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.told = let_go(self.trainer, self.copies, rank)
         if dist.is_initialized():
             dist.destroy_process_group()
         agent.ready()
@@ -119,16 +123,19 @@ class _Here:
         world = dist.get_world_size() if dist.is_initialized() else 1
         mesh = Mesh.create(config.mesh.shape(world), self.device, timedelta(minutes=config.train.timeout))
         control = Control.create(mesh, self.node)
-        statuses = control.exchange(self.status) if agent is not None else []
-        if agent is None or all(each == NOTHING for each in statuses):
+        mine = replace(self.told, status=replace(self.told.status, rank=mesh.rank))
+        told = [Told.from_json(each) for each in control.exchange(mine.to_json())]
+        if agent is None or all(each.status == Status(rank) for rank, each in enumerate(told)):
             trainer = self._begun(mesh, control)
         else:
             try:
-                trainer = self._recovered(mesh, control, statuses)
+                trainer = self._recovered(mesh, control, told)
             except Lost as error:
                 agent.lost(str(error))
         self.trainer = trainer
         if agent is not None:
+            trainer.generation = agent.generation
+            keep_copies(self.setup, trainer, self.copies, self.node)
             agent.recovered(trainer.done)
         return trainer.run()
 
@@ -144,10 +151,13 @@ class _Here:
         self._open_log(trainer, control, trainer.start.step)
         return trainer
 
-    def _recovered(self, mesh: Mesh, control: Control, statuses: Sequence[Status]) -> Trainer:
+    def _recovered(self, mesh: Mesh, control: Control, told: Sequence[Told]) -> Trainer:
         """Return the trainer that goes on after a fault."""
         self._lock(mesh, control)
-        trainer = recovered(self.setup, mesh, control, self.trainer, statuses)
+        trainer = recovered(self.setup, mesh, control, self.trainer, self.copies, told)
+        if trainer.rewound and self.log is not None:
+            self.log.__exit__()
+            self.log = None
         self._open_log(trainer, control, trainer.followed)
         return trainer
 

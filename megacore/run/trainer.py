@@ -19,6 +19,7 @@ from megacore.control import Control
 from megacore.data.batches import Batch, Batches, prefetch
 from megacore.hardware import peak_memory_gib
 from megacore.run import loads, progress
+from megacore.run.copies import Copies
 from megacore.run.lr import learning_rate
 from megacore.run.metrics import Log, Record
 from megacore.run.progress import Progress
@@ -189,6 +190,13 @@ class Trainer:
     followed: int = field(default=0, init=False)
     """The last step that all is done for that follows one: records, saves, evaluations."""
     trouble: Trouble = field(init=False)
+    generation: int = field(default=0, init=False)
+    """The generation of the groups that its messages go through."""
+    committed_in: int = field(default=0, init=False)
+    """The generation in which the last step was done."""
+    rewound: bool = field(default=False, init=False)
+    """Whether the run has gone back after a fault, and no step has been done since."""
+    copies: Copies = field(default_factory=Copies, init=False)
 
     def __post_init__(self) -> None:
         section = self.config.optimizer
@@ -227,10 +235,11 @@ class Trainer:
         if not stopping:
             with prefetch(self.batches.steps(self.start.samples)) as ahead, _collecting_together():
                 for step, batch in enumerate(ahead, start=first + 1):
-                    self.at = step
+                    self.at, began = step, time.monotonic()
                     stats = self.step.backward(self._microbatches(batch, step))
                     self.update(step, stats)
                     self.step.gradients.updated()
+                    self.copies.stepped(time.monotonic() - began)
                     if self._follow(step, stats):
                         break
         self._tolerate(self.saver.finish)
@@ -246,7 +255,7 @@ class Trainer:
         """Do the second half of a step, which needs no other rank: all or nothing of it is done."""
         self.step.update(stats, self.lr(step), self.trouble.halted)
         self.trouble.note(step, stats)
-        self.done, self.stats = step, stats
+        self.done, self.stats, self.committed_in, self.rewound = step, stats, self.generation, False
 
     def _follow(self, step: int, stats: Stats) -> bool:
         """Do what follows a step -> whether it was the last one."""
@@ -338,8 +347,15 @@ class Trainer:
         With it goes what the ranks must know of a save in the background.
         """
         save, self.interrupt.save = self.interrupt.save, False
-        stop, save, *news = map(bool, self.control.largest(self.interrupt.asked, save, *self.saver.news()))
+        copies = self.copies
+        told = self.control.largest(
+            self.interrupt.asked, save, *self.saver.news(), copies.due(self.done), -copies.whole
+        )
+        stop, save, *news = map(bool, told[:4])
         self._tolerate(lambda: self.saver.advance(*news))
+        copies.settle(-int(told[5]))
+        if self.done >= told[4]:
+            copies.begin(self.done)
         return stop, save
 
     def _microbatches(self, batches: Sequence[Batch], step: int) -> list[Microbatch]:
