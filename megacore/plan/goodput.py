@@ -303,14 +303,14 @@ def simulate(
         seed: The seed of all chance.
     """
     shares = [
-        _Run(level, nodes, faults, costs, interval, random.Random(f"{seed} {number}")).share(count)
+        _FaultyRun(level, nodes, faults, costs, interval, random.Random(f"{seed} {number}")).share(count)
         for number in range(RUNS)
     ]
     mean = sum(shares) / RUNS
     return Simulated(mean, math.sqrt(sum((share - mean) ** 2 for share in shares) / (RUNS - 1) / RUNS))
 
 
-class _Run:
+class _FaultyRun:
     """A run: its clock, its place in seconds of training and of stalls at full speed, and its last whole checkpoint."""
 
     def __init__(

@@ -12,6 +12,7 @@ from megacore.plan.efficiency import LINKS
 from megacore.plan.setting import Setting
 from megacore.plan.state import ParameterShare, Shares, sharing, updated
 from megacore.plan.step_time import Cluster
+from parallel.choices import ZeroShard
 from parallel.copies import holders, identical
 from parallel.rank_sets import RankSet
 
@@ -133,7 +134,7 @@ class Survival:
 
 def image_bytes(setting: Setting, shares: Shares) -> tuple[int, ...]:
     """Return, for each stage, the bytes of the image of a rank: its slices of weights, masters and moments."""
-    split = "none" if setting.shard == "none" else "parameters"
+    split: ZeroShard = "none" if setting.shard == "none" else "parameters"
     owned = replace(setting, shard=split, widths=replace(setting.widths, gradient=0))
     return tuple(updated(stage, owned).total for stage in shares.stages)
 
