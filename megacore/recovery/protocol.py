@@ -507,7 +507,7 @@ class Generations:
                 self._put(rank, "gone")
             case Ended():
                 self._put(rank, "ended")
-            case Lost(generation=generation) if self._is_in(place, generation):
+            case Lost(generation=place.generation):  # heeded when it is over too: the next one would find the same
                 return self._fail("state is lost: no step that all ranks can come to is held in memory any more")
             case Faulted(generation=generation) if self._is_in(place, generation):
                 self._blame("faulted", event.at, rank)
