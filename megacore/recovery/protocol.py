@@ -83,6 +83,10 @@ class Status:
         outcome = Commit(generation, tuple(numbers))
         return replace(self, version=self.version + 1, pending=None, outcome=outcome, rewound=False)
 
+    def forget(self) -> Status:
+        """Return what it holds once the summed gradients are no more."""
+        return replace(self, pending=None)
+
     def hold(self, rank: int, version: int) -> Status:
         """Return what it holds once a copy of a rank's image is whole. The older ones stay until :meth:`settle`.
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import textwrap
+from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
+from explorer import Setting, Violation, explore, walk
 
+from megacore.recovery import protocol
 from megacore.recovery.protocol import (
     Died,
     Faulted,
@@ -13,6 +19,7 @@ from megacore.recovery.protocol import (
     Go,
     Limits,
     Over,
+    ProtocolError,
     Ready,
     Recovered,
     Resolution,
@@ -58,3 +65,175 @@ def test_a_dead_rank_is_replaced_before_the_next_generation() -> None:
     assert agent.on(Died(3, 1, 1, -9)) == [Over(0, 1), Spawn(1, 2, 0)]
     assert agent.on(Faulted(3, 0, 1, 1)) == agent.on(Ready(3, 1, 1, 0)) == agent.on(Ready(4, 0, 1, 1)) == []
     assert agent.on(Ready(4, 1, 2, 0)) == [Go(0, 2), Go(1, 2)]
+
+
+# -- every order of events
+
+
+def replicated(ranks: int, dp: int) -> Mapping[int, tuple[int, ...]]:
+    """Return {rank: ranks with the same image} of a mesh whose outermost axis is dp."""
+    inner = ranks // dp
+    return {rank: tuple(other for other in range(ranks) if other % inner == rank % inner) for rank in range(ranks)}
+
+
+def ring(ranks: int) -> Mapping[int, int]:
+    """Return {rank: the next rank}, which holds copies of its image."""
+    return {rank: (rank + 1) % ranks for rank in range(ranks)}
+
+
+KILL_CUT = ("kill", "cut")
+PAIRS = {
+    "dp2": Setting(replicated(2, 2), 1, 1, stale=True),
+    "copies": Setting(replicated(2, 1), 1, 1, stale=True, holder=ring(2)),
+    "zero": Setting(replicated(2, 1), 1, 0, stale=True, gathers=True),
+    "forgets": Setting(replicated(2, 2), 2, 0, 1, (1,), forgets=True, late=False, kinds=KILL_CUT),
+}
+"""Two ranks, a fault, and every delay of every message; gradients that are lost take two to tell."""
+FOURS = {
+    "dp4": Setting(replicated(4, 4), 2, 3, late=False, kinds=KILL_CUT),
+    "tp2 x dp2": Setting(replicated(4, 2), 2, 1, late=False, kinds=KILL_CUT),
+    "copies": Setting(replicated(4, 1), 2, 1, holder=ring(4), late=False, kinds=KILL_CUT),
+    "zero": Setting(replicated(4, 1), 2, 0, gathers=True, late=False, kinds=KILL_CUT),
+}
+"""Four ranks and two faults; what a living rank says, the agent hears at once."""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", PAIRS)
+def test_no_order_of_events_tears_or_sticks(name: str) -> None:
+    walked = explore(PAIRS[name])
+    assert walked.worlds > 2_000 and walked.done
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("name", FOURS)
+def test_no_order_of_events_among_four_ranks_and_two_faults_tears_or_sticks(name: str) -> None:
+    walked = explore(FOURS[name])
+    print(name, walked)
+    assert walked.done and walked.failed
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_orders_among_many_ranks(seed: int) -> None:
+    for ranks in (8, 64):
+        for dp, gathers in ((1, True), (1, False), (2, False), (4, False)):
+            holder = ring(ranks) if dp == 1 and not gathers else {}
+            walk(Setting(replicated(ranks, dp), 4, 0 if gathers else 1, 3, (1, 3), holder, gathers), seed)
+
+
+# -- seeded bugs, each of which must be found
+
+DP4 = Setting(replicated(4, 4), 2, 3, 1, (1,), late=False, kinds=("kill",))
+TP2_DP2 = replace(FOURS["tp2 x dp2"], faults=1, steps=1, saves=(1,), kinds=("kill",))
+THREE = Setting(replicated(3, 1), 2, 1, 1, (1,), ring(3), late=False, kinds=KILL_CUT)
+
+
+def seed(monkeypatch: pytest.MonkeyPatch, name: str, old: str, new: str) -> None:
+    """Change what a method or function of the protocol says."""
+    owner = next(each for each in (Generations, Status, protocol) if hasattr(each, name))
+    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    assert source.count(old) == 1, f"{name} does not say {old!r} once"
+    scope = dict(vars(protocol))
+    exec(f"from __future__ import annotations\n{source.replace(old, new)}", scope)
+    monkeypatch.setattr(owner, name, scope[name])
+
+
+BUGS: dict[str, tuple[Setting, str, str, str]] = {
+    # Status
+    "a commit is forgotten": (PAIRS["zero"], "commit", "outcome=outcome, ", "outcome=None, "),
+    "a commit counts twice": (PAIRS["dp2"], "commit", "self.version + 1", "self.version + 2"),
+    "copies outlive what is undone": (replace(THREE, kinds=("kill",)), "follow", "if v <= version", "if True"),
+    "a half-written image counts": (
+        PAIRS["forgets"],
+        "overwrite",
+        "Status(self.rank, copies",
+        "Status(self.rank, self.version, copies",
+    ),
+    "a copy replaces the older one at once": (
+        PAIRS["copies"],
+        "hold",
+        "self.copies.get(rank, frozenset()) | {version}",
+        "frozenset({version})",
+    ),
+    "the last copies are dropped": (PAIRS["copies"], "settle", "v >= version", "v > version"),
+    # resolve
+    "nobody rolls forward": (PAIRS["zero"], "_alone", "status.version == version - 1 and", "False and"),
+    "who has not contributed rolls forward": (
+        PAIRS["forgets"],
+        "_alone",
+        "status.pending == outcome.generation",
+        "True",
+    ),
+    "gradients go with another commit": (
+        replace(THREE, copies_first=False),
+        "_alone",
+        "status.pending == outcome.generation",
+        "status.pending",
+    ),
+    "any image will do": (TP2_DP2, "_ways", "for other in identical[rank] if", "for other in said if"),
+    "newcomers take from newcomers": (PAIRS["dp2"], "_ways", "if other in own]", "if other in said]"),
+    "peers' copies are not asked for": (
+        PAIRS["copies"],
+        "_ways",
+        "if version in status.copies.get(image, ())",
+        "if False",
+    ),
+    "what is said first decides": (
+        DP4,
+        "resolve",
+        "sorted(statuses, key=lambda status: status.rank)",
+        "statuses",
+    ),
+    "all go back as far as they can": (PAIRS["copies"], "resolve", "reverse=True", "reverse=False"),
+    # Generations
+    "goes before every place is filled": (
+        PAIRS["dp2"],
+        "_act",
+        "< len(self.places)",
+        "< len(self.places) - len(self._in('start'))",
+    ),
+    "goes before all have left": (
+        PAIRS["dp2"],
+        "_act",
+        "< len(self.places)",
+        "< len(self.places) - len(self._in('leave'))",
+    ),
+    "a place is filled before its process is dead": (PAIRS["dp2"], "_late", '"die", at + self.limits.die', '"gone"'),
+    "deaths in a recovery are no cause": (
+        PAIRS["dp2"],
+        "_hear",
+        'if place.state != "die":',
+        'if place.state not in ("die", "recover"):',
+    ),
+    "faults without a death are no cause": (
+        PAIRS["dp2"],
+        "_hear",
+        'self._blame("faulted", event.at, rank)\n        case Ready',
+        "pass\n        case Ready",
+    ),
+    "who recovers is not told that it is over": (
+        PAIRS["dp2"],
+        "_act",
+        'self._in("recover", "train")',
+        'self._in("train")',
+    ),
+    "nobody is ever late": (PAIRS["dp2"], "_late", "place.deadline > at", "True"),
+    "a generation's number is used again": (PAIRS["dp2"], "_go", "self.generation + 1, ", "max(self.generation, 1), "),
+    "a new process inherits a generation": (PAIRS["dp2"], "_act", '"start", 0, at', '"start", place.generation, at'),
+    "an end is waited for in vain": (PAIRS["dp2"], "_act", 'ended := self._in("ended")', "ended := self._in()"),
+    "lost state is tried again": (
+        PAIRS["zero"],
+        "_hear",
+        "case Lost(generation=place.generation):",
+        "case Lost(generation=place.generation) if self._is_in(place, event.generation):",
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_seeded_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    setting, *change = BUGS[bug]
+    seed(monkeypatch, *change)
+    with pytest.raises((Violation, ProtocolError)) as caught:
+        explore(setting)
+    print(bug, "|", str(caught.value)[:110], "|", caught.value.__notes__[0][:40])
