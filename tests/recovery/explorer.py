@@ -709,7 +709,8 @@ def walk(setting: Setting, seed: int) -> Walked:
     faults = sorted(chosen.randrange(expected) for _ in range(setting.faults))
     try:
         while moves := explorer.moves(world):
-            hits = [move for move in moves if move[0] in FAULTS]
+            hits = [move for move in moves if move[0] in FAULTS and move[0] != "cut"]
+            hits += [("cut", number) for number, groups in enumerate(world.groups) if not groups.cut]
             others = [move for move in moves if move[0] not in FAULTS]
             if not others:
                 break
