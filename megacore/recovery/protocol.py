@@ -1,4 +1,4 @@
-"""How a run survives a fault, as data and pure functions: what a step's commit means, and who lives in a generation.
+"""The protocol that lets a run survive a fault, as data and pure functions: steps, and generations of processes.
 
 **A step is a transaction.** Its commit is the world's all-reduce of the loss and the gradient norm. Whoever has the
 result of step s + 1 knows that everybody has contributed to it, so everybody holds the summed gradients of s + 1 or is
@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 
 class ProtocolError(RuntimeError):
-    """What the ranks say of themselves cannot be: a mistake of ours, after which no state may be trusted."""
+    """The ranks say of themselves what cannot be: a mistake of ours, after which no state may be trusted."""
 
 
 # -- a step is a transaction
@@ -47,7 +47,7 @@ class Commit(NamedTuple):
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank holds, as it says when a generation begins. The first of a new process is ``Status(rank)``.
+    """The state and the copies that a rank holds, as it says when a generation begins: ``Status(rank)`` of a new process.
 
     Args:
         rank: The place among all.
@@ -160,7 +160,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Resolution:
-    """What all ranks do at the beginning of a generation.
+    """The ways of all ranks at the beginning of a generation.
 
     Args:
         version: The step that all are of afterwards.
@@ -298,7 +298,10 @@ class Faulted(FromRank):
 
 @dataclass(frozen=True)
 class Ready(FromRank):
-    """The process has left this generation, its last (0: it has been in none), and can join another."""
+    """The process has left this generation, its last (0: it has been in none), and can join another.
+
+    No thread of it waits in that generation or writes for it any more: neither a copy of an image nor a checkpoint.
+    """
 
     generation: int
 
@@ -388,7 +391,7 @@ class Cause:
         rank, node: The process that it is about.
         generation: The generation that it ended; where it was over already, that one.
         status: The exit status of who died, else 0.
-        during: What the process was to do: to start, to leave the last generation, to recover, or to train.
+        during: The work that the process was at: to start, to leave the last generation, to recover, or to train.
     """
 
     kind: Literal["died", "faulted", "late"]
@@ -410,10 +413,10 @@ class Limits:
     """Seconds that a process has for what it is to do.
 
     Args:
-        start: From :class:`Spawn` to its :class:`Ready`.
-        leave: From :class:`Over` to its :class:`Ready`.
-        recover: From :class:`Go` to its :class:`Recovered`.
-        die: From :class:`Kill` to its :class:`Died`.
+        start: Time from :class:`Spawn` to its :class:`Ready`.
+        leave: Time from :class:`Over` to its :class:`Ready`.
+        recover: Time from :class:`Go` to its :class:`Recovered`.
+        die: Time from :class:`Kill` to its :class:`Died`.
     """
 
     start: float = 60.0

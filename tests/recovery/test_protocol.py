@@ -6,7 +6,7 @@ import inspect
 import math
 import sys
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,12 +14,17 @@ from explorer import Explorer, Setting, Violation, Walked, explore, walk
 
 from megacore.recovery import protocol
 from megacore.recovery.protocol import (
+    Cause,
+    Commit,
     Died,
+    Fail,
     Faulted,
     Generations,
     Go,
+    Kill,
     Limits,
     Over,
+    Passed,
     ProtocolError,
     Ready,
     Recovered,
@@ -66,6 +71,59 @@ def test_a_dead_rank_is_replaced_before_the_next_generation() -> None:
     assert agent.on(Died(3, 1, 1, -9)) == [Over(0, 1), Spawn(1, 2, 0)]
     assert agent.on(Faulted(3, 0, 1, 1)) == agent.on(Ready(3, 1, 1, 0)) == agent.on(Ready(4, 0, 1, 1)) == []
     assert agent.on(Ready(4, 1, 2, 0)) == [Go(0, 2), Go(1, 2)]
+
+
+def test_a_newcomer_takes_a_live_image_else_all_go_back_to_their_copies() -> None:
+    held = {0: frozenset({2}), 1: frozenset({2})}
+    old = Status(0, 4, copies=held)
+    assert ways(resolve([old, Status(1)], DP2)) == [Way("keep", 0, 0), Way("live", 0, 0)]
+    back = resolve([old, Status(1)], ALONE)
+    assert (
+        ways(back) == [Way("back", 0, 0), Way("copy", 0, 1)]
+        and back is not None
+        and (back.version, back.rewound) == (2, True)
+    )
+    assert resolve([Status(0, 4), Status(1)], ALONE) is None
+    # Rank 0 has gone back when another fault comes, and rank 1 has not.
+    after = old.follow(back)
+    found = resolve([after, Status(1, 4, copies=held)], ALONE)
+    assert ways(found) == [Way("keep", 0, 0), Way("back", 1, 1)]
+
+
+@pytest.mark.parametrize(
+    "statuses, says",
+    [
+        ([Status(0, 4), Status(1, 2)], "4 .rank 0., 2 .rank 1.: more than one step apart"),
+        ([Status(0, 4), Status(0, 4)], "statuses of ranks .0, 0., but of all .0, 1. needed"),
+        ([Status(rank, 4, outcome=Commit(1, (rank / 2,))) for rank in (0, 1)], "step 4 has two outcomes"),
+    ],
+)
+def test_statuses_that_cannot_be_are_refused(statuses: list[Status], says: str) -> None:
+    with pytest.raises(ProtocolError, match=says):
+        resolve(statuses, ALONE)
+
+
+def test_the_judge_is_asked_of_causes_and_its_word_ends_all() -> None:
+    asked: list[Cause] = []
+
+    def judge(cause: Cause, before: Sequence[Cause]) -> str:
+        asked.append(cause)
+        return "enough" if len(before) == 2 else ""
+
+    agent = Generations({0: 0, 1: 1}, judge, Limits(leave=5, die=7))
+    agent.begin(0)
+    for rank in (0, 1):
+        agent.on(Ready(0, rank, 1, 0))
+    for rank in (0, 1):
+        agent.on(Faulted(1, rank, 1, 1))
+    for rank in (0, 1):
+        agent.on(Ready(2, rank, 1, 1))
+    assert agent.generation == 2 and [(cause.kind, cause.rank, cause.during) for cause in asked] == [
+        ("faulted", 0, "recover")
+    ]
+    assert agent.on(Died(3, 1, 1, -9)) == [Over(0, 2), Spawn(1, 2, 1)] and agent.deadline == 8
+    assert agent.on(Passed(8)) == [Kill(0), Kill(1), Fail("enough")] and agent.phase == "failed"
+    assert [(cause.kind, cause.during) for cause in asked[1:]] == [("died", "recover"), ("late", "leave")]
 
 
 # -- every order of events
