@@ -47,7 +47,7 @@ class Commit(NamedTuple):
 
 @dataclass(frozen=True)
 class Status:
-    """The state and the copies that a rank holds, as it says when a generation begins: ``Status(rank)`` of a new process.
+    """The state and the copies that a rank holds, as it says when a generation begins; a new one: ``Status(rank)``.
 
     Args:
         rank: The place among all.
