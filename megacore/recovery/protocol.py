@@ -1,4 +1,4 @@
-"""How a run survives a fault, as data and pure functions: what a step's commit means, and who lives in a generation.
+"""The protocol that lets a run survive a fault, as data and pure functions: steps, and generations of processes.
 
 **A step is a transaction.** Its commit is the world's all-reduce of the loss and the gradient norm. Whoever has the
 result of step s + 1 knows that everybody has contributed to it, so everybody holds the summed gradients of s + 1 or is
@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple
 
 
 class ProtocolError(RuntimeError):
-    """What the ranks say of themselves cannot be: a mistake of ours, after which no state may be trusted."""
+    """The ranks say of themselves what cannot be: a mistake of ours, after which no state may be trusted."""
 
 
 # -- a step is a transaction
@@ -47,7 +47,7 @@ class Commit(NamedTuple):
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank holds, as it says when a generation begins. The first of a new process is ``Status(rank)``.
+    """The state and the copies that a rank holds, as it says when a generation begins; a new one: ``Status(rank)``.
 
     Args:
         rank: The place among all.
@@ -82,6 +82,10 @@ class Status:
             raise ProtocolError(f"rank {self.rank} commits in generation {generation} what it did not contribute to")
         outcome = Commit(generation, tuple(numbers))
         return replace(self, version=self.version + 1, pending=None, outcome=outcome, rewound=False)
+
+    def forget(self) -> Status:
+        """Return what it holds once the summed gradients are no more."""
+        return replace(self, pending=None)
 
     def hold(self, rank: int, version: int) -> Status:
         """Return what it holds once a copy of a rank's image is whole. The older ones stay until :meth:`settle`.
@@ -156,7 +160,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Resolution:
-    """What all ranks do at the beginning of a generation.
+    """The ways of all ranks at the beginning of a generation.
 
     Args:
         version: The step that all are of afterwards.
@@ -294,7 +298,10 @@ class Faulted(FromRank):
 
 @dataclass(frozen=True)
 class Ready(FromRank):
-    """The process has left this generation, its last (0: it has been in none), and can join another."""
+    """The process has left this generation, its last (0: it has been in none), and can join another.
+
+    No thread of it waits in that generation or writes for it any more: neither a copy of an image nor a checkpoint.
+    """
 
     generation: int
 
@@ -384,7 +391,7 @@ class Cause:
         rank, node: The process that it is about.
         generation: The generation that it ended; where it was over already, that one.
         status: The exit status of who died, else 0.
-        during: What the process was to do: to start, to leave the last generation, to recover, or to train.
+        during: The work that the process was at: to start, to leave the last generation, to recover, or to train.
     """
 
     kind: Literal["died", "faulted", "late"]
@@ -406,10 +413,10 @@ class Limits:
     """Seconds that a process has for what it is to do.
 
     Args:
-        start: From :class:`Spawn` to its :class:`Ready`.
-        leave: From :class:`Over` to its :class:`Ready`.
-        recover: From :class:`Go` to its :class:`Recovered`.
-        die: From :class:`Kill` to its :class:`Died`.
+        start: Time from :class:`Spawn` to its :class:`Ready`.
+        leave: Time from :class:`Over` to its :class:`Ready`.
+        recover: Time from :class:`Go` to its :class:`Recovered`.
+        die: Time from :class:`Kill` to its :class:`Died`.
     """
 
     start: float = 60.0
@@ -507,7 +514,7 @@ class Generations:
                 self._put(rank, "gone")
             case Ended():
                 self._put(rank, "ended")
-            case Lost(generation=generation) if self._is_in(place, generation):
+            case Lost(generation=place.generation):  # heeded when it is over too: the next one would find the same
                 return self._fail("state is lost: no step that all ranks can come to is held in memory any more")
             case Faulted(generation=generation) if self._is_in(place, generation):
                 self._blame("faulted", event.at, rank)

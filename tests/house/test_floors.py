@@ -46,6 +46,7 @@ WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
     "megacore.run.launch",
     "megacore.launcher",
     "megacore.rank",
+    "megacore.recovery.protocol",
     "models",
     "models.names",
     "models.config",
