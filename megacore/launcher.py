@@ -24,13 +24,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megacore import exits
 from megacore.rank import LOST, STORE, WAITING, report_of, stacks_of
+from megacore.recovery.events import Event, Kind
 from megacore.say import err
 
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -108,6 +110,7 @@ def launch(
     environment: Mapping[str, str] | None = None,
     shutdown_s: float = SHUTDOWN_S,
     way_out: str = "",
+    on_fault: Callable[[Event], object] = lambda event: None,
 ) -> int:
     """Run a module on all ranks of this machine -> exit status: of the first that failed, or 128 + the ending signal.
 
@@ -118,13 +121,18 @@ def launch(
         environment: More variables for them.
         shutdown_s: Seconds that the signal to end leaves them.
         way_out: A sentence that says what to do where a rank stands still.
+        on_fault: Is told of the fault that has ended the ranks; not of an end that they have said, or were asked for.
     """
     with tempfile.TemporaryDirectory(prefix="megacore-") as made, _signals() as arriving:
         ranks = _start(module, arguments, node, Path(made), environment or {})
         try:
-            return ranks.watch(arriving, shutdown_s, way_out)
+            status = ranks.watch(arriving, shutdown_s, way_out)
         finally:
             ranks.kill()
+        if ranks.fault is not None:
+            kind, rank, detail = ranks.fault
+            on_fault(Event(kind, rank, node.index, detail=detail, at=ranks.seen or time.time()))
+        return status
 
 
 def _start(module: str, arguments: Sequence[str], node: Node, folder: Path, environment: Mapping[str, str]) -> _Ranks:
@@ -141,6 +149,16 @@ def _start(module: str, arguments: Sequence[str], node: Node, folder: Path, envi
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return ranks
+
+
+def pause(seconds: float) -> int:
+    """Wait between two launches -> the signal that has asked for the end meanwhile, or 0."""
+    until = time.monotonic() + seconds
+    with _signals() as arriving:
+        while select.select([arriving], [], [], max(0.0, until - time.monotonic()))[0]:
+            if ends := [number for number in os.read(arriving, 4096) if number in ENDS]:
+                return ends[0]
+    return 0
 
 
 @contextmanager
@@ -171,6 +189,10 @@ class _Ranks:
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
     """{rank: status} of those that have ended by themselves."""
+    seen: float = 0.0
+    """The time when the first of them was seen that had failed."""
+    fault: tuple[Kind, int | None, str] | None = None
+    """The fault that has ended them: its kind, the rank, and a few words."""
 
     @property
     def alive(self) -> dict[int, subprocess.Popen[bytes]]:
@@ -189,6 +211,7 @@ class _Ranks:
         for rank, process in self.alive.items():
             if (status := process.poll()) is not None:
                 self.ended[rank] = status
+                self.seen = self.seen or (time.time() if status else 0.0)
 
     def watch(self, arriving: int, shutdown_s: float, way_out: str) -> int:
         """Wait until all have ended, and say why, where they do not -> exit status."""
@@ -210,7 +233,7 @@ class _Ranks:
                     self.send(signal.SIGTERM)
                 elif number == signal.SIGINT and time.monotonic() - since > PATIENCE_S:
                     _say("Interrupted again: ended at once, without a checkpoint.")
-                    return 128 + number
+                    return exits.of_signal(number)
             self.reap()
             failed = {rank: status for rank, status in self.ended.items() if status}
             if any(map(self._waited_in_vain, failed)):
@@ -244,41 +267,53 @@ class _Ranks:
     def _waited_in_vain(self, rank: int) -> bool:
         report = self._report(rank)
         # NCCL's watchdog aborts a process that has waited for too long.
-        return report["waited"] if report else self.ended[rank] == -signal.SIGABRT
+        return report.get("waited", False) if report else self.ended[rank] == -signal.SIGABRT
 
     def _status(self, signalled: int, way_out: str) -> int:
         """Return the exit status of all together, once all have ended or been given up; says what they have not."""
         reports = {rank: report for rank in self.ended if (report := self._report(rank))}
         failed = {rank: status for rank, status in self.ended.items() if status and status != LOST}
         if waiting := [rank for rank, status in self.ended.items() if status and self._waited_in_vain(rank)]:
-            self._say_who_stands_still(waiting[0], reports, way_out)
-            return 1
+            missing, said = self._say_who_stands_still(waiting[0], reports, way_out)
+            self.fault = ("hung", missing, said) if waiting[0] in reports else ("aborted", waiting[0], said)
+            return exits.FAILED
         if signalled:
-            return next((status for status in failed.values() if status > 0), 128 + signalled)
+            return next((status for status in failed.values() if status > 0), exits.of_signal(signalled))
         if failed:
             rank, status = next(iter(failed.items()))
             if status < 0:
                 number = signal.Signals(-status)
                 hint = ": where memory ran out, the kernel's log (dmesg) says so" if number == signal.SIGKILL else ""
                 _say(f"Rank {rank} (process {self.processes[rank].pid}) was ended by {number.name}{hint}.")
-                return 128 + number
+                self.fault = "killed", rank, number.name
+                return exits.of_signal(number)
+            if raised := reports.get(rank, {}).get("raised"):
+                self.fault = "raised", rank, raised
             # Who ends with 1 or 2 has said what was wrong, and with 141 nobody reads its output any more.
-            if status not in (1, 2, 128 + signal.SIGPIPE):
+            elif status not in (exits.FAILED, exits.MISUSED, exits.of_signal(signal.SIGPIPE)):
+                self.fault = "raised", rank, f"ended with status {status}"
                 _say(f"Rank {rank} (process {self.processes[rank].pid}) ended with status {status}.")
             return status
         for rank, report in reports.items():
             _say(f"Rank {rank} has lost a rank of another machine{report['where']}: {report['error']}")
-            return 1
-        return 0
+            self.fault = "lost_contact", rank, report["error"]
+            return exits.FAILED
+        return exits.DONE
 
-    def _say_who_stands_still(self, first: int, reports: Mapping[int, Mapping[str, Any]], way_out: str) -> None:
+    def _say_who_stands_still(
+        self, first: int, reports: Mapping[int, Mapping[str, Any]], way_out: str
+    ) -> tuple[int | None, str]:
+        """Say where every rank stands -> (the one that stands still, if it is here; who has waited for whom)."""
         for rank, report in reports.items():
-            _say(f"Rank {rank} (process {self.processes[rank].pid}) waited here:\n{report['stack']}")
+            if "stack" in report:
+                _say(f"Rank {rank} (process {self.processes[rank].pid}) waited here:\n{report['stack']}")
         stacks = self.show()
         missing = [rank for rank in self.alive if not _waits(stacks.get(rank, ""))]
         whom = f"rank {_listed(missing)}, which did not arrive" if missing else "a rank of another machine"
         where = reports[first]["where"] if first in reports else ""
-        _say(f"Rank {first} has waited too long for {whom}{where}: all are ended. {way_out}".rstrip())
+        said = f"Rank {first} has waited too long for {whom}{where}"
+        _say(f"{said}: all are ended. {way_out}".rstrip())
+        return missing[0] if missing else None, said
 
 
 # Of a stack, the call that a thread is in: one that waits for other ranks.

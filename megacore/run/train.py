@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megacore import checkpoints, open_files
+from megacore import checkpoints, exits, open_files
 from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.control import Control
@@ -29,6 +29,7 @@ from megacore.hardware import claim
 from megacore.launcher import gpus
 from megacore.rank import Here, join, leave
 from megacore.recipe import ConfigError
+from megacore.recovery import incidents
 from megacore.run import metrics
 from megacore.run.build import trainer_of
 from megacore.run.check import Setup, check, files_of
@@ -47,13 +48,14 @@ from parallel import kernels
 from parallel.mesh import Mesh
 
 
-def run(setup: Setup, device: torch.device, node: int = 8) -> int:
+def run(setup: Setup, device: torch.device, node: int = 8, began: float | None = None) -> int:
     """Train one run on the processes that there are -> the last step that was done.
 
     Args:
         setup: The run.
         device: The device of this process.
         node: The number of successive ranks that share a machine.
+        began: The time when the launch of the run began, in seconds since 1970; None for now.
 
     Raises:
         ConfigError: the ranks have found different checkpoints to start from, or different kernels.
@@ -75,7 +77,7 @@ def run(setup: Setup, device: torch.device, node: int = 8) -> int:
         setup, trainer = _built(setup, mesh, control)
         if chosen := kernels.chosen(device, setup.config.train.compile):
             say(chosen)
-        log = control.attempt(lambda: stack.enter_context(metrics.Log(setup.config, setup.start.progress.step)))
+        log = control.attempt(lambda: stack.enter_context(metrics.Log(setup.config, setup.start.progress.step, began)))
         last = replace(trainer, log=log).run()
         stack.close()
         say(_report(setup.config, last))
@@ -131,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0].startswith("-"):
         err("usage: megacore.run.train RECIPE [section.key=value ...]")
-        return 2
+        return exits.MISUSED
     here = Here.now()
     try:
         # One rank of each node reads the indexes of the data for all, and one of them all the files of a checkpoint.
@@ -139,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         if here.local_rank == 0:  # of each node: a file may be missing on one
             err(error)
-        return 2
+        return exits.MISUSED
     train = setup.config.train
     kind = train.device_type(gpus())
     device = claim(kind, here.local_rank)
@@ -149,33 +151,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     if said is not None and here.local_rank == 0:
         say(said)
     join(here, kind, timedelta(minutes=train.timeout))
-    status, last, damaged = 0, 0, None
+    status, last, damaged = exits.DONE, 0, None
     try:
-        last = run(setup, device, here.local_world)
+        last = run(setup, device, here.local_world, here.began)
     except ConfigError as error:  # on every rank
-        status = 2
+        status = exits.MISUSED
         if here.rank == 0:
             err(error)
     except (NonFinite, SaveError, StoreError) as error:  # on every rank
-        status = 1
+        status = exits.FAILED
         damaged = error.path if isinstance(error, DamageError) else None
         if here.rank == 0:
             err(error)
     except TokenError as error:  # on this rank alone: the others wait for it, until the launcher ends them
         err(f"rank {here.rank}: {error}")
-        os._exit(1)
+        os._exit(exits.FAILED)
     except KeyboardInterrupt:  # the second one: under the launcher it ends all ranks itself
         err("Interrupted again: ended at once, without a checkpoint.")
-        os._exit(128 + signal.SIGINT)
+        os._exit(exits.of_signal(signal.SIGINT))
     if here.rank == 0 and damaged is not None:  # while the others wait, for the launcher ends one that is left over
         err(checkpoints.instead_of(damaged))
     leave(here)
     # After the group's end, so that no other rank waits for it: an export of many bytes may outlast their patience.
-    if here.rank == 0 and status == 0 and setup.config.checkpoint.export is not None:
+    if here.rank == 0 and status == exits.DONE and setup.config.checkpoint.export is not None:
         try:
             say(export(setup.config, last))
         except StoreError as error:
-            status = 1
+            status = exits.FAILED
             err(error)
     return status
 
@@ -212,6 +214,9 @@ def _report(config: Config, last: int) -> str:
         lines.append(f"  validation loss  {held_out[-1]:.4f}")
     if skipped := [count for _, count in metrics.curve(records, "skipped_steps")][-1:]:
         lines += [f"  skipped steps    {skipped[0]:,} of {last:,}, which changed nothing"] if skipped[0] else []
+    if goodput := [share for _, share in metrics.curve(records, "goodput")][-1:]:
+        befell = incidents.summary(incidents.read(out))
+        lines.append(f"  goodput          {goodput[0]:.1%} of the wall clock went into steps that count ({befell})")
     if entropy is not None:
         lines.append(f"  unigram entropy  {entropy:.4f} (what knowing the tokens' frequencies alone would give)")
     paths = {"metrics": out / metrics.METRICS, "loss curve": out / metrics.PICTURE}
