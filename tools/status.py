@@ -125,9 +125,8 @@ def _line(incident: Incident) -> str:
         for name, value in (("rank", event.rank), ("node", event.node), ("step", event.step))
         if value is not None
     )
-    cost = (
-        "" if incident.seconds_lost is None else f"; {incident.seconds_lost:.1f} s and {incident.steps_lost} steps lost"
-    )
+    steps, seconds = incident.steps_lost, incident.seconds_lost
+    cost = "" if seconds is None else f"; {seconds:.1f} s and {incidents.counted(steps or 0, 'step')} lost"
     detail = f" ({brief(event.detail)})" if event.detail else ""
     return f"{when} UTC  {event.kind}{detail}, {who or 'unknown'} -> {decision.action}: {brief(decision.reason)}{cost}"
 

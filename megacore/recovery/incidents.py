@@ -83,10 +83,11 @@ def went_on(out: Path, after: int, at: float) -> None:
 def summary(incidents: Sequence[Incident]) -> str:
     """Return a few words: ``3 incidents, 0 steps lost``."""
     lost = sum(each.steps_lost or 0 for each in incidents)
-    return f"{_counted(len(incidents), 'incident')}, {_counted(lost, 'step')} lost"
+    return f"{counted(len(incidents), 'incident')}, {counted(lost, 'step')} lost"
 
 
-def _counted(count: int, what: str) -> str:
+def counted(count: int, what: str) -> str:
+    """Return ``1 step`` or ``2 steps``."""
     return f"{count:,} {what}{'s' * (count != 1)}"
 
 

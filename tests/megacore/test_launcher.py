@@ -246,6 +246,12 @@ def test_ranks_that_do_not_end_in_time_are_ended(
     assert "Ranks 0, 1 did not end within 0.2 s of the signal: killed." in capfd.readouterr().err
 
 
+def test_ranks_that_the_signal_itself_ends_are_no_fault(module: Callable[[str], str], tmp_path: Path) -> None:
+    when(tmp_path, 2, signal.SIGTERM)
+    faults = list[Event]()
+    assert launch(module("say('ready'); time.sleep(60)"), [], Node(2), on_fault=faults.append) == 143 and not faults
+
+
 def test_a_wish_for_a_checkpoint_is_passed_on(module: Callable[[str], str], tmp_path: Path) -> None:
     """Also one that comes before the rank listens; and SIGUSR2 only looks."""
     text = """
@@ -275,6 +281,7 @@ def test_a_pause_between_launches_ends_with_the_signal_to_end() -> None:
             time.sleep(0.01)
         for number in (signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
+            time.sleep(0.05)
 
     threading.Thread(target=send, daemon=True).start()
     assert pause(30) == signal.SIGTERM

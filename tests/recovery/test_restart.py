@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine import train, write_recipe
 
 from megacore import checkpoints, exits
 from megacore.recovery import incidents
 from megacore.recovery.events import Event
 from megacore.run import launch as program
 from megacore.run import metrics
-from tests.megacore.engine import train, write_recipe
 
 LAST = 200
 STEPS = [f"train.steps={LAST}", "checkpoint.every=8", "evaluate.every=0", "checkpoint.at_end=true"]
@@ -117,6 +117,19 @@ def test_a_step_that_kills_is_known_to_later_launches(
         ("killed", 4, "end"),
     ]
     assert "step 4 (samples 24 to 31) has ended the run 3 times" in capsys.readouterr().err
+
+
+def test_a_launch_that_came_to_no_step_tells_against_none(launched: Launched, tmp_path: Path) -> None:
+    train(write_recipe(tmp_path), [f"out={tmp_path / 'run'}", "train.steps=3", "checkpoint.every=2"])
+    assert launched([KILLED] * 3, "--resume", "auto")[0] == exits.DONE
+    assert made(tmp_path / "run") == [("killed", None, "restart")] * 3
+
+
+def test_what_began_elsewhere_is_not_begun_anew(launched: Launched, tmp_path: Path) -> None:
+    """From its own newest checkpoint there is a way on; where it has none, `auto` would start from nothing."""
+    train(write_recipe(tmp_path), [f"out={tmp_path / 'other'}", "train.steps=3", "checkpoint.every=2"])
+    status, calls = launched([KILLED] * 3, "--resume", str(tmp_path / "other"))
+    assert (status, len(calls)) == (exits.RETRY, 1)
 
 
 def weights(out: Path) -> dict[str, bytes]:
