@@ -404,6 +404,12 @@ class CheckpointConfig:
 class RecoveryConfig:
     """The faults of machines and networks that a run gets over by itself."""
 
+    in_place: Bool = True
+    """Whether ranks that end are replaced while the others keep their state, on one machine."""
+    max_recoveries: Annotated[Int, AT_LEAST_0] = 100
+    """Recoveries in place, before all ranks start again."""
+    overhead: Annotated[Float, ABOVE_0] = 0.01
+    """The share of a step's time that copies of what no other rank has may take: so often are they made."""
     max_restarts: Annotated[Int, AT_LEAST_0] = 3
     """Restarts of all ranks, from the newest whole checkpoint, before the run ends with status 75; 0: none."""
 

@@ -24,15 +24,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from megacore import exits
 from megacore.rank import CRASHED, LOST, STORE, WAITING, report_of, stacks_of
 from megacore.recovery.channel import CHANNEL, STANDBY, Channel
+from megacore.recovery.events import Event, Kind
 from megacore.recovery.protocol import (
+    Cause,
     Command,
     Died,
     Ended,
@@ -41,7 +44,6 @@ from megacore.recovery.protocol import (
     Generations,
     Go,
     Heard,
-    Judge,
     Kill,
     Limits,
     Lost,
@@ -112,6 +114,18 @@ class Node:
         return {"MASTER_ADDR": self.master[0], "MASTER_PORT": str(self.master[1])}
 
 
+class Recovery(Protocol):
+    """The answers to faults while ranks live."""
+
+    def refuses(self, event: Event) -> str:
+        """Return why a fault ends all ranks; nothing where it is recovered from."""
+        ...
+
+    def went_on(self, step: int) -> None:
+        """Note that all ranks go on after a step."""
+        ...
+
+
 def gpus() -> int:
     """Return the number of GPUs of this machine. torch, slow to import, is asked only where there is a driver."""
     drivers = ("nvidia*", "nvhost*", "dxg", "kfd")
@@ -142,7 +156,8 @@ def launch(
     environment: Mapping[str, str] | None = None,
     shutdown_s: float = SHUTDOWN_S,
     way_out: str = "",
-    judge: Judge | None = None,
+    on_fault: Callable[[Event], object] = lambda event: None,
+    recovery: Recovery | None = None,
 ) -> int:
     """Run a module on all ranks of this machine -> exit status: of the first that failed, or 128 + the ending signal.
 
@@ -153,16 +168,31 @@ def launch(
         environment: More variables for them.
         shutdown_s: Seconds that the signal to end leaves them.
         way_out: A sentence that says what to do where a rank stands still.
-        judge: Says whether a fault is recovered from, where the module knows how: a rank that has died is replaced
+        on_fault: Is told of the fault that has ended the ranks; not of an end that they have said, or were asked for.
+        recovery: Says whether a fault is recovered from, where the module knows how: a rank that has died is replaced
             while the others go on. By default a fault ends all.
     """
     with tempfile.TemporaryDirectory(prefix="megacore-") as made, _signals() as arriving:
         ranks = _Ranks(Path(made), module, arguments, node, environment or {})
         try:
-            ranks.start(judge)
-            return ranks.watch(arriving, shutdown_s, way_out)
+            ranks.start(recovery)
+            status = ranks.watch(arriving, shutdown_s, way_out)
         finally:
             ranks.kill()
+        if ranks.fault is not None:
+            kind, rank, detail = ranks.fault
+            on_fault(Event(kind, rank, node.index, detail=detail, at=ranks.seen or time.time()))
+        return status
+
+
+def pause(seconds: float) -> int:
+    """Wait between two launches -> the signal that has asked for the end meanwhile, or 0."""
+    until = time.monotonic() + seconds
+    with _signals() as arriving:
+        while select.select([arriving], [], [], max(0.0, until - time.monotonic()))[0]:
+            if ends := [number for number in os.read(arriving, 4096) if number in ENDS]:
+                return ends[0]
+    return 0
 
 
 @contextmanager
@@ -203,18 +233,25 @@ class _Ranks:
     lives: dict[int, int] = field(default_factory=dict)
     """{rank: number of its process in this place}."""
     generations: Generations | None = None
+    recovery: Recovery | None = None
     failure: str = ""
     """Why the run could not go on, where that is so."""
     noticed: float = 0.0
     """The time when the fault that is being recovered from was noticed; 0 where none is."""
 
-    def start(self, judge: Judge | None) -> None:
-        """Start all ranks; those that die are replaced while the judge says so."""
-        if judge is None:
+    seen: float = 0.0
+    """The time when the first rank was seen that had failed."""
+    fault: tuple[Kind, int | None, str] | None = None
+    """The fault that has ended them: its kind, the rank, and a few words."""
+
+    def start(self, recovery: Recovery | None) -> None:
+        """Start all ranks; those that die are replaced if there is a recovery, and while it says so."""
+        self.recovery = recovery
+        if recovery is None:
             for rank in self.node.ranks:
                 self.processes[rank], self.channels[rank] = self._process(rank)
             return
-        self.generations = Generations(dict.fromkeys(self.node.ranks, self.node.index), judge, LIMITS)
+        self.generations = Generations(dict.fromkeys(self.node.ranks, self.node.index), self._judge, LIMITS)
         self._do(self.generations.begin(time.monotonic()))
 
     def _process(self, rank: int, stands_by: bool = False) -> tuple[subprocess.Popen[bytes], Channel]:
@@ -262,7 +299,7 @@ class _Ranks:
     def hear(self, rank: int) -> None:
         """Take what a rank says."""
         generations = self.generations
-        assert generations is not None
+        assert generations is not None and self.recovery is not None
         for message in self.channels[rank].heard() or ():
             now, life, generation = time.monotonic(), self.lives[rank], message["generation"]
             match message["what"]:
@@ -284,6 +321,7 @@ class _Ranks:
                 seconds = time.monotonic() - self.noticed
                 _say(f"All ranks go on after step {generations.step}, {seconds:.2f} s after the fault was noticed.")
                 self.noticed = 0.0
+                self.recovery.went_on(generations.step or 0)
             self.standby = self.standby or self._process(min(self.processes), True)
 
     def _reap_soon(self) -> None:
@@ -291,6 +329,24 @@ class _Ranks:
         until = time.monotonic() + REAP_S
         while not self.reap() and time.monotonic() < until:
             time.sleep(REAP_S / 10)
+
+    def _judge(self, cause: Cause, earlier: Sequence[Cause]) -> str:
+        """Return why a fault ends all; nothing where it is recovered from."""
+        assert self.recovery is not None
+        kind: Kind = "hung" if cause.kind == "late" else "lost_contact"
+        detail = f"during {cause.during}"
+        if cause.kind == "died":
+            kind, detail = self._fault_of(cause.rank, cause.status)
+        return self.recovery.refuses(Event(kind, cause.rank, cause.node, detail=detail, at=time.time()))
+
+    def _fault_of(self, rank: int, status: int) -> tuple[Kind, str]:
+        """Return the kind of fault that a rank has ended by, and a few words."""
+        if status < 0:
+            return "aborted" if status == -signal.SIGABRT else "killed", signal.Signals(-status).name
+        report = self._report(rank) or {}
+        if status == LOST:
+            return "lost_contact", report.get("error", "")
+        return "raised", report.get("raised", f"ended with status {status}")
 
     @property
     def alive(self) -> dict[int, subprocess.Popen[bytes]]:
@@ -315,6 +371,7 @@ class _Ranks:
             if (status := process.poll()) is None:
                 continue
             self.ended[rank] = status
+            self.seen = self.seen or (time.time() if status else 0.0)
             generations = self.generations
             if generations is None or not (status <= 0 or status in (CRASHED, LOST)):
                 continue
@@ -345,7 +402,7 @@ class _Ranks:
                     self.send(signal.SIGTERM)
                 elif number == signal.SIGINT and time.monotonic() - since > PATIENCE_S:
                     _say("Interrupted again: ended at once, without a checkpoint.")
-                    return 128 + number
+                    return exits.of_signal(number)
             self.reap()
             failed = {rank: status for rank, status in self.ended.items() if status}
             if any(map(self._waited_in_vain, failed)):
@@ -394,30 +451,35 @@ class _Ranks:
     def _waited_in_vain(self, rank: int) -> bool:
         report = self._report(rank)
         # NCCL's watchdog aborts a process that has waited for too long.
-        return report["waited"] if report else self.ended[rank] == -signal.SIGABRT
+        return report.get("waited", False) if report else self.ended[rank] == -signal.SIGABRT
 
     def _status(self, signalled: int, way_out: str) -> int:
         """Return the exit status of all together, once all have ended or been given up; says what they have not."""
         if self.failure:
-            _say(f"The run cannot go on: {self.failure}")
-            return LOST
+            self.fault = "lost_contact", None, self.failure
+            return exits.RETRY
         reports = {rank: report for rank in self.ended if (report := self._report(rank))}
         failed = {rank: status for rank, status in self.ended.items() if status and status != LOST}
         if waiting := [rank for rank, status in self.ended.items() if status and self._waited_in_vain(rank)]:
-            self._say_who_stands_still(waiting[0], reports, way_out)
-            return 1
+            missing, said = self._say_who_stands_still(waiting[0], reports, way_out)
+            self.fault = ("hung", missing, said) if waiting[0] in reports else ("aborted", waiting[0], said)
+            return exits.FAILED
         if signalled:
-            return next((status for status in failed.values() if status > 0), 128 + signalled)
+            return next((status for status in failed.values() if status > 0), exits.of_signal(signalled))
         if failed:
             rank, status = next(iter(failed.items()))
+            kind, detail = self._fault_of(rank, status)
             # Who ends with 1 or 2 has said what was wrong, and with 141 nobody reads its output any more.
-            if status not in (1, 2, CRASHED, 128 + signal.SIGPIPE):
-                _say(self._why(rank, status))
-            return 128 - status if status < 0 else 1 if status == CRASHED else status
+            if status not in (exits.FAILED, exits.MISUSED, exits.of_signal(signal.SIGPIPE)):
+                self.fault = kind, rank, detail
+                if status != CRASHED:
+                    _say(self._why(rank, status))
+            return exits.of_signal(-status) if status < 0 else exits.FAILED if status == CRASHED else status
         for rank, report in reports.items():
             _say(f"Rank {rank} has lost a rank of another machine{report['where']}: {report['error']}")
-            return 1
-        return LOST if LOST in self.ended.values() else 0
+            self.fault = "lost_contact", rank, report["error"]
+            return exits.FAILED
+        return exits.DONE
 
     def _why(self, rank: int, status: int) -> str:
         """Return how a rank has ended."""
@@ -428,14 +490,20 @@ class _Ranks:
         hint = ": where memory ran out, the kernel's log (dmesg) says so" if number == signal.SIGKILL else ""
         return f"{who} was ended by {number.name}{hint}."
 
-    def _say_who_stands_still(self, first: int, reports: Mapping[int, Mapping[str, Any]], way_out: str) -> None:
+    def _say_who_stands_still(
+        self, first: int, reports: Mapping[int, Mapping[str, Any]], way_out: str
+    ) -> tuple[int | None, str]:
+        """Say where every rank stands -> (the one that stands still, if it is here; who has waited for whom)."""
         for rank, report in reports.items():
-            _say(f"Rank {rank} (process {self.processes[rank].pid}) waited here:\n{report['stack']}")
+            if "stack" in report:
+                _say(f"Rank {rank} (process {self.processes[rank].pid}) waited here:\n{report['stack']}")
         stacks = self.show()
         missing = [rank for rank in self.alive if not _waits(stacks.get(rank, ""))]
         whom = f"rank {_listed(missing)}, which did not arrive" if missing else "a rank of another machine"
         where = reports[first]["where"] if first in reports else ""
-        _say(f"Rank {first} has waited too long for {whom}{where}: all are ended. {way_out}".rstrip())
+        said = f"Rank {first} has waited too long for {whom}{where}"
+        _say(f"{said}: all are ended. {way_out}".rstrip())
+        return missing[0] if missing else None, said
 
 
 # Of a stack, the call that a thread is in: one that waits for other ranks.

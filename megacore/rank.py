@@ -23,12 +23,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megacore import exits
+
 STORE = "MEGACORE_STORE"
 """The variable that names the file through which ranks of one machine find each other."""
 
-LOST = 75
-"""The exit status of a rank that could not talk to the others any more; its report says more."""
+BEGAN = "MEGACORE_BEGAN"
+"""The variable that says when the launcher of a run began, in seconds since 1970."""
 
+LOST = exits.RETRY
+"""The exit status of a rank that could not talk to the others any more; its report says more."""
 
 WAITING = ("torch/distributed/distributed_c10d.py", "parallel/collectives.py", "parallel/pipeline/run.py")
 """The files whose calls wait for other ranks."""
@@ -50,19 +54,24 @@ def report_of(folder: Path, process: int) -> Path:
 
 @dataclass(frozen=True)
 class Here:
-    """The place of this process, as its launcher (or torchrun) says it in the environment; the only one without it."""
+    """The place of this process, as its launcher (or torchrun) says it in the environment; the only one without it.
+
+    ``began`` is when the launcher did, or this process, in seconds since 1970.
+    """
 
     rank: int
     world: int
     local_rank: int
     local_world: int
     launched: bool
+    began: float = 0.0
 
     @classmethod
     def now(cls) -> Here:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         rank, world, local_rank, local_world = (int(os.environ.get(name, one)) for name, one in alone.items())
-        return cls(rank, world, local_rank, local_world, "RANK" in os.environ)
+        began = float(os.environ.get(BEGAN) or time.time())
+        return cls(rank, world, local_rank, local_world, "RANK" in os.environ, began)
 
 
 def join(here: Here, kind: str, timeout: timedelta) -> None:
@@ -99,6 +108,8 @@ def leave(here: Here) -> None:
 
 # -- under the launcher
 
+_LONGEST = 300  # characters of an exception that are reported
+
 
 def main() -> None:
     folder, launcher, module, *arguments = sys.argv[1:]
@@ -109,16 +120,14 @@ def main() -> None:
     sys.argv[1:] = arguments
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except RuntimeError as error:
-        report = parted(error)
+    except Exception as error:
+        report = parted(error) if isinstance(error, RuntimeError) else None
+        with report_of(Path(folder), os.getpid()).open("x") as file:
+            json.dump(report or {"raised": f"{type(error).__name__}: {error}"[:_LONGEST]}, file)
         if report is None:
             _crash()
-        with report_of(Path(folder), os.getpid()).open("x") as file:
-            json.dump(report, file)
         sys.stdout.flush()
         os._exit(LOST)  # without the destructors of what is broken
-    except Exception:
-        _crash()
 
 
 def _crash() -> NoReturn:

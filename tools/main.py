@@ -21,6 +21,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "verify": ("tools.verify", "compare a checkpoint with a Hugging Face folder: every bit, and the logits"),
     "generate": ("tools.generate", "what a model says after a prompt, computed by the parallel model"),
     "evaluate": ("tools.evaluate", "loss and perplexity of a model on text"),
+    "status": ("tools.status", "where a run stands: steps, rate, checkpoints, what befell it"),
     "config": ("tools.config", "the keys of a recipe, their ranges, defaults and meaning"),
     "models": ("tools.models", "the families and presets that there are, and what is special of each"),
     "context": ("tools.context", "which rank of cp holds, computes and sends what of given documents"),

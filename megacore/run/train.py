@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megacore import checkpoints, open_files
+from megacore import checkpoints, exits, open_files
 from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.control import Control
@@ -29,6 +29,7 @@ from megacore.hardware import claim
 from megacore.launcher import gpus
 from megacore.rank import Here, join, leave, parted
 from megacore.recipe import ConfigError
+from megacore.recovery import incidents
 from megacore.recovery.channel import Agent
 from megacore.recovery.protocol import Status
 from megacore.run import metrics
@@ -51,7 +52,9 @@ from parallel import kernels
 from parallel.mesh import Mesh
 
 
-def run(setup: Setup, device: torch.device, node: int = 8, agent: Agent | None = None) -> int:
+def run(
+    setup: Setup, device: torch.device, node: int = 8, agent: Agent | None = None, began: float | None = None
+) -> int:
     """Train one run on the processes that there are -> the last step that was done.
 
     Args:
@@ -59,6 +62,7 @@ def run(setup: Setup, device: torch.device, node: int = 8, agent: Agent | None =
         device: The device of this process.
         node: The number of successive ranks that share a machine.
         agent: Replaces ranks that have died, so that this one goes on; None where a fault ends the run.
+        began: The time when the launch of the run began, in seconds since 1970; None for now.
 
     Raises:
         ConfigError: the ranks have found different checkpoints to start from, or different kernels.
@@ -66,7 +70,7 @@ def run(setup: Setup, device: torch.device, node: int = 8, agent: Agent | None =
         Lost: after a fault the ranks that are left do not have the whole state of the run.
     """
     with ExitStack() as stack:
-        here = _Here(setup, device, node, stack)
+        here = _Here(setup, device, node, began, stack, Copies(setup.config.recovery.overhead))
         while (last := here.outlived(agent)) is None:
             here.rejoin(agent)
         stack.close()
@@ -83,16 +87,19 @@ class _Here:
         setup: The run.
         device: The device of this process.
         node: The number of successive ranks that share a machine.
+        began: The time when the launch of the run began, in seconds since 1970; None for now.
         stack: Holds what rank 0 has open.
+        copies: What it holds of images.
     """
 
     setup: Setup
     device: torch.device
     node: int
+    began: float | None
     stack: ExitStack
+    copies: Copies
     trainer: Trainer | None = None
     told: Told = field(default_factory=lambda: Told(Status(0)))
-    copies: Copies = field(default_factory=Copies)
     log: metrics.Log | None = None
     locked: bool = False
 
@@ -176,7 +183,7 @@ class _Here:
 
         def open_log() -> None:
             if trainer.mesh.rank == 0 and self.log is None:
-                self.log = self.stack.enter_context(metrics.Log(self.setup.config, after))
+                self.log = self.stack.enter_context(metrics.Log(self.setup.config, after, self.began))
 
         control.attempt(open_log)
         trainer.log = self.log
@@ -231,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0].startswith("-"):
         err("usage: megacore.run.train RECIPE [section.key=value ...]")
-        return 2
+        return exits.MISUSED
     here, agent = Here.now(), Agent.here()
     try:
         # One rank of each node reads the indexes of the data for all, and one of them all the files of a checkpoint.
@@ -241,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         if here.local_rank == 0:  # of each node: a file may be missing on one
             err(error)
-        return 2
+        return exits.MISUSED
     if agent is not None:
         agent.ready()
         here = Here.now()
@@ -253,36 +260,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     said = open_files.allow(files_of(setup.config, here.world, here.local_world))
     if said is not None and here.local_rank == 0:
         say(said)
-    status, last, damaged = 0, 0, None
+    status, last, damaged = exits.DONE, 0, None
     if agent is not None:
         agent.connecting()
     join(here, kind, timedelta(minutes=train.timeout))
     try:
-        last = run(setup, device, here.local_world, agent)
+        last = run(setup, device, here.local_world, agent, here.began)
     except ConfigError as error:  # on every rank
-        status = 2
+        status = exits.MISUSED
         if here.rank == 0:
             err(error)
     except (NonFinite, SaveError, StoreError) as error:  # on every rank
-        status = 1
+        status = exits.FAILED
         damaged = error.path if isinstance(error, DamageError) else None
         if here.rank == 0:
             err(error)
     except TokenError as error:  # on this rank alone: the others wait for it, until the launcher ends them
         err(f"rank {here.rank}: {error}")
-        os._exit(1)
+        os._exit(exits.FAILED)
     except KeyboardInterrupt:  # the second one: under the launcher it ends all ranks itself
         err("Interrupted again: ended at once, without a checkpoint.")
-        os._exit(128 + signal.SIGINT)
+        os._exit(exits.of_signal(signal.SIGINT))
     if here.rank == 0 and damaged is not None:  # while the others wait, for the launcher ends one that is left over
         err(checkpoints.instead_of(damaged))
     leave(here)
     # After the group's end, so that no other rank waits for it: an export of many bytes may outlast their patience.
-    if here.rank == 0 and status == 0 and setup.config.checkpoint.export is not None:
+    if here.rank == 0 and status == exits.DONE and setup.config.checkpoint.export is not None:
         try:
             say(export(setup.config, last))
         except StoreError as error:
-            status = 1
+            status = exits.FAILED
             err(error)
     return status
 
@@ -319,6 +326,9 @@ def _report(config: Config, last: int) -> str:
         lines.append(f"  validation loss  {held_out[-1]:.4f}")
     if skipped := [count for _, count in metrics.curve(records, "skipped_steps")][-1:]:
         lines += [f"  skipped steps    {skipped[0]:,} of {last:,}, which changed nothing"] if skipped[0] else []
+    if goodput := [share for _, share in metrics.curve(records, "goodput")][-1:]:
+        befell = incidents.summary(incidents.read(out))
+        lines.append(f"  goodput          {goodput[0]:.1%} of the wall clock went into steps that count ({befell})")
     if entropy is not None:
         lines.append(f"  unigram entropy  {entropy:.4f} (what knowing the tokens' frequencies alone would give)")
     paths = {"metrics": out / metrics.METRICS, "loss curve": out / metrics.PICTURE}

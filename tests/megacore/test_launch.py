@@ -55,7 +55,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         given: dict[str, Any] = {}
 
         def launch(
-            module: str, arguments: list[str], node: Node, environment: Mapping[str, str], shutdown_s: float, way: str
+            module: str,
+            arguments: list[str],
+            node: Node,
+            environment: Mapping[str, str],
+            shutdown_s: float,
+            way: str,
+            on_fault: object,
         ) -> int:
             given.update(module=module, arguments=arguments, node=node, environment=environment, shutdown_s=shutdown_s)
             return 7

@@ -19,6 +19,7 @@ from engine import write_recipe
 from pool import Pool
 from traps import set_traps
 
+from megacore import exits
 from megacore.rank import parted
 from megacore.run import train as pretrain
 from parallel.collectives import all_reduce_
@@ -36,6 +37,7 @@ def test_a_run_is_closed_to_others_and_names_the_rank_that_stands_still(tmp_path
     (tmp_path / "downloaded").mkdir()
     mark = set_traps(tmp_path / "downloaded")
     settings = [f"out={out}", "mesh.tp=2", "train.steps=100000", "evaluate.every=0", "train.timeout=0.06"]
+    settings += ["recovery.max_restarts=0"]
     process = subprocess.Popen(
         [sys.executable, "-m", "tools.train", recipe, *settings],
         cwd=tmp_path / "downloaded",
@@ -58,8 +60,9 @@ def test_a_run_is_closed_to_others_and_names_the_rank_that_stands_still(tmp_path
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 1
-    last = errors.splitlines()[-1]
+    assert process.returncode == exits.RETRY
+    *_, last, answer = errors.splitlines()
+    assert answer.startswith("hung rank 1 at step ") and "status 75: start again, with --resume auto" in answer
     assert last.startswith("Rank 0 has waited too long for rank 1, which did not arrive at step "), errors
     assert "train.timeout" in last and "--resume auto" in last
     assert f"Rank 1 (process {ranks[1]}) stands here:\n  it does not answer" in errors
