@@ -67,7 +67,9 @@ class RunState:
         age = max(0.0, time.time() - path.stat().st_mtime) if records else None
         newest = saved[max(saved)] if saved else None
         named = lock.read(out / lock.LOCK)
-        return cls(out, lock.holder(out), named and str(named), _steps(out), training, evaluation, newest, age, befell)
+        return cls(
+            out, lock.holder(out), str(named) if named else None, _steps(out), training, evaluation, newest, age, befell
+        )
 
     def lines(self) -> Iterator[str]:
         """Yield it in lines for people."""

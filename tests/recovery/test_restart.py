@@ -95,7 +95,12 @@ def test_a_signal_between_launches_ends_the_run(launched: Launched, monkeypatch:
 
 def test_restarts_wait_longer_each_time(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     waited = list[float]()
-    monkeypatch.setattr(program, "pause", lambda seconds: waited.append(seconds) or 0)
+
+    def pause(seconds: float) -> int:
+        waited.append(seconds)
+        return 0
+
+    monkeypatch.setattr(program, "pause", pause)
     launched([KILLED] * 8, "recovery.max_restarts=8")
     assert waited == [1, 2, 4, 8, 16, 32, 60, 60]
 

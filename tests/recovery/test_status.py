@@ -86,7 +86,7 @@ def records(
     clock: WallClock, now: list[float], steps: range, seconds: float, waited: float = 0.0
 ) -> list[metrics.Record]:
     """Records of steps that take so long each, and as much is waited between them."""
-    made = []
+    made = list[metrics.Record]()
     for step in steps:
         now[0] += seconds + waited
         made.append({"step": step, **clock.count(step, seconds)})
