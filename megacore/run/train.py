@@ -27,14 +27,14 @@ from megacore.data.batches import TokenError
 from megacore.data.corpora import facts
 from megacore.hardware import claim
 from megacore.launcher import gpus
-from megacore.rank import Here, join, leave
+from megacore.rank import Here, die_with, join, leave, restarts
 from megacore.recipe import ConfigError
 from megacore.run import metrics
 from megacore.run.build import trainer_of
 from megacore.run.check import Setup, check, files_of
 from megacore.run.export import export
 from megacore.run.lock import RunLock
-from megacore.run.resume import Damaged, Start, find, remarks
+from megacore.run.resume import Damaged, Start, again, find, remarks
 from megacore.run.save import SaveError
 from megacore.run.trainer import NonFinite, Trainer
 from megacore.say import err, say
@@ -133,9 +133,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         err("usage: megacore.run.train RECIPE [section.key=value ...]")
         return 2
     here = Here.now()
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent, killed, would leave its ranks to train on
+        die_with(os.getppid())
     try:
+        overrides = again(arguments[0], arguments[1:]) if restarts() else arguments[1:]
         # One rank of each node reads the indexes of the data for all, and one of them all the files of a checkpoint.
-        setup = check(arguments[0], arguments[1:], here.world, here.local_world, here.local_rank > 0, here.rank > 0)
+        setup = check(arguments[0], overrides, here.world, here.local_world, here.local_rank > 0, here.rank > 0)
     except ConfigError as error:
         if here.local_rank == 0:  # of each node: a file may be missing on one
             err(error)
