@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +84,94 @@ def test_a_run_that_is_started_again_goes_on_from_its_own_checkpoint_else_begins
     assert again(recipe, other) == other  # it was not written to its end
     (checkpoint / INDEX).touch()
     assert again(recipe, other) == [*other, f"checkpoint.resume={AUTO}"]
+
+
+# -- Slurm
+
+FAKES = {
+    "srun": """
+node=0
+for name in $NODES; do
+    SLURM_NODEID=$node SLURMD_NODENAME=$name "${@:3}" & node=$((node + 1))
+done
+for ((; node; node--)); do wait -n || { ended=$?; ((ended > ${status:-0})) && status=$ended; }; done
+exit ${status:-0}
+""",
+    "scontrol": 'if [[ $1 == show ]]; then printf "%s\\n" $NODES; else echo "$@" >>asked; fi',
+}
+"""Those of a cluster: srun runs its command once for each node and ends with the highest status, as Slurm's does."""
+TRAINER = """#!/usr/bin/env bash
+echo "$RESTART_COUNT $NODE_RANK/$NNODES $MASTER_ADDR $*" >>started
+read -ra statuses <<<"$STATUSES"
+exit "${statuses[$NODE_RANK]}"
+"""
+
+
+class Cluster:
+    """The script on two nodes, a and b, whose trainers end with given statuses."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        shutil.copytree(ROOT / "launch", folder / "launch")
+        (folder / "bin").mkdir()
+        for name, text in FAKES.items():
+            _script(folder / "bin" / name, f"#!/usr/bin/env bash\n{text}")
+        _script(folder / "launch" / "pretrain.sh", TRAINER)
+
+    def run(self, statuses: str, life: int = 0, most: int = 10) -> tuple[int, list[str]]:
+        """Return the status of the script, and what it has asked of Slurm."""
+        (self.folder / "asked").unlink(missing_ok=True)
+        variables = {
+            "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
+            "NODES": "a b",
+            "STATUSES": statuses,
+            "SLURM_SUBMIT_DIR": str(self.folder),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_NODELIST": "[a-b]",
+            "SLURM_CPUS_ON_NODE": "1",
+            "SLURM_RESTART_COUNT": str(life) if life else "",
+            "MAX_REQUEUES": str(most),
+        }
+        command = ["bash", str(self.folder / "launch" / "slurm.sbatch"), "recipe", "a b"]
+        ended = subprocess.run(command, env=os.environ | variables, capture_output=True, check=False)
+        asked = self.folder / "asked"
+        return ended.returncode, asked.read_text().splitlines() if asked.exists() else []
+
+
+def _script(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+WITHOUT_B = ["requeuehold 7", "update JobId=7 ExcNodeList=b", "release 7"]
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status", "asked"),
+    [
+        ("0 0", 0, []),
+        ("1 1", 1, []),
+        ("75 2", 75, []),  # who has said why it is, is believed, whatever that has done to the others
+        ("130 130", 130, []),
+        ("143 143", 143, ["requeue 7"]),
+        ("75 75", 75, ["requeue 7"]),
+        ("75 137", 137, ["requeue 7"]),
+        ("75 76", 76, WITHOUT_B),
+        ("143 76", 143, WITHOUT_B),
+    ],
+)
+def test_slurm_queues_again_what_a_retry_mends(tmp_path: Path, statuses: str, status: int, asked: list[str]) -> None:
+    assert Cluster(tmp_path).run(statuses) == (status, asked)
+
+
+def test_slurm_queues_again_so_often_for_a_fault_and_always_after_its_notice(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    assert cluster.run("75 76", 0, most=2)[1] == WITHOUT_B
+    for life in (1, 2, 3):
+        assert cluster.run("143 143", life, most=2)[1] == WITHOUT_B  # it stays out
+    assert cluster.run("75 75", 4, most=2)[1] == WITHOUT_B
+    assert cluster.run("75 75", 5, most=2) == (75, [])
+    lives = [line.split()[0] for line in (tmp_path / "started").read_text().splitlines()]
+    assert lives == [str(life) for life in range(6) for _ in range(2)]
+    assert (tmp_path / "started").read_text().splitlines()[-1].endswith("/2 a recipe a b")
