@@ -30,6 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megacore.exits import RETRY
 from megacore.rank import LOST, STORE, WAITING, report_of, stacks_of
 from megacore.say import err
 
@@ -252,7 +253,7 @@ class _Ranks:
         failed = {rank: status for rank, status in self.ended.items() if status and status != LOST}
         if waiting := [rank for rank, status in self.ended.items() if status and self._waited_in_vain(rank)]:
             self._say_who_stands_still(waiting[0], reports, way_out)
-            return 1
+            return RETRY
         if signalled:
             return next((status for status in failed.values() if status > 0), 128 + signalled)
         if failed:
@@ -268,7 +269,7 @@ class _Ranks:
             return status
         for rank, report in reports.items():
             _say(f"Rank {rank} has lost a rank of another machine{report['where']}: {report['error']}")
-            return 1
+            return RETRY
         return 0
 
     def _say_who_stands_still(self, first: int, reports: Mapping[int, Mapping[str, Any]], way_out: str) -> None:

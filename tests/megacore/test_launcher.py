@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from megacore import launcher
+from megacore.exits import RETRY
 from megacore.launcher import Node, launch
 
 ROOT = Path(__file__).parents[2]
@@ -160,7 +161,7 @@ def test_a_rank_that_stands_still_is_named_with_the_stacks_of_all(
         "wait('[gloo] Timed out waiting 50ms for recv')"
     )
     (tmp_path / "said").touch()
-    assert launch(module(text), [], Node(3), way_out="Buy a disk.") == 1
+    assert launch(module(text), [], Node(3), way_out="Buy a disk.") == RETRY
     shown = capfd.readouterr().err
     first, *_ = shown.split("Rank 1 (process")
     assert first.startswith("\nRank 0 (process") and "in wait" in first
