@@ -133,6 +133,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         err("usage: megacore.run.train RECIPE [section.key=value ...]")
         return 2
     here = Here.now()
+    if not here.launched and "ACCELERATE_USE_CPU" in os.environ:
+        say(
+            "accelerate launch starts one process on CPUs, whatever its --num_processes says: megacore train starts as "
+            "many as the mesh needs, and so does accelerate launch --multi_gpu, which needs no GPU"
+        )
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent, killed, would leave its ranks to train on
         die_with(os.getppid())
     try:

@@ -12,8 +12,10 @@ import pytest
 
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
+from megacore.exits import MISUSED
 from megacore.rank import restarts
 from megacore.run.resume import again
+from megacore.run.train import main
 from megacore.store.index import INDEX
 
 sys.path.append(str(Path(__file__).parents[1] / "megacore"))
@@ -175,3 +177,18 @@ def test_slurm_queues_again_so_often_for_a_fault_and_always_after_its_notice(tmp
     lives = [line.split()[0] for line in (tmp_path / "started").read_text().splitlines()]
     assert lives == [str(life) for life in range(6) for _ in range(2)]
     assert (tmp_path / "started").read_text().splitlines()[-1].endswith("/2 a recipe a b")
+
+
+# -- accelerate launch
+
+
+def test_one_process_of_several_that_accelerate_was_asked_for_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On CPUs it starts one, and hands --num_processes to nobody."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert main([write_recipe(tmp_path), f"out={tmp_path / 'run'}", "mesh.tp=2"]) == MISUSED
+    told = capsys.readouterr()
+    assert "accelerate launch starts one process on CPUs" in told.out
+    assert "cannot divide 1 ranks by pp x cp x ep x tp = 1 x 1 x 1 x 2 = 2: start 2 processes" in told.err
