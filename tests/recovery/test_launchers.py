@@ -105,6 +105,8 @@ exit ${status:-0}
 TRAINER = """#!/usr/bin/env bash
 echo "$RESTART_COUNT $NODE_RANK/$NNODES $MASTER_ADDR $*" >>started
 read -ra statuses <<<"$STATUSES"
+# Slurm's notice reaches all processes of a step, and a trainer has its step to end and a checkpoint to write.
+if ((statuses[NODE_RANK] == 143)); then kill -TERM $PPID; sleep 0.2; echo $NODE_RANK >>saved; fi
 exit "${statuses[$NODE_RANK]}"
 """
 
@@ -172,6 +174,7 @@ def test_slurm_queues_again_so_often_for_a_fault_and_always_after_its_notice(tmp
     assert cluster.run("75 76", 0, most=2)[1] == WITHOUT_B
     for life in (1, 2, 3):
         assert cluster.run("143 143", life, most=2)[1] == WITHOUT_B  # it stays out
+        assert sorted((tmp_path / "saved").read_text().split()) == [*"0" * life, *"1" * life]
     assert cluster.run("75 75", 4, most=2)[1] == WITHOUT_B
     assert cluster.run("75 75", 5, most=2) == (75, [])
     lives = [line.split()[0] for line in (tmp_path / "started").read_text().splitlines()]
