@@ -97,7 +97,7 @@ def test_a_killed_worker_and_a_cluster_that_shrinks_and_grows_change_no_loss(
     wait(lambda: not ranks_of(out), "a rank is left over")
     found = {record["step"]: record["loss"] for record in records(out)}
     steps = max(found)
-    assert list(found) == list(range(1, steps + 1))
+    assert list(found) == [*range(1, int(steps) + 1)]
     (quiet,) = pool.run(1, train, recipe, [f"out={tmp_path / 'quiet'}", *settings, f"train.steps={steps}"])
     assert list(found.values()) == pytest.approx(quiet.values("loss"), rel=1e-9)
 
