@@ -31,7 +31,27 @@ from pathlib import Path
 from typing import Any
 
 from megacore.exits import RETRY
-from megacore.rank import LOST, STORE, WAITING, report_of, stacks_of
+from megacore.rank import CRASHED, LOST, STORE, WAITING, report_of, stacks_of
+from megacore.recovery.channel import CHANNEL, STANDBY, Channel
+from megacore.recovery.protocol import (
+    Command,
+    Died,
+    Ended,
+    Fail,
+    Faulted,
+    Generations,
+    Go,
+    Heard,
+    Judge,
+    Kill,
+    Limits,
+    Lost,
+    Over,
+    Passed,
+    Ready,
+    Recovered,
+    Spawn,
+)
 from megacore.say import err
 
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -45,6 +65,10 @@ GRACE_S = 30.0
 PATIENCE_S = 1.0
 """A second Ctrl-C within it is the first one still: wrappers pass on what the terminal has sent to all."""
 STACKS_S = 2.0
+REAP_S = 0.05
+
+LIMITS = Limits(start=600.0, leave=60.0, recover=3600.0, die=60.0)
+"""How long a process has for what it is to do: importing from a slow disk, ending a read, loading a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -67,16 +91,26 @@ class Node:
     def world(self) -> int:
         return self.nodes * self.processes
 
-    def environments(self, folder: Path) -> Iterator[Mapping[str, str]]:
-        """Yield the environment of each rank here, as torchrun would make it, with the way to find the others."""
-        everyone = {"WORLD_SIZE": str(self.world), "LOCAL_WORLD_SIZE": str(self.processes), "PYTHONSAFEPATH": "1"}
+    @property
+    def ranks(self) -> range:
+        """The ranks of this machine, by their number among all."""
+        return range(self.index * self.processes, (self.index + 1) * self.processes)
+
+    def environment(self, rank: int) -> Mapping[str, str]:
+        """Return the environment of a rank here, as torchrun would make it."""
+        local = rank - self.index * self.processes
+        own = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.processes}
+        made = {name: str(number) for name, number in own.items()} | {"PYTHONSAFEPATH": "1"}
         if self.master is None:
             loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-            everyone |= {STORE: str(folder / "store"), "GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-        else:
-            everyone |= {"MASTER_ADDR": self.master[0], "MASTER_PORT": str(self.master[1])}
-        for local in range(self.processes):
-            yield everyone | {"LOCAL_RANK": str(local), "RANK": str(self.index * self.processes + local)}
+            made |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
+        return made
+
+    def meeting(self, folder: Path, generation: int = 0) -> Mapping[str, str]:
+        """Return the variables that say where the ranks of a generation find each other."""
+        if self.master is None:
+            return {STORE: str(folder / f"store-{generation}")}
+        return {"MASTER_ADDR": self.master[0], "MASTER_PORT": str(self.master[1])}
 
 
 def gpus() -> int:
@@ -109,6 +143,7 @@ def launch(
     environment: Mapping[str, str] | None = None,
     shutdown_s: float = SHUTDOWN_S,
     way_out: str = "",
+    judge: Judge | None = None,
 ) -> int:
     """Run a module on all ranks of this machine -> exit status: of the first that failed, or 128 + the ending signal.
 
@@ -119,29 +154,16 @@ def launch(
         environment: More variables for them.
         shutdown_s: Seconds that the signal to end leaves them.
         way_out: A sentence that says what to do where a rank stands still.
+        judge: Says whether a fault is recovered from, where the module knows how: a rank that has died is replaced
+            while the others go on. By default a fault ends all.
     """
     with tempfile.TemporaryDirectory(prefix="megacore-") as made, _signals() as arriving:
-        ranks = _start(module, arguments, node, Path(made), environment or {})
+        ranks = _Ranks(Path(made), module, arguments, node, environment or {})
         try:
+            ranks.start(judge)
             return ranks.watch(arriving, shutdown_s, way_out)
         finally:
             ranks.kill()
-
-
-def _start(module: str, arguments: Sequence[str], node: Node, folder: Path, environment: Mapping[str, str]) -> _Ranks:
-    ranks = _Ranks(folder)
-    # The mask is inherited. What arrives here meanwhile is not lost.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-    try:
-        for own in node.environments(folder):
-            command = [sys.executable, "-m", "megacore.rank", str(folder), str(os.getpid()), module, *arguments]
-            ranks.processes[int(own["RANK"])] = subprocess.Popen(command, env={**os.environ, **environment, **own})
-    except BaseException:
-        ranks.kill()
-        raise
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return ranks
 
 
 @contextmanager
@@ -169,9 +191,107 @@ class _Ranks:
     """The ranks of this machine, by their number among all."""
 
     folder: Path
+    module: str
+    arguments: Sequence[str]
+    node: Node
+    environment: Mapping[str, str]
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
     """{rank: status} of those that have ended by themselves."""
+    channels: dict[int, Channel] = field(default_factory=dict)
+    standby: tuple[subprocess.Popen[bytes], Channel] | None = None
+    """A process that has imported all that a rank needs, and waits for a place."""
+    lives: dict[int, int] = field(default_factory=dict)
+    """{rank: number of its process in this place}."""
+    generations: Generations | None = None
+    failure: str = ""
+    """Why the run could not go on, where that is so."""
+    noticed: float = 0.0
+    """The time when the fault that is being recovered from was noticed; 0 where none is."""
+
+    def start(self, judge: Judge | None) -> None:
+        """Start all ranks; those that die are replaced while the judge says so."""
+        if judge is None:
+            for rank in self.node.ranks:
+                self.processes[rank], self.channels[rank] = self._process(rank)
+            return
+        self.generations = Generations(dict.fromkeys(self.node.ranks, self.node.index), judge, LIMITS)
+        self._do(self.generations.begin(time.monotonic()))
+
+    def _process(self, rank: int, stands_by: bool = False) -> tuple[subprocess.Popen[bytes], Channel]:
+        """Start a process with its end of a channel."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "megacore.rank", str(self.folder), str(os.getpid()), self.module]
+        own = {**self.node.environment(rank), **self.node.meeting(self.folder)}
+        if self.generations is not None:
+            own |= {CHANNEL: str(theirs.fileno()), **({STANDBY: "1"} if stands_by else {})}
+        # The mask is inherited. What arrives here meanwhile is not lost.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
+        try:
+            process = subprocess.Popen(
+                [*command, *self.arguments],
+                env={**os.environ, **self.environment, **own},
+                pass_fds=[theirs.fileno()],
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        return process, Channel(ours)
+
+    # -- generations
+
+    def _do(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case Spawn(rank, life):
+                    if rank in self.channels:
+                        self.channels[rank].end.close()
+                    self.ended.pop(rank, None)
+                    self.processes[rank], self.channels[rank] = self.standby or self._process(rank, life > 1)
+                    self.lives[rank], self.standby = life, None
+                case Over(rank, generation):
+                    self.noticed = self.noticed or time.monotonic()
+                    self.channels[rank].say("over", generation=generation)
+                case Kill(rank):
+                    self.processes[rank].kill()
+                case Go(rank, generation):
+                    variables = {**self.node.environment(rank), **self.node.meeting(self.folder, generation)}
+                    self.channels[rank].say("go", generation=generation, variables=variables)
+                case Fail(reason):
+                    self.failure = reason
+
+    def hear(self, rank: int) -> None:
+        """Take what a rank says."""
+        generations = self.generations
+        assert generations is not None
+        for message in self.channels[rank].heard() or ():
+            now, life, generation = time.monotonic(), self.lives[rank], message["generation"]
+            match message["what"]:
+                case "fault":
+                    self._reap_soon()
+                    if generations.trains and generation == generations.generation:
+                        _say(f"Rank {rank} has lost contact to another rank: {message['error']}")
+                    event: Heard = Faulted(now, rank, life, generation)
+                case "ready":
+                    event = Ready(now, rank, life, generation)
+                case "recovered":
+                    event = Recovered(now, rank, life, generation, message["step"])
+                case "lost":
+                    _say(f"Rank {rank}: {message['reason']}")
+                    event = Lost(now, rank, life, generation)
+            self._do(generations.on(event))
+        if generations.trains:
+            if self.noticed:
+                seconds = time.monotonic() - self.noticed
+                _say(f"All ranks go on after step {generations.step}, {seconds:.2f} s after the fault was noticed.")
+                self.noticed = 0.0
+            self.standby = self.standby or self._process(min(self.processes), True)
+
+    def _reap_soon(self) -> None:
+        """Reap who has just died: the connections of a process end a moment before it does."""
+        until = time.monotonic() + REAP_S
+        while not self.reap() and time.monotonic() < until:
+            time.sleep(REAP_S / 10)
 
     @property
     def alive(self) -> dict[int, subprocess.Popen[bytes]]:
@@ -182,26 +302,41 @@ class _Ranks:
             process.send_signal(number)
 
     def kill(self) -> None:
+        if self.standby is not None:
+            self.standby[0].kill()
+            self.standby[0].wait()
         self.send(signal.SIGKILL)
         for process in self.alive.values():
             process.wait()
 
-    def reap(self) -> None:
+    def reap(self) -> bool:
+        """Take note of those that have ended -> whether some of them may be replaced, or have done all of the run."""
+        noted, now = False, time.monotonic()
         for rank, process in self.alive.items():
-            if (status := process.poll()) is not None:
-                self.ended[rank] = status
+            if (status := process.poll()) is None:
+                continue
+            self.ended[rank] = status
+            generations = self.generations
+            if generations is None or not (status <= 0 or status in (CRASHED, LOST)):
+                continue
+            noted = True
+            if status:
+                _say(self._why(rank, status))
+            event = Died(now, rank, self.lives[rank], status) if status else Ended(now, rank, self.lives[rank])
+            self._do(generations.on(event))
+        return noted
 
     def watch(self, arriving: int, shutdown_s: float, way_out: str) -> int:
         """Wait until all have ended, and say why, where they do not -> exit status."""
         signalled, since, deadline = 0, 0.0, float("inf")
         self.reap()
-        while self.alive:
-            left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
-            if not select.select([arriving], [], [], left)[0]:
+        while self.alive and not self.failure:
+            there = self._wait(arriving, deadline)
+            if time.monotonic() >= deadline:
                 if signalled:
                     _say(f"Ranks {_listed(self.alive)} did not end within {shutdown_s:g} s of the signal: killed.")
                 break
-            for number in os.read(arriving, 4096):
+            for number in os.read(arriving, 4096) if arriving in there else ():
                 if number == signal.SIGUSR1:
                     self.send(number)
                 elif number == signal.SIGUSR2:
@@ -220,9 +355,24 @@ class _Ranks:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
         return self._status(signalled, way_out)
 
+    def _wait(self, arriving: int, deadline: float) -> list[int]:
+        """Wait for signals, until the deadline, and take what ranks say -> what of ``arriving`` can be read."""
+        generations, speaking = self.generations, dict[int, int]()
+        if generations is not None:
+            speaking = {self.channels[rank].fileno(): rank for rank in self.alive}
+            deadline = min(deadline, generations.deadline)
+        left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+        there = select.select([arriving, *speaking], [], [], left)[0]
+        for end in there:
+            if end in speaking:
+                self.hear(speaking[end])
+        if generations is not None and time.monotonic() >= generations.deadline:
+            self._do(generations.on(Passed(time.monotonic())))
+        return there
+
     def show(self) -> dict[int, str]:
         """Write where every rank stands to stderr -> {rank: its stacks}; of those that do not answer, nothing."""
-        files = {rank: stacks_of(self.folder, rank) for rank in self.alive}
+        files = {rank: stacks_of(self.folder, process.pid) for rank, process in self.alive.items()}
         before = {rank: _size(file) for rank, file in files.items()}
         self.send(signal.SIGUSR2)
         sizes, deadline = before, time.monotonic() + STACKS_S
@@ -238,7 +388,7 @@ class _Ranks:
 
     def _report(self, rank: int) -> Mapping[str, Any] | None:
         """Return the report of a rank that could not talk to the others any more."""
-        file = report_of(self.folder, rank)
+        file = report_of(self.folder, self.processes[rank].pid)
         report: Mapping[str, Any] | None = json.loads(file.read_text()) if file.exists() else None
         return report
 
@@ -249,6 +399,9 @@ class _Ranks:
 
     def _status(self, signalled: int, way_out: str) -> int:
         """Return the exit status of all together, once all have ended or been given up; says what they have not."""
+        if self.failure:
+            _say(f"The run cannot go on: {self.failure}")
+            return LOST
         reports = {rank: report for rank in self.ended if (report := self._report(rank))}
         failed = {rank: status for rank, status in self.ended.items() if status and status != LOST}
         if waiting := [rank for rank, status in self.ended.items() if status and self._waited_in_vain(rank)]:
@@ -258,19 +411,23 @@ class _Ranks:
             return next((status for status in failed.values() if status > 0), 128 + signalled)
         if failed:
             rank, status = next(iter(failed.items()))
-            if status < 0:
-                number = signal.Signals(-status)
-                hint = ": where memory ran out, the kernel's log (dmesg) says so" if number == signal.SIGKILL else ""
-                _say(f"Rank {rank} (process {self.processes[rank].pid}) was ended by {number.name}{hint}.")
-                return 128 + number
             # Who ends with 1 or 2 has said what was wrong, and with 141 nobody reads its output any more.
-            if status not in (1, 2, 128 + signal.SIGPIPE):
-                _say(f"Rank {rank} (process {self.processes[rank].pid}) ended with status {status}.")
-            return status
+            if status not in (1, 2, CRASHED, 128 + signal.SIGPIPE):
+                _say(self._why(rank, status))
+            return 128 - status if status < 0 else 1 if status == CRASHED else status
         for rank, report in reports.items():
             _say(f"Rank {rank} has lost a rank of another machine{report['where']}: {report['error']}")
             return RETRY
-        return 0
+        return LOST if LOST in self.ended.values() else 0
+
+    def _why(self, rank: int, status: int) -> str:
+        """Return how a rank has ended."""
+        who = f"Rank {rank} (process {self.processes[rank].pid})"
+        if status >= 0:
+            return f"{who} ended with status {status}."
+        number = signal.Signals(-status)
+        hint = ": where memory ran out, the kernel's log (dmesg) says so" if number == signal.SIGKILL else ""
+        return f"{who} was ended by {number.name}{hint}."
 
     def _say_who_stands_still(self, first: int, reports: Mapping[int, Mapping[str, Any]], way_out: str) -> None:
         for rank, report in reports.items():

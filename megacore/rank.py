@@ -22,7 +22,7 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -43,14 +43,18 @@ WAITING = (
 """The files whose calls wait for other ranks."""
 
 
-def stacks_of(folder: Path, rank: int) -> Path:
-    """Return the file in the launcher's folder that a rank writes its stacks to, on SIGUSR2."""
-    return folder / f"stacks-{rank}"
+CRASHED = 70
+"""The exit status of a rank that nobody has foreseen the error of."""
 
 
-def report_of(folder: Path, rank: int) -> Path:
-    """Return the file that says why a rank could not talk to the others any more."""
-    return folder / f"report-{rank}"
+def stacks_of(folder: Path, process: int) -> Path:
+    """Return the file in the launcher's folder that the process of a rank writes its stacks to, on SIGUSR2."""
+    return folder / f"stacks-{process}"
+
+
+def report_of(folder: Path, process: int) -> Path:
+    """Return the file that says why the process of a rank could not talk to the others any more."""
+    return folder / f"report-{process}"
 
 
 @dataclass(frozen=True)
@@ -143,8 +147,7 @@ def leave(here: Here) -> None:
 def main() -> None:
     folder, launcher, module, *arguments = sys.argv[1:]
     die_with(int(launcher))
-    rank = int(os.environ["RANK"])
-    stacks = stacks_of(Path(folder), rank).open("x")
+    stacks = stacks_of(Path(folder), os.getpid()).open("x")
     faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
     sys.argv[1:] = arguments
@@ -153,11 +156,21 @@ def main() -> None:
     except RuntimeError as error:
         report = parted(error)
         if report is None:
-            raise
-        with report_of(Path(folder), rank).open("x") as file:
+            _crash()
+        with report_of(Path(folder), os.getpid()).open("x") as file:
             json.dump(report, file)
         sys.stdout.flush()
         os._exit(LOST)  # without the destructors of what is broken
+    except Exception:
+        _crash()
+
+
+def _crash() -> NoReturn:
+    """End with what is known of an error that nobody has foreseen; the others may go on without this process."""
+    traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(CRASHED)
 
 
 def die_with(parent: int) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from megacore.launcher import Node, gpus, launch, threads
 from megacore.recipe import ConfigError, load, processes, recipes
+from megacore.recovery.protocol import Cause
 from megacore.say import err
 
 OPTIONS = {
@@ -41,6 +42,11 @@ WAY_OUT = (
 )
 
 
+def judge(cause: Cause, earlier: Sequence[Cause]) -> str:
+    """Return why a run is to end after a fault; nothing where it is to go on."""
+    return "" if len(earlier) < 100 else "too many faults"
+
+
 def run(command: str, given: Sequence[str]) -> int:
     """Run what `megacore COMMAND` was given on this machine -> its exit status."""
     recipe, overrides = arguments(command, given)
@@ -61,7 +67,7 @@ def run(command: str, given: Sequence[str]) -> int:
         err(error)
         return 2
     environment = {**{name: os.environ.get(name, value) for name, value in VARIABLES.items()}, **threads(here)}
-    return launch("megacore.run.train", [recipe, *overrides], node, environment, shutdown_s, WAY_OUT)
+    return launch("megacore.run.train", [recipe, *overrides], node, environment, shutdown_s, WAY_OUT, judge)
 
 
 def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:

@@ -116,7 +116,7 @@ class Log:
         for path, are in ((out / METRICS, _are_numbers), (out / EXPERTS, _are_loads)):
             if dropped := drop_after(path, after, are):
                 say(f"{path}: {dropped} lines were no records and are dropped.")
-        self._loads = out / EXPERTS
+        self._loads, self._written = out / EXPERTS, dict[tuple[str, ...], int]()
         self._bar = ProgressBar(config.train.steps, after)
         self._sinks: list[Sink] = [JsonLines(out / METRICS), self._bar]
         if config.log.tensorboard:
@@ -125,6 +125,10 @@ class Log:
             self._sinks.append(WeightsAndBiases(config.log.wandb, config))
 
     def write(self, step: int, record: Record) -> None:
+        """Write a record, once: what follows a step may be done again after a fault."""
+        if self._written.get(tuple(record)) == step:
+            return
+        self._written[tuple(record)] = step
         for sink in self._sinks:
             sink.write(step, record)
 

@@ -346,6 +346,20 @@ class Saver:
             saving.publishing = True
             saving.work = _Future(lambda: self._publish(saving, written)) if saving.publication else None
 
+    def abandon(self) -> bool:
+        """Give up a save in the background, for it needs other ranks -> whether there was one that is not known to be
+        published: what rank 0 publishes needs nobody else."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return False
+        if saving.work is not None:
+            saving.work.thread.join()
+        if saving.publication is None:
+            return True
+        published = saving.publishing and saving.work is not None and saving.work.error is None
+        saving.publication.abandon()
+        return not published
+
     def finish(self) -> None:
         """Wait until the save in the background is published, if there is one. Raises as :meth:`advance`."""
         while self._saving is not None:

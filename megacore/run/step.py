@@ -45,6 +45,18 @@ class Stats:
         return torch.isfinite(self.loss) & torch.isfinite(self.grad_norm)
 
 
+@dataclass(frozen=True)
+class Summed:
+    """The fields of :class:`Stats` that a rank has once its gradients are summed, before it has those of all ranks."""
+
+    tokens: Tensor
+    own_loss: Tensor
+    scale: Tensor
+
+    def stats(self, loss: Tensor, norm: Tensor, overflow: Tensor) -> Stats:
+        return Stats(loss, norm, self.tokens, self.own_loss, self.scale, overflow)
+
+
 @dataclass
 class TrainStep:
     """microbatches of this data-parallel rank, learning rate -> :class:`Stats`; the weights are updated.
@@ -60,22 +72,30 @@ class TrainStep:
     scaling: Scaling = UNSCALED
     balance: Balance | None = None
     scaler: Scaler = field(init=False)
+    pending: Summed | None = field(default=None, init=False)
+    """The step whose gradients are summed here and whose update is to come: it needs nothing but its outcome."""
 
     def __post_init__(self) -> None:
         self.scaler = Scaler(self.scaling, self.mesh.device)
 
     def __call__(self, microbatches: Sequence[Microbatch], lr: float, halted: Tensor | None = None) -> Stats:
         stats = self.backward(microbatches)
+        self.update(stats, lr, halted)
+        self.gradients.updated()
+        return stats
+
+    def update(self, stats: Stats, lr: float, halted: Tensor | None = None) -> None:
+        """Do the second half on this rank alone; parameters that are split are to be gathered after it."""
         go = stats.finite if halted is None else stats.finite & ~halted
-        self.optimizer.step(lr, stats.grad_norm, go, stats.scale if self.scaling.moves else None)
+        self.optimizer.update(lr, stats.grad_norm, go, stats.scale if self.scaling.moves else None)
         if self.balance is not None:
             self.balance.move_biases(go)
         self.scaler.update(stats.loss, stats.grad_norm)
-        return stats
+        self.pending = None
 
     def backward(self, microbatches: Sequence[Microbatch]) -> Stats:
         """Return the first half: loss, and gradients that are summed over their replicas; these are scaled."""
-        scale = self.scaler.scale
+        scale, self.pending = self.scaler.scale, None
         self.gradients.begin(len(microbatches))
         if self.balance is None:
             tokens = counted_tokens(microbatches, self.mesh)
@@ -85,8 +105,13 @@ class TrainStep:
             microbatches = [replace(each, number=number) for number, each in enumerate(microbatches)]
         own = self.pipeline.train(microbatches, scale / tokens) / scale
         self.gradients.finish()
+        if self.balance is not None:
+            self.balance.finish()
+        self.pending = Summed(tokens, own, scale)
+        # The norm comes last: whoever has it knows that every rank has summed all of its gradients, and that each can
+        # do the rest alone.
         loss, norm = total_loss(own, self.mesh), self.gradients.norm() / scale
-        return Stats(loss, norm, tokens, own, scale, self.scaler.overflow(loss, norm))
+        return self.pending.stats(loss, norm, self.scaler.overflow(loss, norm))
 
 
 def evaluate(mesh: Mesh, pipeline: Pipeline, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:

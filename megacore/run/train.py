@@ -11,8 +11,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,13 +27,17 @@ from megacore.data.batches import TokenError
 from megacore.data.corpora import facts
 from megacore.hardware import claim
 from megacore.launcher import gpus
-from megacore.rank import Here, die_with, join, leave, restarts
+from megacore.rank import Here, die_with, join, leave, parted, restarts
 from megacore.recipe import ConfigError
+from megacore.recovery.channel import Agent
+from megacore.recovery.protocol import Status
 from megacore.run import metrics
 from megacore.run.build import trainer_of
 from megacore.run.check import Setup, check, files_of
+from megacore.run.copies import Copies
 from megacore.run.export import export
 from megacore.run.lock import RunLock
+from megacore.run.recover import Lost, Told, keep_copies, let_go, recovered
 from megacore.run.resume import Damaged, Start, again, find, remarks
 from megacore.run.save import SaveError
 from megacore.run.trainer import NonFinite, Trainer
@@ -47,39 +51,135 @@ from parallel import kernels
 from parallel.mesh import Mesh
 
 
-def run(setup: Setup, device: torch.device, node: int = 8) -> int:
+def run(setup: Setup, device: torch.device, node: int = 8, agent: Agent | None = None) -> int:
     """Train one run on the processes that there are -> the last step that was done.
 
     Args:
         setup: The run.
         device: The device of this process.
         node: The number of successive ranks that share a machine.
+        agent: Replaces ranks that have died, so that this one goes on; None where a fault ends the run.
 
     Raises:
         ConfigError: the ranks have found different checkpoints to start from, or different kernels.
         StoreError: another run holds the folder, or what the run is to start from is damaged.
+        Lost: after a fault the ranks that are left do not have the whole state of the run.
     """
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    timeout = timedelta(minutes=setup.config.train.timeout)
-    mesh = Mesh.create(setup.config.mesh.shape(world), device, timeout)
-    control, out = Control.create(mesh, node), Path(setup.config.out)
-    setup = _led(setup, control)
     with ExitStack() as stack:
-        if mesh.rank != 0:
-            control.attempt(lambda: None)
-            trainer = _built(setup, mesh, control)[1]
-            control.attempt(lambda: None)
-            return trainer.run()
-        control.attempt(lambda: stack.enter_context(RunLock.take(out)))
-        say(_headline(setup.config, setup.model, mesh))
-        setup, trainer = _built(setup, mesh, control)
-        if chosen := kernels.chosen(device, setup.config.train.compile):
-            say(chosen)
-        log = control.attempt(lambda: stack.enter_context(metrics.Log(setup.config, setup.start.progress.step)))
-        last = replace(trainer, log=log).run()
+        here = _Here(setup, device, node, stack)
+        while (last := here.outlived(agent)) is None:
+            here.rejoin(agent)
         stack.close()
-        say(_report(setup.config, last))
+        if here.log is not None:
+            say(_report(here.setup.config, last))
     return last
+
+
+@dataclass
+class _Here:
+    """The run in this process, over all generations of its groups.
+
+    Args:
+        setup: The run.
+        device: The device of this process.
+        node: The number of successive ranks that share a machine.
+        stack: Holds what rank 0 has open.
+    """
+
+    setup: Setup
+    device: torch.device
+    node: int
+    stack: ExitStack
+    trainer: Trainer | None = None
+    told: Told = field(default_factory=lambda: Told(Status(0)))
+    copies: Copies = field(default_factory=Copies)
+    log: metrics.Log | None = None
+    locked: bool = False
+
+    def outlived(self, agent: Agent | None) -> int | None:
+        """Train -> the last step that was done; None once a fault that can be recovered from has ended a generation."""
+        try:
+            return self._generation(agent)
+        except RuntimeError as error:
+            if agent is None or not (agent.over or parted(error)):
+                raise
+            agent.fault(error)
+        return None
+
+    def rejoin(self, agent: Agent | None) -> None:
+        """Leave the groups that are broken, and join the next generation of them."""
+        assert agent is not None
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.told = let_go(self.trainer, self.copies, rank)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        agent.ready()
+        agent.connecting()
+        with suppress(RuntimeError):  # whoever dies meanwhile is seen when the groups are used
+            join(Here.now(), self.device.type, timedelta(minutes=self.setup.config.train.timeout))
+
+    def _generation(self, agent: Agent | None) -> int:
+        config = self.setup.config
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        mesh = Mesh.create(config.mesh.shape(world), self.device, timedelta(minutes=config.train.timeout))
+        control = Control.create(mesh, self.node)
+        mine = replace(self.told, status=replace(self.told.status, rank=mesh.rank))
+        told = [Told.from_json(each) for each in control.exchange(mine.to_json())]
+        if agent is None or all(each.status == Status(rank) for rank, each in enumerate(told)):
+            trainer = self._begun(mesh, control)
+        else:
+            try:
+                trainer = self._recovered(mesh, control, told)
+            except Lost as error:
+                agent.lost(str(error))
+        self.trainer = trainer
+        if agent is not None:
+            trainer.generation = agent.generation
+            keep_copies(self.setup, trainer, self.copies, self.node)
+            agent.recovered(trainer.done)
+        return trainer.run()
+
+    def _begun(self, mesh: Mesh, control: Control) -> Trainer:
+        """Return the trainer of a run that nothing has befallen yet."""
+        self.setup = _led(self.setup, control)
+        self._lock(mesh, control)
+        if mesh.rank == 0:
+            say(_headline(self.setup.config, self.setup.model, mesh))
+        self.setup, trainer = _built(self.setup, mesh, control)
+        if mesh.rank == 0 and (chosen := kernels.chosen(self.device, self.setup.config.train.compile)):
+            say(chosen)
+        self._open_log(trainer, control, trainer.start.step)
+        return trainer
+
+    def _recovered(self, mesh: Mesh, control: Control, told: Sequence[Told]) -> Trainer:
+        """Return the trainer that goes on after a fault."""
+        self._lock(mesh, control)
+        trainer = recovered(self.setup, mesh, control, self.trainer, self.copies, told)
+        if trainer.rewound and self.log is not None:
+            self.log.__exit__()
+            self.log = None
+        self._open_log(trainer, control, trainer.followed)
+        return trainer
+
+    def _lock(self, mesh: Mesh, control: Control) -> None:
+        """Hold the folder of the run, on rank 0, where it does not yet."""
+
+        def lock() -> None:
+            if mesh.rank == 0 and not self.locked:
+                self.stack.enter_context(RunLock.take(Path(self.setup.config.out)))
+                self.locked = True
+
+        control.attempt(lock)
+
+    def _open_log(self, trainer: Trainer, control: Control, after: int) -> None:
+        """Have rank 0 write what follows a step."""
+
+        def open_log() -> None:
+            if trainer.mesh.rank == 0 and self.log is None:
+                self.log = self.stack.enter_context(metrics.Log(self.setup.config, after))
+
+        control.attempt(open_log)
+        trainer.log = self.log
 
 
 def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
@@ -132,7 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0].startswith("-"):
         err("usage: megacore.run.train RECIPE [section.key=value ...]")
         return 2
-    here = Here.now()
+    here, agent = Here.now(), Agent.here()
     if not here.launched and "ACCELERATE_USE_CPU" in os.environ:
         say(
             "accelerate launch starts one process on CPUs, whatever its --num_processes says: megacore train starts as "
@@ -143,11 +243,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         overrides = again(arguments[0], arguments[1:]) if restarts() else arguments[1:]
         # One rank of each node reads the indexes of the data for all, and one of them all the files of a checkpoint.
-        setup = check(arguments[0], overrides, here.world, here.local_world, here.local_rank > 0, here.rank > 0)
+        stands_by = agent is not None and agent.stands_by
+        checked, led = stands_by or here.local_rank > 0, stands_by or here.rank > 0
+        setup = check(arguments[0], overrides, here.world, here.local_world, checked, led, stands_by)
     except ConfigError as error:
         if here.local_rank == 0:  # of each node: a file may be missing on one
             err(error)
         return 2
+    if agent is not None:
+        agent.ready()
+        here = Here.now()
     train = setup.config.train
     kind = train.device_type(gpus())
     device = claim(kind, here.local_rank)
@@ -156,10 +261,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     said = open_files.allow(files_of(setup.config, here.world, here.local_world))
     if said is not None and here.local_rank == 0:
         say(said)
-    join(here, kind, timedelta(minutes=train.timeout))
     status, last, damaged = 0, 0, None
+    if agent is not None:
+        agent.connecting()
+    join(here, kind, timedelta(minutes=train.timeout))
     try:
-        last = run(setup, device, here.local_world)
+        last = run(setup, device, here.local_world, agent)
     except ConfigError as error:  # on every rank
         status = 2
         if here.rank == 0:

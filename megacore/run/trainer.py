@@ -19,6 +19,7 @@ from megacore.control import Control
 from megacore.data.batches import Batch, Batches, prefetch
 from megacore.hardware import peak_memory_gib
 from megacore.run import loads, progress
+from megacore.run.copies import Copies
 from megacore.run.lr import learning_rate
 from megacore.run.metrics import Log, Record
 from megacore.run.progress import Progress
@@ -182,6 +183,28 @@ class Trainer:
     interrupt: Interrupt = field(default_factory=Interrupt)
     at: int = field(default=0, init=False)
     """The step that is being done."""
+    done: int = field(default=0, init=False)
+    """The last step whose update is in the state."""
+    stats: Stats | None = field(default=None, init=False)
+    """Those of that step, where it was done here."""
+    followed: int = field(default=0, init=False)
+    """The last step that all is done for that follows one: records, saves, evaluations."""
+    trouble: Trouble = field(init=False)
+    generation: int = field(default=0, init=False)
+    """The generation of the groups that its messages go through."""
+    committed_in: int = field(default=0, init=False)
+    """The generation in which the last step was done."""
+    rewound: bool = field(default=False, init=False)
+    """Whether the run has gone back after a fault, and no step has been done since."""
+    copies: Copies = field(default_factory=Copies, init=False)
+
+    def __post_init__(self) -> None:
+        section = self.config.optimizer
+        allowed = 0 if section.non_finite == "stop" else section.max_skipped
+        self.trouble = Trouble.none(self.mesh.device, allowed, self.start.skipped)
+        self.at = self.done = self.followed = self.start.step
+        self.meter = _Meter(self)
+        self._unsaved: int | None = None
 
     def run(self) -> int:
         """Train -> the last step that was done.
@@ -204,41 +227,58 @@ class Trainer:
                 raise
 
     def _steps(self) -> int:
-        config, total = self.config, self.config.train.steps
-        meter = _Meter(self)
-        section = config.optimizer
-        allowed = 0 if section.non_finite == "stop" else section.max_skipped
-        trouble = Trouble.none(self.mesh.device, allowed, self.start.skipped)
-        step = first = self.start.step
-        if first >= total:
-            return first
-        with prefetch(self.batches.steps(self.start.samples)) as ahead, _collecting_together():
-            for step, batch in enumerate(ahead, start=first + 1):
-                self.at = step
-                lr = learning_rate(step, config.schedule, config.optimizer.lr, total)
-                stats = self.step(self._microbatches(batch, step), lr, trouble.halted)
-                trouble.note(step, stats)
-                stop, save = self._listen()
-                stopping = step == total or stop
-                saving = self._saves(step, stop, save)
-                if step % config.log.every == 0 or stopping or saving:
-                    self._check(trouble)
-                if step % config.log.every == 0 or stopping:
-                    self._write(step, meter.record(step, lr, stats, trouble))
-                if saving:
-                    self._save(step, lr)
-                if self._evaluates(step):
-                    with meter.paused():
-                        loss = self.validation_loss()
-                        self._write(step, {"validation_loss": loss, "validation_perplexity": perplexity(loss)})
-                if step % COLLECT_EVERY == 0:
-                    gc.collect(1)
-                if stopping:
-                    break
+        first, total = self.start.step, self.config.train.steps
+        self.meter.begin()
+        stopping = first >= total
+        if self.stats is not None and self.followed < first:
+            stopping = self._follow(first, self.stats)
+        if not stopping:
+            with prefetch(self.batches.steps(self.start.samples)) as ahead, _collecting_together():
+                for step, batch in enumerate(ahead, start=first + 1):
+                    self.at, began = step, time.monotonic()
+                    stats = self.step.backward(self._microbatches(batch, step))
+                    self.update(step, stats)
+                    self.step.gradients.updated()
+                    self.copies.stepped(time.monotonic() - began)
+                    if self._follow(step, stats):
+                        break
         self._tolerate(self.saver.finish)
-        if saving and self.saver.failing_s is not None:
-            self._save_at_last(step, lr, stop)
-        return step
+        if self._unsaved is not None and self.saver.failing_s is not None:
+            self._save_at_last(self._unsaved)
+        return self.done
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        return learning_rate(step, self.config.schedule, self.config.optimizer.lr, self.config.train.steps)
+
+    def update(self, step: int, stats: Stats) -> None:
+        """Do the second half of a step, which needs no other rank: all or nothing of it is done."""
+        self.step.update(stats, self.lr(step), self.trouble.halted)
+        self.trouble.note(step, stats)
+        self.done, self.stats, self.committed_in, self.rewound = step, stats, self.generation, False
+
+    def _follow(self, step: int, stats: Stats) -> bool:
+        """Do what follows a step -> whether it was the last one."""
+        config, trouble, lr = self.config, self.trouble, self.lr(step)
+        stop, save = self._listen()
+        stopping = step == config.train.steps or stop
+        saving = self._saves(step, stop, save)
+        if step % config.log.every == 0 or stopping or saving:
+            self._check(trouble)
+        if step % config.log.every == 0 or stopping:
+            self._write(step, self.meter.record(step, lr, stats, trouble))
+        if saving:
+            self._save(step, lr)
+        if self._evaluates(step):
+            with self.meter.paused():
+                loss = self.validation_loss()
+                self._write(step, {"validation_loss": loss, "validation_perplexity": perplexity(loss)})
+        if step % COLLECT_EVERY == 0:
+            gc.collect(1)
+        self._unsaved = step if saving and stopping else None
+        self.meter.advance()
+        self.followed = step
+        return stopping
 
     def validation_loss(self) -> float:
         """Return the mean loss over the first ``evaluate.batches`` global batches held out; the same on every rank."""
@@ -287,7 +327,7 @@ class Trainer:
             if self.log is not None:
                 self.log.tell(f"{error}\nThe next save tries again, for {patience - hours:.2g} h (checkpoint.patience)")
 
-    def _save_at_last(self, step: int, lr: float, stop: bool) -> None:
+    def _save_at_last(self, step: int) -> None:
         """Save what a run has come to, again and again: nobody else has it.
 
         Raises:
@@ -296,10 +336,9 @@ class Trainer:
         while self.saver.failing_s is not None:
             for _ in range(_AGAIN_S):
                 time.sleep(1)
-                stop = stop or bool(self.control.largest(self.interrupt.asked)[0])
-                if stop:
+                if self.control.largest(self.interrupt.asked)[0]:
                     raise SaveError(f"step {step} could not be saved before the run was ended; the reason stands above")
-            self._save(step, lr)
+            self._save(step, self.lr(step))
             self._tolerate(self.saver.finish)
 
     def _listen(self) -> tuple[bool, bool]:
@@ -308,8 +347,15 @@ class Trainer:
         With it goes what the ranks must know of a save in the background.
         """
         save, self.interrupt.save = self.interrupt.save, False
-        stop, save, *news = map(bool, self.control.largest(self.interrupt.asked, save, *self.saver.news()))
+        copies = self.copies
+        told = self.control.largest(
+            self.interrupt.asked, save, *self.saver.news(), copies.due(self.done), -copies.whole
+        )
+        stop, save, *news = map(bool, told[:4])
         self._tolerate(lambda: self.saver.advance(*news))
+        copies.settle(-int(told[5]))
+        if self.done >= told[4]:
+            copies.begin(self.done)
         return stop, save
 
     def _microbatches(self, batches: Sequence[Batch], step: int) -> list[Microbatch]:
@@ -388,14 +434,29 @@ class _Meter:
         config = trainer.config
         self._tokens_per_step = config.batch.global_size * config.data.sequence_length
         self._flops = flops_per_token(trainer.model.config, config.data.sequence_length, config.tuning)
-        self._since, self._last_step = time.perf_counter(), trainer.start.step
+        self.last_step, self.seconds = trainer.start.step, 0.0
+        self._recorded: tuple[float, int] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from here on, beside the seconds that there are since the last record."""
+        self._since = time.perf_counter() - self.seconds
+
+    def advance(self) -> None:
+        """Count from the last record on: all that follows its step is done."""
+        if self._recorded is not None:
+            (self._since, self.last_step), self._recorded = self._recorded, None
+
+    def end(self) -> None:
+        """Count no more."""
+        self.seconds = time.perf_counter() - self._since
 
     def record(self, step: int, lr: float, stats: Stats, trouble: Trouble) -> Record:
         # Reading the loss waits for the step: only then is the clock right.
         loss, norm = stats.loss.item(), stats.grad_norm.item()
         now = time.perf_counter()
-        steps, seconds = step - self._last_step, now - self._since
-        self._since, self._last_step = now, step
+        steps, seconds = step - self.last_step, now - self._since
+        self._recorded = now, step
         speed = steps * self._tokens_per_step / seconds
         tflops = speed * self._flops / self._trainer.mesh.shape.world / 1e12
         peak = self._peak_above(tflops, step)
@@ -451,7 +512,10 @@ class _Meter:
             torch.cuda.synchronize(self._trainer.mesh.device)  # the steps before it are
         before = time.perf_counter()
         yield
-        self._since += time.perf_counter() - before
+        seconds = time.perf_counter() - before
+        self._since += seconds
+        if self._recorded is not None:
+            self._recorded = self._recorded[0] + seconds, self._recorded[1]
 
     def _peak_memory(self) -> float:
         """Return the peak memory of the rank that has held most."""

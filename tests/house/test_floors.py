@@ -18,6 +18,7 @@ LOWER = {
             "budgets",
             "choices",
             "context_split",
+            "copies",
             "labels",
             "rank_sets",
             "routing",

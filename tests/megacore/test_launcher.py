@@ -85,7 +85,8 @@ sys.exit(folder in sys.path or "" in sys.path or os.getcwd() in sys.path)
 
 
 def test_ranks_of_several_machines_are_told_of_node_0(tmp_path: Path) -> None:
-    ranks = list(Node(2, 3, 1, ("host", 1234)).environments(tmp_path))
+    node = Node(2, 3, 1, ("host", 1234))
+    ranks = [{**node.environment(rank), **node.meeting(tmp_path)} for rank in node.ranks]
     assert [each["RANK"] for each in ranks] == ["2", "3"] and [each["LOCAL_RANK"] for each in ranks] == ["0", "1"]
     assert all(each["WORLD_SIZE"] == "6" and each["LOCAL_WORLD_SIZE"] == "2" for each in ranks)
     assert all(each["MASTER_ADDR"] == "host" and each["MASTER_PORT"] == "1234" for each in ranks)
