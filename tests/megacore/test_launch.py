@@ -63,7 +63,12 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         given: dict[str, Any] = {}
 
         def launch(
-            module: str, arguments: list[str], node: Node, environment: Mapping[str, str], shutdown_s: float, way: str
+            module: str,
+            arguments: list[str],
+            node: Node,
+            environment: Mapping[str, str],
+            shutdown_s: float,
+            *others: object,
         ) -> int:
             given.update(module=module, arguments=arguments, node=node, environment=environment, shutdown_s=shutdown_s)
             return 7
