@@ -174,7 +174,7 @@ def fit(
         arguments: The arguments of `megacore train`.
         out: The folder of the run, which all machines share.
         workers: The number of machines, or the least and the most.
-        resources: What each of them must have.
+        resources: The resources of each of them.
         processes: The ranks on each.
         failures: The number of times that all are started again.
         look_s: Seconds between looks for more machines.

@@ -11,7 +11,7 @@ from megacore.run.step import TrainStep
 
 STEP = 6
 
-before = TrainStep.__call__
+before = TrainStep.backward
 done = list[TrainStep]()
 
 
@@ -23,5 +23,5 @@ def step(self: TrainStep, *given: Any, **named: Any) -> Any:
 
 
 if __name__ == "__main__":
-    setattr(TrainStep, "__call__", step)  # noqa: B010 # mypy lets no method be assigned
+    setattr(TrainStep, "backward", step)  # noqa: B010 # mypy lets no method be assigned
     sys.exit(train.main())
