@@ -82,19 +82,18 @@ def test_a_killed_worker_and_a_cluster_that_shrinks_and_grows_change_no_loss(
         start_new_session=True,
     )
     try:
-        goes_on(process, out, ranks=2)
-        launcher = parent(ranks_of(out)[-1])
-        os.kill(parent(launcher), signal.SIGKILL)  # Ray's worker
-        goes_on(process, out, ranks=2)
+        goes_on(process, out, workers=2)
+        os.kill(parent(launchers_of(out)[-1]), signal.SIGKILL)  # Ray's worker
+        goes_on(process, out, workers=2)
         nodes.drain()
-        goes_on(process, out, ranks=1)
+        goes_on(process, out, workers=1)
         nodes.nodes.append(nodes.add())
-        goes_on(process, out, ranks=2)
+        goes_on(process, out, workers=2)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     nodes.cluster.shutdown()
-    wait(lambda: not ranks_of(out), "a rank is left over")
+    wait(lambda: not launchers_of(out), "a launcher is left over")
     found = {record["step"]: record["loss"] for record in records(out)}
     steps = max(found)
     assert list(found) == [*range(1, int(steps) + 1)]
@@ -102,19 +101,19 @@ def test_a_killed_worker_and_a_cluster_that_shrinks_and_grows_change_no_loss(
     assert list(found.values()) == pytest.approx(quiet.values("loss"), rel=1e-9)
 
 
-def goes_on(process: subprocess.Popen[bytes], out: Path, ranks: int) -> None:
-    """Wait until so many ranks, all of them new or told so, have done 20 more steps."""
+def goes_on(process: subprocess.Popen[bytes], out: Path, workers: int) -> None:
+    """Wait until so many workers have done 20 more steps."""
 
     def done() -> bool:
         assert process.poll() is None, process.communicate()[0].decode()
-        there = ranks_of(out)
-        if len(there) != ranks or there != seen:
+        there = launchers_of(out)
+        if len(there) != workers or there != seen:
             seen[:], first[:] = there, [len(records(out))]
             return False
-        return len(there) == ranks and len(records(out)) > first[0] + 20
+        return len(there) == workers and len(records(out)) > first[0] + 20
 
     seen, first = list[int](), [0]
-    wait(done, f"{ranks} ranks did not go on")
+    wait(done, f"{workers} workers did not go on")
 
 
 def wait(done: Callable[[], bool], told: str) -> None:
@@ -130,8 +129,8 @@ def records(out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
-def ranks_of(out: Path) -> list[int]:
-    """Return the processes of the ranks of a run."""
+def launchers_of(out: Path) -> list[int]:
+    """Return the processes that watch over the ranks of a run, one for each of Ray's workers."""
     found = list[int]()
     for folder in Path("/proc").iterdir():
         if folder.name.isdecimal():
@@ -139,7 +138,7 @@ def ranks_of(out: Path) -> list[int]:
                 given = (folder / "cmdline").read_text().split("\0")
             except OSError:  # it has just ended
                 continue
-            if "megacore.run.train" in given and f"out={out}" in given:
+            if any("megacore.run.launch" in each for each in given) and f"out={out}" in given:
                 found.append(int(folder.name))
     return sorted(found)
 
