@@ -14,6 +14,7 @@ import os
 import re
 import runpy
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,7 +22,10 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 from megacore import exits
 
@@ -34,7 +38,12 @@ BEGAN = "MEGACORE_BEGAN"
 LOST = exits.RETRY
 """The exit status of a rank that could not talk to the others any more; its report says more."""
 
-WAITING = ("torch/distributed/distributed_c10d.py", "parallel/collectives.py", "parallel/pipeline/run.py")
+WAITING = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/rendezvous.py",
+    "parallel/collectives.py",
+    "parallel/pipeline/run.py",
+)
 """The files whose calls wait for other ranks."""
 
 
@@ -74,6 +83,14 @@ class Here:
         return cls(rank, world, local_rank, local_world, "RANK" in os.environ, began)
 
 
+def restarts() -> bool:
+    """Return whether this run may have been started before: torchrun may start it again, or RESTART_COUNT says so.
+
+    torchrun's own count is of one node: the others, which have failed in nothing, stay at 0.
+    """
+    return any(int(os.environ.get(name) or "0") for name in ("TORCHELASTIC_MAX_RESTARTS", "RESTART_COUNT"))
+
+
 def join(here: Here, kind: str, timeout: timedelta) -> None:
     """Make the process group of all ranks, on one kind of device; each waits for another for ``timeout`` at most."""
     import torch.distributed as dist
@@ -83,16 +100,43 @@ def join(here: Here, kind: str, timeout: timedelta) -> None:
     if here.world == 1:
         return
     store = os.environ.get(STORE)
+    met = _met_anew(here, timeout) if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else None
     # Without device_id, so that a group's communicator is made by its members when they first use it, rather than
     # split off the world's by everyone.
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
-        init_method=f"file://{store}" if store else "env://",
+        init_method=None if met else f"file://{store}" if store else "env://",
+        store=met,
         rank=here.rank,
         world_size=here.world,
         timeout=timeout,
         pg_options=urgent(timeout) if kind == "cuda" else None,
     )
+
+
+def _met_anew(here: Here, timeout: timedelta) -> Store:
+    """Return a store of this start of the ranks alone; torchrun's is one for all, with the addresses of those before.
+
+    Rank 0 serves it, and says where in torchrun's. The place of an earlier rank 0, who is gone, answers nobody.
+    """
+    from torch.distributed import TCPStore
+
+    agents = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    if here.rank == 0:
+        host = os.environ["MASTER_ADDR"] if here.world == here.local_world else socket.getfqdn()
+        own = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        agents.set("megacore", f"{host} {own.port}")
+        return own
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        host, port = agents.get("megacore").decode().split()
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+            return TCPStore(host, int(port), is_master=False, timeout=timeout)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def leave(here: Here) -> None:

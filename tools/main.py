@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "train": ("tools.train", "pretrain what a recipe describes"),
+    "ray": ("tools.ray", "train on the machines of a Ray cluster (needs ray[train])"),
     "finetune": ("tools.finetune", "fine-tune a model on examples, all weights or adapters"),
     "tokenize": ("tools.tokenize", "turn text into token files"),
     "merge-tokens": ("tools.merge_tokens", "make one token file of the parts that several nodes tokenized"),

@@ -63,6 +63,10 @@ def run(command: str, given: Sequence[str]) -> int:
     """Run what `megacore COMMAND` was given on this machine -> its exit status."""
     recipe, overrides = arguments(command, given)
     try:
+        if _number("RESTART_COUNT", 0, 0):
+            from megacore.run.resume import again
+
+            overrides = again(recipe, overrides)
         config = load(recipe, overrides)
         nodes = _number("NNODES", 1, 1)
         here = _number("NPROC_PER_NODE", 1, 0) or processes(config, nodes, gpus())

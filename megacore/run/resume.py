@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.data import tokenizer
+from megacore.recipe import load
 from megacore.run.progress import Progress, recipe
 from megacore.say import brief
 from megacore.store.checkpoint import TRAINER, Checkpoint
@@ -59,6 +60,20 @@ class Start:
 
 
 # -- before anything starts
+
+
+def again(recipe: str, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of a run that is started once more: it goes on from the newest of its own checkpoints.
+
+    Where it has saved none, it begins as it did before.
+
+    Raises:
+        ConfigError: the recipe cannot be read.
+    """
+    config = load(recipe, overrides)
+    if config.checkpoint.resume is not None and not checkpoints.complete(checkpoints.folder_of(config.out)):
+        return list(overrides)
+    return [*overrides, f"checkpoint.resume={AUTO}"]
 
 
 def find(config: Config, damaged: tuple[Damaged, ...] = (), checked: bool = False) -> Start:

@@ -27,7 +27,7 @@ from megacore.data.batches import TokenError
 from megacore.data.corpora import facts
 from megacore.hardware import claim
 from megacore.launcher import gpus
-from megacore.rank import Here, join, leave, parted
+from megacore.rank import Here, die_with, join, leave, parted, restarts
 from megacore.recipe import ConfigError
 from megacore.recovery import incidents
 from megacore.recovery.channel import Agent
@@ -39,7 +39,7 @@ from megacore.run.copies import Copies
 from megacore.run.export import export
 from megacore.run.lock import RunLock
 from megacore.run.recover import Lost, Told, keep_copies, let_go, recovered
-from megacore.run.resume import Damaged, Start, find, remarks
+from megacore.run.resume import Damaged, Start, again, find, remarks
 from megacore.run.save import SaveError
 from megacore.run.trainer import NonFinite, Trainer
 from megacore.say import err, say
@@ -240,11 +240,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         err("usage: megacore.run.train RECIPE [section.key=value ...]")
         return exits.MISUSED
     here, agent = Here.now(), Agent.here()
+    if not here.launched and "ACCELERATE_USE_CPU" in os.environ:
+        say(
+            "accelerate launch starts one process on CPUs, whatever its --num_processes says: megacore train starts as "
+            "many as the mesh needs, and so does accelerate launch --multi_gpu, which needs no GPU"
+        )
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent, killed, would leave its ranks to train on
+        die_with(os.getppid())
     try:
+        overrides = again(arguments[0], arguments[1:]) if restarts() else arguments[1:]
         # One rank of each node reads the indexes of the data for all, and one of them all the files of a checkpoint.
         stands_by = agent is not None and agent.stands_by
         checked, led = stands_by or here.local_rank > 0, stands_by or here.rank > 0
-        setup = check(arguments[0], arguments[1:], here.world, here.local_world, checked, led, stands_by)
+        setup = check(arguments[0], overrides, here.world, here.local_world, checked, led, stands_by)
     except ConfigError as error:
         if here.local_rank == 0:  # of each node: a file may be missing on one
             err(error)

@@ -48,7 +48,15 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     """``launched(argument, ..., VARIABLE=value, ...)`` -> (status, what the launcher was given, if it came to that)."""
-    for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "SHUTDOWN_TIMEOUT"):
+    for name in (
+        "NNODES",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "NPROC_PER_NODE",
+        "SHUTDOWN_TIMEOUT",
+        "RESTART_COUNT",
+    ):
         monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: str, **variables: str) -> tuple[int, dict[str, Any]]:
@@ -60,8 +68,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
             node: Node,
             environment: Mapping[str, str],
             shutdown_s: float,
-            way: str,
-            on_fault: object,
+            *others: object,
         ) -> int:
             given.update(module=module, arguments=arguments, node=node, environment=environment, shutdown_s=shutdown_s)
             return 7
@@ -147,6 +154,12 @@ def test_the_environment_says_how_many_and_where(launched: Launched, tmp_path: P
     status, given = launched(*arguments, NPROC_PER_NODE="2", **several)
     assert status == 7 and given["node"] == Node(2, 2, 1, ("host", 29500)) and given["shutdown_s"] == 5
     assert launched(*arguments, MASTER_PORT="77", **several)[1]["node"] == Node(1, 2, 1, ("host", 77))
+
+
+def test_a_run_that_was_started_before_goes_on_from_its_newest_checkpoint(launched: Launched, tmp_path: Path) -> None:
+    arguments = [write_recipe(tmp_path), f"out={tmp_path / 'run'}"]
+    assert launched(*arguments, RESTART_COUNT="0")[1]["arguments"] == arguments
+    assert launched(*arguments, RESTART_COUNT="1")[1]["arguments"] == [*arguments, "checkpoint.resume=auto"]
 
 
 def test_gpus_are_counted_without_torch_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
