@@ -337,6 +337,7 @@ class Trainer:
                     padding=padding,
                     split=batch.split,
                     rows=rows,
+                    blank=batch.blank,
                 )
             )
         return made

@@ -57,10 +57,10 @@ def test_a_good_recipe_is_read(recipe: str) -> None:
 
 
 def test_missing_corpora_and_broken_rules_are_said_together(recipe: str) -> None:
-    found = problems(recipe, "data.train=nowhere/corpus", "batch.global_size=7", "mesh.tp=2", "train.steps=0", world=4)
+    found = problems(recipe, "data.train=nowhere/corpus", "mesh.dp=3", "mesh.tp=2", "train.steps=0", world=4)
     assert len(found) == 3
     assert any("train.steps (0)" in problem for problem in found)
-    assert any("batch.global_size (7)" in problem and "choose 6 or 8" in problem for problem in found)
+    assert any("mesh.dp (3)" in problem and "set mesh.dp=2 or null" in problem for problem in found)
     assert any("nowhere/corpus.bin" in problem and "megacore tokenize" in problem for problem in found)
 
 
