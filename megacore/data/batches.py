@@ -153,6 +153,7 @@ class Batches:
 
     def _row(self, index: int, end: int) -> Sample:
         """Return sample `index`, or what stands in its place where the global batch has ended before."""
+        # Not zeros: routers would send them all to the same experts, and fp8's scale of a microbatch might be theirs.
         return self._sample(index) if index < end else self._sample(end - 1).blank()
 
     def _sample(self, index: int) -> Sample:

@@ -242,8 +242,10 @@ def test_a_run_leaves_what_it_says(recipe: str, tmp_path: Path, capsys: pytest.C
 def test_a_run_without_facts_and_evaluation_reports_what_there_is(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert pretrain.main([recipe, f"out={tmp_path / 'run'}", "evaluate.every=0", "log.every=2"]) == 0
+    given = [f"out={tmp_path / 'run'}", "evaluate.every=0", "log.every=2", "batch.micro_size=3"]
+    assert pretrain.main([recipe, *given]) == 0
     shown = capsys.readouterr().out
+    assert "a step computes 9 sequences, 1 of them blank (11%); none is with 6 or 9" in shown
     assert "(the last 3 records)" in shown
     assert "validation" not in shown and "unigram" not in shown
 
