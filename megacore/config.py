@@ -206,7 +206,7 @@ class BatchConfig:
     """Sizes of batches, in sequences."""
 
     global_size: Annotated[Int, COUNTED] = 8
-    """Sequences of one optimizer step over all ranks."""
+    """Sequences of one optimizer step over all ranks, which need not divide by them."""
     micro_size: Annotated[Int, COUNTED] = 1
     """Sequences of one microbatch."""
 

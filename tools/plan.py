@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megacore.config import Config, ContextConfig, CorpusConfig, ZeroConfig
+from megacore.data.batches import in_vain
 from megacore.plan.cluster import Overheads, Storage
 from megacore.plan.devices import DEVICES, Device
 from megacore.plan.documents import PackedMicrobatch, drawn, scores, standing_out
@@ -80,6 +81,7 @@ class Plan:
                 f"memory: {_gb(self.fullest.peak)} GB do not fit {_gb(self.cluster.device.memory)} GB less "
                 f"{MARGIN:.0%}: --fit looks for what does"
             )
+        yield from in_vain(self.setting.sequences, self.setting.micro_size, self.setting.layout.mesh.data)
         for each in self.packed:
             if each.peak > self.room:
                 yield (
@@ -537,6 +539,7 @@ def as_data(plan: Plan) -> Mapping[str, Any]:
         "layers": s.layout.layers,
         "schedule": s.schedule,
         "microbatches": s.microbatches,
+        "blank_sequences": s.blank,
         "tokens_of_a_microbatch": s.tokens,
         "bytes_of_an_element": asdict(s.widths),
         "shard": s.shard,

@@ -279,18 +279,6 @@ def _corpora(facts: RuleContext) -> Iterator[str]:
         )
 
 
-def _batches(facts: RuleContext) -> Iterator[str]:
-    mesh, batch = facts.config.mesh, facts.config.batch
-    dp = facts.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
-    unit = batch.micro_size * dp * mesh.ep
-    # Where dp comes to 0, the world is too small for the mesh, and that is said already.
-    if unit and batch.global_size % unit:
-        yield (
-            f"cannot divide batch.global_size ({batch.global_size}) by batch.micro_size x dp x ep = "
-            f"{batch.micro_size} x {dp} x {mesh.ep} = {unit}: choose {_multiples(batch.global_size, unit)}"
-        )
-
-
 def _shards(facts: RuleContext) -> Iterator[str]:
     mesh, shard, replicas = facts.config.mesh, facts.config.zero.shard, facts.config.zero.replicas
     dp = facts.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
@@ -448,8 +436,9 @@ def _batch_balance(facts: RuleContext) -> Iterator[str]:
     """Yield the problem of a balance whose counts come from forwards that are run after the first backward."""
     mesh, batch, schedule = facts.config.mesh, facts.config.batch, facts.config.pipeline.schedule
     dp = facts.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
-    own = batch.global_size // (dp * mesh.ep) if dp else 0
-    microbatches = own // batch.micro_size
+    # Where dp comes to 0, the world is too small for the mesh, and that is said already.
+    own = -(-batch.global_size // (dp * mesh.ep)) if dp else 0
+    microbatches = -(-own // batch.micro_size)
     if facts.config.experts.batch_balance and schedule != "gpipe" and microbatches > 1:
         yield (
             f"experts.batch_balance needs the counts of all {microbatches} microbatches of a step before the first "
@@ -501,7 +490,6 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("mesh.cp", "context.heads"), _context),
     ((MODEL, "mesh.cp", "mesh.tp", "context.heads"), _context_of_model),
     ((), _corpora),
-    ((*MODEL_RANKS, "mesh.dp", "batch.global_size", "batch.micro_size"), _batches),
     ((*MODEL_RANKS, "mesh.dp", "zero.replicas"), _shards),
     (("schedule.warmup_steps", "schedule.decay_steps", "train.steps"), _lengths),
     ((), _device),

@@ -130,7 +130,7 @@ def counted_and_routed(microbatches: Sequence[Microbatch], mesh: Mesh) -> tuple[
     are no padding, each at least 1; one sum over the ranks gives all three."""
     tokens = _number([torch.ones_like(m.tokens) if m.padding is None else ~m.padding for m in microbatches])
     # The ranks of cp have other tokens of the same sequences.
-    sequences = tokens.new_full((), sum(m.sequences for m in microbatches) / mesh.shape.cp)
+    sequences = tokens.new_full((), sum(m.sequences - m.blank for m in microbatches) / mesh.shape.cp)
     own = torch.stack([_counted(microbatches), sequences, tokens])
     return all_reduce_(own, mesh.batch).clamp_(min=1).unbind()
 

@@ -23,7 +23,7 @@ from megacore import checkpoints, exits, open_files
 from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.control import Control
-from megacore.data.batches import TokenError
+from megacore.data.batches import TokenError, in_vain
 from megacore.data.corpora import facts
 from megacore.hardware import claim
 from megacore.launcher import gpus
@@ -231,7 +231,8 @@ def _prepare(setup: Setup, mesh: Mesh) -> None:
     with os_errors(out):
         checkpoints.clean(checkpoints.folder_of(out))
         replace_file(out / "config.yaml", config.to_yaml().encode())
-    say("\n".join([*remarks(start, config, setup.model, mesh.shape), *setup.corpora.remarks]))
+    uneven = in_vain(config.batch.global_size, config.batch.micro_size, mesh.shape.data)
+    say("\n".join([*remarks(start, config, setup.model, mesh.shape), *setup.corpora.remarks, *uneven]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -383,6 +383,7 @@ class Trainer:
                     padding=padding,
                     split=batch.split,
                     rows=rows,
+                    blank=batch.blank,
                 )
             )
         return made

@@ -182,7 +182,7 @@ def test_threads_share_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["trian.steps=3"], {}, "trian: unknown key"),
         (["data.train=nowhere", "mesh.tp=3"], {}, "4 problems in the config"),
-        ([], {"NPROC_PER_NODE": "3", "NNODES": "1"}, "cannot divide batch.global_size (8)"),
+        (["mesh.tp=2"], {"NPROC_PER_NODE": "3", "NNODES": "1"}, "cannot divide 3 ranks"),
         ([], {"NNODES": "2", "NODE_RANK": "0"}, "NNODES=2 also needs MASTER_ADDR, the host of node 0"),
         ([], {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK, 0 to 1 on each"),
         ([], {"NNODES": "two"}, "NNODES (two): must be a whole number from 1 on"),

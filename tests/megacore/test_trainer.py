@@ -44,6 +44,7 @@ def one(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Result:
     [
         pytest.param(1, ["batch.micro_size=4"], id="one-larger-microbatches"),
         pytest.param(2, [], id="dp2"),
+        pytest.param(3, ["batch.micro_size=2"], id="dp3-uneven"),
         pytest.param(4, ["mesh.tp=2", "batch.micro_size=2"], id="tp2-dp2"),
         pytest.param(4, ["mesh.tp=2", "mesh.pp=2"], id="tp2-pp2"),
         pytest.param(4, ["mesh.cp=2", "mesh.tp=2", "batch.micro_size=2"], id="cp2-tp2"),

@@ -52,6 +52,11 @@ def context(*ids: str) -> tuple[str, ...]:
     return tuple(f"test_context.test_context_is_that_of_one_process[{each}]" for each in ids)
 
 
+def uneven(*ids: str) -> tuple[str, ...]:
+    """Cases of global batches that ranks cannot share out evenly."""
+    return tuple(f"test_uneven_shares_are_the_batch_of_one_process[{each}]" for each in ids)
+
+
 MASKS = "test_masks.test_a_mask_is_drawn_for_one_use_and_again_for_its_backward"
 
 FAULTS = (
@@ -1115,6 +1120,55 @@ FAULTS = (
         "test_every_layout_logs_what_one_process_logs[dp2]",
     ),
     fault(
+        "samples that do not make a whole microbatch on each rank are dropped",
+        "batches.filled_up",
+        "-(-global_batch // together) * together",
+        "global_batch // together * together",
+        *uneven("llama-4-dp3-1"),
+    ),
+    fault(
+        "the last sample of a global batch does not count",
+        "Batches._row",
+        "index < end",
+        "index < end - 1",
+        "test_a_microbatch_is_where_the_formula_says",
+    ),
+    fault(
+        "the loss counts the labels of blank rows",
+        "Sample.blank",
+        "np.zeros_like(self.counted)",
+        "self.counted",
+        *uneven("llama-4-dp3-1"),
+    ),
+    fault(
+        "experts are balanced for blank rows, too",
+        "Sample.blank",
+        "replace(self, counted=np.zeros_like(self.counted), filled=0)",
+        "replace(self, counted=np.zeros_like(self.counted))",
+        *uneven("starved-8-one-3"),
+    ),
+    fault(
+        "the mean over sequences counts blank ones",
+        "step.counted_and_routed",
+        "m.sequences - m.blank",
+        "m.sequences",
+        *uneven("starved-8-dp3-ep2-gradients-1"),
+    ),
+    fault(
+        "a step is not told of blank rows",
+        "Trainer._microbatches",
+        "batch.blank",
+        "0",
+        "test_blank_rows_are_no_sequences_of_a_balance",
+    ),
+    fault(
+        "ranks of cp forget that rows are blank",
+        "Batch.of_rank",
+        "self.blank",
+        "0",
+        "test_ranks_of_cp_are_given_their_own_tokens",
+    ),
+    fault(
         "a rank that is asked to end leaves alone",
         "Trainer._listen",
         "self.control.largest(self.interrupt.asked, save, *self.saver.news())",
@@ -1239,8 +1293,8 @@ FAULTS = (
     fault(
         "the ranks of cp count their sequences together",
         "counted_and_routed",
-        "sum(m.sequences for m in microbatches) / mesh.shape.cp",
-        "sum(m.sequences for m in microbatches)",
+        "sum(m.sequences - m.blank for m in microbatches) / mesh.shape.cp",
+        "sum(m.sequences - m.blank for m in microbatches)",
         *context("starved-tp2-cp2-ring-documents-1-full"),
     ),
     fault(
