@@ -39,6 +39,7 @@ from megacore.run.save import SaveError
 from megacore.run.trainer import NonFinite, Trainer
 from megacore.say import err, say
 from megacore.store.audit import DamageError
+from megacore.store.objects import place
 from megacore.store.publish import replace_file
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import os_errors
@@ -62,7 +63,7 @@ def run(setup: Setup, device: torch.device, node: int = 8) -> int:
     world = dist.get_world_size() if dist.is_initialized() else 1
     timeout = timedelta(minutes=setup.config.train.timeout)
     mesh = Mesh.create(setup.config.mesh.shape(world), device, timeout)
-    control, out = Control.create(mesh, node), Path(setup.config.out)
+    control = Control.create(mesh, node)
     setup = _led(setup, control)
     with ExitStack() as stack:
         if mesh.rank != 0:
@@ -70,7 +71,7 @@ def run(setup: Setup, device: torch.device, node: int = 8) -> int:
             trainer = _built(setup, mesh, control)[1]
             control.attempt(lambda: None)
             return trainer.run()
-        control.attempt(lambda: stack.enter_context(RunLock.take(out)))
+        control.attempt(lambda: _hold(stack, setup.config))
         say(_headline(setup.config, setup.model, mesh))
         setup, trainer = _built(setup, mesh, control)
         if chosen := kernels.chosen(device, setup.config.train.compile):
@@ -80,6 +81,14 @@ def run(setup: Setup, device: torch.device, node: int = 8) -> int:
         stack.close()
         say(_report(setup.config, last))
     return last
+
+
+def _hold(stack: ExitStack, config: Config) -> None:
+    """Hold the run's folder, and that of its checkpoints where it is elsewhere."""
+    out = Path(config.out)
+    stack.enter_context(RunLock.take(out))
+    if config.checkpoint.folder is not None:
+        stack.enter_context(RunLock.take(place(config.checkpoint.folder), by=out))
 
 
 def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
@@ -107,7 +116,7 @@ def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
 def _led(setup: Setup, control: Control) -> Setup:
     """Return a run that starts where rank 0 has found that it can: it alone has looked at all files of checkpoints."""
     told = control.tell([[str(each.path), each.reason] for each in setup.start.damaged])
-    damaged = tuple(Damaged(Path(path), reason) for path, reason in told)
+    damaged = tuple(Damaged(place(path), reason) for path, reason in told)
 
     def start() -> Start:
         same = [each.path for each in damaged] == [each.path for each in setup.start.damaged]
@@ -122,7 +131,7 @@ def _prepare(setup: Setup, mesh: Mesh) -> None:
     for each in start.damaged:
         say(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.path}: {each.reason}")
     with os_errors(out):
-        checkpoints.clean(checkpoints.folder_of(out))
+        checkpoints.clean(checkpoints.folder_of(out, config.checkpoint.folder))
         replace_file(out / "config.yaml", config.to_yaml().encode())
     say("\n".join([*remarks(start, config, setup.model, mesh.shape), *setup.corpora.remarks]))
 
@@ -219,7 +228,7 @@ def _report(config: Config, last: int) -> str:
         metrics.draw_loads(lines_of_experts, out / metrics.PICTURE_OF_EXPERTS)
         paths["load of experts"] = out / metrics.PICTURE_OF_EXPERTS
     paths["resolved config"] = out / "config.yaml"
-    if found := checkpoints.complete(checkpoints.folder_of(out)):
+    if found := checkpoints.complete(checkpoints.folder_of(out, config.checkpoint.folder)):
         paths["checkpoint"] = found[max(found)]
     lines += [f"  {what:<16} {path}" for what, path in paths.items()]
     return "\n".join(lines)
