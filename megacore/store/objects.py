@@ -211,8 +211,8 @@ class ObjectPath(PosixPath):
             pieces: Makes them, in order: bytes or what is like them.
             size: The bytes of all of them.
         """
-        # No store takes more than 10,000 parts.
-        part = max(2 * PIECE, -(-size // 9000))
+        # No store takes more than 10,000 parts, and some want them in whole MiB.
+        part = max(PIECE, -(-size // (9000 << 20)) << 20)
 
         def put(system: Any, key: str) -> None:
             file = system.open(key, "wb", autocommit=False, block_size=part)
