@@ -180,7 +180,7 @@ DAMAGE: dict[Callable[[ObjectPath], None], str] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_run_goes_on_from_the_newest_whole_checkpoint(
+def test_a_run_goes_on_from_the_newest_whole_checkpoint_of_a_store(
     recipe: str, folder: ObjectPath, tmp_path: Path, damage: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What is damaged stays, without its index; what was never ended is removed."""
@@ -199,7 +199,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(
     assert at(folder, 6) != six and not torn.exists() and not (folder / LOCK).exists()
 
 
-def test_nothing_is_begun_anew_where_all_are_damaged(recipe: str, folder: ObjectPath, tmp_path: Path) -> None:
+def test_nothing_is_begun_anew_in_a_store_of_damaged_ones(recipe: str, folder: ObjectPath, tmp_path: Path) -> None:
     for step in (2, 4, 6):
         cut_index(at(folder, step))
     before = kept(folder)
