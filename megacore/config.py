@@ -387,6 +387,9 @@ class CheckpointConfig:
     patience: Annotated[Float, AT_LEAST_0] = 4.0
     """Hours of failing saves that end the run: one that fails is tried again when the next is due, and at the end until
     it succeeds."""
+    folder: str | None = None
+    """The URL of the folder of the checkpoints in an object store, `s3://bucket/prefix`, `gs://`, `file://`; null:
+    `checkpoints` in out. Credentials come from the environment."""
     init: str | None = None
     """A Hugging Face folder or a checkpoint to take the weights of."""
     resume: str | None = None

@@ -177,7 +177,7 @@ def _saver(setup: Setup, state: TrainingState, adapters: Adapters | None, contro
     """Build what saves checkpoints; room for states on disk is taken at once."""
     config, start = setup.config, setup.start
     saver = Saver(
-        checkpoints.folder_of(config.out),
+        checkpoints.folder_of(config.out, config.checkpoint.folder),
         state,
         with_dtype(raw_of(setup.model, start.source), NAMES[DTYPES[config.train.precision]]),
         companions(start, config),

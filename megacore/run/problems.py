@@ -20,6 +20,8 @@ from megacore.run.lock import held, holder
 from megacore.run.lr import decay_steps
 from megacore.say import brief
 from megacore.store.files import leaves
+from megacore.store.objects import ObjectPath, place
+from megacore.store.strict_json import StoreError
 from models import lora, names
 from models.tuning import EVERYTHING
 from parallel.weights.layout import MeshShape, heads_problem, mesh_problems
@@ -520,7 +522,14 @@ def _multiples(value: int, step: int) -> str:
 
 def surroundings(config: Config) -> list[str]:
     """Yield missing token files, folders that cannot be used, and packages that a setting needs."""
-    looks = (_missing_files, _unusable_out, _unusable_export, _unusable_offload_folder, _missing_packages)
+    looks = (
+        _missing_files,
+        _unusable_out,
+        _unusable_folder,
+        _unusable_export,
+        _unusable_offload_folder,
+        _missing_packages,
+    )
     missing = list[str]()
     for look in looks:
         try:
@@ -586,8 +595,8 @@ def _unusable_out(config: Config) -> Iterator[str]:
             f"out ({out}) already holds a run ({', '.join(there)}): choose another out=, move it away, or go on with "
             f"it by checkpoint.resume={AUTO}"
         )
-    elif there and resume != AUTO:
-        yield from _not_its_own(out, checkpoints.newest_of(Path(str(resume))))
+    elif there and resume != AUTO and config.checkpoint.folder is None:
+        yield from _not_its_own("out", out, checkpoints.folder_of(out), str(resume))
     else:
         yield from _cannot_be_made("out", out)
 
@@ -623,17 +632,33 @@ def _unusable_export(config: Config) -> Iterator[str]:
         yield from _cannot_be_made(key, folder.parent if folder.is_dir() else folder)
 
 
-def _not_its_own(out: Path, resume: Path) -> Iterator[str]:
-    """Yield why a checkpoint is not the one that the run of this folder resumes from: its own newest."""
-    folder = checkpoints.folder_of(out)
-    steps = checkpoints.complete(folder)
+def _unusable_folder(config: Config) -> Iterator[str]:
+    """Yield why a run cannot keep its checkpoints in an object store."""
+    key, folder, resume = "checkpoint.folder", config.checkpoint.folder, config.checkpoint.resume
+    if folder is None:
+        return
+    try:
+        path = place(folder)
+        if not isinstance(path, ObjectPath):
+            yield f"{key} ({folder}) is no URL of an object store such as s3://bucket/prefix: leave it out for a disk's"
+        elif resume is None and checkpoints.complete(path):
+            yield f"{key} ({path}) already holds a run: choose another, or go on with it by checkpoint.resume={AUTO}"
+        elif resume not in (None, AUTO) and checkpoints.complete(path):
+            yield from _not_its_own(key, path, path, str(resume))
+    except StoreError as error:
+        yield f"{key}: {error}"
+
+
+def _not_its_own(key: str, holds: Path, folder: Path, named: str) -> Iterator[str]:
+    """Yield why a checkpoint is not the one that the run of a folder resumes from: its own newest."""
+    steps, resume = checkpoints.complete(folder), checkpoints.newest_of(place(named))
     here = [step for step, path in steps.items() if path.resolve() == resume.resolve()]
     newer = [path.name for step, path in steps.items() if here and step > here[0]]
     if not here:
-        yield f"out ({out}) already holds a run, and {resume} is not a checkpoint of it: choose another out="
+        yield f"{key} ({holds}) already holds a run, and {resume} is not a checkpoint of it: choose another {key}="
     elif newer:
         yield (
-            f"checkpoint.resume ({resume}) is older than {', '.join(newer)} in the same folder: choose another out=, "
+            f"checkpoint.resume ({resume}) is older than {', '.join(newer)} in the same folder: choose another {key}=, "
             "or move those away"
         )
 

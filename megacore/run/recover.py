@@ -34,7 +34,7 @@ _TOLD = ("loss", "grad_norm", "tokens", "scale")
 """The fields of the statistics of a step that are the same on all ranks: the numbers of its commit."""
 
 
-class Lost(RuntimeError):
+class StateLost(RuntimeError):
     """The ranks that are left do not have all of the state of the run."""
 
 
@@ -114,12 +114,12 @@ def recovered(
         told: What each rank has said.
 
     Raises:
-        Lost: nobody has the state of some rank.
+        StateLost: nobody has the state of some rank.
     """
     resolution = resolve([each.status for each in told], _identical(setup, mesh))
     if resolution is None:
         lacking = [rank for rank, each in enumerate(told) if each.status.version is None]
-        raise Lost(f"the state of ranks {lacking} was in no other memory")
+        raise StateLost(f"the state of ranks {lacking} was in no other memory")
     done = resolution.version
     states = [each.state for each in told if each.status.version == done and each.state is not None]
     state = next(iter(states), None) or next(each.copied[str(done)] for each in told if str(done) in each.copied)

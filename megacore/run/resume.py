@@ -19,6 +19,7 @@ from megacore.store.companions import TEMPLATES, TEXT, Companion
 from megacore.store.companions import companions as beside
 from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.index import INDEX, MOMENTS, VersionError
+from megacore.store.objects import place
 from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from models import lora as lora_of
@@ -91,8 +92,8 @@ def find(config: Config, damaged: tuple[Damaged, ...] = (), checked: bool = Fals
     if section.resume is None:
         return _from(section.init, checked)
     if section.resume != AUTO:
-        return _go_on(config, Checkpoint.open(checkpoints.newest_of(Path(section.resume)), checked), checked)
-    folder = checkpoints.folder_of(config.out)
+        return _go_on(config, Checkpoint.open(checkpoints.newest_of(place(section.resume)), checked), checked)
+    folder = checkpoints.folder_of(config.out, section.folder)
     for path in reversed(checkpoints.named(folder).values()):
         if any(path == each.path for each in damaged):
             continue
@@ -130,7 +131,7 @@ def _whole(path: Path, checked: bool) -> Checkpoint:
 
 
 def _from(init: str | None, checked: bool) -> Start:
-    return Start(open_folder(Path(init), checked=checked)) if init else Start()
+    return Start(open_folder(place(init), checked=checked)) if init else Start()
 
 
 def _go_on(config: Config, checkpoint: Checkpoint, checked: bool) -> Start:
@@ -148,7 +149,7 @@ def _go_on_with_adapters(lora: Lora, init: str | None, checkpoint: Checkpoint, c
     path, held = checkpoint.path, checkpoint.index.adapters
     if held is None:
         raise StoreError(f"{path} holds a model and no adapters: begin with adapters of it by checkpoint.init={path}")
-    base = open_folder(Path(init or held.base), checked=checked)
+    base = open_folder(place(init) if init else Path(held.base), checked=checked)
     if wrong := list(_other_adapters(lora, held.lora, base, checkpoint)):
         raise StoreError("\n".join([f"{path} cannot go on with this recipe:", *wrong]))
     return replace(_going_on(checkpoint), source=base, adapters=checkpoint)

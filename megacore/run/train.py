@@ -38,12 +38,13 @@ from megacore.run.check import Setup, check, files_of
 from megacore.run.copies import Copies
 from megacore.run.export import export
 from megacore.run.lock import RunLock
-from megacore.run.recover import Lost, Told, keep_copies, let_go, recovered
+from megacore.run.recover import StateLost, Told, keep_copies, let_go, recovered
 from megacore.run.resume import Damaged, Start, again, find, remarks
 from megacore.run.save import SaveError
 from megacore.run.trainer import NonFinite, Trainer
 from megacore.say import err, say
 from megacore.store.audit import DamageError
+from megacore.store.objects import place
 from megacore.store.publish import replace_file
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import os_errors
@@ -67,20 +68,20 @@ def run(
     Raises:
         ConfigError: the ranks have found different checkpoints to start from, or different kernels.
         StoreError: another run holds the folder, or what the run is to start from is damaged.
-        Lost: after a fault the ranks that are left do not have the whole state of the run.
+        StateLost: after a fault the ranks that are left do not have the whole state of the run.
     """
     with ExitStack() as stack:
-        here = _Here(setup, device, node, began, stack, Copies(setup.config.recovery.overhead))
-        while (last := here.outlived(agent)) is None:
-            here.rejoin(agent)
+        life = _Life(setup, device, node, began, stack, Copies(setup.config.recovery.overhead))
+        while (last := life.outlived(agent)) is None:
+            life.rejoin(agent)
         stack.close()
-        if here.log is not None:
-            say(_report(here.setup.config, last))
+        if life.log is not None:
+            say(_report(life.setup.config, last))
     return last
 
 
 @dataclass
-class _Here:
+class _Life:
     """The run in this process, over all generations of its groups.
 
     Args:
@@ -137,7 +138,7 @@ class _Here:
         else:
             try:
                 trainer = self._recovered(mesh, control, told)
-            except Lost as error:
+            except StateLost as error:
                 agent.lost(str(error))
         self.trainer = trainer
         if agent is not None:
@@ -173,7 +174,7 @@ class _Here:
 
         def lock() -> None:
             if mesh.rank == 0 and not self.locked:
-                self.stack.enter_context(RunLock.take(Path(self.setup.config.out)))
+                _hold(self.stack, self.setup.config)
                 self.locked = True
 
         control.attempt(lock)
@@ -187,6 +188,14 @@ class _Here:
 
         control.attempt(open_log)
         trainer.log = self.log
+
+
+def _hold(stack: ExitStack, config: Config) -> None:
+    """Hold the run's folder, and that of its checkpoints where it is elsewhere."""
+    out = Path(config.out)
+    stack.enter_context(RunLock.take(out))
+    if config.checkpoint.folder is not None:
+        stack.enter_context(RunLock.take(place(config.checkpoint.folder), by=out))
 
 
 def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
@@ -214,7 +223,7 @@ def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
 def _led(setup: Setup, control: Control) -> Setup:
     """Return a run that starts where rank 0 has found that it can: it alone has looked at all files of checkpoints."""
     told = control.tell([[str(each.path), each.reason] for each in setup.start.damaged])
-    damaged = tuple(Damaged(Path(path), reason) for path, reason in told)
+    damaged = tuple(Damaged(place(path), reason) for path, reason in told)
 
     def start() -> Start:
         same = [each.path for each in damaged] == [each.path for each in setup.start.damaged]
@@ -229,7 +238,7 @@ def _prepare(setup: Setup, mesh: Mesh) -> None:
     for each in start.damaged:
         say(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.path}: {each.reason}")
     with os_errors(out):
-        checkpoints.clean(checkpoints.folder_of(out))
+        checkpoints.clean(checkpoints.folder_of(out, config.checkpoint.folder))
         replace_file(out / "config.yaml", config.to_yaml().encode())
     uneven = in_vain(config.batch.global_size, config.batch.micro_size, mesh.shape.data)
     say("\n".join([*remarks(start, config, setup.model, mesh.shape), *setup.corpora.remarks, *uneven]))
@@ -345,7 +354,7 @@ def _report(config: Config, last: int) -> str:
         metrics.draw_loads(lines_of_experts, out / metrics.PICTURE_OF_EXPERTS)
         paths["load of experts"] = out / metrics.PICTURE_OF_EXPERTS
     paths["resolved config"] = out / "config.yaml"
-    if found := checkpoints.complete(checkpoints.folder_of(out)):
+    if found := checkpoints.complete(checkpoints.folder_of(out, config.checkpoint.folder)):
         paths["checkpoint"] = found[max(found)]
     lines += [f"  {what:<16} {path}" for what, path in paths.items()]
     return "\n".join(lines)

@@ -1406,7 +1406,7 @@ FAULTS = (
     fault(
         "a lock that can be had is trusted on any machine",
         "RunLock.take",
-        "local and found.machine == here.machine",
+        "local and (found.machine, found.out) == (here.machine, here.out)",
         "local",
         "test_a_lock_that_can_be_had_counts_only_when_the_heartbeat_stands_still",
     ),
@@ -1420,8 +1420,8 @@ FAULTS = (
     fault(
         "the folder is put in order before it is held",
         "train.run",
-        "control.attempt(lambda: stack.enter_context(RunLock.take(out)))",
-        "_prepare(setup, mesh)\ncontrol.attempt(lambda: stack.enter_context(RunLock.take(out)))",
+        "control.attempt(lambda: _hold(stack, setup.config))",
+        "_prepare(setup, mesh)\ncontrol.attempt(lambda: _hold(stack, setup.config))",
         "test_a_second_run_changes_nothing",
     ),
     fault(
