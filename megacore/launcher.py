@@ -69,7 +69,7 @@ STACKS_S = 2.0
 REAP_S = 0.05
 
 LIMITS = Limits(start=600.0, leave=60.0, recover=3600.0, die=60.0)
-"""How long a process has for what it is to do: importing from a slow disk, ending a read, loading a checkpoint."""
+"""The time that a process has: to import from a slow disk, to end a read, to load a checkpoint."""
 
 
 @dataclass(frozen=True)

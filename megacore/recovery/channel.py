@@ -105,7 +105,7 @@ class Agent:
         """Note that the connections of a generation are made from here on: they are cut when it is over.
 
         Args:
-            abort: What else frees a rank that waits for others.
+            abort: Frees a rank that waits for others in another way.
         """
         self._before, self._abort = frozenset(_connections().values()), abort
         self._free.clear()

@@ -29,7 +29,7 @@ class CopiedImage:
     Args:
         bytes: The bytes of its tensors, one after the other: uint8 [n].
         checksum: Theirs.
-        state: What else is known of the run at that step, as JSON.
+        state: The rest of what is known of the run at that step, as JSON.
     """
 
     bytes: Tensor
@@ -38,7 +38,12 @@ class CopiedImage:
 
     @property
     def sound(self) -> bool:
-        return zlib.crc32(memoryview(self.bytes.numpy())) == self.checksum
+        return checksum_of(self.bytes) == self.checksum
+
+
+def checksum_of(flat: Tensor) -> int:
+    """Return the CRC of bytes: uint8 [n]."""
+    return zlib.crc32(memoryview(flat.numpy()))  # type: ignore[arg-type]  # numpy's stubs for Python 3.11
 
 
 Take = Callable[[], tuple[Tensor, Mapping[str, Any]]]
@@ -118,7 +123,7 @@ class Copies:
 
         def work() -> None:
             begun = time.monotonic()
-            own = CopiedImage(flat, zlib.crc32(memoryview(flat.numpy())), state)
+            own = CopiedImage(flat, checksum_of(flat), state)
             try:
                 held = {self._rank: own, **self._exchange(own)}
             except RuntimeError:  # a fault has ended the generation: those before it count

@@ -40,11 +40,11 @@ class StateLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Told:
-    """What a rank says of itself to all others when a generation begins.
+    """The words of a rank about itself to all others when a generation begins.
 
     Args:
         status: The steps that it has the state of.
-        state: What else it knows of the run at the step that its state is of, as JSON; None where it has no state.
+        state: The rest of what it knows of the run at the step of its state, as JSON; None where it has no state.
         copied: {step: the same of the step} of the copies that it holds.
         followed: The last step that all is done for that follows one.
         unsaved: Whether a save is to be made that was not, or not to its end.
@@ -111,7 +111,7 @@ def recovered(
         mesh, control: The new groups.
         held: The trainer that this rank had, if it had one.
         copies: The copies that it holds.
-        told: What each rank has said.
+        told: The words of each rank.
 
     Raises:
         StateLost: nobody has the state of some rank.

@@ -90,7 +90,7 @@ class _Life:
         node: The number of successive ranks that share a machine.
         began: The time when the launch of the run began, in seconds since 1970; None for now.
         stack: Holds what rank 0 has open.
-        copies: What it holds of images.
+        copies: The copies of images that it holds.
     """
 
     setup: Setup
