@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import select
 import signal
 import socket
@@ -30,7 +29,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megacore.rank import LOST, STORE, WAITING, report_of, stacks_of
+from megacore.rank import LOST, STORE, report_of, stacks_of
+from megacore.recovery.hangs import doing
+from megacore.recovery.phases import BEAT, beat_of
+from megacore.recovery.watch import POLL_S, Watch
 from megacore.say import err
 
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -75,7 +77,8 @@ class Node:
         else:
             everyone |= {"MASTER_ADDR": self.master[0], "MASTER_PORT": str(self.master[1])}
         for local in range(self.processes):
-            yield everyone | {"LOCAL_RANK": str(local), "RANK": str(self.index * self.processes + local)}
+            rank = self.index * self.processes + local
+            yield everyone | {"LOCAL_RANK": str(local), "RANK": str(rank), BEAT: str(beat_of(folder, rank))}
 
 
 def gpus() -> int:
@@ -108,6 +111,7 @@ def launch(
     environment: Mapping[str, str] | None = None,
     shutdown_s: float = SHUTDOWN_S,
     way_out: str = "",
+    hangs: Watch | None = None,
 ) -> int:
     """Run a module on all ranks of this machine -> exit status: of the first that failed, or 128 + the ending signal.
 
@@ -118,9 +122,11 @@ def launch(
         environment: More variables for them.
         shutdown_s: Seconds that the signal to end leaves them.
         way_out: A sentence that says what to do where a rank stands still.
+        hangs: The watch over ranks that tell where they are; without it, one that stands is found by those that wait.
     """
     with tempfile.TemporaryDirectory(prefix="megacore-") as made, _signals() as arriving:
         ranks = _start(module, arguments, node, Path(made), environment or {})
+        ranks.hangs = hangs
         try:
             return ranks.watch(arriving, shutdown_s, way_out)
         finally:
@@ -171,6 +177,9 @@ class _Ranks:
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
     """{rank: status} of those that have ended by themselves."""
+    hangs: Watch | None = None
+    hung: set[int] = field(default_factory=set)
+    """Those that stood still, and were killed."""
 
     @property
     def alive(self) -> dict[int, subprocess.Popen[bytes]]:
@@ -196,7 +205,12 @@ class _Ranks:
         self.reap()
         while self.alive:
             left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+            if self.hangs is not None:
+                self.end_hangs(self.hangs)
+                left = min(POLL_S, left or POLL_S)
             if not select.select([arriving], [], [], left)[0]:
+                if time.monotonic() < deadline:
+                    continue
                 if signalled:
                     _say(f"Ranks {_listed(self.alive)} did not end within {shutdown_s:g} s of the signal: killed.")
                 break
@@ -219,8 +233,17 @@ class _Ranks:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
         return self._status(signalled, way_out)
 
-    def show(self) -> dict[int, str]:
-        """Write where every rank stands to stderr -> {rank: its stacks}; of those that do not answer, nothing."""
+    def end_hangs(self, watch: Watch) -> None:
+        """Kill who stands still, and say it."""
+        if (found := watch.poll(self.folder, self.alive, self.stacks)) is not None:
+            where = f" {found.report} has the stacks of all." if found.report else ""
+            _say(f"{found.text[0].upper()}{found.text[1:]}: killed.{where}")
+            self.hung.update(found.stands)
+            for rank in found.stands:
+                self.processes[rank].kill()
+
+    def stacks(self) -> dict[int, str]:
+        """Ask every rank where it stands -> {rank: its stacks}; of those that do not answer, nothing."""
         files = {rank: stacks_of(self.folder, rank) for rank in self.alive}
         before = {rank: _size(file) for rank, file in files.items()}
         self.send(signal.SIGUSR2)
@@ -230,7 +253,11 @@ class _Ranks:
             earlier, sizes = sizes, {rank: _size(file) for rank, file in files.items()}
             if sizes == earlier and all(sizes[rank] > before[rank] for rank in files):
                 break
-        stacks = {rank: file.read_text()[before[rank] :] for rank, file in files.items() if sizes[rank]}
+        return {rank: file.read_text()[before[rank] :] for rank, file in files.items() if sizes[rank]}
+
+    def show(self) -> dict[int, str]:
+        """Write where every rank stands to stderr -> what :meth:`stacks` does."""
+        stacks = self.stacks()
         for rank, process in self.alive.items():
             _say(f"Rank {rank} (process {process.pid}) stands here:\n{stacks.get(rank) or '  it does not answer'}")
         return stacks
@@ -257,6 +284,8 @@ class _Ranks:
             return next((status for status in failed.values() if status > 0), 128 + signalled)
         if failed:
             rank, status = next(iter(failed.items()))
+            if rank in self.hung:
+                return 128 + signal.SIGKILL  # it has been said
             if status < 0:
                 number = signal.Signals(-status)
                 hint = ": where memory ran out, the kernel's log (dmesg) says so" if number == signal.SIGKILL else ""
@@ -275,18 +304,10 @@ class _Ranks:
         for rank, report in reports.items():
             _say(f"Rank {rank} (process {self.processes[rank].pid}) waited here:\n{report['stack']}")
         stacks = self.show()
-        missing = [rank for rank in self.alive if not _waits(stacks.get(rank, ""))]
+        missing = [rank for rank in self.alive if doing(stacks.get(rank, ""))[0] != "waits"]
         whom = f"rank {_listed(missing)}, which did not arrive" if missing else "a rank of another machine"
         where = reports[first]["where"] if first in reports else ""
         _say(f"Rank {first} has waited too long for {whom}{where}: all are ended. {way_out}".rstrip())
-
-
-# Of a stack, the call that a thread is in: one that waits for other ranks.
-_INNERMOST = re.compile(r'\(most recent call first\):\n  File "([^"]*)"')
-
-
-def _waits(stacks: str) -> bool:
-    return any(file.endswith(WAITING) for file in _INNERMOST.findall(stacks))
 
 
 def _size(file: Path) -> int:

@@ -23,6 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from megacore.recovery import collectives
+
 STORE = "MEGACORE_STORE"
 """The variable that names the file through which ranks of one machine find each other."""
 
@@ -103,6 +105,7 @@ def main() -> None:
     stacks = stacks_of(Path(folder), rank).open("x")
     faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+    collectives.answer(Path(folder), rank)
     sys.argv[1:] = arguments
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -14,6 +14,7 @@ from megacore.data.batches import Batches
 from megacore.data.samples import Source
 from megacore.hardware import peak_tflops
 from megacore.recipe import ConfigError
+from megacore.recovery.phases import UNHEARD, Beat
 from megacore.run.check import Setup
 from megacore.run.load import load as load_into
 from megacore.run.optimizer import Optimizer
@@ -48,8 +49,9 @@ DTYPES = {
 }
 
 
-def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
-    """Build the live parts of a run on this rank, its model initialised or loaded; it logs nothing.
+def trainer_of(setup: Setup, mesh: Mesh, control: Control, beat: Beat = UNHEARD) -> Trainer:
+    """Build the live parts of a run on this rank, its model initialised or loaded; it logs nothing, and tells its
+    ``beat`` where it is.
 
     Raises:
         ConfigError: the ranks have found different things, or one of them cannot do what the config asks for.
@@ -73,7 +75,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
     )
     saver = _saver(setup, state, adapters, control)
     pipeline = Pipeline(mesh, model.chunks, DTYPES[config.train.precision], config.pipeline.schedule)
-    step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance)
+    step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance, beat)
     step.scaler.load(start.progress.scaler)
 
     def batches(source: Source) -> Batches:

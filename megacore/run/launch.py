@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 from collections.abc import Sequence
+from pathlib import Path
 
 from megacore.launcher import Node, gpus, launch, threads
 from megacore.recipe import ConfigError, load, processes, recipes
+from megacore.recovery.watch import Watch
 from megacore.say import err
 
 OPTIONS = {
@@ -57,7 +60,9 @@ def run(command: str, given: Sequence[str]) -> int:
         err(error)
         return 2
     environment = {**{name: os.environ.get(name, value) for name, value in VARIABLES.items()}, **threads(here)}
-    return launch("megacore.run.train", [recipe, *overrides], node, environment, shutdown_s, WAY_OUT)
+    name = platform.node() if nodes > 1 else ""
+    hangs = Watch(Path(config.out), config.mesh.shape(node.world), 60 * config.train.timeout, name)
+    return launch("megacore.run.train", [recipe, *overrides], node, environment, shutdown_s, WAY_OUT, hangs)
 
 
 def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:

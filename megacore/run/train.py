@@ -29,6 +29,7 @@ from megacore.hardware import claim
 from megacore.launcher import gpus
 from megacore.rank import Here, join, leave
 from megacore.recipe import ConfigError
+from megacore.recovery.phases import Beat
 from megacore.run import metrics
 from megacore.run.build import trainer_of
 from megacore.run.check import Setup, check, files_of
@@ -60,19 +61,19 @@ def run(setup: Setup, device: torch.device, node: int = 8) -> int:
         StoreError: another run holds the folder, or what the run is to start from is damaged.
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
-    timeout = timedelta(minutes=setup.config.train.timeout)
+    beat, timeout = Beat.here(), timedelta(minutes=setup.config.train.timeout)
     mesh = Mesh.create(setup.config.mesh.shape(world), device, timeout)
     control, out = Control.create(mesh, node), Path(setup.config.out)
     setup = _led(setup, control)
     with ExitStack() as stack:
         if mesh.rank != 0:
             control.attempt(lambda: None)
-            trainer = _built(setup, mesh, control)[1]
+            trainer = _built(setup, mesh, control, beat)[1]
             control.attempt(lambda: None)
             return trainer.run()
         control.attempt(lambda: stack.enter_context(RunLock.take(out)))
         say(_headline(setup.config, setup.model, mesh))
-        setup, trainer = _built(setup, mesh, control)
+        setup, trainer = _built(setup, mesh, control, beat)
         if chosen := kernels.chosen(device, setup.config.train.compile):
             say(chosen)
         log = control.attempt(lambda: stack.enter_context(metrics.Log(setup.config, setup.start.progress.step)))
@@ -82,7 +83,7 @@ def run(setup: Setup, device: torch.device, node: int = 8) -> int:
     return last
 
 
-def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
+def _built(setup: Setup, mesh: Mesh, control: Control, beat: Beat) -> tuple[Setup, Trainer]:
     """Return the trainer of a run, and where it really starts.
 
     With ``checkpoint.resume=auto``, a checkpoint that turns out to be damaged while it is loaded is set aside, and the
@@ -93,7 +94,7 @@ def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
     """
     control.attempt(lambda: _prepare(setup, mesh) if mesh.rank == 0 else None)
     try:
-        return setup, trainer_of(setup, mesh, control)
+        return setup, trainer_of(setup, mesh, control, beat)
     except DamageError as error:
         start = setup.start.adapters or setup.start.source
         if setup.config.checkpoint.resume != AUTO or start is None or error.path != start.path:
@@ -101,7 +102,7 @@ def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
         damaged = Damaged(error.path, str(error))
     gc.collect()  # the half of a trainer that there is: modules and hooks refer to each other
     before = control.attempt(lambda: find(setup.config, (damaged,), checked=mesh.rank > 0))
-    return _built(_led(replace(setup, start=before), control), mesh, control)
+    return _built(_led(replace(setup, start=before), control), mesh, control, beat)
 
 
 def _led(setup: Setup, control: Control) -> Setup:

@@ -202,10 +202,12 @@ class Trainer:
             except RuntimeError as error:
                 error.add_note(f"at step {self.at}")  # where a rank that waits in vain says so
                 raise
+            finally:
+                self.step.beat.enter("end")
 
     def _steps(self) -> int:
         config, total = self.config, self.config.train.steps
-        meter = _Meter(self)
+        meter, beat = _Meter(self), self.step.beat
         section = config.optimizer
         allowed = 0 if section.non_finite == "stop" else section.max_skipped
         trouble = Trouble.none(self.mesh.device, allowed, self.start.skipped)
@@ -213,7 +215,9 @@ class Trainer:
         if first >= total:
             return first
         with prefetch(self.batches.steps(self.start.samples)) as ahead, _collecting_together():
+            beat.enter("data", first + 1)
             for step, batch in enumerate(ahead, start=first + 1):
+                beat.enter("forward")
                 self.at = step
                 lr = learning_rate(step, config.schedule, config.optimizer.lr, total)
                 stats = self.step(self._microbatches(batch, step), lr, trouble.halted)
@@ -222,6 +226,7 @@ class Trainer:
                 stopping = step == total or stop
                 saving = self._saves(step, stop, save)
                 if step % config.log.every == 0 or stopping or saving:
+                    beat.enter("log")
                     self._check(trouble)
                 if step % config.log.every == 0 or stopping:
                     self._write(step, meter.record(step, lr, stats, trouble))
@@ -235,6 +240,8 @@ class Trainer:
                     gc.collect(1)
                 if stopping:
                     break
+                beat.enter("data", step + 1)
+        beat.enter("save")
         self._tolerate(self.saver.finish)
         if saving and self.saver.failing_s is not None:
             self._save_at_last(step, lr, stop)
@@ -246,6 +253,7 @@ class Trainer:
         self.model.train(False)
         losses, counts = [], []
         for i in range(self.config.evaluate.batches):
+            self.step.beat.enter("evaluate")
             loss, tokens = evaluate(self.mesh, self.step.pipeline, self._microbatches(self.held_out.microbatches(i), 0))
             losses.append(loss * tokens)
             counts.append(tokens)
@@ -264,6 +272,7 @@ class Trainer:
         return asked or end or (stop and section.on) or (section.every > 0 and step % section.every == 0)
 
     def _save(self, step: int, lr: float) -> None:
+        self.step.beat.enter("save")
         done = self.start.at(step, self.config, self.step.optimizer.updates, self.step.scaler.state())
         self._tolerate(self.saver.finish)
         self._tolerate(lambda: self.saver.save(step, progress.document(done, lr, self.config, self.mesh.shape)))
@@ -296,6 +305,7 @@ class Trainer:
         while self.saver.failing_s is not None:
             for _ in range(_AGAIN_S):
                 time.sleep(1)
+                self.step.beat.enter("save")
                 stop = stop or bool(self.control.largest(self.interrupt.asked)[0])
                 if stop:
                     raise SaveError(f"step {step} could not be saved before the run was ended; the reason stands above")
@@ -309,6 +319,8 @@ class Trainer:
         """
         save, self.interrupt.save = self.interrupt.save, False
         stop, save, *news = map(bool, self.control.largest(self.interrupt.asked, save, *self.saver.news()))
+        if news[-1]:  # it waits for disks
+            self.step.beat.enter("save")
         self._tolerate(lambda: self.saver.advance(*news))
         return stop, save
 
