@@ -77,7 +77,7 @@ class Beat:
         if self._first[here] != self._step:
             if self._first[here] < 0:
                 self._first[here] = self._step
-            elif now - self._since > self._slowest[here] and phase != "recover":
+            elif now - self._since > self._slowest[here]:
                 page[_SLOWEST + here] = self._slowest[here] = now - self._since
         self._since, self._busy, self._here = now, busy, _NUMBER[phase]
         if step is not None:

@@ -21,6 +21,8 @@ from pool import Pool
 from traps import set_traps
 
 from megacore.rank import parted
+from megacore.recovery.hangs import PATIENT
+from megacore.recovery.phases import BEAT, read
 from megacore.run import train as pretrain
 from parallel.collectives import all_reduce_
 from parallel.layers.linear import ColumnParallelLinear
@@ -55,7 +57,12 @@ def test_a_run_is_closed_to_others_and_names_the_rank_that_stands_still(tmp_path
         assert not list(listening(process.pid))
         assert {address for rank in ranks for address in listening(rank)} <= {*LOOPBACK}
         assert any(listening(rank) for rank in ranks), "gloo listens; it was not found"
+        beat = Path(variables(ranks[1])[BEAT])
         os.kill(ranks[1], signal.SIGSTOP)
+        while (seen := read(beat)) is None or seen.phase in PATIENT:  # there it has a minute
+            os.kill(ranks[1], signal.SIGCONT)
+            time.sleep(0.01)
+            os.kill(ranks[1], signal.SIGSTOP)
         _, errors = process.communicate(timeout=60)
     finally:
         process.kill()
@@ -71,6 +78,11 @@ def test_a_run_is_closed_to_others_and_names_the_rank_that_stands_still(tmp_path
 
 def children(process: int) -> list[int]:
     return [int(pid) for task in Path(f"/proc/{process}/task").glob("*/children") for pid in task.read_text().split()]
+
+
+def variables(process: int) -> dict[str, str]:
+    read = Path(f"/proc/{process}/environ").read_text().split("\0")
+    return dict(variable.split("=", 1) for variable in read if variable)
 
 
 def listening(process: int) -> Iterator[str]:

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from megacore.launcher import Node, launch
-from megacore.recovery import collectives, watch
+from megacore.recovery import collectives, phases, watch
 from megacore.recovery.collectives import GroupLog
 from megacore.recovery.hangs import Doing, Verdict, Witness, doing, judge, limits, listed, sentence
-from megacore.recovery.phases import UNHEARD, Beat, Phase, Reading, beat_of, read
+from megacore.recovery.phases import PHASES, UNHEARD, Beat, Phase, Reading, beat_of, read
 from megacore.recovery.watch import Watch
 from parallel.weights.layout import MeshShape
 from tests.megacore.engine import write_recipe
@@ -50,31 +50,41 @@ def stands(*ranks: Witness, whole: bool = True) -> tuple[int, ...]:
 # -- beats
 
 
-def test_a_beat_is_read_from_outside(tmp_path: Path) -> None:
-    """Step and phase at once; what the first step and a recovery take is not its slowest."""
-    assert read(beat_of(tmp_path, 3)) is None
-    beat, now = Beat(beat_of(tmp_path, 3)), time.monotonic()
-    first = read(beat_of(tmp_path, 3))
-    assert first is not None and (first.step, first.phase, first.slowest) == (0, "start", {})
-    beat.enter("data", 7)
-    beat.enter("forward")
-    time.sleep(0.03)
-    beat.enter("data", 8)
-    beat.enter("forward")
-    time.sleep(0.01)
-    while sum(range(1000)) and time.monotonic() < now + 0.08:
-        pass
-    beat.enter("backward")
-    seen = read(beat_of(tmp_path, 3))
-    assert seen is not None and (seen.step, seen.phase) == (8, "backward") and seen.since >= now
-    assert 0.01 < seen.slowest["forward"] < 60 and "backward" not in seen.slowest and "data" in seen.slowest
-    assert seen.busy["forward"] > 0.001
+class Clock:
+    """The seconds of a machine that a test moves on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_a_beat_is_read_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first step and a recovery take is not its slowest."""
+    clock = Clock()
+    monkeypatch.setattr(phases, "monotonic", clock.monotonic)
+    monkeypatch.setattr(phases, "thread_time", lambda: clock.now / 4)
+    path = beat_of(tmp_path, 3)
+    assert read(path) is None
+    beat = Beat(path)
+    assert read(path) == Reading(0, "start", 100.0, {}, dict.fromkeys(PHASES, 0.0))
+    for step, seconds in (7, 30.0), (8, 2.0), (9, 1.0):
+        beat.enter("data", step)
+        for _ in range(2):
+            beat.enter("forward")
+            clock.now += seconds
+            beat.enter("backward")
+    seen = read(path)
+    assert seen is not None and (seen.step, seen.phase, seen.since) == (9, "backward", 166.0)
+    assert seen.slowest == {"forward": 2.0} and seen.busy["forward"] == 16.5
+    clock.now += 31.0  # in which somebody stood still
     beat.enter("recover")
-    again = read(beat_of(tmp_path, 3))
+    again = read(path)
     assert again is not None and again.phase == "recover" and not again.slowest
-    Beat(beat_of(tmp_path, 3))  # of a rank that takes its place
-    newcomer = read(beat_of(tmp_path, 3))
-    assert newcomer is not None and newcomer.phase == "start"
+    Beat(path)  # of a rank that takes its place
+    newcomer = read(path)
+    assert newcomer is not None and (newcomer.step, newcomer.phase) == (0, "start")
 
 
 def test_a_beat_costs_less_than_two_microseconds() -> None:
@@ -219,16 +229,6 @@ def test_the_sentence() -> None:
 
 
 # -- the watch
-
-
-class Clock:
-    """The seconds of a machine that a test moves on."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 def test_a_machine_that_slept_has_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
