@@ -32,7 +32,7 @@ from typing import Any
 from megacore.rank import LOST, STORE, report_of, stacks_of
 from megacore.recovery.hangs import doing
 from megacore.recovery.phases import BEAT, beat_of
-from megacore.recovery.watch import POLL_S, Watch
+from megacore.recovery.watch import POLL_S, HangWatch
 from megacore.say import err
 
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -111,7 +111,7 @@ def launch(
     environment: Mapping[str, str] | None = None,
     shutdown_s: float = SHUTDOWN_S,
     way_out: str = "",
-    hangs: Watch | None = None,
+    hangs: HangWatch | None = None,
 ) -> int:
     """Run a module on all ranks of this machine -> exit status: of the first that failed, or 128 + the ending signal.
 
@@ -177,7 +177,7 @@ class _Ranks:
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
     """{rank: status} of those that have ended by themselves."""
-    hangs: Watch | None = None
+    hangs: HangWatch | None = None
     hung: set[int] = field(default_factory=set)
     """Those that stood still, and were killed."""
 
@@ -233,7 +233,7 @@ class _Ranks:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
         return self._status(signalled, way_out)
 
-    def end_hangs(self, watch: Watch) -> None:
+    def end_hangs(self, watch: HangWatch) -> None:
         """Kill who stands still, and say it."""
         if (found := watch.poll(self.folder, self.alive, self.stacks)) is not None:
             where = f" {found.report} has the stacks of all." if found.report else ""

@@ -33,7 +33,7 @@ class GroupLog:
     Args:
         ranks: The group's.
         last: The number of the newest one; the first is 1.
-        kind: What it is, "all_reduce" say.
+        kind: Its kind, "all_reduce" say.
         pending: {number: kind} of those that have not ended, the first few.
     """
 

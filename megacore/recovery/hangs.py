@@ -1,4 +1,4 @@
-"""Who stands still, who waits for whom, and how that is said: pure functions of what an agent has seen. No torch.
+"""Pure functions of what an agent has seen: they say who stands still and who waits for it. No torch.
 
 A rank stands still that has been in one phase for longer than its limit, while its stack waits for no other rank. The
 limit comes from what was measured. Where all wait, in a circle, the one stands still that is ahead of a collective that
@@ -47,12 +47,12 @@ Doing = Literal["works", "waits", "compiles"]
 
 @dataclass(frozen=True)
 class Witness:
-    """What an agent has seen of one rank.
+    """A rank as its agent has seen it.
 
     Args:
         reading: Its beat.
         stood: Seconds for which it has been seen there.
-        doing: What its stacks show; "works" also where they show nothing.
+        doing: "waits" or "compiles" where its stacks show that; else "works".
         call: The call in which it waits, or nothing.
         groups: {group: its collectives}; empty where it has not answered.
     """
@@ -165,7 +165,7 @@ def sentence(verdict: Verdict, shape: MeshShape, node: str = "") -> str:
     """Return who stands still and who waits for it, in one line.
 
     Args:
-        verdict: Of :func:`judge`.
+        verdict: The one of :func:`judge`.
         shape: The mesh of the run.
         node: The name of this machine, where there are several.
     """

@@ -106,8 +106,8 @@ class Reading:
         step: The step.
         phase: The phase of it.
         since: When it was entered, by ``time.monotonic``, which all processes of a machine share.
-        slowest: Of each phase the most seconds in it; a phase that was not measured yet is not there.
-        busy: Of each phase all seconds in which the main thread computed, rather than waited.
+        slowest: {phase: the most seconds in it}; a phase that was not measured yet is not there.
+        busy: {phase: all seconds of it in which the main thread computed, rather than waited}.
     """
 
     step: int

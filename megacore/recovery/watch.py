@@ -36,7 +36,7 @@ class Hang:
 
 
 @dataclass
-class Watch:
+class HangWatch:
     """Looks at the ranks of one agent; :meth:`poll` is called from its loop.
 
     Seconds count in which this process was awake as well: what stops the whole machine, or starves it, is no hang.

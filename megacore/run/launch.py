@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megacore.launcher import Node, gpus, launch, threads
 from megacore.recipe import ConfigError, load, processes, recipes
-from megacore.recovery.watch import Watch
+from megacore.recovery.watch import HangWatch
 from megacore.say import err
 
 OPTIONS = {
@@ -61,7 +61,7 @@ def run(command: str, given: Sequence[str]) -> int:
         return 2
     environment = {**{name: os.environ.get(name, value) for name, value in VARIABLES.items()}, **threads(here)}
     name = platform.node() if nodes > 1 else ""
-    hangs = Watch(Path(config.out), config.mesh.shape(node.world), 60 * config.train.timeout, name)
+    hangs = HangWatch(Path(config.out), config.mesh.shape(node.world), 60 * config.train.timeout, name)
     return launch("megacore.run.train", [recipe, *overrides], node, environment, shutdown_s, WAY_OUT, hangs)
 
 

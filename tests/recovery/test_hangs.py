@@ -1,12 +1,10 @@
-"""Who stands still: the judge on what it is shown, and a real run in which a rank is made to.
+"""Who stands still: the judge on what it is shown, and the watch over beats that a test writes.
 
 A false alarm is the worse mistake: most cases are of ranks that are slow for a good reason.
 """
 
 from __future__ import annotations
 
-import os
-import re
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,16 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from megacore.launcher import Node, launch
 from megacore.recovery import collectives, phases, watch
 from megacore.recovery.collectives import GroupLog
 from megacore.recovery.hangs import Doing, Verdict, Witness, doing, judge, limits, listed, sentence
 from megacore.recovery.phases import PHASES, UNHEARD, Beat, Phase, Reading, beat_of, read
-from megacore.recovery.watch import Watch
+from megacore.recovery.watch import HangWatch
 from parallel.weights.layout import MeshShape
-from tests.megacore.engine import write_recipe
 
-ROOT = Path(__file__).parents[2]
 TIMEOUT = 600.0
 KNOWN: dict[Phase, float] = {
     "data": 0.01, "forward": 0.2, "backward": 0.3, "reduce": 0.1, "update": 0.1, "log": 0.1, "save": 3.0
@@ -246,7 +241,7 @@ def test_a_machine_that_slept_has_no_hang(tmp_path: Path, monkeypatch: pytest.Mo
         asked.append(clock.now)
         return {each: STACKS.format(file="/x/a.py", outer="/x/a.py", name="f") for each in range(2)}
 
-    eye = Watch(tmp_path / "run", MeshShape(dp=2), TIMEOUT)
+    eye = HangWatch(tmp_path / "run", MeshShape(dp=2), TIMEOUT)
     assert eye.poll(tmp_path, [0, 1], stacks) is None
     clock.now += 3600.0
     assert eye.poll(tmp_path, [0, 1], stacks) is None and not asked
@@ -272,89 +267,3 @@ def test_a_machine_that_slept_has_no_hang(tmp_path: Path, monkeypatch: pytest.Mo
             break
     assert found is not None and found.stands == (1,) and found.report is not None
     assert found.text in found.report.read_text() and "rank 1 does not answer" in found.report.read_text()
-
-
-# -- real runs
-
-HANG = """
-import os, re, signal, sys, time
-from pathlib import Path
-from megacore.data.batches import Batches
-from megacore.run import train
-from megacore.run.step import TrainStep
-from megacore.run.trainer import Trainer
-
-kind, *arguments = sys.argv[1:]
-
-def stand(call, given):
-    Path(os.environ["SAID"]).write_text(str(time.monotonic()))
-    match kind:
-        case "stopped":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case "holds the interpreter":
-            re.match("(a+)+$", "a" * 50 + "b")  # a loop in C
-        case "sleeps in the loader":
-            time.sleep(60)
-        case "leaves out a collective":
-            return False, False
-    return call(*given)
-
-def hangs_in(owner, name, number):
-    call, calls = getattr(owner, name), [0]
-    def wrapped(*given):
-        calls[0] += 1
-        return stand(call, given) if calls[0] == number else call(*given)
-    setattr(owner, name, wrapped)
-
-if os.environ["RANK"] == "1":
-    match kind:
-        case "leaves out a collective":
-            hangs_in(Trainer, "_listen", 35)
-        case "sleeps in the loader":
-            hangs_in(Batches, "microbatches_from", 35)
-        case _:
-            hangs_in(TrainStep, "__call__", 35)
-sys.exit(train.main(arguments))
-"""
-MARGIN_S = 15.0
-"""The seconds for stacks, the end of the others, and a machine that is busy."""
-SAID = {
-    "stopped": r"Rank 1 \(dp=1\) has stood in `forward` for \d+ s; rank 0 waits for it in all_reduce \d+ of dp:",
-    "holds the interpreter": r"Rank 1 \(dp=1\) has stood in `forward` for \d+ s; rank 0 waits for it in all_reduce",
-    "sleeps in the loader": r"Rank 1 \(dp=1\) has stood in `data` for \d+ s; rank 0 waits for it in all_reduce \d+ of",
-    "leaves out a collective": r"Rank 1 \(pp=1\) has left out all_reduce \d+ of pp, and waits in `take` \(pipeline/run",
-}
-
-
-TURN = int(os.environ.get("MEGACORE_ROTATION", "0")) % len(SAID)
-"""One kind a session; ``-m grid`` runs the others."""
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.grid] if at != TURN else []) for at, kind in enumerate(SAID)]
-)
-def test_a_rank_that_stands_still_is_found_and_ended(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Within the limit of its phase and what a look takes; who waits for it and where is said, and kept."""
-    (tmp_path / "hanging.py").write_text(HANG)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    monkeypatch.setenv("SAID", str(tmp_path / "said"))
-    dim = "pp" if kind.startswith("leaves") else "dp"
-    out = tmp_path / "run"
-    settings = [f"out={out}", f"mesh.{dim}=2", "train.steps=2000", "evaluate.every=0", "log.every=50"]
-    seen = list[Reading]()
-    real = watch.read
-    monkeypatch.setattr(watch, "read", lambda path: seen.append(found) or found if (found := real(path)) else None)
-    eye = Watch(out, MeshShape(**{dim: 2}), TIMEOUT)
-    status = launch("hanging", [kind, write_recipe(tmp_path), *settings], Node(2), {"OMP_NUM_THREADS": "1"}, hangs=eye)
-    took = time.monotonic() - float((tmp_path / "said").read_text())
-    shown = capfd.readouterr().err
-    assert status == 137 and re.search(SAID[kind], shown), shown
-    slowest = max(max(each.slowest.values(), default=0.0) for each in seen)
-    assert took < 5 * slowest + 1 + MARGIN_S, (took, slowest)
-    (report,) = (out / "hangs").glob("*-rank-1.txt")
-    text = report.read_text()
-    assert str(report) in shown and "rank 0, " in text and "not ended: all_reduce" in text
-    answers = {"stopped": "The stacks of rank 1:\n  it does not answer", "holds the interpreter": "re/__init__.py"}
-    assert answers.get(kind, "trainer.py") in text
