@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import select
 import signal
 import socket
@@ -31,9 +30,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megacore import exits
-from megacore.rank import CRASHED, LOST, STORE, WAITING, report_of, stacks_of
+from megacore.rank import CRASHED, LOST, STORE, report_of, stacks_of
 from megacore.recovery.channel import CHANNEL, STANDBY, Channel
 from megacore.recovery.events import Event, Kind
+from megacore.recovery.hangs import doing
+from megacore.recovery.phases import BEAT, beat_of
 from megacore.recovery.protocol import (
     Cause,
     Command,
@@ -53,6 +54,7 @@ from megacore.recovery.protocol import (
     Recovered,
     Spawn,
 )
+from megacore.recovery.watch import POLL_S, HangWatch
 from megacore.say import err
 
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -158,6 +160,7 @@ def launch(
     way_out: str = "",
     on_fault: Callable[[Event], object] = lambda event: None,
     recovery: Recovery | None = None,
+    hangs: HangWatch | None = None,
 ) -> int:
     """Run a module on all ranks of this machine -> exit status: of the first that failed, or 128 + the ending signal.
 
@@ -171,9 +174,10 @@ def launch(
         on_fault: Is told of the fault that has ended the ranks; not of an end that they have said, or were asked for.
         recovery: Says whether a fault is recovered from, where the module knows how: a rank that has died is replaced
             while the others go on. By default a fault ends all.
+        hangs: The watch over ranks that tell where they are; without it, one that stands is found by those that wait.
     """
     with tempfile.TemporaryDirectory(prefix="megacore-") as made, _signals() as arriving:
-        ranks = _Ranks(Path(made), module, arguments, node, environment or {})
+        ranks = _Ranks(Path(made), module, arguments, node, environment or {}, hangs=hangs)
         try:
             ranks.start(recovery)
             status = ranks.watch(arriving, shutdown_s, way_out)
@@ -234,6 +238,9 @@ class _Ranks:
     """{rank: number of its process in this place}."""
     generations: Generations | None = None
     recovery: Recovery | None = None
+    hangs: HangWatch | None = None
+    hung: set[int] = field(default_factory=set)
+    """Those that stood still, and were killed."""
     failure: str = ""
     """Why the run could not go on, where that is so."""
     noticed: float = 0.0
@@ -258,7 +265,7 @@ class _Ranks:
         """Start a process with its end of a channel."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "megacore.rank", str(self.folder), str(os.getpid()), self.module]
-        own = {**self.node.environment(rank), **self.node.meeting(self.folder)}
+        own = dict(self._variables(rank))
         if self.generations is not None:
             own |= {CHANNEL: str(theirs.fileno()), **({STANDBY: "1"} if stands_by else {})}
         # The mask is inherited. What arrives here meanwhile is not lost.
@@ -274,6 +281,10 @@ class _Ranks:
             theirs.close()
         return process, Channel(ours)
 
+    def _variables(self, rank: int, generation: int = 0) -> Mapping[str, str]:
+        beat = {BEAT: str(beat_of(self.folder, rank))}
+        return {**self.node.environment(rank), **self.node.meeting(self.folder, generation), **beat}
+
     # -- generations
 
     def _do(self, commands: Sequence[Command]) -> None:
@@ -283,6 +294,8 @@ class _Ranks:
                     if rank in self.channels:
                         self.channels[rank].end.close()
                     self.ended.pop(rank, None)
+                    self.hung.discard(rank)
+                    beat_of(self.folder, rank).unlink(missing_ok=True)
                     self.processes[rank], self.channels[rank] = self.standby or self._process(rank, life > 1)
                     self.lives[rank], self.standby = life, None
                 case Over(rank, generation):
@@ -291,8 +304,7 @@ class _Ranks:
                 case Kill(rank):
                     self.processes[rank].kill()
                 case Go(rank, generation):
-                    variables = {**self.node.environment(rank), **self.node.meeting(self.folder, generation)}
-                    self.channels[rank].say("go", generation=generation, variables=variables)
+                    self.channels[rank].say("go", generation=generation, variables=self._variables(rank, generation))
                 case Fail(reason):
                     self.failure = reason
 
@@ -341,6 +353,8 @@ class _Ranks:
 
     def _fault_of(self, rank: int, status: int) -> tuple[Kind, str]:
         """Return the kind of fault that a rank has ended by, and a few words."""
+        if rank in self.hung:
+            return "hung", "stood still, and was killed"
         if status < 0:
             return "aborted" if status == -signal.SIGABRT else "killed", signal.Signals(-status).name
         report = self._report(rank) or {}
@@ -418,6 +432,9 @@ class _Ranks:
             speaking = {self.channels[rank].fileno(): rank for rank in self.alive}
             deadline = min(deadline, generations.deadline)
         left = None if deadline == float("inf") else max(0.0, deadline - time.monotonic())
+        if self.hangs is not None:
+            self.end_hangs(self.hangs)
+            left = POLL_S if left is None else min(POLL_S, left)
         there = select.select([arriving, *speaking], [], [], left)[0]
         for end in there:
             if end in speaking:
@@ -426,8 +443,17 @@ class _Ranks:
             self._do(generations.on(Passed(time.monotonic())))
         return there
 
-    def show(self) -> dict[int, str]:
-        """Write where every rank stands to stderr -> {rank: its stacks}; of those that do not answer, nothing."""
+    def end_hangs(self, watch: HangWatch) -> None:
+        """Kill who stands still, and say it."""
+        if (found := watch.poll(self.folder, self.alive, self.stacks)) is not None:
+            where = f" {found.report} has the stacks of all." if found.report else ""
+            _say(f"{found.text[0].upper()}{found.text[1:]}: killed.{where}")
+            self.hung.update(found.stands)
+            for rank in found.stands:
+                self.processes[rank].kill()
+
+    def stacks(self) -> dict[int, str]:
+        """Ask every rank where it stands -> {rank: its stacks}; of those that do not answer, nothing."""
         files = {rank: stacks_of(self.folder, process.pid) for rank, process in self.alive.items()}
         before = {rank: _size(file) for rank, file in files.items()}
         self.send(signal.SIGUSR2)
@@ -437,7 +463,11 @@ class _Ranks:
             earlier, sizes = sizes, {rank: _size(file) for rank, file in files.items()}
             if sizes == earlier and all(sizes[rank] > before[rank] for rank in files):
                 break
-        stacks = {rank: file.read_text()[before[rank] :] for rank, file in files.items() if sizes[rank]}
+        return {rank: file.read_text()[before[rank] :] for rank, file in files.items() if sizes[rank]}
+
+    def show(self) -> dict[int, str]:
+        """Write where every rank stands to stderr -> what :meth:`stacks` does."""
+        stacks = self.stacks()
         for rank, process in self.alive.items():
             _say(f"Rank {rank} (process {process.pid}) stands here:\n{stacks.get(rank) or '  it does not answer'}")
         return stacks
@@ -469,6 +499,9 @@ class _Ranks:
         if failed:
             rank, status = next(iter(failed.items()))
             kind, detail = self._fault_of(rank, status)
+            if rank in self.hung:  # it has been said
+                self.fault = kind, rank, detail
+                return exits.of_signal(signal.SIGKILL)
             # Who ends with 1 or 2 has said what was wrong, and with 141 nobody reads its output any more.
             if status not in (exits.FAILED, exits.MISUSED, exits.of_signal(signal.SIGPIPE)):
                 self.fault = kind, rank, detail
@@ -498,20 +531,12 @@ class _Ranks:
             if "stack" in report:
                 _say(f"Rank {rank} (process {self.processes[rank].pid}) waited here:\n{report['stack']}")
         stacks = self.show()
-        missing = [rank for rank in self.alive if not _waits(stacks.get(rank, ""))]
+        missing = [rank for rank in self.alive if doing(stacks.get(rank, ""))[0] != "waits"]
         whom = f"rank {_listed(missing)}, which did not arrive" if missing else "a rank of another machine"
         where = reports[first]["where"] if first in reports else ""
         said = f"Rank {first} has waited too long for {whom}{where}"
         _say(f"{said}: all are ended. {way_out}".rstrip())
         return missing[0] if missing else None, said
-
-
-# Of a stack, the call that a thread is in: one that waits for other ranks.
-_INNERMOST = re.compile(r'\(most recent call first\):\n  File "([^"]*)"')
-
-
-def _waits(stacks: str) -> bool:
-    return any(file.endswith(WAITING) for file in _INNERMOST.findall(stacks))
 
 
 def _size(file: Path) -> int:

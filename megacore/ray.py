@@ -139,7 +139,7 @@ class MeetingConfig(BackendConfig):
         return Meeting
 
 
-class Verdict(ray.train.UserCallback):
+class RayVerdict(ray.train.UserCallback):
     """An end of the run, rather than a retry, where a command has said that a retry would not help."""
 
     def after_exception(self, run_context: Any, worker_exceptions: Mapping[int, Exception]) -> None:
@@ -193,7 +193,7 @@ def fit(
             name=out.name,
             storage_path=str(out / "ray"),
             failure_config=ray.train.FailureConfig(max_failures=failures),
-            callbacks=[Verdict()],
+            callbacks=[RayVerdict()],
         ),
     )
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import time
 import uuid
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from megacore.recipe import ConfigError, load, processes, recipes
 from megacore.recovery import incidents
 from megacore.recovery.events import Event
 from megacore.recovery.policy import Budgets, Decision, Incident, decide
+from megacore.recovery.watch import HangWatch
 from megacore.say import brief, err
 from megacore.store.checkpoint import TRAINER
 from megacore.store.strict_json import StoreError, read_json
@@ -81,11 +83,15 @@ def run(command: str, given: Sequence[str]) -> int:
     environment = {**{name: os.environ.get(name, value) for name, value in VARIABLES.items()}, **threads(here)}
     environment[BEGAN] = str(time.time())
     answers, restarts, more = _Answers(config, node), 0, list[str]()
+    name = platform.node() if nodes > 1 else ""
     while True:
         faults, answers.began, answers.refused = list[Event](), time.time(), None
         given = [recipe, *overrides, *more]
+        hangs = HangWatch(Path(config.out), config.mesh.shape(node.world), 60 * config.train.timeout, name)
         recovery = answers if config.recovery.in_place and nodes == 1 else None
-        status = launch("megacore.run.train", given, node, environment, shutdown_s, WAY_OUT, faults.append, recovery)
+        status = launch(
+            "megacore.run.train", given, node, environment, shutdown_s, WAY_OUT, faults.append, recovery, hangs
+        )
         if not faults:  # well, or it has said why not, or a signal has ended it
             return status
         decision = answers.refused or answers.to(faults[0])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from megacore.recovery.phases import UNHEARD, Beat, Phase
 from megacore.run.optimizer import Optimizer
 from megacore.run.scaler import UNSCALED, Scaler, Scaling
 from models.decoder import Microbatch
@@ -17,6 +18,10 @@ from parallel.gradients.reduce import Gradients
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
+from parallel.pipeline.schedules import Kind
+
+PHASES: Mapping[Kind, Phase] = {"F": "forward", "B": "backward"}
+"""The phase of each kind of action."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,8 @@ class TrainStep:
     """microbatches of this data-parallel rank, learning rate -> :class:`Stats`; the weights are updated.
 
     They stay as they are where the loss or the gradient norm is not finite, or ``halted`` (a bool scalar) is true: both
-    are decided on the device. ``scaling`` is that of the loss, ``balance`` that of the experts of the model.
+    are decided on the device. ``scaling`` is that of the loss, ``balance`` that of the experts of the model, and
+    ``beat`` is told where the step is.
     """
 
     mesh: Mesh
@@ -71,6 +77,7 @@ class TrainStep:
     optimizer: Optimizer
     scaling: Scaling = UNSCALED
     balance: Balance | None = None
+    beat: Beat = UNHEARD
     scaler: Scaler = field(init=False)
     pending: Summed | None = field(default=None, init=False)
     """The step whose gradients are summed here and whose update is to come: it needs nothing but its outcome."""
@@ -86,6 +93,7 @@ class TrainStep:
 
     def update(self, stats: Stats, lr: float, halted: Tensor | None = None) -> None:
         """Do the second half on this rank alone; parameters that are split are to be gathered after it."""
+        self.beat.enter("update")
         go = stats.finite if halted is None else stats.finite & ~halted
         self.optimizer.update(lr, stats.grad_norm, go, stats.scale if self.scaling.moves else None)
         if self.balance is not None:
@@ -103,7 +111,8 @@ class TrainStep:
             tokens, sequences, routed = counted_and_routed(microbatches, self.mesh)
             self.balance.begin(len(microbatches), sequences, routed, scale)
             microbatches = [replace(each, number=number) for number, each in enumerate(microbatches)]
-        own = self.pipeline.train(microbatches, scale / tokens) / scale
+        own = self.pipeline.train(microbatches, scale / tokens, lambda kind: self.beat.enter(PHASES[kind])) / scale
+        self.beat.enter("reduce")
         self.gradients.finish()
         if self.balance is not None:
             self.balance.finish()

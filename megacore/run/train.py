@@ -29,8 +29,9 @@ from megacore.hardware import claim
 from megacore.launcher import gpus
 from megacore.rank import Here, die_with, join, leave, parted, restarts
 from megacore.recipe import ConfigError
-from megacore.recovery import incidents
+from megacore.recovery import collectives, incidents
 from megacore.recovery.channel import Agent
+from megacore.recovery.phases import BEAT, Beat
 from megacore.recovery.protocol import Status
 from megacore.run import metrics
 from megacore.run.build import trainer_of
@@ -101,6 +102,7 @@ class _Life:
     copies: Copies
     trainer: Trainer | None = None
     told: Told = field(default_factory=lambda: Told(Status(0)))
+    beat: Beat = field(default_factory=Beat.here)
     log: metrics.Log | None = None
     locked: bool = False
 
@@ -118,6 +120,7 @@ class _Life:
         """Leave the groups that are broken, and join the next generation of them."""
         assert agent is not None
         rank = dist.get_rank() if dist.is_initialized() else 0
+        self.beat.enter("recover")
         self.told = let_go(self.trainer, self.copies, rank)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -140,7 +143,7 @@ class _Life:
                 trainer = self._recovered(mesh, control, told)
             except StateLost as error:
                 agent.lost(str(error))
-        self.trainer = trainer
+        self.trainer, trainer.step.beat = trainer, self.beat
         if agent is not None:
             trainer.generation = agent.generation
             keep_copies(self.setup, trainer, self.copies, self.node)
@@ -270,6 +273,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if agent is not None:
         agent.ready()
         here = Here.now()
+    if BEAT in os.environ:
+        collectives.answer(Path(os.environ[BEAT]).parent, here.rank)
     train = setup.config.train
     kind = train.device_type(gpus())
     device = claim(kind, here.local_rank)

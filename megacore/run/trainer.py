@@ -225,16 +225,20 @@ class Trainer:
             except RuntimeError as error:
                 error.add_note(f"at step {self.at}")  # where a rank that waits in vain says so
                 raise
+            finally:
+                self.step.beat.enter("end")
 
     def _steps(self) -> int:
-        first, total = self.start.step, self.config.train.steps
+        first, total, beat = self.start.step, self.config.train.steps, self.step.beat
         self.meter.begin()
         stopping = first >= total
         if self.stats is not None and self.followed < first:
             stopping = self._follow(first, self.stats)
         if not stopping:
             with prefetch(self.batches.steps(self.start.samples)) as ahead, _collecting_together():
+                beat.enter("data", first + 1)
                 for step, batch in enumerate(ahead, start=first + 1):
+                    beat.enter("forward")
                     self.at, began = step, time.monotonic()
                     stats = self.step.backward(self._microbatches(batch, step))
                     self.update(step, stats)
@@ -242,6 +246,8 @@ class Trainer:
                     self.copies.stepped(time.monotonic() - began)
                     if self._follow(step, stats):
                         break
+                    beat.enter("data", step + 1)
+        beat.enter("save")
         self._tolerate(self.saver.finish)
         if self._unsaved is not None and self.saver.failing_s is not None:
             self._save_at_last(self._unsaved)
@@ -264,6 +270,7 @@ class Trainer:
         stopping = step == config.train.steps or stop
         saving = self._saves(step, stop, save)
         if step % config.log.every == 0 or stopping or saving:
+            self.step.beat.enter("log")
             self._check(trouble)
         if step % config.log.every == 0 or stopping:
             self._write(step, self.meter.record(step, lr, stats, trouble))
@@ -286,6 +293,7 @@ class Trainer:
         self.model.train(False)
         losses, counts = [], []
         for i in range(self.config.evaluate.batches):
+            self.step.beat.enter("evaluate")
             loss, tokens = evaluate(self.mesh, self.step.pipeline, self._microbatches(self.held_out.microbatches(i), 0))
             losses.append(loss * tokens)
             counts.append(tokens)
@@ -304,6 +312,7 @@ class Trainer:
         return asked or end or (stop and section.on) or (section.every > 0 and step % section.every == 0)
 
     def _save(self, step: int, lr: float) -> None:
+        self.step.beat.enter("save")
         done = self.start.at(step, self.config, self.step.optimizer.updates, self.step.scaler.state())
         self._tolerate(self.saver.finish)
         self._tolerate(lambda: self.saver.save(step, progress.document(done, lr, self.config, self.mesh.shape)))
@@ -336,6 +345,7 @@ class Trainer:
         while self.saver.failing_s is not None:
             for _ in range(_AGAIN_S):
                 time.sleep(1)
+                self.step.beat.enter("save")
                 if self.control.largest(self.interrupt.asked)[0]:
                     raise SaveError(f"step {step} could not be saved before the run was ended; the reason stands above")
             self._save(step, self.lr(step))
@@ -352,6 +362,8 @@ class Trainer:
             self.interrupt.asked, save, *self.saver.news(), copies.due(self.done), -copies.whole
         )
         stop, save, *news = map(bool, told[:4])
+        if news[-1]:  # it waits for disks
+            self.step.beat.enter("save")
         self._tolerate(lambda: self.saver.advance(*news))
         copies.settle(-int(told[5]))
         if self.done >= told[4]:

@@ -162,7 +162,7 @@ def test_what_is_no_number_of_workers_is_said(text: str) -> None:
 def test_what_a_retry_would_not_mend_ends_the_run(status: int, final: bool) -> None:
     errors = {0: trained.EndedError(75, "a"), 1: trained.EndedError(status, "b"), 2: ValueError()}
     if not final:
-        trained.Verdict().after_exception(None, errors)
+        trained.RayVerdict().after_exception(None, errors)
         return
     with pytest.raises(trained.EndedError, match=f"on b ended with status {status}"):
-        trained.Verdict().after_exception(None, errors)
+        trained.RayVerdict().after_exception(None, errors)
