@@ -296,6 +296,8 @@ class _Ranks:
                     self.ended.pop(rank, None)
                     self.hung.discard(rank)
                     beat_of(self.folder, rank).unlink(missing_ok=True)
+                    if self.standby is not None and self.standby[0].poll() is not None:
+                        self.standby = None
                     self.processes[rank], self.channels[rank] = self.standby or self._process(rank, life > 1)
                     self.lives[rank], self.standby = life, None
                 case Over(rank, generation):
