@@ -7,6 +7,7 @@ group starts, and said once, by the first rank of each node.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -271,6 +272,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             err(error)
         return exits.MISUSED
     if agent is not None:
+        if stands_by:
+            importlib.import_module("torch._dynamo")  # in a second, as the first optimizer would
         agent.ready()
         here = Here.now()
     if BEAT in os.environ:

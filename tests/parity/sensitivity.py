@@ -1171,8 +1171,8 @@ FAULTS = (
     fault(
         "a rank that is asked to end leaves alone",
         "Trainer._listen",
-        "self.control.largest(self.interrupt.asked, save, *self.saver.news())",
-        "(self.interrupt.asked, save, *self.saver.news())",
+        "self.interrupt.asked,",
+        "False,",
         "test_one_rank_that_is_asked_to_end_ends_all_after_that_step",
     ),
     fault(
@@ -1419,9 +1419,9 @@ FAULTS = (
     ),
     fault(
         "the folder is put in order before it is held",
-        "train.run",
-        "control.attempt(lambda: _hold(stack, setup.config))",
-        "_prepare(setup, mesh)\ncontrol.attempt(lambda: _hold(stack, setup.config))",
+        "_Life._lock",
+        "_hold(self.stack, self.setup.config)",
+        "_prepare(self.setup, mesh)\n_hold(self.stack, self.setup.config)",
         "test_a_second_run_changes_nothing",
     ),
     fault(
