@@ -1171,8 +1171,8 @@ FAULTS = (
     fault(
         "a rank that is asked to end leaves alone",
         "Trainer._listen",
-        "self.interrupt.asked,",
-        "False,",
+        "self.control.largest(self.interrupt.asked, save, *self.saver.news(), copies.due(self.done), -copies.whole)",
+        "(self.interrupt.asked, save, *self.saver.news(), copies.due(self.done), -copies.whole)",
         "test_one_rank_that_is_asked_to_end_ends_all_after_that_step",
     ),
     fault(
