@@ -243,6 +243,8 @@ class _Ranks:
     """Those that stood still, and were killed."""
     failure: str = ""
     """Why the run could not go on, where that is so."""
+    begun: bool = False
+    """Whether all have trained: from then on there is state to lose."""
     noticed: float = 0.0
     """The time when the fault that is being recovered from was noticed; 0 where none is."""
 
@@ -304,7 +306,8 @@ class _Ranks:
                 case Kill(rank):
                     self.processes[rank].kill()
                 case Go(rank, generation):
-                    self.channels[rank].say("go", generation=generation, variables=self._variables(rank, generation))
+                    variables = self._variables(rank, generation)
+                    self.channels[rank].say("go", generation=generation, variables=variables, begun=self.begun)
                 case Fail(reason):
                     self.failure = reason
 
@@ -329,6 +332,7 @@ class _Ranks:
                     event = Lost(now, rank, life, generation)
             self._do(generations.on(event))
         if generations.trains:
+            self.begun = True
             if self.noticed:
                 seconds = time.monotonic() - self.noticed
                 _say(f"All ranks go on after step {generations.step}, {seconds:.2f} s after the fault was noticed.")
