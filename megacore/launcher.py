@@ -185,7 +185,8 @@ def launch(
             ranks.kill()
         if ranks.fault is not None:
             kind, rank, detail = ranks.fault
-            on_fault(Event(kind, rank, node.index, detail=detail, at=ranks.seen or time.time()))
+            phase = "recover" if ranks.failure else None
+            on_fault(Event(kind, rank, node.index, phase=phase, detail=detail, at=ranks.seen or time.time()))
         return status
 
 
@@ -353,7 +354,9 @@ class _Ranks:
         detail = f"during {cause.during}"
         if cause.kind == "died":
             kind, detail = self._fault_of(cause.rank, cause.status)
-        return self.recovery.refuses(Event(kind, cause.rank, cause.node, detail=detail, at=time.time()))
+        # What follows from a fault, or befalls while it is mended, does not tell against the step once more.
+        phase = None if cause.during == "train" else "recover"
+        return self.recovery.refuses(Event(kind, cause.rank, cause.node, phase=phase, detail=detail, at=time.time()))
 
     def _fault_of(self, rank: int, status: int) -> tuple[Kind, str]:
         """Return the kind of fault that a rank has ended by, and a few words."""
