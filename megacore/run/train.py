@@ -196,11 +196,14 @@ class _Life:
 
 
 def _hold(stack: ExitStack, config: Config) -> None:
-    """Hold the run's folder, and that of its checkpoints where it is elsewhere."""
+    """Hold the run's folder, and that of its checkpoints where it is elsewhere; what a holder that died was writing is
+    removed."""
     out = Path(config.out)
     stack.enter_context(RunLock.take(out))
     if config.checkpoint.folder is not None:
         stack.enter_context(RunLock.take(place(config.checkpoint.folder), by=out))
+    with os_errors(out):
+        checkpoints.clean(checkpoints.folder_of(out, config.checkpoint.folder))
 
 
 def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
@@ -243,7 +246,6 @@ def _prepare(setup: Setup, mesh: Mesh) -> None:
     for each in start.damaged:
         say(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.path}: {each.reason}")
     with os_errors(out):
-        checkpoints.clean(checkpoints.folder_of(out, config.checkpoint.folder))
         replace_file(out / "config.yaml", config.to_yaml().encode())
     uneven = in_vain(config.batch.global_size, config.batch.micro_size, mesh.shape.data)
     say("\n".join([*remarks(start, config, setup.model, mesh.shape), *setup.corpora.remarks, *uneven]))

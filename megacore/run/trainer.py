@@ -234,6 +234,9 @@ class Trainer:
         stopping = first >= total
         if self.stats is not None and self.followed < first:
             stopping = self._follow(first, self.stats)
+        elif stopping and self._listen()[1]:  # a fault has cut the save of the last step
+            self._save(first, self.lr(first))
+            self._unsaved = first
         if not stopping:
             with prefetch(self.batches.steps(self.start.samples)) as ahead, _collecting_together():
                 beat.enter("data", first + 1)
