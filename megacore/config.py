@@ -407,6 +407,8 @@ class CheckpointConfig:
 class RecoveryConfig:
     """The faults of machines and networks that a run gets over by itself."""
 
+    compare_every: Annotated[Int, AT_LEAST_0] = 100
+    """Steps after which replicas compare their weights and states bit for bit, as before each save; 0: never."""
     in_place: Bool = True
     """Whether ranks that end are replaced while the others keep their state, on one machine."""
     max_recoveries: Annotated[Int, AT_LEAST_0] = 100

@@ -353,23 +353,28 @@ class _Ranks:
         """Return why a fault ends all; nothing where it is recovered from."""
         assert self.recovery is not None
         kind: Kind = "hung" if cause.kind == "late" else "lost_contact"
+        rank: int | None = cause.rank
         detail = f"during {cause.during}"
         if cause.kind == "died":
-            kind, detail = self._fault_of(cause.rank, cause.status)
+            kind, rank, detail = self._fault_of(cause.rank, cause.status)
         # What follows from a fault, or befalls while it is mended, does not tell against the step once more.
         phase = None if cause.during == "train" else "recover"
-        return self.recovery.refuses(Event(kind, cause.rank, cause.node, phase=phase, detail=detail, at=time.time()))
+        return self.recovery.refuses(Event(kind, rank, cause.node, phase=phase, detail=detail, at=time.time()))
 
-    def _fault_of(self, rank: int, status: int) -> tuple[Kind, str]:
-        """Return the kind of fault that a rank has ended by, and a few words."""
+    def _fault_of(self, rank: int, status: int) -> tuple[Kind, int | None, str]:
+        """Return the kind of fault that a rank has ended by, the rank at fault, and a few words."""
         if rank in self.hung:
-            return "hung", "stood still, and was killed"
+            return "hung", rank, "stood still, and was killed"
         if status < 0:
-            return "aborted" if status == -signal.SIGABRT else "killed", signal.Signals(-status).name
+            return "aborted" if status == -signal.SIGABRT else "killed", rank, signal.Signals(-status).name
         report = self._report(rank) or {}
         if status == LOST:
-            return "lost_contact", report.get("error", "")
-        return "raised", report.get("raised", f"ended with status {status}")
+            return "lost_contact", rank, report.get("error", "")
+        return (
+            report.get("kind", "raised"),
+            report.get("rank", rank),
+            report.get("raised", f"ended with status {status}"),
+        )
 
     @property
     def alive(self) -> dict[int, subprocess.Popen[bytes]]:
@@ -507,13 +512,13 @@ class _Ranks:
             return next((status for status in failed.values() if status > 0), exits.of_signal(signalled))
         if failed:
             rank, status = next(iter(failed.items()))
-            kind, detail = self._fault_of(rank, status)
+            fault = self._fault_of(rank, status)
             if rank in self.hung:  # it has been said
-                self.fault = kind, rank, detail
+                self.fault = fault
                 return exits.of_signal(signal.SIGKILL)
             # Who ends with 1 or 2 has said what was wrong, and with 141 nobody reads its output any more.
             if status not in (exits.FAILED, exits.MISUSED, exits.of_signal(signal.SIGPIPE)):
-                self.fault = kind, rank, detail
+                self.fault = fault
                 if status != CRASHED:
                     _say(self._why(rank, status))
             return exits.of_signal(-status) if status < 0 else exits.FAILED if status == CRASHED else status

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 from megacore import exits
+from megacore.recovery.corruption import Corrupted
 
 STORE = "MEGACORE_STORE"
 """The variable that names the file through which ranks of one machine find each other."""
@@ -181,11 +182,17 @@ def main() -> None:
     except Exception as error:
         report = parted(error) if isinstance(error, RuntimeError) else None
         with report_of(Path(folder), os.getpid()).open("x") as file:
-            json.dump(report or {"raised": f"{type(error).__name__}: {error}"[:_LONGEST]}, file)
+            json.dump(report or _reported(error), file)
         if report is None:
             _crash()
         sys.stdout.flush()
         os._exit(LOST)  # without the destructors of what is broken
+
+
+def _reported(error: Exception) -> dict[str, Any]:
+    """Return the report of an error that this rank ends with."""
+    corrupted = {"kind": "corrupted", "rank": error.rank} if isinstance(error, Corrupted) else {}
+    return {"raised": f"{type(error).__name__}: {error}"[:_LONGEST], **corrupted}
 
 
 def _crash() -> NoReturn:

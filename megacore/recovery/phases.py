@@ -27,6 +27,7 @@ BEAT = "MEGACORE_BEAT"
 """The variable that names the file of a rank's beat."""
 
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+_DATA = _NUMBER["data"]
 _STEP = 16
 """The factor of the step in a place; phases are fewer."""
 _SINCE, _PLACE, _SLOWEST = 0, 1, 2
@@ -73,7 +74,7 @@ class Beat:
         connected and allocated. Nothing that was measured survives a recovery, of which that is true again.
         """
         now, busy, page, here = monotonic(), thread_time(), self._page, self._here
-        page[_BUSY + here] += busy - self._busy
+        page[_BUSY + here] += now - self._since if here == _DATA else busy - self._busy
         if self._first[here] != self._step:
             if self._first[here] < 0:
                 self._first[here] = self._step
@@ -107,7 +108,8 @@ class Reading:
         phase: The phase of it.
         since: When it was entered, by ``time.monotonic``, which all processes of a machine share.
         slowest: {phase: the most seconds in it}; a phase that was not measured yet is not there.
-        busy: {phase: all seconds of it in which the main thread computed, rather than waited}.
+        busy: {phase: all seconds of it in which the main thread computed, rather than waited;
+            of ``data`` all, for no other rank is waited for in it}.
     """
 
     step: int

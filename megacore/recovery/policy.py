@@ -121,7 +121,7 @@ LADDERS: Mapping[Kind, tuple[Action, ...]] = {
     "spike": ("repeat", "tell"),
     "unrepeatable": ("evict", "end"),
     "bad_data": ("skip", "go_back", "end"),
-    "corrupted": ("replace", "repeat", "restart", "end"),
+    "corrupted": ("replace", "restart", "end"),
     "straggler": ("tell",),
     "save_failed": ("tell",),
 }

@@ -12,6 +12,7 @@ from pathlib import Path
 from megacore.recovery.collectives import ask
 from megacore.recovery.hangs import FACTOR, Witness, along, doing, judge, limits, listed, place, sentence
 from megacore.recovery.phases import Reading, beat_of, read
+from megacore.recovery.straggler import Stragglers
 from parallel.weights.layout import MeshShape
 
 POLL_S = 0.25
@@ -47,6 +48,7 @@ class HangWatch:
         timeout_s: ``train.timeout``, in seconds.
         node: The name of this machine, where there are several.
         factor: ``recovery.hang_factor``.
+        slow: Looks at the same beats for ranks that are slow.
     """
 
     out: Path
@@ -54,6 +56,7 @@ class HangWatch:
     timeout_s: float
     node: str = ""
     factor: float = FACTOR
+    slow: Stragglers | None = None
     _stood: dict[int, tuple[Reading, float]] = field(default_factory=dict, init=False)
     """{rank: where it was seen, and for how many seconds}"""
     _again: dict[int, float] = field(default_factory=dict, init=False)
@@ -69,6 +72,8 @@ class HangWatch:
             stacks: Asks all of them for their stacks.
         """
         self._see(folder, ranks)
+        if self.slow is not None:
+            self.slow.see({rank: reading for rank, (reading, _) in self._stood.items()})
         allowed = limits([reading for reading, _ in self._stood.values()], self.timeout_s, self.factor)
         late = {
             rank: stood

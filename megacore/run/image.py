@@ -16,28 +16,40 @@ from megacore.run.states.store import MASTER, MOMENTS
 from megacore.run.trainer import Trainer
 from parallel.gradients.buckets import Elements
 
+OWN = "whether the loss of the rank was finite"
+"""The name of what is a rank's own in an image: its replicas may have another."""
+
 
 def elements(trainer: Trainer) -> Iterator[Elements]:
-    """Yield the tensors of an image, or what stands for them where they are not on the device; they share the memory of
-    the trainer's state.
+    """Yield the tensors of an image, as :func:`named` does, without their names."""
+    return (each for _, each in named(trainer))
+
+
+def named(trainer: Trainer) -> Iterator[tuple[str, Elements]]:
+    """Yield (name for people, tensor) of an image, or what stands for the tensor where it is not on the device; they
+    share the memory of the trainer's state.
 
     Of split parameters a rank has its shard alone: the others are gathered again.
     """
     step, parameters = trainer.step, trainer.model.parameters
     store = step.optimizer.store
+    names = {part: name for name in parameters for part in step.gradients.parts_of(name)}
     for part in step.gradients.parts:
-        yield part.data
+        name = names.get(part, "parameters")
+        yield name, part.data
         for state in (MASTER, *MOMENTS) if store.masters else MOMENTS:
-            yield store.of(part, state)
+            yield f"{state} of {name}", store.of(part, state)
     frozen = {parameter for values in step.gradients.frozen for parameter in values.flat.parameters}
     for values in step.gradients.frozen:
-        yield values.own
-    for parameter in parameters.values():
+        yield "frozen parameters", values.own
+    for name, parameter in parameters.items():
         if not parameter.requires_grad and parameter not in frozen:
-            yield parameter.detach()
-    yield _Scale(trainer)
+            yield name, parameter.detach()
+    yield "the loss scale", _Scale(trainer)
     trouble = trainer.trouble
-    yield from (trouble.first, trouble.here, trouble.skipped, trouble.halted, trouble.recent)
+    yield OWN, trouble.here
+    for each in (trouble.first, trouble.skipped, trouble.halted, trouble.recent):
+        yield "the steps left out", each
 
 
 class _Scale:

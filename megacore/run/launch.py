@@ -24,6 +24,7 @@ from megacore.recipe import ConfigError, load, processes, recipes
 from megacore.recovery import incidents
 from megacore.recovery.events import Event
 from megacore.recovery.policy import Budgets, Decision, Incident, decide
+from megacore.recovery.straggler import Stragglers
 from megacore.recovery.watch import HangWatch
 from megacore.say import brief, err
 from megacore.store.checkpoint import TRAINER
@@ -87,7 +88,9 @@ def run(command: str, given: Sequence[str]) -> int:
     while True:
         faults, answers.began, answers.refused = list[Event](), time.time(), None
         given = [recipe, *overrides, *more]
-        hangs = HangWatch(Path(config.out), config.mesh.shape(node.world), 60 * config.train.timeout, name)
+        shape = config.mesh.shape(node.world)
+        slow = Stragglers(shape, lambda event: answers.to(replace(event, node=node.index, at=time.time())))
+        hangs = HangWatch(Path(config.out), shape, 60 * config.train.timeout, name, slow=slow)
         recovery = answers if config.recovery.in_place and nodes == 1 else None
         status = launch(
             "megacore.run.train", given, node, environment, shutdown_s, WAY_OUT, faults.append, recovery, hangs
@@ -141,7 +144,7 @@ class _Answers:
             fault: The fault.
             in_place: Whether ranks may be replaced while the others live.
         """
-        event = self._located(fault, self.began)
+        event = self._located(fault, self.began) if fault.step is None else fault
         decision = decide(event, self._history, self._budgets(in_place))
         incident = Incident(event, decision, self._life)
         if self._node.index == 0:

@@ -116,7 +116,7 @@ def recovered(
     Raises:
         StateLost: nobody has the state of some rank.
     """
-    resolution = resolve([each.status for each in told], _identical(setup, mesh))
+    resolution = resolve([each.status for each in told], identical_ranks(setup, mesh))
     if resolution is None:
         lacking = [rank for rank, each in enumerate(told) if each.status.version is None]
         raise StateLost(f"the state of ranks {lacking} was in no other memory")
@@ -157,14 +157,15 @@ def keep_copies(setup: Setup, trainer: Trainer, copies: Copies, ranks_per_node: 
     """Have each rank know whose copies it holds in this generation, and who holds its own; all ranks call this."""
     mesh = trainer.mesh
     nodes = mesh.shape.world // ranks_per_node
-    placed = holders(_identical(setup, mesh), ranks_per_node if nodes > 1 else 1)
+    placed = holders(identical_ranks(setup, mesh), ranks_per_node if nodes > 1 else 1)
     if placed:
         group = mesh.host_group([tuple(range(mesh.shape.world))])
         copies.join(mesh.rank, placed, group, lambda: (image.to_bytes(trainer), state_of(trainer)))
         trainer.copies = copies
 
 
-def _identical(setup: Setup, mesh: Mesh) -> Mapping[int, tuple[int, ...]]:
+def identical_ranks(setup: Setup, mesh: Mesh) -> Mapping[int, tuple[int, ...]]:
+    """Return {rank: the ranks whose image is the same, itself among them}."""
     config = setup.config
     chunks, layers = config.pipeline.chunks, config.pipeline.layers_per_stage
     layout = layout_of(setup.model, mesh.shape, chunks, layers, config.tuning, config.mesh.split)

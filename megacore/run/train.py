@@ -41,6 +41,7 @@ from megacore.run.copies import Copies
 from megacore.run.export import export
 from megacore.run.lock import RunLock
 from megacore.run.recover import StateLost, Told, keep_copies, let_go, recovered
+from megacore.run.replicas import compare_replicas
 from megacore.run.resume import Damaged, Start, again, find, remarks
 from megacore.run.save import SaveError
 from megacore.run.trainer import NonFinite, Trainer
@@ -146,6 +147,7 @@ class _Life:
             except StateLost as error:
                 agent.lost(str(error))
         self.trainer, trainer.step.beat = trainer, self.beat
+        compare_replicas(self.setup, trainer)
         if agent is not None:
             trainer.generation = agent.generation
             keep_copies(self.setup, trainer, self.copies, self.node)

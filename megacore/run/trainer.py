@@ -197,6 +197,8 @@ class Trainer:
     rewound: bool = field(default=False, init=False)
     """Whether the run has gone back after a fault, and no step has been done since."""
     copies: Copies = field(default_factory=Copies, init=False)
+    compare: Callable[[], None] = field(default_factory=lambda: lambda: None, init=False)
+    """Compares the state with that of its replicas, on all ranks."""
 
     def __post_init__(self) -> None:
         section = self.config.optimizer
@@ -277,6 +279,8 @@ class Trainer:
             self._check(trouble)
         if step % config.log.every == 0 or stopping:
             self._write(step, self.meter.record(step, lr, stats, trouble))
+        if (every := config.recovery.compare_every) and (saving or step % every == 0):
+            self.compare()
         if saving:
             self._save(step, lr)
         if self._evaluates(step):

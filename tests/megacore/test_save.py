@@ -513,12 +513,12 @@ def test_a_run_that_is_not_finite_any_more_is_not_saved_and_what_was_is(
     made = trainer(recipe, [f"out={out}", "checkpoint.every=2", "log.every=100", *QUIET])
     plain, count = made.step.pipeline.train, 0
 
-    def poisoned(microbatches: list[Microbatch], scale: torch.Tensor) -> torch.Tensor:
+    def poisoned(microbatches: list[Microbatch], scale: torch.Tensor, enter: Any) -> torch.Tensor:
         nonlocal count
         count += 1
         if count == 4:
             threading.Timer(0.2, slow.go.set).start()  # what was saved is still being written when this step ends
-        return plain(microbatches, scale * torch.nan if count == 3 else scale)
+        return plain(microbatches, scale * torch.nan if count == 3 else scale, enter)
 
     made.step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
     with pytest.raises(NonFinite, match="step 3"):

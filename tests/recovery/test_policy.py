@@ -147,7 +147,7 @@ def test_corruption_is_mended_from_others_and_hardware_the_second_time() -> None
     flipped = Event("corrupted", 3, 0, 7)
     said = answers([flipped, flipped], Budgets())
     assert [each.action for each in said] == ["replace", "end"] and said[1].status == exits.EVICT
-    assert actions([replace(flipped, rank=None, node=None)], Budgets()) == ["repeat"]
+    assert actions([replace(flipped, rank=None, node=None)], Budgets()) == ["restart"]
 
 
 def test_who_comes_and_goes_costs_nothing() -> None:

@@ -1,0 +1,29 @@
+"""Replicas that do not agree: whom the others outvote, and the end of it. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+
+class Corrupted(Exception):
+    """The state of a rank is not that of its replicas. No RuntimeError, which a rank may outlive: this one must end.
+
+    Args:
+        text: What differs.
+        rank: The rank at fault, None where nobody knows.
+    """
+
+    def __init__(self, text: str, rank: int | None) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
+def outvoted(values: Mapping[int, object]) -> list[int] | None:
+    """Return the ranks whose value is not that of most; None where no value is that of more than half.
+
+    Args:
+        values: {rank: its value}.
+    """
+    value, votes = Counter(values.values()).most_common(1)[0]
+    return [rank for rank, other in values.items() if other != value] if 2 * votes > len(values) else None
