@@ -5,6 +5,7 @@ its values fit each other, the model and the machine is asked in `megacore.run.p
 """
 
 import math
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, field, fields, is_dataclass
@@ -35,10 +36,10 @@ from parallel.weights.schema import Split, split_of
 
 
 class Bound(NamedTuple):
-    """The range of a number: in words, and as a test."""
+    """The range of a number, or of a pair of them: in words, and as a test."""
 
     words: str
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], bool]
 
 
 AT_LEAST_0 = Bound("at least 0", lambda value: value >= 0)
@@ -51,6 +52,7 @@ UP_TO_1 = Bound("between 0 and 1", lambda value: 0 <= value <= 1)
 TIMEOUT = Bound("minutes above 0, and at most a day (1440)", lambda value: 0 < value <= 1440)
 UP_TO_99 = Bound("between 1 and 99", lambda value: 1 <= value <= 99)
 POWER_OF_2 = Bound("a power of two up to 2^24", lambda value: 0 < value <= 2**24 and math.frexp(value)[0] == 0.5)
+SAMPLES = Bound("a-b with 0 <= a < b", lambda pair: 0 <= pair[0] < pair[1])
 
 Int = Annotated[int, Strict()]
 Float = Annotated[float, Strict()]
@@ -400,6 +402,27 @@ class CheckpointConfig:
         return self.at_end or self.every > 0
 
 
+def _as_ranges(value: object) -> object:
+    """Return texts 'a-b', one or a list of them, as pairs."""
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list | tuple):
+        return value
+    texts = [re.fullmatch(r"(\d{1,18})-(\d{1,18})", each) if isinstance(each, str) else None for each in listed]
+    return [each if text is None else (int(text[1]), int(text[2])) for each, text in zip(listed, texts, strict=True)]
+
+
+SampleRanges = Annotated[tuple[Annotated[tuple[Int, Int], SAMPLES], ...], BeforeValidator(_as_ranges)]
+
+
+@dataclass(frozen=True, config=TYPED)
+class RecoveryConfig:
+    """The faults that a run gets over by itself, and the data that it leaves out."""
+
+    skip_samples: SampleRanges = ()
+    """Ranges of the numbers of training samples that are left out, `a-b` or [a, b] for a to b - 1; the samples after
+    them take their place. A run keeps its ranges wherever it goes on."""
+
+
 @dataclass(frozen=True, config=TYPED)
 class LogConfig:
     """The places that metrics go to, besides metrics.jsonl."""
@@ -446,6 +469,7 @@ class Config:
     train: TrainConfig = TrainConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
     log: LogConfig = LogConfig()
     out: str = "runs/pretrain"
     """The run's own folder; runs/NAME for a recipe NAME.yaml."""

@@ -80,13 +80,13 @@ def problems(
 
 
 def _range_problem(config: Config, key: str, bound: Bound) -> Iterator[str]:
-    """Return the problem of a number, or of the numbers of a list; null is no number."""
+    """Return the problem of a number, or of the numbers or ranges of a list; null is no number."""
     value: object = config
     for name in key.split("."):
         value = _field(value, name)
     numbers = value if isinstance(value, tuple) else () if value is None else (value,)
     if not all(map(bound.holds, numbers)):
-        each = "each number " if isinstance(value, tuple) else ""
+        each = "" if not isinstance(value, tuple) else "each " if isinstance(value[0], tuple) else "each number "
         shown = list(value) if isinstance(value, tuple) else value
         yield f"{key} ({shown}): {each}must be {bound.words}"
 

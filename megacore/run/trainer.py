@@ -17,6 +17,7 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batch, Batches, prefetch
+from megacore.data.skipped import in_words
 from megacore.hardware import peak_memory_gib
 from megacore.run import loads, progress
 from megacore.run.lr import learning_rate
@@ -354,7 +355,8 @@ class Trainer:
         ranks = torch.zeros(self.mesh.shape.world, dtype=torch.int64, device=self.mesh.device)
         ranks[self.mesh.rank] = trouble.here
         found = all_reduce_(ranks, self.mesh.world).nonzero().flatten().tolist()
-        first, end = (self.start.at(number, self.config).samples for number in (step - 1, step))
+        first = self.start.at(step - 1, self.config).samples
+        samples = self.start.skipped_samples.samples(first, self.config.batch.global_size)
         where = (
             "the loss is not finite on " + ", ".join(f"rank {rank} ({self.mesh.shape.place(rank)})" for rank in found)
             if found
@@ -367,7 +369,7 @@ class Trainer:
                 "were not finite, and left out"
             )
         raise NonFinite(
-            f"step {step}, samples {first} to {end - 1} of the training data: {where}. The weights "
+            f"step {step}, samples {in_words(samples)} of the training data: {where}. The weights "
             f"are those before this step. Lower optimizer.lr, look at these samples, {way_out}"
         )
 

@@ -179,6 +179,11 @@ BAD = [
     bad("train.seed=-1", "train.seed (-1): must be at least 0"),
     bad("evaluate.batches=0", "evaluate.batches (0): must be at least 1"),
     bad("evaluate.every=-5", "evaluate.every (-5): must be at least 0"),
+    bad("recovery.skip_samples=[3]", "recovery.skip_samples[0]: expected a list, got 3"),
+    bad("recovery.skip_samples=[3..5]", "recovery.skip_samples[0]: expected a list, got '3..5'"),
+    bad("recovery.skip_samples=[[3,5,7]]", "recovery.skip_samples[0]", "at most 2"),
+    bad("recovery.skip_samples=[1-3,5-3]", "recovery.skip_samples ([(1, 3), (5, 3)]): each must be a-b with 0 <="),
+    bad("recovery.skip_samples=[[-1,3]]", "recovery.skip_samples ([(-1, 3)]): each must be a-b with 0"),
     bad("log.every=0", "log.every (0): must be at least 1"),
     bad("log.peak_tflops=0", "log.peak_tflops (0.0): must be above 0"),
     # ranks and the mesh
