@@ -424,6 +424,14 @@ class RecoveryConfig:
 
 
 @dataclass(frozen=True, config=TYPED)
+class RecoveryConfig:
+    """The faults of machines and networks that a run gets over by itself."""
+
+    max_restarts: Annotated[Int, AT_LEAST_0] = 3
+    """Restarts of all ranks, from the newest whole checkpoint, before the run ends with status 75; 0: none."""
+
+
+@dataclass(frozen=True, config=TYPED)
 class LogConfig:
     """The places that metrics go to, besides metrics.jsonl."""
 
