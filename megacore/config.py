@@ -418,17 +418,11 @@ SampleRanges = Annotated[tuple[Annotated[tuple[Int, Int], SAMPLES], ...], Before
 class RecoveryConfig:
     """The faults that a run gets over by itself, and the data that it leaves out."""
 
+    max_restarts: Annotated[Int, AT_LEAST_0] = 3
+    """Restarts of all ranks, from the newest whole checkpoint, before the run ends with status 75; 0: none."""
     skip_samples: SampleRanges = ()
     """Ranges of the numbers of training samples that are left out, `a-b` or [a, b] for a to b - 1; the samples after
     them take their place. A run keeps its ranges wherever it goes on."""
-
-
-@dataclass(frozen=True, config=TYPED)
-class RecoveryConfig:
-    """The faults of machines and networks that a run gets over by itself."""
-
-    max_restarts: Annotated[Int, AT_LEAST_0] = 3
-    """Restarts of all ranks, from the newest whole checkpoint, before the run ends with status 75; 0: none."""
 
 
 @dataclass(frozen=True, config=TYPED)
