@@ -231,11 +231,13 @@ class OptimizerConfig:
     """Whether the update is made on fp32 copies of the weights."""
     moments: Moments = "fp32"
     """`fp32`: as wide as what is updated; `bf16`: rounded after each step."""
-    non_finite: Literal["stop", "skip"] = "stop"
-    """Whether a NaN or infinity in loss or gradient stops the run, or skips the step, which then changes nothing."""
+    non_finite: Literal["stop", "skip", "repeat"] = "stop"
+    """Whether a NaN or infinity in loss or gradient stops the run, or skips the step, which then changes nothing, or
+    the step is repeated: where it is bad again, its samples are left out (`recovery.skip_samples`), and it is done with
+    those after them."""
     max_skipped: Annotated[Int, UP_TO_99] | None = 10
-    """Skipped steps among 100 that end the run all the same; null: no number does. What overflows in fp16 and only
-    lowers the loss scale does not count."""
+    """Skipped steps among 100, or steps whose samples are left out, that end the run all the same; null: no number
+    does. What overflows in fp16 and only lowers the loss scale does not count."""
 
 
 @dataclass(frozen=True, config=TYPED)
@@ -423,6 +425,12 @@ class RecoveryConfig:
     skip_samples: SampleRanges = ()
     """Ranges of the numbers of training samples that are left out, `a-b` or [a, b] for a to b - 1; the samples after
     them take their place. A run keeps its ranges wherever it goes on."""
+    spikes: Bool = False
+    """Whether a step whose loss or gradient norm is far above those before it is repeated too, as
+    `optimizer.non_finite=repeat` does; where not, that is only told."""
+    go_back: Bool = False
+    """Whether the samples that are left out are all from the newest checkpoint to the bad step, and the run goes back
+    there (PaLM's remedy, arXiv 2204.02311)."""
 
 
 @dataclass(frozen=True, config=TYPED)

@@ -5,8 +5,8 @@ deviation of the logarithms: the standard deviation of noise that is normal, and
 Logarithms, for noise goes with what it is of, and that of a norm has a long tail above. No torch and no clock: the same
 values give the same answer on every rank.
 
-While the learning rate rises, as it does in a warm-up, and for ``FIRST`` records after that, nothing is a spike: what was
-before says nothing of what comes. A value that falls never is one, nor is one that rises slowly, for the median follows.
+While the learning rate rises, as it does in a warm-up, and for ``FIRST`` records after that, nothing is a spike: what
+was before says nothing of what comes. A value that falls never is one, nor one that rises slowly: the median follows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Spike:
         name: The metric, ``loss`` or ``grad_norm``.
         value: The value.
         median: The median of the records before it.
-        limit: What it may be at most.
+        limit: The most that is no spike.
     """
 
     name: str

@@ -474,6 +474,16 @@ def _one_start(facts: RuleContext) -> Iterator[str]:
         )
 
 
+def _repetition(facts: RuleContext) -> Iterator[str]:
+    section, choice = facts.config.recovery, facts.config.optimizer.non_finite
+    for key in ("spikes", "go_back"):
+        if getattr(section, key) and choice != "repeat":
+            yield (
+                f"recovery.{key} is about steps that are repeated, and optimizer.non_finite is {choice}: set that to "
+                f"repeat, or recovery.{key}=false"
+            )
+
+
 def _export(facts: RuleContext) -> Iterator[str]:
     section = facts.config.checkpoint
     if section.export is not None and not section.at_end:
@@ -516,6 +526,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((*MODEL_RANKS, "mesh.dp", "batch.global_size", "batch.micro_size", "experts.batch_balance"), _batch_balance),
     ((), _adapters),
     ((), _one_start),
+    ((), _repetition),
     ((), _export),
 )
 """The keys that each rule needs in range, and the rule."""

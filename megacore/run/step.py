@@ -30,6 +30,7 @@ class Stats:
         own_loss: This rank's part of the loss, the one that is not the same everywhere.
         scale: The factor of the loss in the backward.
         overflow: Whether the gradient alone is not finite, and a smaller scale may mend that in later steps.
+        squares: This rank's part of the squares of the gradient, which is scaled, fp64.
     """
 
     loss: Tensor
@@ -38,11 +39,18 @@ class Stats:
     own_loss: Tensor
     scale: Tensor
     overflow: Tensor
+    squares: Tensor
 
     @property
     def finite(self) -> Tensor:
         """Whether the loss and the gradient norm are finite, a bool scalar."""
         return torch.isfinite(self.loss) & torch.isfinite(self.grad_norm)
+
+    @property
+    def outcome(self) -> Tensor:
+        """The loss, the norm, and this rank's parts of the loss and of the squares, fp64 [4]: what another try must
+        give again, bit for bit."""
+        return torch.stack([each.double() for each in (self.loss, self.grad_norm, self.own_loss, self.squares)])
 
 
 @dataclass
@@ -66,12 +74,16 @@ class TrainStep:
 
     def __call__(self, microbatches: Sequence[Microbatch], lr: float, halted: Tensor | None = None) -> Stats:
         stats = self.backward(microbatches)
+        self.update(stats, lr, halted)
+        return stats
+
+    def update(self, stats: Stats, lr: float, halted: Tensor | None = None) -> None:
+        """Do the second half: the update, from the gradients that :meth:`backward` has left."""
         go = stats.finite if halted is None else stats.finite & ~halted
         self.optimizer.step(lr, stats.grad_norm, go, stats.scale if self.scaling.moves else None)
         if self.balance is not None:
             self.balance.move_biases(go)
-        self.scaler.update(stats.loss, stats.grad_norm)
-        return stats
+        self.scaler.update(stats.loss, stats.grad_norm, halted)
 
     def backward(self, microbatches: Sequence[Microbatch]) -> Stats:
         """Return the first half: loss, and gradients that are summed over their replicas; these are scaled."""
@@ -85,8 +97,9 @@ class TrainStep:
             microbatches = [replace(each, number=number) for number, each in enumerate(microbatches)]
         own = self.pipeline.train(microbatches, scale / tokens) / scale
         self.gradients.finish()
-        loss, norm = total_loss(own, self.mesh), self.gradients.norm() / scale
-        return Stats(loss, norm, tokens, own, scale, self.scaler.overflow(loss, norm))
+        squares = self.gradients.squares()
+        loss, norm = total_loss(own, self.mesh), self.gradients.norm(squares) / scale
+        return Stats(loss, norm, tokens, own, scale, self.scaler.overflow(loss, norm), squares)
 
 
 def evaluate(mesh: Mesh, pipeline: Pipeline, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:

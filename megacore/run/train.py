@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ from megacore.hardware import claim
 from megacore.launcher import gpus
 from megacore.rank import Here, join, leave
 from megacore.recipe import ConfigError
+from megacore.recovery.policy import Incident
 from megacore.run import metrics
 from megacore.run.build import trainer_of
 from megacore.run.check import Setup, check, files_of
@@ -36,7 +38,8 @@ from megacore.run.export import export
 from megacore.run.lock import RunLock
 from megacore.run.resume import Damaged, Start, find, remarks
 from megacore.run.save import SaveError
-from megacore.run.trainer import NonFinite, Trainer
+from megacore.run.trainer import Trainer
+from megacore.run.trouble import GoBack, NonFinite
 from megacore.say import err, say
 from megacore.store.audit import DamageError
 from megacore.store.publish import replace_file
@@ -65,21 +68,51 @@ def run(setup: Setup, device: torch.device, node: int = 8) -> int:
     control, out = Control.create(mesh, node), Path(setup.config.out)
     setup = _led(setup, control)
     with ExitStack() as stack:
-        if mesh.rank != 0:
-            control.attempt(lambda: None)
-            trainer = _built(setup, mesh, control)[1]
-            control.attempt(lambda: None)
-            return trainer.run()
-        control.attempt(lambda: stack.enter_context(RunLock.take(out)))
-        say(_headline(setup.config, setup.model, mesh))
-        setup, trainer = _built(setup, mesh, control)
-        if chosen := kernels.chosen(device, setup.config.train.compile):
-            say(chosen)
-        log = control.attempt(lambda: stack.enter_context(metrics.Log(setup.config, setup.start.progress.step)))
-        last = replace(trainer, log=log).run()
-        stack.close()
+        control.attempt(lambda: stack.enter_context(RunLock.take(out)) if mesh.rank == 0 else None)
+        if mesh.rank == 0:
+            say(_headline(setup.config, setup.model, mesh))
+        setup, last = _trained(setup, mesh, control)
+    if mesh.rank == 0:
         say(_report(setup.config, last))
     return last
+
+
+def _trained(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, int]:
+    """Train -> where the run really started, and the last step that was done; it may go back on its way."""
+    history = list[Incident]()
+    while True:
+        setup, trainer = _built(setup, mesh, control)
+        chosen = kernels.chosen(mesh.device, setup.config.train.compile)
+        if chosen and mesh.rank == 0:
+            say(chosen)
+        with ExitStack() as stack:
+            log = control.attempt(partial(_log, setup, mesh))
+            if log is not None:
+                stack.enter_context(log)
+            try:
+                return setup, trainer.logging(log, history).run()
+            except GoBack as back:  # on every rank
+                history, start = back.history, control.attempt(partial(_before, setup, back, control))
+        del trainer
+        gc.collect()
+        setup = replace(setup, start=start)
+
+
+def _log(setup: Setup, mesh: Mesh) -> metrics.Log | None:
+    return metrics.Log(setup.config, setup.start.progress.step) if mesh.rank == 0 else None
+
+
+def _before(setup: Setup, back: GoBack, control: Control) -> Start:
+    """Return the newest checkpoint before a bad step, or where there is none what the run started from, without the
+    samples from there to the end of the step."""
+    config, start = setup.config, setup.start
+    saved = checkpoints.complete(checkpoints.folder_of(config.out))
+    newest = control.tell(max((step for step in saved if step < back.step), default=0))
+    if newest > start.progress.step:
+        resume = str(checkpoints.path_of(checkpoints.folder_of(config.out), newest))
+        start = find(replace(config, checkpoint=replace(config.checkpoint, resume=resume)))
+    first = back.skipped.sample(start.progress.samples)
+    return replace(start, progress=start.progress.without([*back.skipped, (first, back.stop)]))
 
 
 def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
@@ -157,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if here.rank == 0:
             err(error)
     except (NonFinite, SaveError, StoreError) as error:  # on every rank
-        status = 1
+        status = error.status if isinstance(error, NonFinite) else 1
         damaged = error.path if isinstance(error, DamageError) else None
         if here.rank == 0:
             err(error)

@@ -17,7 +17,8 @@ from engine import GPT2, LLAMA, RECIPE, Result, train, trainer, weights, write_r
 from pool import Pool
 
 from megacore.run.step import Stats, TrainStep
-from megacore.run.trainer import Interrupt, NonFinite, Trouble
+from megacore.run.trainer import Interrupt
+from megacore.run.trouble import NonFinite, Trouble
 from models import assemble
 from models.decoder import Microbatch
 from parallel.gradients.buckets import WholeSpan
@@ -202,7 +203,7 @@ def test_too_many_skipped_steps_end_the_run_on_all_ranks(pool: Pool, recipe: str
 def stats_of(loss: float, overflow: bool = False) -> Stats:
     norm = torch.tensor(torch.inf if overflow else 1.0)
     one = torch.tensor(loss)
-    return Stats(one, norm, torch.tensor(1), one, torch.tensor(1.0), torch.tensor(overflow))
+    return Stats(one, norm, torch.tensor(1), one, torch.tensor(1.0), torch.tensor(overflow), norm**2)
 
 
 @pytest.mark.quick

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ STEPS = 10_000
 Curve = npt.NDArray[np.float64]
 
 
-def alarms(losses: Sequence[float], norms: Sequence[float], lrs: Sequence[float] | None = None) -> list[int]:
+def alarms(losses: Iterable[float], norms: Iterable[float], lrs: Sequence[float] | None = None) -> list[int]:
     """The records, from 0, at which there is a spike."""
     spikes, found = Spikes(), list[int]()
     for at, (loss, norm) in enumerate(zip(losses, norms, strict=True)):
@@ -65,7 +65,7 @@ def test_the_quickstart_s_own_curve_has_none() -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["cosine", "wsd", "linear", "constant"])
 def test_a_schedule_is_no_spike(name: str) -> None:
-    """A norm that rises tenfold in the warm-up, one after a restart of the schedule, and a loss that follows the rate."""
+    """A norm that rises tenfold in the warm-up, twice, and a loss that follows the rate."""
     schedule = ScheduleConfig(name=name, warmup_steps=300)  # type: ignore[arg-type]
     rates = [learning_rate(step, schedule, 1e-3, 1000) for step in range(1, 1001)] * 2
     loss, _ = curves("normal", 0.002, 5, len(rates))
@@ -77,7 +77,7 @@ def test_a_schedule_is_no_spike(name: str) -> None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("at", [200, 500, 1999])
+@pytest.mark.parametrize("at", [400, 900, 1999])
 @pytest.mark.parametrize(("kind", "size", "factor"), [("normal", 0.02, 2.0), ("student", 0.01, 2.0)])
 def test_a_spike_is_found_where_it_is(at: int, kind: str, size: float, factor: float) -> None:
     loss, norm = curves(kind, size, seed=9, steps=2000)
