@@ -1,4 +1,8 @@
-"""The checkpoints of a run, by their names: which there are, the newest, which are kept or set aside. No torch."""
+"""The checkpoints of a run, by their names: which there are, the newest, which are kept or set aside. No torch.
+
+On a disk a checkpoint is given its name when all of it is there. In an object store nothing can be renamed: each try to
+save has a name of its own, the index is written last, and taken away first.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import itertools
 import os
 import re
 import shutil
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,29 +18,53 @@ from megacore.store import audit
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.hugging_face import CONFIG
 from megacore.store.index import INDEX
-from megacore.store.publish import PARTIAL, remove_leftovers
-from megacore.store.strict_json import StoreError
+from megacore.store.objects import ObjectPath, place
+from megacore.store.publish import PARTIAL, Publication, Upload, remove_leftovers
+from megacore.store.strict_json import StoreError, read_file
 from megacore.store.tensors import os_errors
+from parallel import limits
 
 FOLDER = "checkpoints"
 AUTO = "auto"
 """Instead of a checkpoint to resume from: the newest one of the run's own folder, if it has one."""
 
+DAMAGED = f"{INDEX}.damaged"
+"""The name of the index of what was set aside in an object store."""
 _DOOMED = ".{}.doomed"
+_OBJECTS = re.compile(r"(step-(\d{8,18})(?:-[0-9a-f]{8})?)/(.+)", re.DOTALL)
+"""(folder, step, name within it) of the objects of a checkpoint, one that was copied there from a disk too."""
 
 
-def folder_of(out: str | Path) -> Path:
-    """Return the folder that a run keeps its checkpoints in."""
-    return Path(out) / FOLDER
+def folder_of(out: str | Path, elsewhere: str | None = None) -> Path:
+    """Return the folder that a run keeps its checkpoints in: elsewhere, if it says so."""
+    return place(elsewhere or Path(out) / FOLDER)
 
 
 def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def begin(folder: Path, step: int, needed_bytes: int) -> Publication | Upload:
+    """Begin a checkpoint, of which these are the bytes; what has its name and is none is set aside.
+
+    Raises:
+        StoreError: it cannot be begun.
+    """
+    path = path_of(folder, step)
+    if isinstance(path, ObjectPath):
+        return Upload(path.with_name(f"{path.name}-{uuid.uuid4().hex[:8]}"))
+    # A link, or the rest of one: this run's own name for it.
+    if path.is_symlink() or (path.is_dir() and not (path / INDEX).exists()):
+        set_aside(path)
+    return Publication.begin(path, needed_bytes)
+
+
 def named(folder: Path) -> dict[int, Path]:
-    """Return {step: folder with the name of a checkpoint} in ascending order, whatever is in it; links are not a
-    run's."""
+    """Return {step: folder with the name of a checkpoint} in ascending order, whatever is in it; links are not a run's,
+    nor is what has no index yet in an object store."""
+    if isinstance(folder, ObjectPath):
+        found = (_OBJECTS.fullmatch(name) for name in folder.objects())
+        return dict(sorted((int(match[2]), folder / match[1]) for match in found if match and match[3] == INDEX))
     steps = {int(path.name[5:]): path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,18}", path.name)}
     return {
         step: path for step, path in sorted(steps.items()) if path == path_of(folder, step) and not path.is_symlink()
@@ -48,11 +77,16 @@ def complete(folder: Path) -> dict[int, Path]:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename what cannot be used, so that it is in nobody's way and nothing is lost -> its new path.
+    """Rename what cannot be used, so that it is in nobody's way and nothing is lost -> its new path; in an object store
+    that of its index.
 
     Raises:
         StoreError: it cannot be renamed.
     """
+    if isinstance(path, ObjectPath):
+        (path / DAMAGED).write(read_file(path / INDEX, limits.JSON))
+        (path / INDEX).remove()
+        return path / DAMAGED
     with os_errors(path):
         names = (f"{path.name}.damaged{f'-{number}' * (number > 1)}" for number in itertools.count(1))
         free = next(new for name in names if not os.path.lexists(new := path.with_name(name)))
@@ -74,7 +108,7 @@ def newest_of(path: Path) -> Path:
     """Return the newest checkpoint of a run's folder, or of the folder of its checkpoints; any other path is itself."""
     if any((path / name).exists() for name in (INDEX, CONFIG)):
         return path
-    steps = complete(folder_of(path)) or complete(path)
+    steps = complete(path / FOLDER) or complete(path)
     return steps[max(steps)] if steps else path
 
 
@@ -89,8 +123,13 @@ def prune(folder: Path, newest: int | None, every: int) -> None:
     """Remove the checkpoints that are not kept. One that is being removed has lost its name before."""
     steps = complete(folder)
     for step in steps.keys() - kept(list(steps), newest, every):
-        doomed = steps[step].with_name(_DOOMED.format(steps[step].name))
-        steps[step].rename(doomed)
+        path = steps[step]
+        if isinstance(path, ObjectPath):
+            (path / INDEX).remove()
+            path.remove()
+            continue
+        doomed = path.with_name(_DOOMED.format(path.name))
+        path.rename(doomed)
         shutil.rmtree(doomed)
 
 
@@ -100,6 +139,12 @@ def clean(folder: Path) -> None:
     Raises:
         StoreError: something that is no run's lies where checkpoints will be written.
     """
+    if isinstance(folder, ObjectPath):
+        found = [match for match in map(_OBJECTS.fullmatch, folder.objects()) if match]
+        ended = {match[1] for match in found if match[3] in (INDEX, DAMAGED)}
+        for name in sorted({match[1] for match in found} - ended):
+            (folder / name).remove()
+        return
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():

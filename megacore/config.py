@@ -208,7 +208,7 @@ class BatchConfig:
     """Sizes of batches, in sequences."""
 
     global_size: Annotated[Int, COUNTED] = 8
-    """Sequences of one optimizer step over all ranks."""
+    """Sequences of one optimizer step over all ranks, which need not divide by them."""
     micro_size: Annotated[Int, COUNTED] = 1
     """Sequences of one microbatch."""
 
@@ -391,6 +391,9 @@ class CheckpointConfig:
     patience: Annotated[Float, AT_LEAST_0] = 4.0
     """Hours of failing saves that end the run: one that fails is tried again when the next is due, and at the end until
     it succeeds."""
+    folder: str | None = None
+    """The URL of the folder of the checkpoints in an object store, `s3://bucket/prefix`, `gs://`, `file://`; null:
+    `checkpoints` in out. Credentials come from the environment."""
     init: str | None = None
     """A Hugging Face folder or a checkpoint to take the weights of."""
     resume: str | None = None
@@ -420,6 +423,12 @@ SampleRanges = Annotated[tuple[Annotated[tuple[Int, Int], SAMPLES], ...], Before
 class RecoveryConfig:
     """The faults that a run gets over by itself, and the data that it leaves out."""
 
+    in_place: Bool = True
+    """Whether ranks that end are replaced while the others keep their state, on one machine."""
+    max_recoveries: Annotated[Int, AT_LEAST_0] = 100
+    """Recoveries in place, before all ranks start again."""
+    overhead: Annotated[Float, ABOVE_0] = 0.01
+    """The share of a step's time that copies of what no other rank has may take: so often are they made."""
     max_restarts: Annotated[Int, AT_LEAST_0] = 3
     """Restarts of all ranks, from the newest whole checkpoint, before the run ends with status 75; 0: none."""
     skip_samples: SampleRanges = ()

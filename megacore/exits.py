@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 DONE = 0
 FAILED = 1
-"""What was wrong is said, and doing it again would not mend it."""
+"""The run has said what was wrong, and doing it again would not mend it."""
 MISUSED = 2
 """The config or the command line is wrong, which is said."""
 RETRY = 75

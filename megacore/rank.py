@@ -14,6 +14,7 @@ import os
 import re
 import runpy
 import signal
+import socket
 import sys
 import threading
 import time
@@ -21,44 +22,73 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+from megacore import exits
 
 STORE = "MEGACORE_STORE"
 """The variable that names the file through which ranks of one machine find each other."""
 
-LOST = 75
+BEGAN = "MEGACORE_BEGAN"
+"""The variable that says when the launcher of a run began, in seconds since 1970."""
+
+LOST = exits.RETRY
 """The exit status of a rank that could not talk to the others any more; its report says more."""
 
-
-WAITING = ("torch/distributed/distributed_c10d.py", "parallel/collectives.py", "parallel/pipeline/run.py")
+WAITING = (
+    "torch/distributed/distributed_c10d.py",
+    "torch/distributed/rendezvous.py",
+    "parallel/collectives.py",
+    "parallel/pipeline/run.py",
+)
 """The files whose calls wait for other ranks."""
 
 
-def stacks_of(folder: Path, rank: int) -> Path:
-    """Return the file in the launcher's folder that a rank writes its stacks to, on SIGUSR2."""
-    return folder / f"stacks-{rank}"
+CRASHED = 70
+"""The exit status of a rank that nobody has foreseen the error of."""
 
 
-def report_of(folder: Path, rank: int) -> Path:
-    """Return the file that says why a rank could not talk to the others any more."""
-    return folder / f"report-{rank}"
+def stacks_of(folder: Path, process: int) -> Path:
+    """Return the file in the launcher's folder that the process of a rank writes its stacks to, on SIGUSR2."""
+    return folder / f"stacks-{process}"
+
+
+def report_of(folder: Path, process: int) -> Path:
+    """Return the file that says why the process of a rank could not talk to the others any more."""
+    return folder / f"report-{process}"
 
 
 @dataclass(frozen=True)
 class Here:
-    """The place of this process, as its launcher (or torchrun) says it in the environment; the only one without it."""
+    """The place of this process, as its launcher (or torchrun) says it in the environment; the only one without it.
+
+    ``began`` is when the launcher did, or this process, in seconds since 1970.
+    """
 
     rank: int
     world: int
     local_rank: int
     local_world: int
     launched: bool
+    began: float = 0.0
 
     @classmethod
     def now(cls) -> Here:
         alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         rank, world, local_rank, local_world = (int(os.environ.get(name, one)) for name, one in alone.items())
-        return cls(rank, world, local_rank, local_world, "RANK" in os.environ)
+        began = float(os.environ.get(BEGAN) or time.time())
+        return cls(rank, world, local_rank, local_world, "RANK" in os.environ, began)
+
+
+def restarts() -> bool:
+    """Return whether this run may have been started before: torchrun may start it again, or RESTART_COUNT says so.
+
+    torchrun's own count is of one node: the others, which have failed in nothing, stay at 0.
+    """
+    return any(int(os.environ.get(name) or "0") for name in ("TORCHELASTIC_MAX_RESTARTS", "RESTART_COUNT"))
 
 
 def join(here: Here, kind: str, timeout: timedelta) -> None:
@@ -70,16 +100,43 @@ def join(here: Here, kind: str, timeout: timedelta) -> None:
     if here.world == 1:
         return
     store = os.environ.get(STORE)
+    met = _met_anew(here, timeout) if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else None
     # Without device_id, so that a group's communicator is made by its members when they first use it, rather than
     # split off the world's by everyone.
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
-        init_method=f"file://{store}" if store else "env://",
+        init_method=None if met else f"file://{store}" if store else "env://",
+        store=met,
         rank=here.rank,
         world_size=here.world,
         timeout=timeout,
         pg_options=urgent(timeout) if kind == "cuda" else None,
     )
+
+
+def _met_anew(here: Here, timeout: timedelta) -> Store:
+    """Return a store of this start of the ranks alone; torchrun's is one for all, with the addresses of those before.
+
+    Rank 0 serves it, and says where in torchrun's. The place of an earlier rank 0, who is gone, answers nobody.
+    """
+    from torch.distributed import TCPStore
+
+    agents = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
+    if here.rank == 0:
+        host = os.environ["MASTER_ADDR"] if here.world == here.local_world else socket.getfqdn()
+        own = TCPStore(host, 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        agents.set("megacore", f"{host} {own.port}")
+        return own
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        host, port = agents.get("megacore").decode().split()
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()
+            return TCPStore(host, int(port), is_master=False, timeout=timeout)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def leave(here: Here) -> None:
@@ -95,25 +152,34 @@ def leave(here: Here) -> None:
 
 # -- under the launcher
 
+_LONGEST = 300  # characters of an exception that are reported
+
 
 def main() -> None:
     folder, launcher, module, *arguments = sys.argv[1:]
     die_with(int(launcher))
-    rank = int(os.environ["RANK"])
-    stacks = stacks_of(Path(folder), rank).open("x")
+    stacks = stacks_of(Path(folder), os.getpid()).open("x")
     faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
     sys.argv[1:] = arguments
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except RuntimeError as error:
-        report = parted(error)
+    except Exception as error:
+        report = parted(error) if isinstance(error, RuntimeError) else None
+        with report_of(Path(folder), os.getpid()).open("x") as file:
+            json.dump(report or {"raised": f"{type(error).__name__}: {error}"[:_LONGEST]}, file)
         if report is None:
-            raise
-        with report_of(Path(folder), rank).open("x") as file:
-            json.dump(report, file)
+            _crash()
         sys.stdout.flush()
         os._exit(LOST)  # without the destructors of what is broken
+
+
+def _crash() -> NoReturn:
+    """End with what is known of an error that nobody has foreseen; the others may go on without this process."""
+    traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(CRASHED)
 
 
 def die_with(parent: int) -> None:

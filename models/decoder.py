@@ -54,6 +54,7 @@ class Microbatch:
         split: How the tokens are split over cp: t, above, is then what this rank holds of them, while ``documents`` and
             ``lengths`` are those of all; None: they are not.
         rows: [t], the sequence that each token is of; None where they are all tokens of the sequences, in their order.
+        blank: How many of the sequences only fill it up: their tokens have no label, and are all padding.
     """
 
     tokens: Tensor
@@ -70,6 +71,7 @@ class Microbatch:
     number: int | None = None
     split: ContextSplit | None = None
     rows: Tensor | None = None
+    blank: int = 0
 
     @property
     def sequence_length(self) -> int:

@@ -231,6 +231,12 @@ class Balance:
         return self._of_batch[at]
 
     @torch.no_grad()
+    def finish(self) -> None:
+        """Sum the counts that the biases move by over the ranks, once the last backward of a step is over."""
+        if self.coefficients.bias_rate and self.corrections:
+            self._summed = all_reduce_(self.counts.sum(1), self.mesh.along(*self.ACROSS))
+
+    @torch.no_grad()
     def move_biases(self, go: Tensor) -> None:
         """Move each bias towards its mean load by the counts of the step; where ``go`` (a bool scalar) is false, none.
 
@@ -238,7 +244,7 @@ class Balance:
         """
         if not self.coefficients.bias_rate or not self.corrections:
             return
-        counts = all_reduce_(self.counts.sum(1), self.mesh.along(*self.ACROSS))
+        counts = self._summed
         under = (counts.sum(-1, keepdim=True) - counts * self.routing.experts).sign()
         moves = torch.where(go, under, 0) * self.coefficients.bias_rate
         for layer, correction in self.corrections.items():

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "train": ("tools.train", "pretrain what a recipe describes"),
+    "ray": ("tools.ray", "train on the machines of a Ray cluster (needs ray[train])"),
     "finetune": ("tools.finetune", "fine-tune a model on examples, all weights or adapters"),
     "tokenize": ("tools.tokenize", "turn text into token files"),
     "merge-tokens": ("tools.merge_tokens", "make one token file of the parts that several nodes tokenized"),
@@ -21,6 +22,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "verify": ("tools.verify", "compare a checkpoint with a Hugging Face folder: every bit, and the logits"),
     "generate": ("tools.generate", "what a model says after a prompt, computed by the parallel model"),
     "evaluate": ("tools.evaluate", "loss and perplexity of a model on text"),
+    "status": ("tools.status", "where a run stands: steps, rate, checkpoints, what befell it"),
     "config": ("tools.config", "the keys of a recipe, their ranges, defaults and meaning"),
     "models": ("tools.models", "the families and presets that there are, and what is special of each"),
     "context": ("tools.context", "which rank of cp holds, computes and sends what of given documents"),

@@ -2,7 +2,7 @@
 
 With --fit it searches instead: layouts, rungs, recomputation and micro-batches that fit the devices with the recipe's
 model and global batch, estimated fastest first. With --published it says what it makes of runs that others have
-published, and how far off it is.
+published, and how far off it is. With --goodput it says what faults leave of the time at each level of protection.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megacore.config import Config, ContextConfig, CorpusConfig, ZeroConfig
+from megacore.data.batches import in_vain
 from megacore.plan.cluster import Overheads, Storage
 from megacore.plan.devices import DEVICES, Device
 from megacore.plan.documents import PackedMicrobatch, drawn, scores, standing_out
@@ -31,6 +32,7 @@ from megacore.say import err, say, say_data
 from models.config import ModelConfig, ModelConfigError, active_parameters, parameters_in_words
 from models.registry import configure
 from tools import folders
+from tools import goodput as goodputs
 from tools.tables import table
 
 CPU = "cpu"
@@ -79,6 +81,7 @@ class Plan:
                 f"memory: {_gb(self.fullest.peak)} GB do not fit {_gb(self.cluster.device.memory)} GB less "
                 f"{MARGIN:.0%}: --fit looks for what does"
             )
+        yield from in_vain(self.setting.sequences, self.setting.micro_size, self.setting.layout.mesh.data)
         for each in self.packed:
             if each.peak > self.room:
                 yield (
@@ -117,6 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     search.add_argument("--fit", metavar="GPU=NAME", type=_fitted, help="what fits such devices: GPU=h100-80")
     search.add_argument("--nodes", type=folders.count, metavar="N", help="of the devices (1)")
     search.add_argument("--best", type=folders.count, default=5, metavar="N", help="how many to print (5)")
+    goodputs.add_options(parser)
     given = parser.add_argument_group("instead of the table's numbers")
     given.add_argument("--peak-tflops", type=_positive, metavar="X", help="of one device in the recipe's precision")
     given.add_argument("--memory-gb", type=_positive, metavar="X", help="of one device")
@@ -164,10 +168,19 @@ def run(arguments: argparse.Namespace) -> int:
     setting = replace(setting, imbalance=arguments.imbalance)
     setting, microbatches = _with_documents(setting, arguments.documents, config)
     plan = Plan.of(config, setting, cluster, Storage.of(world, total, per_node), microbatches)
+    if not arguments.goodput:
+        if arguments.json:
+            say_data(as_data(plan), indent=2)
+        else:
+            say(show(plan, name))
+        return 0
+    outlook = goodputs.Outlook.of(arguments, config, setting, cluster, plan.time.total, plan.beside)
     if arguments.json:
-        say_data(as_data(plan), indent=2)
+        say_data(goodputs.as_data(outlook), indent=2)
     else:
-        say(show(plan, name))
+        say(goodputs.show(outlook))
+    if arguments.picture:
+        goodputs.draw(outlook, arguments.picture)
     return 0
 
 
@@ -526,6 +539,7 @@ def as_data(plan: Plan) -> Mapping[str, Any]:
         "layers": s.layout.layers,
         "schedule": s.schedule,
         "microbatches": s.microbatches,
+        "blank_sequences": s.blank,
         "tokens_of_a_microbatch": s.tokens,
         "bytes_of_an_element": asdict(s.widths),
         "shard": s.shard,

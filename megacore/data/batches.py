@@ -32,8 +32,9 @@ class Batch:
 
     tokens, labels (IGNORE where there is none), positions: int64 [micro, length]. documents: the lengths of the rows'
     documents, one after the other, where attention stays within documents; else None. padding: bool [micro, length],
-    true where a row is not filled; None: nowhere. Of a rank of cp: split, how the tokens are shared out, sequences, the
-    number of rows, and rows: [its tokens], the row that each is of; the other arrays are of those tokens, too.
+    true where a row is not filled; None: nowhere. blank: how many of the last rows only fill the microbatch up.
+    Of a rank of cp: split, how the tokens are shared out, sequences, the number of rows, and rows: [its tokens], the
+    row that each is of; the other arrays are of those tokens, too.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -44,6 +45,7 @@ class Batch:
     split: ContextSplit | None = None
     rows: npt.NDArray[np.int64] | None = None
     sequences: int | None = None
+    blank: int = 0
 
     def of_rank(self, context: ContextParallel, rank: int) -> Batch:
         """Return what a rank of cp holds of the microbatch: arrays of [its tokens], and the documents of all."""
@@ -54,7 +56,7 @@ class Batch:
         own = split.indices(rank)
         padding = None if self.padding is None else self.padding.ravel()[own]
         tokens, labels, positions = (x.ravel()[own] for x in (self.tokens, self.labels, self.positions))
-        return Batch(tokens, labels, positions, self.documents, padding, split, own // length, micro)
+        return Batch(tokens, labels, positions, self.documents, padding, split, own // length, micro, self.blank)
 
 
 def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
@@ -68,8 +70,9 @@ def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
     positions = np.tile(np.arange(inputs.shape[1]), (len(samples), 1))
     filled = np.array([tokens.shape[1] if sample.filled is None else sample.filled for sample in samples])
     padding = positions >= filled[:, None] if filled.min() < inputs.shape[1] else None
+    blank = int((filled == 0).sum())
     if not separate_documents:
-        return Batch(inputs, labels, positions, None, padding)
+        return Batch(inputs, labels, positions, None, padding, blank=blank)
     documents = np.stack([sample.documents for sample in samples])
     last = documents[:, 1:] != documents[:, :-1]
     labels[last] = IGNORE
@@ -77,7 +80,26 @@ def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:
     first[:, 1:] = last[:, :-1]
     positions -= np.maximum.accumulate(np.where(first, positions, 0), axis=1)
     lengths = np.diff(np.flatnonzero(first), append=first.size)
-    return Batch(inputs, labels, positions, tuple(lengths.tolist()), padding)
+    return Batch(inputs, labels, positions, tuple(lengths.tolist()), padding, blank=blank)
+
+
+def filled_up(global_batch: int, micro_batch: int, data_size: int) -> int:
+    """Return the number of samples that the ranks compute of a global batch, with those that are blank: whole
+    microbatches, as many on each rank."""
+    together = micro_batch * data_size
+    return -(-global_batch // together) * together
+
+
+def in_vain(global_batch: int, micro_batch: int, data_size: int) -> Iterator[str]:
+    """Yield what the ranks compute in vain, where they cannot share out the global batch evenly."""
+    filled, together = filled_up(global_batch, micro_batch, data_size), micro_batch * data_size
+    if blank := filled - global_batch:
+        below = f"{filled - together} or " if filled > together else ""
+        yield (
+            f"batch.global_size ({global_batch}) is not shared out evenly by batch.micro_size x dp x ep = "
+            f"{micro_batch} x {data_size}: a step computes {filled} sequences, {blank} of them blank "
+            f"({blank / filled:.0%}); none is with {below}{filled}"
+        )
 
 
 class TokenError(ValueError):
@@ -89,8 +111,9 @@ class Batches:
 
     A global batch is `global_batch` successive samples of the source. Its microbatch m on rank d is the `micro_batch`
     samples from (m data_size + d) micro_batch on: under any data_size and micro_batch a step is of the same samples.
-    Of each it gives what a rank of cp holds, where `context` shares it out. Ids outside of the vocabulary, if one is
-    given, raise a TokenError when they are met.
+    All ranks have as many microbatches, and all of these one shape, for messages between ranks want it so: where the
+    global batch ends before, its last sample stands again, blank. Of each microbatch it gives what a rank of cp holds,
+    where `context` shares it out. Ids outside of the vocabulary, if one is given, raise a TokenError when they are met.
     """
 
     def __init__(
@@ -105,13 +128,8 @@ class Batches:
         context: ContextParallel = ContextParallel(),  # noqa: B008
         context_rank: int = 0,
     ) -> None:
-        together = micro_batch * data_size
-        if global_batch % together or global_batch < 1:
-            below = global_batch // together * together
-            raise ValueError(
-                f"cannot cut a global batch of {global_batch} into microbatches of {micro_batch} on {data_size} "
-                f"data-parallel ranks: choose {f'{below} or ' if below else ''}{below + together}"
-            )
+        if min(global_batch, micro_batch) < 1:
+            raise ValueError(f"cannot cut a global batch of {global_batch} into microbatches of {micro_batch}")
         if not 0 <= data_rank < data_size:
             raise ValueError(f"data rank {data_rank} is not among the {data_size} data-parallel ranks")
         self._source = source
@@ -135,11 +153,18 @@ class Batches:
 
     def microbatches_from(self, position: int) -> list[Batch]:
         """Return this rank's microbatches of the global batch that begins at `position` of the run's order."""
-        first = range(position + self._rank * self._micro, position + self._global, self._size * self._micro)
+        end = position + self._global
+        filled = position + filled_up(self._global, self._micro, self._size)
+        first = range(position + self._rank * self._micro, filled, self._size * self._micro)
         whole = (
-            collate([self._sample(i) for i in range(begin, begin + self._micro)], self._separate) for begin in first
+            collate([self._row(i, end) for i in range(begin, begin + self._micro)], self._separate) for begin in first
         )
         return [batch.of_rank(self._context, self._context_rank) for batch in whole]
+
+    def _row(self, position: int, end: int) -> Sample:
+        """Return the sample at a position, or what stands in its place where the global batch has ended before."""
+        # Not zeros: routers would send them all to the same experts, and fp8's scale of a microbatch might be theirs.
+        return self._sample(position) if position < end else self._sample(end - 1).blank()
 
     def _sample(self, position: int) -> Sample:
         index = self._skipped.sample(position)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Protocol, SupportsInt
 
@@ -49,6 +49,10 @@ class Sample:
     documents: npt.NDArray[np.int32]
     counted: npt.NDArray[np.bool_]
     filled: int | None = None
+
+    def blank(self) -> Sample:
+        """Return a sample of the same tokens that all count as padding: the model computes it, and learns nothing."""
+        return replace(self, counted=np.zeros_like(self.counted), filled=0)
 
 
 class Places(Protocol):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
+from megacore.data.batches import filled_up
 from megacore.plan.exchange import WHOLE
 from megacore.plan.memory import Memory, by_stage
 from megacore.plan.setting import SHARDS, Setting
@@ -213,21 +214,21 @@ def _rungs(base: Setting, layout: Layout) -> tuple[ZeroShard, ...]:
 
 
 def _batches(base: Setting, layout: Layout) -> Iterator[Setting]:
-    """Yield the global batch in micro-batches of several sizes."""
-    sequences = base.micro_size * base.microbatches * base.layout.mesh.data
-    own, rest = divmod(sequences, layout.mesh.data)
-    schedule = "interleaved" if layout.chunks > 1 else "1f1b"
+    """Yield the global batch in micro-batches of several sizes, where each rank has a sequence of it."""
+    data, schedule = layout.mesh.data, "interleaved" if layout.chunks > 1 else "1f1b"
     for micro in _MICRO:
-        if not rest and own and own % micro == 0 and micro * base.sequence_length % layout.mesh.tp == 0:
+        if micro * data <= base.sequences and micro * base.sequence_length % layout.mesh.tp == 0:
             documents = None if base.documents is None else base.documents * micro
+            computed = filled_up(base.sequences, micro, data)
             yield replace(
                 base,
                 layout=layout,
                 micro_size=micro,
-                microbatches=own // micro,
+                microbatches=computed // (micro * data),
                 schedule=schedule,
                 context=WHOLE,
                 documents=documents,
+                blank=computed - base.sequences,
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from megacore.config import Config
+from megacore.data.batches import filled_up
 from megacore.plan.setting import Setting, Widths
 from models.config import ModelConfig
 from models.stages import layout_of
@@ -12,7 +13,8 @@ from models.stages import layout_of
 
 def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["cpu", "cuda"]) -> Setting:
     """Return the setting of a recipe on so many ranks; `megacore.run.problems` has made sure that it fits them."""
-    mesh, tuning = config.mesh.shape(world), config.tuning
+    mesh, tuning, micro = config.mesh.shape(world), config.tuning, config.batch.micro_size
+    computed = filled_up(config.batch.global_size, micro, mesh.data)
     return Setting(
         model=model,
         layout=layout_of(
@@ -20,8 +22,9 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
         ),
         widths=Widths.of(config.train.precision, config.optimizer.master_weights, config.optimizer.moments),
         sequence_length=config.data.sequence_length,
-        micro_size=config.batch.micro_size,
-        microbatches=config.batch.global_size // (config.batch.micro_size * mesh.data),
+        micro_size=micro,
+        microbatches=computed // (micro * mesh.data),
+        blank=computed - config.batch.global_size,
         schedule=config.pipeline.schedule,
         shard=config.zero.shard,
         replicas=config.zero.replicas,

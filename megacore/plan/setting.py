@@ -70,6 +70,7 @@ class Setting:
         context: The way in which cp, as large as that of the layout's mesh, shares out a microbatch.
         documents: The lengths of a microbatch's documents, which attention stays within; None: each row is one.
         mlp_chunk: Tokens whose feed-forward activations exist at a time; None for all of a microbatch.
+        blank: Sequences of a step that only fill the microbatches up, on all ranks.
     """
 
     model: ModelConfig
@@ -94,6 +95,7 @@ class Setting:
     context: ContextParallel = WHOLE
     documents: tuple[int, ...] | None = None
     mlp_chunk: int | None = None
+    blank: int = 0
 
     @property
     def frozen(self) -> frozenset[str]:
@@ -115,9 +117,14 @@ class Setting:
         return Packing(self.sequence_length, self.micro_size, self.context, self.documents)
 
     @property
+    def sequences(self) -> int:
+        """The sequences of the global batch."""
+        return self.micro_size * self.microbatches * self.layout.mesh.data - self.blank
+
+    @property
     def global_tokens(self) -> int:
         """The tokens of a step, on all ranks."""
-        return self.micro_size * self.sequence_length * self.microbatches * self.layout.mesh.data
+        return self.sequences * self.sequence_length
 
     @property
     def activation(self) -> int:

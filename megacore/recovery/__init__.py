@@ -1,0 +1,1 @@
+"""Runs that outlive faults: what befalls the ranks of a run, and how the others go on."""

@@ -7,17 +7,41 @@ disk has cut is passed over.
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from megacore.recovery.events import Event
 from megacore.recovery.policy import Decision, Incident
+from megacore.store.files import append, open_file
+from megacore.store.strict_json import StoreError, parse_json, read_file
+from megacore.store.tensors import os_errors
+from parallel import limits
 
 INCIDENTS = "incidents.jsonl"
 
 
 def read(out: Path) -> list[Incident]:
-    """Return the incidents of a run, in the order in which they befell it; none where there is no file."""
-    raise NotImplementedError
+    """Return the incidents of a run, in the order in which they befell it; none where there is no file.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    found = dict[int, dict[str, Any]]()
+    for line in _lines(out / INCIDENTS):
+        found.setdefault(line["number"], {}).update(line)
+    adapter, incidents = TypeAdapter(Incident), list[Incident]()
+    for number in sorted(found):
+        try:
+            incidents.append(adapter.validate_python(found[number]))
+        except ValidationError:  # an addition to a line that was cut
+            continue
+    return incidents
 
 
 def write(out: Path, event: Event, decision: Decision, life: str, seen_after: float | None = None) -> Incident:
@@ -26,7 +50,12 @@ def write(out: Path, event: Event, decision: Decision, life: str, seen_after: fl
     Raises:
         StoreError: it cannot be written.
     """
-    raise NotImplementedError
+    with os_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((line["number"] for line in _lines(out / INCIDENTS)), default=0)
+    incident = Incident(event, decision, life, number, seen_after)
+    _add(out / INCIDENTS, asdict(incident))
+    return incident
 
 
 def recovered(out: Path, number: int, at: float, steps_lost: int, seconds_lost: float) -> None:
@@ -35,9 +64,58 @@ def recovered(out: Path, number: int, at: float, steps_lost: int, seconds_lost: 
     Raises:
         StoreError: it cannot be written.
     """
-    raise NotImplementedError
+    known = {"number": number, "recovered": at, "steps_lost": steps_lost, "seconds_lost": seconds_lost}
+    _add(out / INCIDENTS, known)
 
 
-def summary(incidents: list[Incident]) -> str:
+def went_on(out: Path, after: int, at: float) -> None:
+    """Add to the incidents that nothing is known of yet that the run goes on after a step, and has done another.
+
+    Raises:
+        StoreError: it cannot be read or written.
+    """
+    for each in read(out):
+        if each.recovered is None and each.decision.action != "tell":
+            lost = 0 if each.event.step is None else max(0, each.event.step - 1 - after)
+            recovered(out, each.number, at, lost, max(0.0, at - each.event.at))
+
+
+def summary(incidents: Sequence[Incident]) -> str:
     """Return a few words: ``3 incidents, 0 steps lost``."""
-    raise NotImplementedError
+    lost = sum(each.steps_lost or 0 for each in incidents)
+    return f"{counted(len(incidents), 'incident')}, {counted(lost, 'step')} lost"
+
+
+def counted(count: int, what: str) -> str:
+    """Return ``1 step`` or ``2 steps``."""
+    return f"{count:,} {what}{'s' * (count != 1)}"
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    if not os.path.lexists(path):
+        return []
+    data = read_file(path, limits.JSON, path.parent)
+    return [line for text in data.splitlines() if (line := _line(text, path)) is not None]
+
+
+def _line(text: bytes, path: Path) -> dict[str, Any] | None:
+    """Return what a line says; None where it is cut, or no line of ours."""
+    try:
+        line = parse_json(text, path)
+    except StoreError:
+        return None
+    return line if isinstance(line, dict) and type(line.get("number")) is int else None
+
+
+def _add(path: Path, line: Mapping[str, Any]) -> None:
+    with os_errors(path), append(path) as file:
+        file.write(b"\n" * _is_cut(path) + json.dumps(line, allow_nan=False).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _is_cut(path: Path) -> bool:
+    with open_file(path, path.parent) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read(1) not in (b"", b"\n")

@@ -216,7 +216,7 @@ class _Case:
 
     @property
     def kills(self) -> int:
-        """How often this step has ended the run, this time among them; 0 where it is not the step's fault."""
+        """The times that this step has ended the run, this one among them; 0 where it is not the step's fault."""
         return 1 + sum(self._tells_against_the_step(each.event) for each in self.unread) if self._deadly else 0
 
     @property
@@ -230,12 +230,12 @@ class _Case:
 
     @property
     def alike(self) -> int:
-        """How often before this kind of event has been met at this step."""
+        """The times before this one that such an event was met at this step."""
         return sum((each.event.kind, each.event.step) == (self.event.kind, self.event.step) for each in self.unread)
 
     @property
     def failures(self) -> int:
-        """How often its node has failed within an hour, this time among them; 0 where that is not known."""
+        """The times that its node has failed within an hour, this one among them; 0 where that is not known."""
         if self.event.node is None or self.event.kind not in TELLING:
             return 0
         return 1 + sum(

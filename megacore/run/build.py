@@ -55,16 +55,27 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
         ConfigError: the ranks have found different things, or one of them cannot do what the config asks for.
         StoreError: what the run starts from is damaged.
     """
+    start = setup.start
+    _agree(control, start, kernels.chosen(mesh.device, setup.config.train.compile))
+    trainer = empty_trainer_of(setup, mesh, control)
+    load_into(start, trainer.model.parameters, trainer.step.optimizer, setup.config.train.seed, control)
+    return trainer
+
+
+def empty_trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
+    """Build the live parts of a run on this rank, whose state is still to come.
+
+    Raises:
+        ConfigError: a rank cannot do what the config asks for.
+    """
     config, start, schema = setup.config, setup.start, setup.model.schema
     chunks, layers = config.pipeline.chunks, config.pipeline.layers_per_stage
     layout = layout_of(setup.model, mesh.shape, chunks, layers, config.tuning, config.mesh.split)
     model = _model(setup, layout, mesh, control)
     gradients = _gradients(config, model)
-    _agree(control, start, kernels.chosen(mesh.device, config.train.compile))
     offload = _offload(config)
     optimizer = _optimizer(config, gradients, offload, control)
     adapters = _adapters(config, start, control)
-    load_into(start, model.parameters, optimizer, config.train.seed, control)
     state = TrainingState(
         model.parameters,
         optimizer,
@@ -166,7 +177,7 @@ def _saver(setup: Setup, state: TrainingState, adapters: Adapters | None, contro
     """Build what saves checkpoints; room for states on disk is taken at once."""
     config, start = setup.config, setup.start
     saver = Saver(
-        checkpoints.folder_of(config.out),
+        checkpoints.folder_of(config.out, config.checkpoint.folder),
         state,
         with_dtype(raw_of(setup.model, start.source), NAMES[DTYPES[config.train.precision]]),
         companions(start, config),

@@ -35,6 +35,7 @@ def check(
     local_ranks: int,
     checked: bool = False,
     led: bool = False,
+    goes_on: bool = False,
 ) -> Setup:
     """Read and check a run.
 
@@ -45,6 +46,7 @@ def check(
         local_ranks: Those on this machine.
         checked: Whether another process of this machine does so too: what takes longer for more data is left to it.
         led: Whether one of any machine does so: the files of a checkpoint, on a disk that all share, are left to it.
+        goes_on: Whether the run is going on, and this process may join it: its folder is in use.
 
     Raises:
         ConfigError: all that is wrong.
@@ -61,7 +63,10 @@ def check(
     except ModelConfigError as error:
         found += [f"model: {problem}" for problem in error.problems]
     there = gpus()
-    found += [*problems(config, world_size, model, gpus=there, local_ranks=local_ranks), *surroundings(config)]
+    found += [
+        *problems(config, world_size, model, gpus=there, local_ranks=local_ranks),
+        *(() if goes_on else surroundings(config)),
+    ]
     if start is not None and 0 < config.train.steps < start.progress.step:
         found += [
             f"train.steps ({config.train.steps}) is below the {start.progress.step} steps that are done: the run goes "

@@ -27,7 +27,7 @@ def export(config: Config, last: int) -> str:
         StoreError: there is no checkpoint of that step, or the folder cannot be made.
     """
     target = Path(str(config.checkpoint.export))
-    folder = checkpoints.folder_of(config.out)
+    folder = checkpoints.folder_of(config.out, config.checkpoint.folder)
     if last < config.train.steps:
         return f"  not exported     {target} (step {last} of {config.train.steps})"
     checkpoint = checkpoints.complete(folder).get(last)

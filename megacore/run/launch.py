@@ -1,17 +1,33 @@
 """The commands `megacore train` and `megacore finetune`: read a recipe, check the run, start its ranks on this machine.
 
-A recipe is read before anything that is slow to import, so that a typo is said at once.
+A recipe is read before anything that is slow to import, so that a typo is said at once. A run that a fault has ended is
+launched again, as often as :mod:`megacore.recovery.policy` has it.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
+import time
+import uuid
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
-from megacore.launcher import Node, gpus, launch, threads
+from megacore import checkpoints, exits
+from megacore.checkpoints import AUTO
+from megacore.config import Config
+from megacore.launcher import Node, gpus, launch, pause, threads
+from megacore.rank import BEGAN
 from megacore.recipe import ConfigError, load, processes, recipes
-from megacore.say import err
+from megacore.recovery import incidents
+from megacore.recovery.events import Event
+from megacore.recovery.policy import Budgets, Decision, Incident, decide
+from megacore.recovery.watch import HangWatch
+from megacore.say import brief, err
+from megacore.store.checkpoint import TRAINER
+from megacore.store.strict_json import StoreError, read_json
 
 OPTIONS = {
     "init": "take the weights of a Hugging Face folder or a checkpoint",
@@ -40,11 +56,19 @@ WAY_OUT = (
     "Go on with --resume auto. Where a rank rightly takes so long, raise train.timeout, the minutes that others wait."
 )
 
+BACKOFF_S = 1.0
+LONGEST_S = 60.0
+"""The seconds before the first restart, which double for each further one, and the most."""
+
 
 def run(command: str, given: Sequence[str]) -> int:
     """Run what `megacore COMMAND` was given on this machine -> its exit status."""
     recipe, overrides = arguments(command, given)
     try:
+        if _number("RESTART_COUNT", 0, 0):
+            from megacore.run.resume import again
+
+            overrides = again(recipe, overrides)
         config = load(recipe, overrides)
         nodes = _number("NNODES", 1, 1)
         here = _number("NPROC_PER_NODE", 1, 0) or processes(config, nodes, gpus())
@@ -55,9 +79,131 @@ def run(command: str, given: Sequence[str]) -> int:
         check(recipe, overrides, node.world, node.processes, led=node.index > 0)
     except ConfigError as error:
         err(error)
-        return 2
+        return exits.MISUSED
     environment = {**{name: os.environ.get(name, value) for name, value in VARIABLES.items()}, **threads(here)}
-    return launch("megacore.run.train", [recipe, *overrides], node, environment, shutdown_s, WAY_OUT)
+    environment[BEGAN] = str(time.time())
+    answers, restarts, more = _Answers(config, node), 0, list[str]()
+    name = platform.node() if nodes > 1 else ""
+    while True:
+        faults, answers.began, answers.refused = list[Event](), time.time(), None
+        given = [recipe, *overrides, *more]
+        hangs = HangWatch(Path(config.out), config.mesh.shape(node.world), 60 * config.train.timeout, name)
+        recovery = answers if config.recovery.in_place and nodes == 1 else None
+        status = launch(
+            "megacore.run.train", given, node, environment, shutdown_s, WAY_OUT, faults.append, recovery, hangs
+        )
+        if not faults:  # well, or it has said why not, or a signal has ended it
+            return status
+        decision = answers.refused or answers.to(faults[0])
+        if decision.action != "restart":
+            return decision.status_on(node.index)
+        if ended := pause(min(LONGEST_S, BACKOFF_S * 2**restarts)):
+            return exits.of_signal(ended)
+        restarts, more = restarts + 1, [f"checkpoint.resume={AUTO}"]
+
+
+class _Answers:
+    """The answers to what befalls a run, of which each next one depends on those before it."""
+
+    def __init__(self, config: Config, node: Node) -> None:
+        self._config, self._node, self._out = config, node, Path(config.out)
+        self.began = time.time()
+        """The time when the launch began."""
+        self.refused: Decision | None = None
+        """The answer to the fault that has not been recovered from in place."""
+        self._life = uuid.uuid4().hex[:8]
+        self._history = list[Incident]()
+        if config.checkpoint.resume is not None:
+            try:
+                self._history += incidents.read(self._out)
+            except StoreError as error:
+                err(error)
+
+    def refuses(self, event: Event) -> str:
+        """Return why a fault is not recovered from in place; nothing where it is."""
+        decision = self.to(event, in_place=True)
+        if decision.action in ("rebuild", "replace"):
+            return ""
+        self.refused = decision
+        return decision.reason
+
+    def went_on(self, step: int) -> None:
+        """Add to the incidents of the run that it goes on after a step."""
+        try:
+            incidents.went_on(self._out, step, time.time())
+        except StoreError as error:  # what they cost is not known then: no reason to end
+            err(error)
+
+    def to(self, fault: Event, in_place: bool = False) -> Decision:
+        """Decide about a fault, tell it and write it down.
+
+        Args:
+            fault: The fault.
+            in_place: Whether ranks may be replaced while the others live.
+        """
+        event = self._located(fault, self.began)
+        decision = decide(event, self._history, self._budgets(in_place))
+        incident = Incident(event, decision, self._life)
+        if self._node.index == 0:
+            try:
+                incident = incidents.write(self._out, event, decision, self._life)
+            except StoreError as error:
+                err(error)
+        self._history.append(incident)
+        way_out = ""
+        if decision.action == "end":
+            status = decision.status_on(self._node.index)
+            way_out = f"; ends with status {status}: {exits.MEANING[status][1]}"
+        err(f"{_told(event)} -> {decision.action}: {decision.reason}{way_out}")
+        return decision
+
+    def _budgets(self, in_place: bool) -> Budgets:
+        """Return the means of the launch. What begins elsewhere cannot go on before it has a checkpoint of its own."""
+        section, nodes = self._config.checkpoint, self._node.nodes
+        own = section.resume in (None, AUTO) or bool(checkpoints.complete(checkpoints.folder_of(self._out)))
+        return Budgets(
+            self._life,
+            max_restarts=self._config.recovery.max_restarts,
+            in_place=in_place,
+            max_recoveries=self._config.recovery.max_recoveries,
+            resumable=section.on and own,
+            nodes=nodes,
+            least_nodes=nodes,
+        )
+
+    def _located(self, fault: Event, began: float) -> Event:
+        """Return a fault with the step that was being done, as far as the files of the run tell."""
+        from megacore.run import metrics  # imports much
+
+        path = self._out / metrics.METRICS
+        try:
+            if not path.exists() or path.stat().st_mtime < began:  # no rank has come so far as to open it
+                return replace(fault, phase="start")
+            step = max((record["step"] for record in metrics.newest(path)), default=0) + 1
+            return replace(fault, step=step, samples=self._samples(step))
+        except (OSError, StoreError) as error:
+            err(error)
+            return fault
+
+    def _samples(self, step: int) -> tuple[int, int] | None:
+        """Return the samples [first, end) of a step."""
+        from megacore.run.progress import Progress  # imports much
+
+        progress, steps = Progress(), checkpoints.complete(checkpoints.folder_of(self._out))
+        if steps:
+            path = steps[max(steps)] / TRAINER
+            progress = Progress.read(read_json(path, path.parent), path)
+        elif self._config.checkpoint.resume not in (None, AUTO):
+            return None
+        first, end = (progress.at(each, self._config).samples for each in (step - 1, step))
+        return first, end
+
+
+def _told(event: Event) -> str:
+    """Return an event in a few words."""
+    who = "" if event.rank is None else f" rank {event.rank}"
+    at = "before the first step" if event.phase == "start" else f"at step {event.step}" if event.step else ""
+    return f"{event.kind.replace('_', ' ')}{who} {at} ({brief(event.detail)})".replace("  ", " ")
 
 
 def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:

@@ -3,7 +3,7 @@
 Rank 0 of a run holds ``run.lock`` in its folder, from before it writes anything until it ends. The file says who holds
 it, and a heartbeat counts up in it: locks of network file systems may not reach other machines, and some have none, so
 that there a lock that can be had counts only when the heartbeat has stood still. The other way round, a holder that
-finds somebody else's name in its file ends at once.
+finds somebody else's name in its file ends at once. A folder of checkpoints in an object store is held likewise.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from types import TracebackType
 from megacore.say import brief, err
 from megacore.store.files import open_file, open_lock
 from megacore.store.lock import NoLocks, flock, hold
+from megacore.store.objects import ObjectPath
+from megacore.store.publish import write_file
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import os_errors
 
@@ -36,6 +38,7 @@ STALE = 6
 """So many intervals without a heartbeat, and a holder on another machine counts as gone."""
 
 _BYTES = 1024  # of a record, with room to spare: it is overwritten in place
+_LONGEST = 256  # characters of a path in it
 _TRIES = 20  # to have the lock while somebody just looks at it
 
 
@@ -49,6 +52,7 @@ class Holder:
         token: No two holders have the same.
         since: The time when it was taken, in UTC.
         beat: Counts up at each heartbeat.
+        out: The folder of its run, where the lock is not in it.
     """
 
     host: str
@@ -57,11 +61,12 @@ class Holder:
     token: str
     since: str
     beat: int = 0
+    out: str = ""
 
     @classmethod
-    def here(cls) -> Holder:
+    def here(cls, out: str = "") -> Holder:
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        return cls(platform.node(), os.getpid(), _machine(), uuid.uuid4().hex, now)
+        return cls(platform.node(), os.getpid(), _machine(), uuid.uuid4().hex, now, out=out)
 
     def __str__(self) -> str:
         return f"process {brief(self.pid)} on {brief(self.host)}, since {brief(self.since)}"
@@ -100,14 +105,14 @@ class RunLock:
 
     Args:
         path: The lock's file.
-        file: The file, open, and locked where its filesystem has locks.
+        file: The file, open, and locked where its filesystem has locks; None in an object store.
         holder: This process.
         interval_s: Between two heartbeats.
         lost: Is told when somebody else has taken the folder.
     """
 
     def __init__(
-        self, path: Path, file: FileIO, holder: Holder, interval_s: float, lost: Callable[[str], object]
+        self, path: Path, file: FileIO | None, holder: Holder, interval_s: float, lost: Callable[[str], object]
     ) -> None:
         self._path, self._file, self._holder, self._lost = path, file, holder, lost
         self._write()
@@ -122,6 +127,7 @@ class RunLock:
         interval_s: float = INTERVAL_S,
         tell: Callable[[str], object] = err,
         lost: Callable[[str], object] | None = None,
+        by: Path | None = None,
     ) -> RunLock:
         """Hold a folder, which is made if it is not there.
 
@@ -130,19 +136,21 @@ class RunLock:
             interval_s: Between two heartbeats.
             tell: Is told why this takes a while.
             lost: Is told when somebody else has taken the folder; by default the process says so and ends.
+            by: The folder of the run, held already, where it is another one.
 
         Raises:
             StoreError: another run holds it; it says who.
         """
-        path, here = out / LOCK, Holder.here()
+        path, here = out / LOCK, Holder.here(str(by.resolve())[-_LONGEST:] if by else "")
         with os_errors(out):
             out.mkdir(parents=True, exist_ok=True)
             file, local = _open(path)
             found = read(path)
-            if found is not None and not (local and found.machine == here.machine):
+            if found is not None and not (local and (found.machine, found.out) == (here.machine, here.out)):
                 tell(f"{out} was held by {found}; waiting for {STALE * interval_s:g} s to see whether it still is")
                 if _is_alive(path, found, STALE * interval_s, interval_s / 4):
-                    file.close()
+                    if file is not None:
+                        file.close()
                     raise StoreError(held(out, str(found)))
             return cls(path, file, here, interval_s, lost or _end_at_once)
 
@@ -150,10 +158,11 @@ class RunLock:
         """Let go of the folder."""
         self._end.set()
         self._thread.join()
-        with suppress(OSError):
+        with suppress(OSError, StoreError):
             if self._is_ours():
                 self._path.unlink()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def __enter__(self) -> RunLock:
         return self
@@ -165,7 +174,7 @@ class RunLock:
 
     def _beat(self, interval_s: float) -> None:
         while not self._end.wait(interval_s):
-            with suppress(OSError):  # a file server that is away for a while; the lock is no reason to end
+            with suppress(OSError, StoreError):  # a file server that is away for a while; the lock is no reason to end
                 if not self._is_ours():
                     self._lost(
                         f"{self._path.parent} was taken by {read(self._path) or 'another process'} while this run held "
@@ -181,16 +190,23 @@ class RunLock:
         return other is None or other.token == self._holder.token
 
     def _write(self) -> None:
-        os.pwrite(self._file.fileno(), json.dumps(asdict(self._holder)).encode().ljust(_BYTES), 0)
-        os.fsync(self._file.fileno())  # what others read of a network file system
+        data = json.dumps(asdict(self._holder)).encode().ljust(_BYTES)
+        if self._file is None:
+            write_file(self._path, data)
+        else:
+            os.pwrite(self._file.fileno(), data, 0)
+            os.fsync(self._file.fileno())  # what others read of a network file system
 
 
-def _open(path: Path) -> tuple[FileIO, bool]:
-    """Return the file, and whether it is locked; without locks it is merely open.
+def _open(path: Path) -> tuple[FileIO | None, bool]:
+    """Return the file, and whether it is locked; without locks it is merely open. An object store has no files to lock,
+    and needs none against runs of this machine in the same out, which is held already.
 
     Raises:
         StoreError: somebody else holds it.
     """
+    if isinstance(path, ObjectPath):
+        return None, True
     for _ in range(_TRIES):
         try:
             with suppress(FileNotFoundError):  # its holder has just let go
@@ -204,7 +220,8 @@ def _open(path: Path) -> tuple[FileIO, bool]:
 
 def held(out: Path, who: str) -> str:
     """Return the message for a second run."""
-    return f"out ({out}) is held by a run, {who}: wait for it or end it, or choose another out="
+    key = "checkpoint.folder" if isinstance(out, ObjectPath) else "out"
+    return f"{key} ({out}) is held by a run, {who}: wait for it or end it, or choose another {key}="
 
 
 def _is_alive(path: Path, other: Holder, seconds: float, step: float) -> bool:

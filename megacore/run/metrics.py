@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,15 +19,19 @@ from tqdm import tqdm
 
 from megacore import pictures
 from megacore.config import Config
+from megacore.recovery import incidents
 from megacore.say import harmless, say
 from megacore.store.files import append, open_file
 from megacore.store.publish import replace_file
+from megacore.store.strict_json import StoreError
 from megacore.store.tensors import os_errors
 
 METRICS, PICTURE = "metrics.jsonl", "loss.png"
 EXPERTS, PICTURE_OF_EXPERTS = "experts.jsonl", "experts.png"
 _PANELS = 12
 """Layers that are drawn, of those that have experts."""
+_HISTORY = 32 << 20
+"""Bytes of records that are looked at for the goodput of a run that goes on: some 50,000 records."""
 
 Record = Mapping[str, float | int | None]
 
@@ -103,20 +110,69 @@ class ProgressBar:
         self._bar.close()
 
 
+@dataclass
+class WallClock:
+    """The wall clock of a run over all of its launches, and the part of it that went into steps that count: whose
+    updates the run still has. Start-up, evaluation, saves that are waited for, recovery and steps that had to be done
+    again are the rest; the time between a launch's last record and the next launch is not counted.
+
+    Args:
+        useful: Seconds that went into steps that count.
+        before: Seconds of wall clock until ``since``.
+        since: The time, in seconds since 1970.
+        step: The last step that was counted.
+    """
+
+    useful: float
+    before: float
+    since: float
+    step: int
+
+    @classmethod
+    def of(cls, records: Sequence[Record], after: int, began: float) -> WallClock:
+        """Return the clock of a run that goes on after a step.
+
+        Args:
+            records: All that it has written so far, those of later steps too: their time has passed.
+            after: The step.
+            began: The time when this launch began.
+        """
+        useful, before, since, step = 0.0, 0.0, began, after
+        for record in records:
+            at, wall, goodput, passed = (record.get(key) for key in ("step", "wall_seconds", "goodput", "time"))
+            if at is None or wall is None or goodput is None or passed is None:  # an evaluation's, say
+                continue
+            before, since = wall, max(passed, began)
+            if at <= after:
+                useful, step = goodput * wall, int(at)
+        return cls(useful, before, since, step)
+
+    def count(self, step: int, seconds_per_step: float) -> Record:
+        """Count the steps until this one -> what is recorded of it."""
+        self.useful += (step - self.step) * seconds_per_step
+        self.step, now = step, time.time()
+        wall = self.before + max(0.0, now - self.since)
+        goodput = max(0.0, min(1.0, self.useful / wall)) if wall else 1.0
+        return {"time": now, "wall_seconds": wall, "goodput": goodput}
+
+
 class Log:
     """All sinks of a run; only rank 0 has one. A context manager.
 
     Args:
         config: The config of the run.
         after: The step after which it goes on; lines of later ones are dropped.
+        began: The time when the launch of the run began, in seconds since 1970; None for now.
     """
 
-    def __init__(self, config: Config, after: int = 0) -> None:
+    def __init__(self, config: Config, after: int = 0, began: float | None = None) -> None:
         out = Path(config.out)
+        self._out, self._after, self._goes_on = out, after, False
+        self._clock = WallClock.of(newest(out / METRICS, _HISTORY), after, time.time() if began is None else began)
         for path, are in ((out / METRICS, _are_numbers), (out / EXPERTS, _are_loads)):
             if dropped := drop_after(path, after, are):
                 say(f"{path}: {dropped} lines were no records and are dropped.")
-        self._loads = out / EXPERTS
+        self._loads, self._written = out / EXPERTS, dict[tuple[str, ...], int]()
         self._bar = ProgressBar(config.train.steps, after)
         self._sinks: list[Sink] = [JsonLines(out / METRICS), self._bar]
         if config.log.tensorboard:
@@ -125,8 +181,24 @@ class Log:
             self._sinks.append(WeightsAndBiases(config.log.wandb, config))
 
     def write(self, step: int, record: Record) -> None:
+        """Write a record, once: what follows a step may be done again after a fault."""
+        if self._written.get(tuple(record)) == step:
+            return
+        self._written[tuple(record)] = step
+        if (seconds := record.get("seconds_per_step")) is not None:
+            record = {**record, **self._clock.count(step, seconds)}
+            self._go_on()
         for sink in self._sinks:
             sink.write(step, record)
+
+    def _go_on(self) -> None:
+        """Add to the incidents of the run, once, that it goes on."""
+        if not self._goes_on:
+            self._goes_on = True
+            try:
+                incidents.went_on(self._out, self._after, time.time())
+            except StoreError as error:  # what they cost is not known then: no reason to end
+                self.tell(str(error))
 
     def write_loads(self, step: int, layers: Sequence[int], counts: Sequence[Sequence[int]]) -> None:
         """Write how many tokens of a step each expert of these layers was sent: counts [layers, experts]."""
@@ -150,6 +222,20 @@ class Log:
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics.jsonl, or the lines of an experts.jsonl."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def newest(path: Path, most: int = 1 << 16) -> list[dict[str, Any]]:
+    """Return the records in the last bytes of a metrics.jsonl, which may be cut; none where there is no file.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    if not path.exists():
+        return []
+    with os_errors(path), open_file(path, path.parent) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+        lines = file.read().decode(errors="replace").splitlines()
+    return [json.loads(line) for line in lines if _step(line, _are_numbers) is not None]
 
 
 def _are_numbers(values: Collection[object]) -> bool:

@@ -64,8 +64,13 @@ class Optimizer:
             go: A bool scalar on the device; where it is false nothing changes. By default, whether ``norm`` is finite.
             scale: The factor that the summed gradients have; None for 1.
         """
-        self.store.update(lr, torch.isfinite(norm) if go is None else go, self._divisor(norm, scale))
+        self.update(lr, norm, go, scale)
         self._gradients.updated()
+
+    @torch.no_grad()
+    def update(self, lr: float, norm: Tensor, go: Tensor | None = None, scale: Tensor | None = None) -> None:
+        """Update what this rank owns, without a message to anybody: the first part of :meth:`step`."""
+        self.store.update(lr, torch.isfinite(norm) if go is None else go, self._divisor(norm, scale))
 
     def _divisor(self, norm: Tensor, scale: Tensor | None) -> Tensor | None:
         """Return the divisor of the gradients: clipping and the loss scale, in the fp32 that kernels take."""

@@ -20,6 +20,8 @@ from megacore.run.lock import held, holder
 from megacore.run.lr import decay_steps
 from megacore.say import brief
 from megacore.store.files import leaves
+from megacore.store.objects import ObjectPath, place
+from megacore.store.strict_json import StoreError
 from models import lora, names
 from models.tuning import EVERYTHING
 from parallel.weights.layout import MeshShape, heads_problem, mesh_problems
@@ -279,18 +281,6 @@ def _corpora(facts: RuleContext) -> Iterator[str]:
         )
 
 
-def _batches(facts: RuleContext) -> Iterator[str]:
-    mesh, batch = facts.config.mesh, facts.config.batch
-    dp = facts.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
-    unit = batch.micro_size * dp * mesh.ep
-    # Where dp comes to 0, the world is too small for the mesh, and that is said already.
-    if unit and batch.global_size % unit:
-        yield (
-            f"cannot divide batch.global_size ({batch.global_size}) by batch.micro_size x dp x ep = "
-            f"{batch.micro_size} x {dp} x {mesh.ep} = {unit}: choose {_multiples(batch.global_size, unit)}"
-        )
-
-
 def _shards(facts: RuleContext) -> Iterator[str]:
     mesh, shard, replicas = facts.config.mesh, facts.config.zero.shard, facts.config.zero.replicas
     dp = facts.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
@@ -448,8 +438,9 @@ def _batch_balance(facts: RuleContext) -> Iterator[str]:
     """Yield the problem of a balance whose counts come from forwards that are run after the first backward."""
     mesh, batch, schedule = facts.config.mesh, facts.config.batch, facts.config.pipeline.schedule
     dp = facts.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
-    own = batch.global_size // (dp * mesh.ep) if dp else 0
-    microbatches = own // batch.micro_size
+    # Where dp comes to 0, the world is too small for the mesh, and that is said already.
+    own = -(-batch.global_size // (dp * mesh.ep)) if dp else 0
+    microbatches = -(-own // batch.micro_size)
     if facts.config.experts.batch_balance and schedule != "gpipe" and microbatches > 1:
         yield (
             f"experts.batch_balance needs the counts of all {microbatches} microbatches of a step before the first "
@@ -511,7 +502,6 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("mesh.cp", "context.heads"), _context),
     ((MODEL, "mesh.cp", "mesh.tp", "context.heads"), _context_of_model),
     ((), _corpora),
-    ((*MODEL_RANKS, "mesh.dp", "batch.global_size", "batch.micro_size"), _batches),
     ((*MODEL_RANKS, "mesh.dp", "zero.replicas"), _shards),
     (("schedule.warmup_steps", "schedule.decay_steps", "train.steps"), _lengths),
     ((), _device),
@@ -543,7 +533,14 @@ def _multiples(value: int, step: int) -> str:
 
 def surroundings(config: Config) -> list[str]:
     """Yield missing token files, folders that cannot be used, and packages that a setting needs."""
-    looks = (_missing_files, _unusable_out, _unusable_export, _unusable_offload_folder, _missing_packages)
+    looks = (
+        _missing_files,
+        _unusable_out,
+        _unusable_folder,
+        _unusable_export,
+        _unusable_offload_folder,
+        _missing_packages,
+    )
     missing = list[str]()
     for look in looks:
         try:
@@ -609,8 +606,8 @@ def _unusable_out(config: Config) -> Iterator[str]:
             f"out ({out}) already holds a run ({', '.join(there)}): choose another out=, move it away, or go on with "
             f"it by checkpoint.resume={AUTO}"
         )
-    elif there and resume != AUTO:
-        yield from _not_its_own(out, checkpoints.newest_of(Path(str(resume))))
+    elif there and resume != AUTO and config.checkpoint.folder is None:
+        yield from _not_its_own("out", out, checkpoints.folder_of(out), str(resume))
     else:
         yield from _cannot_be_made("out", out)
 
@@ -646,17 +643,33 @@ def _unusable_export(config: Config) -> Iterator[str]:
         yield from _cannot_be_made(key, folder.parent if folder.is_dir() else folder)
 
 
-def _not_its_own(out: Path, resume: Path) -> Iterator[str]:
-    """Yield why a checkpoint is not the one that the run of this folder resumes from: its own newest."""
-    folder = checkpoints.folder_of(out)
-    steps = checkpoints.complete(folder)
+def _unusable_folder(config: Config) -> Iterator[str]:
+    """Yield why a run cannot keep its checkpoints in an object store."""
+    key, folder, resume = "checkpoint.folder", config.checkpoint.folder, config.checkpoint.resume
+    if folder is None:
+        return
+    try:
+        path = place(folder)
+        if not isinstance(path, ObjectPath):
+            yield f"{key} ({folder}) is no URL of an object store such as s3://bucket/prefix: leave it out for a disk's"
+        elif resume is None and checkpoints.complete(path):
+            yield f"{key} ({path}) already holds a run: choose another, or go on with it by checkpoint.resume={AUTO}"
+        elif resume not in (None, AUTO) and checkpoints.complete(path):
+            yield from _not_its_own(key, path, path, str(resume))
+    except StoreError as error:
+        yield f"{key}: {error}"
+
+
+def _not_its_own(key: str, holds: Path, folder: Path, named: str) -> Iterator[str]:
+    """Yield why a checkpoint is not the one that the run of a folder resumes from: its own newest."""
+    steps, resume = checkpoints.complete(folder), checkpoints.newest_of(place(named))
     here = [step for step, path in steps.items() if path.resolve() == resume.resolve()]
     newer = [path.name for step, path in steps.items() if here and step > here[0]]
     if not here:
-        yield f"out ({out}) already holds a run, and {resume} is not a checkpoint of it: choose another out="
+        yield f"{key} ({holds}) already holds a run, and {resume} is not a checkpoint of it: choose another {key}="
     elif newer:
         yield (
-            f"checkpoint.resume ({resume}) is older than {', '.join(newer)} in the same folder: choose another out=, "
+            f"checkpoint.resume ({resume}) is older than {', '.join(newer)} in the same folder: choose another {key}=, "
             "or move those away"
         )
 

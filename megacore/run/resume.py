@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.data import tokenizer
 from megacore.data.skipped import in_words
+from megacore.recipe import load
 from megacore.run.progress import Progress, recipe
 from megacore.say import brief
 from megacore.store.checkpoint import TRAINER, Checkpoint
@@ -19,6 +20,7 @@ from megacore.store.companions import TEMPLATES, TEXT, Companion
 from megacore.store.companions import companions as beside
 from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.index import INDEX, MOMENTS, VersionError
+from megacore.store.objects import place
 from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from models import lora as lora_of
@@ -62,6 +64,20 @@ class Start:
 # -- before anything starts
 
 
+def again(recipe: str, overrides: Sequence[str]) -> list[str]:
+    """Return the overrides of a run that is started once more: it goes on from the newest of its own checkpoints.
+
+    Where it has saved none, it begins as it did before.
+
+    Raises:
+        ConfigError: the recipe cannot be read.
+    """
+    config = load(recipe, overrides)
+    if config.checkpoint.resume is not None and not checkpoints.complete(checkpoints.folder_of(config.out)):
+        return list(overrides)
+    return [*overrides, f"checkpoint.resume={AUTO}"]
+
+
 def find(config: Config, damaged: tuple[Damaged, ...] = (), checked: bool = False) -> Start:
     """Open what the run is to start from.
 
@@ -82,8 +98,8 @@ def _find(config: Config, damaged: tuple[Damaged, ...], checked: bool) -> Start:
     if section.resume is None:
         return _from(section.init, checked)
     if section.resume != AUTO:
-        return _go_on(config, Checkpoint.open(checkpoints.newest_of(Path(section.resume)), checked), checked)
-    folder = checkpoints.folder_of(config.out)
+        return _go_on(config, Checkpoint.open(checkpoints.newest_of(place(section.resume)), checked), checked)
+    folder = checkpoints.folder_of(config.out, section.folder)
     for path in reversed(checkpoints.named(folder).values()):
         if any(path == each.path for each in damaged):
             continue
@@ -121,7 +137,7 @@ def _whole(path: Path, checked: bool) -> Checkpoint:
 
 
 def _from(init: str | None, checked: bool) -> Start:
-    return Start(open_folder(Path(init), checked=checked)) if init else Start()
+    return Start(open_folder(place(init), checked=checked)) if init else Start()
 
 
 def _go_on(config: Config, checkpoint: Checkpoint, checked: bool) -> Start:
@@ -139,7 +155,7 @@ def _go_on_with_adapters(lora: Lora, init: str | None, checkpoint: Checkpoint, c
     path, held = checkpoint.path, checkpoint.index.adapters
     if held is None:
         raise StoreError(f"{path} holds a model and no adapters: begin with adapters of it by checkpoint.init={path}")
-    base = open_folder(Path(init or held.base), checked=checked)
+    base = open_folder(place(init) if init else Path(held.base), checked=checked)
     if wrong := list(_other_adapters(lora, held.lora, base, checkpoint)):
         raise StoreError("\n".join([f"{path} cannot go on with this recipe:", *wrong]))
     return replace(_going_on(checkpoint), source=base, adapters=checkpoint)

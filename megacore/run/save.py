@@ -22,7 +22,9 @@ from megacore.store.checkpoint import COMPANIONS, TRAINER
 from megacore.store.companions import Companion, copy_companion
 from megacore.store.dtypes import FLOATS
 from megacore.store.index import INDEX, STATES, Adapters, FileRecord, Index, Range, file_name, on_disk
-from megacore.store.publish import Publication, write_file
+from megacore.store.object_files import upload
+from megacore.store.objects import ObjectPath, place
+from megacore.store.publish import Publication, Upload, write_file
 from megacore.store.scratch import mapped
 from megacore.store.shares import FileContents, share_out
 from megacore.store.stream import File, write
@@ -148,7 +150,9 @@ class Snapshot:
             torch.cuda.set_device(self._device)
             self._taken.synchronize()
         files = [each.file for each in self.written]
-        fingerprints = write(folder, files, self.schema)
+        fingerprints = (
+            upload(folder, files, self.schema) if isinstance(folder, ObjectPath) else write(folder, files, self.schema)
+        )
         return [
             (file.path, file.size, fingerprints[file.path], {name: astuple(cut) for name, cut in each.ranges.items()})
             for file, each in zip(files, self.written, strict=True)
@@ -225,7 +229,7 @@ class _Saving:
 
     step: int
     trainer: Mapping[str, Any]
-    publication: Publication | None
+    publication: Publication | Upload | None
     work: _Future | None
     publishing: bool = False
 
@@ -277,18 +281,14 @@ class Saver:
         publication, begun = None, dict[str, str]()
         if self._control.mesh.rank == 0:
             try:
-                path = checkpoints.path_of(self.folder, step)
-                # A link, or the rest of one: this run's own name for it.
-                if path.is_symlink() or (path.is_dir() and not (path / INDEX).exists()):
-                    checkpoints.set_aside(path)
-                publication = Publication.begin(path, self._bytes)
+                publication = checkpoints.begin(self.folder, step, self._bytes)
                 begun = {"folder": str(publication.folder)}
             except (StoreError, OSError) as error:
                 begun = {"error": str(error)}
         begun = self._control.tell(begun)
         if "error" in begun:
             raise self._failed(f"cannot save step {step}: {begun['error']}")
-        folder = Path(begun["folder"])
+        folder = place(begun["folder"])
         snapshot.take()
         self._saving = _Saving(step, trainer, publication, _Future(lambda: snapshot.write(folder)))
 
@@ -346,6 +346,20 @@ class Saver:
             saving.publishing = True
             saving.work = _Future(lambda: self._publish(saving, written)) if saving.publication else None
 
+    def abandon(self) -> bool:
+        """Give up a save in the background, for it needs other ranks -> whether there was one that is not known to be
+        published: what rank 0 publishes needs nobody else."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return False
+        if saving.work is not None:
+            saving.work.thread.join()
+        if saving.publication is None:
+            return True
+        published = saving.publishing and saving.work is not None and saving.work.error is None
+        saving.publication.abandon()
+        return not published
+
     def finish(self) -> None:
         """Wait until the save in the background is published, if there is one. Raises as :meth:`advance`."""
         while self._saving is not None:
@@ -386,11 +400,11 @@ class Saver:
             for files in written
             for name, size, found, ranges in files
         }
+        there = publication.sizes()
         for name, record in records.items():
-            if not (folder / name).is_file() or (folder / name).stat().st_size != record.size:
+            if there.get(name) != record.size:
                 raise StoreError(
-                    f"{folder / name}: another rank has written it, and it is not seen here: out must lie on a file "
-                    "system that all nodes share"
+                    f"{folder / name}: another rank has written it, and it is not seen here: {publication.unseen}"
                 )
         index = replace(self._index, step=saving.step, files=records)
         write_file(folder / TRAINER, json.dumps(saving.trainer, indent=1, allow_nan=False).encode() + b"\n")

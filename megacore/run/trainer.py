@@ -20,9 +20,10 @@ from megacore.data.batches import Batch, Batches, prefetch
 from megacore.data.skipped import SampleRange, in_recipe, in_words
 from megacore.hardware import peak_memory_gib
 from megacore.recovery.events import KINDS, Event
-from megacore.recovery.policy import ACTIONS, Budgets, Decision, Incident, decide
+from megacore.recovery.policy import ACTIONS, Budgets, Decision, decide
 from megacore.recovery.spikes import Spikes
 from megacore.run import loads, progress
+from megacore.run.copies import Copies
 from megacore.run.lr import learning_rate
 from megacore.run.metrics import Log, Record
 from megacore.run.progress import Progress
@@ -151,6 +152,13 @@ class Trainer:
     report: Callable[[Event, Decision], None] = lambda event, decision: None
     at: int = field(default=0, init=False)
     """The step that is being done."""
+    done: int = field(default=0, init=False)
+    """The last step whose update is in the state."""
+    stats: Stats | None = field(default=None, init=False)
+    """Those of that step, where it was done here."""
+    followed: int = field(default=0, init=False)
+    """The last step that all is done for that follows one: records, saves, evaluations."""
+    trouble: Trouble = field(init=False)
     spikes: Spikes = field(default_factory=Spikes, init=False)
     spiking: bool = field(default=False, init=False)
     """Whether the last record was a spike."""
@@ -158,6 +166,13 @@ class Trainer:
     """Whether spikes are repeated: not any more once there are no means for it."""
     repetition: Repetition | None = field(default=None, init=False)
     """The steps that are done again, where some are."""
+    generation: int = field(default=0, init=False)
+    """The generation of the groups that its messages go through."""
+    committed_in: int = field(default=0, init=False)
+    """The generation in which the last step was done."""
+    rewound: bool = field(default=False, init=False)
+    """Whether the run has gone back after a fault, and no step has been done since."""
+    copies: Copies = field(default_factory=Copies, init=False)
 
     def __post_init__(self) -> None:
         config = self.config
@@ -165,13 +180,10 @@ class Trainer:
         if config.optimizer.non_finite == "repeat":
             budgets = Budgets(max_skipped=config.optimizer.max_skipped, go_back=config.recovery.go_back)
             self.repetition = Repetition(self.control, budgets)
-
-    def logging(self, log: Log | None, history: Sequence[Incident] = ()) -> Trainer:
-        """Return the trainer with a log, on rank 0, and the incidents that the run has had."""
-        made = replace(self, log=log)
-        if made.repetition is not None:
-            made.repetition.history += history
-        return made
+        self.trouble = self._no_trouble(self.start.skipped)
+        self.at = self.done = self.followed = self.start.step
+        self.meter = _Meter(self)
+        self._unsaved: int | None = None
 
     def run(self) -> int:
         """Train -> the last step that was done.
@@ -193,52 +205,99 @@ class Trainer:
             except RuntimeError as error:
                 error.add_note(f"at step {self.at}")  # where a rank that waits in vain says so
                 raise
+            finally:
+                self.step.beat.enter("end")
 
     def _steps(self) -> int:
-        done, skipped = self.start.step, self.start.skipped
-        if done >= self.config.train.steps:
-            return done
-        meter = _Meter(self)
+        self.meter.begin()
         while True:
             try:
-                return self._steps_after(done, self._no_trouble(skipped), meter)
-            except Again as again:  # on every rank
-                done, skipped = again.step - 1, again.skipped
-
-    def _steps_after(self, done: int, trouble: Trouble, meter: _Meter) -> int:
-        config, total = self.config, self.config.train.steps
-        first = self.start.at(done, config).samples
-        with prefetch(self.batches.steps(first)) as ahead, _collecting_together():
-            for step, batch in enumerate(ahead, start=done + 1):
-                self.at = step
-                lr = learning_rate(step, config.schedule, config.optimizer.lr, total)
-                stats = self.step.backward(self._microbatches(batch, step))
-                trouble.note(step, stats)
-                self.step.update(stats, lr, trouble.halted)
-                stop, save = self._listen()
-                stopping = step == total or stop
-                saving, evaluating = self._saves(step, stop, save), self._evaluates(step)
-                writing = step % config.log.every == 0 or stopping
-                if writing or saving or evaluating or self._repeats(step):
-                    self._check(trouble, stats)
-                if writing:
-                    record = meter.record(step, lr, stats, trouble)
-                    self._write(step, record)
-                    trouble.limits = self._look(step, lr, record)
-                if saving:
-                    self._save(step, lr)
-                if evaluating:
-                    with meter.paused():
-                        loss = self.validation_loss()
-                        self._write(step, {"validation_loss": loss, "validation_perplexity": perplexity(loss)})
-                if step % COLLECT_EVERY == 0:
-                    gc.collect(1)
-                if stopping:
-                    break
+                self._steps_after(self.done)
+                break
+            except Again:  # on every rank
+                self.go_back()
+        self.step.beat.enter("save")
         self._tolerate(self.saver.finish)
-        if saving and self.saver.failing_s is not None:
-            self._save_at_last(step, lr, stop)
-        return step
+        if self._unsaved is not None and self.saver.failing_s is not None:
+            self._save_at_last(self._unsaved)
+        return self.done
+
+    def _steps_after(self, first: int) -> None:
+        """Do the steps after one, once all that follows that one is done."""
+        beat = self.step.beat
+        stopping = first >= self.config.train.steps
+        if self.stats is not None and self.followed < first:
+            stopping = self._follow(first, self.stats)
+        if stopping:
+            return
+        samples = self.start.at(first, self.config).samples
+        with prefetch(self.batches.steps(samples)) as ahead, _collecting_together():
+            beat.enter("data", first + 1)
+            for step, batch in enumerate(ahead, start=first + 1):
+                beat.enter("forward")
+                self.at, began = step, time.monotonic()
+                stats = self.step.backward(self._microbatches(batch, step))
+                self.update(step, stats)
+                self.step.gradients.updated()
+                self.copies.stepped(time.monotonic() - began)
+                if self._follow(step, stats):
+                    break
+                beat.enter("data", step + 1)
+
+    def lr(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        return learning_rate(step, self.config.schedule, self.config.optimizer.lr, self.config.train.steps)
+
+    def update(self, step: int, stats: Stats) -> None:
+        """Do the second half of a step, which needs no other rank: all or nothing of it is done."""
+        self.trouble.note(step, stats)  # before it: a step that spikes, finite as it is, changes nothing
+        self.step.update(stats, self.lr(step), self.trouble.halted)
+        self.done, self.stats, self.committed_in, self.rewound = step, stats, self.generation, False
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether a bad step has halted the run that is to be done again; reading it waits for the device."""
+        return self.repetition is not None and bool(self.trouble.halted)
+
+    def go_back(self) -> None:
+        """Go back to before the bad step that has halted the run, if one has that is to be done again.
+
+        The weights have not changed since, so this is where the run stands: after a fault, too, when ranks differ in
+        how many steps they have done in vain, and in whether they know of it.
+        """
+        if not self.is_halted:
+            return
+        assert self.trouble.outcome is not None
+        self.at = self.done = self.followed = int(self.trouble.first) - 1
+        self.stats = self.step.pending = None
+        self.trouble = self._no_trouble(int(self.trouble.outcome[-1]))
+
+    def _follow(self, step: int, stats: Stats) -> bool:
+        """Do what follows a step -> whether it was the last one."""
+        config, trouble, lr = self.config, self.trouble, self.lr(step)
+        stop, save = self._listen()
+        stopping = step == config.train.steps or stop
+        saving, evaluating = self._saves(step, stop, save), self._evaluates(step)
+        writing = step % config.log.every == 0 or stopping
+        if writing or saving or evaluating or self._repeats(step):
+            self.step.beat.enter("log")
+            self._check(trouble, stats)
+        if writing:
+            record = self.meter.record(step, lr, stats, trouble)
+            self._write(step, record)
+            trouble.limits = self._look(step, lr, record)
+        if saving:
+            self._save(step, lr)
+        if evaluating:
+            with self.meter.paused():
+                loss = self.validation_loss()
+                self._write(step, {"validation_loss": loss, "validation_perplexity": perplexity(loss)})
+        if step % COLLECT_EVERY == 0:
+            gc.collect(1)
+        self._unsaved = step if saving and stopping else None
+        self.meter.advance()
+        self.followed = step
+        return stopping
 
     def validation_loss(self) -> float:
         """Return the mean loss over the first ``evaluate.batches`` global batches held out; the same on every rank."""
@@ -246,6 +305,7 @@ class Trainer:
         self.model.train(False)
         losses, counts = [], []
         for i in range(self.config.evaluate.batches):
+            self.step.beat.enter("evaluate")
             loss, tokens = evaluate(self.mesh, self.step.pipeline, self._microbatches(self.held_out.microbatches(i), 0))
             losses.append(loss * tokens)
             counts.append(tokens)
@@ -264,10 +324,11 @@ class Trainer:
         return asked or end or (stop and section.on) or (section.every > 0 and step % section.every == 0)
 
     def _save(self, step: int, lr: float) -> None:
-        self.interrupt.save = False
+        self.step.beat.enter("save")
         done = self.start.at(step, self.config, self.step.optimizer.updates, self.step.scaler.state())
         self._tolerate(self.saver.finish)
         self._tolerate(lambda: self.saver.save(step, progress.document(done, lr, self.config, self.mesh.shape)))
+        self.interrupt.save = False  # not before: after a fault it is asked for still
         if not self.config.checkpoint.background:
             self._tolerate(self.saver.finish)
 
@@ -288,7 +349,7 @@ class Trainer:
             if self.log is not None:
                 self.log.tell(f"{error}\nThe next save tries again, for {patience - hours:.2g} h (checkpoint.patience)")
 
-    def _save_at_last(self, step: int, lr: float, stop: bool) -> None:
+    def _save_at_last(self, step: int) -> None:
         """Save what a run has come to, again and again: nobody else has it.
 
         Raises:
@@ -297,10 +358,10 @@ class Trainer:
         while self.saver.failing_s is not None:
             for _ in range(_AGAIN_S):
                 time.sleep(1)
-                stop = stop or bool(self.control.largest(self.interrupt.asked)[0])
-                if stop:
+                self.step.beat.enter("save")
+                if self.control.largest(self.interrupt.asked)[0]:
                     raise SaveError(f"step {step} could not be saved before the run was ended; the reason stands above")
-            self._save(step, lr)
+            self._save(step, self.lr(step))
             self._tolerate(self.saver.finish)
 
     def _listen(self) -> tuple[bool, bool]:
@@ -308,9 +369,15 @@ class Trainer:
 
         With it goes what the ranks must know of a save in the background.
         """
-        asked = self.interrupt.asked, self.interrupt.save
-        stop, save, *news = map(bool, self.control.largest(*asked, *self.saver.news()))
+        asked, copies = (self.interrupt.asked, self.interrupt.save), self.copies
+        told = self.control.largest(*asked, *self.saver.news(), copies.due(self.done), -copies.whole)
+        stop, save, *news = map(bool, told[:4])
+        if news[-1]:  # it waits for disks
+            self.step.beat.enter("save")
         self._tolerate(lambda: self.saver.advance(*news))
+        copies.settle(-int(told[5]))
+        if self.done >= told[4]:
+            copies.begin(self.done)
         return stop, save
 
     def _microbatches(self, batches: Sequence[Batch], step: int) -> list[Microbatch]:
@@ -338,6 +405,7 @@ class Trainer:
                     padding=padding,
                     split=batch.split,
                     rows=rows,
+                    blank=batch.blank,
                 )
             )
         return made
@@ -409,7 +477,7 @@ class Trainer:
             if decision.action == "go_back":
                 raise GoBack(step, decision.samples[1], self.start.skipped_samples, repetition.history)
             self._leave_out(decision.samples)
-            raise Again(step, trouble)
+            raise Again
         elif step:
             assert trouble.outcome is not None
             event, decision = repetition.found(self._bad_step(step, trouble.outcome))
@@ -417,7 +485,7 @@ class Trainer:
             if decision.action == "end":
                 raise NonFinite(self._in_words(step, trouble, f"or start again ({decision.reason})"))
             self.limiting &= decision.action == "repeat"
-            raise Again(step, trouble)
+            raise Again
 
     def _leave_out(self, samples: SampleRange) -> None:
         """Cut samples from the order of the run, from the step on that is to be done again."""
@@ -480,14 +548,29 @@ class _Meter:
         config = trainer.config
         self._tokens_per_step = config.batch.global_size * config.data.sequence_length
         self._flops = flops_per_token(trainer.model.config, config.data.sequence_length, config.tuning)
-        self._since, self._last_step = time.perf_counter(), trainer.start.step
+        self.last_step, self.seconds = trainer.start.step, 0.0
+        self._recorded: tuple[float, int] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from here on, beside the seconds that there are since the last record."""
+        self._since = time.perf_counter() - self.seconds
+
+    def advance(self) -> None:
+        """Count from the last record on: all that follows its step is done."""
+        if self._recorded is not None:
+            (self._since, self.last_step), self._recorded = self._recorded, None
+
+    def end(self) -> None:
+        """Count no more."""
+        self.seconds = time.perf_counter() - self._since
 
     def record(self, step: int, lr: float, stats: Stats, trouble: Trouble) -> Record:
         # Reading the loss waits for the step: only then is the clock right.
         loss, norm = stats.loss.item(), stats.grad_norm.item()
         now = time.perf_counter()
-        steps, seconds = step - self._last_step, now - self._since
-        self._since, self._last_step = now, step
+        steps, seconds = step - self.last_step, now - self._since
+        self._recorded = now, step
         speed = steps * self._tokens_per_step / seconds
         tflops = speed * self._flops / self._trainer.mesh.shape.world / 1e12
         peak = self._peak_above(tflops, step)
@@ -543,7 +626,10 @@ class _Meter:
             torch.cuda.synchronize(self._trainer.mesh.device)  # the steps before it are
         before = time.perf_counter()
         yield
-        self._since += time.perf_counter() - before
+        seconds = time.perf_counter() - before
+        self._since += seconds
+        if self._recorded is not None:
+            self._recorded = self._recorded[0] + seconds, self._recorded[1]
 
     def _peak_memory(self) -> float:
         """Return the peak memory of the rank that has held most."""

@@ -87,12 +87,8 @@ class Trouble:
 
 
 class Again(Exception):
-    """The steps from ``step`` on are to be done again, from the state before it, which is there."""
-
-    def __init__(self, step: int, trouble: Trouble) -> None:
-        super().__init__(f"from step {step} on")
-        assert trouble.outcome is not None
-        self.step, self.skipped = step, int(trouble.outcome[-1])
+    """The steps from the one on that has halted the run are to be done again, from the state before it, which is
+    there."""
 
 
 class GoBack(Exception):

@@ -17,8 +17,10 @@ from megacore.store.dtypes import FLOATS
 from megacore.store.files import open_file
 from megacore.store.folder import SafetensorsFolder
 from megacore.store.index import FORMAT, INDEX, path_of, read_index
+from megacore.store.object_files import Files
+from megacore.store.objects import place
 from megacore.store.strict_json import StoreError, read_json, short
-from megacore.store.tensors import TensorFile, os_errors
+from megacore.store.tensors import os_errors
 from parallel.weights.transfer import Stored
 
 TRAINER, COMPANIONS = "trainer.json", "tokenizer"
@@ -47,7 +49,7 @@ class Checkpoint(SafetensorsFolder):
         Raises:
             StoreError: it is no checkpoint, or is damaged; sizes and headers of all files are compared with the index.
         """
-        path = Path(path)
+        path = place(path)
         index = read_index(path / INDEX)
         trainer = read_json(path / TRAINER, path) if (path / TRAINER).exists() else None
         if trainer is not None and not isinstance(trainer, dict):
@@ -57,8 +59,9 @@ class Checkpoint(SafetensorsFolder):
         step = None if trainer is None else trainer.get("step")
         if trainer is not None and (type(step) is not int or step != index.step):
             raise StoreError(f"{path} is damaged: {TRAINER} has step {short(step)}, {INDEX} {index.step}")
-        made = cls(path, index, _Files(path), trainer=trainer)
+        made = cls(path, index, files := Files(path), trainer=trainer)
         states = () if checked else index.states
+        files.open_ahead(() if checked else index.files)
         problems = [problem for state in states for problem in made._problems(state)]
         if problems:
             raise StoreError("\n".join([f"{path} is damaged:", *listed(problems)]))
@@ -103,14 +106,3 @@ class Checkpoint(SafetensorsFolder):
                 yield f"{name}: {tensor} is {entry.dtype}{list(entry.shape)}, not floats of {list(stored.shape)}"
             if set(record.fingerprints.get(tensor, ())) != set(stored.labels):
                 yield f"{INDEX} has no fingerprints of {tensor} in {name}"
-
-
-class _Files(dict[str, TensorFile]):
-    """The files of a folder, opened when they are asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __missing__(self, name: str) -> TensorFile:
-        self[name] = TensorFile.open(self.folder / name, self.folder)
-        return self[name]

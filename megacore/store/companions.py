@@ -66,7 +66,7 @@ class Companion:
         """
         with os_errors(self.path):
             file = open_file(self.path, self.root)
-            if (size := os.fstat(file.fileno()).st_size) > limits.COMPANION:
+            if (size := _size(file)) > limits.COMPANION:
                 file.close()
                 raise StoreError(
                     f"{self.path} has {size} bytes, and no file that goes with a model has more than "
@@ -82,7 +82,13 @@ class Companion:
     @property
     def size(self) -> int:
         with self.open() as file:
-            return os.fstat(file.fileno()).st_size
+            return _size(file)
+
+
+def _size(file: BufferedReader) -> int:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    return size
 
 
 def travelling(folder: Path, patterns: Sequence[str] = COMPANIONS) -> list[str]:

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from io import BufferedReader, BufferedWriter, FileIO
 from pathlib import Path
 
+from megacore.store.objects import ObjectPath
+
 _FOLDER: int = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY
 _KINDS = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe"}
 
@@ -33,6 +35,8 @@ def open_file(path: Path, root: Path | None = None) -> BufferedReader:
         OSError: it is not there or no file, or its links lead out, so that whoever made the folder would have us read
             what is not theirs.
     """
+    if isinstance(path, ObjectPath):
+        return path.open()
     real = Path(os.path.realpath(path))
     home = real.parent if root is None else _home(real, root)
     if home is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,12 +14,16 @@ from megacore.store.companions import Companion
 from megacore.store.index import Index
 from megacore.store.stream import Read
 from megacore.store.strict_json import StoreError
-from megacore.store.tensors import TensorFile
+from megacore.store.tensors import DTYPES, TensorFile
 from models.config import ModelConfig
 from parallel.weights.fingerprint import Logical, add_up
 from parallel.weights.layout import Layout
+from parallel.weights.pattern import Piece
 from parallel.weights.schema import Schema
-from parallel.weights.transfer import Stored, whole_name
+from parallel.weights.transfer import Copy, Stored, whole_name
+
+_NEAR = 1 << 20
+"""Bytes between two that are wanted which cost less than to ask twice."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,10 @@ class WeightFolder(ABC):
         """Return a function that reads the tensors of a state, each by its
         :class:`~parallel.weights.transfer.Stored`."""
 
+    def read_for(self, state: str, copies: Sequence[Copy]) -> Read:
+        """Return a function that reads what some copies take of their sources; the rest of these may be anything."""
+        return self.read(state)
+
     def fingerprints(self, state: str) -> Mapping[Logical, int]:
         """Return {piece: its fingerprint when it was written}, of those for which that is known.
 
@@ -145,6 +153,17 @@ class SafetensorsFolder(WeightFolder):
 
         return read
 
+    def read_for(self, state: str, copies: Sequence[Copy]) -> Read:
+        views: dict[tuple[str, str], list[Piece]] = {}
+        for copy in copies:
+            views.setdefault(self.location(state, copy.source), []).append(copy.source_view)
+        found = dict[tuple[str, str], tuple[str, np.ndarray]]()
+        for (path, name), of in views.items():
+            file = self.files[path]
+            dtype = file.entry(name).dtype
+            found[path, name] = dtype, file.part(name, _spans(of, DTYPES[dtype].itemsize))
+        return lambda stored: found[self.location(state, stored)]
+
     def written(self, state: str, stored: Stored) -> Mapping[str, int]:
         """Return {label: fingerprint when it was written} of one of :meth:`stored`; empty where none was kept."""
         file, name = self.location(state, stored)
@@ -155,3 +174,15 @@ class SafetensorsFolder(WeightFolder):
             return add_up(self.layout.schema, ((stored, self.written(state, stored)) for stored in self.stored(state)))
         except ValueError as error:
             raise StoreError(f"{self.path}, {state}: {error}") from error
+
+
+def _spans(views: Iterable[Piece], width: int) -> list[tuple[int, int]]:
+    """Return the bytes [start, stop) of a tensor that views of it lie in, those that are near each other in one."""
+    spans = list[tuple[int, int]]()
+    for view in sorted(views, key=lambda view: view.offset):
+        last = view.offset + sum((size - 1) * step for size, step in zip(view.shape, view.strides, strict=True))
+        start, stop = view.offset * width, (last + 1) * width
+        if spans and start <= spans[-1][1] + _NEAR:
+            start, stop = spans[-1][0], max(spans.pop()[1], stop)
+        spans.append((start, stop))
+    return spans

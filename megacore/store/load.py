@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from megacore.store.accounting import summary
 from megacore.store.checkpoint import listed
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import SafetensorsFolder, WeightFolder
+from megacore.store.objects import place
 from megacore.store.shares import share_reads
 from megacore.store.stream import assemble
 from megacore.store.strict_json import StoreError
@@ -128,10 +128,11 @@ class Loader:
     def _ahead(self, thread: ThreadPoolExecutor, planned: Sequence[_Target], read: _Read) -> Iterator[Future[Tensor]]:
         """Yield the slices that this rank reads, some of them before they are asked for."""
         own = ((target, part) for target in planned for part in target.slices if part.reader == self._replicas.index)
-        under_way, source = deque[Future[Tensor]](), read.folder.read(read.state)
+        under_way = deque[Future[Tensor]]()
 
         def take(target: _Target, part: _Slice) -> Tensor:
             taken = dict[str, int]() if read.written else None
+            source = read.folder.read_for(read.state, part.copies)
             made = assemble(part.stored, part.copies, source, target.dtype, taken)
             if taken is not None:
                 read.found.append((target.stored.name, target.stored.cut(part.stored), taken))
@@ -185,7 +186,7 @@ class Loader:
                 problems += found
         damaged, problems = self._control.tell([damaged, problems])
         if damaged is not None:
-            raise audit.DamageError(Path(damaged), problems)
+            raise audit.DamageError(place(damaged), problems)
         if problems:
             raise StoreError("\n".join(problems))
 

@@ -11,6 +11,7 @@ from megacore.store.checkpoint import Checkpoint
 from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.hugging_face import ADAPTER, CONFIG, HuggingFace
 from megacore.store.index import INDEX, STATES
+from megacore.store.objects import ObjectPath
 from megacore.store.strict_json import StoreError
 
 
@@ -29,6 +30,8 @@ def open_folder(path: Path, adapters: bool = False, checked: bool = False) -> Sa
     if not path.is_dir():
         raise StoreError(f"{path} is not a folder{_on_the_hub(path)}")
     if not (path / INDEX).exists():
+        if isinstance(path, ObjectPath):
+            raise StoreError(f"{path} has no {INDEX}: a Hugging Face folder must lie on a disk, copy it to one")
         if known := _known(path):
             raise StoreError(f"{path} {known}")
         return HuggingFace.open(path)

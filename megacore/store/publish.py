@@ -17,9 +17,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import ClassVar
 
 from megacore.store.files import open_file, replacing
 from megacore.store.lock import flock, hold, is_at
+from megacore.store.objects import ObjectPath
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import free_bytes, os_errors
 
@@ -30,6 +32,8 @@ PARTIAL = ".{}.partial"
 @dataclass(frozen=True)
 class Publication:
     """A folder on its way: files are written into ``folder``, durably, and :meth:`finish` makes it ``target``."""
+
+    unseen: ClassVar[str] = "out must lie on a file system that all nodes share"
 
     target: Path
     folder: Path
@@ -75,11 +79,37 @@ class Publication:
             _sync(self.target.parent)
         self._lock.close()
 
+    def sizes(self) -> dict[str, int]:
+        """Return {path in the folder: bytes} of the files that this process sees."""
+        with os_errors(self.folder):
+            files = (path for path in self.folder.rglob("*") if path.is_file())
+            return {str(path.relative_to(self.folder)): path.stat().st_size for path in files}
+
     def abandon(self) -> None:
         """Remove the folder, unless it is published; what cannot be removed stays behind as a leftover."""
         if not self._lock.closed:
             with suppress(OSError):
                 discard(self.folder, self._lock)
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A folder on its way into an object store, as :class:`Publication` is: it is one from its last object on."""
+
+    unseen: ClassVar[str] = "the store has lost it, or something else writes to this folder"
+
+    folder: ObjectPath
+
+    def finish(self) -> None:
+        """Do nothing: whoever has written the last object has published it."""
+
+    def sizes(self) -> dict[str, int]:
+        return self.folder.objects()
+
+    def abandon(self) -> None:
+        """Remove what is there; what cannot be stays behind, for the next run."""
+        with suppress(StoreError):
+            self.folder.remove()
 
 
 @contextmanager
@@ -97,7 +127,10 @@ def publish(target: str | Path, needed_bytes: int = 0) -> Iterator[Path]:
 
 def write_file(path: Path, data: bytes, durable: bool = True) -> None:
     """Write a new file, which is on the disk afterwards if that is asked for; StoreError if it exists or has no
-    room."""
+    room. An object of this name is replaced."""
+    if isinstance(path, ObjectPath):
+        path.write(data)
+        return
     with os_errors(path, len(data)), open(path, "xb") as file:
         file.write(data)
         file.flush()

@@ -9,18 +9,12 @@ from pathlib import Path
 from reprlib import Repr
 from typing import Any
 
+from megacore.store.errors import StoreError
 from megacore.store.files import open_file
 from parallel import limits
 
 _SHORT = Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
-
-
-class StoreError(ValueError):
-    """A file or folder that cannot be read or written as asked; of a long message, the middle is cut."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(limits.cut(message))
 
 
 def short(value: object) -> str:

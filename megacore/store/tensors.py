@@ -16,20 +16,21 @@ import mmap
 import operator
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from megacore.store.direct import DirectFile
 from megacore.store.files import open_file
+from megacore.store.objects import place
 from megacore.store.strict_json import StoreError, parse_json, short
 from parallel import limits
 
@@ -131,14 +132,15 @@ class TensorFile:
     root: Path | None = None
 
     @classmethod
-    def open(cls, path: str | Path, root: Path | None = None) -> TensorFile:
+    def open(cls, path: str | Path, root: Path | None = None) -> Self:
         """Read and check the header, and nothing else; StoreError names all that is wrong with it.
 
         Its links may not leave `root`, see :func:`~megacore.store.files.open_file`.
         """
-        path = Path(path)
+        path = place(path)
         with os_errors(path), open_file(path, root) as file:
-            size = os.fstat(file.fileno()).st_size
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
             start = LENGTH.size + _header_length(path, file.read(64), size)
             file.seek(LENGTH.size)
             header = _parse(path, file.read(start - LENGTH.size))
@@ -157,9 +159,7 @@ class TensorFile:
     def array(self, name: str) -> Bits:
         """Return the bits of one tensor, [shape] in DTYPES[dtype]: a read-only view of the file, a copy if
         unaligned."""
-        if name not in self.entries:
-            raise StoreError(f"{self.path}: holds no tensor {name!r}, and {len(self.entries)} others")
-        entry = self.entries[name]
+        entry = self.entry(name)
         dtype = DTYPES[entry.dtype]
         count = (entry.stop - entry.start) // dtype.itemsize
         if not count:
@@ -169,6 +169,16 @@ class TensorFile:
             bits = bits.copy()
             bits.flags.writeable = False
         return bits.reshape(entry.shape)
+
+    def part(self, name: str, spans: Sequence[tuple[int, int]]) -> Bits:
+        """Return the bits of one tensor of which only some bytes are asked for: spans, counted from its beginning. What
+        else is there means nothing."""
+        return self.array(name)
+
+    def entry(self, name: str) -> Entry:
+        if name not in self.entries:
+            raise StoreError(f"{self.path}: holds no tensor {name!r}, and {len(self.entries)} others")
+        return self.entries[name]
 
     @cached_property
     def _map(self) -> mmap.mmap:
@@ -278,7 +288,7 @@ class TensorWriter:
         """
         path = Path(path)
         with os_errors(path):
-            header, entries, size = _lay_out(tensors, metadata or {})
+            header, entries, size = lay_out(tensors, metadata or {})
         with os_errors(path, size):
             # Exclusive: to truncate a file that someone has mapped kills them.
             file = FileIO(path, "x")
@@ -354,10 +364,10 @@ class TensorWriter:
 
 def file_size(tensors: Iterable[Declared], metadata: Mapping[str, str] | None = None) -> int:
     """Return the bytes of the file that :meth:`TensorWriter.create` makes of the same arguments."""
-    return _lay_out(tensors, metadata or {})[2]
+    return lay_out(tensors, metadata or {})[2]
 
 
-def _lay_out(tensors: Iterable[Declared], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry], int]:
+def lay_out(tensors: Iterable[Declared], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, Entry], int]:
     """Return the file's first bytes up to the data, the entry of each tensor, and the size of the file."""
     declared = [(name, dtype, tuple(map(operator.index, shape))) for name, dtype, shape in tensors]
     if problems := list(_undeclarable(declared)):

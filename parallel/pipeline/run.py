@@ -142,22 +142,25 @@ class Pipeline:
         self.on: Any = torch.get_device_module(self.mesh.device)
         self.receiving = self.on.Stream()
 
-    def train(self, microbatches: Sequence[MicrobatchLike], scale: Tensor) -> Tensor:
+    def train(
+        self, microbatches: Sequence[MicrobatchLike], scale: Tensor, enter: Callable[[Kind], object] = lambda _: None
+    ) -> Tensor:
         """Run the forward and backward of a step; gradients accumulate on the parameters.
 
         Args:
             microbatches: The microbatches of this data-parallel rank.
             scale: The factor of each loss, a scalar: one over the global number of counted tokens.
+            enter: Told the kind of each action before it.
 
         Returns:
             This rank's part of the step's loss, a scalar; the loss is the sum over all ranks.
         """
-        return _Run(self, SCHEDULES[self.schedule], microbatches, scale).run()
+        return _Run(self, SCHEDULES[self.schedule], microbatches, scale).run(enter)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[MicrobatchLike], scale: Tensor) -> Tensor:
         """Run the forwards only; arguments and result are :meth:`train`'s."""
-        return _Run(self, forward_only, microbatches, scale).run()
+        return _Run(self, forward_only, microbatches, scale).run(lambda _: None)
 
 
 def forward(
@@ -240,11 +243,12 @@ class _Run:
                 )
                 self.outboxes[direction] = Outbox(mesh.channel(direction, self.stage), mesh.peer(target), asked_at)
 
-    def run(self) -> Tensor:
+    def run(self, enter: Callable[[Kind], object]) -> Tensor:
         step = {"F": self._forward, "B": self._backward}
         self._make_room(0)
         self._ask()
         for position, action in enumerate(self.actions, 1):
+            enter(action.kind)
             self._make_room(position)
             step[action.kind](action.chunk, action.microbatch)
             self._ask()

@@ -32,8 +32,8 @@ FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT"}
 FOLDERS = {"AdaptedFolder", "Checkpoint", "HuggingFace", "Merged", "SafetensorsFolder"}
 """What kind of folder it has, nobody asks: a folder does what its format takes."""
 
-OPENING = {"megacore/store/files.py", "megacore/store/direct.py"}
-"""The one module that opens, and a second way into a file that is open already."""
+OPENING = {"megacore/store/files.py", "megacore/store/direct.py", "megacore/store/objects.py"}
+"""The one module that opens, a second way into a file that is open already, and what opens objects."""
 DEVNULL = "tools/main.py"
 
 

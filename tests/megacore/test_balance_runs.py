@@ -97,6 +97,17 @@ def test_what_has_no_coefficient_is_no_metric(recipe: str, tmp_path: Path) -> No
     assert not (tmp_path / "dense" / metrics.EXPERTS).exists()
 
 
+def test_blank_rows_are_no_sequences_of_a_balance(recipe: str, tmp_path: Path) -> None:
+    found = {}
+    for micro in (8, 5):  # and two rows that are blank
+        given = [f"out={tmp_path / str(micro)}", "train.steps=2", "schedule.warmup_steps=0", *BALANCED]
+        found[micro] = train(recipe, [*given, f"batch.micro_size={micro}"])
+    for key in ("loss", "grad_norm", "balance", "router_z_loss", "validation_loss"):
+        assert found[8].values(key)
+        np.testing.assert_allclose(found[5].values(key), found[8].values(key), rtol=1e-9, err_msg=key)
+    assert read_loads(tmp_path / "5") == read_loads(tmp_path / "8")
+
+
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_biases_go_on_with_the_run_in_fp32(pool: Pool, recipe: str, tmp_path: Path, precision: str) -> None:
     """Bit for bit on the same layout, and where rounding chooses no other expert, on another one."""

@@ -245,6 +245,7 @@ BAD = [
         *("all 2 microbatches", "interleaved", "batch.micro_size=4", "or balance by experts.sequence_balance"),
         sizes=MIXTRAL,
     ),
+    bad("experts.batch_balance=1 batch.global_size=7 batch.micro_size=3", "all 2 microbatches", "=4", sizes=MIXTRAL),
     # the model over the mesh
     bad(
         "mesh.pp=1 mesh.tp=2",
@@ -267,9 +268,6 @@ BAD = [
     bad("data.sequence_length=2048", "data.sequence_length (2048)", "1024 positions", "at most 1024", "n_positions"),
     bad("data.sequence_length=511", "1 x 511", "2 x 1", "data.sequence_length=510 or 512"),
     bad("batch.micro_size=2 batch.global_size=12 data.sequence_length=3 mesh.pp=1 mesh.tp=4", "2 x 3", "=2 or 4"),
-    bad("batch.global_size=7", "batch.global_size (7)", "1 x 2 x 1 = 2", "choose 6 or 8"),
-    bad("batch.micro_size=8", "batch.global_size (8)", "8 x 2 x 1 = 16", "choose 16"),
-    bad("mesh.ep=2 batch.global_size=7", "1 x 1 x 2 = 2", "choose 6 or 8", sizes=Sizes({**LLAMA.sizes, "experts": 4})),
     # a context over cp
     bad("context.exchange=rings mesh.cp=2", "context.exchange: got 'rings'", "'ring', 'gather' or 'heads'"),
     bad("context.heads=0 mesh.cp=2", "context.heads (0): must be at least 1"),
@@ -423,6 +421,9 @@ GOOD = [
     bad("train.device=auto train.async_tp=true train.compile=true", gpus=8),
     bad("optimizer.moments=bf16 optimizer.betas=[0.9,0.99]"),
     bad("batch.global_size=12 batch.micro_size=3 data.sequence_length=6 out=fresh/one"),
+    bad("batch.global_size=7"),
+    bad("batch.micro_size=8"),
+    bad("experts.batch_balance=0.01 batch.micro_size=4 batch.global_size=7", sizes=MIXTRAL),
     bad("out=fresh/one checkpoint.export=fresh/one/hf"),
     bad("experts.sequence_balance=0.01 experts.z_loss=0.001 experts.bias_rate=0.001", sizes=BIASED),
     bad("experts.batch_balance=0.01 pipeline.schedule=gpipe", sizes=MIXTRAL),

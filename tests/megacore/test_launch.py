@@ -48,14 +48,27 @@ def checkout(tmp_path: Path) -> Path:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     """``launched(argument, ..., VARIABLE=value, ...)`` -> (status, what the launcher was given, if it came to that)."""
-    for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "SHUTDOWN_TIMEOUT"):
+    for name in (
+        "NNODES",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "NPROC_PER_NODE",
+        "SHUTDOWN_TIMEOUT",
+        "RESTART_COUNT",
+    ):
         monkeypatch.delenv(name, raising=False)
 
     def run(*arguments: str, **variables: str) -> tuple[int, dict[str, Any]]:
         given: dict[str, Any] = {}
 
         def launch(
-            module: str, arguments: list[str], node: Node, environment: Mapping[str, str], shutdown_s: float, way: str
+            module: str,
+            arguments: list[str],
+            node: Node,
+            environment: Mapping[str, str],
+            shutdown_s: float,
+            *others: object,
         ) -> int:
             given.update(module=module, arguments=arguments, node=node, environment=environment, shutdown_s=shutdown_s)
             return 7
@@ -143,6 +156,12 @@ def test_the_environment_says_how_many_and_where(launched: Launched, tmp_path: P
     assert launched(*arguments, MASTER_PORT="77", **several)[1]["node"] == Node(1, 2, 1, ("host", 77))
 
 
+def test_a_run_that_was_started_before_goes_on_from_its_newest_checkpoint(launched: Launched, tmp_path: Path) -> None:
+    arguments = [write_recipe(tmp_path), f"out={tmp_path / 'run'}"]
+    assert launched(*arguments, RESTART_COUNT="0")[1]["arguments"] == arguments
+    assert launched(*arguments, RESTART_COUNT="1")[1]["arguments"] == [*arguments, "checkpoint.resume=auto"]
+
+
 def test_gpus_are_counted_without_torch_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)  # whoever imports it fails
     if any(Path("/dev").glob("nvidia*")):
@@ -163,7 +182,7 @@ def test_threads_share_the_cores_out(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["trian.steps=3"], {}, "trian: unknown key"),
         (["data.train=nowhere", "mesh.tp=3"], {}, "4 problems in the config"),
-        ([], {"NPROC_PER_NODE": "3", "NNODES": "1"}, "cannot divide batch.global_size (8)"),
+        (["mesh.tp=2"], {"NPROC_PER_NODE": "3", "NNODES": "1"}, "cannot divide 3 ranks"),
         ([], {"NNODES": "2", "NODE_RANK": "0"}, "NNODES=2 also needs MASTER_ADDR, the host of node 0"),
         ([], {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"}, "NODE_RANK, 0 to 1 on each"),
         ([], {"NNODES": "two"}, "NNODES (two): must be a whole number from 1 on"),

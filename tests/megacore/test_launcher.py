@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 
 from megacore import launcher
-from megacore.launcher import Node, launch
+from megacore.launcher import Node, launch, pause
+from megacore.recovery.events import Event
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,7 +85,8 @@ sys.exit(folder in sys.path or "" in sys.path or os.getcwd() in sys.path)
 
 
 def test_ranks_of_several_machines_are_told_of_node_0(tmp_path: Path) -> None:
-    ranks = list(Node(2, 3, 1, ("host", 1234)).environments(tmp_path))
+    node = Node(2, 3, 1, ("host", 1234))
+    ranks = [{**node.environment(rank), **node.meeting(tmp_path)} for rank in node.ranks]
     assert [each["RANK"] for each in ranks] == ["2", "3"] and [each["LOCAL_RANK"] for each in ranks] == ["0", "1"]
     assert all(each["WORLD_SIZE"] == "6" and each["LOCAL_WORLD_SIZE"] == "2" for each in ranks)
     assert all(each["MASTER_ADDR"] == "host" and each["MASTER_PORT"] == "1234" for each in ranks)
@@ -95,14 +97,31 @@ def test_ranks_of_several_machines_are_told_of_node_0(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "status", "told"),
+    ("text", "status", "told", "fault"),
     [
-        ("", 0, ""),
-        ("sys.exit(2)", 2, ""),  # it has said what was wrong
-        ("if rank == 1: os._exit(77)\ntime.sleep(60)", 77, "Rank 1 (process {}) ended with status 77."),
-        ("if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)", 137, "was ended by SIGKILL: where memory ran out"),
+        ("", 0, "", ()),
+        ("sys.exit(2)", 2, "", ()),  # it has said what was wrong
+        (
+            "if rank == 1: os._exit(77)\ntime.sleep(60)",
+            77,
+            "Rank 1 (process {}) ended with status 77.",
+            ("raised", 1, "ended with status 77"),
+        ),
+        (
+            "if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)",
+            137,
+            "was ended by SIGKILL: where memory ran out",
+            ("killed", 1, "SIGKILL"),
+        ),
+        ("if rank == 1: {}[3]\ntime.sleep(60)", 1, "KeyError: 3", ("raised", 1, "KeyError: 3")),
+        (
+            "if rank == 1: os.abort()\ntime.sleep(60)",
+            1,
+            "Rank 1 has waited too long for rank 0",
+            ("aborted", 1, "Rank 1 has waited too long for rank 0, which did not arrive"),
+        ),
     ],
-    ids=["well", "said", "status", "killed"],
+    ids=["well", "said", "status", "killed", "raised", "aborted"],
 )
 def test_the_first_that_fails_ends_all(
     module: Callable[[str], str],
@@ -111,9 +130,13 @@ def test_the_first_that_fails_ends_all(
     text: str,
     status: int,
     told: str,
+    fault: tuple[str, int, str] | tuple[()],
 ) -> None:
     monkeypatch.setattr(launcher, "GRACE_S", 0.2)
-    assert launch(module(text), [], Node(2)) == status
+    faults, before = list[Event](), time.time()
+    assert launch(module(text), [], Node(2), on_fault=faults.append) == status
+    assert [(each.kind, each.rank, each.detail) for each in faults] == [fault] * bool(fault)
+    assert all(before <= each.at <= time.time() and each.node == 0 for each in faults)
     shown = capfd.readouterr().err
     assert all(part in shown for part in told.split("{}")) and bool(told) == bool(shown), shown
 
@@ -122,9 +145,17 @@ def test_those_that_wait_for_one_that_died_say_nothing(
     module: Callable[[str], str], capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = WAITING + "if rank == 1: time.sleep(0.3); os.kill(os.getpid(), 9)\nwait('Connection closed by peer')"
-    assert launch(module(text), [], Node(3)) == 137
+    faults = list[Event]()
+    assert launch(module(text), [], Node(3), on_fault=faults.append) == 137
+    assert [(each.kind, each.rank) for each in faults] == [("killed", 1)]
     (line,) = capfd.readouterr().err.strip().splitlines()
     assert line.startswith("Rank 1 ")
+
+
+def test_contact_that_is_lost_though_nobody_died_here_is_a_fault(module: Callable[[str], str]) -> None:
+    faults = list[Event]()
+    assert launch(module(WAITING + "wait('Connection closed by peer')"), [], Node(2), on_fault=faults.append) == 1
+    assert [(each.kind, each.detail) for each in faults] == [("lost_contact", "Connection closed by peer")]
 
 
 # A call that waits for other ranks is known by the file that it stands in.
@@ -160,7 +191,9 @@ def test_a_rank_that_stands_still_is_named_with_the_stacks_of_all(
         "wait('[gloo] Timed out waiting 50ms for recv')"
     )
     (tmp_path / "said").touch()
-    assert launch(module(text), [], Node(3), way_out="Buy a disk.") == 1
+    faults = list[Event]()
+    assert launch(module(text), [], Node(3), way_out="Buy a disk.", on_fault=faults.append) == 1
+    assert [(each.kind, each.rank) for each in faults] == [("hung", 1)]
     shown = capfd.readouterr().err
     first, *_ = shown.split("Rank 1 (process")
     assert first.startswith("\nRank 0 (process") and "in wait" in first
@@ -208,9 +241,16 @@ def test_ranks_that_do_not_end_in_time_are_ended(
 ) -> None:
     when(tmp_path, 2, signal.SIGTERM)
     started = time.monotonic()
-    assert launch(module(HANGS), [], Node(2), shutdown_s=0.2) == 143
+    faults = list[Event]()
+    assert launch(module(HANGS), [], Node(2), shutdown_s=0.2, on_fault=faults.append) == 143 and not faults
     assert time.monotonic() - started < 15
     assert "Ranks 0, 1 did not end within 0.2 s of the signal: killed." in capfd.readouterr().err
+
+
+def test_ranks_that_the_signal_itself_ends_are_no_fault(module: Callable[[str], str], tmp_path: Path) -> None:
+    when(tmp_path, 2, signal.SIGTERM)
+    faults = list[Event]()
+    assert launch(module("say('ready'); time.sleep(60)"), [], Node(2), on_fault=faults.append) == 143 and not faults
 
 
 def test_a_wish_for_a_checkpoint_is_passed_on(module: Callable[[str], str], tmp_path: Path) -> None:
@@ -231,6 +271,22 @@ def test_handlers_are_what_they_were(module: Callable[[str], str]) -> None:
     launch(module(""), [], Node(1))
     assert [signal.getsignal(number) for number in launcher.ENDS] == before
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*launcher.BLOCKED}
+
+
+def test_a_pause_between_launches_ends_with_the_signal_to_end() -> None:
+    assert pause(0.01) == 0
+    before, started = signal.getsignal(signal.SIGUSR1), time.monotonic()
+
+    def send() -> None:
+        while signal.getsignal(signal.SIGUSR1) is before:
+            time.sleep(0.01)
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+            time.sleep(0.05)
+
+    threading.Thread(target=send, daemon=True).start()
+    assert pause(30) == signal.SIGTERM
+    assert time.monotonic() - started < 15
 
 
 ORPHAN = """

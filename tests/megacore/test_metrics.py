@@ -20,7 +20,7 @@ from models.registry import configure
 
 KEYS = {
     "step", "loss", "grad_norm", "lr", "tokens", "seconds_per_step", "tokens_per_second", "tflops_per_device", "mfu",
-    "peak_memory_gib", "skipped_steps",
+    "peak_memory_gib", "skipped_steps", "time", "wall_seconds", "goodput",
 }  # fmt: skip
 TRAINED = {
     "loss": 2.5, "grad_norm": 1.0, "lr": 1e-3, "tokens": 64, "seconds_per_step": 0.1, "tokens_per_second": 640.0,

@@ -482,6 +482,28 @@ def test_the_parts_of_a_step_add_up() -> None:
     assert 1.5 < estimate(made, Shares.of(made), slower).compute / found.compute < 2
 
 
+def test_blank_sequences_take_time_and_are_no_tokens() -> None:
+    """Three ranks for a batch of eight sequences: three microbatches on each, one of which is blank."""
+    recipe, batch = RECIPES / "llama-3.1-8b.yaml", ["mesh.tp=4", "batch.global_size=8"]
+    configs = {dp: load(recipe, [*batch, f"mesh.dp={dp}"]) for dp in (3, 4)}
+    uneven, even = (setting_of(each, configure(each.model), 4 * dp, "cuda") for dp, each in configs.items())
+    assert (uneven.microbatches, uneven.blank, uneven.sequences) == (3, 1, 8)
+    assert (even.microbatches, even.blank, even.sequences) == (2, 0, 8)
+    full = replace(uneven, blank=0)
+    found, whole = (estimate(each, Shares.of(each), H100) for each in (uneven, full))
+    assert found.total == whole.total and uneven.global_tokens == even.global_tokens
+    for value, most in ((found.tokens_per_second, whole.tokens_per_second), (found.model_tflop, whole.model_tflop)):
+        assert value / most == pytest.approx(8 / 9)
+
+
+def test_the_plan_warns_of_blank_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(RECIPES / "llama-3.1-8b.yaml"), "mesh.tp=8", "mesh.dp=3", "--world", "24", "--json"]
+    assert main(["plan", *arguments]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["microbatches"], found["blank_sequences"]) == (43, 1)
+    assert any("a step computes 129 sequences, 1 of them blank (1%); none is with 126" in w for w in found["warnings"])
+
+
 def test_narrow_products_reach_less() -> None:
     """tp=8 makes a product an eighth as large, which takes more than an eighth of the time; a short side costs most."""
     seconds = [H100.product_s(MatMul(8192, n, 4096), H100.tflops) for n in (28672, 3584, 64)]
@@ -553,19 +575,22 @@ def test_the_formula_of_the_search_is_the_simulators(pp: int, chunks: int) -> No
 # -- the search, and the command
 
 
-def test_fit_finds_recipes_that_fit_and_pass_every_rule() -> None:
+@pytest.mark.parametrize("world", [16, 24])  # of which three nodes cannot share out the batch evenly
+def test_fit_finds_recipes_that_fit_and_pass_every_rule(world: int) -> None:
     recipe = RECIPES / "llama-3.1-8b.yaml"
     config = load(recipe, ["mesh.tp=1", "mesh.dp=1"])
     base = setting_of(config, configure(config.model), 1, "cuda")
-    found = fit(base, 16, H100)
+    found = fit(base, world, H100)
     assert found and [each.time.total for each in found] == sorted(each.time.total for each in found)
+    assert any(each.setting.blank for each in found) == (world == 24)
     for each in found:
         assert each.fullest.peak <= (1 - MARGIN) * H100.device.memory
         pasted = load(recipe, [f"{key}={value}" for key, value in each.overrides.items()])
         model = configure(pasted.model)
-        assert problems(pasted, 16, model, gpus=8, local_ranks=8) == []
-        again = setting_of(pasted, model, 16, "cuda")
+        assert problems(pasted, world, model, gpus=8, local_ranks=8) == []
+        again = setting_of(pasted, model, world, "cuda")
         assert (again.layout.mesh, again.microbatches) == (each.setting.layout.mesh, each.setting.microbatches)
+        assert again.sequences == each.setting.sequences == base.sequences
         assert memory(again, Shares.of(again)) == each.memory
 
 

@@ -57,10 +57,10 @@ def test_a_good_recipe_is_read(recipe: str) -> None:
 
 
 def test_missing_corpora_and_broken_rules_are_said_together(recipe: str) -> None:
-    found = problems(recipe, "data.train=nowhere/corpus", "batch.global_size=7", "mesh.tp=2", "train.steps=0", world=4)
+    found = problems(recipe, "data.train=nowhere/corpus", "mesh.dp=3", "mesh.tp=2", "train.steps=0", world=4)
     assert len(found) == 3
     assert any("train.steps (0)" in problem for problem in found)
-    assert any("batch.global_size (7)" in problem and "choose 6 or 8" in problem for problem in found)
+    assert any("mesh.dp (3)" in problem and "set mesh.dp=2 or null" in problem for problem in found)
     assert any("nowhere/corpus.bin" in problem and "megacore tokenize" in problem for problem in found)
 
 
@@ -242,8 +242,10 @@ def test_a_run_leaves_what_it_says(recipe: str, tmp_path: Path, capsys: pytest.C
 def test_a_run_without_facts_and_evaluation_reports_what_there_is(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert pretrain.main([recipe, f"out={tmp_path / 'run'}", "evaluate.every=0", "log.every=2"]) == 0
+    given = [f"out={tmp_path / 'run'}", "evaluate.every=0", "log.every=2", "batch.micro_size=3"]
+    assert pretrain.main([recipe, *given]) == 0
     shown = capsys.readouterr().out
+    assert "a step computes 9 sequences, 1 of them blank (11%); none is with 6 or 9" in shown
     assert "(the last 3 records)" in shown
     assert "validation" not in shown and "unigram" not in shown
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +19,12 @@ from megacore.control import Control
 from megacore.recovery.events import Event
 from megacore.recovery.policy import Decision
 from megacore.run import train as pretrain
+from megacore.run.copies import Copies
+from megacore.run.recover import Told, let_go, recovered
 from megacore.run.trouble import NonFinite, UnsoundHardware
 from models.decoder import Microbatch
 from parallel.mesh import Mesh
+from parallel.pipeline.schedules import Kind
 
 REPEAT = ["optimizer.non_finite=repeat", "train.steps=6", "checkpoint.every=3", "evaluate.every=0"]
 
@@ -34,10 +38,10 @@ def break_calls(made: engine.Trainer, calls: dict[int, float]) -> None:
     """Multiply the losses of this rank in some calls of the pipeline, which count from 1, whatever their step."""
     plain, count = made.step.pipeline.train, 0
 
-    def broken(microbatches: list[Microbatch], scale: torch.Tensor) -> torch.Tensor:
+    def broken(microbatches: list[Microbatch], scale: torch.Tensor, enter: Callable[[Kind], object]) -> torch.Tensor:
         nonlocal count
         count += 1
-        return plain(microbatches, scale * calls.get(count, 1.0))
+        return plain(microbatches, scale * calls.get(count, 1.0), enter)
 
     made.step.pipeline.train = broken  # type: ignore[assignment, method-assign]
 
@@ -47,14 +51,14 @@ def poison_samples(made: engine.Trainer, samples: list[int], factor: float) -> N
     plain = made.step.pipeline.train
     poisoned = {bytes(made.batches._source.sample(each).tokens[:-1]) for each in samples}
 
-    def train(microbatches: list[Microbatch], scale: torch.Tensor) -> torch.Tensor:
+    def train(microbatches: list[Microbatch], scale: torch.Tensor, enter: Callable[[Kind], object]) -> torch.Tensor:
         rows = [bytes(row.numpy()) for each in microbatches for row in each.tokens.view(-1, engine.LENGTH)]
-        return plain(microbatches, scale * factor if poisoned & set(rows) else scale)
+        return plain(microbatches, scale * factor if poisoned & set(rows) else scale, enter)
 
     made.step.pipeline.train = train  # type: ignore[assignment, method-assign]
 
 
-Told = list[tuple[Event, Decision]]
+Befell = list[tuple[Event, Decision]]
 
 
 def run(
@@ -64,8 +68,8 @@ def run(
     rank: int = 0,
     poisoned: list[int] | None = None,
     factor: float = torch.nan,
-) -> tuple[Result, Told]:
-    made, told = trainer(recipe, overrides, log=True), Told()
+) -> tuple[Result, Befell]:
+    made, told = trainer(recipe, overrides, log=True), Befell()
     made = replace(made, report=lambda event, decision: told.append((event, decision)))
     if calls and made.mesh.rank == rank:
         break_calls(made, calls)
@@ -80,7 +84,7 @@ def assert_same(one: Result, other: Result) -> None:
     assert all(np.array_equal(value, other.weights[name]) for name, value in one.weights.items())
 
 
-def kinds(told: Told) -> list[tuple[str, str]]:
+def kinds(told: Befell) -> list[tuple[str, str]]:
     return [(event.kind, decision.action) for event, decision in told]
 
 
@@ -187,6 +191,49 @@ def test_the_run_goes_back_before_bad_data(
     said = capfd.readouterr()
     assert said.out.count("Resuming after step 4 (") == 2 and "left out: 32 to 39." in said.out
     assert found and found == files("plain", "recovery.skip_samples=[32-48]")
+
+
+@pytest.mark.parametrize(
+    ("calls", "poisoned", "fault", "version", "ranges"),
+    [({3: torch.nan}, None, 5, 2, ()), (None, [12], 4, 4, ((8, 16),))],
+    ids=["halted", "left-out"],
+)
+def test_a_fault_leaves_no_trace_either(
+    recipe: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    calls: dict[int, float] | None,
+    poisoned: list[int] | None,
+    fault: int,
+    version: int,
+    ranges: tuple[tuple[int, int], ...],
+) -> None:
+    """A run that is halted stands before its bad step; what it leaves out by then goes on with it."""
+    common = [*REPEAT, "log.every=6", "checkpoint.every=0"]
+    overrides = [f"out={tmp_path}", *common, f"evaluate.every={2 if poisoned else 0}"]
+    made, setup = trainer(recipe, overrides), pretrain.check(recipe, overrides, 1, 1)
+    break_calls(made, calls or {})
+    poison_samples(made, poisoned or [], torch.nan)
+    listen = made._listen
+
+    def broken() -> tuple[bool, bool]:
+        if made.done == fault:
+            raise RuntimeError("a fault")
+        return listen()
+
+    monkeypatch.setattr(made, "_listen", broken)
+    with pytest.raises(RuntimeError, match="a fault"):
+        made.run()
+    told = Told.from_json(json.loads(json.dumps(let_go(made, Copies(), 0).to_json())))
+    assert told.status.version == version
+    again = recovered(setup, made.mesh, made.control, made, Copies(), [told])
+    assert again.start.skipped_samples.ranges == ranges and again.repetition is not None
+    assert len(again.repetition.history) == 2 * len(ranges)
+    poison_samples(again, poisoned or [], torch.nan)
+    skip = [f"recovery.skip_samples=[{a}-{b}]" for a, b in ranges]
+    plain, _ = run(recipe, [f"out={tmp_path / 'plain'}", *common, *skip])
+    found = engine.result(again, again.run())
+    assert all(np.array_equal(value, plain.weights[name]) for name, value in found.weights.items())
 
 
 # -- spikes

@@ -45,6 +45,7 @@ def one(recipe: str, tmp_path_factory: pytest.TempPathFactory) -> Result:
     [
         pytest.param(1, ["batch.micro_size=4"], id="one-larger-microbatches"),
         pytest.param(2, [], id="dp2"),
+        pytest.param(3, ["batch.micro_size=2"], id="dp3-uneven"),
         pytest.param(4, ["mesh.tp=2", "batch.micro_size=2"], id="tp2-dp2"),
         pytest.param(4, ["mesh.tp=2", "mesh.pp=2"], id="tp2-pp2"),
         pytest.param(4, ["mesh.cp=2", "mesh.tp=2", "batch.micro_size=2"], id="cp2-tp2"),
@@ -110,13 +111,13 @@ def stop_at(recipe: str, overrides: list[str], rank: int, steps: set[int], befor
     if made.mesh.rank == rank:
         poison(made, steps)
     history = [start]
-    plain = made.step.optimizer.step
+    plain = made.step.optimizer.update
 
     def recorded(lr: float, *others: torch.Tensor) -> None:
         plain(lr, *others)
         history.append(weights(made))
 
-    made.step.optimizer.step = recorded  # type: ignore[assignment, method-assign]
+    made.step.optimizer.update = recorded  # type: ignore[assignment, method-assign]
     with pytest.raises(NonFinite) as error:
         made.run()
     assert len(history) > before + 1
@@ -372,7 +373,7 @@ def test_decay_shrinks_what_has_no_gradient(recipe: str) -> None:
     start = weights(made)
     for part in made.step.gradients.parts:
         part.gradient.zero_()
-    made.step.optimizer.step(0.1, torch.tensor(0.0, dtype=torch.float64))
+    made.step.optimizer.update(0.1, torch.tensor(0.0, dtype=torch.float64))
     for name, value in weights(made).items():
         np.testing.assert_allclose(value, start[name] * (1.0 if "norm" in name else 1 - 0.1 * 0.5), rtol=1e-12)
 
@@ -399,14 +400,14 @@ def test_clipping_bounds_the_norm_that_the_optimizer_sees(recipe: str) -> None:
 
 def test_the_schedule_arrives_in_the_optimizer(recipe: str) -> None:
     made = trainer(recipe, [])
-    plain, seen = made.step.optimizer.step, list[float]()
+    plain, seen = made.step.optimizer.update, list[float]()
 
     def recorded(lr: float, *others: torch.Tensor) -> None:
         plain(lr, *others)
         seen.append(device_store(made.step.optimizer).adamw.param_groups[0]["lr"])
         assert len({group["lr"] for group in device_store(made.step.optimizer).adamw.param_groups}) == 1
 
-    made.step.optimizer.step = recorded  # type: ignore[assignment, method-assign]
+    made.step.optimizer.update = recorded  # type: ignore[assignment, method-assign]
     made.run()
     # Two steps of warm-up, then half a cosine from 1e-2 towards a tenth of it over three.
     np.testing.assert_allclose(seen, [0.005, 0.01, 0.01, 0.00775, 0.00325], rtol=1e-12)

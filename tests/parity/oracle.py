@@ -19,6 +19,8 @@ import torch
 from extended_family import extended
 from torch import Tensor
 
+from megacore.data.batches import Batches
+from megacore.data.samples import Sample
 from megacore.run.optimizer import Optimizer
 from megacore.run.states.offload import Offload
 from megacore.run.step import TrainStep, evaluate
@@ -212,34 +214,51 @@ def padding(case: Case) -> np.ndarray:
     return np.arange(case.length) >= case.length - np.arange(case.sequences)[:, None] * 5 % 9
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """The sequences of a case, one step's after the other's."""
+
+    case: Case
+
+    @property
+    def length(self) -> int:
+        return self.case.length
+
+    def sample(self, index: int) -> Sample:
+        step, row = divmod(index, self.case.sequences)
+        inputs, labels, documents = (each[row] for each in tokens(self.case, step))
+        numbers = np.repeat(np.arange(len(documents), dtype=np.int32), documents)
+        return Sample(
+            np.append(inputs, max(labels[-1], 0)),
+            np.append(numbers, numbers[-1]),
+            np.append(False, labels != IGNORE),
+            int((~padding(self.case)[row]).sum()) if self.case.padded else None,
+        )
+
+
 def microbatches(case: Case, run: Run, step: int, mesh: Mesh) -> list[Microbatch]:
-    drawn, following, documents = tokens(case, step)
-    inputs, labels = torch.from_numpy(drawn), torch.from_numpy(following)
-    stride, made = run.mesh.data * run.micro, []
-    length, whole = case.length, run.micro * case.length
-    positions = torch.arange(length).repeat(run.micro)
-    numbers = torch.arange(run.micro).repeat_interleave(length)
-    for start in range(mesh.data_rank * run.micro, case.sequences, stride):
-        rows = slice(start, start + run.micro)
-        rest = torch.from_numpy(padding(case)[rows].ravel()) if case.padded else None
-        lengths = tuple(n for row in documents[rows] for n in row) if case.documents else None
-        split = run.context.split(lengths or (length,) * run.micro, length) if run.mesh.cp > 1 else None
-        own = slice(None) if split is None else torch.from_numpy(split.indices(mesh.place.cp))
+    cut = case.sequences, run.micro, mesh.data_rank, run.mesh.data, case.documents
+    made, tokens = [], run.micro * case.length // (run.mesh.tp * run.mesh.cp)
+    for batch in Batches(Drawn(case), *cut, context=run.context, context_rank=mesh.place.cp).microbatches(step):
+        inputs, labels, positions = (
+            torch.from_numpy(each.ravel()) for each in (batch.tokens, batch.labels, batch.positions)
+        )
         # One process takes all tokens, so that leaving out those without a label is compared with it too.
-        chosen = with_labels(labels[rows].flatten()[own].numpy(), run.mesh.tp) if run.mesh.world > 1 else None
+        chosen = with_labels(batch.labels.ravel(), run.mesh.tp) if run.mesh.world > 1 else None
         made.append(
             Microbatch(
-                inputs[rows].flatten()[own],
-                labels[rows].flatten()[own],
-                positions[own],
+                inputs,
+                labels,
+                positions,
                 run.micro,
-                (whole // (run.mesh.tp * run.mesh.cp), case.config.sizes["embed"]),
-                lengths,
+                (tokens, case.config.sizes["embed"]),
+                batch.documents,
                 seed=step,
                 wanted=None if chosen is None else torch.from_numpy(chosen),
-                padding=None if rest is None else rest[own],
-                split=split,
-                rows=None if split is None else numbers[own],
+                padding=None if batch.padding is None else torch.from_numpy(batch.padding.ravel()),
+                split=batch.split,
+                rows=None if batch.rows is None else torch.from_numpy(batch.rows),
+                blank=batch.blank,
             )
         )
     return made

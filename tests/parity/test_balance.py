@@ -58,7 +58,9 @@ def padding_of(step: int) -> np.ndarray:
 
 def padded(run: Run, step: int, mesh: Mesh) -> list[Microbatch]:
     """The microbatches of a rank, with padding."""
-    rows = torch.from_numpy(padding_of(step)).view(-1, mesh.shape.data, run.micro * LENGTH)[:, mesh.data_rank]
+    blank = np.ones((-SEQUENCES % (mesh.shape.data * run.micro), LENGTH), np.bool_)
+    filled = torch.from_numpy(np.concatenate([padding_of(step), blank]))
+    rows = filled.view(-1, mesh.shape.data, run.micro * LENGTH)[:, mesh.data_rank]
     made = microbatches(CASE, run, step, mesh)
     return [replace(each, padding=own) for each, own in zip(made, rows, strict=True)]
 

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 
 from megacore import exits
 from megacore.recovery.events import KINDS, Event
-from megacore.recovery.policy import ACTIONS, ANNOUNCED, ENDS, LADDERS, Budgets, Decision, Incident, decide, table
+from megacore.recovery.policy import (
+    ACTIONS,
+    ANNOUNCED,
+    ENDS,
+    LADDERS,
+    Action,
+    Budgets,
+    Decision,
+    Incident,
+    decide,
+    table,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -97,6 +108,13 @@ def test_a_node_that_fails_twice_within_an_hour_is_left_out() -> None:
     assert actions([events[0], replace(events[1], node=1)], Budgets(nodes=4)) == ["replace", "replace"]
     end = answers(events, Budgets(nodes=4, least_nodes=4))[1]
     assert (end.action, end.status_on(2), end.status_on(0)) == ("end", exits.EVICT, exits.RETRY)
+
+
+def test_a_node_that_is_gone_is_done_without_while_there_are_means() -> None:
+    gone = [Event("agent_lost", node=node, at=node * 4000.0) for node in (1, 2)]
+    assert actions(gone, Budgets(nodes=4)) == ["evict", "evict"]
+    assert actions(gone, Budgets(nodes=4, max_recoveries=1)) == ["evict", "restart"]
+    assert actions(gone, Budgets(nodes=4, least_nodes=4)) == ["restart", "restart"]
 
 
 def test_one_machine_alone_is_not_left_out_for_its_ranks_die() -> None:
@@ -193,8 +211,15 @@ def test_answers_that_change_anything_come_to_an_end(events: list[Event], budget
     assert len(spending) <= most
 
 
-RANK = list(ACTIONS)
-ASCENDING = [kind for kind, ladder in LADDERS.items() if list(ladder) == sorted(ladder, key=RANK.index)]
+# A node that is left out costs about what a restart does.
+RANK = [action for action in ACTIONS if action != "evict"]
+
+
+def cost(action: Action) -> int:
+    return RANK.index("restart" if action == "evict" else action)
+
+
+ASCENDING = [kind for kind, ladder in LADDERS.items() if list(ladder) == sorted(ladder, key=cost)]
 
 
 @settings(max_examples=300)
@@ -211,7 +236,7 @@ def test_more_means_never_make_an_answer_harder(event: Event, before: list[Event
     with_fewer, with_more = decide(event, history, fewer), decide(event, history, more)
     assert with_more.action != "end" or with_fewer.action == "end"
     if event.kind in ASCENDING:
-        assert RANK.index(with_more.action) <= RANK.index(with_fewer.action)
+        assert cost(with_more.action) <= cost(with_fewer.action)
 
 
 @settings(max_examples=200)
@@ -219,7 +244,7 @@ def test_more_means_never_make_an_answer_harder(event: Event, before: list[Event
 def test_more_of_a_past_never_makes_an_answer_cheaper(event: Event, before: list[Event], budgets: Budgets) -> None:
     said = answers(before, budgets)
     history = [Incident(each, one, "life") for each, one in zip(before, said, strict=False) if one.action != "end"]
-    ranks = [RANK.index(decide(event, history[:n], budgets).action) for n in range(len(history) + 1)]
+    ranks = [cost(decide(event, history[:n], budgets).action) for n in range(len(history) + 1)]
     if event.kind in ASCENDING:
         assert ranks == sorted(ranks)
 

@@ -1,0 +1,183 @@
+"""The channel between a rank and its agent, the launcher that started it: lines of JSON, both ways. No torch.
+
+A *generation* is one life of the groups in which the ranks of a run talk. A fault ends it: the agent says ``over`` to
+all ranks that live, each of which lets go of its groups and says ``ready``; the agent fills the places of the others
+and says ``go``.
+
+    rank -> agent    fault      a message to another rank has failed
+                     ready      has let go of the groups of a generation, with its state
+                     recovered  stands again, after the step that is said
+                     lost       the ranks together do not have the state of the run any more
+    agent -> rank    over       a generation is over
+                     go         the next one begins: the variables of the environment that have changed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from typing import Any, NoReturn
+
+CHANNEL = "MEGACORE_CHANNEL"
+"""The variable that holds the number of a rank's end of its channel."""
+
+STANDBY = "MEGACORE_STANDBY"
+"""The variable that is set in a process that waits for a place among the ranks."""
+
+CUT_AGAIN_S = 0.05
+"""A rank that is in the middle of connecting opens new connections after the first have been cut."""
+
+Message = Mapping[str, Any]
+
+
+class Channel:
+    """One end of a channel; several threads may write to it.
+
+    Args:
+        end: The socket.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self.end = end
+        self._writing = threading.Lock()
+        self._read = b""
+
+    def fileno(self) -> int:
+        return self.end.fileno()
+
+    def say(self, what: str, **more: object) -> None:
+        """Say something, to nobody if the other end is gone."""
+        with self._writing, suppress(OSError):
+            self.end.sendall(json.dumps({"what": what, **more}).encode() + b"\n")
+
+    def heard(self) -> Iterator[Message] | None:
+        """Return what has arrived, after waiting for something; None once the other end is gone."""
+        try:
+            data = self.end.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            return None
+        *lines, self._read = (self._read + data).split(b"\n")
+        return iter([json.loads(line) for line in lines])
+
+
+class Agent:
+    """The agent of this process, as the process sees it.
+
+    Args:
+        channel: Its channel.
+        stands_by: Whether the process waits for a place among the ranks, which :meth:`ready` gives it.
+    """
+
+    def __init__(self, channel: Channel, stands_by: bool = False) -> None:
+        self._channel = channel
+        self.generation, self.stands_by = 0, stands_by
+        self._ended = 0
+        self._before: frozenset[str] | None = None
+        self._abort: Callable[[], object] = lambda: None
+        self._come: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._free = threading.Event()
+        threading.Thread(target=self._listen, name="agent", daemon=True).start()
+
+    @classmethod
+    def here(cls) -> Agent | None:
+        """Return the agent that the environment names; None where there is none, under torchrun say: then a fault ends
+        the run."""
+        number = os.environ.pop(CHANNEL, None)
+        if number is None:
+            return None
+        return cls(Channel(socket.socket(fileno=int(number))), os.environ.pop(STANDBY, None) is not None)
+
+    @property
+    def over(self) -> bool:
+        """Whether this generation has been ended."""
+        return self._ended >= self.generation > 0
+
+    def connecting(self, abort: Callable[[], object] = lambda: None) -> None:
+        """Note that the connections of a generation are made from here on: they are cut when it is over.
+
+        Args:
+            abort: Frees a rank that waits for others in another way.
+        """
+        self._before, self._abort = frozenset(_connections().values()), abort
+        self._free.clear()
+
+    def fault(self, error: BaseException) -> None:
+        """Tell that a message to another rank has failed."""
+        self._say("fault", error=str(error).partition("\n")[0])
+
+    def ready(self) -> None:
+        """Tell that this rank has let go of the groups of its generation, and wait for the next one, whose variables
+        then stand in the environment."""
+        self._free.set()
+        self._say("ready")
+        while True:
+            message = self._come.get()
+            os.environ.update(message["variables"])
+            self.generation = message["generation"]
+            if not self.over:
+                return
+            self._say("ready")
+
+    def recovered(self, step: int) -> None:
+        self._say("recovered", step=step)
+
+    def lost(self, reason: str) -> NoReturn:
+        """Tell that the state of the run is lost, and wait for the end."""
+        self._say("lost", reason=reason)
+        while True:
+            time.sleep(60)
+
+    def _say(self, what: str, **more: object) -> None:
+        self._channel.say(what, generation=self.generation, **more)
+
+    def _listen(self) -> None:
+        while (messages := self._channel.heard()) is not None:
+            for message in messages:
+                if message["what"] == "go":
+                    self._come.put(message)
+                    continue
+                self._ended = max(self._ended, message["generation"])
+                self._free_those_that_wait()
+
+    def _free_those_that_wait(self) -> None:
+        """Cut all connections of the generation until this rank has noticed: whoever waits for others gets an error."""
+        while self.over and not self._free.is_set():
+            if self._before is not None:
+                self._abort()
+                cut(self._before)
+            self._free.wait(CUT_AGAIN_S)
+
+
+def _connections() -> dict[int, str]:
+    """Return {descriptor: name} of the sockets of this process."""
+    found = dict[int, str]()
+    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+    for number in map(int, os.listdir(folder)):
+        with suppress(OSError):
+            status = os.fstat(number)
+            if stat.S_ISSOCK(status.st_mode):
+                found[number] = f"{status.st_dev}:{status.st_ino}"
+    return found
+
+
+def cut(before: frozenset[str]) -> None:
+    """Shut the network connections of this process but those that were there before: gloo's, whose abort frees nobody.
+
+    They stay open: whose they are closes them.
+    """
+    for number, name in _connections().items():
+        if name in before:
+            continue
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
+            listens = end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            if end.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+                end.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,129 @@
+"""What is told of a run from outside, while it runs and after it has died."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from engine import train, write_recipe
+
+from megacore.recipe import load
+from megacore.recovery import incidents
+from megacore.recovery.events import Event
+from megacore.recovery.policy import Decision
+from megacore.run import metrics
+from megacore.run.lock import RunLock
+from megacore.run.metrics import WallClock
+from tools.main import main
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
+    """{what: what is said of it} of ``megacore status``."""
+    assert main(["status", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    return {line[:13].strip() or line: line[13:] for line in lines}
+
+
+def test_a_run_is_told_while_it_runs_and_after_it_has_died(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], not_durable: None
+) -> None:
+    out = tmp_path / "run"
+    recipe, overrides = write_recipe(tmp_path), [f"out={out}", "train.steps=3", "checkpoint.every=2"]
+    train(recipe, overrides)
+    (out / "config.yaml").write_text(load(recipe, overrides).to_yaml())
+    (record,) = [each for each in metrics.read(out / metrics.METRICS) if each["step"] == 3 and "loss" in each]
+    capsys.readouterr()
+    with RunLock.take(out):
+        said = shown(capsys, str(out))
+        assert said["held by"].startswith("process ") and "has died" not in said["held by"]
+        lock = (out / "run.lock").read_bytes()
+    (out / "run.lock").write_bytes(lock)  # as one that was killed leaves it
+    event = Event("killed", 1, 0, 4, detail="SIG\x1bKILL", at=0.0)
+    incidents.write(out, event, Decision("restart", "restart 1 of 3", 1, 0), "life")
+    incidents.recovered(out, 1, 2.5, 1, 2.5)
+    said = shown(capsys, str(out))
+    assert said["held by"].startswith("nobody on this machine; process ") and said["held by"].endswith("runs elsewhere")
+    assert said["run"] == str(out) and said["step"].startswith("3 of 3, ") and said["step"].endswith(" s ago")
+    assert said["loss"].startswith(f"{record['loss']:.4f}, ") and said["loss"].endswith("on validation data at step 3")
+    assert said["rate"].endswith(" tokens/s") and said["goodput"] == f"{record['goodput']:.1%} of the wall clock"
+    assert said["checkpoint"].endswith("checkpoints/step-00000002")
+    assert said["incidents"] == "1 incident, 1 step lost"
+    assert (
+        said["1970-01-01"]
+        == "00:00:00 UTC  killed ('SIG\\x1bKILL'), rank 1, node 0, step 4 -> restart: restart 1 of 3; "
+        "2.5 s and 1 step lost"
+    )
+
+
+def test_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    incidents.write(tmp_path, Event("hung", 1, 0, 4, at=1.0), Decision("end", "spent", status=75), "life")
+    assert main(["status", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["out"] == str(tmp_path) and told["training"] is None and told["checkpoint"] is None
+    assert told["incidents"][0]["event"]["kind"] == "hung" and told["incidents"][0]["decision"]["status"] == 75
+    assert shown(capsys, str(tmp_path))["step"] == "none is recorded"
+
+
+def test_what_is_no_run_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(tmp_path)]) == 1
+    assert f"{tmp_path} is not the folder of a run" in capsys.readouterr().err
+
+
+# -- goodput
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, to be moved."""
+    clock = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    return clock
+
+
+def records(
+    clock: WallClock, now: list[float], steps: range, seconds: float, waited: float = 0.0
+) -> list[metrics.Record]:
+    """Records of steps that take so long each, and as much is waited between them."""
+    made = list[metrics.Record]()
+    for step in steps:
+        now[0] += seconds + waited
+        made.append({"step": step, **clock.count(step, seconds)})
+    return made
+
+
+def test_goodput_is_the_share_of_steps_that_count(now: list[float]) -> None:
+    clock = WallClock.of([], 0, 990.0)  # 10 s of start-up
+    (*_, last) = records(clock, now, range(1, 6), 6.0)
+    assert last == {"step": 5, "time": 1030.0, "wall_seconds": 40.0, "goodput": 0.75}
+
+
+def test_steps_that_are_done_again_and_the_time_of_a_restart_are_lost(now: list[float]) -> None:
+    done = records(WallClock.of([], 0, 1000.0), now, range(1, 9), 5.0)
+    now[0] += 20.0  # a fault, and another start of the same launch
+    clock = WallClock.of(done, 6, 1000.0)
+    (*_, last) = records(clock, now, range(7, 9), 10.0)
+    assert last["wall_seconds"] == 8 * 5 + 20 + 2 * 10 and last["goodput"] == (6 * 5 + 2 * 10) / 80
+
+
+def test_the_time_in_a_queue_is_not_the_run_s(now: list[float]) -> None:
+    done = records(WallClock.of([], 0, 1000.0), now, range(1, 9), 5.0)
+    now[0] += 3600.0
+    clock = WallClock.of(done, 8, now[0] - 10)  # another launch
+    (last,) = records(clock, now, range(9, 10), 5.0)
+    assert last["wall_seconds"] == 8 * 5 + 10 + 5 and last["goodput"] == 9 * 5 / 55
+
+
+def test_a_record_of_several_steps_counts_them_all(now: list[float]) -> None:
+    clock = WallClock.of([], 2, 980.0)
+    assert clock.count(6, 2.5) == {"time": 1000.0, "wall_seconds": 20.0, "goodput": 0.5}
+
+
+def test_a_clock_that_is_set_back_breaks_nothing(now: list[float]) -> None:
+    clock = WallClock.of([], 0, 999.0)
+    assert clock.count(1, 5.0)["goodput"] == 1.0
+    now[0] -= 3600
+    assert clock.count(2, 5.0)["goodput"] == 1.0
+    strange = {"step": 1, "wall_seconds": 5.0, "goodput": None, "time": 1000.0}
+    assert WallClock.of([strange], 1, 900.0) == WallClock(0.0, 0.0, 900.0, 1)

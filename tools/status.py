@@ -1,0 +1,152 @@
+"""`megacore status`: where a run stands, running or not: who holds it, its steps and rate, its checkpoints, what befell
+it. It only reads, and needs no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megacore import checkpoints, exits
+from megacore.recipe import ConfigError, load
+from megacore.recovery import incidents
+from megacore.recovery.policy import Incident
+from megacore.run import lock, metrics
+from megacore.say import brief, err, say, say_data
+from megacore.store.strict_json import StoreError
+
+RECIPE = "config.yaml"
+_SHOWN = 5
+"""Incidents that are listed, the newest."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The state of a run, as its folder tells it.
+
+    Args:
+        out: The folder.
+        holder: The process that holds it; None where no process of this machine does.
+        named: The one that its lock names all the same: it has died, or is on a machine whose locks do not reach here.
+        steps: The number of its steps in all, where its recipe can be read.
+        training: The newest record of a training step.
+        evaluation: The newest record of an evaluation.
+        checkpoint: The newest checkpoint.
+        age_s: Seconds since the newest record.
+        incidents: The incidents, the oldest first.
+    """
+
+    out: Path
+    holder: str | None
+    named: str | None
+    steps: int | None
+    training: Mapping[str, Any] | None
+    evaluation: Mapping[str, Any] | None
+    checkpoint: Path | None
+    age_s: float | None
+    incidents: tuple[Incident, ...]
+
+    @classmethod
+    def of(cls, out: Path) -> RunState:
+        """Read the state of a run from its folder.
+
+        Raises:
+            StoreError: there is no run, or one of its files cannot be read.
+        """
+        path, saved = out / metrics.METRICS, checkpoints.complete(checkpoints.folder_of(out))
+        befell = tuple(incidents.read(out))
+        if not (path.exists() or saved or befell or (out / RECIPE).exists()):
+            raise StoreError(f"{out} is not the folder of a run: it has neither {RECIPE} nor {path.name}")
+        records = metrics.newest(path)
+        kinds = ([each for each in records if key in each] for key in ("loss", "validation_loss"))
+        training, evaluation = (each[-1] if each else None for each in kinds)
+        age = max(0.0, time.time() - path.stat().st_mtime) if records else None
+        newest = saved[max(saved)] if saved else None
+        named = lock.read(out / lock.LOCK)
+        return cls(
+            out, lock.holder(out), str(named) if named else None, _steps(out), training, evaluation, newest, age, befell
+        )
+
+    def lines(self) -> Iterator[str]:
+        """Yield it in lines for people."""
+        yield f"run          {self.out}"
+        named = f"; {self.named} has died, or runs elsewhere" if self.named else ""
+        yield f"held by      {self.holder or f'nobody on this machine{named}'}"
+        yield f"step         {self._step()}"
+        if self.training is not None:
+            yield f"loss         {_number(self.training.get('loss'), '.4f')}{self._held_out()}"
+            yield f"rate         {_number(self.training.get('tokens_per_second'), ',.0f')} tokens/s"
+            yield f"goodput      {_number(self.training.get('goodput'), '.1%')} of the wall clock"
+        yield f"checkpoint   {self.checkpoint or 'none'}"
+        yield f"incidents    {incidents.summary(self.incidents) if self.incidents else 'none'}"
+        yield from (f"  {line}" for line in map(_line, self.incidents[-_SHOWN:]))
+
+    def _step(self) -> str:
+        if self.training is None:
+            return "none is recorded"
+        of = f" of {self.steps:,}" if self.steps is not None else ""
+        return f"{self.training['step']:,}{of}, {_ago(self.age_s or 0.0)} ago"
+
+    def _held_out(self) -> str:
+        record = self.evaluation
+        return (
+            f", {_number(record['validation_loss'], '.4f')} on validation data at step {record['step']:,}"
+            if record
+            else ""
+        )
+
+
+def _steps(out: Path) -> int | None:
+    try:
+        return load(out / RECIPE).train.steps
+    except ConfigError:  # of another version, or being written
+        return None
+
+
+def _number(value: object, spelled: str) -> str:
+    return format(value, spelled) if isinstance(value, int | float) else "unknown"
+
+
+def _ago(seconds: float) -> str:
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _line(incident: Incident) -> str:
+    """Return an incident in a line."""
+    event, decision = incident.event, incident.decision
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event.at))
+    who = ", ".join(
+        f"{name} {value}"
+        for name, value in (("rank", event.rank), ("node", event.node), ("step", event.step))
+        if value is not None
+    )
+    steps, seconds = incident.steps_lost, incident.seconds_lost
+    cost = "" if seconds is None else f"; {seconds:.1f} s and {incidents.counted(steps or 0, 'step')} lost"
+    detail = f" ({brief(event.detail)})" if event.detail else ""
+    return f"{when} UTC  {event.kind}{detail}, {who or 'unknown'} -> {decision.action}: {brief(decision.reason)}{cost}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="megacore status", description=__doc__)
+    parser.add_argument("out", type=Path, help="the folder of a run, its out")
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    given = parser.parse_args(argv)
+    try:
+        state = RunState.of(given.out)
+    except StoreError as error:
+        err(error)
+        return exits.FAILED
+    if given.json:
+        say_data(
+            {**asdict(state), "out": str(state.out), "checkpoint": str(state.checkpoint) if state.checkpoint else None}
+        )
+    else:
+        say("\n".join(state.lines()))
+    return exits.DONE
