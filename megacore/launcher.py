@@ -185,7 +185,8 @@ def launch(
             ranks.kill()
         if ranks.fault is not None:
             kind, rank, detail = ranks.fault
-            on_fault(Event(kind, rank, node.index, detail=detail, at=ranks.seen or time.time()))
+            phase = "recover" if ranks.failure else None
+            on_fault(Event(kind, rank, node.index, phase=phase, detail=detail, at=ranks.seen or time.time()))
         return status
 
 
@@ -243,6 +244,8 @@ class _Ranks:
     """Those that stood still, and were killed."""
     failure: str = ""
     """Why the run could not go on, where that is so."""
+    begun: bool = False
+    """Whether all have trained: from then on there is state to lose."""
     noticed: float = 0.0
     """The time when the fault that is being recovered from was noticed; 0 where none is."""
 
@@ -296,6 +299,8 @@ class _Ranks:
                     self.ended.pop(rank, None)
                     self.hung.discard(rank)
                     beat_of(self.folder, rank).unlink(missing_ok=True)
+                    if self.standby is not None and self.standby[0].poll() is not None:
+                        self.standby = None
                     self.processes[rank], self.channels[rank] = self.standby or self._process(rank, life > 1)
                     self.lives[rank], self.standby = life, None
                 case Over(rank, generation):
@@ -304,7 +309,8 @@ class _Ranks:
                 case Kill(rank):
                     self.processes[rank].kill()
                 case Go(rank, generation):
-                    self.channels[rank].say("go", generation=generation, variables=self._variables(rank, generation))
+                    variables = self._variables(rank, generation)
+                    self.channels[rank].say("go", generation=generation, variables=variables, begun=self.begun)
                 case Fail(reason):
                     self.failure = reason
 
@@ -329,6 +335,7 @@ class _Ranks:
                     event = Lost(now, rank, life, generation)
             self._do(generations.on(event))
         if generations.trains:
+            self.begun = True
             if self.noticed:
                 seconds = time.monotonic() - self.noticed
                 _say(f"All ranks go on after step {generations.step}, {seconds:.2f} s after the fault was noticed.")
@@ -349,7 +356,9 @@ class _Ranks:
         detail = f"during {cause.during}"
         if cause.kind == "died":
             kind, detail = self._fault_of(cause.rank, cause.status)
-        return self.recovery.refuses(Event(kind, cause.rank, cause.node, detail=detail, at=time.time()))
+        # What follows from a fault, or befalls while it is mended, does not tell against the step once more.
+        phase = None if cause.during == "train" else "recover"
+        return self.recovery.refuses(Event(kind, cause.rank, cause.node, phase=phase, detail=detail, at=time.time()))
 
     def _fault_of(self, rank: int, status: int) -> tuple[Kind, str]:
         """Return the kind of fault that a rank has ended by, and a few words."""

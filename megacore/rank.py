@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -112,6 +113,19 @@ def join(here: Here, kind: str, timeout: timedelta) -> None:
         timeout=timeout,
         pg_options=urgent(timeout) if kind == "cuda" else None,
     )
+
+
+def parts() -> None:
+    """Free all ranks that wait for another in :func:`join`, where they meet in a file: a read of it fails from here on.
+
+    torch waits for a file that is gone, but not for one that cannot be opened.
+    """
+    store = os.environ.get(STORE)
+    if store is not None and not os.path.islink(store):
+        with suppress(FileExistsError):
+            with suppress(FileNotFoundError):
+                os.remove(store)
+            os.symlink(store, store)
 
 
 def _met_anew(here: Here, timeout: timedelta) -> Store:

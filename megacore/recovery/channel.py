@@ -9,7 +9,8 @@ and says ``go``.
                      recovered  stands again, after the step that is said
                      lost       the ranks together do not have the state of the run any more
     agent -> rank    over       a generation is over
-                     go         the next one begins: the variables of the environment that have changed
+                     go         the next one begins: the variables of the environment that have changed, and whether the
+                                run has begun, in an earlier one
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class Agent:
     def __init__(self, channel: Channel, stands_by: bool = False) -> None:
         self._channel = channel
         self.generation, self.stands_by = 0, stands_by
+        self.begun = False
+        """Whether the ranks have trained in an earlier generation: their state is in memory, or lost."""
         self._ended = 0
         self._before: frozenset[str] | None = None
         self._abort: Callable[[], object] = lambda: None
@@ -122,7 +125,7 @@ class Agent:
         while True:
             message = self._come.get()
             os.environ.update(message["variables"])
-            self.generation = message["generation"]
+            self.generation, self.begun = message["generation"], message["begun"]
             if not self.over:
                 return
             self._say("ready")

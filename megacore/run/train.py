@@ -7,11 +7,12 @@ group starts, and said once, by the first rank of each node.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -28,7 +29,7 @@ from megacore.data.batches import TokenError, in_vain
 from megacore.data.corpora import facts
 from megacore.hardware import claim
 from megacore.launcher import gpus
-from megacore.rank import Here, die_with, join, leave, parted, restarts
+from megacore.rank import Here, die_with, join, leave, parted, parts, restarts
 from megacore.recipe import ConfigError
 from megacore.recovery import collectives, incidents
 from megacore.recovery.channel import Agent
@@ -65,7 +66,8 @@ def run(
         setup: The run.
         device: The device of this process.
         node: The number of successive ranks that share a machine.
-        agent: Replaces ranks that have died, so that this one goes on; None where a fault ends the run.
+        agent: Replaces ranks that have died, so that this one goes on, in groups that it joins by itself; None where a
+            fault ends the run, whose group is there.
         began: The time when the launch of the run began, in seconds since 1970; None for now.
 
     Raises:
@@ -121,7 +123,7 @@ class _Life:
         return None
 
     def rejoin(self, agent: Agent | None) -> None:
-        """Leave the groups that are broken, and join the next generation of them."""
+        """Leave the groups that are broken, and wait for the next generation of them."""
         assert agent is not None
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.beat.enter("recover")
@@ -129,18 +131,18 @@ class _Life:
         if dist.is_initialized():
             dist.destroy_process_group()
         agent.ready()
-        agent.connecting()
-        with suppress(RuntimeError):  # whoever dies meanwhile is seen when the groups are used
-            join(Here.now(), self.device.type, timedelta(minutes=self.setup.config.train.timeout))
 
     def _generation(self, agent: Agent | None) -> int:
         config = self.setup.config
+        if agent is not None:
+            agent.connecting(parts)
+            join(Here.now(), self.device.type, timedelta(minutes=config.train.timeout))
         world = dist.get_world_size() if dist.is_initialized() else 1
         mesh = Mesh.create(config.mesh.shape(world), self.device, timedelta(minutes=config.train.timeout))
         control = Control.create(mesh, self.node)
         mine = replace(self.told, status=replace(self.told.status, rank=mesh.rank))
         told = [Told.from_json(each) for each in control.exchange(mine.to_json())]
-        if agent is None or all(each.is_new for each in told):
+        if agent is None or not (agent.begun or any(not each.is_new for each in told)):
             self.trainer = self._begun(mesh, control)
         else:
             try:
@@ -320,6 +322,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             err(error)
         return exits.MISUSED
     if agent is not None:
+        if stands_by:
+            importlib.import_module("torch._dynamo")  # in a second, as the first optimizer would
         agent.ready()
         here = Here.now()
     if BEAT in os.environ:
@@ -333,9 +337,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if said is not None and here.local_rank == 0:
         say(said)
     status, last, damaged = exits.DONE, 0, None
-    if agent is not None:
-        agent.connecting()
-    join(here, kind, timedelta(minutes=train.timeout))
+    if agent is None:
+        join(here, kind, timedelta(minutes=train.timeout))
     try:
         last = run(setup, device, here.local_world, agent, here.began)
     except ConfigError as error:  # on every rank

@@ -56,7 +56,7 @@ if os.environ["RANK"] == "1":
         case "sleeps in the loader":
             hangs_in(Batches, "microbatches_from", 35)
         case _:
-            hangs_in(TrainStep, "__call__", 35)
+            hangs_in(TrainStep, "backward", 35)
 sys.exit(train.main(arguments))
 """
 MARGIN_S = 15.0

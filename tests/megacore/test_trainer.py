@@ -7,6 +7,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 from types import MethodType
+from typing import Any
 
 import engine
 import numpy as np
@@ -96,10 +97,10 @@ def poison(made: engine.Trainer, steps: set[int]) -> None:
     """A loss of NaN (and so its gradients) on this rank in some steps, by the scale that its losses are given."""
     train_pipeline, count = made.step.pipeline.train, 0
 
-    def poisoned(microbatches: list[Microbatch], scale: torch.Tensor) -> torch.Tensor:
+    def poisoned(microbatches: list[Microbatch], scale: torch.Tensor, *enter: Any) -> torch.Tensor:
         nonlocal count
         count += 1
-        return train_pipeline(microbatches, scale * torch.nan if count in steps else scale)
+        return train_pipeline(microbatches, scale * torch.nan if count in steps else scale, *enter)
 
     made.step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
 

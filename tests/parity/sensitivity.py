@@ -1419,9 +1419,9 @@ FAULTS = (
     ),
     fault(
         "the folder is put in order before it is held",
-        "_Life._begun",
-        "self._lock(mesh, control)",
-        "_prepare(self.setup, mesh)\nself._lock(mesh, control)",
+        "_Life._lock",
+        "_hold(self.stack, self.setup.config)",
+        "_prepare(self.setup, mesh)\n_hold(self.stack, self.setup.config)",
         "test_a_second_run_changes_nothing",
     ),
     fault(

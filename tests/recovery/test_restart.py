@@ -38,7 +38,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launched:
         def launch(module: str, arguments: list[str], *more: Any) -> int:
             calls.append(arguments[1:])
             if left:
-                more[-1](left.pop(0))
+                more[4](left.pop(0))
                 return 137
             return status
 
