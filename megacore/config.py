@@ -5,6 +5,7 @@ its values fit each other, the model and the machine is asked in `megacore.run.p
 """
 
 import math
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, field, fields, is_dataclass
@@ -35,10 +36,10 @@ from parallel.weights.schema import Split, split_of
 
 
 class Bound(NamedTuple):
-    """The range of a number: in words, and as a test."""
+    """The range of a number, or of a pair of them: in words, and as a test."""
 
     words: str
-    holds: Callable[[float], bool]
+    holds: Callable[[Any], bool]
 
 
 AT_LEAST_0 = Bound("at least 0", lambda value: value >= 0)
@@ -51,6 +52,7 @@ UP_TO_1 = Bound("between 0 and 1", lambda value: 0 <= value <= 1)
 TIMEOUT = Bound("minutes above 0, and at most a day (1440)", lambda value: 0 < value <= 1440)
 UP_TO_99 = Bound("between 1 and 99", lambda value: 1 <= value <= 99)
 POWER_OF_2 = Bound("a power of two up to 2^24", lambda value: 0 < value <= 2**24 and math.frexp(value)[0] == 0.5)
+SAMPLES = Bound("a-b with 0 <= a < b", lambda pair: 0 <= pair[0] < pair[1])
 
 Int = Annotated[int, Strict()]
 Float = Annotated[float, Strict()]
@@ -229,11 +231,13 @@ class OptimizerConfig:
     """Whether the update is made on fp32 copies of the weights."""
     moments: Moments = "fp32"
     """`fp32`: as wide as what is updated; `bf16`: rounded after each step."""
-    non_finite: Literal["stop", "skip"] = "stop"
-    """Whether a NaN or infinity in loss or gradient stops the run, or skips the step, which then changes nothing."""
+    non_finite: Literal["stop", "skip", "repeat"] = "stop"
+    """Whether a NaN or infinity in loss or gradient stops the run, or skips the step, which then changes nothing, or
+    the step is repeated: where it is bad again, its samples are left out (`recovery.skip_samples`), and it is done with
+    those after them."""
     max_skipped: Annotated[Int, UP_TO_99] | None = 10
-    """Skipped steps among 100 that end the run all the same; null: no number does. What overflows in fp16 and only
-    lowers the loss scale does not count."""
+    """Skipped steps among 100, or steps whose samples are left out, that end the run all the same; null: no number
+    does. What overflows in fp16 and only lowers the loss scale does not count."""
 
 
 @dataclass(frozen=True, config=TYPED)
@@ -403,9 +407,21 @@ class CheckpointConfig:
         return self.at_end or self.every > 0
 
 
+def _as_ranges(value: object) -> object:
+    """Return texts 'a-b', one or a list of them, as pairs."""
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, list | tuple):
+        return value
+    texts = [re.fullmatch(r"(\d{1,18})-(\d{1,18})", each) if isinstance(each, str) else None for each in listed]
+    return [each if text is None else (int(text[1]), int(text[2])) for each, text in zip(listed, texts, strict=True)]
+
+
+SampleRanges = Annotated[tuple[Annotated[tuple[Int, Int], SAMPLES], ...], BeforeValidator(_as_ranges)]
+
+
 @dataclass(frozen=True, config=TYPED)
 class RecoveryConfig:
-    """The faults of machines and networks that a run gets over by itself."""
+    """The faults that a run gets over by itself, and the data that it leaves out."""
 
     compare_every: Annotated[Int, AT_LEAST_0] = 100
     """Steps after which replicas compare their weights and states bit for bit, as before each save; 0: never."""
@@ -417,6 +433,15 @@ class RecoveryConfig:
     """The share of a step's time that copies of what no other rank has may take: so often are they made."""
     max_restarts: Annotated[Int, AT_LEAST_0] = 3
     """Restarts of all ranks, from the newest whole checkpoint, before the run ends with status 75; 0: none."""
+    skip_samples: SampleRanges = ()
+    """Ranges of the numbers of training samples that are left out, `a-b` or [a, b] for a to b - 1; the samples after
+    them take their place. A run keeps its ranges wherever it goes on."""
+    spikes: Bool = False
+    """Whether a step whose loss or gradient norm is far above those before it is repeated too, as
+    `optimizer.non_finite=repeat` does; where not, that is only told."""
+    go_back: Bool = False
+    """Whether the samples that are left out are all from the newest checkpoint to the bad step, and the run goes back
+    there (PaLM's remedy, arXiv 2204.02311)."""
 
 
 @dataclass(frozen=True, config=TYPED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import queue
 import threading
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore.data.samples import Sample, Source
+from megacore.data.skipped import NONE, SkippedSamples
 from parallel.context_split import ContextParallel, ContextSplit
 from parallel.labels import IGNORE
 
@@ -135,6 +137,14 @@ class Batches:
         self._rank, self._size = data_rank, data_size
         self._separate, self._vocabulary = separate_documents, vocabulary
         self._context, self._context_rank = context, context_rank
+        self._skipped: SkippedSamples = NONE
+
+    def without(self, skipped: SkippedSamples) -> Batches:
+        """Return the batches of the order that some samples of the source are cut from, whose place the next ones
+        take."""
+        cut = copy.copy(self)
+        cut._skipped = skipped
+        return cut
 
     def microbatches(self, step: int) -> list[Batch]:
         """Return this rank's microbatches of step `step`: of the samples [step global_batch, (step + 1)
@@ -142,7 +152,7 @@ class Batches:
         return self.microbatches_from(step * self._global)
 
     def microbatches_from(self, position: int) -> list[Batch]:
-        """Return this rank's microbatches of the global batch that begins at sample `position`."""
+        """Return this rank's microbatches of the global batch that begins at `position` of the run's order."""
         end = position + self._global
         filled = position + filled_up(self._global, self._micro, self._size)
         first = range(position + self._rank * self._micro, filled, self._size * self._micro)
@@ -151,12 +161,13 @@ class Batches:
         )
         return [batch.of_rank(self._context, self._context_rank) for batch in whole]
 
-    def _row(self, index: int, end: int) -> Sample:
-        """Return sample `index`, or what stands in its place where the global batch has ended before."""
+    def _row(self, position: int, end: int) -> Sample:
+        """Return the sample at a position, or what stands in its place where the global batch has ended before."""
         # Not zeros: routers would send them all to the same experts, and fp8's scale of a microbatch might be theirs.
-        return self._sample(index) if index < end else self._sample(end - 1).blank()
+        return self._sample(position) if position < end else self._sample(end - 1).blank()
 
-    def _sample(self, index: int) -> Sample:
+    def _sample(self, position: int) -> Sample:
+        index = self._skipped.sample(position)
         sample = self._source.sample(index)
         # An id that the model does not have would look up another rank's row, or none, and train in silence.
         if self._vocabulary is not None and not 0 <= sample.tokens.min() <= sample.tokens.max() < self._vocabulary:

@@ -119,7 +119,7 @@ LADDERS: Mapping[Kind, tuple[Action, ...]] = {
     "node_leaves": ("evict", "end"),
     "non_finite": ("repeat", "end"),
     "spike": ("repeat", "tell"),
-    "unrepeatable": ("evict", "end"),
+    "unrepeatable": ("evict", "tell"),
     "bad_data": ("skip", "go_back", "end"),
     "corrupted": ("replace", "restart", "end"),
     "straggler": ("tell",),

@@ -98,7 +98,7 @@ def empty_trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
         mesh,
         model,
         step,
-        batches(setup.corpora.train),
+        batches(setup.corpora.train).without(start.progress.skipped_samples),
         batches(setup.corpora.validation) if setup.corpora.validation else None,
         config.log.peak_tflops or peak_tflops(mesh.device, DTYPES[config.train.precision]),
         control,

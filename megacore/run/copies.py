@@ -46,7 +46,11 @@ def checksum_of(flat: Tensor) -> int:
     return zlib.crc32(memoryview(flat.numpy()))  # type: ignore[arg-type]  # numpy's stubs for Python 3.11
 
 
-Take = Callable[[], tuple[Tensor, Mapping[str, Any]]]
+Take = Callable[[], tuple[Tensor, Mapping[str, Any]] | None]
+
+
+def _nothing() -> None:
+    """Take nothing: there is no trainer."""
 
 
 class Copies:
@@ -60,6 +64,7 @@ class Copies:
         self.images: dict[int, dict[int, CopiedImage]] = {}
         """{rank: {step: its image}}."""
         self._overhead = overhead
+        self._take: Take = _nothing
         self._rank, self._group = 0, Group((0,), 0, None)
         self._to: int | None = None
         self._from: list[int] = []
@@ -74,7 +79,8 @@ class Copies:
             rank: This rank.
             holders: {rank: rank that keeps its copy}.
             group: All ranks, for tensors in host memory; its messages are those of copies alone.
-            take: Gives the bytes of this rank's image, and what else is known of the run, as JSON, alike on all ranks.
+            take: Gives the bytes of this rank's image, and what else is known of the run, as JSON, alike on all ranks;
+                None, on all ranks, where it is not to be copied.
         """
         self._take = take
         self._rank, self._group, self._work = rank, group, None
@@ -86,6 +92,7 @@ class Copies:
         """End a generation: what is under way is given up, and what is damaged is dropped."""
         if self._work is not None:
             self._work.join()
+        self._take = _nothing
         for versions in self.images.values():
             for step in [step for step, image in versions.items() if not image.sound]:
                 del versions[step]
@@ -118,7 +125,10 @@ class Copies:
         if not self._active:
             return
         now = time.monotonic()
-        flat, state = self._take()
+        taken = self._take()
+        if taken is None:
+            return
+        flat, state = taken
         seconds = time.monotonic() - now
 
         def work() -> None:

@@ -82,13 +82,13 @@ def problems(
 
 
 def _range_problem(config: Config, key: str, bound: Bound) -> Iterator[str]:
-    """Return the problem of a number, or of the numbers of a list; null is no number."""
+    """Return the problem of a number, or of the numbers or ranges of a list; null is no number."""
     value: object = config
     for name in key.split("."):
         value = _field(value, name)
     numbers = value if isinstance(value, tuple) else () if value is None else (value,)
     if not all(map(bound.holds, numbers)):
-        each = "each number " if isinstance(value, tuple) else ""
+        each = "" if not isinstance(value, tuple) else "each " if isinstance(value[0], tuple) else "each number "
         shown = list(value) if isinstance(value, tuple) else value
         yield f"{key} ({shown}): {each}must be {bound.words}"
 
@@ -465,6 +465,16 @@ def _one_start(facts: RuleContext) -> Iterator[str]:
         )
 
 
+def _repetition(facts: RuleContext) -> Iterator[str]:
+    section, choice = facts.config.recovery, facts.config.optimizer.non_finite
+    for key in ("spikes", "go_back"):
+        if getattr(section, key) and choice != "repeat":
+            yield (
+                f"recovery.{key} is about steps that are repeated, and optimizer.non_finite is {choice}: set that to "
+                f"repeat, or recovery.{key}=false"
+            )
+
+
 def _export(facts: RuleContext) -> Iterator[str]:
     section = facts.config.checkpoint
     if section.export is not None and not section.at_end:
@@ -506,6 +516,7 @@ RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     ((*MODEL_RANKS, "mesh.dp", "batch.global_size", "batch.micro_size", "experts.batch_balance"), _batch_balance),
     ((), _adapters),
     ((), _one_start),
+    ((), _repetition),
     ((), _export),
 )
 """The keys that each rule needs in range, and the rule."""

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
 
 from megacore.config import Config, MeshConfig
 from megacore.data.samples import ORDER
+from megacore.data.skipped import NONE, SampleRange, SkippedSamples, in_recipe, in_words
+from megacore.say import brief
 from megacore.store.strict_json import StoreError
 from parallel.weights.layout import MeshShape
 
 _FIELDS = {"step": "step", "samples": "consumed_samples", "tokens": "tokens", "updates": "optimizer_steps"}
 """{field of Progress: its name in the file}."""
 _ORDER = "data_order"
+_SKIPPED = "skipped_samples"
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,12 @@ class Progress:
 
     Args:
         step: Steps.
-        samples: Samples of the training data; the next step begins with the sample of this number.
+        samples: Samples of the training data; the next step begins with the one at this position of the run's order.
         tokens: Tokens of them.
         updates: Steps that have changed the weights: those with a gradient that was not finite have not.
         scaler: The state of the loss scale; None where losses are not scaled.
         order: The version of the order of the data that the samples are counted in.
+        skipped_samples: The samples that are cut from that order.
     """
 
     step: int = 0
@@ -38,6 +42,7 @@ class Progress:
     updates: int = 0
     scaler: Mapping[str, Any] | None = None
     order: int = ORDER
+    skipped_samples: SkippedSamples = NONE
 
     @property
     def skipped(self) -> int:
@@ -47,7 +52,29 @@ class Progress:
         """Return the progress at a later step of a run that goes on from here with this config."""
         samples = (step - self.step) * config.batch.global_size
         tokens = samples * config.data.sequence_length
-        return Progress(step, self.samples + samples, self.tokens + tokens, updates, scaler, self.order)
+        return replace(
+            self,
+            step=step,
+            samples=self.samples + samples,
+            tokens=self.tokens + tokens,
+            updates=updates,
+            scaler=scaler,
+        )
+
+    def without(self, ranges: Iterable[SampleRange]) -> Progress:
+        """Return the progress of a run that leaves out these samples too, from here on.
+
+        Raises:
+            StoreError: it has been trained on some of them.
+        """
+        asked = SkippedSamples.of(ranges)
+        if done := self.skipped_samples.left_out_by(asked, self.samples):
+            raise StoreError(
+                f"recovery.skip_samples ({in_recipe(asked)}): the run has been trained on samples {in_words(done)} by "
+                f"step {self.step:,}: resume from a checkpoint before that, or leave out samples from "
+                f"{self.skipped_samples.sample(self.samples):,} on"
+            )
+        return replace(self, skipped_samples=self.skipped_samples | asked)
 
     @classmethod
     def read(cls, tree: Mapping[str, Any], where: object) -> Progress:
@@ -73,7 +100,11 @@ class Progress:
                 f"{where}: {_ORDER} is {order!r:.80}, and those from 1 to {ORDER} are known: go on with the version of "
                 "megacore that wrote it, or a later one"
             )
-        return cls(**{field: tree[name] for field, name in _FIELDS.items()}, scaler=scaler, order=order)
+        skipped = SkippedSamples.read(tree.get(_SKIPPED, []))
+        if skipped is None:
+            raise StoreError(f"{where}: {_SKIPPED} are no ascending ranges [a, b]: {brief(tree[_SKIPPED])}")
+        counts = {field: tree[name] for field, name in _FIELDS.items()}
+        return cls(**counts, scaler=scaler, order=order, skipped_samples=skipped)
 
 
 def is_scaler_state(value: Any) -> bool:
@@ -100,6 +131,7 @@ def document(progress: Progress, lr: float, config: Config, mesh: MeshShape) -> 
     return {
         **{name: getattr(progress, field) for field, name in _FIELDS.items()},
         _ORDER: progress.order,
+        **({_SKIPPED: [list(each) for each in progress.skipped_samples]} if progress.skipped_samples else {}),
         "lr": lr,
         "scaler": progress.scaler,
         "recipe": recipe(config, mesh),

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from megacore.control import Control
+from megacore.recovery.policy import Incident
 from megacore.recovery.protocol import Commit, Resolution, Status, resolve
 from megacore.run import image
 from megacore.run.build import empty_trainer_of
@@ -49,6 +52,7 @@ class Told:
         followed: The last step that all is done for that follows one.
         unsaved: Whether a save is to be made that was not, or not to its end.
         meter: (step, seconds since) of the last record.
+        going_back: Whether it was going back to a checkpoint, so that others may stand before that.
     """
 
     status: Status
@@ -57,6 +61,12 @@ class Told:
     followed: int = 0
     unsaved: bool = False
     meter: tuple[int, float] = (0, 0.0)
+    going_back: bool = False
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it has never had any of the run."""
+        return self.status == Status(self.status.rank) and not self.going_back
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(replace(self, status=Status(self.status.rank))), "status": self.status.to_json()}
@@ -71,6 +81,7 @@ def state_of(trainer: Trainer) -> Mapping[str, Any]:
     stats = trainer.stats
     return {
         "progress": asdict(trainer.start.at(trainer.done, trainer.config, trainer.step.optimizer.updates)),
+        "incidents": [] if trainer.repetition is None else list(map(asdict, trainer.repetition.history)),
         "outcome": None if stats is None else {name: _told(getattr(stats, name)) for name in _TOLD},
         "generation": trainer.committed_in,
     }
@@ -84,6 +95,7 @@ def let_go(trainer: Trainer | None, copies: Copies, rank: int) -> Told:
     if trainer is None:
         return Told(Status(rank, copies=versions), copied=copied)
     trainer.meter.end()
+    trainer.go_back()
     state, abandoned = state_of(trainer), trainer.saver.abandon()
     outcome = None if state["outcome"] is None else _commit(state)
     pending = trainer.generation if trainer.step.pending is not None else None
@@ -116,6 +128,8 @@ def recovered(
     Raises:
         StateLost: nobody has the state of some rank.
     """
+    if any(each.going_back for each in told):
+        raise StateLost("ranks were going back to a checkpoint")
     resolution = resolve([each.status for each in told], identical_ranks(setup, mesh))
     if resolution is None:
         lacking = [rank for rank, each in enumerate(told) if each.status.version is None]
@@ -127,8 +141,10 @@ def recovered(
     if way.kind == "forward":
         assert held is not None
         held.update(done, _stats(held, state["outcome"]))
-    progress = Progress(**state["progress"])
+    progress = TypeAdapter(Progress).validate_python(state["progress"])
     trainer = empty_trainer_of(replace(setup, start=replace(setup.start, progress=progress)), mesh, control)
+    if trainer.repetition is not None:
+        trainer.repetition.history += TypeAdapter(list[Incident]).validate_python(state["incidents"])
     if held is not None:
         trainer.interrupt = held.interrupt
         if way.kind in ("keep", "forward"):
@@ -160,8 +176,14 @@ def keep_copies(setup: Setup, trainer: Trainer, copies: Copies, ranks_per_node: 
     placed = holders(identical_ranks(setup, mesh), ranks_per_node if nodes > 1 else 1)
     if placed:
         group = mesh.host_group([tuple(range(mesh.shape.world))])
-        copies.join(mesh.rank, placed, group, lambda: (image.to_bytes(trainer), state_of(trainer)))
+        copies.join(mesh.rank, placed, group, partial(_copy, trainer))
         trainer.copies = copies
+
+
+def _copy(trainer: Trainer) -> tuple[Tensor, Mapping[str, Any]] | None:
+    """Return what is to be copied of a trainer; nothing while the steps that it does are in vain: a run that is halted
+    goes back to before them, and to copies from there."""
+    return None if trainer.is_halted else (image.to_bytes(trainer), state_of(trainer))
 
 
 def identical_ranks(setup: Setup, mesh: Mesh) -> Mapping[int, tuple[int, ...]]:
@@ -190,8 +212,11 @@ def _stats(trainer: Trainer, outcome: Mapping[str, tuple[str, float]]) -> Stats:
         name: torch.tensor(value, dtype=getattr(torch, FLOATS[dtype]), device=device)
         for name, (dtype, value) in outcome.items()
     }
-    own = step.pending.own_loss if step.pending is not None else told["loss"]
-    return Stats(**told, own_loss=own, overflow=step.scaler.overflow(told["loss"], told["grad_norm"]))
+    # Where this rank has no parts of its own, nobody asks for them: a run that is halted goes back before it is told.
+    own, pending = (told["loss"], told["grad_norm"]), step.pending
+    own_loss, squares = own if pending is None else (pending.own_loss, pending.squares)
+    overflow = step.scaler.overflow(told["loss"], told["grad_norm"])
+    return Stats(**told, own_loss=own_loss, overflow=overflow, squares=squares)
 
 
 def _send(trainer: Trainer, resolution: Resolution, copies: Copies, group: Group) -> None:

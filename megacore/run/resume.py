@@ -11,6 +11,7 @@ from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.data import tokenizer
+from megacore.data.skipped import in_words
 from megacore.recipe import load
 from megacore.run.progress import Progress, recipe
 from megacore.say import brief
@@ -86,8 +87,13 @@ def find(config: Config, damaged: tuple[Damaged, ...] = (), checked: bool = Fals
         checked: Whether another process checks the tensor files of checkpoints.
 
     Raises:
-        StoreError: it cannot be used.
+        StoreError: it cannot be used, or the run has been trained on samples that are to be left out.
     """
+    start = _find(config, damaged, checked)
+    return replace(start, progress=start.progress.without(config.recovery.skip_samples))
+
+
+def _find(config: Config, damaged: tuple[Damaged, ...], checked: bool) -> Start:
     section = config.checkpoint
     if section.resume is None:
         return _from(section.init, checked)
@@ -234,7 +240,16 @@ def _misfits(model: ModelConfig, source: WeightFolder) -> Iterator[str]:
 
 
 def remarks(start: Start, config: Config, model: ModelConfig, mesh: MeshShape) -> list[str]:
-    """Return the differences to where the weights come from, a line each."""
+    """Return the differences to where the weights come from, and the samples that are left out, a line each."""
+    return [limits.cut(line) for line in (*_differences(start, config, model, mesh), *_left_out(start.progress))]
+
+
+def _left_out(progress: Progress) -> Iterator[str]:
+    if skipped := progress.skipped_samples:
+        yield f"{len(skipped):,} samples of the training data are left out: {in_words(skipped)}."
+
+
+def _differences(start: Start, config: Config, model: ModelConfig, mesh: MeshShape) -> list[str]:
     if start.source is None:
         return list(start.said)
     lines = list(start.said) if start.said else [f"Starting from the weights of {start.source.path}."]
@@ -250,7 +265,7 @@ def remarks(start: Start, config: Config, model: ModelConfig, mesh: MeshShape) -
         lines += [f"  {key} is {now[key]}, and was {brief(was[key])}" for key in changed if key.startswith(_TOLD)]
         if _drops(model) and any(key.startswith(_LAYOUT) for key in changed):
             lines.append("  the layout or microbatch has changed: dropout draws other masks than it would have drawn")
-    return [limits.cut(line) for line in lines]
+    return lines
 
 
 _TOLD = (

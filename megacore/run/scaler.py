@@ -60,16 +60,16 @@ class Scaler:
         """
         return torch.isfinite(loss) & ~torch.isfinite(norm) & (self.scale > self.scaling.minimum)
 
-    def update(self, loss: Tensor, norm: Tensor) -> None:
+    def update(self, loss: Tensor, norm: Tensor, halted: Tensor | None = None) -> None:
         """Move after a step of this loss and gradient norm: half of it after an overflow, twice after enough steps
-        without one; a loss that is not finite says nothing."""
+        without one; a loss that is not finite says nothing, nor does a step that is ``halted`` (a bool scalar)."""
         if not self.scaling.moves:
             return
         finite = torch.isfinite(norm)
         good = torch.where(finite, self.good_steps + 1, 0)
         grows = good >= self.scaling.growth_interval
         moved = self.scale * torch.where(finite, 1.0 + grows, 0.5)
-        counts = torch.isfinite(loss)
+        counts = torch.isfinite(loss) if halted is None else torch.isfinite(loss) & ~halted
         self.scale = torch.where(counts, moved.clamp_(self.scaling.minimum, self.scaling.maximum), self.scale)
         self.good_steps = torch.where(counts, torch.where(grows, 0, good), self.good_steps)
 

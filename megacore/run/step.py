@@ -35,6 +35,7 @@ class Stats:
         own_loss: This rank's part of the loss, the one that is not the same everywhere.
         scale: The factor of the loss in the backward.
         overflow: Whether the gradient alone is not finite, and a smaller scale may mend that in later steps.
+        squares: This rank's part of the squares of the gradient, which is scaled, fp64.
     """
 
     loss: Tensor
@@ -43,11 +44,18 @@ class Stats:
     own_loss: Tensor
     scale: Tensor
     overflow: Tensor
+    squares: Tensor
 
     @property
     def finite(self) -> Tensor:
         """Whether the loss and the gradient norm are finite, a bool scalar."""
         return torch.isfinite(self.loss) & torch.isfinite(self.grad_norm)
+
+    @property
+    def outcome(self) -> Tensor:
+        """The loss, the norm, and this rank's parts of the loss and of the squares, fp64 [4]: what another try must
+        give again, bit for bit."""
+        return torch.stack([each.double() for each in (self.loss, self.grad_norm, self.own_loss, self.squares)])
 
 
 @dataclass(frozen=True)
@@ -57,9 +65,10 @@ class Summed:
     tokens: Tensor
     own_loss: Tensor
     scale: Tensor
+    squares: Tensor
 
     def stats(self, loss: Tensor, norm: Tensor, overflow: Tensor) -> Stats:
-        return Stats(loss, norm, self.tokens, self.own_loss, self.scale, overflow)
+        return Stats(loss, norm, self.tokens, self.own_loss, self.scale, overflow, self.squares)
 
 
 @dataclass
@@ -98,7 +107,7 @@ class TrainStep:
         self.optimizer.update(lr, stats.grad_norm, go, stats.scale if self.scaling.moves else None)
         if self.balance is not None:
             self.balance.move_biases(go)
-        self.scaler.update(stats.loss, stats.grad_norm)
+        self.scaler.update(stats.loss, stats.grad_norm, halted)
         self.pending = None
 
     def backward(self, microbatches: Sequence[Microbatch]) -> Stats:
@@ -116,10 +125,11 @@ class TrainStep:
         self.gradients.finish()
         if self.balance is not None:
             self.balance.finish()
-        self.pending = Summed(tokens, own, scale)
+        squares = self.gradients.squares()
+        self.pending = Summed(tokens, own, scale, squares)
         # The norm comes last: whoever has it knows that every rank has summed all of its gradients, and that each can
         # do the rest alone.
-        loss, norm = total_loss(own, self.mesh), self.gradients.norm() / scale
+        loss, norm = total_loss(own, self.mesh), self.gradients.norm(squares) / scale
         return self.pending.stats(loss, norm, self.scaler.overflow(loss, norm))
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,7 +45,8 @@ from megacore.run.recover import StateLost, Told, keep_copies, let_go, recovered
 from megacore.run.replicas import compare_replicas
 from megacore.run.resume import Damaged, Start, again, find, remarks
 from megacore.run.save import SaveError
-from megacore.run.trainer import NonFinite, Trainer
+from megacore.run.trainer import Interrupt, Trainer
+from megacore.run.trouble import GoBack, NonFinite
 from megacore.say import err, say
 from megacore.store.audit import DamageError
 from megacore.store.objects import place
@@ -108,6 +110,8 @@ class _Life:
     beat: Beat = field(default_factory=Beat.here)
     log: metrics.Log | None = None
     locked: bool = False
+    going_back: bool = False
+    """Whether other ranks may stand before a checkpoint that this one goes back to, or after it."""
 
     def outlived(self, agent: Agent | None) -> int | None:
         """Train -> the last step that was done; None once a fault that can be recovered from has ended a generation."""
@@ -124,7 +128,7 @@ class _Life:
         assert agent is not None
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.beat.enter("recover")
-        self.told = let_go(self.trainer, self.copies, rank)
+        self.told = replace(let_go(self.trainer, self.copies, rank), going_back=self.going_back)
         if dist.is_initialized():
             dist.destroy_process_group()
         agent.ready()
@@ -139,20 +143,48 @@ class _Life:
         control = Control.create(mesh, self.node)
         mine = replace(self.told, status=replace(self.told.status, rank=mesh.rank))
         told = [Told.from_json(each) for each in control.exchange(mine.to_json())]
-        if agent is None or not (agent.begun or any(each.status != Status(rank) for rank, each in enumerate(told))):
-            trainer = self._begun(mesh, control)
+        if agent is None or not (agent.begun or any(not each.is_new for each in told)):
+            self.trainer = self._begun(mesh, control)
         else:
             try:
-                trainer = self._recovered(mesh, control, told)
+                self.trainer = self._recovered(mesh, control, told)
             except StateLost as error:
                 agent.lost(str(error))
-        self.trainer, trainer.step.beat = trainer, self.beat
+        self._take_up(self.trainer, agent)
+        if agent is not None:
+            agent.recovered(self.trainer.done)
+        while True:
+            try:
+                return self.trainer.run()
+            except GoBack as error:  # on every rank
+                back = error.with_traceback(None)  # which holds the trainer
+            self._go_back(back, mesh, control, self.trainer.interrupt)
+            self._take_up(self.trainer, agent)
+            control.largest()  # all ranks are
+            self.going_back = False
+
+    def _take_up(self, trainer: Trainer, agent: Agent | None) -> None:
+        """Have a trainer tell where it is, and be copied, in this generation."""
+        trainer.step.beat = self.beat
         compare_replicas(self.setup, trainer)
         if agent is not None:
             trainer.generation = agent.generation
             keep_copies(self.setup, trainer, self.copies, self.node)
-            agent.recovered(trainer.done)
-        return trainer.run()
+
+    def _go_back(self, back: GoBack, mesh: Mesh, control: Control, interrupt: Interrupt) -> None:
+        """Replace the trainer by one that goes on from before a bad step, without its samples."""
+        self.going_back, self.trainer = True, None
+        self.beat.enter("recover")
+        self.copies.leave()
+        gc.collect()
+        start = control.attempt(partial(_before, self.setup, back, control))
+        self.setup, self.trainer = _built(replace(self.setup, start=start), mesh, control)
+        self.trainer.interrupt = interrupt
+        if self.trainer.repetition is not None:
+            self.trainer.repetition.history += back.history
+        self.copies.drop_after(self.trainer.done)
+        self._close_log()
+        self._open_log(self.trainer, control, self.trainer.done)
 
     def _begun(self, mesh: Mesh, control: Control) -> Trainer:
         """Return the trainer of a run that nothing has befallen yet."""
@@ -170,9 +202,8 @@ class _Life:
         """Return the trainer that goes on after a fault."""
         self._lock(mesh, control)
         trainer = recovered(self.setup, mesh, control, self.trainer, self.copies, told)
-        if trainer.rewound and self.log is not None:
-            self.log.__exit__()
-            self.log = None
+        if trainer.rewound:
+            self._close_log()
         self._open_log(trainer, control, trainer.followed)
         return trainer
 
@@ -186,6 +217,11 @@ class _Life:
 
         control.attempt(lock)
 
+    def _close_log(self) -> None:
+        if self.log is not None:
+            self.log.__exit__()
+            self.log = None
+
     def _open_log(self, trainer: Trainer, control: Control, after: int) -> None:
         """Have rank 0 write what follows a step."""
 
@@ -195,6 +231,19 @@ class _Life:
 
         control.attempt(open_log)
         trainer.log = self.log
+
+
+def _before(setup: Setup, back: GoBack, control: Control) -> Start:
+    """Return the newest checkpoint before a bad step, or where there is none what the run started from, without the
+    samples from there to the end of the step."""
+    config, start = setup.config, setup.start
+    folder = checkpoints.folder_of(config.out, config.checkpoint.folder)
+    newest = control.tell(max((step for step in checkpoints.complete(folder) if step < back.step), default=0))
+    if newest > start.progress.step:
+        resume = str(checkpoints.path_of(folder, newest))
+        start = find(replace(config, checkpoint=replace(config.checkpoint, resume=resume)))
+    first = back.skipped.sample(start.progress.samples)
+    return replace(start, progress=start.progress.without([*back.skipped, (first, back.stop)]))
 
 
 def _hold(stack: ExitStack, config: Config) -> None:
@@ -301,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if here.rank == 0:
             err(error)
     except (NonFinite, SaveError, StoreError) as error:  # on every rank
-        status = exits.FAILED
+        status = error.status if isinstance(error, NonFinite) else exits.FAILED
         damaged = error.path if isinstance(error, DamageError) else None
         if here.rank == 0:
             err(error)

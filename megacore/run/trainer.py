@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 
 import torch
@@ -17,7 +17,11 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batch, Batches, prefetch
+from megacore.data.skipped import SampleRange, in_recipe, in_words
 from megacore.hardware import peak_memory_gib
+from megacore.recovery.events import KINDS, Event
+from megacore.recovery.policy import ACTIONS, Budgets, Decision, decide
+from megacore.recovery.spikes import Spikes
 from megacore.run import loads, progress
 from megacore.run.copies import Copies
 from megacore.run.lr import learning_rate
@@ -25,6 +29,17 @@ from megacore.run.metrics import Log, Record
 from megacore.run.progress import Progress
 from megacore.run.save import SaveError, Saver
 from megacore.run.step import Stats, TrainStep, evaluate
+from megacore.run.trouble import (
+    WINDOW,
+    Again,
+    BadStep,
+    GoBack,
+    NonFinite,
+    Repetition,
+    StepResult,
+    Trouble,
+    UnsoundHardware,
+)
 from models.assemble import Model
 from models.config import flops_per_token
 from models.decoder import Microbatch
@@ -52,9 +67,6 @@ _AGAIN_S = 30
 COLLECT_EVERY = 50
 """Steps between collections of Python's garbage."""
 
-WINDOW = 100
-"""Steps among which at most ``optimizer.max_skipped`` may be left out."""
-
 
 @contextmanager
 def _collecting_together() -> Iterator[None]:
@@ -66,10 +78,6 @@ def _collecting_together() -> Iterator[None]:
     finally:
         if before:
             gc.enable()
-
-
-class NonFinite(RuntimeError):
-    """The loss or the gradient norm is not a number any more, or too often."""
 
 
 @dataclass
@@ -111,47 +119,6 @@ class Interrupt:
 
 
 @dataclass
-class Trouble:
-    """Non-finite steps, counted on the device so that nobody waits for it.
-
-    Args:
-        first: The step from which on the weights do not change any more, 0 if there is none: the one that is not finite
-            and one more than ``allowed`` among the last ``WINDOW``. Those that overflowed for their loss scale do not
-            count.
-        here: Whether this rank's own part of the loss was not finite at that step.
-        skipped: The number of steps that were left out.
-        halted: Whether there is such a step.
-        recent: The last ``WINDOW`` steps that were left out and count.
-        allowed: The number of them that may be; None for any.
-    """
-
-    first: Tensor
-    here: Tensor
-    skipped: Tensor
-    halted: Tensor
-    recent: Tensor
-    allowed: int | None
-
-    @classmethod
-    def none(cls, device: torch.device, allowed: int | None, skipped_before: int = 0) -> Trouble:
-        first, skipped = torch.tensor([0, skipped_before], device=device).unbind()
-        here, halted = torch.zeros(2, dtype=torch.bool, device=device).unbind()
-        return cls(first, here, skipped, halted, torch.zeros(WINDOW, dtype=torch.bool, device=device), allowed)
-
-    def note(self, step: int, stats: Stats) -> None:
-        bad = ~stats.finite
-        self.skipped += bad
-        bad &= ~stats.overflow
-        self.recent[step % WINDOW] = bad
-        if self.allowed is None:
-            return
-        now = ~self.halted & (self.recent.sum() > self.allowed)
-        self.halted |= now
-        self.first = torch.where(now, step, self.first)
-        self.here |= now & ~torch.isfinite(stats.own_loss)
-
-
-@dataclass
 class Trainer:
     """A run on this rank.
 
@@ -167,6 +134,7 @@ class Trainer:
         saver: Writes checkpoints.
         start: The progress of the run so far.
         log: The log that metrics go to, on rank 0.
+        report: Is called, on every rank, with what befalls the run and what is done about it.
     """
 
     config: Config
@@ -181,6 +149,7 @@ class Trainer:
     start: Progress
     log: Log | None
     interrupt: Interrupt = field(default_factory=Interrupt)
+    report: Callable[[Event, Decision], None] = lambda event, decision: None
     at: int = field(default=0, init=False)
     """The step that is being done."""
     done: int = field(default=0, init=False)
@@ -190,6 +159,13 @@ class Trainer:
     followed: int = field(default=0, init=False)
     """The last step that all is done for that follows one: records, saves, evaluations."""
     trouble: Trouble = field(init=False)
+    spikes: Spikes = field(default_factory=Spikes, init=False)
+    spiking: bool = field(default=False, init=False)
+    """Whether the last record was a spike."""
+    limiting: bool = field(default=False, init=False)
+    """Whether spikes are repeated: not any more once there are no means for it."""
+    repetition: Repetition | None = field(default=None, init=False)
+    """The steps that are done again, where some are."""
     generation: int = field(default=0, init=False)
     """The generation of the groups that its messages go through."""
     committed_in: int = field(default=0, init=False)
@@ -201,9 +177,12 @@ class Trainer:
     """Compares the state with that of its replicas, on all ranks."""
 
     def __post_init__(self) -> None:
-        section = self.config.optimizer
-        allowed = 0 if section.non_finite == "stop" else section.max_skipped
-        self.trouble = Trouble.none(self.mesh.device, allowed, self.start.skipped)
+        config = self.config
+        self.limiting = config.recovery.spikes
+        if config.optimizer.non_finite == "repeat":
+            budgets = Budgets(max_skipped=config.optimizer.max_skipped, go_back=config.recovery.go_back)
+            self.repetition = Repetition(self.control, budgets)
+        self.trouble = self._no_trouble(self.start.skipped)
         self.at = self.done = self.followed = self.start.step
         self.meter = _Meter(self)
         self._unsaved: int | None = None
@@ -213,15 +192,16 @@ class Trainer:
 
         Raises:
             NonFinite: with ``optimizer.non_finite=stop``, once a step has a loss or gradient that is not finite; with
-                ``skip``, once more than ``optimizer.max_skipped`` of the last ``WINDOW`` steps have. The weights are
-                those before that step.
+                ``skip``, once more than ``optimizer.max_skipped`` of the last ``WINDOW`` steps have; with ``repeat``,
+                once there is nothing left to leave out. The weights are those before that step.
             SaveError: no checkpoint could be written for ``checkpoint.patience`` hours, or none before a signal ended
                 the run.
+            GoBack: the run is to go on from an earlier checkpoint.
         """
         with self.interrupt.listening():
             try:
                 return self._steps()
-            except NonFinite:  # on every rank
+            except (NonFinite, GoBack):  # on every rank
                 self._tolerate(self.saver.finish)
                 raise
             except RuntimeError as error:
@@ -231,32 +211,43 @@ class Trainer:
                 self.step.beat.enter("end")
 
     def _steps(self) -> int:
-        first, total, beat = self.start.step, self.config.train.steps, self.step.beat
         self.meter.begin()
-        stopping = first >= total
+        while True:
+            try:
+                self._steps_after(self.done)
+                break
+            except Again:  # on every rank
+                self.go_back()
+        self.step.beat.enter("save")
+        self._tolerate(self.saver.finish)
+        if self._unsaved is not None and self.saver.failing_s is not None:
+            self._save_at_last(self._unsaved)
+        return self.done
+
+    def _steps_after(self, first: int) -> None:
+        """Do the steps after one, once all that follows that one is done."""
+        beat = self.step.beat
+        stopping = first >= self.config.train.steps
         if self.stats is not None and self.followed < first:
             stopping = self._follow(first, self.stats)
         elif stopping and self._listen()[1]:  # a fault has cut the save of the last step
             self._save(first, self.lr(first))
             self._unsaved = first
-        if not stopping:
-            with prefetch(self.batches.steps(self.start.samples)) as ahead, _collecting_together():
-                beat.enter("data", first + 1)
-                for step, batch in enumerate(ahead, start=first + 1):
-                    beat.enter("forward")
-                    self.at, began = step, time.monotonic()
-                    stats = self.step.backward(self._microbatches(batch, step))
-                    self.update(step, stats)
-                    self.step.gradients.updated()
-                    self.copies.stepped(time.monotonic() - began)
-                    if self._follow(step, stats):
-                        break
-                    beat.enter("data", step + 1)
-        beat.enter("save")
-        self._tolerate(self.saver.finish)
-        if self._unsaved is not None and self.saver.failing_s is not None:
-            self._save_at_last(self._unsaved)
-        return self.done
+        if stopping:
+            return
+        samples = self.start.at(first, self.config).samples
+        with prefetch(self.batches.steps(samples)) as ahead, _collecting_together():
+            beat.enter("data", first + 1)
+            for step, batch in enumerate(ahead, start=first + 1):
+                beat.enter("forward")
+                self.at, began = step, time.monotonic()
+                stats = self.step.backward(self._microbatches(batch, step))
+                self.update(step, stats)
+                self.step.gradients.updated()
+                self.copies.stepped(time.monotonic() - began)
+                if self._follow(step, stats):
+                    break
+                beat.enter("data", step + 1)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -264,26 +255,47 @@ class Trainer:
 
     def update(self, step: int, stats: Stats) -> None:
         """Do the second half of a step, which needs no other rank: all or nothing of it is done."""
+        self.trouble.note(step, stats)  # before it: a step that spikes, finite as it is, changes nothing
         self.step.update(stats, self.lr(step), self.trouble.halted)
-        self.trouble.note(step, stats)
         self.done, self.stats, self.committed_in, self.rewound = step, stats, self.generation, False
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether a bad step has halted the run that is to be done again; reading it waits for the device."""
+        return self.repetition is not None and bool(self.trouble.halted)
+
+    def go_back(self) -> None:
+        """Go back to before the bad step that has halted the run, if one has that is to be done again.
+
+        The weights have not changed since, so this is where the run stands: after a fault, too, when ranks differ in
+        how many steps they have done in vain, and in whether they know of it.
+        """
+        if not self.is_halted:
+            return
+        assert self.trouble.outcome is not None
+        self.at = self.done = self.followed = int(self.trouble.first) - 1
+        self.stats = self.step.pending = None
+        self.trouble = self._no_trouble(int(self.trouble.outcome[-1]))
 
     def _follow(self, step: int, stats: Stats) -> bool:
         """Do what follows a step -> whether it was the last one."""
         config, trouble, lr = self.config, self.trouble, self.lr(step)
         stop, save = self._listen()
         stopping = step == config.train.steps or stop
-        saving = self._saves(step, stop, save)
-        if step % config.log.every == 0 or stopping or saving:
+        saving, evaluating = self._saves(step, stop, save), self._evaluates(step)
+        writing = step % config.log.every == 0 or stopping
+        if writing or saving or evaluating or self._repeats(step):
             self.step.beat.enter("log")
-            self._check(trouble)
-        if step % config.log.every == 0 or stopping:
-            self._write(step, self.meter.record(step, lr, stats, trouble))
+            self._check(trouble, stats)
+        if writing:
+            record = self.meter.record(step, lr, stats, trouble)
+            self._write(step, record)
+            trouble.limits = self._look(step, lr, record)
         if (every := config.recovery.compare_every) and (saving or step % every == 0):
             self.compare()
         if saving:
             self._save(step, lr)
-        if self._evaluates(step):
+        if evaluating:
             with self.meter.paused():
                 loss = self.validation_loss()
                 self._write(step, {"validation_loss": loss, "validation_perplexity": perplexity(loss)})
@@ -323,6 +335,7 @@ class Trainer:
         done = self.start.at(step, self.config, self.step.optimizer.updates, self.step.scaler.state())
         self._tolerate(self.saver.finish)
         self._tolerate(lambda: self.saver.save(step, progress.document(done, lr, self.config, self.mesh.shape)))
+        self.interrupt.save = False  # not before: after a fault it is asked for still
         if not self.config.checkpoint.background:
             self._tolerate(self.saver.finish)
 
@@ -363,11 +376,8 @@ class Trainer:
 
         With it goes what the ranks must know of a save in the background.
         """
-        save, self.interrupt.save = self.interrupt.save, False
-        copies = self.copies
-        told = self.control.largest(
-            self.interrupt.asked, save, *self.saver.news(), copies.due(self.done), -copies.whole
-        )
+        asked, copies = (self.interrupt.asked, self.interrupt.save), self.copies
+        told = self.control.largest(*asked, *self.saver.news(), copies.due(self.done), -copies.whole)
         stop, save, *news = map(bool, told[:4])
         if news[-1]:  # it waits for disks
             self.step.beat.enter("save")
@@ -413,28 +423,119 @@ class Trainer:
             tensor = tensor.pin_memory()  # a copy from pageable memory would wait for the device
         return tensor.to(self.mesh.device, non_blocking=True)
 
-    def _check(self, trouble: Trouble) -> None:
-        step = int(trouble.first)
-        if not step:
-            return
+    # -- bad steps
+
+    def _no_trouble(self, skipped: int) -> Trouble:
+        section = self.config.optimizer
+        allowed = section.max_skipped if section.non_finite == "skip" else 0
+        trouble = Trouble.none(self.mesh.device, allowed, skipped, self.repetition is not None)
+        trouble.limits = self._limits()
+        return trouble
+
+    def _limits(self) -> Tensor | None:
+        """Return what a spike is above, [2], on the device, where such steps are repeated."""
+        if not self.limiting:
+            return None
+        limits = self.spikes.limits
+        return torch.tensor([limits["loss"], limits["grad_norm"]], dtype=torch.float64, device=self.mesh.device)
+
+    def _look(self, step: int, lr: float, record: Record) -> Tensor | None:
+        """Note what was recorded of a step, and tell a spike where it begins; return the limits from here on."""
+        seen = {name: float(record[name] or 0) for name in ("loss", "grad_norm")}
+        found = self.spikes.found(seen)
+        if found and not self.spiking:
+            event = Event("spike", step=step, detail=", ".join(map(str, found)), at=time.time())
+            self._tell(event, decide(event, (), Budgets(repeats=False)))
+        self.spiking = bool(found)
+        self.spikes.note(lr, seen)
+        return self._limits()
+
+    def _repeats(self, step: int) -> bool:
+        """Return whether a step is being done again, to be compared with what it came to before."""
+        return self.repetition is not None and self.repetition.bad is not None and self.repetition.bad.step == step
+
+    def _check(self, trouble: Trouble, stats: Stats) -> None:
+        """Look whether a step since the last look was bad.
+
+        Raises:
+            NonFinite: it ends the run.
+            Again: it, and those after it, are to be done again.
+            GoBack: so are those since the newest checkpoint before it.
+        """
+        step, repetition = int(trouble.first), self.repetition
+        if repetition is None:
+            if step:
+                raise NonFinite(self._in_words(step, trouble, self._way_out(trouble)))
+        elif self._repeats(self.at):
+            event, decision = repetition.compared(self._bad_step(self.at, stats.outcome))
+            self._tell(event, decision)
+            if not step:
+                return  # it is sound this time, and stands
+            if event.kind == "unrepeatable":
+                raise UnsoundHardware(
+                    f"step {step} was bad twice, with other numbers on the same data ({event.detail}): the hardware is "
+                    "at fault. The weights are those before this step"
+                )
+            if decision.samples is None:
+                left_out = in_recipe(self.start.skipped_samples) or "none"
+                raise NonFinite(
+                    self._in_words(step, trouble, f"or leave out others ({decision.reason}; left out: {left_out})")
+                )
+            if decision.action == "go_back":
+                raise GoBack(step, decision.samples[1], self.start.skipped_samples, repetition.history)
+            self._leave_out(decision.samples)
+            raise Again
+        elif step:
+            assert trouble.outcome is not None
+            event, decision = repetition.found(self._bad_step(step, trouble.outcome))
+            self._tell(event, decision)
+            if decision.action == "end":
+                raise NonFinite(self._in_words(step, trouble, f"or start again ({decision.reason})"))
+            self.limiting &= decision.action == "repeat"
+            raise Again
+
+    def _leave_out(self, samples: SampleRange) -> None:
+        """Cut samples from the order of the run, from the step on that is to be done again."""
+        skipped = self.start.skipped_samples | [samples]
+        self.start, self.batches = replace(self.start, skipped_samples=skipped), self.batches.without(skipped)
+
+    def _bad_step(self, step: int, outcome: Tensor) -> BadStep:
+        samples = self._samples(step)
+        return BadStep(step, (samples[0][0], samples[-1][1]), StepResult.of(outcome, self.control))
+
+    def _samples(self, step: int) -> list[SampleRange]:
+        first = self.start.at(step - 1, self.config).samples
+        return self.start.skipped_samples.samples(first, self.config.batch.global_size)
+
+    def _tell(self, event: Event, decision: Decision) -> None:
+        self.report(event, decision)
+        if self.log is not None:
+            samples = f" (samples {in_recipe([event.samples])})" if event.samples else ""
+            said = f"{KINDS[event.kind]}: {event.detail}. {ACTIONS[decision.action].capitalize()}"
+            self.log.tell(f"step {event.step}{samples}: {said}")
+
+    def _in_words(self, step: int, trouble: Trouble, way_out: str) -> str:
         ranks = torch.zeros(self.mesh.shape.world, dtype=torch.int64, device=self.mesh.device)
         ranks[self.mesh.rank] = trouble.here
         found = all_reduce_(ranks, self.mesh.world).nonzero().flatten().tolist()
-        first, end = (self.start.at(number, self.config).samples for number in (step - 1, step))
         where = (
             "the loss is not finite on " + ", ".join(f"rank {rank} ({self.mesh.shape.place(rank)})" for rank in found)
             if found
+            else "loss or gradient norm are far above those before it"
+            if trouble.spiked
             else "the loss is finite on every rank, the gradient is not" + self._at_the_smallest_scale()
         )
-        way_out = "or go on without such steps by optimizer.non_finite=skip"
-        if allowed := trouble.allowed:
-            way_out = (
-                f"or raise optimizer.max_skipped ({allowed}): with this one {allowed + 1} of the last {WINDOW} steps "
-                "were not finite, and left out"
-            )
-        raise NonFinite(
-            f"step {step}, samples {first} to {end - 1} of the training data: {where}. The weights "
+        return (
+            f"step {step}, samples {in_words(self._samples(step))} of the training data: {where}. The weights "
             f"are those before this step. Lower optimizer.lr, look at these samples, {way_out}"
+        )
+
+    def _way_out(self, trouble: Trouble) -> str:
+        if not (allowed := trouble.allowed):
+            return "or go on without such steps by optimizer.non_finite=skip"
+        return (
+            f"or raise optimizer.max_skipped ({allowed}): with this one {allowed + 1} of the last {WINDOW} steps "
+            "were not finite, and left out"
         )
 
     def _at_the_smallest_scale(self) -> str:

@@ -176,16 +176,24 @@ class Gradients:
         while self._sums:
             self._sums.popleft().wait()
 
-    def norm(self) -> Tensor:
-        """Return the norm of the whole model's gradient, a scalar that is the same on every rank; fp32 at least.
+    def squares(self) -> Tensor:
+        """Return this rank's part of the sum of squares of the whole model's gradient, an fp64 scalar.
 
         Each element counts once: 1/n on each of the n ranks that own it.
         """
         owned = [*(bucket.gradient for bucket in self.buckets), *(part.gradient for part in self._alone)]
-        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        if owned:
-            total += (square_sums(owned) / self._owners).sum()
-        return norm_of(total, self.dtype, self._mesh)
+        if not owned:
+            return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
+        return (square_sums(owned) / self._owners).sum()
+
+    def norm(self, squares: Tensor | None = None) -> Tensor:
+        """Return the norm of the whole model's gradient, a scalar that is the same on every rank; fp32 at least.
+
+        Args:
+            squares: This rank's part, if that is known.
+        """
+        own = self.squares() if squares is None else squares.clone()
+        return norm_of(own, self.dtype, self._mesh)
 
     def receive(self, parameter: Tensor, gradient: Tensor | WeightGradient) -> None:
         """Add the gradient that the backward which runs has for a parameter in a bucket: autograd's, or in its place

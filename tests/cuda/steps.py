@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import MagicMock, Mock, patch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -33,7 +33,8 @@ from megacore.recipe import load
 from megacore.run import build
 from megacore.run.check import Setup
 from megacore.run.resume import Start
-from megacore.run.trainer import Trainer, Trouble
+from megacore.run.trainer import Trainer
+from megacore.run.trouble import Trouble
 from megacore.store.direct import aligned_memory
 from models.registry import configure
 from parallel.labels import IGNORE
@@ -280,7 +281,7 @@ def _in_file(config: Config) -> bool:
 
 def _trainer(config: Config, mesh: Mesh) -> Trainer:
     """As a rank makes it, but for data, checkpoints and initial values."""
-    corpora: Any = SimpleNamespace(train=None, validation=None, batches=lambda *arguments: None)
+    corpora: Any = SimpleNamespace(train=None, validation=None, batches=lambda *arguments: MagicMock())
     setup = Setup(config, configure(config.model), corpora, Start())
     with (
         patch.object(build, "load_into", lambda *arguments: None),

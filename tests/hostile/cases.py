@@ -279,6 +279,7 @@ TRAINER: Mapping[str, tuple[Change, str]] = {
     "step-text": (put("state/trainer.json", ESCAPE, "step"), "step"),
     "step-2^62": (put("state/trainer.json", 1 << 62, "step"), "step"),
     "samples-2^62": (put("state/trainer.json", 1 << 62, "consumed_samples"), ""),
+    "skipped": (put("state/trainer.json", [[0, 1], [ESCAPE, 3]], "skipped_samples"), "skipped_samples"),
     "scaler": (put("state/trainer.json", {"scale": ESCAPE}, "scaler"), "scaler"),
     "scaler-long": (put("state/trainer.json", {"scale": LONG}, "scaler"), "scaler"),
     "recipe-escapes": (put("state/trainer.json", {"data": {"seed": ESCAPE}}, "recipe"), ""),

@@ -145,7 +145,7 @@ BAD = [
     bad("schedule.name=cosin", "schedule.name: got 'cosin'", "'cosine', 'linear', 'wsd' or 'constant'"),
     bad("train.precision=fp4", "train.precision: got 'fp4'", "'bf16', 'fp16', 'fp8', 'fp32' or 'fp64'"),
     bad("train.device=gpu", "train.device: got 'gpu'", "'auto', 'cpu' or 'cuda'"),
-    bad("optimizer.non_finite=ignore", "optimizer.non_finite: got 'ignore'", "'stop' or 'skip'"),
+    bad("optimizer.non_finite=ignore", "optimizer.non_finite: got 'ignore'", "'stop', 'skip' or 'repeat'"),
     # the range of each number
     bad("mesh.pp=0", "mesh.pp (0): must be at least 1"),
     bad("mesh.cp=0", "mesh.cp (0): must be at least 1"),
@@ -179,6 +179,13 @@ BAD = [
     bad("train.seed=-1", "train.seed (-1): must be at least 0"),
     bad("evaluate.batches=0", "evaluate.batches (0): must be at least 1"),
     bad("evaluate.every=-5", "evaluate.every (-5): must be at least 0"),
+    bad("recovery.skip_samples=[3]", "recovery.skip_samples[0]: expected a list, got 3"),
+    bad("recovery.skip_samples=[3..5]", "recovery.skip_samples[0]: expected a list, got '3..5'"),
+    bad("recovery.skip_samples=[[3,5,7]]", "recovery.skip_samples[0]", "at most 2"),
+    bad("recovery.skip_samples=[1-3,5-3]", "recovery.skip_samples ([(1, 3), (5, 3)]): each must be a-b with 0 <="),
+    bad("recovery.skip_samples=[[-1,3]]", "recovery.skip_samples ([(-1, 3)]): each must be a-b with 0"),
+    bad("recovery.spikes=true", "recovery.spikes is about steps that are repeated, and optimizer.non_finite is stop"),
+    bad("recovery.go_back=true optimizer.non_finite=skip", "recovery.go_back is about", "is skip: set that to repeat"),
     bad("log.every=0", "log.every (0): must be at least 1"),
     bad("log.peak_tflops=0", "log.peak_tflops (0.0): must be above 0"),
     # ranks and the mesh

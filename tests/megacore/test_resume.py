@@ -298,10 +298,10 @@ def skipping(recipe: str, overrides: list[str], step: int) -> Result:
     made = trainer(recipe, overrides, log=True)
     plain, count = made.step.pipeline.train, made.start.step
 
-    def poisoned(microbatches: list[Microbatch], scale: torch.Tensor, enter: Any) -> torch.Tensor:
+    def poisoned(microbatches: list[Microbatch], scale: torch.Tensor, *enter: Any) -> torch.Tensor:
         nonlocal count
         count += 1
-        return plain(microbatches, scale * torch.nan if count == step else scale, enter)
+        return plain(microbatches, scale * torch.nan if count == step else scale, *enter)
 
     made.step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
     last = made.run()

@@ -23,7 +23,8 @@ from megacore import checkpoints
 from megacore.control import Control
 from megacore.run import save
 from megacore.run.save import SaveError
-from megacore.run.trainer import NonFinite, Trainer
+from megacore.run.trainer import Trainer
+from megacore.run.trouble import NonFinite
 from megacore.store import audit, publish
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError

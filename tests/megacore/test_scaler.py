@@ -18,7 +18,7 @@ from megacore import checkpoints
 from megacore.run import progress
 from megacore.run.progress import is_scaler_state
 from megacore.run.scaler import UNSCALED, Scaler, Scaling
-from megacore.run.trainer import NonFinite
+from megacore.run.trouble import NonFinite
 from megacore.store.strict_json import StoreError
 
 FP16 = ["train.precision=fp16", "evaluate.every=0"]

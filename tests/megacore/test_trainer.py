@@ -18,7 +18,8 @@ from engine import GPT2, LLAMA, RECIPE, Result, train, trainer, weights, write_r
 from pool import Pool
 
 from megacore.run.step import Stats, TrainStep
-from megacore.run.trainer import Interrupt, NonFinite, Trouble
+from megacore.run.trainer import Interrupt
+from megacore.run.trouble import NonFinite, Trouble
 from models import assemble
 from models.decoder import Microbatch
 from parallel.gradients.buckets import WholeSpan
@@ -96,10 +97,10 @@ def poison(made: engine.Trainer, steps: set[int]) -> None:
     """A loss of NaN (and so its gradients) on this rank in some steps, by the scale that its losses are given."""
     train_pipeline, count = made.step.pipeline.train, 0
 
-    def poisoned(microbatches: list[Microbatch], scale: torch.Tensor, enter: Any) -> torch.Tensor:
+    def poisoned(microbatches: list[Microbatch], scale: torch.Tensor, *enter: Any) -> torch.Tensor:
         nonlocal count
         count += 1
-        return train_pipeline(microbatches, scale * torch.nan if count in steps else scale, enter)
+        return train_pipeline(microbatches, scale * torch.nan if count in steps else scale, *enter)
 
     made.step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
 
@@ -204,7 +205,7 @@ def test_too_many_skipped_steps_end_the_run_on_all_ranks(pool: Pool, recipe: str
 def stats_of(loss: float, overflow: bool = False) -> Stats:
     norm = torch.tensor(torch.inf if overflow else 1.0)
     one = torch.tensor(loss)
-    return Stats(one, norm, torch.tensor(1), one, torch.tensor(1.0), torch.tensor(overflow))
+    return Stats(one, norm, torch.tensor(1), one, torch.tensor(1.0), torch.tensor(overflow), norm**2)
 
 
 @pytest.mark.quick

@@ -502,7 +502,7 @@ FAULTS = (
     # -- the norm and the optimizer
     fault(
         "replicas count each in the norm",
-        "Gradients.norm",
+        "Gradients.squares",
         "square_sums(owned) / self._owners",
         "square_sums(owned)",
         *layout("llama-dp2"),
@@ -1129,8 +1129,8 @@ FAULTS = (
     fault(
         "the last sample of a global batch does not count",
         "Batches._row",
-        "index < end",
-        "index < end - 1",
+        "position < end",
+        "position < end - 1",
         "test_a_microbatch_is_where_the_formula_says",
     ),
     fault(
@@ -1171,8 +1171,8 @@ FAULTS = (
     fault(
         "a rank that is asked to end leaves alone",
         "Trainer._listen",
-        "self.control.largest(self.interrupt.asked, save, *self.saver.news(), copies.due(self.done), -copies.whole)",
-        "(self.interrupt.asked, save, *self.saver.news(), copies.due(self.done), -copies.whole)",
+        "self.control.largest(*asked, *self.saver.news(), copies.due(self.done), -copies.whole)",
+        "(*asked, *self.saver.news(), copies.due(self.done), -copies.whole)",
         "test_one_rank_that_is_asked_to_end_ends_all_after_that_step",
     ),
     fault(
@@ -1184,8 +1184,8 @@ FAULTS = (
     ),
     fault(
         "a run that goes on begins with the first sample",
-        "Trainer._steps",
-        "self.batches.steps(self.start.samples)",
+        "Trainer._steps_after",
+        "self.batches.steps(samples)",
         "self.batches.steps()",
         "test_another_layout_goes_on_with_the_same_numbers[dp2]",
     ),
@@ -1391,7 +1391,7 @@ FAULTS = (
     ),
     fault(
         "a run whose checkpoints are all damaged begins anew",
-        "resume.find",
+        "resume._find",
         "any((each.path / INDEX).exists() for each in damaged)",
         "False",
         "test_nothing_is_begun_anew_where_all_are_damaged",

@@ -1,0 +1,262 @@
+"""Bad steps are done again: hardware that was at fault is told from data, whose samples are then left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import engine
+import numpy as np
+import pytest
+import torch
+from engine import Result, trainer, write_recipe
+from pool import Pool
+
+from megacore import checkpoints, exits
+from megacore.control import Control
+from megacore.recovery.events import Event
+from megacore.recovery.policy import Decision
+from megacore.run import train as pretrain
+from megacore.run.copies import Copies
+from megacore.run.recover import Told, let_go, recovered
+from megacore.run.trouble import NonFinite, UnsoundHardware
+from models.decoder import Microbatch
+from parallel.mesh import Mesh
+from parallel.pipeline.schedules import Kind
+
+REPEAT = ["optimizer.non_finite=repeat", "train.steps=6", "checkpoint.every=3", "evaluate.every=0"]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+def break_calls(made: engine.Trainer, calls: dict[int, float]) -> None:
+    """Multiply the losses of this rank in some calls of the pipeline, which count from 1, whatever their step."""
+    plain, count = made.step.pipeline.train, 0
+
+    def broken(microbatches: list[Microbatch], scale: torch.Tensor, enter: Callable[[Kind], object]) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return plain(microbatches, scale * calls.get(count, 1.0), enter)
+
+    made.step.pipeline.train = broken  # type: ignore[assignment, method-assign]
+
+
+def poison_samples(made: engine.Trainer, samples: list[int], factor: float) -> None:
+    """Multiply the losses of microbatches that hold some samples."""
+    plain = made.step.pipeline.train
+    poisoned = {bytes(made.batches._source.sample(each).tokens[:-1]) for each in samples}
+
+    def train(microbatches: list[Microbatch], scale: torch.Tensor, enter: Callable[[Kind], object]) -> torch.Tensor:
+        rows = [bytes(row.numpy()) for each in microbatches for row in each.tokens.view(-1, engine.LENGTH)]
+        return plain(microbatches, scale * factor if poisoned & set(rows) else scale, enter)
+
+    made.step.pipeline.train = train  # type: ignore[assignment, method-assign]
+
+
+Befell = list[tuple[Event, Decision]]
+
+
+def run(
+    recipe: str,
+    overrides: list[str],
+    calls: dict[int, float] | None = None,
+    rank: int = 0,
+    poisoned: list[int] | None = None,
+    factor: float = torch.nan,
+) -> tuple[Result, Befell]:
+    made, told = trainer(recipe, overrides, log=True), Befell()
+    made = replace(made, report=lambda event, decision: told.append((event, decision)))
+    if calls and made.mesh.rank == rank:
+        break_calls(made, calls)
+    if poisoned:
+        poison_samples(made, poisoned, factor)
+    return engine.result(made, made.run()), told
+
+
+def assert_same(one: Result, other: Result) -> None:
+    for key in ("loss", "grad_norm", "tokens", "skipped_steps"):
+        assert one.values(key) == other.values(key), key
+    assert all(np.array_equal(value, other.weights[name]) for name, value in one.weights.items())
+
+
+def kinds(told: Befell) -> list[tuple[str, str]]:
+    return [(event.kind, decision.action) for event, decision in told]
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp16"])
+@pytest.mark.parametrize("every", [1, 4], ids=["at-once", "at-the-next-record"])
+def test_a_step_that_is_bad_once_leaves_no_trace(recipe: str, tmp_path: Path, every: int, precision: str) -> None:
+    """Steps that were halted meanwhile are done again, and the loss scale has not moved in them."""
+    common = [*REPEAT, f"log.every={every}", f"train.precision={precision}", "checkpoint.every=0"]
+    common += ["loss_scale.growth_interval=2"]
+    plain, _ = run(recipe, [f"out={tmp_path / 'plain'}", *common])
+    found, told = run(recipe, [f"out={tmp_path / 'found'}", *common], {3: torch.nan})
+    assert kinds(told) == [("non_finite", "repeat"), ("unrepeatable", "tell")]
+    assert [(event.step, event.samples) for event, _ in told] == [(3, (16, 24))] * 2
+    assert told[1][0].rank == 0 and "differed: rank 0" in told[1][0].detail
+    assert_same(found, plain)
+    assert found.values("loss_scale") == plain.values("loss_scale")
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides", "known"),
+    [(2, [], 1), (2, ["mesh.pp=2"], None)],
+    ids=["dp2", "pp2"],
+)
+def test_all_ranks_repeat_and_name_the_one(
+    pool: Pool, recipe: str, tmp_path: Path, world: int, overrides: list[str], known: int | None
+) -> None:
+    common = [*REPEAT, "log.every=2", "checkpoint.every=0", *overrides]
+    plain = pool.run(world, run, recipe, [f"out={tmp_path / 'plain'}", *common])
+    found = pool.run(world, run, recipe, [f"out={tmp_path / 'found'}", *common], {3: torch.nan}, 1)
+    for (one, told), (other, _) in zip(found, plain, strict=True):
+        assert kinds(told) == [("non_finite", "repeat"), ("unrepeatable", "tell")]
+        assert told[1][0].rank == known and "differed: rank 1 (" in told[1][0].detail
+        assert told == found[0][1]
+        assert_same(one, other)
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [(1, ["log.every=4"]), (2, ["mesh.tp=2", "log.every=2"]), (2, ["log.every=3"])],
+    ids=["one", "tp2", "dp2"],
+)
+def test_poisoned_samples_are_left_out_as_if_they_had_been_from_the_start(
+    pool: Pool, recipe: str, tmp_path: Path, world: int, overrides: list[str]
+) -> None:
+    """Those of two steps, of which the second comes after the first range."""
+    poisoned = [12, 33, 38]
+    common = [*REPEAT, *overrides]
+    found = pool.run(world, run, recipe, [f"out={tmp_path / 'found'}", *common], None, 0, poisoned)
+    skip = "recovery.skip_samples=[8-16,32-40]"
+    plain = pool.run(world, run, recipe, [f"out={tmp_path / 'plain'}", *common, skip], None, 0, poisoned)
+    for (one, told), (other, none) in zip(found, plain, strict=True):
+        assert kinds(told) == [("non_finite", "repeat"), ("bad_data", "skip")] * 2 and none == []
+        assert_same(one, other)
+    for name in ("found", "plain"):
+        path = checkpoints.path_of(checkpoints.folder_of(tmp_path / name), 6)
+        tree = json.loads((path / "trainer.json").read_text())
+        assert tree["skipped_samples"] == [[8, 16], [32, 40]]
+        assert (tree["consumed_samples"], tree["optimizer_steps"]) == (48, 6)
+
+
+def test_a_spent_budget_ends_with_the_samples(recipe: str, tmp_path: Path) -> None:
+    overrides = [f"out={tmp_path}", *REPEAT, "optimizer.max_skipped=1"]
+    made = trainer(recipe, overrides)
+    poison_samples(made, [12, 33], torch.nan)
+    with pytest.raises(NonFinite) as error:
+        made.run()
+    said = str(error.value)
+    assert said.startswith("step 4, samples 32 to 39 of the training data: the loss is not finite on rank 0 (")
+    assert "1 of 100 steps are left out already; left out: 8-16" in said
+    assert error.value.status == exits.FAILED
+
+
+def test_other_numbers_that_are_bad_again_are_the_hardware_s(recipe: str, tmp_path: Path) -> None:
+    made = trainer(recipe, [f"out={tmp_path}", *REPEAT])
+    break_calls(made, {3: torch.nan, 4: torch.inf})
+    with pytest.raises(UnsoundHardware, match=r"step 3 was bad twice, .* differed: rank 0 \(") as error:
+        made.run()
+    assert error.value.status == exits.EVICT
+
+
+def test_the_run_goes_back_before_bad_data(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """To the newest checkpoint, twice, leaving out all from there on."""
+    build = pretrain.trainer_of
+
+    def poisoned(setup: pretrain.Setup, mesh: Mesh, control: Control) -> engine.Trainer:
+        made = build(setup, mesh, control)
+        poison_samples(made, [34, 41], torch.nan)
+        return made
+
+    common = [*REPEAT, "checkpoint.every=2", "checkpoint.keep=null"]
+    monkeypatch.setattr(pretrain, "trainer_of", poisoned)
+
+    def files(name: str, *overrides: str) -> dict[str, bytes]:
+        setup = pretrain.check(recipe, [f"out={tmp_path / name}", *common, *overrides], 1, 1)
+        assert pretrain.run(setup, torch.device("cpu")) == 6
+        path = checkpoints.path_of(checkpoints.folder_of(tmp_path / name), 6)
+        tree = json.loads((path / "trainer.json").read_text())
+        assert tree["skipped_samples"] == [[32, 48]] and tree["consumed_samples"] == 48
+        return {each.name: each.read_bytes() for each in path.rglob("*.safetensors")}
+
+    found = files("found", "recovery.go_back=true")
+    said = capfd.readouterr()
+    assert said.out.count("Resuming after step 4 (") == 2 and "left out: 32 to 39." in said.out
+    assert found and found == files("plain", "recovery.skip_samples=[32-48]")
+
+
+@pytest.mark.parametrize(
+    ("calls", "poisoned", "fault", "version", "ranges"),
+    [({3: torch.nan}, None, 5, 2, ()), (None, [12], 4, 4, ((8, 16),))],
+    ids=["halted", "left-out"],
+)
+def test_a_fault_leaves_no_trace_either(
+    recipe: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    calls: dict[int, float] | None,
+    poisoned: list[int] | None,
+    fault: int,
+    version: int,
+    ranges: tuple[tuple[int, int], ...],
+) -> None:
+    """A run that is halted stands before its bad step; what it leaves out by then goes on with it."""
+    common = [*REPEAT, "log.every=6", "checkpoint.every=0"]
+    overrides = [f"out={tmp_path}", *common, f"evaluate.every={2 if poisoned else 0}"]
+    made, setup = trainer(recipe, overrides), pretrain.check(recipe, overrides, 1, 1)
+    break_calls(made, calls or {})
+    poison_samples(made, poisoned or [], torch.nan)
+    listen = made._listen
+
+    def broken() -> tuple[bool, bool]:
+        if made.done == fault:
+            raise RuntimeError("a fault")
+        return listen()
+
+    monkeypatch.setattr(made, "_listen", broken)
+    with pytest.raises(RuntimeError, match="a fault"):
+        made.run()
+    told = Told.from_json(json.loads(json.dumps(let_go(made, Copies(), 0).to_json())))
+    assert told.status.version == version
+    again = recovered(setup, made.mesh, made.control, made, Copies(), [told])
+    assert again.start.skipped_samples.ranges == ranges and again.repetition is not None
+    assert len(again.repetition.history) == 2 * len(ranges)
+    poison_samples(again, poisoned or [], torch.nan)
+    skip = [f"recovery.skip_samples=[{a}-{b}]" for a, b in ranges]
+    plain, _ = run(recipe, [f"out={tmp_path / 'plain'}", *common, *skip])
+    found = engine.result(again, again.run())
+    assert all(np.array_equal(value, plain.weights[name]) for name, value in found.weights.items())
+
+
+# -- spikes
+
+SPIKES = ["train.steps=44", "optimizer.lr=1e-4", "checkpoint.every=0", "evaluate.every=0", "schedule.warmup_steps=0"]
+"""Of which the first 32 records are no spikes, whatever they are."""
+
+
+def test_a_spike_is_told(recipe: str, tmp_path: Path) -> None:
+    """Its steps stay; where it begins it is told, once."""
+    found, told = run(recipe, [f"out={tmp_path}", *SPIKES], {41: 1e3, 42: 1e3})
+    assert found.last == 44 and kinds(told) == [("spike", "tell")]
+    assert told[0][0].step == 41 and "grad_norm" in told[0][0].detail
+
+
+def test_a_spike_of_the_hardware_leaves_no_trace_and_one_of_data_is_left_out(recipe: str, tmp_path: Path) -> None:
+    common = [*SPIKES, "optimizer.non_finite=repeat", "recovery.spikes=true"]
+    plain, none = run(recipe, [f"out={tmp_path / 'plain'}", *common])
+    assert none == []
+    found, told = run(recipe, [f"out={tmp_path / 'found'}", *common], {41: 1e3})
+    assert kinds(told) == [("spike", "repeat"), ("unrepeatable", "tell")]
+    assert_same(found, plain)
+    found, told = run(recipe, [f"out={tmp_path / 'data'}", *common], None, 0, [325], 1e3)
+    assert kinds(told) == [("spike", "repeat"), ("bad_data", "skip")]
+    without, none = run(recipe, [f"out={tmp_path / 'without'}", *common, "recovery.skip_samples=[320-328]"])
+    assert_same(found, without)
