@@ -301,7 +301,12 @@ def play(
     """Run a layout under faults -> the run, and what was wrong with it."""
     whole = reference(layout, cache)
     run = Run(folder, layout)
-    striking = threading.Thread(target=lambda: [run.strike(fault) for fault in faults], daemon=True)
+
+    def strike_all() -> None:
+        for fault in faults:
+            run.strike(fault)
+
+    striking = threading.Thread(target=strike_all, daemon=True)
     striking.start()
     status = run.end(limit_s)
     found = [] if status == 0 else [f"status {status}" if status is not None else f"no end within {limit_s:g} s"]
