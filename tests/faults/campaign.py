@@ -302,11 +302,11 @@ def play(
     whole = reference(layout, cache)
     run = Run(folder, layout)
 
-    def strike() -> None:
+    def strike_all() -> None:
         for fault in faults:
             run.strike(fault)
 
-    striking = threading.Thread(target=strike, daemon=True)
+    striking = threading.Thread(target=strike_all, daemon=True)
     striking.start()
     status = run.end(limit_s)
     found = [] if status == 0 else [f"status {status}" if status is not None else f"no end within {limit_s:g} s"]

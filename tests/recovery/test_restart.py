@@ -164,7 +164,7 @@ def test_a_rank_is_killed_twice_and_the_weights_do_not_show_it(
     killer = threading.Thread(target=kill)
     killer.start()
     try:
-        status = program.run("train", [recipe, f"out={out}", *STEPS])
+        status = program.run("train", [recipe, f"out={out}", *STEPS, "recovery.in_place=false"])
     finally:
         ended.set()
         killer.join()
