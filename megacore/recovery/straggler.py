@@ -36,7 +36,7 @@ class _Rank:
     """The moving averages of a rank.
 
     Args:
-        last: What was read when its step had last changed.
+        last: The reading when its step had last changed.
         seconds: {cause: seconds of a step}.
         above: The looks in a row that it was above the median.
         named: Whether that was told.

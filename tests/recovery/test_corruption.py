@@ -42,7 +42,7 @@ def compared(
             names[0] = flip(made, flipped)
 
     compares = getattr(compare, "func", None) is not None
-    made.compare, made.update = noted, flips  # type: ignore[method-assign]
+    made.compare, made.update = noted, flips  # type: ignore[method-assign, assignment]
     made.run()
     return compares, names[0], said
 
