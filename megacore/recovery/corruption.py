@@ -10,7 +10,7 @@ class Corrupted(Exception):
     """The state of a rank is not that of its replicas. No RuntimeError, which a rank may outlive: this one must end.
 
     Args:
-        text: The difference, in words.
+        text: The tensors and ranks that differ, in words.
         rank: The rank at fault, None where nobody knows.
     """
 
