@@ -101,6 +101,8 @@ def join(here: Here, kind: str, timeout: timedelta) -> None:
 
     if here.world == 1:
         return
+    names: Any = dist.distributed_c10d._world
+    names.group_count = 0  # of an attempt that has failed: groups are named by it
     store = os.environ.get(STORE)
     met = _met_anew(here, timeout) if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else None
     # Without device_id, so that a group's communicator is made by its members when they first use it, rather than
@@ -116,12 +118,11 @@ def join(here: Here, kind: str, timeout: timedelta) -> None:
     )
 
 
-def parts() -> None:
+def parts(store: str | None) -> None:
     """Free all ranks that wait for another in :func:`join`, where they meet in a file: a read of it fails from here on.
 
     torch waits for a file that is gone, but not for one that cannot be opened.
     """
-    store = os.environ.get(STORE)
     if store is not None and not os.path.islink(store):
         with suppress(FileExistsError):
             with suppress(FileNotFoundError):

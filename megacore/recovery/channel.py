@@ -84,10 +84,11 @@ class Agent:
         self.begun = False
         """Whether the ranks have trained in an earlier generation: their state is in memory, or lost."""
         self._ended = 0
-        self._before: frozenset[str] | None = None
+        self._before = frozenset[str]()
         self._abort: Callable[[], object] = lambda: None
         self._come: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._free = threading.Event()
+        self._free, self._over = threading.Event(), threading.Condition()
+        self._free.set()
         threading.Thread(target=self._listen, name="agent", daemon=True).start()
 
     @classmethod
@@ -109,9 +110,20 @@ class Agent:
 
         Args:
             abort: Frees a rank that waits for others in another way.
+
+        Raises:
+            RuntimeError: the generation is over already.
         """
-        self._before, self._abort = frozenset(_connections().values()), abort
-        self._free.clear()
+        with self._over:
+            self._before, self._abort = frozenset(_connections().values()), abort
+            self._free.clear()
+            if self.over:  # before there was anything to cut
+                raise RuntimeError("the generation was over before its ranks were connected")
+
+    def soon_over(self, seconds: float) -> bool:
+        """Return whether this generation is ended, at the latest after some seconds."""
+        with self._over:
+            return self._over.wait_for(lambda: self.over, seconds)
 
     def fault(self, error: BaseException) -> None:
         """Tell that a message to another rank has failed."""
@@ -120,7 +132,8 @@ class Agent:
     def ready(self) -> None:
         """Tell that this rank has let go of the groups of its generation, and wait for the next one, whose variables
         then stand in the environment."""
-        self._free.set()
+        with self._over:  # nobody is in the middle of cutting what comes next
+            self._free.set()
         self._say("ready")
         while True:
             message = self._come.get()
@@ -148,13 +161,17 @@ class Agent:
                 if message["what"] == "go":
                     self._come.put(message)
                     continue
-                self._ended = max(self._ended, message["generation"])
+                with self._over:
+                    self._ended = max(self._ended, message["generation"])
+                    self._over.notify_all()
                 self._free_those_that_wait()
 
     def _free_those_that_wait(self) -> None:
         """Cut all connections of the generation until this rank has noticed: whoever waits for others gets an error."""
-        while self.over and not self._free.is_set():
-            if self._before is not None:
+        while True:
+            with self._over:
+                if not self.over or self._free.is_set():
+                    return
                 self._abort()
                 cut(self._before)
             self._free.wait(CUT_AGAIN_S)

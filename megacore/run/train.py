@@ -29,7 +29,7 @@ from megacore.data.batches import TokenError, in_vain
 from megacore.data.corpora import facts
 from megacore.hardware import claim
 from megacore.launcher import gpus
-from megacore.rank import Here, die_with, join, leave, parted, parts, restarts
+from megacore.rank import STORE, Here, die_with, join, leave, parted, parts, restarts
 from megacore.recipe import ConfigError
 from megacore.recovery import collectives, incidents
 from megacore.recovery.channel import Agent
@@ -86,6 +86,10 @@ def run(
     return last
 
 
+TOLD_WITHIN_S = 0.5
+"""The time within which the agent tells of the end of a rank."""
+
+
 @dataclass
 class _Life:
     """The run in this process, over all generations of its groups.
@@ -110,6 +114,7 @@ class _Life:
     beat: Beat = field(default_factory=Beat.here)
     log: metrics.Log | None = None
     locked: bool = False
+    listens: bool = False
     going_back: bool = False
     """Whether other ranks may stand before a checkpoint that this one goes back to, or after it."""
 
@@ -118,7 +123,8 @@ class _Life:
         try:
             return self._generation(agent)
         except RuntimeError as error:
-            if agent is None or not (agent.over or parted(error)):
+            # What follows from the end of another rank may show in any call, and before anybody tells.
+            if agent is None or not (agent.over or parted(error) or agent.soon_over(TOLD_WITHIN_S)):
                 raise
             agent.fault(error)
         return None
@@ -128,6 +134,9 @@ class _Life:
         assert agent is not None
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.beat.enter("recover")
+        if self.trainer is not None and not self.listens:  # to signals, while there is no loop that does
+            self.stack.enter_context(self.trainer.interrupt.listening())
+            self.listens = True
         self.told = replace(let_go(self.trainer, self.copies, rank), going_back=self.going_back)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -136,7 +145,7 @@ class _Life:
     def _generation(self, agent: Agent | None) -> int:
         config = self.setup.config
         if agent is not None:
-            agent.connecting(parts)
+            agent.connecting(partial(parts, os.environ.get(STORE)))
             join(Here.now(), self.device.type, timedelta(minutes=config.train.timeout))
         world = dist.get_world_size() if dist.is_initialized() else 1
         mesh = Mesh.create(config.mesh.shape(world), self.device, timedelta(minutes=config.train.timeout))
