@@ -37,6 +37,8 @@ from parallel.weights.transfer import Stored, native, plan
 
 WEIGHTS = STATES[0]
 _ALIGNED = 64
+_ABANDONED_S = 10.0
+"""The seconds for which a save that is given up may end by itself."""
 NAMES = {getattr(torch, kind): name for name, kind in FLOATS.items()}
 """{torch's dtype: its name in a file}."""
 
@@ -352,13 +354,13 @@ class Saver:
         saving, self._saving = self._saving, None
         if saving is None:
             return False
-        if saving.work is not None:
-            saving.work.thread.join()
-        if saving.publication is None:
-            return True
-        published = saving.publishing and saving.work is not None and saving.work.error is None
-        saving.publication.abandon()
-        return not published
+        work = saving.work
+        if work is not None:  # a disk that does not answer is no reason to wait
+            work.thread.join(_ABANDONED_S)
+        ended = work is None or not work.thread.is_alive()
+        if saving.publication is not None and (ended or not saving.publishing):
+            saving.publication.abandon()  # nothing, if it is published
+        return not (saving.publication and saving.publishing and ended and work is not None and work.error is None)
 
     def finish(self) -> None:
         """Wait until the save in the background is published, if there is one. Raises as :meth:`advance`."""
