@@ -426,7 +426,7 @@ class RecoveryConfig:
     compare_every: Annotated[Int, AT_LEAST_0] = 100
     """Steps after which replicas compare their weights and states bit for bit, as before each save; 0: never."""
     in_place: Bool = True
-    """Whether ranks that end are replaced while the others keep their state, on one machine."""
+    """Whether ranks that end are replaced while the others keep their state, on one machine without GPUs."""
     max_recoveries: Annotated[Int, AT_LEAST_0] = 100
     """Recoveries in place, before all ranks start again."""
     overhead: Annotated[Float, ABOVE_0] = 0.01

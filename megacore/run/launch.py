@@ -91,7 +91,9 @@ def run(command: str, given: Sequence[str]) -> int:
         shape = config.mesh.shape(node.world)
         slow = Stragglers(shape, lambda event: answers.to(replace(event, node=node.index, at=time.time())))
         hangs = HangWatch(Path(config.out), shape, 60 * config.train.timeout, name, slow=slow)
-        recovery = answers if config.recovery.in_place and nodes == 1 else None
+        # Who waits in NCCL is not freed by what frees those that wait in gloo.
+        alone = nodes == 1 and config.train.device_type(gpus()) == "cpu"
+        recovery = answers if config.recovery.in_place and alone else None
         status = launch(
             "megacore.run.train", given, node, environment, shutdown_s, WAY_OUT, faults.append, recovery, hangs
         )
