@@ -335,7 +335,7 @@ def test_skipped_steps_are_in_the_progress_and_in_the_report(
     def poisoned(*arguments: object) -> Trainer:
         made = plain(*arguments)  # type: ignore[arg-type]
         train = made.step.pipeline.train
-        monkeypatch.setattr(made.step.pipeline, "train", lambda batch, scale: train(batch, scale * torch.nan))
+        monkeypatch.setattr(made.step.pipeline, "train", lambda batch, scale, *more: train(batch, scale * torch.nan))
         return made
 
     monkeypatch.setattr(pretrain, "trainer_of", poisoned)
