@@ -59,7 +59,7 @@ WAY_OUT = (
 
 BACKOFF_S = 1.0
 LONGEST_S = 60.0
-"""The seconds before the first restart, which double for each further one, and the most."""
+"""The seconds before a restart, which double for each further one that no step lay between, and the most."""
 
 
 def run(command: str, given: Sequence[str]) -> int:
@@ -83,7 +83,7 @@ def run(command: str, given: Sequence[str]) -> int:
         return exits.MISUSED
     environment = {**{name: os.environ.get(name, value) for name, value in VARIABLES.items()}, **threads(here)}
     environment[BEGAN] = str(time.time())
-    answers, restarts, more = _Answers(config, node), 0, list[str]()
+    answers, more = _Answers(config, node), list[str]()
     name = platform.node() if nodes > 1 else ""
     while True:
         faults, answers.began, answers.refused = list[Event](), time.time(), None
@@ -102,9 +102,9 @@ def run(command: str, given: Sequence[str]) -> int:
         decision = answers.refused or answers.to(faults[0])
         if decision.action != "restart":
             return decision.status_on(node.index)
-        if ended := pause(min(LONGEST_S, BACKOFF_S * 2**restarts)):
+        if ended := pause(min(LONGEST_S, BACKOFF_S * 2**answers.in_vain)):
             return exits.of_signal(ended)
-        restarts, more = restarts + 1, [f"checkpoint.resume={AUTO}"]
+        more = [f"checkpoint.resume={AUTO}"]
 
 
 class _Answers:
@@ -116,6 +116,8 @@ class _Answers:
         """The time when the launch began."""
         self.refused: Decision | None = None
         """The answer to the fault that has not been recovered from in place."""
+        self.in_vain = -1
+        """The faults in a row, after the first of them, that no further step lay between."""
         self._life = uuid.uuid4().hex[:8]
         self._history = list[Incident]()
         if config.checkpoint.resume is not None:
@@ -147,6 +149,8 @@ class _Answers:
             in_place: Whether ranks may be replaced while the others live.
         """
         event = self._located(fault, self.began) if fault.step is None else fault
+        last = self._history[-1].event.step if self._history else None
+        self.in_vain = self.in_vain + 1 if event.step is None or event.step == last else 0
         decision = decide(event, self._history, self._budgets(in_place))
         incident = Incident(event, decision, self._life)
         if self._node.index == 0:

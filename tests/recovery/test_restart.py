@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,17 @@ def children() -> list[int]:
     """The ranks of this process's launcher."""
     pids = [int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
     return [pid for pid in pids if b"megacore.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_a_run_that_gets_on_between_faults_does_not_wait_longer(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited = list[float]()
+
+    def noted(seconds: float) -> int:
+        waited.append(seconds)
+        return 0
+
+    monkeypatch.setattr(program, "pause", noted)
+    launched([replace(KILLED, step=step) for step in (5, 9, 9, 20)], "recovery.max_restarts=8")
+    assert waited == [1, 1, 2, 1]
