@@ -55,15 +55,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("with --goodput")
     rate = group.add_mutually_exclusive_group()
     rate.add_argument(
-        "--mtbf", type=_above_0, metavar="DAYS", help="from one fault of a node to the next (264: Llama 3)"
+        "--mtbf", type=above_0, metavar="DAYS", help="from one fault of a node to the next (264: Llama 3)"
     )
-    rate.add_argument("--faults", type=_above_0, metavar="PERCENT", help="of all devices that are faulty in a day")
+    rate.add_argument("--faults", type=above_0, metavar="PERCENT", help="of all devices that are faulty in a day")
     group.add_argument(
         "--hardware", type=_share, metavar="X", help="share of the faults that take the node away (0.78: Llama 3)"
     )
     group.add_argument(
         "--away",
-        type=_above_0,
+        type=above_0,
         metavar="S",
         help="until another node takes its place (600); a day where it is repaired",
     )
@@ -77,7 +77,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--picture", type=Path, metavar="FILE", help="draw goodput over nodes: a PNG")
 
 
-def _above_0(text: str) -> float:
+def above_0(text: str) -> float:
+    """Return the number that an option gives.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none, or not above 0.
+    """
     try:
         value = float(text)
     except ValueError:
@@ -88,7 +93,7 @@ def _above_0(text: str) -> float:
 
 
 def _share(text: str) -> float:
-    value = _above_0(text)
+    value = above_0(text)
     if value > 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share, above 0 and up to 1")
     return value
@@ -98,7 +103,7 @@ def _cost(text: str) -> tuple[str, float]:
     name, _, seconds = text.partition("=")
     if name not in COSTS:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=SECONDS with a name of {', '.join(COSTS)}")
-    return name, _above_0(seconds)
+    return name, above_0(seconds)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from models.config import ModelConfig, ModelConfigError, active_parameters, para
 from models.registry import configure
 from tools import folders
 from tools import goodput as goodputs
+from tools.goodput import above_0
 from tools.tables import table
 
 CPU = "cpu"
@@ -122,14 +123,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     search.add_argument("--best", type=folders.count, default=5, metavar="N", help="how many to print (5)")
     goodputs.add_options(parser)
     given = parser.add_argument_group("instead of the table's numbers")
-    given.add_argument("--peak-tflops", type=_positive, metavar="X", help="of one device in the recipe's precision")
-    given.add_argument("--memory-gb", type=_positive, metavar="X", help="of one device")
-    given.add_argument("--memory-bandwidth", type=_positive, metavar="GB/S", help="of a device's memory")
-    given.add_argument("--bandwidth", type=_positive, metavar="GB/S", help="between devices of a node, one direction")
-    given.add_argument("--network", type=_positive, metavar="GB/S", help="of each device to other nodes, one direction")
-    given.add_argument("--storage", type=_positive, metavar="GB/S", help="of the shared storage (0.12 for each device)")
-    given.add_argument("--storage-per-node", type=_positive, metavar="GB/S", help="between a node and it (4)")
-    given.add_argument("--efficiency", type=_positive, metavar="X", help="share of it that large products reach")
+    given.add_argument("--peak-tflops", type=above_0, metavar="X", help="of one device in the recipe's precision")
+    given.add_argument("--memory-gb", type=above_0, metavar="X", help="of one device")
+    given.add_argument("--memory-bandwidth", type=above_0, metavar="GB/S", help="of a device's memory")
+    given.add_argument("--bandwidth", type=above_0, metavar="GB/S", help="between devices of a node, one direction")
+    given.add_argument("--network", type=above_0, metavar="GB/S", help="of each device to other nodes, one direction")
+    given.add_argument("--storage", type=above_0, metavar="GB/S", help="of the shared storage (0.12 for each device)")
+    given.add_argument("--storage-per-node", type=above_0, metavar="GB/S", help="between a node and it (4)")
+    given.add_argument("--efficiency", type=above_0, metavar="X", help="share of it that large products reach")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.published:
         show_published(arguments.json)
@@ -244,18 +245,8 @@ def _fitted(text: str) -> str:
     return name
 
 
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
 def _at_least_one(text: str) -> float:
-    value = _positive(text)
+    value = above_0(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is below 1: the fullest rank has no less than the mean")
     return value

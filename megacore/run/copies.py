@@ -70,7 +70,8 @@ class Copies:
         self._from: list[int] = []
         self._active = False
         self._work: threading.Thread | None = None
-        self._due, self._begun, self._step_s = 0, 0.0, 0.0
+        self._due, self._step_s = 0, 0.0
+        self._lock = threading.Lock()
 
     def join(self, rank: int, holders: Mapping[int, int], group: Group, take: Take) -> None:
         """Begin a generation.
@@ -86,7 +87,7 @@ class Copies:
         self._rank, self._group, self._work = rank, group, None
         self._to, self._from = holders.get(rank), sorted(of for of, by in holders.items() if by == rank)
         self._active = bool(holders)
-        self._due, self._begun = 0, time.monotonic()
+        self._due = 0
 
     def leave(self) -> None:
         """End a generation: what is under way is given up, and what is damaged is dropped."""
@@ -104,20 +105,22 @@ class Copies:
     @property
     def whole(self) -> int:
         """The newest step that all that this rank is to hold is whole of; -1 if there is none."""
-        held = [self.images.get(rank, {}) for rank in (self._rank, *self._from)]
-        return max(set.intersection(*map(set, held)), default=-1)
+        with self._lock:
+            held = [set(self.images.get(rank, ())) for rank in (self._rank, *self._from)]
+        return max(set.intersection(*held), default=-1)
 
     def settle(self, step: int) -> None:
         """Drop what is older than a step that all ranks have whole copies of."""
-        for versions in self.images.values():
-            for old in [old for old in versions if old < step]:
-                del versions[old]
+        self._keep(lambda version: version >= step)
 
     def drop_after(self, step: int) -> None:
         """Drop what is newer than a step that the run has gone back to."""
-        for versions in self.images.values():
-            for new in [new for new in versions if new > step]:
-                del versions[new]
+        self._keep(lambda version: version <= step)
+
+    def _keep(self, wanted: Callable[[int], bool]) -> None:
+        with self._lock:  # a copy may just have become whole
+            for rank, versions in self.images.items():
+                self.images[rank] = {version: image for version, image in versions.items() if wanted(version)}
 
     def begin(self, step: int) -> None:
         """Begin to copy the image of the last step that is done, if there is anything to copy; all ranks do so at the
@@ -138,8 +141,9 @@ class Copies:
                 held = {self._rank: own, **self._exchange(own)}
             except RuntimeError:  # a fault has ended the generation: those before it count
                 return
-            for rank, image in held.items():
-                self.images.setdefault(rank, {})[step] = image
+            with self._lock:
+                for rank, image in held.items():
+                    self.images.setdefault(rank, {})[step] = image
             cost = seconds + time.monotonic() - begun
             self._due = step + max(1, math.ceil(cost / (self._overhead * max(self._step_s, 1e-9))))
 
