@@ -22,7 +22,7 @@ from benchmarks import steps
 from benchmarks.finetune_work import LORA, LR, Work
 from megacore.control import Control
 from megacore.data.packing import Packed
-from megacore.run import metrics
+from megacore.run import build, metrics
 from megacore.run import train as pretrain
 from parallel.mesh import Mesh
 
@@ -69,7 +69,7 @@ def main() -> None:
         written.write_text(json.dumps(recipe(work, out, total, arguments.mode == "lora", arguments.masters)))
         setup, clock = pretrain.check(str(written), [], 1, 1), Clock()
         mesh = Mesh.create(setup.config.mesh.shape(1))
-        trainer = replace(pretrain.trainer_of(setup, mesh, Control.create(mesh)), log=clock)
+        trainer = replace(build.trainer_of(setup, mesh, Control.create(mesh)), log=clock)
         began = time.perf_counter()
         trainer.run()
         rows = setup.corpora.train

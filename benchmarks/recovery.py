@@ -1,12 +1,17 @@
 """What the end of a rank costs a run: replaced in place, started again from a checkpoint, and by torchrun.
 
     python benchmarks/recovery.py [--faults 20] [--ranks 2] [--steps 400] [--json results.json] [section.key=value ...]
+    python benchmarks/recovery.py --protection [--rounds 8] [--json results.json] [section.key=value ...]
 
 Each way trains the same small model on the same data, its ranks are killed (SIGKILL) one after the other at the same
 steps, and the ways take turns. Prints, for each way, the seconds from a kill to the next record of a step that was not
 done before (median and worst), the steps that were done twice, the seconds of the whole run, and whether the last
-checkpoint is that of a run that nothing befell, byte for byte. The first two ways begin with a standby that has
-imported torch for some of the faults alone: another one is imported, on the same cores, after each.
+checkpoint is that of a run that nothing befell, byte for byte.
+
+With ``--protection``: what all of it costs where nothing befalls a run. The quickstart's model trains on two ranks with
+beats, the hang watch, a process in reserve, replicas compared and copies in peers' memory, and by torchrun without all
+of them. Both runs are there at once; in each round one stands still (SIGSTOP) while the other does its steps, and then
+the other way round.
 """
 
 from __future__ import annotations
@@ -16,13 +21,14 @@ import filecmp
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,6 +38,7 @@ import numpy as np
 import yaml
 
 from megacore.data.indexed import IndexedWriter
+from megacore.run.launch import VARIABLES
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY, LENGTH = 512, 64
@@ -56,6 +63,14 @@ RECIPE = {
     "log": {"peak_tflops": 1.0},
 }
 LIMIT_S = 900.0
+PROTECTIONS: Mapping[str, Sequence[str]] = {
+    "replicas compared": ("mesh.tp=1", "mesh.pp=1", "mesh.dp=2"),
+    "peers' copies": ("mesh.tp=1", "mesh.pp=1", "mesh.dp=2", "zero.shard=optimizer"),
+}
+"""{what is on beside beats and the hang watch: the layout that has it}."""
+SLICE = 8
+"""Steps that a run does before the other one's turn; the first two, across the stop, are not counted."""
+ON, OFF = ("recovery.compare_every=20",), ("recovery.compare_every=0", "recovery.in_place=false")
 
 
 @dataclass(frozen=True)
@@ -96,8 +111,8 @@ def last_step(metrics: Path) -> int:
     return 0
 
 
-def victim(parent: int, rank: int) -> int | None:
-    """Return the process of a rank among the descendants of another one; the newest, for a standby has a rank too."""
+def descendants(parent: int) -> list[int]:
+    """Return the processes below another one."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -111,7 +126,15 @@ def victim(parent: int, rank: int) -> int | None:
         new = children.get(open_ones.pop(), [])
         open_ones += new
         found += new
-    for process in sorted(found):
+    return sorted(found)
+
+
+def victim(parent: int, rank: int) -> int | None:
+    """Return the process of a rank among the descendants of another one.
+
+    In the folder of a launcher ``rank-N`` names the file that the rank maps; under torchrun the environment tells.
+    """
+    for process in descendants(parent):
         try:
             mapped = Path(f"/proc/{process}/maps").read_text()
             environment = dict(
@@ -119,10 +142,97 @@ def victim(parent: int, rank: int) -> int | None:
             )
         except OSError:
             continue
-        beat = f"/beat-{rank}\n" in mapped
-        if beat or ("MEGACORE_BEAT" not in environment and environment.get("RANK") == str(rank)):
+        beat = re.search(r"/\S*/beat-\d+$", mapped, re.MULTILINE)
+        if beat is not None and os.path.realpath(Path(beat[0]).with_name(f"rank-{rank}")) == beat[0]:
+            return process
+        if "MEGACORE_BEAT" not in environment and environment.get("RANK") == str(rank):
             return process
     return None
+
+
+@dataclass
+class Paused:
+    """A run that stands still but for its turns.
+
+    Args:
+        way: The way it is started.
+        out: Its folder.
+        given: The recipe and its overrides.
+    """
+
+    way: str
+    out: Path
+    given: Sequence[str]
+
+    def __post_init__(self) -> None:
+        own = {"NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.log = (self.out.parent / f"{self.out.name}.log").open("w")
+        given = [*self.given, f"out={self.out}"]
+        self.process = subprocess.Popen(
+            command(self.way, 2, given), env=os.environ | VARIABLES | own, cwd=ROOT, stdout=self.log, stderr=self.log
+        )
+        self.turn(0)
+
+    def turn(self, steps: int) -> list[float]:
+        """Let it do so many steps and two more -> the seconds of those."""
+        self._signal(signal.SIGCONT)
+        first = last_step(self.out / "metrics.jsonl") + 2
+        deadline = time.monotonic() + LIMIT_S
+        while last_step(self.out / "metrics.jsonl") < first + steps:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"{self.way}: it does not train\n{Path(self.log.name).read_text()[-2000:]}")
+            time.sleep(0.01)
+        self._signal(signal.SIGSTOP)
+        lines = map(json.loads, (self.out / "metrics.jsonl").read_text().splitlines())
+        return [line["seconds_per_step"] for line in lines if first < line["step"] <= first + steps]
+
+    def end(self) -> None:
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+        self.log.close()
+
+    def _signal(self, number: int) -> None:
+        for process in (self.process.pid, *descendants(self.process.pid)):
+            try:
+                os.kill(process, number)
+            except ProcessLookupError:
+                continue
+
+
+def protect(folder: Path, rounds: int, overrides: Sequence[str]) -> dict[str, dict[str, list[float]]]:
+    """Return {what is on: {"on" or "off": the seconds of steps}}."""
+    recipe = yaml.safe_load((ROOT / "launch" / "recipes" / "quickstart.yaml").read_text())
+    write_corpus(folder / "corpus", recipe["model"]["vocab_size"], 2000)
+    recipe["data"]["train"] = str(folder / "corpus")
+    path = folder / "quickstart.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    common = ["train.steps=100000", "evaluate.every=0", "checkpoint.at_end=false", "log.peak_tflops=1", *overrides]
+    found: dict[str, dict[str, list[float]]] = {}
+    for number, (name, layout) in enumerate(PROTECTIONS.items()):
+        ways = {"on": ("in place", ON), "off": ("torchrun", OFF)}
+        runs = dict[str, Paused]()
+        try:
+            for way, (started, recovery) in ways.items():
+                given = [str(path), *common, *layout, *recovery]
+                runs[way] = Paused(started, folder / f"{way}-{number}", given)
+            seconds = found[name] = {way: [] for way in ways}
+            for turn in range(rounds):
+                for way in (*ways,) if turn % 2 else (*reversed(ways),):
+                    seconds[way] += runs[way].turn(SLICE)
+        finally:
+            for run in runs.values():
+                run.end()
+        print(f"{name}: {cost(seconds)}", flush=True)
+    return found
+
+
+def cost(seconds: Mapping[str, Sequence[float]]) -> str:
+    on, off = seconds["on"], seconds["off"]
+    medians, means = ([how(each) for each in (on, off)] for how in (statistics.median, statistics.fmean))
+    return (
+        f"a step of {medians[0]:.4f} s on, {medians[1]:.4f} s off: {medians[0] / medians[1] - 1:+.2%} (medians of "
+        f"{len(on)} and {len(off)} steps; means {means[0] / means[1] - 1:+.2%})"
+    )
 
 
 def train(
@@ -167,12 +277,20 @@ def same(one: Path, other: Path) -> bool:
     return all(filecmp.cmp(one / path, other / path, False) for path in files if path.parts[1] == newest)
 
 
+def write_corpus(prefix: Path, vocabulary: int, documents: int = 400) -> None:
+    rng = np.random.default_rng(1)
+    with IndexedWriter(prefix, vocabulary) as writer:
+        for _ in range(documents):
+            writer.write(np.cumsum(rng.integers(1, 4, 200)) % vocabulary)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--rounds", type=int, default=2, help="turns that the faults are shared out over")
+    parser.add_argument("--rounds", type=int, help="turns that the faults are shared out over (2), or of each run (8)")
+    parser.add_argument("--protection", action="store_true", help="measure what protection costs a step")
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_args()
@@ -180,17 +298,20 @@ def main() -> None:
     found: dict[str, list[Found]] = {}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        rng = np.random.default_rng(1)
-        with IndexedWriter(folder / "corpus", VOCABULARY) as writer:
-            for _ in range(400):
-                writer.write(np.cumsum(rng.integers(1, 4, 200)) % VOCABULARY)
+        if given.protection:
+            seconds = protect(folder, given.rounds or 8, given.overrides)
+            if given.json is not None:
+                given.json.write_text(json.dumps(seconds, indent=1))
+            return
+        rounds = given.rounds or 2
+        write_corpus(folder / "corpus", VOCABULARY)
         recipe = folder / "recipe.yaml"
         data = {"train": str(folder / "corpus"), **RECIPE["data"]}  # type: ignore[dict-item]
         recipe.write_text(yaml.safe_dump(RECIPE | {"data": data}))
         overrides = [f"train.steps={given.steps}", *given.overrides]
         train("in place", recipe, folder / "undisturbed", given.ranks, overrides, [])
-        each = given.faults // given.rounds
-        for number in range(given.rounds):
+        each = given.faults // rounds
+        for number in range(rounds):
             at = sorted(draw.sample(range(25, given.steps - 25), each))
             kills = [(step, draw.randrange(given.ranks)) for step in at]
             for way in ("in place", "restart", "torchrun"):

@@ -160,7 +160,10 @@ class Megacore:
         assert self.saver is not None
         busy, failed = self.control.largest(*self.saver.news())
         self.saver.advance(bool(busy), bool(failed))
-        return bool(self.control.largest(self.made.exists())[0])
+        published = bool(self.control.largest(self.made.exists())[0])
+        if published:  # the folder is removed next, and its last file is closed a moment later
+            self.saver.finish()
+        return published
 
 
 class TorchSave:

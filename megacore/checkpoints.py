@@ -14,6 +14,7 @@ import uuid
 from contextlib import suppress
 from pathlib import Path
 
+from megacore.say import err
 from megacore.store import audit
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.hugging_face import CONFIG
@@ -144,6 +145,10 @@ def clean(folder: Path) -> None:
         ended = {match[1] for match in found if match[3] in (INDEX, DAMAGED)}
         for name in sorted({match[1] for match in found} - ended):
             (folder / name).remove()
+        try:
+            folder.abort_uploads()
+        except StoreError as error:  # it costs money, not a run; a rule of the bucket may do it
+            err(f"Uploads that a killed run has left behind stay in the store: {error}")
         return
     if not os.path.lexists(folder):
         return

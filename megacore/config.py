@@ -425,6 +425,9 @@ class RecoveryConfig:
 
     compare_every: Annotated[Int, AT_LEAST_0] = 100
     """Steps after which replicas compare their weights and states bit for bit, as before each save; 0: never."""
+    recompute_every: Annotated[Int, AT_LEAST_0] = 0
+    """Steps after which replicas compute the same microbatch, of each in its turn, and compare its loss and gradients
+    bit for bit, without a replica each rank with itself: it finds what computes wrong; 0: never."""
     in_place: Bool = True
     """Whether ranks that end are replaced while the others keep their state, on one machine without GPUs."""
     max_recoveries: Annotated[Int, AT_LEAST_0] = 100

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -32,7 +33,8 @@ from megacore import exits
 from megacore.recovery.corruption import Corrupted
 
 STORE = "MEGACORE_STORE"
-"""The variable that names the file through which ranks of one machine find each other."""
+"""The variable that names the place where ranks find each other: a file, on one machine, or ``tcp://HOST:PORT/PREFIX``,
+a store that an agent hosts, in which every generation has a prefix."""
 
 BEGAN = "MEGACORE_BEGAN"
 """The variable that says when the launcher of a run began, in seconds since 1970."""
@@ -104,7 +106,11 @@ def join(here: Here, kind: str, timeout: timedelta) -> None:
     names: Any = dist.distributed_c10d._world
     names.group_count = 0  # of an attempt that has failed: groups are named by it
     store = os.environ.get(STORE)
-    met = _met_anew(here, timeout) if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else None
+    met = None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        met = _met_anew(here, timeout)
+    elif store is not None and store.startswith("tcp://"):
+        met = _met_at(store, timeout)
     # Without device_id, so that a group's communicator is made by its members when they first use it, rather than
     # split off the world's by everyone.
     dist.init_process_group(
@@ -121,13 +127,24 @@ def join(here: Here, kind: str, timeout: timedelta) -> None:
 def parts(store: str | None) -> None:
     """Free all ranks that wait for another in :func:`join`, where they meet in a file: a read of it fails from here on.
 
-    torch waits for a file that is gone, but not for one that cannot be opened.
+    torch waits for a file that is gone, but not for one that cannot be opened. Who waits in the store of an agent is
+    freed by the end of its connection.
     """
-    if store is not None and not os.path.islink(store):
+    if store is not None and not store.startswith("tcp://") and not os.path.islink(store):
         with suppress(FileExistsError):
             with suppress(FileNotFoundError):
                 os.remove(store)
             os.symlink(store, store)
+
+
+def _met_at(place: str, timeout: timedelta) -> Store:
+    """Return the part of an agent's store that ``tcp://HOST:PORT/PREFIX`` names."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    at = urlsplit(place)
+    assert at.hostname is not None and at.port is not None
+    agents = TCPStore(at.hostname, at.port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return PrefixStore(at.path, agents)
 
 
 def _met_anew(here: Here, timeout: timedelta) -> Store:
@@ -156,10 +173,10 @@ def _met_anew(here: Here, timeout: timedelta) -> Store:
 
 
 def leave(here: Here) -> None:
-    """Leave what :func:`join` has joined, on all ranks."""
+    """Leave what :func:`join` has joined, on all ranks, if it has."""
     import torch.distributed as dist
 
-    if here.world == 1:
+    if here.world == 1 or not dist.is_initialized():
         return
     # A gloo process that leaves while others still talk to it may abort them.
     dist.barrier()

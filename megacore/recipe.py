@@ -69,7 +69,17 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
         ConfigError: all malformed overrides, unknown keys (with the nearest spelling) and mistyped values.
     """
     path = find(recipe)
-    tree = _read(path)
+    return _config(_read(path), overrides, f"runs/{path.stem}")
+
+
+def changed(config: Config, overrides: Sequence[str]) -> Config:
+    """Return a config with dotted overrides applied to it. Raises as :func:`load`."""
+    tree = OmegaConf.create(config.to_yaml())
+    assert isinstance(tree, DictConfig)
+    return _config(tree, overrides, config.out) if overrides else config
+
+
+def _config(tree: DictConfig, overrides: Sequence[str], out: str) -> Config:
     problems = [problem for override in overrides for problem in _override(tree, override)]
     try:
         plain = References(OmegaConf.to_container(tree, throw_on_missing=True)).resolved()
@@ -79,7 +89,7 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError([*problems, str(error)]) from error
     assert isinstance(plain, dict)
     try:
-        config = TypeAdapter(Config).validate_python({"out": f"runs/{path.stem}", **plain})
+        config = TypeAdapter(Config).validate_python({"out": out, **plain})
     except ValidationError as error:
         raise ConfigError([*problems, *map(_explain, error.errors())]) from error
     if problems:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
+from functools import lru_cache
 from random import Random
 from typing import Any, ClassVar, Self
 
@@ -340,6 +341,7 @@ def _matmuls(schema: Schema) -> list[Param]:
     return [p for p in schema.params if p.decays and ("layer" in p.named_axes or "last" in p.at)]
 
 
+@lru_cache(maxsize=64)
 def flops_per_token(config: ModelConfig, sequence_length: int, tuning: Tuning = EVERYTHING) -> int:
     """Floating point operations of forward and backward for one token of a causal sequence.
 

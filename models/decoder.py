@@ -44,6 +44,7 @@ class Microbatch:
         documents: Lengths of the documents one after the other, none in two sequences, if attention must not cross
             from one into another.
         seed: Of the dropout masks.
+        replica: The number along dp of the ranks whose dropout masks they are; None: this rank's.
         lengths: Of the whole sequence that each document is the end of, where rotary frequencies are to go by it rather
             than by the sequence length.
         attention: How tokens look at each other, if not as sequences and documents say.
@@ -64,6 +65,7 @@ class Microbatch:
     activation: tuple[int, ...]
     documents: tuple[int, ...] | None = None
     seed: int = 0
+    replica: int | None = None
     lengths: tuple[int, ...] | None = None
     attention: MaskedAttention | None = None
     wanted: Tensor | None = None
@@ -246,7 +248,9 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
         if self.training and self._drops:
             # Dropout depends on what is computed, not on what was computed before: a run repeats bitwise.
-            torch.manual_seed(key(microbatch.seed, *self._seed) >> 1)
+            virtual, dp, *inner = self._seed
+            dp = dp if microbatch.replica is None else microbatch.replica
+            torch.manual_seed(key(microbatch.seed, virtual, dp, *inner) >> 1)
         x = self.hidden(x, microbatch)
         return x if self.head is None else self.head(x, microbatch.labels, microbatch.wanted)
 

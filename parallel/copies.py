@@ -6,7 +6,7 @@ their moments. It is lost when every rank that has it and every rank that keeps 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from parallel.choices import ZeroShard
 from parallel.rank_sets import RankSet, across, divide
@@ -34,6 +34,19 @@ def identical(layout: Layout, shard: ZeroShard = "none", replicas: int = 1) -> d
     for rank, numbers in enumerate(owned):
         alike.setdefault(frozenset(numbers), []).append(rank)
     return {rank: ranks for ranks in map(tuple, alike.values()) for rank in ranks}
+
+
+def refuges(alike: Mapping[int, RankSet], leaving: Collection[int]) -> dict[int, int]:
+    """Return {rank: a rank that stays} for one rank of each image that only ranks that leave have; each gets equally
+    many.
+
+    Args:
+        alike: The ranks with the same image as each rank (:func:`identical`).
+        leaving: The ranks that leave.
+    """
+    staying = [rank for rank in alike if rank not in leaving]
+    lost = [ranks[0] for ranks in sorted({*alike.values()}) if all(rank in leaving for rank in ranks)]
+    return {rank: staying[number % len(staying)] for number, rank in enumerate(lost)} if staying else {}
 
 
 def holders(alike: Mapping[int, RankSet], ranks_per_node: int) -> dict[int, int]:

@@ -15,7 +15,7 @@ import yaml
 
 from megacore.control import Control
 from megacore.data.indexed import IndexedWriter
-from megacore.run import metrics
+from megacore.run import build, metrics
 from megacore.run import train as pretrain
 from megacore.run.trainer import Trainer
 from parallel.mesh import Mesh
@@ -100,7 +100,7 @@ def trainer(recipe: str, overrides: Sequence[str], log: bool = False) -> Trainer
     if world > 1:
         torch.distributed.barrier()  # in a real run every rank checks before the process group starts
     mesh = Mesh.create(setup.config.mesh.shape(world))
-    made = pretrain.trainer_of(setup, mesh, Control.create(mesh))
+    made = build.trainer_of(setup, mesh, Control.create(mesh))
     if mesh.rank != 0 or not log:
         return made
     Path(setup.config.out).mkdir(parents=True, exist_ok=True)

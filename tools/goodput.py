@@ -44,7 +44,7 @@ from tools.tables import table
 
 NOTICE_S, DETECT_S, PROCESSES_S, TOGETHER_S = 1800.0, 3.0, 60.0, 1.0
 COSTS = tuple(each.name for each in fields(FaultCosts) if each.name != "step")
-IN_PLACE = ("repeat", "rebuild", "replace", "evict")
+IN_PLACE = ("rebuild", "replace", "evict")
 LARGEST = 4096
 """Nodes up to which curves are drawn, at least."""
 

@@ -13,14 +13,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from megacore.config import Config, ContextConfig, CorpusConfig, ZeroConfig
+from megacore.config import Config, CorpusConfig
 from megacore.data.batches import in_vain
 from megacore.plan.cluster import Overheads, Storage
-from megacore.plan.devices import DEVICES, Device
+from megacore.plan.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
 from megacore.plan.documents import PackedMicrobatch, drawn, scores, standing_out
 from megacore.plan.fit import MARGIN, Candidate, fit
 from megacore.plan.memory import COMMUNICATOR, TERMS, Load, Memory, groups, loads, memory
-from megacore.plan.of_config import setting_of
+from megacore.plan.of_config import alone, overrides, setting_of
 from megacore.plan.published import PUBLISHED
 from megacore.plan.setting import Setting
 from megacore.plan.state import Shares
@@ -156,7 +156,7 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = _cluster(arguments, name, config.train.precision)
     if arguments.fit:
         world = (arguments.nodes or 1) * cluster.device.per_node
-        base = replace(setting_of(_alone(config), model, 1, "cuda"), imbalance=arguments.imbalance)
+        base = replace(setting_of(alone(config), model, 1, "cuda"), imbalance=arguments.imbalance)
         base, _ = _with_documents(base, arguments.documents, config)
         _show_fit(fit(base, world, cluster, arguments.best), config, world, name, cluster, arguments.json)
         return 0
@@ -197,18 +197,6 @@ def _with_documents(setting: Setting, corpus: str | None, config: Config) -> tup
     return replace(setting, documents=middle), microbatches
 
 
-def _alone(config: Config) -> Config:
-    """Return the recipe on one rank, which has the whole global batch: the search lays it out anew."""
-    return replace(
-        config,
-        zero=ZeroConfig(),
-        context=ContextConfig(),
-        mesh=replace(config.mesh, pp=1, dp=1, cp=1, ep=1, tp=1, etp=1),
-        pipeline=replace(config.pipeline, schedule="1f1b", chunks=1, layers_per_stage=None),
-        batch=replace(config.batch, micro_size=1),
-    )
-
-
 def _problems(config: Config, world: int, model: ModelConfig) -> list[str]:
     """Return the problems of the numbers; where data and models lie and what this machine has does not matter here."""
     named = replace(config, data=replace(config.data, train=config.data.train or (CorpusConfig("-"),)))
@@ -218,9 +206,8 @@ def _problems(config: Config, world: int, model: ModelConfig) -> list[str]:
 
 
 def _cluster(arguments: argparse.Namespace, name: str, precision: str) -> Cluster:
-    # Of a CPU nothing is in the table: these are round numbers of a small machine.
-    device = Device("A10G", None, 16e9, 50e9, 5e9, 1e9, 50e9, reach=0.6, half=32) if name == CPU else DEVICES[name]
-    tflops = arguments.peak_tflops or (0.5 if name == CPU else device.tflops(precision))
+    device = SMALL_CPU if name == CPU else DEVICES[name]
+    tflops = arguments.peak_tflops or (CPU_TFLOPS if name == CPU else device.tflops(precision))
     changed: dict[str, Any] = {
         "per_node": arguments.gpus_per_node,
         "reach": arguments.efficiency,
@@ -485,13 +472,6 @@ def _show_fit(
 
 def _pasted(each: Candidate, config: Config) -> str:
     return " ".join(f"{key}={value}" for key, value in overrides(each, config).items())
-
-
-def overrides(each: Candidate, config: Config) -> Mapping[str, object]:
-    """Return what makes a candidate of a recipe; one without cp takes back what the recipe says of its context."""
-    plain = ContextConfig()
-    asked = {f"context.{key}": value for key, value in vars(plain).items()} if config.context != plain else {}
-    return {**asked, **each.overrides}
 
 
 def _mfu(each: Candidate, cluster: Cluster) -> float:

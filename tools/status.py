@@ -71,6 +71,11 @@ class RunState:
             out, lock.holder(out), str(named) if named else None, _steps(out), training, evaluation, newest, age, befell
         )
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are done, as far as its files tell."""
+        return self.steps is not None and self.training is not None and self.training["step"] >= self.steps
+
     def lines(self) -> Iterator[str]:
         """Yield it in lines for people."""
         yield f"run          {self.out}"
@@ -137,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megacore status", description=__doc__)
     parser.add_argument("out", type=Path, help="the folder of a run, its out")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--done", action="store_true", help=f"end with {exits.RETRY} where steps are left to do")
     given = parser.parse_args(argv)
     try:
         state = RunState.of(given.out)
@@ -149,4 +155,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     else:
         say("\n".join(state.lines()))
-    return exits.DONE
+    return exits.RETRY if given.done and not state.is_done else exits.DONE

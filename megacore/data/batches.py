@@ -146,6 +146,12 @@ class Batches:
         cut._skipped = skipped
         return cut
 
+    def of(self, data_rank: int) -> Batches:
+        """Return the batches of another data-parallel rank."""
+        other = copy.copy(self)
+        other._rank = data_rank
+        return other
+
     def microbatches(self, step: int) -> list[Batch]:
         """Return this rank's microbatches of step `step`: of the samples [step global_batch, (step + 1)
         global_batch)."""

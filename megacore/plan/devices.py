@@ -83,3 +83,8 @@ DEVICES: Mapping[str, Device] = {
     # AMD Instinct MI300X data sheet: 192 GB HBM3; seven links of 64 GB/s to the other seven in one direction.
     "mi300x": Device("MI300X", 2614.9, 192e9, 5.3e12, 448e9, 50e9, 64e9),
 }
+
+SMALL_CPU = Device("A10G", None, 16e9, 50e9, 5e9, 1e9, 50e9, reach=0.6, half=32)
+"""A small machine without a GPU, in round numbers: of CPUs nothing is in the table."""
+CPU_TFLOPS = 0.5
+"""The speed of its matrix products."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
@@ -95,24 +97,43 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
         cluster: The devices.
         best: The number of settings to return.
     """
+    with _uncollected():
+        candidates = sorted(_candidates(base, world, cluster), key=lambda each: each.time.total)
+        again = list[Candidate]()
+        for each in _distinct(candidates, 3 * best):
+            if len(again) >= best and again[best - 1].time.total <= each.time.total:
+                break  # a simulated pipeline is no faster than its formula
+            again.append(replace(each, time=estimate(each.setting, Shares.of(each.setting), cluster)))
+            again.sort(key=lambda each: each.time.total)
+    return tuple(again[:best])
+
+
+def _candidates(base: Setting, world: int, cluster: Cluster) -> Iterator[Candidate]:
+    """Yield the settings that fit and that others do not leave far behind."""
     room = cluster.device.memory * (1 - MARGIN)
-    candidates, fastest = list[Candidate](), _Fastest()
+    fastest = _Fastest()
     for shorter in _layouts(base, world, cluster):
         for alike in shorter:
             found = (list(_of_layout(base, layout, cluster, room, fastest)) for layout in alike)
             own = list(fastest.while_it_pays(found))
-            candidates += own
+            yield from own
             if own and not fastest.may_gain(own):
                 break
-    candidates.sort(key=lambda each: each.time.total)
-    again = [
-        replace(each, time=estimate(each.setting, Shares.of(each.setting), cluster))
-        for each in _distinct(candidates, 3 * best)
-    ]
-    return tuple(sorted(again, key=lambda each: each.time.total)[:best])
 
 
-def _distinct(candidates: list[Candidate], count: int) -> Iterator[Candidate]:
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Leave cycles of references alone: Python would look for them among all models that are measured, and find few."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
+
+
+def _distinct(candidates: Sequence[Candidate], count: int) -> Iterator[Candidate]:
     """Yield the fastest of each mesh: a list of its variants would say little."""
     seen = set[tuple[MeshShape, int, int]]()
     for each in candidates:

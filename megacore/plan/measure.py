@@ -12,7 +12,7 @@ import math
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -88,6 +88,7 @@ class FakeModel:
         for parameter in self._chunk.parameters():
             if parameter.requires_grad:  # the engine takes it, and lets go of autograd's
                 parameter.register_post_accumulate_grad_hook(_forget)
+        self._known = frozenset(map(_key, self._chunk.parameters()))
         first: dict[object, str] = {}
         self.kinds = [first.setdefault(_kind(block, at), at) for at, block in self._chunk.layers.items()]
         """The first layer that is like each layer."""
@@ -168,7 +169,7 @@ class FakeModel:
         parameters = list(module.parameters())
         self._chunk.context_parallel = packing.context
         self._mesh.group(inner_ranks(self._mesh.cp.ranks, self._mesh.cp.index, packing.context.heads))
-        with self._without_numbers(), _Watch(self._chunk.parameters(), packing) as seen, self._mesh.watched(seen):
+        with self._without_numbers(), _Watch(self._known, packing) as seen, self._mesh.watched(seen):
             batch = self._microbatch(packing)
             context = self._chunk.context(batch)
             context = replace(context, attention=_Noted(context.attention, seen))
@@ -295,12 +296,12 @@ class _Watch(TorchDispatchMode):
         windows: Those of the attentions that were.
     """
 
-    def __init__(self, known: Iterable[Tensor], packing: Packing) -> None:
+    def __init__(self, known: Set[int], packing: Packing) -> None:
         super().__init__()
         self._packing, self.windows = packing, set[int | None]()
         self.sizes: dict[int, int] = {}
         self.live = self.peak = self.started = 0
-        self._known = set(map(_key, known))
+        self._known = known
         self._products, self.messages = Counter[MatMul](), Counter[Collective]()
         self._exchanges = Counter[KeyExchange]()
         self._inside, self._passes = False, 0
@@ -320,7 +321,7 @@ class _Watch(TorchDispatchMode):
                 out = body._init_fn(*args, **kwargs)
             self._inside = False
             return out
-        out = op(*args, **kwargs)
+        out = _called(op, args, kwargs)
         before = self.started
         for product, count in _products(op, args, kwargs):
             self._products[replace(product, attention=True) if self._inside else product] += count
@@ -373,6 +374,62 @@ class _Watch(TorchDispatchMode):
 
     def _drop(self, key: int) -> None:
         self.live -= self.sizes.pop(key)
+
+
+_returned: dict[object, tuple[type, tuple[tuple[Any, ...], ...]] | int] = {}
+"""{operator, arguments: the type, shapes, strides and dtypes that it returns, or the argument that it returns}."""
+
+
+def _called(op: Any, args: Any, kwargs: Any) -> Any:
+    """Call an operator. On tensors without numbers torch works out in Python what many return, which takes longer than
+    all else here: it is done once for equal arguments."""
+    if op.is_view:
+        return op(*args, **kwargs)
+    try:
+        key = op, tuple(map(_told, args)), tuple((name, _told(each)) for name, each in kwargs.items())
+        known = _returned.get(key)
+    except TypeError:  # an argument that cannot be a key, or has numbers
+        return op(*args, **kwargs)
+    if isinstance(known, int):
+        return args[known] if known < len(args) else kwargs["out"]
+    if known is not None:
+        kind, outs = known
+        made = [torch.empty_strided(*like, dtype=dtype, device="meta") for *like, dtype in outs]
+        return made[0] if kind is Tensor else kind(made)
+    out = op(*args, **kwargs)
+    if op._schema.is_mutable:
+        given = [*args, kwargs.get("out")]
+        same = [number for number, each in enumerate(given) if each is out]
+        if same:
+            _returned[key] = same[0]
+        return out
+    leaves = list[Tensor](tree_leaves(out))
+    if all(isinstance(leaf, Tensor) and leaf.is_meta and _whole(leaf) for leaf in leaves):
+        made_of = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves)
+        _returned[key] = Tensor if isinstance(out, Tensor) else type(out), made_of
+    return out
+
+
+def _told(argument: Any) -> object:
+    """Return an argument of an operator as a key.
+
+    Raises:
+        TypeError: it is a tensor with numbers.
+    """
+    if isinstance(argument, Tensor):
+        if not argument.is_meta:
+            raise TypeError
+        return argument.shape, argument.stride(), argument.dtype
+    if isinstance(argument, list | tuple):
+        return tuple(map(_told, argument))
+    return type(argument), argument
+
+
+def _whole(tensor: Tensor) -> bool:
+    """Return whether a tensor is all of a storage of its own that is as large as it must be."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (last + 1) * tensor.itemsize if tensor.numel() else 0
+    return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == needed
 
 
 _FIRST = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}

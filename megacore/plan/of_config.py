@@ -1,11 +1,14 @@
-"""The way from a recipe to a setting; recipes need packages that a bare image with a GPU has not."""
+"""The way from a recipe to a setting and back; recipes need packages that a bare image with a GPU has not."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
-from megacore.config import Config
+from megacore.config import Config, ContextConfig, ZeroConfig
 from megacore.data.batches import filled_up
+from megacore.plan.fit import Candidate
 from megacore.plan.setting import Setting, Widths
 from models.config import ModelConfig
 from models.stages import layout_of
@@ -39,3 +42,22 @@ def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["
         context=config.context.over(mesh.cp, model.drops_attention),
         mlp_chunk=config.memory.mlp_chunk,
     )
+
+
+def alone(config: Config) -> Config:
+    """Return the recipe on one rank, which has the whole global batch: the search lays it out anew."""
+    return replace(
+        config,
+        zero=ZeroConfig(),
+        context=ContextConfig(),
+        mesh=replace(config.mesh, pp=1, dp=1, cp=1, ep=1, tp=1, etp=1),
+        pipeline=replace(config.pipeline, schedule="1f1b", chunks=1, layers_per_stage=None),
+        batch=replace(config.batch, micro_size=1),
+    )
+
+
+def overrides(each: Candidate, config: Config) -> Mapping[str, object]:
+    """Return what makes a candidate of a recipe; one without cp takes back what the recipe says of its context."""
+    plain = ContextConfig()
+    asked = {f"context.{key}": value for key, value in vars(plain).items()} if config.context != plain else {}
+    return {**asked, **each.overrides}

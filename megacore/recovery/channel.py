@@ -2,15 +2,18 @@
 
 A *generation* is one life of the groups in which the ranks of a run talk. A fault ends it: the agent says ``over`` to
 all ranks that live, each of which lets go of its groups and says ``ready``; the agent fills the places of the others
-and says ``go``.
+and says ``go``. So does a change of who takes part: after ``pause`` the ranks end the generation themselves, between
+two steps, and no step is lost.
 
     rank -> agent    fault      a message to another rank has failed
                      ready      has let go of the groups of a generation, with its state
                      recovered  stands again, after the step that is said
                      lost       the ranks together do not have the state of the run any more
     agent -> rank    over       a generation is over
+                     pause      a generation is to end after a step: the ranks of it that are not in the next one
                      go         the next one begins: the variables of the environment that have changed, and whether the
                                 run has begun, in an earlier one
+                     dismiss    the next one begins without this process
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import os
 import queue
 import socket
 import stat
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,10 +36,23 @@ CHANNEL = "MEGACORE_CHANNEL"
 STANDBY = "MEGACORE_STANDBY"
 """The variable that is set in a process that waits for a place among the ranks."""
 
+OVERRIDES = "MEGACORE_OVERRIDES"
+"""The variable that holds the overrides by which the recipe fits the ranks that there are: a list of JSON."""
+
 CUT_AGAIN_S = 0.05
 """A rank that is in the middle of connecting opens new connections after the first have been cut."""
 
 Message = Mapping[str, Any]
+
+
+class Dismissed(Exception):  # no error: this process is not needed any more
+    """The run goes on without this process."""
+
+
+def overrides_here() -> list[str]:
+    """Return the overrides by which the recipe fits the ranks that there are."""
+    overrides: list[str] = json.loads(os.environ.get(OVERRIDES) or "[]")
+    return overrides
 
 
 class Channel:
@@ -84,6 +101,7 @@ class Agent:
         self.begun = False
         """Whether the ranks have trained in an earlier generation: their state is in memory, or lost."""
         self._ended = 0
+        self._pause: Message = {"generation": 0}
         self._before = frozenset[str]()
         self._abort: Callable[[], object] = lambda: None
         self._come: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -104,6 +122,23 @@ class Agent:
     def over(self) -> bool:
         """Whether this generation has been ended."""
         return self._ended >= self.generation > 0
+
+    @property
+    def pausing(self) -> bool:
+        """Whether this generation is to end after a step."""
+        return bool(self._pause["generation"] == self.generation > 0)
+
+    def leaving(self) -> frozenset[int]:
+        """Return the ranks that are not in the next generation, once it is known here too that this one is to end.
+
+        Raises:
+            RuntimeError: a fault has ended it meanwhile.
+        """
+        with self._over:
+            self._over.wait_for(lambda: self.pausing or self.over)
+            if self.over:
+                raise RuntimeError("the generation was over before its ranks had left it")
+            return frozenset(self._pause["leaving"])
 
     def connecting(self, abort: Callable[[], object] = lambda: None) -> None:
         """Note that the connections of a generation are made from here on: they are cut when it is over.
@@ -131,12 +166,18 @@ class Agent:
 
     def ready(self) -> None:
         """Tell that this rank has let go of the groups of its generation, and wait for the next one, whose variables
-        then stand in the environment."""
+        then stand in the environment.
+
+        Raises:
+            Dismissed: there is none for this process.
+        """
         with self._over:  # nobody is in the middle of cutting what comes next
             self._free.set()
         self._say("ready")
         while True:
             message = self._come.get()
+            if message["what"] == "dismiss":
+                raise Dismissed
             os.environ.update(message["variables"])
             self.generation, self.begun = message["generation"], message["begun"]
             if not self.over:
@@ -158,13 +199,18 @@ class Agent:
     def _listen(self) -> None:
         while (messages := self._channel.heard()) is not None:
             for message in messages:
-                if message["what"] == "go":
-                    self._come.put(message)
-                    continue
-                with self._over:
-                    self._ended = max(self._ended, message["generation"])
-                    self._over.notify_all()
-                self._free_those_that_wait()
+                match message["what"]:
+                    case "go" | "dismiss":
+                        self._come.put(message)
+                    case "pause":
+                        with self._over:
+                            self._pause = message
+                            self._over.notify_all()
+                    case "over":
+                        with self._over:
+                            self._ended = max(self._ended, message["generation"])
+                            self._over.notify_all()
+                        self._free_those_that_wait()
 
     def _free_those_that_wait(self) -> None:
         """Cut all connections of the generation until this rank has noticed: whoever waits for others gets an error."""
@@ -192,12 +238,25 @@ def _connections() -> dict[int, str]:
 def cut(before: frozenset[str]) -> None:
     """Shut the network connections of this process but those that were there before: gloo's, whose abort frees nobody.
 
-    They stay open: whose they are closes them.
+    They stay open: whose they are closes them. Where a rank waits to be called, which nothing cuts, it is called in
+    place of the one that does not, and hung up on.
     """
     for number, name in _connections().items():
         if name in before:
             continue
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
             listens = end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if end.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+            if end.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            if listens:
+                _call(end)
+            else:
                 end.shutdown(socket.SHUT_RDWR)
+
+
+def _call(listening: socket.socket) -> None:
+    """Begin each connection that gloo may wait for at an address, and end it. It begins with the connection's number,
+    in 8 bytes; those of an address count from 0, one for each rank."""
+    for number in range(int(os.environ.get("WORLD_SIZE", "1"))):
+        with suppress(OSError), socket.create_connection(listening.getsockname()[:2], timeout=1) as end:
+            end.sendall(struct.pack("=q", number))

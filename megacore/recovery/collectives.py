@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,27 +43,32 @@ class GroupLog:
     pending: Mapping[int, str]
 
 
-def answer(folder: Path, rank: int) -> None:
-    """Start the thread of a rank that answers its agent; without a thread where the folder's path is too long for a
-    socket."""
+def answer(beat: Path) -> None:
+    """Start the thread of a rank that answers its agent, beside the file of its beat; none where the path is too long
+    for a socket."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
-        _ask_at(folder, rank).unlink(missing_ok=True)  # that of a process that was in this place
-        listening.bind(str(_ask_at(folder, rank)))
+        listening.bind(str(_ask_at(beat)))
     except OSError:
         listening.close()
         return
     threading.Thread(target=_answer, args=(listening,), name="collectives", daemon=True).start()
 
 
-def ask(folder: Path, ranks: Iterable[int], patience_s: float = WAIT_S) -> dict[int, dict[str, GroupLog]]:
-    """Ask ranks for their collectives -> {rank: {group: what it has entered there}} of those that have answered."""
+def ask(folder: Path, beats: Mapping[int, Path], patience_s: float = WAIT_S) -> dict[int, dict[str, GroupLog]]:
+    """Ask ranks for their collectives -> {rank: {group: what it has entered there}} of those that have answered.
+
+    Args:
+        folder: The agent's, for the answers.
+        beats: {rank: the file of its beat}.
+        patience_s: The seconds to wait for answers.
+    """
     with tempfile.TemporaryDirectory(dir=folder) as made, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
         try:
             asking.bind(f"{made}/answers")
         except OSError:
             return {}
-        asked = {rank for rank in ranks if _asked(asking, _ask_at(folder, rank), rank)}
+        asked = {rank for rank, beat in beats.items() if _asked(asking, _ask_at(beat), rank)}
         found = dict[int, dict[str, GroupLog]]()
         deadline = time.monotonic() + patience_s
         while len(found) < len(asked) and (left := deadline - time.monotonic()) > 0:
@@ -79,8 +84,8 @@ def ask(folder: Path, ranks: Iterable[int], patience_s: float = WAIT_S) -> dict[
     return found
 
 
-def _ask_at(folder: Path, rank: int) -> Path:
-    return folder / f"ask-{rank}"
+def _ask_at(beat: Path) -> Path:
+    return beat.with_name(f"ask-{beat.name}")
 
 
 def _asked(asking: socket.socket, at: Path, rank: int) -> bool:

@@ -36,7 +36,7 @@ KINDS: Mapping[Kind, str] = {
     "spike": "a step's loss or gradient norm is far above those before it",
     "unrepeatable": "a bad step that was repeated on the same data gave other bits",
     "bad_data": "a bad step that was repeated on the same data gave the same bits",
-    "corrupted": "weights, state or a copy are not what they must be",
+    "corrupted": "weights, state, a copy or what a rank computes is not what it must be",
     "straggler": "a rank is slower than the others",
     "save_failed": "a checkpoint could not be written",
 }
@@ -51,6 +51,7 @@ class Event:
         kind: The kind.
         rank: The rank at fault, if it is known.
         node: The node of it, or the node that comes, goes or is gone.
+        host: The name of that node's host, where there are several: numbers are those of one launch.
         step: The step that was being done, as far as it is known.
         phase: The phase of that step (:mod:`megacore.recovery.phases`), if it is known.
         detail: A few words more: the signal, the exception, who waits for whom.
@@ -66,3 +67,4 @@ class Event:
     detail: str = ""
     at: float = 0.0
     samples: tuple[int, int] | None = None
+    host: str = ""

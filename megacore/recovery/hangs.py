@@ -14,6 +14,7 @@ import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal
 
 from megacore.rank import WAITING
@@ -25,6 +26,11 @@ FACTOR = 5.0
 SLACK_S = 1.0
 PATIENT: frozenset[Phase] = frozenset({"start", "log", "save", "recover", "end"})
 """The phases that wait for disks, or that come once."""
+OUTSIDE: frozenset[Phase] = frozenset({"start", "recover"})
+LET_GO_S = 15.0
+"""The seconds that a recovery may take at least: a save that a fault has cut has some of them to end by itself."""
+_IDLE = "megacore/recovery/channel.py", "ready"
+"""The call in which a rank that has let go of its groups waits for those that have not."""
 COMPILING = (
     "torch/_dynamo/convert_frame.py",
     "torch/_dynamo/symbolic_convert.py",
@@ -34,6 +40,8 @@ COMPILING = (
     "triton/compiler/compiler.py",
 )
 """The files whose calls are on the stack while code is compiled, and not while it runs."""
+
+NOTHING: Mapping[Phase, float] = MappingProxyType({})
 
 _ORDER: Mapping[Phase, int] = {phase: number for number, phase in enumerate(PHASES)} | {
     "backward": PHASES.index("forward")  # they alternate
@@ -87,26 +95,49 @@ class Verdict:
     left_out: Awaited | None = None
 
 
-def limits(readings: Collection[Reading], timeout_s: float, factor: float = FACTOR) -> dict[Phase, float]:
+def limits(
+    readings: Collection[Reading], timeout_s: float, factor: float = FACTOR, before: Mapping[Phase, float] = NOTHING
+) -> dict[Phase, float]:
     """Return the seconds that each phase may take while others wait: ``factor`` times the most that any rank here has
-    taken and a second more, or ``timeout_s`` where none was measured."""
+    taken and a second more, or ``timeout_s`` where none was measured.
+
+    Args:
+        readings: The beats of the ranks here.
+        timeout_s: ``train.timeout``.
+        factor: ``recovery.hang_factor``.
+        before: {phase: the most seconds in it before the last recovery, first steps among them}: what counts where
+            nothing was measured since, and for a recovery too. Empty where there was none.
+    """
     found = dict[Phase, float]()
     for phase in PHASES:
         slowest = max((reading.slowest.get(phase, 0.0) for reading in readings), default=0.0)
         limit = factor * slowest + SLACK_S if slowest else timeout_s
-        found[phase] = max(limit, timeout_s) if phase in PATIENT else limit
+        if phase in OUTSIDE and before:
+            most = max(before.get(each, 0.0) for each in OUTSIDE)
+            found[phase] = min(timeout_s, max(LET_GO_S, factor * most + SLACK_S))
+        elif phase in PATIENT:
+            found[phase] = max(limit, timeout_s)
+        else:
+            known = before.get(phase, 0.0) if not slowest else 0.0
+            found[phase] = min(timeout_s, factor * known + SLACK_S) if known else limit
     return found
 
 
 def doing(stacks: str) -> tuple[Doing, str]:
     """Return what a rank does by the stacks of its threads, and the call in which it waits."""
     for file, line, name in _INNERMOST.findall(stacks):
-        if file.endswith(WAITING):
+        if file.endswith(WAITING) or (file.endswith(_IDLE[0]) and name == _IDLE[1]):
             return "waits", f"`{name}` ({'/'.join(file.split('/')[-2:])}:{line})"
     return ("compiles" if any(file.endswith(COMPILING) for file in _FILES.findall(stacks)) else "works"), ""
 
 
-def judge(seen: Mapping[int, Witness], timeout_s: float, whole: bool, factor: float = FACTOR) -> Verdict | None:
+def judge(
+    seen: Mapping[int, Witness],
+    timeout_s: float,
+    whole: bool,
+    factor: float = FACTOR,
+    before: Mapping[Phase, float] = NOTHING,
+) -> Verdict | None:
     """Return who stands still; None where nobody does, or where it cannot be told.
 
     Args:
@@ -114,12 +145,15 @@ def judge(seen: Mapping[int, Witness], timeout_s: float, whole: bool, factor: fl
         timeout_s: ``train.timeout``.
         whole: Whether these are all ranks of the run: others may be waited for, and wait.
         factor: ``recovery.hang_factor``.
+        before: The argument of :func:`limits`.
     """
-    allowed = limits([each.reading for each in seen.values()], timeout_s, factor)
+    allowed = limits([each.reading for each in seen.values()], timeout_s, factor, before)
     waiting = {rank: each for rank, each in seen.items() if each.doing == "waits"}
     others = {rank: each for rank, each in seen.items() if rank not in waiting}
 
     def late(each: Witness, least: float = 0.0) -> bool:
+        if before and not each.reading.since:
+            return False  # who takes another's place imports, for which it has a time of its own
         patience = timeout_s if each.doing == "compiles" else least
         return each.stood > max(allowed[each.reading.phase], patience)
 

@@ -1,16 +1,20 @@
 """The incidents of a run, ``incidents.jsonl`` in its folder: what befell it, what was done, what it cost. No torch.
 
-The agent of node 0 appends a line for each incident, and another one, of the same number, with what is known of it
-later; rank 0 adds such a line too, once a step is done again. Nothing is overwritten, and a line that a kill or a full
-disk has cut is passed over.
+The agent of node 0 appends a line for each fault that it answers, rank 0 one for each event that the ranks answer by
+themselves, a bad step say; both append another one, of the same number, with what is known of it later. They take turns
+by a lock on the file. Nothing is overwritten, and a line that a kill or a full disk has cut is passed over.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +23,14 @@ from pydantic import TypeAdapter, ValidationError
 from megacore.recovery.events import Event
 from megacore.recovery.policy import Decision, Incident
 from megacore.store.files import append, open_file
+from megacore.store.lock import NoLocks, flock
 from megacore.store.strict_json import StoreError, parse_json, read_file
 from megacore.store.tensors import os_errors
 from parallel import limits
 
 INCIDENTS = "incidents.jsonl"
+TURN_S = 1.0
+"""Seconds after which another writer is not waited for any more: it may have been stopped in its turn."""
 
 
 def read(out: Path) -> list[Incident]:
@@ -44,17 +51,22 @@ def read(out: Path) -> list[Incident]:
     return incidents
 
 
-def write(out: Path, event: Event, decision: Decision, life: str, seen_after: float | None = None) -> Incident:
+def write(out: Path, event: Event, decision: Decision, life: str = "", seen_after: float | None = None) -> Incident:
     """Add an incident to those of a run, on the disk -> it, with its number.
+
+    Args:
+        out: The folder of the run.
+        event, decision, life, seen_after: The fields of the incident; no launch where rank 0 writes it.
 
     Raises:
         StoreError: it cannot be written.
     """
     with os_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-    number = 1 + max((line["number"] for line in _lines(out / INCIDENTS)), default=0)
-    incident = Incident(event, decision, life, number, seen_after)
-    _add(out / INCIDENTS, asdict(incident))
+    with _turn(out / INCIDENTS) as file:
+        number = 1 + max((line["number"] for line in _lines(out / INCIDENTS)), default=0)
+        incident = Incident(event, decision, life, number, seen_after)
+        _add(file, asdict(incident))
     return incident
 
 
@@ -65,7 +77,8 @@ def recovered(out: Path, number: int, at: float, steps_lost: int, seconds_lost: 
         StoreError: it cannot be written.
     """
     known = {"number": number, "recovered": at, "steps_lost": steps_lost, "seconds_lost": seconds_lost}
-    _add(out / INCIDENTS, known)
+    with _turn(out / INCIDENTS) as file:
+        _add(file, known)
 
 
 def went_on(out: Path, after: int, at: float) -> None:
@@ -107,11 +120,21 @@ def _line(text: bytes, path: Path) -> dict[str, Any] | None:
     return line if isinstance(line, dict) and type(line.get("number")) is int else None
 
 
-def _add(path: Path, line: Mapping[str, Any]) -> None:
+@contextmanager
+def _turn(path: Path) -> Iterator[BufferedWriter]:
+    """Open the file to add to it, in turns with its other writers where its filesystem has locks."""
     with os_errors(path), append(path) as file:
-        file.write(b"\n" * _is_cut(path) + json.dumps(line, allow_nan=False).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+        with suppress(NoLocks):
+            until = time.monotonic() + TURN_S
+            while not flock(file, fcntl.LOCK_EX) and time.monotonic() < until:
+                time.sleep(TURN_S / 100)
+        yield file
+
+
+def _add(file: BufferedWriter, line: Mapping[str, Any]) -> None:
+    file.write(b"\n" * _is_cut(Path(file.name)) + json.dumps(line, allow_nan=False).encode() + b"\n")
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _is_cut(path: Path) -> bool:

@@ -4,8 +4,8 @@ A rank writes its :class:`Beat` into a page of memory that is a file in the agen
 nobody is asked. The agent reads the file when it likes, also while the rank is stopped or holds the interpreter.
 
 The page holds doubles, each written at once: since when, the place (step and phase in one number, so that they belong
-together), then the slowest and the busy seconds of each phase. Of a place and its time the time is written first: who
-reads between the two takes the rank for younger than it is, and looks again.
+together), then the slowest, the busy and the longest seconds of each phase. Of a place and its time the time is written
+first: who reads between the two takes the rank for younger than it is, and looks again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, thread_time
 from typing import Literal, get_args
@@ -32,12 +32,16 @@ _STEP = 16
 """The factor of the step in a place; phases are fewer."""
 _SINCE, _PLACE, _SLOWEST = 0, 1, 2
 _BUSY = _SLOWEST + len(PHASES)
-_PAGE = struct.Struct(f"={_BUSY + len(PHASES)}d")
+_LONGEST = _BUSY + len(PHASES)
+_PAGE = struct.Struct(f"={_LONGEST + len(PHASES)}d")
+_BREAKS_OFF = ("recover", "end")
+"""The phases that a fault leads to: what was left for them was not done, or waited for who had stood still."""
 
 
-def beat_of(folder: Path, rank: int) -> Path:
-    """Return the file in the agent's folder that a rank writes its beat to."""
-    return folder / f"beat-{rank}"
+def beat_of(folder: Path, life: int) -> Path:
+    """Return the file in the agent's folder that a process, the number of which is unique in the run, writes its beat
+    to."""
+    return folder / f"beat-{life}"
 
 
 class Beat:
@@ -51,7 +55,6 @@ class Beat:
         if path is None:
             memory = mmap.mmap(-1, _PAGE.size)
         else:
-            path.unlink(missing_ok=True)  # of a rank that this one replaces
             with path.open("x+b") as file:
                 file.truncate(_PAGE.size)
                 memory = mmap.mmap(file.fileno(), _PAGE.size)
@@ -59,6 +62,7 @@ class Beat:
         self._here = self._step = 0
         self._since, self._busy = monotonic(), thread_time()
         self._page[_SINCE] = self._since
+        self._longest = [0.0] * len(PHASES)
         self._forget()
 
     @classmethod
@@ -71,10 +75,13 @@ class Beat:
         """Leave one phase for another, or for the next part of the same one; the step stays where none is given.
 
         The time in a phase counts towards its slowest from its second step on: in the first, things are compiled,
-        connected and allocated. Nothing that was measured survives a recovery, of which that is true again.
+        connected and allocated. Nothing of it survives a recovery, of which that is true again: there the longest time,
+        in any step that was done, tells what may be waited for.
         """
         now, busy, page, here = monotonic(), thread_time(), self._page, self._here
         page[_BUSY + here] += now - self._since if here == _DATA else busy - self._busy
+        if now - self._since > self._longest[here] and phase not in _BREAKS_OFF:
+            page[_LONGEST + here] = self._longest[here] = now - self._since
         if self._first[here] != self._step:
             if self._first[here] < 0:
                 self._first[here] = self._step
@@ -87,6 +94,10 @@ class Beat:
         page[_PLACE] = self._step * _STEP + self._here
         if phase == "recover":
             self._forget()
+
+    def waited(self, seconds: float) -> None:
+        """Add seconds to the busy ones of this phase in which this rank waited, but for no other: for a disk, say."""
+        self._page[_BUSY + self._here] += seconds
 
     def _forget(self) -> None:
         self._first = [-1] * len(PHASES)
@@ -109,7 +120,8 @@ class Reading:
         since: When it was entered, by ``time.monotonic``, which all processes of a machine share.
         slowest: {phase: the most seconds in it}; a phase that was not measured yet is not there.
         busy: {phase: all seconds of it in which the main thread computed, rather than waited;
-            of ``data`` all, for no other rank is waited for in it}.
+            of ``data`` all, for no other rank is waited for in it, and of ``save`` those of its own files}.
+        longest: {phase: the most seconds in it, those of the first step and of recoveries among them}.
     """
 
     step: int
@@ -117,6 +129,7 @@ class Reading:
     since: float
     slowest: dict[Phase, float]
     busy: dict[Phase, float]
+    longest: dict[Phase, float] = field(default_factory=dict)
 
 
 def read(path: Path) -> Reading | None:
@@ -131,5 +144,12 @@ def read(path: Path) -> Reading | None:
     if not since:
         return None
     step, number = divmod(int(place), _STEP)
-    slowest, busy = (dict(zip(PHASES, part, strict=True)) for part in (seconds[: len(PHASES)], seconds[len(PHASES) :]))
-    return Reading(step, PHASES[number], since, {phase: most for phase, most in slowest.items() if most}, busy)
+    each = len(PHASES)
+    slowest, busy, longest = (
+        dict(zip(PHASES, seconds[at : at + each], strict=True)) for at in range(0, 3 * each, each)
+    )
+    return Reading(step, PHASES[number], since, _measured(slowest), busy, _measured(longest))
+
+
+def _measured(seconds: dict[Phase, float]) -> dict[Phase, float]:
+    return {phase: most for phase, most in seconds.items() if most}

@@ -61,7 +61,7 @@ class Incident:
     Args:
         event: The event.
         decision: The answer to it.
-        life: The launch that it befell; no two launches have the same.
+        life: The launch that it befell; no two launches have the same. Nothing where the ranks have answered it.
         number: Counts the incidents of a run, from 1.
         seen_after: Seconds from the fault until it was seen, if that is known.
         recovered: The time when a step was done again; None until then.
@@ -121,7 +121,7 @@ LADDERS: Mapping[Kind, tuple[Action, ...]] = {
     "spike": ("repeat", "tell"),
     "unrepeatable": ("evict", "tell"),
     "bad_data": ("skip", "go_back", "end"),
-    "corrupted": ("replace", "restart", "end"),
+    "corrupted": ("restart", "replace", "end"),  # what its gradients were in is elsewhere too
     "straggler": ("tell",),
     "save_failed": ("tell",),
 }
@@ -239,11 +239,15 @@ class _Case:
         if self.event.node is None or self.event.kind not in TELLING:
             return 0
         return 1 + sum(
-            each.event.node == self.event.node
-            and each.event.kind in TELLING
-            and abs(self.event.at - each.event.at) <= HOUR_S
+            self._is_its_node(each) and each.event.kind in TELLING and abs(self.event.at - each.event.at) <= HOUR_S
             for each in self.history
         )
+
+    def _is_its_node(self, other: Incident) -> bool:
+        """Return whether another incident was on the same node: numbers tell within a launch, hosts between them."""
+        if other.life != self.budgets.life and (other.event.host or self.event.host):
+            return other.event.host == self.event.host
+        return other.event.node == self.event.node
 
     @property
     def _deadly(self) -> bool:

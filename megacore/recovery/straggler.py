@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from megacore.recovery.events import Event
+from megacore.recovery.nvml import gpu_in_words
 from megacore.recovery.phases import Phase, Reading
 from parallel.weights.layout import MeshShape
 
@@ -74,10 +75,12 @@ class Stragglers:
     Args:
         shape: The mesh.
         tell: Is given the event of a rank that is slow.
+        gpu: Tells of a GPU of this machine, by its number, in a few words; ranks have them in their order.
     """
 
     shape: MeshShape
     tell: Callable[[Event], object]
+    gpu: Callable[[int], str] = gpu_in_words
     _ranks: dict[int, _Rank] = field(default_factory=dict, init=False)
 
     def see(self, readings: Mapping[int, Reading]) -> None:
@@ -102,6 +105,8 @@ class Stragglers:
                 f"{cause}: {one.seconds[cause]:.3g} s a step, where {self._usual(peers, cause):.3g} s are usual; "
                 f"{one.total / usual - 1:.0%} above the median of ranks {', '.join(map(str, peers))}"
             )
+            if gpu := self.gpu(sorted(self._ranks).index(rank)):
+                detail = f"{detail}; {gpu}"
             self.tell(Event("straggler", rank, step=one.last.step, detail=detail))
 
     def _usual(self, peers: list[int], cause: str) -> float:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megacore.recovery.collectives import ask
 from megacore.recovery.hangs import FACTOR, Witness, along, doing, judge, limits, listed, place, sentence
-from megacore.recovery.phases import Reading, beat_of, read
+from megacore.recovery.phases import Phase, Reading, read
 from megacore.recovery.straggler import Stragglers
 from parallel.weights.layout import MeshShape
 
@@ -61,20 +61,22 @@ class HangWatch:
     """{rank: where it was seen, and for how many seconds}"""
     _again: dict[int, float] = field(default_factory=dict, init=False)
     """{rank: the seconds after which it is looked at again}, once a look has found nothing wrong."""
+    _before: dict[Phase, float] = field(default_factory=dict, init=False)
+    """{phase: the most seconds in it until the last recovery}; empty where there was none."""
     _at: float = field(default_factory=time.monotonic, init=False)
 
-    def poll(self, folder: Path, ranks: Iterable[int], stacks: Callable[[], Mapping[int, str]]) -> Hang | None:
+    def poll(self, folder: Path, beats: Mapping[int, Path], stacks: Callable[[], Mapping[int, str]]) -> Hang | None:
         """Look at the ranks -> who stands still, if somebody does; then a report is written.
 
         Args:
             folder: The agent's.
-            ranks: Those that live.
+            beats: {rank: the file of its beat} of those that live.
             stacks: Asks all of them for their stacks.
         """
-        self._see(folder, ranks)
+        self._see(beats)
         if self.slow is not None:
             self.slow.see({rank: reading for rank, (reading, _) in self._stood.items()})
-        allowed = limits([reading for reading, _ in self._stood.values()], self.timeout_s, self.factor)
+        allowed = limits([reading for reading, _ in self._stood.values()], self.timeout_s, self.factor, self._before)
         late = {
             rank: stood
             for rank, (reading, stood) in self._stood.items()
@@ -83,13 +85,13 @@ class HangWatch:
         if not late:
             return None
         self._again |= {rank: 2 * stood for rank, stood in late.items()}
-        groups, shown = ask(folder, self._stood), stacks()
-        self._see(folder, ranks)  # who has gone on meanwhile is none
+        groups, shown = ask(folder, beats), stacks()
+        self._see(beats)  # who has gone on meanwhile is none
         seen = {
             rank: Witness(reading, stood, *doing(shown.get(rank, "")), groups=groups.get(rank, {}))
             for rank, (reading, stood) in self._stood.items()
         }
-        verdict = judge(seen, self.timeout_s, len(seen) == self.shape.world, self.factor)
+        verdict = judge(seen, self.timeout_s, len(seen) == self.shape.world, self.factor, self._before)
         if verdict is None:
             return None
         text = sentence(verdict, self.shape, self.node)
@@ -131,13 +133,16 @@ class HangWatch:
         writing.join(WRITE_S)
         return bool(written)
 
-    def _see(self, folder: Path, ranks: Iterable[int]) -> None:
+    def _see(self, beats: Mapping[int, Path]) -> None:
         """Read all beats. Who has not moved has stood for as long as nobody can have slept meanwhile."""
         now = time.monotonic()
         awake, self._at = min(now - self._at, 2 * POLL_S), now
         earlier, self._stood = self._stood, {}
-        for rank in ranks:
-            reading = read(beat_of(folder, rank)) or Reading(0, "start", 0.0, {}, {})
+        for rank, beat in beats.items():
+            reading = read(beat) or Reading(0, "start", 0.0, {}, {})
+            if reading.phase == "recover":
+                for phase, seconds in reading.longest.items():
+                    self._before[phase] = max(seconds, self._before.get(phase, 0.0))
             last, stood = earlier.get(rank, (None, 0.0))
             if last is not None and (last.since, last.phase, last.step) == (reading.since, reading.phase, reading.step):
                 self._stood[rank] = reading, stood + awake

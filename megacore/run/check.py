@@ -45,7 +45,8 @@ def check(
         world_size: Ranks of the run.
         local_ranks: Those on this machine.
         checked: Whether another process of this machine does so too: what takes longer for more data is left to it.
-        led: Whether one of any machine does so: the files of a checkpoint, on a disk that all share, are left to it.
+        led: Whether one of any machine does so: what all share is left to it, the files of a checkpoint on a disk, and
+            whether checkpoints can be kept in an object store.
         goes_on: Whether the run is going on, and this process may join it: its folder is in use.
 
     Raises:
@@ -65,7 +66,7 @@ def check(
     there = gpus()
     found += [
         *problems(config, world_size, model, gpus=there, local_ranks=local_ranks),
-        *(() if goes_on else surroundings(config)),
+        *(() if goes_on else surroundings(config, led)),
     ]
     if start is not None and 0 < config.train.steps < start.progress.step:
         found += [

@@ -7,11 +7,12 @@ have theirs (as in Gemini, Wang et al. 2023, doi 10.1145/3600006.3613145).
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,11 +31,17 @@ class CopiedImage:
         bytes: The bytes of its tensors, one after the other: uint8 [n].
         checksum: Theirs.
         state: The rest of what is known of the run at that step, as JSON.
+        contents: The places of what the bytes hold, as JSON.
     """
 
     bytes: Tensor
     checksum: int
     state: Mapping[str, Any]
+    contents: Sequence[Any] = ()
+
+    @classmethod
+    def of(cls, flat: Tensor, state: Mapping[str, Any], contents: Sequence[Any]) -> CopiedImage:
+        return cls(flat, checksum_of(flat), state, contents)
 
     @property
     def sound(self) -> bool:
@@ -46,7 +53,7 @@ def checksum_of(flat: Tensor) -> int:
     return zlib.crc32(memoryview(flat.numpy()))  # type: ignore[arg-type]  # numpy's stubs for Python 3.11
 
 
-Take = Callable[[], tuple[Tensor, Mapping[str, Any]] | None]
+Take = Callable[[], tuple[Tensor, Mapping[str, Any], Sequence[Any]] | None]
 
 
 def _nothing() -> None:
@@ -80,8 +87,8 @@ class Copies:
             rank: This rank.
             holders: {rank: rank that keeps its copy}.
             group: All ranks, for tensors in host memory; its messages are those of copies alone.
-            take: Gives the bytes of this rank's image, and what else is known of the run, as JSON, alike on all ranks;
-                None, on all ranks, where it is not to be copied.
+            take: Gives the bytes of this rank's image, what else is known of the run, as JSON, alike on all ranks, and
+                what lies where in the image; None, on all ranks, where it is not to be copied.
         """
         self._take = take
         self._rank, self._group, self._work = rank, group, None
@@ -131,45 +138,63 @@ class Copies:
         taken = self._take()
         if taken is None:
             return
-        flat, state = taken
         seconds = time.monotonic() - now
 
         def work() -> None:
             begun = time.monotonic()
-            own = CopiedImage(flat, checksum_of(flat), state)
+            own = CopiedImage.of(*taken)
             try:
-                held = {self._rank: own, **self._exchange(own)}
+                held = {self._rank: own, **_exchange(own, self._to, self._from, self._group)}
             except RuntimeError:  # a fault has ended the generation: those before it count
                 return
-            with self._lock:
-                for rank, image in held.items():
-                    self.images.setdefault(rank, {})[step] = image
+            self._hold(step, held)
             cost = seconds + time.monotonic() - begun
             self._due = step + max(1, math.ceil(cost / (self._overhead * max(self._step_s, 1e-9))))
 
         self._work = threading.Thread(target=work, name="copies", daemon=True)
         self._work.start()
 
+    def hand_over(self, step: int, own: CopiedImage, rank: int, holders: Mapping[int, int], group: Group) -> None:
+        """Copy some images at once, and wait for them; all ranks call this.
+
+        Args:
+            step: The step that they are of.
+            own: The image of this rank.
+            rank: This rank.
+            holders: {rank: rank that is to keep its copy}.
+            group: All ranks, for tensors in host memory.
+        """
+        of = sorted(of for of, by in holders.items() if by == rank)
+        self._hold(step, _exchange(own, holders.get(rank), of, group))
+
+    def _hold(self, step: int, images: Mapping[int, CopiedImage]) -> None:
+        with self._lock:
+            for rank, image in images.items():
+                self.images.setdefault(rank, {})[step] = image
+
     def stepped(self, seconds: float) -> None:
         """Note how long a step has taken."""
         self._step_s = seconds if not self._step_s else 0.9 * self._step_s + 0.1 * seconds
 
-    def _exchange(self, own: CopiedImage) -> dict[int, CopiedImage]:
-        """Send this rank's image, and receive those that it is to hold: each as whole as its sender has it."""
-        sending, group = list[Any](), self._group.process_group
-        if self._to is not None:
-            head = torch.tensor([len(own.bytes), own.checksum])
-            sending = [dist.isend(tensor, self._to, group=group) for tensor in (head, own.bytes)]
-        held = dict[int, CopiedImage]()
-        for rank in self._from:
-            head = torch.zeros(2, dtype=torch.int64)
-            dist.recv(head, rank, group=group)
-            size, checksum = head.tolist()
-            received = torch.empty(size, dtype=torch.uint8)
-            dist.recv(received, rank, group=group)
-            image = CopiedImage(received, checksum, own.state)
-            if image.sound:
-                held[rank] = image
-        for each in sending:
-            each.wait()
-        return held
+
+def _exchange(own: CopiedImage, to: int | None, sources: Sequence[int], group: Group) -> dict[int, CopiedImage]:
+    """Send this rank's image to one rank, and receive those of others: each as whole as its sender has it."""
+    sending = list[Any]()
+    if to is not None:
+        contents = torch.frombuffer(bytearray(json.dumps(own.contents).encode()), dtype=torch.uint8)
+        head = torch.tensor([len(own.bytes), own.checksum, len(contents)])
+        sending = [dist.isend(tensor, to, group=group.process_group) for tensor in (head, contents, own.bytes)]
+    held = dict[int, CopiedImage]()
+    for rank in sources:
+        head = torch.zeros(3, dtype=torch.int64)
+        dist.recv(head, rank, group=group.process_group)
+        size, checksum, described = head.tolist()
+        contents, received = (torch.empty(n, dtype=torch.uint8) for n in (described, size))
+        dist.recv(contents, rank, group=group.process_group)
+        dist.recv(received, rank, group=group.process_group)
+        image = CopiedImage(received, checksum, own.state, json.loads(bytes(contents.numpy())))
+        if image.sound:
+            held[rank] = image
+    for each in sending:
+        each.wait()
+    return held

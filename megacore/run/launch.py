@@ -7,12 +7,15 @@ launched again, as often as :mod:`megacore.recovery.policy` has it.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
+import select
 import time
 import uuid
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megacore import checkpoints, exits
@@ -20,10 +23,13 @@ from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.launcher import Node, gpus, launch, pause, threads
 from megacore.rank import BEGAN
-from megacore.recipe import ConfigError, load, processes, recipes
-from megacore.recovery import incidents
+from megacore.recipe import ConfigError, changed, load, processes, recipes
+from megacore.recovery import drain, incidents
+from megacore.recovery.channel import OVERRIDES
 from megacore.recovery.events import Event
-from megacore.recovery.policy import Budgets, Decision, Incident, decide
+from megacore.recovery.members import Members
+from megacore.recovery.news import Came, Gone, MembersError
+from megacore.recovery.policy import ANNOUNCED, Budgets, Decision, Incident, decide
 from megacore.recovery.straggler import Stragglers
 from megacore.recovery.watch import HangWatch
 from megacore.say import brief, err
@@ -71,53 +77,187 @@ def run(command: str, given: Sequence[str]) -> int:
 
             overrides = again(recipe, overrides)
         config = load(recipe, overrides)
-        nodes = _number("NNODES", 1, 1)
-        here = _number("NPROC_PER_NODE", 1, 0) or processes(config, nodes, gpus())
-        node = _node(nodes, here)
+        least, most = nodes_of(os.environ.get("NNODES") or "1")
+        # Who waits in NCCL is not freed by what frees those that wait in gloo.
+        in_place = config.recovery.in_place and config.train.device_type(gpus()) == "cpu"
+        if least < most and not in_place:
+            raise ConfigError([f"NNODES={least}:{most}: nodes come and go on CPUs alone, with recovery.in_place=true"])
+        here = _number("NPROC_PER_NODE", 1, 0) or processes(config, most, gpus())
+        node = _node(least, most, here)
         shutdown_s = _number("SHUTDOWN_TIMEOUT", 0, 600)
+        layouts = _layouts(config, least, most, here)
         from megacore.run.check import check  # imports much, which a typo need not wait for
 
-        check(recipe, overrides, node.world, node.processes, led=node.index > 0)
+        first, later = [*overrides, *layouts.get(most, ())], node.index > 0
+        check(recipe, first, node.world, node.processes, led=later, goes_on=later and bool(layouts))
     except ConfigError as error:
         err(error)
         return exits.MISUSED
     environment = {**{name: os.environ.get(name, value) for name, value in VARIABLES.items()}, **threads(here)}
     environment[BEGAN] = str(time.time())
-    answers, more = _Answers(config, node), list[str]()
-    name = platform.node() if nodes > 1 else ""
-    while True:
-        faults, answers.began, answers.refused = list[Event](), time.time(), None
-        given = [recipe, *overrides, *more]
-        shape = config.mesh.shape(node.world)
+    nodes = dict.fromkeys(range(most), here)
+    launches = _Launches(config, [recipe, *overrides], node, environment, shutdown_s, in_place, least, nodes, layouts)
+    if node.master is None or not in_place:
+        return launches.run()
+    members = Members(least, most, *node.master, here, config.out, leads=node.index == 0)
+    try:
+        came = members.open(60 * config.train.timeout)
+        launches.meet(came)
+        status = launches.run(members)
+        if layouts:
+            drain.done(Path(config.out), platform.node())
+        return status
+    except MembersError as error:
+        err(error)
+        return error.status
+    finally:
+        members.close()
+
+
+def _layouts(config: Config, least: int, most: int, processes: int) -> Mapping[int, Sequence[str]]:
+    """Return {number of nodes: the overrides by which a recipe fits them}, where the number may change.
+
+    Raises:
+        ConfigError: no layout fits some of them, or there is no model.
+    """
+    if least == most:
+        return {}
+    from megacore.run.layouts import overrides_of_nodes  # imports much
+    from megacore.run.resume import find, model_of
+    from models.config import ModelConfigError
+
+    try:
+        model = model_of(config, find(config, checked=True).source)
+    except StoreError as error:
+        raise ConfigError([f"checkpoint: {error}"]) from error
+    except ModelConfigError as error:
+        raise ConfigError([f"model: {problem}" for problem in error.problems]) from error
+    return overrides_of_nodes(config, model, least, most, processes)
+
+
+@dataclass
+class _Launches:
+    """A run on this machine, or on all nodes where this one leads them.
+
+    Args:
+        config: Its config.
+        given: The arguments of each rank.
+        node: The machine.
+        environment: The variables of each rank.
+        shutdown_s: The seconds that ranks have to end after a signal.
+        in_place: Whether ranks may be replaced while the others live.
+        least: The least number of nodes that it goes on with.
+        nodes: {node: its processes} of those that there are.
+        layouts: {number of nodes: the overrides of the recipe on them}, where it may change.
+    """
+
+    config: Config
+    given: Sequence[str]
+    node: Node
+    environment: Mapping[str, str]
+    shutdown_s: float
+    in_place: bool
+    least: int
+    nodes: dict[int, int]
+    layouts: Mapping[int, Sequence[str]]
+
+    def __post_init__(self) -> None:
+        self.answers = _Answers(self.config, self.node.index, self.nodes, self.least)
+
+    def meet(self, came: Sequence[Came]) -> None:
+        """Take note of the nodes that have come together, where this one leads them."""
+        if came:
+            self.nodes.clear()
+            self.nodes.update((each.node, each.processes) for each in came)
+            self.answers.hosts.update((each.node, each.name) for each in came)
+
+    def run(self, members: Members | None = None) -> int:
+        """Launch it, again after faults as often as they are answered so -> its exit status."""
+        more = list[str]()
+        while True:
+            faults, self.answers.began, self.answers.refused = list[Event](), time.time(), None
+            status = self._launch([*self.given, *more], faults, members)
+            if not faults:  # well, or it has said why not, or a signal has ended it
+                return self._ends(members, partial(_same, status))
+            decision = self.answers.refused or self.answers.to(faults[0])
+            if decision.action != "restart":
+                return self._ends(members, decision.status_on)
+            if ended := pause(min(LONGEST_S, BACKOFF_S * 2**self.answers.in_vain)):
+                return self._ends(members, partial(_same, exits.of_signal(ended)))
+            if members is not None and not self._meet(members):
+                return self._ends(members, partial(_same, exits.RETRY))
+            more = [f"checkpoint.resume={AUTO}"]
+
+    def _launch(self, given: Sequence[str], faults: list[Event], members: Members | None) -> int:
+        config, node, answers = self.config, self.node, self.answers
+        shape = changed(config, self.layouts.get(len(self.nodes), ())).mesh.shape(len(self.nodes) * node.processes)
         slow = Stragglers(shape, lambda event: answers.to(replace(event, node=node.index, at=time.time())))
+        name = platform.node() if node.nodes > 1 else ""
         hangs = HangWatch(Path(config.out), shape, 60 * config.train.timeout, name, slow=slow)
-        # Who waits in NCCL is not freed by what frees those that wait in gloo.
-        alone = nodes == 1 and config.train.device_type(gpus()) == "cpu"
-        recovery = answers if config.recovery.in_place and alone else None
-        status = launch(
-            "megacore.run.train", given, node, environment, shutdown_s, WAY_OUT, faults.append, recovery, hangs
+
+        def on_world(variables: Mapping[str, str]) -> None:
+            mesh = changed(config, json.loads(variables[OVERRIDES])).mesh
+            hangs.shape = slow.shape = mesh.shape(int(variables["WORLD_SIZE"]))
+
+        return launch(
+            "megacore.run.train",
+            given,
+            node,
+            self.environment,
+            self.shutdown_s,
+            WAY_OUT,
+            faults.append,
+            answers if self.in_place else None,
+            hangs,
+            members,
+            self.nodes,
+            self.layouts,
+            on_world if self.layouts else lambda variables: None,
+            partial(drain.asked, Path(config.out), platform.node()) if self.layouts else None,
         )
-        if not faults:  # well, or it has said why not, or a signal has ended it
-            return status
-        decision = answers.refused or answers.to(faults[0])
-        if decision.action != "restart":
-            return decision.status_on(node.index)
-        if ended := pause(min(LONGEST_S, BACKOFF_S * 2**answers.in_vain)):
-            return exits.of_signal(ended)
-        more = [f"checkpoint.resume={AUTO}"]
+
+    def _meet(self, members: Members) -> bool:
+        """Wait until there are as many nodes as the run needs -> whether there are."""
+        until = time.monotonic() + 60 * self.config.train.timeout
+        while len(self.nodes) < self.least and (left := until - time.monotonic()) > 0:
+            select.select([members], [], [], left)
+            for news in members.news():
+                if isinstance(news, Came):
+                    self.nodes[news.node], self.answers.hosts[news.node] = news.processes, news.name
+                elif isinstance(news, Gone):
+                    self.nodes.pop(news.node, None)
+        if lacks := len(self.nodes) < self.least:
+            came = f"{len(self.nodes)} of {self.least} nodes"
+            err(f"only {came} are there after {self.config.train.timeout:g} min (train.timeout)")
+        return not lacks
+
+    def _ends(self, members: Members | None, status_on: Callable[[int], int]) -> int:
+        """Tell the other nodes the status that each ends with, if this one leads them -> its own."""
+        if members is not None and members.leads:
+            for node in self.nodes:
+                members.say(node, "end", status=status_on(node))
+        return status_on(self.node.index)
+
+
+def _same(status: int, node: int) -> int:
+    """Return a status that is the same on all nodes."""
+    return status
 
 
 class _Answers:
     """The answers to what befalls a run, of which each next one depends on those before it."""
 
-    def __init__(self, config: Config, node: Node) -> None:
-        self._config, self._node, self._out = config, node, Path(config.out)
+    def __init__(self, config: Config, node: int, nodes: Mapping[int, int], least: int) -> None:
+        self._config, self._out = config, Path(config.out)
+        self._node, self._nodes, self._least = node, nodes, least
         self.began = time.time()
         """The time when the launch began."""
         self.refused: Decision | None = None
         """The answer to the fault that has not been recovered from in place."""
         self.in_vain = -1
         """The faults in a row, after the first of them, that no further step lay between."""
+        self.hosts = dict[int, str]()
+        """{node: the name of its host} of those that have come, where there are several."""
         self._life = uuid.uuid4().hex[:8]
         self._history = list[Incident]()
         if config.checkpoint.resume is not None:
@@ -126,13 +266,14 @@ class _Answers:
             except StoreError as error:
                 err(error)
 
-    def refuses(self, event: Event) -> str:
-        """Return why a fault is not recovered from in place; nothing where it is."""
+    def answer(self, event: Event) -> Decision:
+        """Decide about an event while ranks live, tell it and write it down."""
+        if event.kind == "node_joins" and event.node is not None:
+            self.hosts[event.node] = event.detail
         decision = self.to(event, in_place=True)
-        if decision.action in ("rebuild", "replace"):
-            return ""
-        self.refused = decision
-        return decision.reason
+        if decision.action in ("end", "restart") and event.kind not in ANNOUNCED:
+            self.refused = decision
+        return decision
 
     def went_on(self, step: int) -> None:
         """Add to the incidents of the run that it goes on after a step."""
@@ -149,11 +290,13 @@ class _Answers:
             in_place: Whether ranks may be replaced while the others live.
         """
         event = self._located(fault, self.began) if fault.step is None else fault
+        if event.node is not None:
+            event = replace(event, host=self.hosts.get(event.node, ""))
         last = self._history[-1].event.step if self._history else None
         self.in_vain = self.in_vain + 1 if event.step is None or event.step == last else 0
-        decision = decide(event, self._history, self._budgets(in_place))
+        decision = decide(event, self._history, self._budgets(in_place, event.node))
         incident = Incident(event, decision, self._life)
-        if self._node.index == 0:
+        if self._node == 0:
             try:
                 incident = incidents.write(self._out, event, decision, self._life)
             except StoreError as error:
@@ -161,14 +304,14 @@ class _Answers:
         self._history.append(incident)
         way_out = ""
         if decision.action == "end":
-            status = decision.status_on(self._node.index)
+            status = decision.status_on(self._node)
             way_out = f"; ends with status {status}: {exits.MEANING[status][1]}"
         err(f"{_told(event)} -> {decision.action}: {decision.reason}{way_out}")
         return decision
 
-    def _budgets(self, in_place: bool) -> Budgets:
+    def _budgets(self, in_place: bool, node: int | None) -> Budgets:
         """Return the means of the launch. What begins elsewhere cannot go on before it has a checkpoint of its own."""
-        section, nodes = self._config.checkpoint, self._node.nodes
+        section = self._config.checkpoint
         own = section.resume in (None, AUTO) or bool(checkpoints.complete(checkpoints.folder_of(self._out)))
         return Budgets(
             self._life,
@@ -176,8 +319,8 @@ class _Answers:
             in_place=in_place,
             max_recoveries=self._config.recovery.max_recoveries,
             resumable=section.on and own,
-            nodes=nodes,
-            least_nodes=nodes,
+            nodes=len(self._nodes),
+            least_nodes=len(self._nodes) if node == 0 else self._least,  # without the one that leads there is no run
         )
 
     def _located(self, fault: Event, began: float) -> Event:
@@ -211,6 +354,7 @@ class _Answers:
 def _told(event: Event) -> str:
     """Return an event in a few words."""
     who = "" if event.rank is None else f" rank {event.rank}"
+    who += f" on {event.host}" if event.host and event.kind != "node_joins" else ""
     at = "before the first step" if event.phase == "start" else f"at step {event.step}" if event.step else ""
     return f"{event.kind.replace('_', ' ')}{who} {at} ({brief(event.detail)})".replace("  ", " ")
 
@@ -229,21 +373,37 @@ def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:
     return parsed["recipe"], [*parsed["overrides"], *options]
 
 
-def _node(nodes: int, processes: int) -> Node:
+def _node(least: int, most: int, processes: int) -> Node:
     """Return the place of this machine among several, as the environment says it.
 
     Raises:
         ConfigError: it does not say enough.
     """
-    if nodes == 1:
+    if most == 1:
         return Node(processes)
-    host = os.environ.get("MASTER_ADDR")
-    index = _number("NODE_RANK", 0, -1)
-    if host is None or not 0 <= index < nodes:
+    host, index = os.environ.get("MASTER_ADDR"), _number("NODE_RANK", 0, -1)
+    if least < most:
+        if host is None:
+            raise ConfigError([f"NNODES={least}:{most} also needs MASTER_ADDR, the host of the node with NODE_RANK=0"])
+        return Node(processes, most, min(index, 1) if index >= 0 else 1, (host, _number("MASTER_PORT", 1, 29500)))
+    if host is None or not 0 <= index < most:
         raise ConfigError(
-            [f"NNODES={nodes} also needs MASTER_ADDR, the host of node 0, and NODE_RANK, 0 to {nodes - 1} on each"]
+            [f"NNODES={most} also needs MASTER_ADDR, the host of node 0, and NODE_RANK, 0 to {most - 1} on each"]
         )
-    return Node(processes, nodes, index, (host, _number("MASTER_PORT", 1, 29500)))
+    return Node(processes, most, index, (host, _number("MASTER_PORT", 1, 29500)))
+
+
+def nodes_of(text: str) -> tuple[int, int]:
+    """Return the least and the most nodes that NNODES says: "4", or "2:8".
+
+    Raises:
+        ConfigError: it says neither.
+    """
+    least, _, most = text.partition(":")
+    numbers = [int(each) for each in (least, most or least) if each.isdecimal()]
+    if len(numbers) < 2 or not 1 <= numbers[0] <= numbers[1]:
+        raise ConfigError([f"NNODES ({text}): must be a whole number from 1 on, or a range LEAST:MOST"])
+    return numbers[0], numbers[1]
 
 
 def _number(name: str, least: int, default: int) -> int:

@@ -20,6 +20,8 @@ from tqdm import tqdm
 from megacore import pictures
 from megacore.config import Config
 from megacore.recovery import incidents
+from megacore.recovery.events import Event
+from megacore.recovery.policy import Decision
 from megacore.say import harmless, say
 from megacore.store.files import append, open_file
 from megacore.store.publish import replace_file
@@ -205,6 +207,15 @@ class Log:
         line = json.dumps({"step": step, "layers": list(layers), "counts": [list(each) for each in counts]})
         with os_errors(self._loads), append(self._loads) as file:
             file.write(line.encode() + b"\n")
+
+    def report(self, event: Event, decision: Decision) -> None:
+        """Add an event that the ranks have answered by themselves to the incidents of the run."""
+        try:
+            incidents.write(self._out, event, decision)
+        except StoreError as error:  # it is told all the same: no reason to end
+            self.tell(str(error))
+        if decision.action != "tell" and event.step is not None:
+            self._after, self._goes_on = event.step - 1, False
 
     def tell(self, text: str) -> None:
         """Say something that must not be overlooked, above the progress bar."""

@@ -123,7 +123,7 @@ class Optimizer:
     def load_weight(self, name: str, host: Tensor) -> None:
         """Fill a parameter, and its master if it has one, from a host tensor of its shape, of any float dtype."""
         self._gradients.fill(name, host)
-        if self.store.masters:
+        if self.store.masters and self._gradients.parameters[name].requires_grad:
             self._gradients.write(name, self._state(MASTER), host)
 
     def _state(self, state: str) -> Callable[[OwnedShard], Elements]:

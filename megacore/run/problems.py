@@ -531,12 +531,17 @@ def _multiples(value: int, step: int) -> str:
 # -- the machine
 
 
-def surroundings(config: Config) -> list[str]:
-    """Yield missing token files, folders that cannot be used, and packages that a setting needs."""
+def surroundings(config: Config, led: bool = False) -> list[str]:
+    """Return missing token files, folders that cannot be used, and packages that a setting needs.
+
+    Args:
+        config: The config.
+        led: Whether another process looks at what all of them share over a network.
+    """
     looks = (
         _missing_files,
         _unusable_out,
-        _unusable_folder,
+        *(() if led else (_unusable_folder,)),
         _unusable_export,
         _unusable_offload_folder,
         _missing_packages,

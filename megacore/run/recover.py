@@ -1,4 +1,5 @@
-"""Going on after a fault, in the processes that are left: groups and trainer are made anew, the state stays.
+"""Going on in the processes that are left, or in more: groups and trainer are made anew, the state stays, or moves from
+one layout to another.
 
 The steps of any two ranks that live differ by one at most, for the norm of the gradient is a message to all. Where one
 has the norm of a step, all others have summed their gradients, and roll the step forward by its number; where none has,
@@ -7,7 +8,7 @@ the step is done again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,18 +20,19 @@ from torch import Tensor
 
 from megacore.control import Control
 from megacore.recovery.policy import Incident
-from megacore.recovery.protocol import Commit, Resolution, Status, resolve
+from megacore.recovery.protocol import Commit, Resolution, Status, resolve, sources, that_count
 from megacore.run import image
 from megacore.run.build import empty_trainer_of
 from megacore.run.check import Setup
-from megacore.run.copies import Copies
+from megacore.run.copies import CopiedImage, Copies
 from megacore.run.progress import Progress
+from megacore.run.relayout import Left, World, move
 from megacore.run.save import NAMES
 from megacore.run.step import Stats
 from megacore.run.trainer import Trainer
 from megacore.store.dtypes import FLOATS
-from models.stages import layout_of
-from parallel.copies import holders, identical
+from megacore.store.strict_json import StoreError
+from parallel.copies import holders, refuges
 from parallel.mesh import Group, Mesh
 
 _TOLD = ("loss", "grad_norm", "tokens", "scale")
@@ -53,6 +55,8 @@ class Told:
         unsaved: Whether a save is to be made that was not, or not to its end.
         meter: (step, seconds since) of the last record.
         going_back: Whether it was going back to a checkpoint, so that others may stand before that.
+        world: The world that the status is of; None where it has no state.
+        forming: Its words about a newer world, which not all are known to be in.
     """
 
     status: Status
@@ -62,18 +66,40 @@ class Told:
     unsaved: bool = False
     meter: tuple[int, float] = (0, 0.0)
     going_back: bool = False
+    world: World | None = None
+    forming: Told | None = None
 
     @property
     def is_new(self) -> bool:
         """Whether it has never had any of the run."""
-        return self.status == Status(self.status.rank) and not self.going_back
+        return self.status == Status(self.status.rank) and not self.going_back and self.forming is None
 
     def to_json(self) -> dict[str, Any]:
-        return {**asdict(replace(self, status=Status(self.status.rank))), "status": self.status.to_json()}
+        forming = self.forming and self.forming.to_json()
+        plain = asdict(replace(self, status=Status(self.status.rank), forming=None))
+        return {**plain, "status": self.status.to_json(), "forming": forming}
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Told:
-        return cls(**{**tree, "status": Status.from_json(tree["status"]), "meter": tuple(tree["meter"])})
+        made = {"status": Status.from_json(tree["status"]), "meter": tuple(tree["meter"])}
+        world = tree["world"] and TypeAdapter(World).validate_python(tree["world"])
+        forming = tree["forming"] and cls.from_json(tree["forming"])
+        return cls(**{**tree, **made, "world": world, "forming": forming})
+
+
+@dataclass
+class Held:
+    """The state of a run that a process holds, over all generations.
+
+    Args:
+        copies: Copies of images.
+        trainer: Its trainer, if it has one: of the newest world that all are known to have been in.
+        forming: Its trainer of a newer world, until all are known to have theirs.
+    """
+
+    copies: Copies
+    trainer: Trainer | None = None
+    forming: Trainer | None = None
 
 
 def state_of(trainer: Trainer) -> Mapping[str, Any]:
@@ -87,25 +113,36 @@ def state_of(trainer: Trainer) -> Mapping[str, Any]:
     }
 
 
-def let_go(trainer: Trainer | None, copies: Copies, rank: int) -> Told:
-    """Return what a rank has of a run once its groups are gone, which are no more used."""
-    copies.leave()
-    versions = {of: frozenset(held) for of, held in copies.images.items()}
-    copied = {str(step): image.state for held in copies.images.values() for step, image in held.items()}
-    if trainer is None:
-        return Told(Status(rank, copies=versions), copied=copied)
+def let_go(held: Held, rank: int) -> Told:
+    """Return what a process has of a run once its groups are gone, which are no more used.
+
+    Args:
+        held: The state that it has.
+        rank: Its rank in them.
+    """
+    held.copies.leave()
+    forming = None if held.forming is None else _told_of(held.forming, Copies())
+    if held.trainer is None:
+        return Told(Status(rank), forming=forming)
+    return replace(_told_of(held.trainer, held.copies), forming=forming)
+
+
+def _told_of(trainer: Trainer, copies: Copies) -> Told:
     trainer.meter.end()
     trainer.go_back()
     state, abandoned = state_of(trainer), trainer.saver.abandon()
     outcome = None if state["outcome"] is None else _commit(state)
     pending = trainer.generation if trainer.step.pending is not None else None
+    rank, world = trainer.mesh.rank, World.of(trainer.config, trainer.mesh.shape, trainer.formed_in)
+    versions = {of: frozenset(held) for of, held in copies.images.items()}
     return Told(
-        Status(rank, trainer.done, pending, outcome, versions, trainer.rewound),
+        Status(rank, trainer.done, pending, outcome, versions, trainer.rewound, world.formed_in),
         state,
-        copied,
+        {str(step): image.state for held in copies.images.values() for step, image in held.items()},
         trainer.followed,
         abandoned or trainer.interrupt.save,
         (trainer.meter.last_step, trainer.meter.seconds),
+        world=world,
     )
 
 
@@ -114,49 +151,127 @@ def _commit(state: Mapping[str, Any]) -> Commit:
 
 
 def recovered(
-    setup: Setup, mesh: Mesh, control: Control, held: Trainer | None, copies: Copies, told: Sequence[Told]
+    setup: Setup, mesh: Mesh, control: Control, held: Held, told: Sequence[Told], generation: int = 0
 ) -> Trainer:
-    """Return a trainer that goes on where the ranks have been, in new groups.
+    """Return a trainer that goes on where a run has been, in new groups; the old one is no more, here and elsewhere.
+
+    Where the ranks and what each has of the run are the same as before, they keep what they have. Elsewhere they form a
+    new world, and the state moves to it.
 
     Args:
-        setup: The run.
+        setup: The run, as it is to go on.
         mesh, control: The new groups.
-        held: The trainer that this rank had, if it had one.
-        copies: The copies that it holds.
+        held: The state of it that this process has.
         told: The words of each rank.
+        generation: The number of the groups.
 
     Raises:
         StateLost: nobody has the state of some rank.
     """
     if any(each.going_back for each in told):
         raise StateLost("ranks were going back to a checkpoint")
-    resolution = resolve([each.status for each in told], identical_ranks(setup, mesh))
+    both = [(each if each.world is not None else None, each.forming) for each in told]
+    counting = that_count([(None if a is None else a.status, None if b is None else b.status) for a, b in both])
+    told = [
+        next((each for each in said if each is not None and each.status is status), Told(Status(rank)))
+        for rank, (said, status) in enumerate(zip(both, counting, strict=True))
+    ]
+    world = next((each.world for each in told if each.world is not None), None)
+    if world is None:
+        raise StateLost("no rank has any state of the run")
+    if held.forming is not None and held.forming.formed_in == world.formed_in:
+        held.trainer, held.copies.images = held.forming, {}
+    held.forming = None
+    if told[mesh.rank].world is None:
+        held.trainer, held.copies.images = None, {}
+    stays = all(each.status.rank == rank for rank, each in enumerate(told))
+    if stays and world.is_like(World.of(setup.config, mesh.shape)):
+        made = _in_place(setup, mesh, control, held, told, world)
+    else:
+        made = _relaid(setup, mesh, control, held, told, world, generation)
+    held.forming = made
+    control.largest()  # all ranks are
+    held.trainer, held.forming = made, None
+    if made.formed_in != world.formed_in:
+        held.copies.images = {}
+    return made
+
+
+def _in_place(setup: Setup, mesh: Mesh, control: Control, held: Held, told: Sequence[Told], world: World) -> Trainer:
+    """Return a trainer of the same world: all that is left of it stays where it is."""
+    resolution = resolve([each.status for each in told], world.identical(setup))
     if resolution is None:
         lacking = [rank for rank, each in enumerate(told) if each.status.version is None]
         raise StateLost(f"the state of ranks {lacking} was in no other memory")
-    done = resolution.version
-    states = [each.state for each in told if each.status.version == done and each.state is not None]
-    state = next(iter(states), None) or next(each.copied[str(done)] for each in told if str(done) in each.copied)
+    done, before = resolution.version, held.trainer
+    state = _state(told, done)
     way = resolution.ways[mesh.rank]
     if way.kind == "forward":
-        assert held is not None
-        held.update(done, _stats(held, state["outcome"]))
+        assert before is not None
+        before.update(done, _stats(before, state["outcome"]))
+    trainer = _empty(setup, mesh, control, state)
+    if before is not None and way.kind in ("keep", "forward"):
+        image.restore(trainer, image.take(before))
+    if way.kind == "back":
+        image.restore_bytes(trainer, held.copies.images[way.image][done].bytes)
+    _send(trainer, resolution, held.copies, everybody(mesh))
+    trainer.formed_in = world.formed_in
+    _go_on(trainer, before, told, state, resolution.rewound)
+    held.copies.drop_after(done)
+    return trainer
+
+
+def _relaid(
+    setup: Setup, mesh: Mesh, control: Control, held: Held, told: Sequence[Told], world: World, generation: int
+) -> Trainer:
+    """Return a trainer of a new world, whose state is that of the old one."""
+    found = sources([each.status for each in told if each.world is not None], world.identical(setup))
+    if found is None:
+        left = sorted(each.status.rank for each in told if each.world is not None)
+        raise StateLost(f"the memory of ranks {left} of {world.mesh.world} does not hold the state of all")
+    state, before = _state(told, found.version), held.trainer
+    own = told[mesh.rank].status.rank if before is not None else None
+    if any(way.kind == "forward" and way.source == own for ways in found.images.values() for way in ways):
+        assert before is not None
+        before.update(found.version, _stats(before, state["outcome"]))
+    trainer = _empty(setup, mesh, control, state)
+    group = everybody(mesh)
+    readers = {each.status.rank: rank for rank, each in enumerate(told) if each.world is not None}
+    try:
+        move(trainer, setup, control, group, Left(world, found, readers, own, before, held.copies))
+    except StoreError as error:  # on every rank
+        raise StateLost(str(error)) from error
+    trainer.formed_in = generation
+    _go_on(trainer, before, told, state, found.rewound)
+    return trainer
+
+
+def _state(told: Sequence[Told], done: int) -> Mapping[str, Any]:
+    """Return what is known of a run at a step."""
+    states = [each.state for each in told if each.status.version == done and each.state is not None]
+    return next(iter(states), None) or next(each.copied[str(done)] for each in told if str(done) in each.copied)
+
+
+def _empty(setup: Setup, mesh: Mesh, control: Control, state: Mapping[str, Any]) -> Trainer:
+    """Return a trainer that goes on at a step, whose tensors are still to come."""
     progress = TypeAdapter(Progress).validate_python(state["progress"])
-    trainer = empty_trainer_of(replace(setup, start=replace(setup.start, progress=progress)), mesh, control)
+    return empty_trainer_of(replace(setup, start=replace(setup.start, progress=progress)), mesh, control)
+
+
+def _go_on(
+    trainer: Trainer, before: Trainer | None, told: Sequence[Told], state: Mapping[str, Any], rewound: bool
+) -> None:
+    """Have a trainer that has its tensors go on as those before it would have."""
+    done = trainer.done
     if trainer.repetition is not None:
         trainer.repetition.history += TypeAdapter(list[Incident]).validate_python(state["incidents"])
-    if held is not None:
-        trainer.interrupt = held.interrupt
-        if way.kind in ("keep", "forward"):
-            image.restore(trainer, image.take(held))
-    if way.kind == "back":
-        image.restore_bytes(trainer, copies.images[way.image][done].bytes)
-    _send(trainer, resolution, copies, everybody(mesh))
-    trainer.step.optimizer.updates = progress.updates
+    if before is not None:
+        trainer.interrupt = before.interrupt
+    trainer.step.optimizer.updates = trainer.start.updates
     trainer.step.gradients.updated()
     if state["outcome"] is not None:
         trainer.stats, trainer.committed_in = _stats(trainer, state["outcome"]), state["generation"]
-    trainer.rewound = resolution.rewound
+    trainer.rewound = rewound
     living = [each for each in told if each.status.version is not None]
     trainer.followed = min([done, *(each.followed for each in living)])
     last, seconds = min((each.meter for each in living), default=(done, 0.0))
@@ -164,9 +279,23 @@ def recovered(
         trainer.meter.last_step, trainer.meter.seconds = last, seconds
     asked = told[:1] if told[0].status.version is not None else living
     trainer.interrupt.save |= any(each.unsaved for each in asked)
-    copies.drop_after(done)
-    control.largest()
-    return trainer
+
+
+def hand_over(setup: Setup, held: Held, leaving: Collection[int]) -> None:
+    """Copy what only ranks that leave have to ranks that stay, between two steps; all ranks call this.
+
+    Args:
+        setup: The run.
+        held: The state of it that this process has.
+        leaving: The ranks that leave.
+    """
+    trainer, copies = held.trainer, held.copies
+    assert trainer is not None
+    copies.leave()
+    trainer.go_back()
+    if placed := refuges(identical_ranks(setup, trainer.mesh), leaving):
+        own = CopiedImage.of(image.to_bytes(trainer), state_of(trainer), image.contents(trainer))
+        copies.hand_over(trainer.done, own, trainer.mesh.rank, placed, everybody(trainer.mesh))
 
 
 def keep_copies(setup: Setup, trainer: Trainer, copies: Copies, ranks_per_node: int) -> None:
@@ -176,22 +305,20 @@ def keep_copies(setup: Setup, trainer: Trainer, copies: Copies, ranks_per_node: 
     placed = holders(identical_ranks(setup, mesh), ranks_per_node if nodes > 1 else 1)
     if placed:
         group = mesh.host_group([tuple(range(mesh.shape.world))])
-        copies.join(mesh.rank, placed, group, partial(_copy, trainer))
+        contents = image.contents(trainer)
+        copies.join(mesh.rank, placed, group, partial(_copy, trainer, contents))
         trainer.copies = copies
 
 
-def _copy(trainer: Trainer) -> tuple[Tensor, Mapping[str, Any]] | None:
+def _copy(trainer: Trainer, contents: Sequence[Any]) -> tuple[Tensor, Mapping[str, Any], Sequence[Any]] | None:
     """Return what is to be copied of a trainer; nothing while the steps that it does are in vain: a run that is halted
     goes back to before them, and to copies from there."""
-    return None if trainer.is_halted else (image.to_bytes(trainer), state_of(trainer))
+    return None if trainer.is_halted else (image.to_bytes(trainer), state_of(trainer), contents)
 
 
 def identical_ranks(setup: Setup, mesh: Mesh) -> Mapping[int, tuple[int, ...]]:
     """Return {rank: the ranks whose image is the same, itself among them}."""
-    config = setup.config
-    chunks, layers = config.pipeline.chunks, config.pipeline.layers_per_stage
-    layout = layout_of(setup.model, mesh.shape, chunks, layers, config.tuning, config.mesh.split)
-    return identical(layout, config.zero.shard, config.zero.replicas)
+    return World.of(setup.config, mesh.shape).identical(setup)
 
 
 def everybody(mesh: Mesh) -> Group:

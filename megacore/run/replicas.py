@@ -1,8 +1,7 @@
 """Replicas compared: ranks with the same image must have it to the bit, or memory or an arithmetic unit is at fault.
 
-Of three or more the one that differs is known: it ends, and another process takes its place with a living replica's
-image. Of two nobody knows which is right: both end, and all go back to the newest checkpoint, which was written when
-they still agreed.
+Of three or more the one that differs is known, of two it is not. Its gradients have been in the sums of all since, so
+all go back to the newest checkpoint, which was written when they still agreed.
 """
 
 from __future__ import annotations
@@ -12,27 +11,27 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from megacore.recovery.corruption import Corrupted, outvoted
 from megacore.run import image
 from megacore.run.check import Setup
+from megacore.run.checksums import checksum
+from megacore.run.recompute import recompute
 from megacore.run.recover import identical_ranks
 from megacore.run.trainer import Trainer
 from parallel.rank_sets import RankSet
 
-_ROW = 1024
-"""Words that are summed with one weight."""
-
 
 def compare_replicas(setup: Setup, trainer: Trainer) -> None:
-    """Have a trainer compare its state with its replicas' as often as the config says; all ranks call this.
+    """Have a trainer compare its state, and what it computes, with its replicas' as often as the config says; all ranks
+    call this.
 
-    Where states are split so that none has a replica, there is nothing to compare.
+    Where states are split so that none has a replica, no states are compared.
     """
     alike = identical_ranks(setup, trainer.mesh)
     if any(len(ranks) > 1 for ranks in alike.values()):
         trainer.compare = partial(compare, trainer, alike)
+    trainer.recompute = partial(recompute, trainer)
 
 
 def compare(trainer: Trainer, alike: Mapping[int, RankSet]) -> None:
@@ -65,23 +64,6 @@ def compare(trainer: Trainer, alike: Mapping[int, RankSet]) -> None:
         raise Corrupted(f"ranks {_listed(replicas)} differ in {where}, and nobody knows which is right", None)
     most = [each for each in replicas if each not in wrong]
     raise Corrupted(f"rank {rank} differs from its replicas, ranks {_listed(most)}, in {where}", rank)
-
-
-@torch.no_grad()
-def checksum(tensor: Tensor) -> Tensor:
-    """Return a checksum of the bits of a tensor, an int64 scalar on its device, which nobody waits for.
-
-    Each row of 64-bit words has an odd weight: one word that is changed always changes it.
-    """
-    flat = tensor.detach().reshape(-1)
-    if flat.nbytes % 8 or flat.storage_offset() * flat.itemsize % 8:
-        padded = flat.new_zeros(-(-flat.nbytes // 8) * 8 // flat.itemsize)
-        padded[: len(flat)] = flat
-        flat = padded
-    words = flat.view(torch.int64)
-    whole = len(words) - len(words) % _ROW
-    rows = torch.cat([words[:whole].view(-1, _ROW).sum(1), words[whole:].sum(0, keepdim=True)])
-    return (rows * (2 * torch.arange(len(rows), device=rows.device) + 1)).sum()
 
 
 def _some(names: Sequence[str]) -> str:

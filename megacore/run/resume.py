@@ -18,7 +18,7 @@ from megacore.say import brief
 from megacore.store.checkpoint import TRAINER, Checkpoint
 from megacore.store.companions import TEMPLATES, TEXT, Companion
 from megacore.store.companions import companions as beside
-from megacore.store.folder import SafetensorsFolder, WeightFolder
+from megacore.store.folder import WeightFolder
 from megacore.store.index import INDEX, MOMENTS, VersionError
 from megacore.store.objects import place
 from megacore.store.open import open_folder
@@ -27,7 +27,9 @@ from models import lora as lora_of
 from models.config import ModelConfig, ModelConfigError
 from models.lora import Lora
 from models.registry import configure, family
+from models.stages import layout_of
 from parallel import limits
+from parallel.copies import identical
 from parallel.weights.fingerprint import spell
 from parallel.weights.layout import MeshShape
 
@@ -53,11 +55,11 @@ class Start:
         damaged: Newer checkpoints of the run, which were passed over: to be set aside before the run writes anything.
     """
 
-    source: SafetensorsFolder | None = None
+    source: WeightFolder | None = None
     trainer: Mapping[str, Any] | None = None
     progress: Progress = field(default_factory=Progress)
     said: tuple[str, ...] = ()
-    adapters: Checkpoint | None = None
+    adapters: WeightFolder | None = None
     damaged: tuple[Damaged, ...] = ()
 
 
@@ -240,8 +242,26 @@ def _misfits(model: ModelConfig, source: WeightFolder) -> Iterator[str]:
 
 
 def remarks(start: Start, config: Config, model: ModelConfig, mesh: MeshShape) -> list[str]:
-    """Return the differences to where the weights come from, and the samples that are left out, a line each."""
-    return [limits.cut(line) for line in (*_differences(start, config, model, mesh), *_left_out(start.progress))]
+    """Return the differences to where the weights come from, the samples that are left out, and whether replicas are
+    compared in vain, a line each."""
+    lines = *_differences(start, config, model, mesh), *_left_out(start.progress), *_uncompared(config, model, mesh)
+    return [limits.cut(line) for line in lines]
+
+
+def _uncompared(config: Config, model: ModelConfig, mesh: MeshShape) -> Iterator[str]:
+    """Yield that ``recovery.compare_every`` finds nothing, where there are several ranks and none has a replica."""
+    every = config.recovery.compare_every
+    if not every or mesh.world == 1:
+        return
+    layout = layout_of(
+        model, mesh, config.pipeline.chunks, config.pipeline.layers_per_stage, config.tuning, config.mesh.split
+    )
+    if all(len(same) == 1 for same in identical(layout, config.zero.shard, config.zero.replicas).values()):
+        split = f", zero.shard={config.zero.shard}" if mesh.dp > 1 else ""
+        yield (
+            f"recovery.compare_every ({every}) compares nothing: no rank holds the same states as another "
+            f"(mesh.dp={mesh.dp}{split})"
+        )
 
 
 def _left_out(progress: Progress) -> Iterator[str]:

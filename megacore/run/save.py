@@ -29,7 +29,7 @@ from megacore.store.scratch import mapped
 from megacore.store.shares import FileContents, share_out
 from megacore.store.stream import File, write
 from megacore.store.stream import Tensor as Written
-from megacore.store.strict_json import StoreError
+from megacore.store.strict_json import StoreError, read_json
 from parallel.gradients.buckets import Take, all_of_it
 from parallel.parameters import Parameters, view
 from parallel.weights.layout import Layout
@@ -37,6 +37,7 @@ from parallel.weights.transfer import Stored, native, plan
 
 WEIGHTS = STATES[0]
 _ALIGNED = 64
+_MOVES = ("mesh", "checkpoint")
 _ABANDONED_S = 10.0
 """The seconds for which a save that is given up may end by itself."""
 NAMES = {getattr(torch, kind): name for name, kind in FLOATS.items()}
@@ -89,6 +90,12 @@ class TrainingState:
             self._optimizer.read_weight(name, host, take)
         else:
             self._optimizer.read_into(state, name, host, take)
+
+
+def _of_any_layout(trainer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a ``trainer.json`` without what may change while a run goes on."""
+    recipe = {name: section for name, section in trainer.get("recipe", {}).items() if name not in _MOVES}
+    return {**trainer, "recipe": recipe}
 
 
 @dataclass(frozen=True)
@@ -262,14 +269,17 @@ class Saver:
     ) -> None:
         self.folder = folder
         self._state, self._companions = state, companions
-        self._index = Index(raw, on_disk(state.layout), tuple(state.dtypes), None, {}, adapters, frozen)
+        self.index = Index(raw, on_disk(state.layout), tuple(state.dtypes), None, {}, adapters, frozen)
         self._control, self._kept = control, kept
         self._snapshot: Snapshot | None = None
         self._saving: _Saving | None = None
         self._failing_since: float | None = None
+        self.waited_s = 0.0
+        """The seconds for which this rank has waited for the files that it writes."""
 
     def save(self, step: int, trainer: Mapping[str, Any]) -> None:
-        """Take the state as it is and begin to write it; waits for an earlier save first.
+        """Take the state as it is and begin to write it; waits for an earlier save first. A checkpoint that is there
+        already is left as it is: the run had come so far before, and has gone back after a fault.
 
         Args:
             step: The last step that was done.
@@ -283,16 +293,28 @@ class Saver:
         publication, begun = None, dict[str, str]()
         if self._control.mesh.rank == 0:
             try:
-                publication = checkpoints.begin(self.folder, step, self._bytes)
-                begun = {"folder": str(publication.folder)}
+                if not self._has(step, trainer):
+                    publication = checkpoints.begin(self.folder, step, self._bytes)
+                    begun = {"folder": str(publication.folder)}
             except (StoreError, OSError) as error:
                 begun = {"error": str(error)}
         begun = self._control.tell(begun)
+        if not begun:
+            self._failing_since = None
+            return
         if "error" in begun:
             raise self._failed(f"cannot save step {step}: {begun['error']}")
         folder = place(begun["folder"])
         snapshot.take()
         self._saving = _Saving(step, trainer, publication, _Future(lambda: snapshot.write(folder)))
+
+    def _has(self, step: int, trainer: Mapping[str, Any]) -> bool:
+        """Return whether this run has a checkpoint of a step already, on whatever layout it was then."""
+        path = checkpoints.complete(self.folder).get(step)
+        if path is None:
+            return False
+        ours, theirs = map(_of_any_layout, (json.loads(json.dumps(trainer)), read_json(path / TRAINER, path)))
+        return ours == theirs
 
     def reserve(self) -> Snapshot:
         """Reserve room for a copy of what is written, kept from save to save.
@@ -366,7 +388,10 @@ class Saver:
         """Wait until the save in the background is published, if there is one. Raises as :meth:`advance`."""
         while self._saving is not None:
             if self._saving.work is not None:
+                began = time.monotonic()
                 self._saving.work.thread.join()
+                # All ranks write as much, one of them publishes.
+                self.waited_s += 0.0 if self._saving.publishing else time.monotonic() - began
             busy, failed = self._control.largest(*self.news())
             self.advance(bool(busy), bool(failed))
 
@@ -384,7 +409,7 @@ class Saver:
     @cached_property
     def _bytes(self) -> int:
         """Return the bytes of all tensors of a checkpoint, on all ranks."""
-        index = self._index
+        index = self.index
         places = [index.layout.mesh.place(rank) for rank in range(index.layout.mesh.world)]
         size = 0
         for state, dtypes in self._state.dtypes.items():
@@ -408,7 +433,7 @@ class Saver:
                 raise StoreError(
                     f"{folder / name}: another rank has written it, and it is not seen here: {publication.unseen}"
                 )
-        index = replace(self._index, step=saving.step, files=records)
+        index = replace(self.index, step=saving.step, files=records)
         write_file(folder / TRAINER, json.dumps(saving.trainer, indent=1, allow_nan=False).encode() + b"\n")
         (folder / COMPANIONS).mkdir(exist_ok=True)
         for name, companion in self._companions.items():

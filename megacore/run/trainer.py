@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from megacore.data.batches import Batch, Batches, prefetch
 from megacore.data.skipped import SampleRange, in_recipe, in_words
 from megacore.hardware import peak_memory_gib
 from megacore.recovery.events import KINDS, Event
+from megacore.recovery.incidents import counted
 from megacore.recovery.policy import ACTIONS, Budgets, Decision, decide
 from megacore.recovery.spikes import Spikes
 from megacore.run import loads, progress
@@ -80,6 +82,10 @@ def _collecting_together() -> Iterator[None]:
             gc.enable()
 
 
+class Paused(Exception):  # no error: the run goes on
+    """The ranks end a generation after a step that all of them have done; what follows the step is still to be done."""
+
+
 @dataclass
 class Interrupt:
     """SIGINT and SIGTERM ask for an end after the current step, SIGUSR1 for a checkpoint after it.
@@ -108,8 +114,8 @@ class Interrupt:
 
         handlers = {signal.SIGINT: ask, signal.SIGTERM: ask, signal.SIGUSR1: ask_to_save}
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        # The launcher has blocked it, so that none was lost until now.
-        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+        # The launcher has blocked the one, and of who takes the place of another rank both, so that none was lost.
+        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGTERM})
         try:
             yield
         finally:
@@ -134,7 +140,6 @@ class Trainer:
         saver: Writes checkpoints.
         start: The progress of the run so far.
         log: The log that metrics go to, on rank 0.
-        report: Is called, on every rank, with what befalls the run and what is done about it.
     """
 
     config: Config
@@ -149,7 +154,6 @@ class Trainer:
     start: Progress
     log: Log | None
     interrupt: Interrupt = field(default_factory=Interrupt)
-    report: Callable[[Event, Decision], None] = lambda event, decision: None
     at: int = field(default=0, init=False)
     """The step that is being done."""
     done: int = field(default=0, init=False)
@@ -162,19 +166,27 @@ class Trainer:
     spikes: Spikes = field(default_factory=Spikes, init=False)
     spiking: bool = field(default=False, init=False)
     """Whether the last record was a spike."""
+    left_out: int = field(init=False)
+    """The steps that were left out until the last record."""
     limiting: bool = field(default=False, init=False)
     """Whether spikes are repeated: not any more once there are no means for it."""
     repetition: Repetition | None = field(default=None, init=False)
     """The steps that are done again, where some are."""
     generation: int = field(default=0, init=False)
     """The generation of the groups that its messages go through."""
+    formed_in: int = field(default=0, init=False)
+    """The generation in which the world of its ranks was formed; 0: that in which the run began."""
     committed_in: int = field(default=0, init=False)
     """The generation in which the last step was done."""
     rewound: bool = field(default=False, init=False)
     """Whether the run has gone back after a fault, and no step has been done since."""
     copies: Copies = field(default_factory=Copies, init=False)
+    pausing: Callable[[], bool] = field(default_factory=lambda: lambda: False, init=False)
+    """Says whether the generation is to end after a step, as far as it is known here."""
     compare: Callable[[], None] = field(default_factory=lambda: lambda: None, init=False)
     """Compares the state with that of its replicas, on all ranks."""
+    recompute: Callable[[int], None] = field(default_factory=lambda: lambda step: None, init=False)
+    """Compares what is computed for a step that is to come with what replicas compute, on all ranks."""
 
     def __post_init__(self) -> None:
         config = self.config
@@ -184,6 +196,7 @@ class Trainer:
             self.repetition = Repetition(self.control, budgets)
         self.trouble = self._no_trouble(self.start.skipped)
         self.at = self.done = self.followed = self.start.step
+        self.left_out = self.start.skipped
         self.meter = _Meter(self)
         self._unsaved: int | None = None
 
@@ -197,6 +210,7 @@ class Trainer:
             SaveError: no checkpoint could be written for ``checkpoint.patience`` hours, or none before a signal ended
                 the run.
             GoBack: the run is to go on from an earlier checkpoint.
+            Paused: the generation is to end.
         """
         with self.interrupt.listening():
             try:
@@ -230,7 +244,7 @@ class Trainer:
         stopping = first >= self.config.train.steps
         if self.stats is not None and self.followed < first:
             stopping = self._follow(first, self.stats)
-        elif stopping and self._listen()[1]:  # a fault has cut the save of the last step
+        elif stopping and self._listen().save:  # a fault has cut the save of the last step
             self._save(first, self.lr(first))
             self._unsaved = first
         if stopping:
@@ -240,7 +254,10 @@ class Trainer:
             beat.enter("data", first + 1)
             for step, batch in enumerate(ahead, start=first + 1):
                 beat.enter("forward")
-                self.at, began = step, time.monotonic()
+                self.at = step
+                if (every := self.config.recovery.recompute_every) and step % every == 0:
+                    self.recompute(step)
+                began = time.monotonic()
                 stats = self.step.backward(self._microbatches(batch, step))
                 self.update(step, stats)
                 self.step.gradients.updated()
@@ -248,6 +265,16 @@ class Trainer:
                 if self._follow(step, stats):
                     break
                 beat.enter("data", step + 1)
+
+    def microbatch_of(self, replica: int, step: int, number: int) -> Microbatch:
+        """Return a microbatch of a step as the rank of this place, but of another number along dp, has it; ``number``
+        goes around."""
+        shape = self.mesh.shape
+        batches = self.batches.of(replica * shape.ep + self.mesh.place.ep)
+        made = batches.microbatches_from(self.start.at(step - 1, self.config).samples)
+        at = number % len(made)
+        (found,) = self._microbatches(made[at : at + 1], step, at)
+        return replace(found, replica=replica)
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -280,9 +307,11 @@ class Trainer:
     def _follow(self, step: int, stats: Stats) -> bool:
         """Do what follows a step -> whether it was the last one."""
         config, trouble, lr = self.config, self.trouble, self.lr(step)
-        stop, save = self._listen()
-        stopping = step == config.train.steps or stop
-        saving, evaluating = self._saves(step, stop, save), self._evaluates(step)
+        asked = self._listen()
+        stopping = step == config.train.steps or asked.stop
+        if asked.pause and not stopping:
+            raise Paused
+        saving, evaluating = self._saves(step, asked.stop, asked.save), self._evaluates(step)
         writing = step % config.log.every == 0 or stopping
         if writing or saving or evaluating or self._repeats(step):
             self.step.beat.enter("log")
@@ -345,14 +374,18 @@ class Trainer:
         Raises:
             SaveError: saves have failed for ``checkpoint.patience`` hours.
         """
+        waited = self.saver.waited_s
         try:
             save()
+            self.step.beat.waited(self.saver.waited_s - waited)
         except SaveError as error:  # on every rank
             hours = self.control.largest((self.saver.failing_s or 0.0) / 3600)[0]
             patience = self.config.checkpoint.patience
             if hours >= patience:
                 said = f"Saves have failed for {hours:.2g} h (checkpoint.patience={patience:g}): the run ends"
                 raise SaveError(f"{error}\n{said}" if patience else str(error)) from error
+            event = Event("save_failed", step=self.done, detail=str(error), at=time.time())
+            self._report(event, decide(event, (), Budgets()))
             if self.log is not None:
                 self.log.tell(f"{error}\nThe next save tries again, for {patience - hours:.2g} h (checkpoint.patience)")
 
@@ -371,26 +404,27 @@ class Trainer:
             self._save(step, self.lr(step))
             self._tolerate(self.saver.finish)
 
-    def _listen(self) -> tuple[bool, bool]:
-        """Return (whether any rank is asked to end, whether any is asked to save): all must do so after the same step.
+    def _listen(self) -> Asked:
+        """Return what any rank is asked for: all must do it after the same step.
 
-        With it goes what the ranks must know of a save in the background.
+        With it goes what the ranks must know of a save in the background, and of copies.
         """
-        asked, copies = (self.interrupt.asked, self.interrupt.save), self.copies
-        told = self.control.largest(*asked, *self.saver.news(), copies.due(self.done), -copies.whole)
-        stop, save, *news = map(bool, told[:4])
+        here, copies = Asked(self.interrupt.asked, self.interrupt.save, self.pausing()), self.copies
+        told = self.control.largest(*here, *self.saver.news(), copies.due(self.done), -copies.whole)
+        asked, news = Asked(*map(bool, told[:3])), tuple(map(bool, told[3:5]))
         if news[-1]:  # it waits for disks
             self.step.beat.enter("save")
         self._tolerate(lambda: self.saver.advance(*news))
-        copies.settle(-int(told[5]))
-        if self.done >= told[4]:
+        copies.settle(-int(told[6]))
+        if self.done >= told[5] and not asked.pause:
             copies.begin(self.done)
-        return stop, save
+        return asked
 
-    def _microbatches(self, batches: Sequence[Batch], step: int) -> list[Microbatch]:
+    def _microbatches(self, batches: Sequence[Batch], step: int, first: int = 0) -> list[Microbatch]:
+        """Make the microbatches of a step on the device, from its ``first`` on."""
         shape, embed = self.mesh.shape, self.model.config.sizes["embed"]
         made = []
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(batches, first):
             tokens, labels, positions = map(self._upload, (batch.tokens, batch.labels, batch.positions))
             activation = (len(tokens) // shape.tp, embed)
             seed = key(self.config.train.seed, step, number)
@@ -447,6 +481,12 @@ class Trainer:
             event = Event("spike", step=step, detail=", ".join(map(str, found)), at=time.time())
             self._tell(event, decide(event, (), Budgets(repeats=False)))
         self.spiking = bool(found)
+        if left_out := int(record["skipped_steps"] or 0) - self.left_out:
+            if not self.step.scaling.moves:  # else it may be the scale that was too large
+                said = f"{counted(left_out, 'step')} up to this one, which changed nothing"
+                event = Event("non_finite", step=step, detail=said, at=time.time())
+                self._report(event, Decision("skip", "optimizer.non_finite=skip"))
+            self.left_out += left_out
         self.spikes.note(lr, seen)
         return self._limits()
 
@@ -465,6 +505,8 @@ class Trainer:
         step, repetition = int(trouble.first), self.repetition
         if repetition is None:
             if step:
+                event = Event("non_finite", step=step, samples=self._bounds(step), at=time.time())
+                self._report(event, decide(event, (), Budgets(repeats=False)))
                 raise NonFinite(self._in_words(step, trouble, self._way_out(trouble)))
         elif self._repeats(self.at):
             event, decision = repetition.compared(self._bad_step(self.at, stats.outcome))
@@ -500,19 +542,27 @@ class Trainer:
         self.start, self.batches = replace(self.start, skipped_samples=skipped), self.batches.without(skipped)
 
     def _bad_step(self, step: int, outcome: Tensor) -> BadStep:
+        return BadStep(step, self._bounds(step), StepResult.of(outcome, self.control))
+
+    def _bounds(self, step: int) -> SampleRange:
+        """Return the first sample of a step and the one after its last."""
         samples = self._samples(step)
-        return BadStep(step, (samples[0][0], samples[-1][1]), StepResult.of(outcome, self.control))
+        return samples[0][0], samples[-1][1]
 
     def _samples(self, step: int) -> list[SampleRange]:
         first = self.start.at(step - 1, self.config).samples
         return self.start.skipped_samples.samples(first, self.config.batch.global_size)
 
     def _tell(self, event: Event, decision: Decision) -> None:
-        self.report(event, decision)
+        self._report(event, decision)
         if self.log is not None:
             samples = f" (samples {in_recipe([event.samples])})" if event.samples else ""
             said = f"{KINDS[event.kind]}: {event.detail}. {ACTIONS[decision.action].capitalize()}"
             self.log.tell(f"step {event.step}{samples}: {said}")
+
+    def _report(self, event: Event, decision: Decision) -> None:
+        if self.log is not None:
+            self.log.report(event, decision)
 
     def _in_words(self, step: int, trouble: Trouble, way_out: str) -> str:
         ranks = torch.zeros(self.mesh.shape.world, dtype=torch.int64, device=self.mesh.device)
@@ -545,6 +595,14 @@ class Trainer:
     def _write(self, step: int, record: Record) -> None:
         if self.log is not None:
             self.log.write(step, record)
+
+
+class Asked(NamedTuple):
+    """The things that ranks are asked for after a step: to end, to save, to leave their groups."""
+
+    stop: bool
+    save: bool
+    pause: bool
 
 
 class _Meter:
@@ -602,6 +660,8 @@ class _Meter:
         if balance is None:
             return {}
         found = balance.read(trainer.model.config.sizes["layer"])
+        if not found.layers:  # the step was done in groups that are gone
+            return {}
         if trainer.log is not None:
             trainer.log.write_loads(step, found.layers, found.counts.tolist())
         return loads.record(found, balance.coefficients)

@@ -100,6 +100,10 @@ class WeightFolder(ABC):
         """Return a function that reads what some copies take of their sources; the rest of these may be anything."""
         return self.read(state)
 
+    def bring(self, state: str, copies: Sequence[Copy]) -> None:
+        """Get ready for :meth:`read_for` what some copies take of their sources; all ranks of a run call this."""
+        return
+
     def fingerprints(self, state: str) -> Mapping[Logical, int]:
         """Return {piece: its fingerprint when it was written}, of those for which that is known.
 

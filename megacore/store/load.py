@@ -25,7 +25,7 @@ from megacore.store import audit
 from megacore.store.accounting import summary
 from megacore.store.checkpoint import listed
 from megacore.store.dtypes import FLOATS
-from megacore.store.folder import SafetensorsFolder, WeightFolder
+from megacore.store.folder import WeightFolder
 from megacore.store.objects import place
 from megacore.store.shares import share_reads
 from megacore.store.stream import assemble
@@ -99,8 +99,10 @@ class Loader:
 
         (read, planned), errors = self._control.attempt(begin), list[StoreError]()
         self._reads.append(read)
+        own = [(target, part) for target in planned for part in target.slices if part.reader == self._replicas.index]
+        folder.bring(state, [copy for _, part in own for copy in part.copies])
         with ThreadPoolExecutor(1) as thread:
-            coming = self._ahead(thread, planned, read)
+            coming = self._ahead(thread, own, read)
             for target in planned:
                 yield target.stored.name, self._received(target, coming, errors)
 
@@ -125,9 +127,10 @@ class Loader:
             dtype = dtypes.pop() if len(dtypes) == 1 else "F64" if "F64" in dtypes else "F32"
             yield _Target(target, dtype, made)
 
-    def _ahead(self, thread: ThreadPoolExecutor, planned: Sequence[_Target], read: _Read) -> Iterator[Future[Tensor]]:
+    def _ahead(
+        self, thread: ThreadPoolExecutor, own: Sequence[tuple[_Target, _Slice]], read: _Read
+    ) -> Iterator[Future[Tensor]]:
         """Yield the slices that this rank reads, some of them before they are asked for."""
-        own = ((target, part) for target in planned for part in target.slices if part.reader == self._replicas.index)
         under_way = deque[Future[Tensor]]()
 
         def take(target: _Target, part: _Slice) -> Tensor:
@@ -217,9 +220,10 @@ def _located(read: _Read, wrong: set[Logical]) -> tuple[str | None, list[str]]:
         if damage := audit.check(folder, _JOBS, tensors={read.state: names}):
             return str(folder.path), listed(damage)
     pieces = ", ".join(summary(sorted(map(spell, wrong))))
+    sound = ", and on the disk they now are what they were" if read.folder.folders else ""
     return None, [
-        f"{read.folder.path}: ranks have read other {read.state} than were written, and on the disk they now are what "
-        f"they were ({pieces}): memory, a disk or a network on the way is at fault. Start again, or on other machines"
+        f"{read.folder.path}: ranks have read other {read.state} than were written{sound} ({pieces}): memory, a disk "
+        "or a network on the way is at fault. Start again, or on other machines"
     ]
 
 
@@ -227,7 +231,7 @@ def _tensor(dtype: str, bits: np.ndarray) -> Tensor:
     return torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(getattr(torch, FLOATS[dtype]))
 
 
-def fingerprint(base: SafetensorsFolder, control: Control) -> int:
+def fingerprint(base: WeightFolder, control: Control) -> int:
     """Return the fingerprint of a model's weights: one number, the same on all ranks and for equal weights wherever
     they lie.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from io import BufferedReader, FileIO
+from io import BufferedReader, BufferedWriter, FileIO
 from pathlib import Path
 
 from megacore.store.files import open_lock
@@ -39,7 +39,7 @@ def is_at(lock: FileIO, path: Path) -> bool:
     return os.path.samestat(os.fstat(lock.fileno()), os.stat(path))
 
 
-def flock(lock: FileIO | BufferedReader, kind: int) -> bool:
+def flock(lock: FileIO | BufferedReader | BufferedWriter, kind: int) -> bool:
     """Take a lock of this kind -> whether it is now held.
 
     Raises:

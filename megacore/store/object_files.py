@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 
 from megacore.store.computed import Computed
-from megacore.store.direct import aligned_memory
 from megacore.store.errors import StoreError
 from megacore.store.objects import ObjectPath
 from megacore.store.stream import BLOCK_BYTES, METADATA, File, Fingerprints, fill
@@ -58,15 +57,16 @@ def upload(folder: ObjectPath, files: Sequence[File], schema: Schema) -> dict[st
 def _pieces(file: File, schema: Schema, found: Fingerprints) -> Iterator[np.ndarray | bytes]:
     """Yield the bytes of a file in order, and add up the fingerprints of its tensors."""
     header, entries, _ = lay_out(file.headers, METADATA)
-    tensors, buffer = {each.stored.name: each for each in file.tensors}, aligned_memory(BLOCK_BYTES)
+    tensors = {each.stored.name: each for each in file.tensors}
     yield header
     for name, entry in sorted(entries.items(), key=lambda each: (each[1].start, each[1].stop)):
         tensor, width, at = tensors[name], DTYPES[entry.dtype].itemsize, entry.start
         for block in blocks(tensor.copies, BLOCK_BYTES // width):
             begin = entry.start + block.start * width
             yield bytes(begin - at)  # padding is in no block
-            bits, taken = fill(block, tensor, file.read, schema, buffer)
-            yield np.ascontiguousarray(bits).view(np.uint8)
+            bits = np.empty(block.numel, DTYPES[entry.dtype])
+            taken = fill(block, tensor, file.read, schema, bits)
+            yield bits.view(np.uint8)
             at = begin + bits.nbytes
             for label, value in taken.items():
                 found[name][label] = (found[name][label] + value) % MODULUS

@@ -227,6 +227,28 @@ class ObjectPath(PosixPath):
 
         self.ask(put)
 
+    def abort_uploads(self) -> int:
+        """Abort the uploads below this folder that a killed process has left behind -> how many there were. S3 keeps
+        their parts until then, which no listing shows and somebody pays for; other stores drop them by themselves."""
+        if self.scheme.package is None or self.scheme.package[0] != "s3fs":
+            return 0
+
+        def abort(system: Any, key: str) -> int:
+            bucket, _, prefix = key.partition("/")
+            found, start = list[Any](), dict[str, str]()
+            while True:
+                page = system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/", **start)
+                found += page.get("Uploads", ())
+                if not page.get("IsTruncated"):
+                    break
+                start = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+            for each in found:
+                with suppress(FileNotFoundError):  # of a try before this one
+                    system.call_s3("abort_multipart_upload", Bucket=bucket, Key=each["Key"], UploadId=each["UploadId"])
+            return len(found)
+
+        return self.ask(abort)
+
     def remove(self) -> None:
         """Remove the object, or all of the folder; nothing if there is none."""
         with suppress(NoObject):

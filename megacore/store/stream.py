@@ -1,6 +1,6 @@
 """The one executor of transfers to files: block by block, whatever the size of the model.
 
-Workers take runs of blocks of the target files in turn. A block is copied from the mapped sources into a small buffer,
+Workers take runs of blocks of the target files in turn. A block is copied from the mapped sources into a small window,
 its fingerprints are taken there, and it is written to its place; nothing larger is ever held.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megacore.store.direct import ALIGNMENT, aligned_memory
+from megacore.store.direct import WriteWindow
 from megacore.store.dtypes import as_dtype
 from megacore.store.tensors import DTYPES, TensorWriter, file_size
 from parallel.weights.fingerprint import MODULUS, fingerprint
@@ -79,7 +79,7 @@ def write(
         files: The files to write.
         schema: The schema of the model; its sentences say in which order fingerprints take the axes.
         jobs: Threads.
-        progress: Is told the bytes of each block when it is written.
+        progress: Is told the bytes of each block when it is filled.
 
     Returns:
         The fingerprints of what each file holds, padding left out.
@@ -93,22 +93,23 @@ def write(
     unfinished: dict[str, TensorWriter] = {}
 
     def work() -> None:
-        buffer = aligned_memory(BLOCK_BYTES + ALIGNMENT)
+        window = WriteWindow(BLOCK_BYTES)
         while not failed.is_set():
             with lock:
                 task = next(tasks, None)
             if task is None:
                 return
-            opened, tensor, run = task
-            unfinished[opened.file.path] = opened.writer
+            opened, run = task
+            unfinished[opened.file.path] = writer = opened.writer
             try:
-                for block in run:
-                    # Aligned in memory as in the file: the writer needs no copy of it then.
-                    begin = opened.writer.offset(tensor.stored.name, block.start) % ALIGNMENT
-                    bits, found = fill(block, tensor, opened.file.read, schema, buffer[begin:])
-                    opened.writer.write(tensor.stored.name, block.start, bits)
-                    opened.add(tensor.stored.name, found)
-                    progress(bits.nbytes)
+                for tensor, block in run:
+                    if failed.is_set():
+                        return
+                    name, dtype = tensor.stored.name, DTYPES[tensor.dtype]
+                    memory = window.take(writer.put, writer.offset(name, block.start), block.numel * dtype.itemsize)
+                    opened.add(name, fill(block, tensor, opened.file.read, schema, memory.view(dtype)))
+                    progress(memory.size)
+                window.flush()
                 if opened.end_of_run():
                     unfinished.pop(opened.file.path).close()
                     results[opened.file.path] = opened.fingerprints
@@ -158,7 +159,7 @@ class _Open:
             return not self.runs
 
 
-_Task = tuple[_Open, Tensor, Sequence[TargetChunk]]
+_Task = tuple[_Open, Sequence[tuple[Tensor, TargetChunk]]]
 
 
 def _tasks(folder: Path, files: Iterable[File]) -> Iterator[_Task]:
@@ -167,36 +168,25 @@ def _tasks(folder: Path, files: Iterable[File]) -> Iterator[_Task]:
         empty = {t.stored.name: dict.fromkeys(t.stored.labels, 0) for t in file.tensors}
         (folder / file.path).parent.mkdir(exist_ok=True)
         opened = _Open(file, TensorWriter.create(folder / file.path, file.headers, METADATA), empty)
-        for tensor in file.tensors:
-            limit = BLOCK_BYTES // DTYPES[tensor.dtype].itemsize
-            chunks = blocks(tensor.copies, limit)
-            while run := list(itertools.islice(chunks, _RUN)):
-                opened.begin_run()
-                yield opened, tensor, run
-        # The file's own count: it is closed by whoever ends last.
-        yield opened, file.tensors[0], ()
+        chunks = (
+            (tensor, block)
+            for tensor in file.tensors
+            for block in blocks(tensor.copies, BLOCK_BYTES // DTYPES[tensor.dtype].itemsize)
+        )
+        while run := list(itertools.islice(chunks, _RUN)):
+            opened.begin_run()
+            yield opened, run
+        yield opened, ()  # the file's own count: it is closed by whoever ends last
 
 
-def fill(
-    block: TargetChunk, tensor: Tensor, read: Read, schema: Schema, buffer: np.ndarray
-) -> tuple[np.ndarray, dict[str, int]]:
-    """Return (the elements of a block, the fingerprints of its pieces); ``buffer`` (bytes) is used if large enough."""
-    dtype = DTYPES[tensor.dtype]
-    whole = block.copies[0]
-    if len(block.copies) == 1 and block.is_full and _same_order(whole):
-        held, bits = read(whole.source)
-        if held == tensor.dtype:  # as it lies there, without a copy
-            start = whole.source_view.offset
-            made = bits.reshape(-1)[start : start + block.numel]
-            return made, _fingerprints(block, made, schema)
-    size = block.numel * dtype.itemsize
-    made = buffer[:size].view(dtype) if size <= buffer.nbytes else np.empty(block.numel, dtype)
+def fill(block: TargetChunk, tensor: Tensor, read: Read, schema: Schema, made: np.ndarray) -> dict[str, int]:
+    """Fill ``made``, the elements of a block -> the fingerprints of its pieces."""
     if not block.is_full:
         made.fill(0)
     for copy in block.copies:
         held, bits = read(copy.source)
         strided(made, copy.target_view)[...] = as_dtype(strided(bits, copy.source_view), held, tensor.dtype)
-    return made, _fingerprints(block, made, schema)
+    return _fingerprints(block, made, schema)
 
 
 def assemble(
@@ -224,15 +214,6 @@ def assemble(
                 value = of_copy(copy, view, seen, copy.source.pieces[copy.label].axes)
                 found[copy.label] = (found.get(copy.label, 0) + value) % MODULUS
     return made
-
-
-def _same_order(copy: Copy) -> bool:
-    """Return whether the elements lie in the source as in the target, without gaps."""
-
-    def steps(view: Piece) -> list[int]:
-        return [n for n, size in zip(view.strides, view.shape, strict=True) if size > 1]
-
-    return steps(copy.source_view) == steps(copy.target_view)
 
 
 def _fingerprints(block: TargetChunk, bits: np.ndarray, schema: Schema) -> dict[str, int]:

@@ -18,7 +18,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from io import FileIO
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 import numpy.typing as npt
 
-from megacore.store.direct import DirectFile
+from megacore.store.direct import Bytes, DirectFile
 from megacore.store.files import open_file
 from megacore.store.objects import place
 from megacore.store.strict_json import StoreError, parse_json, short
@@ -277,6 +277,7 @@ class TensorWriter:
     size: int
     _file: FileIO
     _direct: DirectFile | None
+    _ends: list[tuple[bytes, int]] = field(default_factory=list)
 
     @classmethod
     def create(
@@ -327,19 +328,27 @@ class TensorWriter:
         offset = self.offset(name, start)
         if not array.size:  # nothing, and no memoryview that could be cast
             return
+        self.put(np.ascontiguousarray(array).reshape(-1).view(np.uint8), offset)
+
+    def put(self, data: Bytes, offset: int) -> None:
+        """Write bytes to a place in the file, from any thread; what is not there yet is when it is closed."""
         with os_errors(self.path, self.size):
             file = self._file.fileno()
-            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             first, last = self._direct.write(data, offset) if self._direct else (0, 0)
-            _write_all(file, data[:first].data, offset)
-            _write_all(file, data[last:].data, offset + last)
-        if first == last and array.nbytes >= WRITE_BACK and (start_write_back := _sync_file_range()):
-            start_write_back(file, offset, array.nbytes, SYNC_FILE_RANGE_WRITE)
+            if first < last:
+                ends = (data[:first], offset), (data[last:], offset + last)
+                self._ends.extend((end.tobytes(), at) for end, at in ends if end.size)
+                return
+            _write_all(file, data.data, offset)
+        if data.size >= WRITE_BACK and (start_write_back := _sync_file_range()):
+            start_write_back(file, offset, data.size, SYNC_FILE_RANGE_WRITE)
 
     def close(self) -> None:
         """Close the file, all of which is on the disk afterwards."""
         try:
             with os_errors(self.path, self.size):
+                for data, offset in self._ends:
+                    _write_all(self._file.fileno(), memoryview(data), offset)
                 os.fsync(self._file.fileno())
         finally:
             self.abandon()

@@ -9,7 +9,7 @@ part     what this rank updates: a span, or a stretch of its shard
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Protocol
@@ -135,6 +135,10 @@ class WholeSpan:
     @property
     def parts(self) -> Sequence[OwnedShard]:
         return [self]
+
+    def overlaps(self) -> Iterator[tuple[OwnedShard, slice, slice]]:
+        """Yield each part that this rank owns of the span, with the place in the part and in the span."""
+        yield self, slice(0, self.span.numel), slice(0, self.span.numel)
 
     def collect(self, of: Callable[[OwnedShard], Elements]) -> Tensor:
         """Return the values of the span's elements, in its shape."""

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, get_args
 
@@ -113,6 +114,8 @@ class Gradients:
         else:
             units = [[] for _ in modules]
             self._share(bucket_bytes)
+        self._norms = 0
+        """The sums of the norm so far."""
         self._alone = [part for part in self.parts if isinstance(part, WholeSpan) and part.summed is None]
         owners = [*(bucket.across.size for bucket in self.buckets), *(1 for _ in self._alone)]
         self._owners = torch.tensor(owners, dtype=torch.float64, device=self._mesh.device)
@@ -128,6 +131,7 @@ class Gradients:
         self._to_come: set[Tensor] = set()
         self._under_way: deque[tuple[Bucket, Pending]] = deque()
         self._sums: deque[Pending] = deque()
+        self._sink: Callable[[Tensor, Tensor], object] | None = None
 
     # -- sums
 
@@ -139,6 +143,27 @@ class Gradients:
             bucket.begin(microbatches)
         # All ranks of a group end rounds in one order, whatever completes first.
         self._rounds = deque(self.buckets if self._keeps else ())
+
+    @contextmanager
+    def handed_to(self, sink: Callable[[Tensor, Tensor], object]) -> Iterator[None]:
+        """Hand the gradients of what runs in this block to somebody, and sum none: it is no part of a step.
+
+        Args:
+            sink: Is given a parameter and a gradient of it, which is no more kept; more than one of a parameter that
+                several chunks use, or whose gradients autograd would have kept.
+        """
+        for span in self.spans:
+            span.parameter.grad = None
+        self._sink = sink
+        try:
+            yield
+            for part in self._alone:
+                if part.span.parameter.grad is not None:
+                    sink(part.span.parameter, part.span.parameter.grad)
+        finally:
+            self._sink = None
+            for span in self.spans:
+                span.parameter.grad = None
 
     def accept(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add a gradient that was deferred; autograd's own are caught.
@@ -191,9 +216,12 @@ class Gradients:
 
         Args:
             squares: This rank's part, if that is known.
+
+        Raises:
+            RuntimeError: on CPUs, another rank was at another message.
         """
-        own = self.squares() if squares is None else squares.clone()
-        return norm_of(own, self.dtype, self._mesh)
+        self._norms += 1
+        return norm_of(self.squares() if squares is None else squares, self._norms, self.dtype, self._mesh)
 
     def receive(self, parameter: Tensor, gradient: Tensor | WeightGradient) -> None:
         """Add the gradient that the backward which runs has for a parameter in a bucket: autograd's, or in its place
@@ -208,6 +236,10 @@ class Gradients:
             parameter.grad = None
 
     def _add(self, parameter: Tensor, gradient: Tensor | WeightGradient | None) -> None:
+        if self._sink is not None:
+            if gradient is not None:
+                self._sink(parameter, gradient() if isinstance(gradient, WeightGradient) else gradient)
+            return
         places = self._places[parameter]
         if isinstance(gradient, WeightGradient) and len(places) > 1:  # each has pieces of it
             gradient = gradient()
@@ -238,7 +270,7 @@ class Gradients:
 
         def begin_backward(gradient: Tensor) -> None:
             self._to_come = set(trained)
-            if not self._keeps:
+            if not self._keeps and self._sink is None:
                 self._rounds.extend(buckets)
             engine: Any = Variable._execution_engine
             engine.queue_callback(partial(self._end_backward, units))
@@ -255,6 +287,10 @@ class Gradients:
             self._add(parameter, None)
         self._to_come = set()
         self._reduce()
+        if self._sink is not None:  # there were no rounds, at whose ends this is done
+            for unit in units:
+                for values in unit.trained:
+                    values.reshard()
         end_backward(units)
 
     # -- parameters
@@ -269,6 +305,11 @@ class Gradients:
     def parts_of(self, name: str) -> Sequence[OwnedShard]:
         """Return this rank's parts where a parameter lies; all have state of the same dtypes."""
         return [part for owned in self._owned[name] for part in owned.parts]
+
+    def owned(self) -> Iterator[tuple[OwnedShard, Span, slice, slice]]:
+        """Yield what this rank owns of each span: the part, with the place in the part and in the span."""
+        for each in self._owned.values():
+            yield from ((part, held.span, there, here) for held in each for part, there, here in held.overlaps())
 
     def read(
         self, name: str, of: Callable[[OwnedShard], Elements], host: Tensor | None, take: Take = all_of_it
@@ -423,7 +464,18 @@ def _square_sum(gradient: Tensor) -> Tensor:
     return total
 
 
-def norm_of(squares: Tensor, dtype: torch.dtype, mesh: Mesh) -> Tensor:
+def norm_of(squares: Tensor, number: int, dtype: torch.dtype, mesh: Mesh) -> Tensor:
     """Return the root of the sum over all ranks, in the dtype of the gradients or fp32: whoever holds which part of the
-    gradient, it is the same number, bit for bit but for one step in millions."""
-    return all_reduce_(squares, mesh.world).sqrt().to(torch.promote_types(dtype, torch.float32))
+    gradient, it is the same number, bit for bit but for one step in millions.
+
+    On CPUs the number of the sum, which is another each time, goes with it: gloo takes a message of another sum, from a
+    rank that has left one out, for what it waits for, and this one is the commit of a step.
+    """
+    on_host = mesh.device.type == "cpu"
+    squares = torch.stack([squares, torch.full_like(squares, number)]) if on_host else squares.clone()
+    total = all_reduce_(squares, mesh.world)
+    if on_host:
+        total, numbers = total.unbind()
+        if numbers.item() != number * mesh.shape.world:
+            raise RuntimeError("another rank was at another message than the norm of the gradient: nobody has that")
+    return total.sqrt().to(torch.promote_types(dtype, torch.float32))

@@ -160,7 +160,7 @@ class SplitSpan:
         """Return the values of the span's elements, in its shape; all ranks of the group do so."""
         place, group = self.place, self.values.flat.group
         flat = torch.empty(place.span.numel, dtype=of(self.parts[0]).dtype, device=place.span.parameter.device)
-        for part, theirs, mine in self._overlaps():
+        for part, theirs, mine in self.overlaps():
             flat[mine] = of(part)[theirs]
         for owner in range(group.size):
             start, stop = (min(max(at, place.start), place.stop) for at in self.values.flat.bounds(owner))
@@ -171,10 +171,10 @@ class SplitSpan:
     def spread(self, of: Callable[[OwnedShard], Elements], values: Tensor) -> None:
         """Fill this rank's share of the span from a tensor of its shape, the inverse of :meth:`collect`."""
         flat = values.reshape(-1)
-        for part, theirs, mine in self._overlaps():
+        for part, theirs, mine in self.overlaps():
             of(part)[theirs] = flat[mine]
 
-    def _overlaps(self) -> Iterator[tuple[Stretch, slice, slice]]:
+    def overlaps(self) -> Iterator[tuple[Stretch, slice, slice]]:
         """Yield each part that this rank owns of the span, with the place in the part and in the span."""
         for part in self.parts:
             start, stop = max(self.place.start, part.start), min(self.place.stop, part.stop)

@@ -1,11 +1,13 @@
-"""Faults on live runs, drawn by a seed: `megacore train` of a tiny model, whose ranks are killed, stopped and broken.
+"""Faults on live runs, drawn by a seed: `megacore train` of a tiny model, which is killed, stopped and broken.
 
 After each run its metrics and its checkpoints are those of a run of the same layout that nothing befell, bit for bit;
-its incidents name what was done to it; and nothing of it is left, no process and no folder.
+its incidents name what was done to it; and nothing of it is left, no process and no folder. ``python campaign.py`` in
+this folder is the campaign at full size; what it prints stands in docs/reliability.md.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -13,21 +15,24 @@ import random
 import re
 import shutil
 import signal
-import subprocess
+import statistics
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from engine import write_recipe
+if __name__ == "__main__":
+    sys.path[:0] = map(str, (Path(__file__).parents[2], Path(__file__).parents[1]))
+
+from engine import GPT2, LLAMA, RECIPE
+from kinds import KINDS
+from live_run import Layout, LiveRun, metrics_of, tensors_of
 
 from megacore.recovery import incidents
-from megacore.recovery.phases import Reading, beat_of, read
 
-ROOT = Path(__file__).parents[2]
-HOOKS = Path(__file__).parent / "hooks"
 STEPS = 60
 COMMON = (
     f"train.steps={STEPS}",
@@ -36,225 +41,135 @@ COMMON = (
     "evaluate.every=7",
     "checkpoint.every=9",
     "checkpoint.at_end=true",
+    "optimizer.non_finite=repeat",
+    "recovery.max_restarts=50",
 )
-LAYOUTS: Mapping[str, tuple[int, Sequence[str]]] = {
-    "dp2": (2, ("mesh.dp=2",)),
-    "tp2": (2, ("mesh.tp=2",)),
-    "pp2": (2, ("mesh.pp=2",)),
-    "pp2 x dp2": (4, ("mesh.pp=2", "mesh.dp=2")),
-    "tp2 x dp2": (4, ("mesh.tp=2", "mesh.dp=2")),
-    "dp3": (3, ("mesh.dp=3", "batch.global_size=12")),
-    "dp4": (4, ("mesh.dp=4",)),
-    "pp2 x dp2 interleaved": (4, ("mesh.pp=2", "mesh.dp=2", "pipeline.chunks=2")),
-    "zero optimizer": (2, ("mesh.dp=2", "zero.shard=optimizer")),
-    "zero gradients": (2, ("mesh.dp=2", "zero.shard=gradients")),
-    "zero parameters": (2, ("mesh.dp=2", "zero.shard=parameters")),
-    "bf16": (2, ("mesh.dp=2", "train.precision=bf16")),
-    "background": (2, ("mesh.dp=2", "checkpoint.background=true", "checkpoint.every=2")),
-    "tp2 protected": (2, ("mesh.tp=2", "recovery.overhead=100")),
-    "pp2 x dp2 zero": (4, ("mesh.pp=2", "mesh.dp=2", "zero.shard=optimizer", "recovery.overhead=100")),
-}
-"""{name: ranks, overrides}."""
+DROPOUT = GPT2 | {"n_layer": 4, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
+EXPERTS = LLAMA | {"family": "mixtral", "num_hidden_layers": 2, "num_local_experts": 4, "intermediate_size": 8}
+PACKED = RECIPE["data"] | {"within_documents": True}
+MIB = 1 << 20
 
-INCIDENTS: Mapping[str, set[str]] = {
-    "kill": {"killed"},
-    "stop": {"hung"},
-    "raise": {"raised"},
-    "raise in the update": {"raised"},
-    "raise in a save": {"raised"},
-    "abort": {"aborted"},
-    "leave out": {"hung", "aborted", "lost_contact"},
-    "sleep in the loader": {"hung"},
+LAYOUTS: Mapping[str, Layout] = {
+    "dp2": Layout(2, ("mesh.dp=2",)),
+    "tp2": Layout(2, ("mesh.tp=2",)),
+    "pp2": Layout(2, ("mesh.pp=2",)),
+    "pp2 x dp2": Layout(4, ("mesh.pp=2", "mesh.dp=2")),
+    "tp2 x dp2": Layout(4, ("mesh.tp=2", "mesh.dp=2")),
+    "dp3": Layout(3, ("mesh.dp=3", "batch.global_size=12")),
+    "dp4, packed documents": Layout(4, ("mesh.dp=4",), {"data": PACKED}),
+    "pp2 x dp2 interleaved": Layout(
+        4, ("mesh.pp=2", "mesh.dp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved")
+    ),
+    "ep2 x dp2": Layout(4, ("mesh.ep=2", "mesh.dp=2", "experts.batch_balance=0.01"), {"model": EXPERTS}),
+    "zero optimizer": Layout(2, ("mesh.dp=2", "zero.shard=optimizer")),
+    "zero gradients": Layout(2, ("mesh.dp=2", "zero.shard=gradients")),
+    "zero parameters": Layout(2, ("mesh.dp=2", "zero.shard=parameters")),
+    "dp2, dropout": Layout(2, ("mesh.dp=2",), {"model": DROPOUT}),
+    "bf16": Layout(2, ("mesh.dp=2", "train.precision=bf16")),
+    "background": Layout(2, ("mesh.dp=2", "checkpoint.background=true", "checkpoint.every=2")),
+    "protected tp2": Layout(2, ("mesh.tp=2", "recovery.overhead=100")),
+    "protected pp2": Layout(2, ("mesh.pp=2", "recovery.overhead=100"), {"model": DROPOUT}),
+    "protected pp2 x dp2 zero": Layout(4, ("mesh.pp=2", "mesh.dp=2", "zero.shard=optimizer", "recovery.overhead=100")),
+    "compared dp2": Layout(2, ("mesh.dp=2", "recovery.compare_every=3")),
+    "compared dp3": Layout(3, ("mesh.dp=3", "batch.global_size=12", "recovery.compare_every=3")),
+    "disk": Layout(2, ("mesh.dp=2", "checkpoint.every=3"), on=8 * MIB),
+    "slow": Layout(2, ("mesh.dp=2", "train.steps=400", "checkpoint.every=100")),
+    "poisoned": Layout(2, ("mesh.dp=2",)),
 }
-"""{kind of fault: the kinds of incident that name it}."""
+"""{name: layout}. The first word of some says which kinds of faults are theirs."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: it strikes a rank once that is at a step, in a phase if one is named, or in the next recovery."""
+    """A fault that strikes a rank once it is at a step."""
 
     kind: str
     rank: int
     step: int
-    phase: str | None = None
+
+
+Record = Mapping[str, Any]
 
 
 @dataclass
-class Run:
-    """A live run."""
+class Played:
+    """A run under faults, and what was wrong with it."""
 
-    folder: Path
     layout: str
-    overrides: Sequence[str] = ()
-    said: list[str] = field(default_factory=list)
-    struck: list[tuple[Fault, int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.world, overrides = LAYOUTS[self.layout]
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.out, self.orders, self.temporary = self.folder / "out", self.folder / "orders", self.folder / "tmp"
-        self.orders.mkdir()
-        self.temporary.mkdir()
-        environment = {
-            **os.environ,
-            "NPROC_PER_NODE": str(self.world),
-            "OMP_NUM_THREADS": "1",
-            "FAULTS": str(self.orders),
-            "PYTHONPATH": str(HOOKS),
-            "TMPDIR": str(self.temporary),
-        }
-        given = [write_recipe(self.folder), f"out={self.out}", *COMMON, *overrides, *self.overrides]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tools.main", "train", *given],
-            cwd=ROOT,
-            env=environment,
-            stderr=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-        )
-        self.listening = threading.Thread(target=self._listen, daemon=True)
-        self.listening.start()
-
-    def _listen(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            text = line.decode(errors="replace").rstrip("\n").split("\r")[-1]
-            if text and "step/s" not in text and "s/step" not in text:
-                self.said.append(f"{time.time() % 1000:.2f} {text}")
+    run: LiveRun
+    wrong: list[str]
+    seconds: float
+    told: list[bool] = field(default_factory=list)
+    """Whether each strike was told by the right name."""
 
     @property
-    def ends(self) -> bool:
-        return self.process.poll() is not None
+    def said(self) -> str:
+        strikes = [f"{each.kind}, rank {each.rank}" for each in self.run.strikes]
+        return "\n".join([*self.wrong, "", *strikes, "", *self.run.said[-120:]])
 
-    def beat(self, rank: int) -> Reading | None:
-        for folder in self.temporary.glob("megacore-*"):
-            return read(beat_of(folder, rank))
-        return None
-
-    def ranks(self) -> dict[int, int]:
-        """Return {rank: process} of those that have a place."""
-        found = dict[int, int]()
-        for pid in children(self.process.pid):
-            with contextlib.suppress(OSError):
-                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                    continue
-                beats = set(re.findall(r"/beat-(\d+)$", Path(f"/proc/{pid}/maps").read_text(), re.MULTILINE))
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if beats:
-                    found[int(beats.pop())] = pid
-                elif b"MEGACORE_STANDBY=1" not in environment:
-                    ranks = [each[5:] for each in environment if each.startswith(b"RANK=")]
-                    if ranks:
-                        found.setdefault(int(ranks[0]), pid)
-        return found
-
-    def wait(self, condition: Callable[[], object], seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not self.ends and time.monotonic() < deadline:
-            if condition():
-                return True
-            time.sleep(0.001)
-        return False
-
-    def strike(self, fault: Fault) -> None:
-        """Wait for the place of a fault, and do it."""
-
-        def there() -> bool:
-            seen = self.beat(fault.rank)
-            if seen is None:
-                return fault.step <= 0
-            if fault.phase in ("recover", "start"):
-                return seen.phase == fault.phase
-            return seen.step >= fault.step and seen.phase not in ("start", "recover")
-
-        if not self.wait(there, 60):
-            return
-        if fault.phase not in (None, "recover", "start"):
-            self.wait(lambda: (seen := self.beat(fault.rank)) is None or seen.phase == fault.phase, 1.0)
-        pid = self.ranks().get(fault.rank)
-        if pid is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            match fault.kind:
-                case "kill":
-                    os.kill(pid, signal.SIGKILL)
-                case "stop":
-                    os.kill(pid, signal.SIGSTOP)
-                case "end":
-                    self.process.send_signal(signal.SIGTERM)
-                case kind:
-                    order = self.orders / f"{pid}.made"
-                    order.write_text(kind)
-                    order.rename(self.orders / str(pid))
-            self.struck.append((fault, pid))
-            self.said.append(f"{time.time() % 1000:.2f} ---- {fault} (process {pid})")
-
-    def end(self, seconds: float) -> int | None:
-        """Wait for the end -> status; None where it did not come."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
-        if not self.ends:
-            self.process.send_signal(signal.SIGUSR2)
-            time.sleep(4)
-            self.process.kill()
-            self.process.wait()
-            self.listening.join(5)
-            return None
-        self.listening.join(5)
-        return self.process.returncode
+    @property
+    def record(self) -> Record:
+        """What the table is made of, for JSON."""
+        strikes = [
+            (each.kind, self.run.seconds(each), told) for each, told in zip(self.run.strikes, self.told, strict=True)
+        ]
+        return {"layout": self.layout, "strikes": strikes, "wrong": self.wrong, "seconds": self.seconds}
 
 
-def children(pid: int) -> list[int]:
-    with contextlib.suppress(OSError):
-        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return []
-
-
-def of_run(folder: Path) -> list[int]:
-    """Return the processes that have a folder in their command line or environment, zombies aside."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with contextlib.suppress(OSError):
-                if str(folder).encode() in (entry / "cmdline").read_bytes():
-                    found.append(int(entry.name))
-    return found
-
-
-def metrics_of(out: Path) -> dict[int, list[dict[str, float]]]:
-    found = dict[int, list[dict[str, float]]]()
-    for line in (out / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        kept = {key: record[key] for key in ("loss", "grad_norm", "lr", "validation_loss") if key in record}
-        found.setdefault(record["step"], []).append(kept)
-    return found
-
-
-def tensors_of(out: Path) -> dict[str, bytes]:
-    folder = out / "checkpoints"
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
-
-
-def reference(layout: str, cache: Path) -> Path:
+def reference(name: str, cache: Path, *more: str) -> Path:
     """Return the folder of a run of a layout that nothing befalls."""
-    folder = cache / re.sub(r"\W+", "-", layout)
+    folder = cache / re.sub(r"\W+", "-", " ".join((name, *more)))
     if not (folder / "done").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        run = Run(folder, layout)
-        status = run.end(120)
-        if status != 0:
+        layout = LAYOUTS[name]
+        run = LiveRun(folder, Layout(layout.world, (*layout.overrides, *more), layout.recipe), COMMON, RECIPE)
+        if run.end(120) != 0:
             raise AssertionError("\n".join(run.said))
+        run.close()
         (folder / "done").touch()
     return folder / "out"
 
 
-def differences(run: Run, whole: Path) -> list[str]:
+def play(
+    name: str, faults: Sequence[Fault], folder: Path, cache: Path, seed: int = 0, limit_s: float = 100.0
+) -> Played:
+    """Run a layout under faults."""
+    whole = None if name == "poisoned" else reference(name, cache)
+    random_, began = random.Random(seed), time.monotonic()
+    run = LiveRun(folder, LAYOUTS[name], COMMON, RECIPE)
+    for fault in faults:
+        if run.reaches(fault.step, 100):
+            struck = len(run.strikes)
+            KINDS[fault.kind].strike(run, fault.rank % run.layout.world, random_)
+            if len(run.strikes) > struck and not run.strikes[-1].spared:
+                run.is_noticed(10)  # what is not, the end of the launcher would leave without a name
+    status = run.end(limit_s)
+    run.close()
+    played = Played(name, run, [], time.monotonic() - began)
+    if status != 0:
+        played.wrong.append(f"no end within {limit_s:g} s" if status is None else f"status {status}")
+    with contextlib.suppress(OSError, ValueError):
+        if whole is None:
+            whole = reference(name, cache, f"recovery.skip_samples={left_out(run.out)}")
+        played.wrong += differences(run, whole)
+    played.wrong += misnamed(played)
+    played.wrong += leftovers(run)
+    return played
+
+
+def left_out(out: Path) -> str:
+    """Return the samples that a run has left out, as recipes have them."""
+    newest = sorted((out / "checkpoints").glob("step-*/trainer.json"))[-1]
+    return json.dumps(json.loads(newest.read_text())["skipped_samples"]).replace(" ", "")
+
+
+def differences(run: LiveRun, whole: Path) -> list[str]:
     """Return what is wrong with what a run has left."""
     found = list[str]()
     ours, theirs = metrics_of(run.out), metrics_of(whole)
     if ours != theirs:
         steps = [step for step in sorted(theirs | ours) if ours.get(step) != theirs.get(step)]
-        first = steps[0] if steps else None
-        found.append(f"metrics differ at {steps}: {first and (ours.get(first), theirs.get(first))}")
+        found.append(f"metrics differ at {steps}: {ours.get(steps[0])}, {theirs.get(steps[0])}")
     ours_of, theirs_of = tensors_of(run.out), tensors_of(whole)
     last = max(theirs_of).split("/")[0]
     for name in sorted(ours_of | theirs_of):
@@ -264,67 +179,118 @@ def differences(run: Run, whole: Path) -> list[str]:
     return found
 
 
-def leftovers(run: Run) -> list[str]:
-    found = list[str]()
+def leftovers(run: LiveRun) -> list[str]:
     deadline = time.monotonic() + 3
-    while (left := of_run(run.folder)) and time.monotonic() < deadline:
+    while (left := run.left_over()) and time.monotonic() < deadline:
         time.sleep(0.1)
-    if left:
-        found.append(f"orphans {left}")
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    orphans = run.orphans + left
+    found = [f"orphans {orphans}"] if orphans else []
     for path in [*run.temporary.glob("megacore-*"), *run.out.rglob(".*.partial")]:
         found.append(f"left over: {path.relative_to(run.folder)}")
     return found
 
 
-def misnamed(run: Run) -> list[str]:
-    """Return the faults that no incident names."""
+def misnamed(played: Played) -> list[str]:
+    """Return the faults that no incident names, and nobody has told."""
+    run, found = played.run, list[str]()
     told = [(each.event.kind, each.event.rank) for each in incidents.read(run.out)]
-    found = list[str]()
-    for fault, _ in run.struck:
-        wanted = INCIDENTS.get(fault.kind)
-        if wanted is None:
-            continue
-        hit = next((each for each in told if each[0] in wanted and each[1] == fault.rank), None)
-        if hit is None:
-            found.append(f"{fault} is not among the incidents {told}")
-        else:
+    everything = list(told)
+    for strike in run.strikes:
+        kind = KINDS[strike.kind]
+        hit = next((each for each in told if each[0] in kind.named and each[1] in (strike.rank, None)), None)
+        right = (not kind.named or hit is not None) and any(kind.says in line for line in run.said)
+        played.told.append(right)
+        if hit is not None:
             told.remove(hit)
+        if not right:
+            found.append(f"{strike.kind} of rank {strike.rank} is not told: {everything}")
     return found
 
 
-def play(
-    layout: str, faults: Sequence[Fault], folder: Path, cache: Path, limit_s: float = 150.0
-) -> tuple[Run, list[str]]:
-    """Run a layout under faults -> the run, and what was wrong with it."""
-    whole = reference(layout, cache)
-    run = Run(folder, layout)
-
-    def strike_all() -> None:
-        for fault in faults:
-            run.strike(fault)
-
-    striking = threading.Thread(target=strike_all, daemon=True)
-    striking.start()
-    status = run.end(limit_s)
-    found = [] if status == 0 else [f"status {status}" if status is not None else f"no end within {limit_s:g} s"]
-    with contextlib.suppress(OSError, ValueError):
-        found += differences(run, whole) + misnamed(run)
-    return run, found + leftovers(run)
+def kinds_of(layout: str) -> list[str]:
+    """Return the kinds that may befall a layout, as often as they are to be drawn."""
+    own = [name for name, kind in KINDS.items() if "" not in kind.layouts and layout.startswith(kind.layouts)]
+    if layout.split(maxsplit=1)[0] in ("slow", "poisoned"):
+        return own
+    common = [name for name, kind in KINDS.items() if "" in kind.layouts for _ in range(kind.weight)]
+    return common + own * max(1, len(common) // (2 * max(1, len(own))))
 
 
-def drawn(layout: str, seed: int, number: int, kinds: Sequence[str] = ("kill",)) -> list[Fault]:
-    """Return faults that are drawn by a seed."""
+def drawn(layout: str, seed: int, number: int, kinds: Sequence[str] | None = None) -> list[Fault]:
+    """Return faults that are drawn by a seed, apart by two steps at least."""
     random_ = random.Random(f"{layout} {seed}")
-    world, steps = LAYOUTS[layout][0], sorted(random_.sample(range(1, STEPS), number))
-    phases = (None, None, "data", "forward", "backward", "reduce", "update", "log", "save", "evaluate")
-    faults = []
+    steps = sorted(random_.sample(range(1, STEPS // 2 - 2), 1 if layout == "slow" else number))
+    ranks = range(LAYOUTS[layout].world)
+    found, flipped = list[Fault](), False
     for step in steps:
-        rank = random_.randrange(world)
-        faults.append(Fault(random_.choice(kinds), rank, step, random_.choice(phases)))
-        if faults[-1].kind == "kill" and random_.random() < 0.3:
-            other = random_.choice([each for each in range(world) if each != rank])
-            faults.append(Fault("kill", other, step, random_.choice((None, "recover"))))
-    return faults
+        kind = random_.choice(kinds or kinds_of(layout))
+        if "corrupted" in KINDS[kind].named:  # a node where that is found twice is left out
+            kind, flipped = "kill" if flipped else kind, True
+        found.append(Fault(kind, random_.choice(ranks), 2 * step))
+    return found
+
+
+# -- the table
+
+
+def table(records: Sequence[Record]) -> str:
+    """Return what has become of the faults of some runs, by kind and by layout."""
+    strikes = [(*strike, record) for record in records for strike in record["strikes"]]
+    told = [strike for strike in strikes if KINDS[strike[0]].named or KINDS[strike[0]].says]
+    lines = [
+        f"{len(strikes)} faults of {len({each[0] for each in strikes})} kinds in {len(records)} runs, of which "
+        f"{sum(not record['wrong'] for record in records)} ended as the undisturbed ones; "
+        f"{sum(each[2] for each in told)} of {len(told)} told by the right name; "
+        f"{sum(record['seconds'] for record in records):.0f} s",
+        "",
+        "| fault | times | layouts | told as | seconds to the next step, median / worst | told | runs as undisturbed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, kind in KINDS.items():
+        found = [each for each in strikes if each[0] == name]
+        if not found:
+            continue
+        seconds = [each[1] for each in found if each[1] is not None]
+        spent = f"{statistics.median(seconds):.2f} / {max(seconds):.2f}" if seconds else ""
+        runs = {record["layout"]: record for *_, record in found}
+        seen = ", ".join(sorted(kind.named)) or (kind.says and f'"{kind.says}"')
+        hit = f"{sum(each[2] for each in found)} of {len(found)}" if seen else ""
+        whole = sum(not record["wrong"] for record in runs.values())
+        lines.append(f"| {name} | {len(found)} | {len(runs)} | {seen} | {spent} | {hit} | {whole} of {len(runs)} |")
+    lines += ["", "| layout | faults | seconds | what was wrong |", "|---|---|---|---|"]
+    for record in records:
+        wrong = "; ".join(each[:200] for each in record["wrong"])
+        lines.append(f"| {record['layout']} | {len(record['strikes'])} | {record['seconds']:.0f} | {wrong} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Faults on live runs.")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", type=int, default=12, help="on each run")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS).replace(", ", "; "), help="names, or their beginnings")
+    parser.add_argument("--kinds", default="", help="names; all by default")
+    parser.add_argument("--keep", type=Path, help="a folder that the runs are kept in")
+    given = parser.parse_args()
+    wanted = [each.strip().replace("; ", ", ") for each in given.layouts.split(",")]
+    kinds = [each.strip() for each in given.kinds.split(",") if each.strip()] or None
+    played = list[Played]()
+    with tempfile.TemporaryDirectory() as made:
+        folder = given.keep or Path(made)
+        for layout in [name for name in LAYOUTS if name in wanted]:
+            at = folder / f"{re.sub(r'[^a-z0-9]+', '-', layout)}-{given.seed}-{time.time_ns() % 10**6}"
+            played.append(
+                play(layout, drawn(layout, given.seed, given.faults, kinds), at, folder / "whole", given.seed)
+            )
+            print(f"{layout}: {played[-1].seconds:.0f} s, {played[-1].wrong or 'as undisturbed'}", flush=True)
+            if played[-1].wrong:
+                print(played[-1].said, flush=True)
+    print(table([each.record for each in played]))
+    return int(any(each.wrong for each in played))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -22,9 +22,11 @@ from megacore.control import Control
 from megacore.data.blend import Blend
 from megacore.data.packing import Packed
 from megacore.recipe import ConfigError
+from megacore.run import build
 from megacore.run import train as pretrain
 from megacore.run.resume import companions
 from parallel.labels import IGNORE
+from parallel.mesh import Mesh
 
 LENGTH, ROWS, EXAMPLES = 64, 4, 16
 MODEL = {**LLAMA, "vocab_size": 360, "num_hidden_layers": 2, "max_position_embeddings": LENGTH}
@@ -135,8 +137,8 @@ def test_without_documents_kept_apart_it_would_be_another_loss(pool: Pool, folde
     alone = _alone(pool, folder)
     setup = pretrain.check(str(folder / "recipe.yaml"), [f"batch.global_size={ROWS}", f"out={folder / 'joined'}"], 1, 1)
     object.__setattr__(setup.corpora, "separate", False)
-    mesh = pretrain.Mesh.single()
-    made = pretrain.trainer_of(setup, mesh, Control.create(mesh))
+    mesh = Mesh.single()
+    made = build.trainer_of(setup, mesh, Control.create(mesh))
     stats = made.step.backward(made._microbatches(made.batches.microbatches(0), 1))
     assert abs(stats.loss.item() / alone.values("loss")[0] - 1) > 1e-4
 

@@ -9,13 +9,18 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine import write_recipe
+from engine import LLAMA, write_recipe
 
 from megacore.launcher import Node, gpus, threads
+from megacore.recipe import ConfigError, load
+from megacore.recovery.members import Came, Members
 from megacore.run import launch as program
+from megacore.run import resume
+from models.registry import configure
 
 ROOT = Path(__file__).parents[2]
 PYTHON = """#!/usr/bin/env bash
@@ -73,8 +78,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
             given.update(module=module, arguments=arguments, node=node, environment=environment, shutdown_s=shutdown_s)
             return 7
 
+        class Alone(Members):
+            """The only node that comes."""
+
+            def open(self, timeout_s: float) -> list[Came]:
+                given["members"] = self.store, self.leads
+                return []
+
         with monkeypatch.context() as patch:
             patch.setattr(program, "launch", launch)
+            patch.setattr(program, "Members", Alone)
             for name, value in variables.items():
                 patch.setenv(name, value)
             return program.run("train", arguments), given
@@ -153,7 +166,22 @@ def test_the_environment_says_how_many_and_where(launched: Launched, tmp_path: P
     several = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host", "SHUTDOWN_TIMEOUT": "5"}
     status, given = launched(*arguments, NPROC_PER_NODE="2", **several)
     assert status == 7 and given["node"] == Node(2, 2, 1, ("host", 29500)) and given["shutdown_s"] == 5
+    assert given["members"] == (("host", 29500), False)
+    assert "members" not in launched(*arguments, "recovery.in_place=false", **several)[1]
     assert launched(*arguments, MASTER_PORT="77", **several)[1]["node"] == Node(1, 2, 1, ("host", 77))
+
+
+def test_layouts_of_a_model_that_a_checkpoint_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The recipe names none: its layouts on one and on two nodes are known all the same."""
+    recipe, model = write_recipe(tmp_path), configure(LLAMA)
+    source = SimpleNamespace(config=model, raw=model.to_hugging_face(), path=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(resume, "find", lambda config, checked: SimpleNamespace(source=source))
+        assert [*program._layouts(load(recipe, ["model=null"]), 1, 2, 1)] == [1, 2]
+    with pytest.raises(ConfigError, match="model: there is none"):
+        program._layouts(load(recipe, ["model=null"]), 1, 2, 1)
+    with pytest.raises(ConfigError, match=r"checkpoint: .*nowhere"):
+        program._layouts(load(recipe, ["model=null", "checkpoint.init=nowhere"]), 1, 2, 1)
 
 
 def test_a_run_that_was_started_before_goes_on_from_its_newest_checkpoint(launched: Launched, tmp_path: Path) -> None:

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from megacore import launcher
 from megacore.launcher import Node, launch, pause
+from megacore.recovery import ranks
+from megacore.recovery.children import BLOCKED
 from megacore.recovery.events import Event
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +60,7 @@ def when(folder: Path, words: int, *signals: int) -> None:
             while len(said(folder)) < wanted:
                 time.sleep(0.01)
             os.kill(os.getpid(), number)
+            time.sleep(0.1)  # those that are pending together arrive in the order of their numbers
             with (folder / "said").open("a") as file:
                 file.write("sent\n")
 
@@ -86,11 +88,11 @@ sys.exit(folder in sys.path or "" in sys.path or os.getcwd() in sys.path)
 
 def test_ranks_of_several_machines_are_told_of_node_0(tmp_path: Path) -> None:
     node = Node(2, 3, 1, ("host", 1234))
-    ranks = [{**node.environment(rank), **node.meeting(tmp_path)} for rank in node.ranks]
-    assert [each["RANK"] for each in ranks] == ["2", "3"] and [each["LOCAL_RANK"] for each in ranks] == ["0", "1"]
-    assert all(each["WORLD_SIZE"] == "6" and each["LOCAL_WORLD_SIZE"] == "2" for each in ranks)
-    assert all(each["MASTER_ADDR"] == "host" and each["MASTER_PORT"] == "1234" for each in ranks)
-    assert not any("GLOO_SOCKET_IFNAME" in each or "MEGACORE_STORE" in each for each in ranks)
+    told = [{**node.network, **node.environment(rank), **node.meeting(tmp_path)} for rank in node.ranks]
+    assert [each["RANK"] for each in told] == ["2", "3"] and [each["LOCAL_RANK"] for each in told] == ["0", "1"]
+    assert all(each["WORLD_SIZE"] == "6" and each["LOCAL_WORLD_SIZE"] == "2" for each in told)
+    assert all(each["MASTER_ADDR"] == "host" and each["MASTER_PORT"] == "1234" for each in told)
+    assert not any("GLOO_SOCKET_IFNAME" in each or "MEGACORE_STORE" in each for each in told)
 
 
 # -- how they end
@@ -132,7 +134,7 @@ def test_the_first_that_fails_ends_all(
     told: str,
     fault: tuple[str, int, str] | tuple[()],
 ) -> None:
-    monkeypatch.setattr(launcher, "GRACE_S", 0.2)
+    monkeypatch.setattr(ranks, "GRACE_S", 0.2)
     faults, before = list[Event](), time.time()
     assert launch(module(text), [], Node(2), on_fault=faults.append) == status
     assert [(each.kind, each.rank, each.detail) for each in faults] == [fault] * bool(fault)
@@ -228,7 +230,7 @@ time.sleep(60)
 def test_a_second_ctrl_c_ends_ranks_that_hang(
     module: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launcher, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(ranks, "PATIENCE_S", 0.0)
     when(tmp_path, 2, signal.SIGTERM, signal.SIGTERM, signal.SIGINT)  # SIGTERM, however often, is no haste
     started = time.monotonic()
     assert launch(module(HANGS), [], Node(2)) == 130
@@ -267,10 +269,10 @@ say("saved")
 
 
 def test_handlers_are_what_they_were(module: Callable[[str], str]) -> None:
-    before = [signal.getsignal(number) for number in launcher.ENDS]
+    before = [signal.getsignal(number) for number in ranks.ENDS]
     launch(module(""), [], Node(1))
-    assert [signal.getsignal(number) for number in launcher.ENDS] == before
-    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*launcher.BLOCKED}
+    assert [signal.getsignal(number) for number in ranks.ENDS] == before
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*BLOCKED}
 
 
 def test_a_pause_between_launches_ends_with_the_signal_to_end() -> None:

@@ -367,6 +367,15 @@ def test_what_a_recipe_asks_for_is_looked_at_before(
     assert f"{folder}: Access Denied" in problems(f"checkpoint.folder={folder}", "checkpoint.resume=auto")
 
 
+def test_one_process_asks_the_store_for_all(recipe: str, tmp_path: Path, faults: Faulty) -> None:
+    folder = ObjectPath(f"memory://{uuid.uuid4().hex}/run")
+    given = [f"out={tmp_path / 'run'}", *STEPS, f"checkpoint.folder={folder}"]
+    pretrain.check(recipe, given, 1, 1)
+    assert faults.calls["find"] == 1
+    pretrain.check(recipe, given, 1, 1, led=True)
+    assert faults.calls["find"] == 1
+
+
 # -- a real server
 
 
@@ -385,6 +394,8 @@ def test_on_an_s3_server(recipe: str, tmp_path: Path, monkeypatch: pytest.Monkey
     started.start()
     try:
         boto3.client("s3").create_bucket(Bucket="bucket")
+        for key in ("run/step-00000009/left", "another/left"):
+            boto3.client("s3").create_multipart_upload(Bucket="bucket", Key=key)
         folder, overrides = place("s3://bucket/run"), [*STEPS, "checkpoint.folder=s3://bucket/run"]
         assert isinstance(folder, ObjectPath)
         train(recipe, [f"out={tmp_path / 'run'}", *overrides, "train.steps=4"])
@@ -392,6 +403,7 @@ def test_on_an_s3_server(recipe: str, tmp_path: Path, monkeypatch: pytest.Monkey
         assert pretrain.main([recipe, f"out={tmp_path / 'new'}", *overrides, "checkpoint.resume=auto"]) == 0
         assert list(checkpoints.complete(folder)) == [2, 4, 6]
         assert not any("SECRET" in path.read_text("latin-1") for path in tmp_path.rglob("*") if path.is_file())
-        assert not boto3.client("s3").list_multipart_uploads(Bucket="bucket").get("Uploads")
+        (left,) = boto3.client("s3").list_multipart_uploads(Bucket="bucket")["Uploads"]
+        assert left["Key"] == "another/left"
     finally:
         started.stop()

@@ -21,7 +21,7 @@ from pool import Pool
 from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
 from megacore.recipe import ConfigError, load
-from megacore.run import build, metrics
+from megacore.run import build, life, metrics
 from megacore.run import train as pretrain
 from megacore.run.resume import Start
 from megacore.run.states import capacity
@@ -267,7 +267,7 @@ def run_here(recipe: str, overrides: list[str]) -> None:
 def test_the_first_line_says_how_sequences_are_split(recipe: str, cp: int, overrides: list[str], said: str) -> None:
     setup = pretrain.check(recipe, [f"mesh.cp={cp}", "train.precision=bf16", *overrides], cp, 1)
     mesh: Any = SimpleNamespace(shape=MeshShape(cp=cp), device=torch.device("cpu"))
-    assert pretrain._headline(setup.config, setup.model, mesh).count(said) == 1
+    assert life._headline(setup.config, setup.model, mesh).count(said) == 1
 
 
 def test_one_rank_of_several_writes(pool: Pool, tmp_path: Path) -> None:
@@ -297,8 +297,8 @@ def test_ranks_with_different_kernels_do_not_start(pool: Pool) -> None:
 def test_the_recipe_s_loss_and_optimizer_arrive(recipe: str) -> None:
     overrides = ["loss.label_smoothing=0.1", "loss.z_loss=0.01", "optimizer.betas=[0.8,0.9]", "optimizer.eps=1e-5"]
     overrides += ["optimizer.clip=null", "pipeline.schedule=gpipe", "pipeline.chunks=2", "log.peak_tflops=3.5"]
-    mesh = pretrain.Mesh.single()
-    made = pretrain.trainer_of(pretrain.check(recipe, overrides, 1, 1), mesh, Control.create(mesh))
+    mesh = Mesh.single()
+    made = build.trainer_of(pretrain.check(recipe, overrides, 1, 1), mesh, Control.create(mesh))
     head = made.model.chunks[-1].head
     assert head is not None and (head.losses.label_smoothing, head.losses.z_loss) == (0.1, 0.01)
     assert made.step.pipeline.schedule == "gpipe" and len(made.model.chunks) == 2
@@ -313,14 +313,14 @@ def test_the_recipe_s_loss_and_optimizer_arrive(recipe: str) -> None:
 def test_a_non_finite_loss_ends_with_status_1_and_the_reason(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = pretrain.trainer_of
+    plain = build.trainer_of
 
     def poisoned(*arguments: object) -> Trainer:
         made = plain(*arguments)  # type: ignore[arg-type]
         next(iter(made.model.parameters.values())).data.view(-1)[:16] = float("nan")
         return made
 
-    monkeypatch.setattr(pretrain, "trainer_of", poisoned)
+    monkeypatch.setattr(life, "trainer_of", poisoned)
     assert pretrain.main([recipe, f"out={tmp_path / 'run'}"]) == 1
     shown = capsys.readouterr()
     assert "step 1, samples 0 to 7 of the training data: the loss is not finite on rank 0" in shown.err
@@ -330,7 +330,7 @@ def test_a_non_finite_loss_ends_with_status_1_and_the_reason(
 def test_skipped_steps_are_in_the_progress_and_in_the_report(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = pretrain.trainer_of
+    plain = build.trainer_of
 
     def poisoned(*arguments: object) -> Trainer:
         made = plain(*arguments)  # type: ignore[arg-type]
@@ -338,7 +338,7 @@ def test_skipped_steps_are_in_the_progress_and_in_the_report(
         monkeypatch.setattr(made.step.pipeline, "train", lambda batch, scale, *more: train(batch, scale * torch.nan))
         return made
 
-    monkeypatch.setattr(pretrain, "trainer_of", poisoned)
+    monkeypatch.setattr(life, "trainer_of", poisoned)
     arguments = [recipe, "optimizer.non_finite=skip", "train.precision=fp32"]
     assert pretrain.main([*arguments, f"out={tmp_path / 'run'}"]) == 0
     shown = capsys.readouterr()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import nullcontext
 from pathlib import Path
 
 import engine
@@ -16,11 +16,13 @@ from pool import Pool
 
 from megacore import checkpoints, exits
 from megacore.control import Control
+from megacore.recovery import incidents
 from megacore.recovery.events import Event
 from megacore.recovery.policy import Decision
+from megacore.run import build, life
 from megacore.run import train as pretrain
 from megacore.run.copies import Copies
-from megacore.run.recover import Told, let_go, recovered
+from megacore.run.recover import Held, Told, let_go, recovered
 from megacore.run.trouble import NonFinite, UnsoundHardware
 from models.decoder import Microbatch
 from parallel.mesh import Mesh
@@ -70,12 +72,21 @@ def run(
     factor: float = torch.nan,
 ) -> tuple[Result, Befell]:
     made, told = trainer(recipe, overrides, log=True), Befell()
-    made = replace(made, report=lambda event, decision: told.append((event, decision)))
+    tell = made._tell
+
+    def heard(event: Event, decision: Decision) -> None:
+        told.append((event, decision))
+        tell(event, decision)
+
+    made._tell = heard  # type: ignore[method-assign]
     if calls and made.mesh.rank == rank:
         break_calls(made, calls)
     if poisoned:
         poison_samples(made, poisoned, factor)
-    return engine.result(made, made.run()), told
+    found = engine.result(made, made.run())
+    if made.log is not None:
+        assert [(each.event, each.decision) for each in incidents.read(Path(made.config.out))] == told
+    return found, told
 
 
 def assert_same(one: Result, other: Result) -> None:
@@ -99,6 +110,7 @@ def test_a_step_that_is_bad_once_leaves_no_trace(recipe: str, tmp_path: Path, ev
     assert kinds(told) == [("non_finite", "repeat"), ("unrepeatable", "tell")]
     assert [(event.step, event.samples) for event, _ in told] == [(3, (16, 24))] * 2
     assert told[1][0].rank == 0 and "differed: rank 0" in told[1][0].detail
+    assert [each.steps_lost for each in incidents.read(tmp_path / "found")] == [0, None]
     assert_same(found, plain)
     assert found.values("loss_scale") == plain.values("loss_scale")
 
@@ -157,6 +169,18 @@ def test_a_spent_budget_ends_with_the_samples(recipe: str, tmp_path: Path) -> No
     assert error.value.status == exits.FAILED
 
 
+def test_steps_that_end_a_run_or_are_left_out_are_incidents(recipe: str, tmp_path: Path) -> None:
+    for choice, action in (("stop", "end"), ("skip", "skip")):
+        overrides = [f"out={tmp_path / choice}", *REPEAT, f"optimizer.non_finite={choice}"]
+        made = trainer(recipe, overrides, log=True)
+        break_calls(made, {3: torch.nan})
+        with pytest.raises(NonFinite) if choice == "stop" else nullcontext():
+            made.run()
+        (found,) = incidents.read(tmp_path / choice)
+        assert (found.event.kind, found.event.step, found.decision.action) == ("non_finite", 3, action)
+        assert found.decision.status == exits.FAILED and (found.recovered is None) == (choice == "stop")
+
+
 def test_other_numbers_that_are_bad_again_are_the_hardware_s(recipe: str, tmp_path: Path) -> None:
     made = trainer(recipe, [f"out={tmp_path}", *REPEAT])
     break_calls(made, {3: torch.nan, 4: torch.inf})
@@ -169,15 +193,15 @@ def test_the_run_goes_back_before_bad_data(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """To the newest checkpoint, twice, leaving out all from there on."""
-    build = pretrain.trainer_of
+    plain = build.trainer_of
 
     def poisoned(setup: pretrain.Setup, mesh: Mesh, control: Control) -> engine.Trainer:
-        made = build(setup, mesh, control)
+        made = plain(setup, mesh, control)
         poison_samples(made, [34, 41], torch.nan)
         return made
 
     common = [*REPEAT, "checkpoint.every=2", "checkpoint.keep=null"]
-    monkeypatch.setattr(pretrain, "trainer_of", poisoned)
+    monkeypatch.setattr(life, "trainer_of", poisoned)
 
     def files(name: str, *overrides: str) -> dict[str, bytes]:
         setup = pretrain.check(recipe, [f"out={tmp_path / name}", *common, *overrides], 1, 1)
@@ -216,7 +240,7 @@ def test_a_fault_leaves_no_trace_either(
     poison_samples(made, poisoned or [], torch.nan)
     listen = made._listen
 
-    def broken() -> tuple[bool, bool]:
+    def broken() -> object:
         if made.done == fault:
             raise RuntimeError("a fault")
         return listen()
@@ -224,9 +248,10 @@ def test_a_fault_leaves_no_trace_either(
     monkeypatch.setattr(made, "_listen", broken)
     with pytest.raises(RuntimeError, match="a fault"):
         made.run()
-    told = Told.from_json(json.loads(json.dumps(let_go(made, Copies(), 0).to_json())))
+    held = Held(Copies(), made)
+    told = Told.from_json(json.loads(json.dumps(let_go(held, 0).to_json())))
     assert told.status.version == version
-    again = recovered(setup, made.mesh, made.control, made, Copies(), [told])
+    again = recovered(setup, made.mesh, made.control, held, [told])
     assert again.start.skipped_samples.ranges == ranges and again.repetition is not None
     assert len(again.repetition.history) == 2 * len(ranges)
     poison_samples(again, poisoned or [], torch.nan)

@@ -408,6 +408,19 @@ def test_a_save_that_fails_is_told_and_tried_again_at_the_next_interval(
         assert opened(bad, 5).fingerprints(state) == opened(good, 5).fingerprints(state)
 
 
+def test_a_run_that_has_gone_back_after_a_fault_leaves_its_checkpoints_as_they_are(recipe: str, tmp_path: Path) -> None:
+    """It comes to the same step once more, maybe on another layout; another run that comes there is told."""
+    made = trainer(recipe, [f"out={tmp_path}", "checkpoint.at_end=true", *QUIET])
+    assert made.run() == 5
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    trained = json.loads((checkpoints.path_of(checkpoints.folder_of(tmp_path), 5) / "trainer.json").read_text())
+    made.saver.save(5, {**trained, "recipe": {**trained["recipe"], "mesh": {"dp": 2}}})
+    made.saver.finish()
+    assert files and files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
+    with pytest.raises(SaveError, match=r"(?s)cannot save step 5: .* exists"):
+        made.saver.save(5, {**trained, "lr": 0.5})
+
+
 def test_the_end_of_a_run_is_saved_again_and_again(recipe: str, tmp_path: Path) -> None:
     last, told = fails_for_a_while(recipe, [f"out={tmp_path}", "checkpoint.at_end=true", *QUIET], 0, 2)
     assert last == 5 and len(told) == 2 and saved(tmp_path) == [5]

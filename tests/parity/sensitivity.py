@@ -767,6 +767,28 @@ FAULTS = (
         "key(seed, shard.name, label, block, box)",
         *layout("llama-tp2"),
     ),
+    # -- what is computed again to be compared
+    fault(
+        "a replica's microbatch is compared with other masks",
+        "Trainer.microbatch_of",
+        "replace(found, replica=replica)",
+        "found",
+        "test_it_leaves_no_trace[dp2]",
+    ),
+    fault(
+        "what is compared is summed too",
+        "Gradients._add",
+        "self._sink is not None",
+        "self._sink is not None and gradient is None",
+        "test_it_leaves_no_trace[dp2]",
+    ),
+    fault(
+        "only losses are compared",
+        "recompute.computed.add",
+        "checksum(gradient) * (2 * numbers[parameter] + 1)",
+        "1",
+        "test_of_three_replicas_the_one_that_computes_wrong_is_named[gradients]",
+    ),
     # -- the pipeline
     fault(
         "a gradient goes to the wrong microbatch",
@@ -1171,8 +1193,8 @@ FAULTS = (
     fault(
         "a rank that is asked to end leaves alone",
         "Trainer._listen",
-        "self.control.largest(*asked, *self.saver.news(), copies.due(self.done), -copies.whole)",
-        "(*asked, *self.saver.news(), copies.due(self.done), -copies.whole)",
+        "self.control.largest(*here, *self.saver.news(), copies.due(self.done), -copies.whole)",
+        "(*here, *self.saver.news(), copies.due(self.done), -copies.whole)",
         "test_one_rank_that_is_asked_to_end_ends_all_after_that_step",
     ),
     fault(
@@ -1398,7 +1420,7 @@ FAULTS = (
     ),
     fault(
         "damaged checkpoints are passed over and left in the way",
-        "train._prepare",
+        "life._prepare",
         "checkpoints.set_aside(each.path)",
         "each.path",
         "test_a_run_goes_on_from_the_newest_whole_checkpoint[cut]",
@@ -1419,10 +1441,31 @@ FAULTS = (
     ),
     fault(
         "the folder is put in order before it is held",
-        "_Life._lock",
-        "_hold(self.stack, self.setup.config)",
-        "_prepare(self.setup, mesh)\n_hold(self.stack, self.setup.config)",
+        "Life._lock",
+        "_hold(self.folder, self.setup.config)",
+        "_prepare(self.setup, mesh)\n_hold(self.folder, self.setup.config)",
         "test_a_second_run_changes_nothing",
+    ),
+    fault(
+        "a pause keeps a run from its end",
+        "Trainer._follow",
+        "asked.pause and not stopping",
+        "asked.pause",
+        "test_no_step_is_lost_and_none_is_done_twice[the last step is the end]",
+    ),
+    fault(
+        "the first rank keeps the folder when it is another one",
+        "Life._generation",
+        "mesh.rank > 0",
+        "False",
+        "test_no_step_is_lost_and_none_is_done_twice[they change places]",
+    ),
+    fault(
+        "who leaves takes along what nobody else has",
+        "Life._pause",
+        "hand_over(self.setup, self.held, leaving)",
+        "pass",
+        "test_a_run_over_many_worlds_is_the_one_that_nothing_befell[what only those have who leave]",
     ),
     fault(
         "a save that fails is forgotten at the end",

@@ -13,14 +13,19 @@ next step, sees its commit. A fault is a death, a broken network or a deadline t
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import random
-from collections.abc import Mapping
+import sys
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import pytest
 
 from megacore.recovery import protocol
-from megacore.recovery.protocol import (
+from megacore.recovery.generations import (
     Died,
     Ended,
     Fail,
@@ -33,14 +38,11 @@ from megacore.recovery.protocol import (
     Lost,
     Over,
     Passed,
-    ProtocolError,
     Ready,
     Recovered,
-    Resolution,
     Spawn,
-    Status,
-    Way,
 )
+from megacore.recovery.protocol import ProtocolError, Resolution, Status, Way
 
 Step = tuple[int, int, int]
 """An applied step: its number, the generation of its gradients and that of its commit."""
@@ -140,8 +142,13 @@ HALF: History = ((0, 0, 0),)
 EMPTY: Any = None
 
 
+FAULTS = ("kill", "cut", "passed", "hang")
+
+
 class Explorer:
     """The moves of a setting, with what they lead to."""
+
+    faults = FAULTS
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -210,7 +217,7 @@ class Explorer:
 
     def _agent(self, agent: Generations) -> int:
         new = tuple(cause.kind for cause in agent.causes[agent._earlier :])
-        key = (tuple(agent.places.values()), agent.generation, agent.phase, agent.step, agent._refusal, new)
+        key = (tuple(agent.processes.values()), agent.generation, agent.phase, agent.step, agent._refusal, new)
         found = self._agent_ids.get(key)
         if found is None:
             found = self._agent_ids[key] = len(self._agents)
@@ -222,7 +229,7 @@ class Explorer:
         found = self._heard.get(key)
         if found is None:
             after = copy.copy(self._agents[agent])
-            after.places = dict(after.places)
+            after.processes, after.world = dict(after.processes), dict(after.world)
             commands = tuple(after.on(event))
             found = self._heard[key] = (self._agent(after), commands)
         return found
@@ -243,10 +250,10 @@ class Explorer:
                 held = tuple((other, 0, ()) for other in of)
                 for other in of:
                     status = status.hold(other, 0)
-            procs.append(Proc(1, "idle", 0, self._status(status), (), held, (), ()))
+            procs.append(Proc(rank + 1, "idle", 0, self._status(status), (), held, (), ()))
         commands: list[Any] = []
         for rank in self.ranks:
-            commands += agent.on(Ready(NO_TIME, rank, 1, 0))
+            commands += agent.on(Ready(NO_TIME, rank + 1, 0))
         world = World(self._agent(agent), tuple(procs), (), (), (), self.setting.faults, (), "")
         return self._obey(world, tuple(commands))
 
@@ -285,7 +292,7 @@ class Explorer:
                 if not told and broken[proc.generation]:
                     found.append(("notice", rank))
         found += [("late message", n) for n in range(len(world.stale))]
-        due = min((p.deadline for p in agent.places.values() if p.state != "die"), default=math.inf)
+        due = min((p.deadline for p in agent.processes.values() if p.state != "die"), default=math.inf)
         if due < math.inf and any(proc.at == "stands" for proc in world.procs) and not found:
             found.append(("passed in earnest", int(due)))
         if found and not world.faults and self._undisturbed(world):
@@ -328,13 +335,13 @@ class Explorer:
         if kind == "killed":
             return self._die(world, rank, proc)
         if kind == "reap":
-            event = Ended(NO_TIME, rank, proc.life) if proc.at == "ended" else Died(NO_TIME, rank, proc.life, -9)
+            event = Ended(NO_TIME, proc.life) if proc.at == "ended" else Died(NO_TIME, proc.life, -9)
             at = "home" if proc.at == "ended" else "reaped"
             return self._tell(self._put(world, rank, proc._replace(at=at)), event)
         if kind == "read":
             return self._read(world, rank, proc)
         if kind == "notice":
-            said = (*proc.outbox, Faulted(NO_TIME, rank, proc.life, proc.generation))
+            said = (*proc.outbox, Faulted(NO_TIME, proc.life, proc.generation))
             return self._put(world, rank, proc._replace(at="faulted", outbox=said))
         return self._go_on(world, rank, proc)
 
@@ -422,28 +429,38 @@ class Explorer:
             match command:
                 case Fail(reason=reason):
                     ending = any(proc.at == "home" for proc in world.procs)
-                    deaths = sum(proc.life - 1 + (proc.at in ("dead", "reaped")) for proc in world.procs)
+                    deaths = (
+                        len(world.procs) * -1
+                        + max(proc.life for proc in world.procs)
+                        + sum((proc.at in ("dead", "reaped")) for proc in world.procs)
+                    )
                     lost = reason.startswith("state is lost") and deaths > self.setting.survives
                     if not (ending or lost):
                         raise Violation(f"ends without need: {reason}")
                     return world._replace(failed=reason)
-                case Spawn(rank=rank):
+                case Spawn(life):
+                    rank = self._agents[world.agent].processes[life].rank
                     if world.procs[rank].at != "reaped":
                         raise Violation(f"rank {rank} has two processes")
                     stale = world.stale + (world.procs[rank].outbox if self.setting.stale else ())
                     status = self._status(Status(rank))
-                    said = (Ready(NO_TIME, rank, command.life, 0),)
-                    proc = Proc(command.life, "idle", 0, status, (), (), (), said)
+                    said = (Ready(NO_TIME, life, 0),)
+                    proc = Proc(life, "idle", 0, status, (), (), (), said)
                     world = self._put(world._replace(stale=stale), rank, proc)
-                case Kill(rank=rank):
+                case Kill(life):
+                    rank = self._rank(world, life)
                     world = self._put(world, rank, world.procs[rank]._replace(doomed=True))
-                case Go(rank=rank, generation=generation) | Over(rank=rank, generation=generation):
+                case Go(life, generation=generation) | Over(life, generation):
+                    rank = self._rank(world, life)
                     proc = world.procs[rank]
                     if generation > 1 + self.setting.faults - world.faults:
                         raise Violation(f"generation {generation - 1} has ended without a fault")
                     letter = ("go" if isinstance(command, Go) else "over", generation)
                     world = self._put(world, rank, proc._replace(inbox=(*proc.inbox, letter)))
         return world
+
+    def _rank(self, world: World, life: int) -> int:
+        return next(rank for rank, proc in enumerate(world.procs) if proc.life == life)
 
     # -- the ranks
 
@@ -456,7 +473,7 @@ class Explorer:
         proc = proc._replace(inbox=proc.inbox[1:])
         if word == "over":
             if proc.generation == generation and proc.at != "idle":
-                said = (*proc.outbox, Ready(NO_TIME, rank, proc.life, generation))
+                said = (*proc.outbox, Ready(NO_TIME, proc.life, generation))
                 status = self._do(proc.status, "forget") if self.setting.forgets else proc.status
                 gradients = 0 if self.setting.forgets else proc.gradients
                 proc = proc._replace(at="idle", outbox=said, status=status, gradients=gradients)
@@ -560,7 +577,7 @@ class Explorer:
         said = groups.result[1]
         resolution = self._resolve(said)
         if resolution is None:
-            lost = (*proc.outbox, Lost(NO_TIME, rank, proc.life, proc.generation))
+            lost = (*proc.outbox, Lost(NO_TIME, proc.life, proc.generation))
             return self._put(world, rank, proc._replace(at="lost", outbox=lost))
         way = resolution.ways[rank]
         match way.kind:
@@ -588,7 +605,7 @@ class Explorer:
             raise Violation(f"rank {rank} recovers to {proc.history}, not to step {resolution.version}")
         moved = (*groups.moved[:rank], (proc.history, proc.copies), *groups.moved[rank + 1 :])
         world = self._set(world, groups._replace(moved=moved))
-        recovered = Recovered(NO_TIME, rank, proc.life, proc.generation, resolution.version)
+        recovered = Recovered(NO_TIME, proc.life, proc.generation, resolution.version)
         proc = self._drop(proc._replace(status=self._follow(proc.status, said), outbox=(*proc.outbox, recovered)))
         return self._reached(world, rank, proc)
 
@@ -656,16 +673,23 @@ class Walked:
     failed: int
 
 
-FAULTS = ("kill", "cut", "passed", "hang")
+class Model(Protocol):
+    """The worlds of a model, and the moves between them; ``faults`` need not be."""
+
+    @property
+    def faults(self) -> Collection[str]: ...
+    def start(self) -> Any: ...
+    def moves(self, world: Any) -> list[Move]: ...
+    def after(self, world: Any, move: Move) -> Any: ...
+    def check_end(self, world: Any) -> None: ...
 
 
-def explore(setting: Setting, most: float = math.inf) -> Walked:
-    """Visit every world of a setting once, depth first; Violation with the moves that led there."""
-    explorer = Explorer(setting)
+def explore(explorer: Model, most: float = math.inf) -> Walked:
+    """Visit every world of a model once, depth first; Violation with the moves that led there."""
     start = explorer.start()
-    open_: set[World] = {start}
+    open_: set[Any] = {start}
     seen = {hash(start)}  # of 64 bits: of 10 million worlds, two share one once in 200,000 runs
-    path: list[tuple[Move, World, list[Move]]] = [(("start", 0), start, explorer.moves(start))]
+    path: list[tuple[Move, Any, list[Move]]] = [(("start", 0), start, explorer.moves(start))]
     moves = done = failed = 0
     try:
         while path:
@@ -687,7 +711,7 @@ def explore(setting: Setting, most: float = math.inf) -> Walked:
                 raise LookupError("more worlds than asked for")
             seen.add(hash(after))
             next_ = explorer.moves(after)
-            if all(kind in FAULTS for kind, _ in next_):
+            if all(kind in explorer.faults for kind, _ in next_):
                 explorer.check_end(after)
                 done, failed = done + (not after.failed), failed + bool(after.failed)
             path[-1] = (move, after, next_)
@@ -724,3 +748,13 @@ def walk(setting: Setting, seed: int) -> Walked:
         error.add_note(f"seed {seed}, by " + " ".join(f"{kind}:{rank}" for kind, rank in trail[-60:]))
         raise
     return Walked(len(trail) + 1, len(trail), int(not world.failed), int(bool(world.failed)))
+
+
+def seed(monkeypatch: pytest.MonkeyPatch, owners: Sequence[Any], name: str, old: str, new: str) -> None:
+    """Change what a function says of the first of some classes and modules that has it."""
+    owner = next(each for each in owners if hasattr(each, name))
+    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    assert source.count(old) == 1, f"{name} does not say {old!r} once"
+    scope = dict(vars(sys.modules[getattr(owner, name).__module__]))
+    exec(f"from __future__ import annotations\n{source.replace(old, new)}", scope)
+    monkeypatch.setattr(owner, name, scope[name])

@@ -10,7 +10,9 @@ from pool import Pool
 from megacore.recovery.corruption import Corrupted, outvoted
 from megacore.run import image
 from megacore.run import train as pretrain
-from megacore.run.replicas import checksum, compare_replicas
+from megacore.run.checksums import checksum
+from megacore.run.replicas import compare_replicas
+from megacore.run.resume import remarks
 from megacore.run.trainer import Trainer
 
 
@@ -77,6 +79,19 @@ def test_what_nothing_befell_agrees_and_split_states_are_not_compared(
         world, compared, recipe, overrides(tmp_path, "mesh.dp=2", "batch.global_size=4", *more), world, None, 0
     )
     assert all(each == (more[0] != "zero.shard=optimizer", "", []) for each in found)
+
+
+def test_the_start_says_where_nothing_is_compared(tmp_path: Path) -> None:
+    def said(world: int, *more: str) -> list[str]:
+        given = [f"out={tmp_path / 'run'}", "recovery.compare_every=7", *more]
+        setup = pretrain.check(write_recipe(tmp_path, RECIPE), given, world, world)
+        return remarks(setup.start, setup.config, setup.model, setup.config.mesh.shape(world))
+
+    text = "recovery.compare_every (7) compares nothing: no rank holds the same states as another"
+    assert said(2, "mesh.dp=2", "zero.shard=optimizer") == [f"{text} (mesh.dp=2, zero.shard=optimizer)"]
+    assert said(2, "mesh.tp=2") == [f"{text} (mesh.dp=1)"]
+    assert said(4, "mesh.dp=4", "zero.shard=optimizer", "zero.replicas=2") == said(2, "mesh.dp=2") == said(1) == []
+    assert said(2, "mesh.tp=2", "recovery.compare_every=0") == []
 
 
 def test_a_checksum_tells_one_bit_wherever_it_lies() -> None:

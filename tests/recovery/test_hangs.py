@@ -14,7 +14,7 @@ import pytest
 
 from megacore.recovery import collectives, phases, watch
 from megacore.recovery.collectives import GroupLog
-from megacore.recovery.hangs import Doing, Verdict, Witness, doing, judge, limits, listed, sentence
+from megacore.recovery.hangs import LET_GO_S, Doing, Verdict, Witness, doing, judge, limits, listed, sentence
 from megacore.recovery.phases import PHASES, UNHEARD, Beat, Phase, Reading, beat_of, read
 from megacore.recovery.watch import HangWatch
 from parallel.weights.layout import MeshShape
@@ -77,9 +77,6 @@ def test_a_beat_is_read_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyP
     beat.enter("recover")
     again = read(path)
     assert again is not None and again.phase == "recover" and not again.slowest
-    Beat(path)  # of a rank that takes its place
-    newcomer = read(path)
-    assert newcomer is not None and (newcomer.step, newcomer.phase) == (0, "start")
 
 
 def test_a_beat_costs_less_than_two_microseconds() -> None:
@@ -95,9 +92,9 @@ def test_a_beat_costs_less_than_two_microseconds() -> None:
 
 def test_a_rank_answers_for_its_collectives_while_it_waits(tmp_path: Path) -> None:
     """In a thread; who does not listen is not waited for."""
-    collectives.answer(tmp_path, 4)
+    collectives.answer(beat_of(tmp_path, 14))
     began = time.monotonic()
-    assert set(collectives.ask(tmp_path, [4, 5], patience_s=30)) == {4}
+    assert set(collectives.ask(tmp_path, {rank: beat_of(tmp_path, rank + 10) for rank in (4, 5)}, patience_s=30)) == {4}
     assert time.monotonic() - began < 20
 
 
@@ -170,6 +167,39 @@ def test_limits_come_from_all_ranks_and_end_with_the_timeout() -> None:
     assert limits([Reading(4, "save", 1.0, {"save": 300.0}, {})], TIMEOUT)["save"] == 1501.0
 
 
+def test_after_a_recovery_what_was_before_it_counts() -> None:
+    """Nothing of what follows is measured yet; and who has let go of its groups waits for who has not."""
+    new = Reading(40, "forward", 1.0, {}, {})
+    before: dict[Phase, float] = {"start": 2.0, "recover": 0.5, "forward": 0.6, "save": 4.0, "evaluate": 500.0}
+    found = limits([new], TIMEOUT, before=before)
+    assert found["forward"] == 4.0 and found["recover"] == LET_GO_S == found["start"]
+    assert found["save"] == found["data"] == TIMEOUT == found["evaluate"]
+    measured = limits([replace(new, slowest={"forward": 0.1})], TIMEOUT, before={**before, "start": 20.0})
+    assert measured["forward"] == 1.5 and measured["recover"] == 101.0
+    stopped, late = rank("forward", 4.1, slowest={}), rank("recover", 15.1, slowest={})
+    importing = Witness(Reading(0, "start", 0.0, {}, {}), 2 * TIMEOUT)
+    for each, waits in (stopped, "forward"), (late, "recover"):
+        seen = {0: each, 1: rank("forward", 40, "waits", slowest={}), 2: importing}
+        assert judge({**seen, 2: replace(importing, stood=30.0)}, TIMEOUT, True) is None, waits
+        verdict = judge(seen, TIMEOUT, True, before=before)
+        assert verdict is not None and verdict.stands == (0,), waits
+
+
+def test_the_longest_time_survives_a_recovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not that of a phase which a fault has ended: the others stood for as long as it took to be seen."""
+    clock = Clock()
+    monkeypatch.setattr(phases, "monotonic", clock.monotonic)
+    beat = Beat(beat_of(tmp_path, 0))
+    steps: tuple[phases.Phase, ...] = ("data", "forward", "data", "forward", "end")
+    for seconds, phase in zip((5.0, 1.0, 3.0, 0.5, 60.0), steps, strict=True):
+        clock.now += seconds
+        beat.enter(phase)
+    beat.enter("recover", 3)
+    eye = HangWatch(tmp_path / "run", MeshShape(dp=2), TIMEOUT)
+    assert eye.poll(tmp_path, {0: beat_of(tmp_path, 0)}, dict) is None
+    assert eye._before == {"start": 5.0, "data": 1.0, "forward": 3.0}
+
+
 STACKS = '''Thread 0x01 (most recent call first):
   File "/x/threading.py", line 327 in wait
   File "/x/queue.py", line 140 in put
@@ -187,6 +217,7 @@ Current thread 0x02 (most recent call first):
         ("/x/parallel/pipeline/run.py", "/x/a.py", ("waits", "`f` (pipeline/run.py:84)")),
         ("/x/torch/distributed/distributed_c10d.py", "/x/a.py", ("waits", "`f` (distributed/distributed_c10d.py:84)")),
         ("/x/a.py", "/x/parallel/pipeline/run.py", ("works", "")),  # its own chunk
+        ("/x/megacore/recovery/channel.py", "/x/a.py", ("works", "")),  # the thread that listens
         ("/x/torch/_inductor/codegen/cpp.py", "/x/torch/_inductor/graph.py", ("compiles", "")),
         ("/x/a.py", "/x/torch/_dynamo/eval_frame.py", ("works", "")),  # runs what was compiled
     ],
@@ -194,6 +225,7 @@ Current thread 0x02 (most recent call first):
 def test_what_stacks_show(file: str, outer: str, found: tuple[str, str]) -> None:
     assert doing(STACKS.format(file=file, outer=outer, name="f")) == found
     assert doing("") == ("works", "")
+    assert doing(STACKS.format(file="/x/megacore/recovery/channel.py", outer="/x/a.py", name="ready"))[0] == "waits"
 
 
 def test_the_sentence() -> None:
@@ -231,7 +263,8 @@ def test_a_machine_that_slept_has_no_hang(tmp_path: Path, monkeypatch: pytest.Mo
     clock, asked = Clock(), list[float]()
     monkeypatch.setattr(watch.time, "monotonic", clock.monotonic)
     monkeypatch.setattr(watch, "ask", lambda *_: {})
-    beats = [Beat(beat_of(tmp_path, each)) for each in range(2)]
+    files = {each: beat_of(tmp_path, each + 5) for each in range(2)}
+    beats = [Beat(file) for file in files.values()]
     for step in range(1, 4):
         for beat in beats:
             for phase in ("data", "forward", "backward"):
@@ -242,12 +275,12 @@ def test_a_machine_that_slept_has_no_hang(tmp_path: Path, monkeypatch: pytest.Mo
         return {each: STACKS.format(file="/x/a.py", outer="/x/a.py", name="f") for each in range(2)}
 
     eye = HangWatch(tmp_path / "run", MeshShape(dp=2), TIMEOUT)
-    assert eye.poll(tmp_path, [0, 1], stacks) is None
+    assert eye.poll(tmp_path, files, stacks) is None
     clock.now += 3600.0
-    assert eye.poll(tmp_path, [0, 1], stacks) is None and not asked
+    assert eye.poll(tmp_path, files, stacks) is None and not asked
     for _ in range(400):
         clock.now += watch.POLL_S
-        assert eye.poll(tmp_path, [0, 1], stacks) is None
+        assert eye.poll(tmp_path, files, stacks) is None
     assert 2 <= len(asked) <= 8, asked
 
     def waits() -> dict[int, str]:
@@ -260,10 +293,10 @@ def test_a_machine_that_slept_has_no_hang(tmp_path: Path, monkeypatch: pytest.Mo
     clock.now += 1000.0
     for _ in range(1000):  # the one that is late has moved while its stack was written
         clock.now += watch.POLL_S
-        assert eye.poll(tmp_path, [0, 1], goes_on) is None
+        assert eye.poll(tmp_path, files, goes_on) is None
     for _ in range(1000):
         clock.now += watch.POLL_S
-        if found := eye.poll(tmp_path, [0, 1], waits):
+        if found := eye.poll(tmp_path, files, waits):
             break
     assert found is not None and found.stands == (1,) and found.report is not None
     assert found.text in found.report.read_text() and "rank 1 does not answer" in found.report.read_text()

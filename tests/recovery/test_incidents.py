@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from megacore.recovery import incidents
 from megacore.recovery.events import KINDS, Event
 from megacore.recovery.policy import Budgets, Decision, decide
+from megacore.store.lock import flock
 from megacore.store.strict_json import StoreError
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("not_durable")]
@@ -47,6 +50,24 @@ def test_what_becomes_known_later_is_added(tmp_path: Path) -> None:
     assert same == told
     assert incidents.summary([one, other]) == "2 incidents, 4 steps lost"
     assert incidents.summary([told]) == "1 incident, 0 steps lost"
+
+
+def test_two_writers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And none is waited for that was stopped in its turn."""
+    events = [Event("spike", step=step) for step in range(40)]
+
+    def writes(part: list[Event]) -> None:
+        for event in part:
+            incidents.write(tmp_path, event, Decision("tell", "told"))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(writes, (events[n::4] for n in range(4))))
+    assert sorted(each.event.step or 0 for each in incidents.read(tmp_path)) == list(range(40))
+    monkeypatch.setattr(incidents, "TURN_S", 0.05)
+    with (tmp_path / "incidents.jsonl").open("rb") as file:
+        assert flock(file, fcntl.LOCK_EX)
+        incidents.write(tmp_path, Event("killed"), RESTART)
+    assert len(incidents.read(tmp_path)) == 41
 
 
 def test_a_cut_line_costs_itself_alone(tmp_path: Path) -> None:

@@ -93,8 +93,9 @@ def test_a_run_that_is_started_again_goes_on_from_its_own_checkpoint_else_begins
 FAKES = {
     "srun": """
 node=0
+while [[ $1 == -* ]]; do echo "$1" >>options; shift; done
 for name in $NODES; do
-    SLURM_NODEID=$node SLURMD_NODENAME=$name "${@:3}" & node=$((node + 1))
+    SLURM_NODEID=$node SLURMD_NODENAME=$name "$@" & node=$((node + 1))
 done
 for ((; node; node--)); do wait -n || { ended=$?; ((ended > ${status:-0})) && status=$ended; }; done
 echo over >>saved
@@ -123,7 +124,7 @@ class Cluster:
             _script(folder / "bin" / name, f"#!/usr/bin/env bash\n{text}")
         _script(folder / "launch" / "pretrain.sh", TRAINER)
 
-    def run(self, statuses: str, life: int = 0, most: int = 10) -> tuple[int, list[str]]:
+    def run(self, statuses: str, life: int = 0, most: int = 10, least: str = "") -> tuple[int, list[str]]:
         """Return the status of the script, and what it has asked of Slurm."""
         (self.folder / "asked").unlink(missing_ok=True)
         variables = {
@@ -137,6 +138,7 @@ class Cluster:
             "SLURM_CPUS_ON_NODE": "1",
             "SLURM_RESTART_COUNT": str(life) if life else "",
             "MAX_REQUEUES": str(most),
+            "LEAST_NODES": least,
         }
         command = ["bash", str(self.folder / "launch" / "slurm.sbatch"), "recipe", "a b"]
         ended = subprocess.run(command, env=os.environ | variables, capture_output=True, check=False)
@@ -182,6 +184,24 @@ def test_slurm_queues_again_so_often_for_a_fault_and_always_after_its_notice(tmp
     lives = [line.split()[0] for line in (tmp_path / "started").read_text().splitlines()]
     assert lives == [str(life) for life in range(6) for _ in range(2)]
     assert (tmp_path / "started").read_text().splitlines()[-1].endswith("/2 a recipe a b")
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status", "asked"),
+    [
+        ("0 0", 0, []),
+        ("0 143", 0, []),  # the second has left, or was lost, and the run has come to its end
+        ("0 137", 0, []),
+        ("143 143", 143, ["requeue 7"]),
+        ("143 2", 143, ["requeue 7"]),  # one that came did not fit
+        ("2 2", 2, []),
+        ("75 76", 75, WITHOUT_B),
+    ],
+)
+def test_slurm_ends_as_the_node_that_leads_others(tmp_path: Path, statuses: str, status: int, asked: list[str]) -> None:
+    assert Cluster(tmp_path).run(statuses, least="1") == (status, asked)
+    assert (tmp_path / "options").read_text().split()[:2] == ["--kill-on-bad-exit=0", "--no-kill"]
+    assert all(" 0/1:2 " in line or " 1/1:2 " in line for line in (tmp_path / "started").read_text().splitlines())
 
 
 # -- accelerate launch

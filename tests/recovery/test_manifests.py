@@ -71,6 +71,7 @@ JOB_SET: Schema = {
     "metadata*": METADATA,
     "spec*": {
         "network": {"enableDNSHostnames": bool, "publishNotReadyAddresses": bool, "subdomain": WORD},
+        "successPolicy": {"operator*": ("All", "Any"), "targetReplicatedJobs": [str]},
         "failurePolicy": {
             "maxRestarts": int,
             "restartStrategy": ("Recreate", "BlockingRecreate", "InPlaceRestart"),
@@ -135,7 +136,10 @@ def manifest(name: str) -> Any:
     return yaml.safe_load((FOLDER / name).read_text())
 
 
-@pytest.mark.parametrize(("name", "schema"), [("jobset.yaml", JOB_SET), ("pytorchjob.yaml", PYTORCH_JOB)])
+@pytest.mark.parametrize(
+    ("name", "schema"),
+    [("jobset.yaml", JOB_SET), ("elastic.yaml", JOB_SET), ("pytorchjob.yaml", PYTORCH_JOB)],
+)
 def test_each_field_is_one_of_the_api(name: str, schema: Schema) -> None:
     assert problems(manifest(name), schema) == []
 
@@ -154,9 +158,10 @@ def test_what_is_wrong_with_a_manifest_is_found() -> None:
     ]
 
 
-def verdict(status: int, condition: str | None = None) -> str:
-    """Return what a JobSet does after a pod has ended, as Kubernetes and its controller follow the first rule."""
-    spec = manifest("jobset.yaml")["spec"]
+def verdict(name: str, status: int, condition: str | None = None) -> str:
+    """Return what a JobSet does after a pod of its first job has ended, as Kubernetes and its controller follow the
+    first rule."""
+    spec = manifest(name)["spec"]
     job = spec["replicatedJobs"][0]["template"]["spec"]
     reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
     for index, rule in enumerate(job["podFailurePolicy"]["rules"]):
@@ -177,6 +182,7 @@ def verdict(status: int, condition: str | None = None) -> str:
     return "RestartJobSet"
 
 
+@pytest.mark.parametrize("name", ["jobset.yaml", "elastic.yaml"])
 @pytest.mark.parametrize(
     ("status", "condition", "action"),
     [
@@ -189,8 +195,25 @@ def verdict(status: int, condition: str | None = None) -> str:
         (137, "DisruptionTarget", "RestartJobSetAndIgnoreMaxRestarts"),
     ],
 )
-def test_a_jobset_restarts_what_a_retry_mends(status: int, condition: str | None, action: str) -> None:
-    assert verdict(status, condition) == action
+def test_a_jobset_restarts_what_a_retry_mends(name: str, status: int, condition: str | None, action: str) -> None:
+    assert verdict(name, status, condition) == action
+
+
+def test_nodes_that_leave_come_again_beside_the_one_that_leads() -> None:
+    spec = manifest("elastic.yaml")["spec"]
+    lead, nodes = (job["template"]["spec"] for job in spec["replicatedJobs"])
+    given = [
+        {each["name"]: each.get("value") for each in job["template"]["spec"]["containers"][0]["env"]}
+        for job in (lead, nodes)
+    ]
+    name = manifest("elastic.yaml")["metadata"]["name"]
+    assert [each.pop("NODE_RANK") for each in given] == ["0", "1"] and given[0] == given[1]
+    assert given[0]["MASTER_ADDR"] == f"{name}-lead-0-0.{spec['network']['subdomain']}"
+    assert given[0]["NNODES"] == f"2:{lead['completions'] + nodes['completions']}"
+    rules = nodes["podFailurePolicy"]["rules"]
+    assert {rule["action"] for rule in rules} == {"Ignore"} and rules[1]["onExitCodes"]["values"] == [RETRY, PREEMPTED]
+    assert spec["successPolicy"]["targetReplicatedJobs"] == ["lead"]
+    assert all(rule["targetReplicatedJobs"] == ["lead"] for rule in spec["failurePolicy"]["rules"])
 
 
 def test_nodes_find_each_other_and_have_time_to_save() -> None:
@@ -212,12 +235,12 @@ def test_nodes_find_each_other_and_have_time_to_save() -> None:
 # -- what runs in each pod
 
 
-def node(folder: Path, trainer: str, **variables: str) -> subprocess.Popen[bytes]:
+def node(folder: Path, trainer: str, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
     for name, text in {"megacore": trainer, "kubectl": f'echo "$@" >>{folder}/asked'}.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (folder / name).chmod(0o755)
     environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "NODE_NAME": "n7", **variables}
-    return subprocess.Popen(["bash", str(FOLDER / "node.sh"), "recipe", "a b"], env=environment)
+    return subprocess.Popen(["bash", str(FOLDER / "node.sh"), *(arguments or ("recipe", "a b"))], env=environment)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +253,13 @@ def test_a_pod_ends_as_its_run_has(tmp_path: Path, status: int, variables: dict[
     assert (tmp_path / "asked").exists() == (status == EVICT)
     if status == EVICT:
         assert (tmp_path / "asked").read_text() == "cordon n7\n"
+
+
+@pytest.mark.parametrize(("left", "told"), [(75, PREEMPTED), (0, 0), (1, 0)])
+def test_a_pod_whose_run_another_pod_has_ended_is_not_done(tmp_path: Path, left: int, told: int) -> None:
+    """Its ranks end with 0, after the step after which all do; no status, no answer."""
+    script = f'case "$*" in "train "*) exit 0 ;; "status /shared/run --done") exit {left} ;; esac; exit 3'
+    assert node(tmp_path, script, "recipe", "out=/elsewhere", "out=/shared/run").wait(timeout=20) == told
 
 
 def test_a_pod_passes_the_notice_on_and_waits(tmp_path: Path) -> None:

@@ -143,10 +143,11 @@ def test_skipping_has_a_budget_and_an_end_at_one_step() -> None:
     assert actions([far[0]] * 5, Budgets(max_skipped=None)) == ["skip", "skip", "end"]
 
 
-def test_corruption_is_mended_from_others_and_hardware_the_second_time() -> None:
+def test_corruption_is_mended_from_files_and_hardware_the_second_time() -> None:
     flipped = Event("corrupted", 3, 0, 7)
     said = answers([flipped, flipped], Budgets())
-    assert [each.action for each in said] == ["replace", "end"] and said[1].status == exits.EVICT
+    assert [each.action for each in said] == ["restart", "end"] and said[1].status == exits.EVICT
+    assert actions([flipped], Budgets(resumable=False)) == ["replace"]
     assert actions([replace(flipped, rank=None, node=None)], Budgets()) == ["restart"]
 
 

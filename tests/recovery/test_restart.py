@@ -15,6 +15,7 @@ import pytest
 from engine import train, write_recipe
 
 from megacore import checkpoints, exits
+from megacore.recipe import load
 from megacore.recovery import incidents
 from megacore.recovery.events import Event
 from megacore.run import launch as program
@@ -199,3 +200,13 @@ def test_a_run_that_gets_on_between_faults_does_not_wait_longer(
     monkeypatch.setattr(program, "pause", noted)
     launched([replace(KILLED, step=step) for step in (5, 9, 9, 20)], "recovery.max_restarts=8")
     assert waited == [1, 1, 2, 1]
+
+
+def test_the_node_that_leads_is_not_left_out(tmp_path: Path) -> None:
+    config = load(write_recipe(tmp_path), [f"out={tmp_path / 'run'}"])
+    for node, action in (1, "evict"), (0, "end"):
+        answers = program._Answers(config, 0, {0: 1, 1: 1}, 1)
+        answers.hosts.update({0: "a", 1: "b"})
+        events = [replace(KILLED, rank=node, node=node, step=step) for step in (3, 8)]
+        assert [answers.answer(event).action for event in events] == ["replace", action]
+    assert [each.event.host for each in incidents.read(tmp_path / "run")] == ["b", "b", "a", "a"]

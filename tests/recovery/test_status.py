@@ -12,7 +12,7 @@ from engine import train, write_recipe
 from megacore.recipe import load
 from megacore.recovery import incidents
 from megacore.recovery.events import Event
-from megacore.recovery.policy import Decision
+from megacore.recovery.policy import Budgets, Decision, decide
 from megacore.run import metrics
 from megacore.run.lock import RunLock
 from megacore.run.metrics import WallClock
@@ -39,6 +39,11 @@ def test_a_run_is_told_while_it_runs_and_after_it_has_died(
         said = shown(capsys, str(out))
         assert said["held by"].startswith("process ") and "has died" not in said["held by"]
         lock = (out / "run.lock").read_bytes()
+    assert main(["status", str(out), "--done"]) == 0
+    (out / "config.yaml").write_text(load(recipe, [*overrides, "train.steps=4"]).to_yaml())
+    assert main(["status", str(out), "--done"]) == 75
+    (out / "config.yaml").write_text(load(recipe, overrides).to_yaml())
+    capsys.readouterr()
     (out / "run.lock").write_bytes(lock)  # as one that was killed leaves it
     event = Event("killed", 1, 0, 4, detail="SIG\x1bKILL", at=0.0)
     incidents.write(out, event, Decision("restart", "restart 1 of 3", 1, 0), "life")
@@ -54,6 +59,11 @@ def test_a_run_is_told_while_it_runs_and_after_it_has_died(
         said["1970-01-01"]
         == "00:00:00 UTC  killed ('SIG\\x1bKILL'), rank 1, node 0, step 4 -> restart: restart 1 of 3; "
         "2.5 s and 1 step lost"
+    )
+    spike = Event("spike", step=5, detail="loss 9 (median 4, limit 5)", at=0.0)
+    incidents.write(out, spike, decide(spike, (), Budgets(repeats=False)))
+    assert shown(capsys, str(out))["1970-01-01"] == (
+        "00:00:00 UTC  spike (loss 9 (median 4, limit 5)), step 5 -> tell: steps are not repeated"
     )
 
 

@@ -1,11 +1,28 @@
 """Slow ranks are named with the cause, once, and noise never is."""
 
-import numpy as np
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
+import pytest
+from engine import trainer, write_recipe
+
+from megacore import launcher
+from megacore.launcher import Node, launch
+from megacore.recovery import straggler, watch
 from megacore.recovery.events import Event
-from megacore.recovery.phases import Phase, Reading
+from megacore.recovery.nvml import gpu_in_words
+from megacore.recovery.phases import Beat, Phase, Reading, beat_of, read
 from megacore.recovery.straggler import STEPS, Stragglers
+from megacore.recovery.watch import HangWatch
+from megacore.run.save import Snapshot
 from parallel.weights.layout import MeshShape
+
+ROOT = Path(__file__).parents[2]
 
 USUAL: dict[Phase, float] = {"data": 0.001, "forward": 0.1, "backward": 0.2, "update": 0.03, "save": 0.0}
 
@@ -85,3 +102,114 @@ def test_a_rank_that_begins_anew_is_measured_anew() -> None:
         at = step - 1 if step >= 100 else step
         watch.see({rank: Reading(at, "forward", 1.0, {}, {"forward": each}) for rank, each in enumerate(seconds)})
     assert not events
+
+
+SLOW = """
+import os, sys, time
+from megacore.run import train
+from parallel.pipeline.run import Pipeline
+
+plain = Pipeline.train
+
+def slow(*given):
+    began = time.thread_time()
+    loss = plain(*given)
+    until = 2 * time.thread_time() - began
+    while time.thread_time() < until:
+        pass
+    return loss
+
+if os.environ["RANK"] == "1":
+    Pipeline.train = slow
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.grid
+def test_a_live_rank_that_computes_at_half_speed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run is ended then, by a signal."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+    monkeypatch.setattr(straggler, "STEPS", 10)
+    for each in (watch, launcher):
+        monkeypatch.setattr(each, "POLL_S", 0.05)
+    events, out, shape = list[Event](), tmp_path / "run", MeshShape(dp=2)
+
+    def tell(event: Event) -> None:
+        events.append(event)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    settings = [f"out={out}", "mesh.dp=2", "train.steps=3000", "evaluate.every=0", "log.every=50"]
+    eye = HangWatch(out, shape, 600.0, slow=Stragglers(shape, tell))
+    launch("slow", [write_recipe(tmp_path), *settings], Node(2), {"OMP_NUM_THREADS": "1"}, hangs=eye)
+    assert [(event.kind, event.rank) for event in events] == [("straggler", 1)]
+    assert events[0].detail.startswith("compute: ") and (events[0].step or 0) > 1
+
+
+def test_the_seconds_in_which_a_rank_waits_for_its_own_files_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_durable: None
+) -> None:
+    write = Snapshot.write
+
+    def slow(snapshot: Snapshot, folder: Path) -> object:
+        time.sleep(0.3)
+        return write(snapshot, folder)
+
+    monkeypatch.setattr(Snapshot, "write", slow)
+    overrides = [f"out={tmp_path / 'run'}", "train.steps=3", "evaluate.every=0", "checkpoint.every=1"]
+    made = trainer(write_recipe(tmp_path), overrides)
+    made.step.beat = Beat(beat_of(tmp_path, 0))
+    made.run()
+    found = read(beat_of(tmp_path, 0))
+    assert found is not None and 0.6 < found.busy["save"] < 1.8
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A module as NVML's package is: GPUs by number or name, with (clock, heat, what slows it down)."""
+
+    class NVMLError(Exception):
+        pass
+
+    gpus = {"0": (1980, 55, 0), "1": (1005, 87, 0x41), "GPU-7": (900, 60, 0x04 | 0x80)}
+
+    def handle(name: object) -> tuple[int, int, int]:
+        if str(name) not in gpus:
+            raise NVMLError("Invalid Argument")
+        return gpus[str(name)]
+
+    made = SimpleNamespace(
+        NVMLError=NVMLError,
+        NVML_CLOCK_SM=1,
+        NVML_TEMPERATURE_GPU=0,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByIndex=handle,
+        nvmlDeviceGetHandleByUUID=handle,
+        nvmlDeviceGetComputeRunningProcesses=lambda gpu: ["a process"],
+        nvmlDeviceGetClockInfo=lambda gpu, clock: gpu[0],
+        nvmlDeviceGetMaxClockInfo=lambda gpu, clock: 1980,
+        nvmlDeviceGetTemperature=lambda gpu, sensor: gpu[1],
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: gpu[2],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", made)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return made
+
+
+def test_the_sentence_has_the_clock_and_the_heat(nvml: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = MeshShape(dp=2)
+    busy = series(shape, 200)
+    busy["forward"][:, 1] *= 3
+    (event,) = told(shape, 200, busy)
+    assert event.detail.endswith("ranks 0, 1; GPU 1 at 1,005 of 1,980 MHz and 87 C, slowed down by heat")
+    assert gpu_in_words(0) == "GPU 0 at 1,980 of 1,980 MHz and 55 C"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-7")
+    assert gpu_in_words(0).startswith("GPU 1 at 1,005")
+    slowed = "GPU GPU-7 at 900 of 1,980 MHz and 60 C, slowed down by its power limit and the power supply"
+    assert gpu_in_words(1) == slowed
+    assert gpu_in_words(3) == ""  # NVML knows no such one
+    nvml.nvmlDeviceGetComputeRunningProcesses = lambda gpu: []
+    assert gpu_in_words(0) == ""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_in_words(0) == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megacore.store import direct
-from megacore.store.direct import ALIGNMENT, LEAST, SCRATCH, DirectFile
+from megacore.store.direct import ALIGNMENT, LEAST, DirectFile, WriteWindow, aligned_memory
 from megacore.store.tensors import TensorFile, TensorWriter
 
-SIZE = 3 * SCRATCH + 12_345
+SIZE = 12 * LEAST + 12_345
 
 
 @pytest.fixture
@@ -30,16 +31,16 @@ def there(tmp_path: Path) -> DirectFile:
     return opened
 
 
-def bits(size: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(2, 256, size, np.uint8)
+def bits(size: int, seed: int = 0, lead: int = 0) -> np.ndarray:
+    """Return random bytes in memory that begins ``lead`` bytes after a multiple of ALIGNMENT."""
+    memory = aligned_memory(lead + size)[lead:]
+    memory[:] = np.random.default_rng(seed).integers(2, 256, size, np.uint8)
+    return memory
 
 
 @pytest.mark.parametrize("offset", [0, 1, 17, ALIGNMENT - 1, ALIGNMENT, ALIGNMENT + 8])
-@pytest.mark.parametrize("lead", [0, 1, 8])
-def test_what_it_says_it_has_written_is_there_and_nothing_else(
-    tmp_path: Path, there: DirectFile, offset: int, lead: int
-) -> None:
-    data = bits(SIZE)[lead:]
+def test_what_it_says_it_has_written_is_there_and_nothing_else(tmp_path: Path, there: DirectFile, offset: int) -> None:
+    data = bits(SIZE, lead=offset % ALIGNMENT)
     start, stop = there.write(data, offset)
     there.close()
     assert start == -offset % ALIGNMENT and data.size - stop < ALIGNMENT
@@ -51,6 +52,35 @@ def test_what_it_says_it_has_written_is_there_and_nothing_else(
 def test_small_pieces_are_left_to_the_cache(there: DirectFile) -> None:
     assert there.write(bits(LEAST - 1), 0) == (0, 0)
     assert there.write(bits(LEAST), 0) == (0, LEAST)
+
+
+def test_pieces_in_memory_that_is_aligned_otherwise_are_left_to_the_cache(there: DirectFile) -> None:
+    assert there.write(bits(SIZE, lead=8), 0) == there.write(bits(SIZE), 8) == (0, 0)
+
+
+@settings(max_examples=50)
+@given(st.data())
+def test_pieces_through_a_window(data: st.DataObject) -> None:
+    """Those that adjoin are written together, in order, and all is where it belongs, whatever their sizes."""
+    pieces = data.draw(st.lists(st.tuples(st.sampled_from([0, 0, 0, 5, 9000]), st.integers(1, LEAST)), max_size=8))
+    window, at = WriteWindow(data.draw(st.sampled_from([1, ALIGNMENT, LEAST]))), data.draw(st.integers(0, 9000))
+    written, starts = bytearray(9 * (LEAST + 9000)), list[int]()
+
+    def write(memory: np.ndarray, offset: int) -> None:
+        assert (memory.ctypes.data - offset) % ALIGNMENT == 0
+        written[offset : offset + memory.size] = memory.tobytes()
+        starts.append(offset)
+
+    expected = bytes(len(written))
+    for i, (gap, size) in enumerate(pieces):
+        at += gap
+        piece = bits(size, i)
+        window.take(write, at, size)[:] = piece
+        expected = expected[:at] + piece.tobytes() + expected[at + size :]
+        at += size
+    window.flush()
+    window.flush()
+    assert written == expected and starts == sorted(set(starts))
 
 
 @settings(max_examples=25)
@@ -73,9 +103,12 @@ def test_a_tensor_in_pieces_from_several_threads(tmp_path_factory: pytest.TempPa
 
 
 def write_and_compare(path: Path) -> None:
-    expected = bits(SIZE)
+    expected, window = bits(SIZE), WriteWindow(LEAST)
     with TensorWriter.create(path, [("a", "U8", (SIZE,))]) as writer:
-        writer.write("a", 0, expected)
+        for start in range(0, SIZE, LEAST):
+            piece = expected[start : start + LEAST]
+            window.take(writer.put, writer.offset("a", start), piece.size)[:] = piece
+        window.flush()
     np.testing.assert_array_equal(TensorFile.open(path).array("a"), expected)
 
 
@@ -100,7 +133,7 @@ def test_a_filesystem_that_asks_for_more_gets_the_rest_by_its_cache(
     plain = os.pwrite
 
     def pwrite(file: int, data: memoryview, offset: int) -> int:
-        if len(data) == SCRATCH:
+        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT:
             asked.append(offset)
             if len(asked) == 2:
                 raise OSError(errno.EINVAL, "unaligned")
@@ -110,8 +143,7 @@ def test_a_filesystem_that_asks_for_more_gets_the_rest_by_its_cache(
     write_and_compare(tmp_path / "f")
     assert len(asked) == 2
     asked.clear()
-    assert there.write(bits(SIZE), 0) == (0, SCRATCH)
-    assert there.write(bits(SIZE), 0) == (0, 0)
+    assert [there.write(bits(LEAST), 0) for _ in range(3)] == [(0, LEAST), (0, 0), (0, 0)]
 
 
 def test_short_writes_are_gone_on_with(tmp_path: Path, there: DirectFile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,3 +237,42 @@ def test_two_tries_to_save_a_step_share_no_name(folder: ObjectPath) -> None:
     put(ObjectPath(one.folder), "weights/a")
     one.abandon()
     assert not folder.is_dir()
+
+
+class Leftovers:
+    """A store as s3fs is, with uploads that nobody completes; it lists two at once."""
+
+    def __init__(self) -> None:
+        keys = ("run/a", "run/b", "run/step-1/c", "run-2/d")
+        self.uploads = [{"Key": key, "UploadId": f"id of {key}"} for key in keys]
+
+    def call_s3(self, call: str, Bucket: str, **given: str) -> dict[str, Any]:
+        assert Bucket == "bucket"
+        if call == "abort_multipart_upload":
+            self.uploads.remove({"Key": given["Key"], "UploadId": given["UploadId"]})
+            return {}
+        below = [each for each in self.uploads if each["Key"].startswith(given["Prefix"])]
+        after = [each for each in below if each["Key"] > given.get("KeyMarker", "")]
+        last = after[:2][-1] if after else {"Key": "", "UploadId": ""}
+        more = {"NextKeyMarker": last["Key"], "NextUploadIdMarker": last["UploadId"]}
+        return {"IsTruncated": len(after) > 2, **more, **({"Uploads": after[:2]} if after else {})}
+
+
+@pytest.mark.quick
+def test_uploads_that_a_killed_run_has_left_behind_are_aborted(
+    folder: ObjectPath, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of its own folder, when it is cleaned; a store that forbids it costs no run."""
+    store, path = Leftovers(), ObjectPath("s3://bucket/run")
+    monkeypatch.setattr(ObjectPath, "objects", lambda self: {})
+    monkeypatch.setattr(ObjectPath, "store", lambda self: (store, "bucket/run"))
+    checkpoints.clean(path)
+    assert [each["Key"] for each in store.uploads] == ["run-2/d"] and path.abort_uploads() == 0
+    assert folder.abort_uploads() == 0  # of another kind of store
+
+    def forbidden(call: str, **given: str) -> dict[str, Any]:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(store, "call_s3", forbidden)
+    checkpoints.clean(path)
+    assert "left behind stay in the store: s3://bucket/run: Access Denied" in capsys.readouterr().err

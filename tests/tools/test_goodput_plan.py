@@ -10,7 +10,7 @@ import pytest
 from megacore.plan.goodput import LEVELS
 from megacore.recovery import incidents
 from megacore.recovery.events import Event
-from megacore.recovery.policy import Decision, Incident
+from megacore.recovery.policy import Budgets, Decision, Incident, decide
 from tools.goodput import measured_costs
 from tools.main import main
 
@@ -46,12 +46,18 @@ def test_the_plan_tells_which_nodes_may_end_and_what_is_left(
 
 
 def test_what_a_run_has_met_replaces_what_is_assumed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, not_durable: None
 ) -> None:
-    monkeypatch.setattr(incidents, "read", lambda out: MET if out == Path("there") else [])
-    data = json.loads(printed(capsys, "--json", "--incidents", "there", "--cost", "restart=50"))
+    for each in MET:
+        written = incidents.write(tmp_path, each.event, each.decision, "life", each.seen_after)
+        if each.seconds_lost is not None:
+            incidents.recovered(tmp_path, written.number, 9.0, each.steps_lost or 0, each.seconds_lost)
+    bad = Event("non_finite", step=7)
+    step = incidents.write(tmp_path, bad, decide(bad, (), Budgets()))
+    incidents.recovered(tmp_path, step.number, 9.0, 0, 500.0)  # no group is made anew for a step done again
+    data = json.loads(printed(capsys, "--json", "--incidents", str(tmp_path), "--cost", "restart=50"))
     assert (data["costs"]["detect"], data["costs"]["rebuild"], data["costs"]["restart"]) == (0.4, 2.0, 50.0)
-    assert (data["sources"]["rebuild"], data["sources"]["restart"]) == ("measured in there", "given")
+    assert (data["sources"]["rebuild"], data["sources"]["restart"]) == (f"measured in {tmp_path}", "given")
     assert [each["level"] for each in data["levels"]] == list(LEVELS)
     for each in data["levels"]:
         assert abs(each["goodput"] - each["simulated"]) < 4 * each["error"] + 0.001

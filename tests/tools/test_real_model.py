@@ -22,7 +22,7 @@ import yaml
 from pool import Pool
 
 from megacore.control import Control
-from megacore.run import metrics
+from megacore.run import build, metrics
 from megacore.run import train as pretrain
 from megacore.store.tensors import TensorFile
 from parallel.mesh import Mesh
@@ -196,7 +196,7 @@ def train(recipe: Path, overrides: list[str]) -> None:
     torch.distributed.barrier()  # in a real run every rank checks before the process group starts
     mesh = Mesh.create(setup.config.mesh.shape(world))
     Path(setup.config.out).mkdir(parents=True, exist_ok=True)
-    made = pretrain.trainer_of(setup, mesh, Control.create(mesh))
+    made = build.trainer_of(setup, mesh, Control.create(mesh))
     replace(made, log=metrics.Log(setup.config, 0) if mesh.rank == 0 else None).run()
 
 

@@ -1,8 +1,9 @@
-"""Makes a rank of a live run fault when a file appears: ``FAULTS/PID`` with the kind of it. Python imports this at the
-start of each process whose PYTHONPATH has this folder; nothing in the product knows of it."""
+"""Makes a process of a live run fault when a file appears, ``FAULTS/PID`` with the kind of it; ``PID.done`` tells when.
+Python imports this at the start of each process whose PYTHONPATH has this folder; nothing in the product knows."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
@@ -12,48 +13,149 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = os.environ.get("FAULTS")
+STEP, TRAINER = "megacore.run.step", "megacore.run.trainer"
 
 
-def _raises(*given: Any) -> Any:
-    raise ValueError(f"injected into process {os.getpid()} at {time.time()}")
+def _tell() -> None:
+    made = Path(str(FOLDER)) / f"{os.getpid()}.making"
+    made.write_text(str(time.monotonic()))
+    made.rename(made.with_suffix(".done"))
 
 
-def _sleeps(*given: Any) -> Any:
-    time.sleep(3600)
-
-
-def _own_alone(own: Any, mesh: Any) -> Any:
-    return own.clone()
-
-
-def _fault_once(module: str, owner: str, name: str, fault: Callable[..., Any]) -> None:
-    """Have the next call of a function do something else, and those after it what they did."""
+def _replace(module: str, owner: str, name: str, fault: Callable[..., Any], once: bool = True) -> None:
+    """Have a function do something else: ``fault`` is given it, and what it is given."""
     where: Any = sys.modules[module]
     where = getattr(where, owner) if owner else where
     call = getattr(where, name)
 
-    def once(*given: Any, **more: Any) -> Any:
-        setattr(where, name, call)
-        return fault(*given)
+    def instead(*given: Any, **more: Any) -> Any:
+        if once:
+            setattr(where, name, call)
+            _tell()
+        return fault(call, *given, **more)
 
-    setattr(where, name, once)
+    setattr(where, name, instead)
+    if not once:
+        _tell()
+
+
+def _raises(call: Any, *given: Any) -> Any:
+    raise ValueError(f"injected into process {os.getpid()} at {time.time()}")
+
+
+def _sleeps(call: Any, *given: Any) -> Any:
+    time.sleep(3600)
+
+
+def _holds(call: Any, *given: Any) -> Any:
+    ctypes.PyDLL(None).sleep(3600)
+
+
+def _aborts(call: Any, *given: Any) -> Any:
+    os.abort()
+
+
+def _own_alone(call: Any, own: Any, mesh: Any) -> Any:
+    return own.clone()
+
+
+def _flip(tensor: Any) -> None:
+    """Flip a bit of the fraction, or of its highest byte, of some element in the middle."""
+    import torch
+
+    flat = tensor.view(-1)
+    at = len(flat) // 2
+    one = flat[at : at + 1].clone()
+    one.view(torch.uint8)[tensor.element_size() - 2] ^= 1 << 3
+    flat[at : at + 1] = one
+
+
+def _flips_a_weight(call: Any, step: Any, *given: Any) -> Any:
+    _flip(step.gradients.parts[0].data)
+    return call(step, *given)
+
+
+def _flips_a_moment(call: Any, step: Any, *given: Any) -> Any:
+    from megacore.run.states.store import MOMENTS
+
+    _flip(step.optimizer.store.of(step.gradients.parts[0], MOMENTS[1])[...])
+    return call(step, *given)
+
+
+def _flips_a_gradient(call: Any, step: Any, *given: Any) -> Any:
+    _flip(step.gradients.parts[0].gradient)  # it is summed
+    return call(step, *given)
+
+
+def _flips_a_copy(call: Any, copies: Any, step: int) -> Any:
+    for rank, versions in copies.images.items():
+        if rank != copies._rank:
+            for image in versions.values():
+                image.bytes[len(image.bytes) // 2] ^= 8
+    return call(copies, step)
+
+
+def _is_no_number(call: Any, *given: Any, **more: Any) -> Any:
+    return call(*given, **more) * float("nan")
+
+
+def _poisoned() -> Callable[..., Any]:
+    """Return what gives no number for the first microbatch that it sees, whenever that comes."""
+    poison = set[bytes]()
+
+    def train(call: Any, pipeline: Any, microbatches: Any, *given: Any, **more: Any) -> Any:
+        seen = [microbatch.tokens.numpy().tobytes() for microbatch in microbatches]
+        poison.update(seen[: not poison])
+        result = call(pipeline, microbatches, *given, **more)
+        return result * float("nan") if poison & set(seen) else result
+
+    return train
+
+
+def _takes_twice_as_long(call: Any, *given: Any, **more: Any) -> Any:
+    before = time.thread_time()
+    result = call(*given, **more)
+    until = 2 * time.thread_time() - before
+    while time.thread_time() < until:
+        pass
+    return result
+
+
+def _move_the_clock(seconds: float) -> None:
+    clock = time.time
+    time.time = lambda: clock() + seconds
+    _tell()
+
+
+FAULTS: dict[str, tuple[str, str, str, Callable[..., Any]]] = {
+    "raise": (STEP, "TrainStep", "backward", _raises),
+    "raise in the update": (STEP, "TrainStep", "update", _raises),
+    "raise in a save": (TRAINER, "Trainer", "_save", _raises),
+    "abort": (STEP, "TrainStep", "backward", _aborts),
+    "leave out": (STEP, "", "total_loss", _own_alone),
+    "sleep in the loader": ("megacore.data.batches", "Batches", "microbatches_from", _sleeps),
+    "hold the GIL": (STEP, "TrainStep", "backward", _holds),
+    "flip a weight": (STEP, "TrainStep", "backward", _flips_a_weight),
+    "flip a moment": (STEP, "TrainStep", "backward", _flips_a_moment),
+    "flip a gradient": (STEP, "TrainStep", "update", _flips_a_gradient),
+    "flip a copy": ("megacore.run.copies", "Copies", "begin", _flips_a_copy),
+    "NaN once": ("parallel.pipeline.run", "Pipeline", "train", _is_no_number),
+}
+"""{kind: the function that it replaces, once}."""
 
 
 def _inject(kind: str) -> None:
-    step, trainer = "megacore.run.step", "megacore.run.trainer"
     match kind:
-        case "raise":
-            _fault_once(step, "TrainStep", "backward", _raises)
-        case "raise in the update":
-            _fault_once(step, "TrainStep", "update", _raises)
-        case "raise in a save":
-            _fault_once(trainer, "Trainer", "_save", _raises)
-        case "abort":
-            _fault_once(step, "TrainStep", "backward", lambda *given: os.abort())
-        case "leave out":
-            _fault_once(step, "", "total_loss", _own_alone)
-        case "sleep in the loader":
-            _fault_once("megacore.data.batches", "Batches", "microbatches_from", _sleeps)
+        case "clock +1 h":
+            _move_the_clock(3600)
+        case "clock -1 h" | "clock of a rank":
+            _move_the_clock(-3600)
+        case "poisoned sample":
+            _replace("parallel.pipeline.run", "Pipeline", "train", _poisoned(), once=False)
+        case "straggler":
+            _replace("parallel.pipeline.run", "Pipeline", "train", _takes_twice_as_long, once=False)
+        case _:
+            _replace(*FAULTS[kind])
 
 
 def _listen(order: Path) -> None:
@@ -65,5 +167,5 @@ def _listen(order: Path) -> None:
             _inject(kind)
 
 
-if FOLDER and "MEGACORE_BEAT" in os.environ:
+if FOLDER:
     threading.Thread(target=_listen, args=(Path(FOLDER) / str(os.getpid()),), name="faults", daemon=True).start()
