@@ -28,7 +28,7 @@ class Faulty:
         self.calls: Counter[str] = Counter()
         self.keys: defaultdict[str, list[str]] = defaultdict(list)
         self.read = 0
-        self._errors: dict[str, tuple[Exception, int]] = {}
+        self._errors: dict[str, tuple[Exception, int, str]] = {}
         self._cuts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -45,8 +45,9 @@ class Faulty:
         monkeypatch.setattr(ObjectPath, "store", store)
         return made
 
-    def fail(self, call: str, error: Exception, times: int) -> None:
-        self._errors[call], self.calls[call] = (error, times), 0
+    def fail(self, call: str, error: Exception, times: int, key: str = "") -> None:
+        """Let the next calls fail, of keys that contain this one."""
+        self._errors[call], self.calls[call] = (error, times, key), 0
 
     def cut(self, call: str, times: int) -> None:
         self._cuts[call] = times
@@ -55,9 +56,9 @@ class Faulty:
         with self._lock:
             self.calls[call] += 1
             self.keys[call].append(str(arguments[0]))
-            error, left = self._errors.get(call, (None, 0))
-            if error is not None and left:
-                self._errors[call] = error, left - 1
+            error, left, key = self._errors.get(call, (None, 0, ""))
+            if error is not None and left and key in str(arguments[0]):
+                self._errors[call] = error, left - 1, key
                 raise error
         found = function(*arguments, **options)
         if call != "cat_ranges":
