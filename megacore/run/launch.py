@@ -32,7 +32,7 @@ from megacore.recovery.news import Came, Gone, MembersError
 from megacore.recovery.policy import ANNOUNCED, Budgets, Decision, Incident, decide
 from megacore.recovery.straggler import Stragglers
 from megacore.recovery.watch import HangWatch
-from megacore.say import brief, err
+from megacore.say import brief, err, outlive
 from megacore.store.checkpoint import TRAINER
 from megacore.store.strict_json import StoreError, read_json
 
@@ -71,6 +71,7 @@ LONGEST_S = 60.0
 def run(command: str, given: Sequence[str]) -> int:
     """Run what `megacore COMMAND` was given on this machine -> its exit status."""
     recipe, overrides = arguments(command, given)
+    outlive()
     try:
         if _number("RESTART_COUNT", 0, 0):
             from megacore.run.resume import again
