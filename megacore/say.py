@@ -50,10 +50,9 @@ class _Outlived(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if not self.lost:
-                self.lost = True  # first, for stderr is told of itself too
-                name = {1: "stdout", 2: "stderr"}.get(self.fileno())
-                err(f"what is said on {name} is lost ({error.strerror}): the run goes on, `megacore status` tells how")
+            if not self.lost and self.fileno() == 1:
+                self.lost = True
+                err(f"what is said on stdout is lost ({error.strerror}): the run goes on, `megacore status` tells how")
             return len(data)
 
 

@@ -81,9 +81,9 @@ err("done")
 def test_a_run_outlives_who_reads_it_and_says_so_once(reason: str) -> None:
     reads, writes = os.pipe()
     os.close(reads)
+    command = [sys.executable, "-c", SPEAKS]
     with open("/dev/full", "w") as full, os.fdopen(writes, "w") as closed:
         lost = closed if reason == "Broken pipe" else full
-        command = [sys.executable, "-c", SPEAKS]
         done = subprocess.run(command, stdout=lost, stderr=subprocess.PIPE, text=True, check=True)
         subprocess.run(command, stdout=lost, stderr=lost, check=True)
     said = f"what is said on stdout is lost ({reason}): the run goes on, `megacore status` tells how\n"
