@@ -1,4 +1,4 @@
-"""From a weights table and an anatomy to the modules of one pipeline chunk: the one builder of all families.
+"""The one builder of all families makes the modules of one pipeline chunk from a weights table and an anatomy.
 
 What a table declares is used, and nothing else is made: a norm stands where the table has its weight. It imports
 without torch, so that families do; the layers are imported when it is called.
@@ -29,12 +29,12 @@ def build(
     attention: Part | None = None,
     feed_forward: Part | None = None,
 ) -> Decoder:
-    """The modules of one pipeline chunk of this rank, over parameters that the layout has cut.
+    """Return the modules of one pipeline chunk of this rank, over parameters that the layout has cut.
 
     Args:
-        config: Of the whole model.
-        parameters: What this rank holds.
-        chunk: Which of its chunks.
+        config: The whole model's.
+        parameters: This rank's.
+        chunk: The number of the chunk on this rank.
         attention: Makes the branch of a layer that mixes tokens, (tokens, context) -> tokens, if not :func:`attend`.
         feed_forward: Makes the other branch, (tokens, context) -> tokens, if not :func:`feed`.
     """
@@ -124,7 +124,7 @@ def attend(config: ModelConfig, parameters: Parameters, layer: int) -> nn.Module
 
 
 def feed(config: ModelConfig, parameters: Parameters, layer: int) -> nn.Module:
-    """The feed-forward network of a layer, ``layers.<layer>.mlp``, or its experts where it has a router."""
+    """Return the feed-forward network of a layer, ``layers.<layer>.mlp``, or its experts where it has a router."""
     from models.blocks import FeedForward
     from models.moe import MixtureOfExperts
 
@@ -136,7 +136,8 @@ def feed(config: ModelConfig, parameters: Parameters, layer: int) -> nn.Module:
 
 
 def norm(config: ModelConfig, parameters: Parameters, name: str, eps: float | None = None) -> nn.Module:
-    """The norm of ``name.weight`` and, where it is declared, ``name.bias``; ``eps`` where it is not that of all norms.
+    """Return the norm of ``name.weight`` and, where it is declared, ``name.bias``; ``eps`` where it is not that of all
+    norms.
 
     One whose weights are those of ``(heads head)`` in one dimension is taken over the heads of all tp ranks.
     """

@@ -59,7 +59,7 @@ FAMILIES: Mapping[str, str] = {
 
 
 class Family(Protocol):
-    """What a family's module provides."""
+    """The module of a family."""
 
     CONFIG: type[ModelConfig]
     PRESETS: Mapping[str, Mapping[str, Any]]
@@ -69,7 +69,7 @@ class Family(Protocol):
 
 
 def family(name: str) -> Family:
-    """The module of a family.
+    """Return the module of a family.
 
     Raises:
         ModelConfigError: there is none of this name.
@@ -82,12 +82,12 @@ def family(name: str) -> Family:
 
 
 def presets() -> Mapping[str, tuple[str, Mapping[str, Any]]]:
-    """{preset: (family, fields)} of all families."""
+    """Return {preset: (family, fields)} of all families."""
     return {preset: (name, values) for name in FAMILIES for preset, values in family(name).PRESETS.items()}
 
 
 def configure(section: Mapping[str, Any]) -> ModelConfig:
-    """The model that a recipe's ``model`` section describes.
+    """Return the model that a recipe's ``model`` section describes.
 
     Args:
         section: ``preset`` (a name) or ``config`` (a folder with a ``config.json``, or the file) and ``family``, each
@@ -130,7 +130,7 @@ def configure(section: Mapping[str, Any]) -> ModelConfig:
 
 
 def build(config: ModelConfig, parameters: Parameters, chunk: int) -> Decoder:
-    """The modules of one pipeline chunk of this rank."""
+    """Return the modules of one pipeline chunk of this rank."""
     return family(config.family).build(config, parameters, chunk)
 
 

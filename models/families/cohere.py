@@ -19,7 +19,7 @@ __all__ = ["CONFIG", "PARAMETERS", "PRESETS", "CohereConfig", "build"]
 
 @dataclass(frozen=True, kw_only=True)
 class CommandConfig(DecoderConfig):
-    """What Command R's generations have in common. Fields carry their Hugging Face names."""
+    """Command R's generations have this in common. Fields carry their Hugging Face names."""
 
     layer_norm_eps: float = 1e-5
     pad_token_id: int | None = 0
@@ -29,7 +29,7 @@ class CommandConfig(DecoderConfig):
 
     @property
     def pairs(self) -> Pairs:
-        """How heads of queries and keys turn."""
+        """The pairs of numbers that turn together in heads of queries and keys."""
         return Pairs(self.head_dim, self.rope_parameters.turning(self.head_dim))
 
     @property
@@ -41,7 +41,7 @@ class CommandConfig(DecoderConfig):
         return self.anatomy_of(norm="layer", norm_eps=self.layer_norm_eps, parallel=True, logit_scale=self.logit_scale)
 
     def norms_of_heads(self, t: Table) -> Rows:
-        """The norms of queries and keys."""
+        """Return the norms of queries and keys."""
         return ()
 
     def params(self) -> tuple[Param, ...]:

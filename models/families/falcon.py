@@ -83,7 +83,7 @@ class FalconConfig(DecoderConfig):
 
     @property
     def _qkv(self) -> tuple[str, str]:
-        """How queries, keys and values are kept here and there."""
+        """The sentences of queries, keys and values, ours and Hugging Face's."""
         if self.new_decoder_architecture:
             return (
                 "(q: groups share head + k: groups head + v: groups head)",

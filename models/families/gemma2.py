@@ -47,7 +47,7 @@ class Gemma2Config(GemmaConfig, WindowedConfig):
         )
 
     def norms_of_heads(self, t: Table) -> Rows:
-        """The norms of queries and keys."""
+        """Return the norms of queries and keys."""
         return ()
 
     def params(self) -> tuple[Param, ...]:

@@ -52,7 +52,7 @@ class Gemma3Config(Gemma2Config, LocalRopeConfig, PatternedConfig):
 
 
 def _text(size: int, *sizes: int, kv: int) -> dict[str, Any]:
-    """The text part of a model that also sees."""
+    """Return the text part of a model that also sees."""
     linear = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
     ropes = {FULL: linear, SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}
     return shape(size, *sizes) | {"num_key_value_heads": kv, "sliding_window": 1024, "rope_parameters": ropes}

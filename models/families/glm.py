@@ -31,7 +31,7 @@ class GlmConfig(DecoderConfig):
 
     @property
     def pairs(self) -> Pairs:
-        """How heads of queries and keys turn."""
+        """The pairs of numbers that turn together in heads of queries and keys."""
         return Pairs(self.head_dim, self.rope_parameters.turning(self.head_dim))
 
     @property
@@ -43,7 +43,7 @@ class GlmConfig(DecoderConfig):
         return self.anatomy_of(norm_eps=self.rms_norm_eps)
 
     def norms_of_outputs(self, t: Table) -> tuple[Rows, Rows]:
-        """The norms of what attention and the feed-forward network give."""
+        """Return the norms of what attention and the feed-forward network give."""
         return (), ()
 
     def params(self) -> tuple[Param, ...]:

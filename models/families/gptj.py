@@ -35,7 +35,7 @@ class GptjConfig(Gpt2Config):
 
     @property
     def pairs(self) -> Pairs:
-        """How heads of queries and keys turn."""
+        """The pairs of numbers that turn together in heads of queries and keys."""
         return Pairs(self.n_embd // self.n_head, self.rotary_dim)
 
     @property

@@ -17,7 +17,7 @@ __all__ = ["CONFIG", "PARAMETERS", "PRESETS", "GraniteConfig", "build"]
 
 @dataclass(frozen=True, kw_only=True)
 class Multipliers(DecoderConfig):
-    """Of embeddings, scores, branches and logits. Fields carry their Hugging Face names."""
+    """The multipliers of embeddings, scores, branches and logits. Fields carry their Hugging Face names."""
 
     embedding_multiplier: float = 1.0
     attention_multiplier: float = 1.0

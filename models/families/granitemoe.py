@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from models.anatomy import Anatomy
 from models.builder import build
 from models.decoder_config import shape
-from models.experts_config import ExpertsConfig
+from models.experts_config import MoEConfig
 from models.families.granite import GRANITE3, Multipliers
 from parallel.routing import Routing
 from parallel.weights.schema import Param
@@ -18,13 +18,13 @@ __all__ = ["CONFIG", "PRESETS", "GraniteMoeConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraniteMoeConfig(ExpertsConfig, Multipliers):
+class GraniteMoeConfig(MoEConfig, Multipliers):
     """Fields carry their Hugging Face names."""
 
     family: ClassVar[str] = "granitemoe"
     architecture: ClassVar[str] = "GraniteMoeForCausalLM"
     axes: ClassVar[Mapping[str, str]] = {
-        **ExpertsConfig.axes,
+        **MoEConfig.axes,
         "experts": "num_local_experts",
         "routes": "num_local_experts",
     }

@@ -34,7 +34,7 @@ class HeliumConfig(DecoderConfig):
 
     @property
     def pairs(self) -> Pairs:
-        """How heads of queries and keys turn."""
+        """The pairs of numbers that turn together in heads of queries and keys."""
         return Pairs(self.head_dim, self.head_dim)
 
     @property

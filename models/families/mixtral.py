@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from models.builder import build
 from models.decoder_config import shape
-from models.experts_config import ExpertsConfig
+from models.experts_config import MoEConfig
 from models.families.mistral import MistralConfig
 from models.rope_config import Convention
 from parallel.routing import Routing
@@ -19,7 +19,7 @@ __all__ = ["CONFIG", "PRESETS", "MixtralConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixtralConfig(ExpertsConfig, MistralConfig):
+class MixtralConfig(MoEConfig, MistralConfig):
     """Fields carry their Hugging Face names."""
 
     family: ClassVar[str] = "mixtral"
@@ -27,7 +27,7 @@ class MixtralConfig(ExpertsConfig, MistralConfig):
     fixed: ClassVar[Mapping[str, Any]] = {"router_jitter_noise": 0.0}
     spellings: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
     axes: ClassVar[Mapping[str, str]] = {
-        **ExpertsConfig.axes,
+        **MoEConfig.axes,
         "experts": "num_local_experts",
         "routes": "num_local_experts",
     }

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from models.anatomy import Anatomy
 from models.builder import build
 from models.decoder_config import shape
-from models.experts_config import ExpertsConfig
+from models.experts_config import MoEConfig
 from models.table import HEADS, KV_HEADS
 from parallel.routing import Routing
 from parallel.weights.schema import Param
@@ -19,14 +19,14 @@ __all__ = ["CONFIG", "PRESETS", "OlmoeConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OlmoeConfig(ExpertsConfig):
+class OlmoeConfig(MoEConfig):
     """Fields carry their Hugging Face names."""
 
     family: ClassVar[str] = "olmoe"
     architecture: ClassVar[str] = "OlmoeForCausalLM"
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
     spellings: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
-    axes: ClassVar[Mapping[str, str]] = {**ExpertsConfig.axes, "experts": "num_experts", "routes": "num_experts"}
+    axes: ClassVar[Mapping[str, str]] = {**MoEConfig.axes, "experts": "num_experts", "routes": "num_experts"}
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 1

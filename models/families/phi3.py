@@ -78,7 +78,7 @@ _PHI3_MEDIUM = {"num_key_value_heads": 10} | shape(5120, 17920, 40, 40)
 
 
 def _longrope(short: Sequence[float], long: Sequence[float], part: float = 1.0) -> dict[str, Any]:
-    """Of texts of up to 131072 tokens, where up to 4096 have the short factors."""
+    """Return the rope of texts of up to 131072 tokens, where up to 4096 have the short factors."""
     kind = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": part}
     return {
         "max_position_embeddings": 131072,

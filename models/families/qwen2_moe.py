@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from models.builder import build
 from models.decoder_config import shape
-from models.experts_config import ExpertsConfig, SparseConfig
+from models.experts_config import MoEConfig, SparseConfig
 from models.families.qwen2 import Qwen2Config
 from parallel.weights.schema import Param
 
@@ -22,7 +22,7 @@ class Qwen2MoeConfig(SparseConfig, Qwen2Config):
 
     family: ClassVar[str] = "qwen2_moe"
     architecture: ClassVar[str] = "Qwen2MoeForCausalLM"
-    harmless: ClassVar[frozenset[str]] = ExpertsConfig.harmless | Qwen2Config.harmless
+    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | Qwen2Config.harmless
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16}
     axes: ClassVar[Mapping[str, str]] = {
         **SparseConfig.axes,

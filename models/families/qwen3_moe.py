@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from models.anatomy import Anatomy, LayerAttention
 from models.builder import build
 from models.decoder_config import shape
-from models.experts_config import ExpertsConfig, SparseConfig
+from models.experts_config import MoEConfig, SparseConfig
 from models.windowed import window_problems
 from parallel.weights.schema import Param
 
@@ -23,7 +23,7 @@ class Qwen3MoeConfig(SparseConfig):
 
     family: ClassVar[str] = "qwen3_moe"
     architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
-    harmless: ClassVar[frozenset[str]] = ExpertsConfig.harmless | {"max_window_layers"}
+    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {"max_window_layers"}
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
     # As published files have it; transformers saves the other.
     spellings: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}

@@ -47,7 +47,7 @@ class SmolLM3Config(WindowedConfig):
         super().__post_init__()
 
     def rotates(self, layer: int) -> bool:
-        """Whether a layer has the rope."""
+        """Return whether a layer has the rope."""
         return any((self.no_rope_layers or ())[layer : layer + 1])
 
     def slides(self, layer: int) -> bool:
