@@ -68,7 +68,10 @@ def run(
             life.rejoin(agent)
         stack.close()
         if life.log is not None:
-            say(_report(life.setup.config, last))
+            try:
+                say(_report(life.setup.config, last))
+            except (OSError, StoreError, ValueError) as error:  # on a full disk, say; all steps are done
+                err(f"Done after step {last}, and cannot report: {error}")
     return last
 
 
