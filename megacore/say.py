@@ -46,7 +46,7 @@ class _Outlived(io.FileIO):
 
     lost = False
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
