@@ -1,4 +1,4 @@
-"""From a dense model to one with experts that computes the same: which family, which config, which factor. No torch.
+"""A dense model becomes one with experts that computes the same: its family, its config, its factor. No torch.
 
 Every expert is a copy of the dense feed-forward network (Komatsuzaki et al. 2023, arXiv 2212.05055), so that whichever
 experts a token goes to give the same, and weights that add up to one leave it as it is. With a granularity g an expert

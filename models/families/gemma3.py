@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from models.anatomy import FULL, SLIDING
-from models.builder import build
 from models.decoder_config import shape
 from models.families.gemma2 import Gemma2Config
 from models.local_rope import LocalRopeConfig
 from models.rope_config import Convention, Kinds
 from models.table import Rows, Table
 from models.windowed import PatternedConfig
-
-__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "Gemma3Config", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +49,7 @@ class Gemma3Config(Gemma2Config, LocalRopeConfig, PatternedConfig):
 
 
 def _text(size: int, *sizes: int, kv: int) -> dict[str, Any]:
-    """The text part of a model that also sees."""
+    """Return the text part of a model that also sees."""
     linear = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
     ropes = {FULL: linear, SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}
     return shape(size, *sizes) | {"num_key_value_heads": kv, "sliding_window": 1024, "rope_parameters": ropes}

@@ -24,9 +24,9 @@ class VocabParallelEmbedding(nn.Module):
         vocab: Number of tokens.
         embed: Size of an embedding.
         mesh: The live mesh.
-        padding_idx: As ``nn.Embedding``'s: a token whose row starts as zeros and gets no gradient from being looked up;
-            negative ones count from the end of the vocabulary.
-        dtype: Of the parameter.
+        padding_idx: That of ``nn.Embedding``: a token whose row starts as zeros and gets no gradient from being looked
+            up; negative ones count from the end of the vocabulary.
+        dtype: That of the parameter.
 
     Raises:
         ValueError: ``padding_idx`` is not in the vocabulary.
@@ -52,7 +52,7 @@ class VocabParallelEmbedding(nn.Module):
 
     @classmethod
     def of(cls, weight: nn.Parameter, vocab: int, mesh: Mesh, padding_idx: int | None = None) -> Self:
-        """The layer of a parameter that a layout has cut: weight [padded vocab/tp, embed], whose values stay."""
+        """Return the layer of a parameter that a layout has cut: weight [padded vocab/tp, embed], whose values stay."""
         layer = cls.__new__(cls)
         layer._assemble(weight, vocab, mesh, padding_idx)
         return layer

@@ -26,11 +26,11 @@ from parallel.layers.product import DENSE, Operand, Product, WeightGradient, gat
 from parallel.mesh import Group, Mesh
 
 Between = Literal["sequence", "replicated"]
-"""What the ranks hold between layers: each a part of the tokens, or all of them the same."""
+"""The ranks hold between layers each a part of the tokens, or all of them the same."""
 ColumnOutput = Literal["split", "gathered"]
-"""What a column-parallel linear leaves: each rank its features, or all of them the same on every rank."""
+"""A column-parallel linear leaves each rank its features, or all of them the same on every rank."""
 RowInput = Literal["split", "replicated"]
-"""What a row-parallel linear is given: each rank its features, or all of them the same on every rank."""
+"""A row-parallel linear is given on each rank its features, or all of them the same on every rank."""
 
 
 class Column(torch.autograd.Function):
@@ -184,7 +184,7 @@ def replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Gro
 
 
 def _drawn(out_features: int, in_features: int, mesh: Mesh, dtype: torch.dtype | None) -> Tensor:
-    """The initial weight of a whole layer, [out, in], from torch's generator.
+    """Return the initial weight of a whole layer, [out, in], from torch's generator.
 
     It is drawn in full and then cut: ranks that are seeded alike hold parts of one weight, never the same part twice.
     """
@@ -193,7 +193,7 @@ def _drawn(out_features: int, in_features: int, mesh: Mesh, dtype: torch.dtype |
 
 
 class _ParallelLinear(nn.Module):
-    """What all of these linears are: a weight, perhaps a bias, a group, how tokens and features come in and go out, and
+    """All of these linears are a weight, perhaps a bias, a group, how tokens and features come in and go out, and
     what multiplies."""
 
     BETWEEN_BLOCKS: ClassVar[tuple[str, str]]
@@ -206,7 +206,7 @@ class _ParallelLinear(nn.Module):
 
     @classmethod
     def of(cls, weight: nn.Parameter, bias: nn.Parameter | None, mesh: Mesh) -> Self:
-        """The layer of parameters that a layout has cut, with tokens split over tp between layers."""
+        """Return the layer of parameters that a layout has cut, with tokens split over tp between layers."""
         layer = cls.__new__(cls)
         _ParallelLinear.__init__(layer, weight, bias, mesh, *cls.BETWEEN_BLOCKS)
         return layer
@@ -231,7 +231,7 @@ class ColumnParallelLinear(_ParallelLinear):
             holds the same x: [tokens, in] (Megatron's layer without sequence parallelism).
         output: ``"split"``: y: [tokens, out/tp]. ``"gathered"``: y: [tokens, out], the same on every rank, to be used
             by a computation that every rank repeats.
-        dtype: Of the parameters.
+        dtype: That of the parameters.
 
     Raises:
         ValueError: ``out_features`` does not divide over tp, or ``input`` or ``output`` is another word.
@@ -279,7 +279,7 @@ class RowParallelLinear(_ParallelLinear):
         input: ``"split"``: x: [tokens, in/tp], as a column-parallel layer leaves it. ``"replicated"``: x: [tokens, in],
             the same on every rank.
         output: ``"sequence"``: y: [tokens/tp, out]. ``"replicated"``: y: [tokens, out], the same on every rank.
-        dtype: Of the parameters.
+        dtype: That of the parameters.
 
     Raises:
         ValueError: ``in_features`` does not divide over tp, or ``input`` or ``output`` is another word.

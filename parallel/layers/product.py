@@ -45,14 +45,14 @@ class Operand(NamedTuple):
 
 
 class Product(ABC):
-    """How the matrices of a linear are multiplied; x: [t, in], weight: [out, in], dy: [t, out].
+    """A way to multiply the matrices of a linear; x: [t, in], weight: [out, in], dy: [t, out].
 
     Two methods make operands of tensors and three are the products. The next four are a product and the collective
     before or after it; a product with a kernel for both at once overrides them.
     """
 
     hand: Callable[[WeightGradient | Tensor], None] | None = None
-    """Who is given weight gradients, or their sums, instead of autograd, if anybody."""
+    """The function that is given weight gradients, or their sums, instead of autograd, if any."""
 
     def operands(self, x: Tensor, weight: Tensor, group: Group, whole: bool) -> tuple[Operand, Operand]:
         """Return what the forward multiplies; the ranks of the group hold parts of x, of the weight, or of both.
@@ -139,7 +139,7 @@ def start_gather(x: Operand, group: Group, after: Tensor | None = None) -> Pendi
 
 
 def gathered(x: Operand, group: Group) -> Operand:
-    """[t/n, ...] of each rank -> [t, ...]."""
+    """x: [t/n, ...] of each rank -> [t, ...]."""
     return Operand(start_gather(x, group).wait(), x.scale)
 
 
@@ -156,7 +156,8 @@ class Dense(Product):
         return dy.values.flatten(0, -2).t() @ x.values.flatten(0, -2)
 
     def add_weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype, total: Tensor, first: bool) -> None:
-        """On a GPU the product itself adds, in the dtype of the sum: the gradient is never rounded to a narrow one."""
+        """Add, on a GPU in the product itself and the dtype of the sum: the gradient is never rounded to a narrow
+        one."""
         if total.device.type != "cuda" or total.dtype == dtype:
             super().add_weight_gradient(dy, x, dtype, total, first)
             return

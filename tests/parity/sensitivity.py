@@ -835,14 +835,14 @@ FAULTS = (
     ),
     fault(
         "each rank normalises by its own heads",
-        "_SplitRMSNorm.forward",
+        "_NormOverRanks.forward",
         "all_reduce_(z.square().mean((1, 2)), group).div_(group.size)",
         "z.square().mean((1, 2))",
         "test_a_norm_over_the_heads_of_all_ranks",
     ),
     fault(
         "the gradient of a norm over heads ends at the rank",
-        "_SplitRMSNorm.backward",
+        "_NormOverRanks.backward",
         "all_reduce_((product * w).mean((1, 2)), ctx.group).div_(ctx.group.size)",
         "(product * w).mean((1, 2))",
         "test_a_norm_over_the_heads_of_all_ranks",
@@ -1370,7 +1370,7 @@ FAULTS = (
     ),
     fault(
         "keys that are gathered stand in the order of the ranks",
-        "_Hop.take",
+        "_RankHop.take",
         "self.places is None",
         "True",
         *context("odd-rows-cp4-gather-documents-1"),

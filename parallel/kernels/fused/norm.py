@@ -136,7 +136,7 @@ def norm_sum_parts(
 
 
 class _Norm(torch.autograd.Function):
-    """Of rows less their mean where they are ``centred``."""
+    """The norm of rows, less their mean where they are ``centred``."""
 
     @staticmethod
     def forward(
@@ -195,7 +195,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., n] -> [t, n] with elements that stand next to each other."""
+    """x: [..., n] -> [t, n] with elements that stand next to each other."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
