@@ -39,7 +39,6 @@ from megacore.store.strict_json import StoreError
 STEPS = 60
 COMMON = (
     f"train.steps={STEPS}",
-    "train.timeout=0.4",
     "log.every=1",
     "evaluate.every=7",
     "checkpoint.every=9",
@@ -240,7 +239,9 @@ def kinds_of(layout: str) -> list[str]:
 def drawn(layout: str, seed: int, number: int, kinds: Sequence[str] | None = None) -> list[Fault]:
     """Return faults that are drawn by a seed, apart by two steps at least."""
     random_ = random.Random(f"{layout} {seed}")
-    steps = sorted(random_.sample(range(1, STEPS // 2 - 2), 1 if layout == "slow" else number))
+    steps = sorted(
+        random_.sample(range(1, STEPS // 2 - 2), min(number, {"slow": 1, "poisoned": 3}.get(layout, number)))
+    )
     ranks = range(LAYOUTS[layout].world)
     found, flipped = list[Fault](), False
     for step in steps:
