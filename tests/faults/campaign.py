@@ -149,7 +149,9 @@ def play(
         if run.reaches(fault.step, 100):
             struck, run.incidents = len(run.strikes), numbered(run.out)
             KINDS[fault.kind].strike(run, fault.rank % run.layout.world, random_)
-            if len(run.strikes) > struck and not run.strikes[-1].spared:
+            if len(run.strikes) == struck:
+                run.tell(f"---- no {fault.kind}: rank {fault.rank} was at no place for it")
+            elif not run.strikes[-1].spared:
                 run.is_noticed(10)  # what is not, the end of the launcher would leave without a name
     status = run.end(limit_s)
     run.close()
