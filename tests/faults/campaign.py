@@ -245,9 +245,10 @@ def drawn(layout: str, seed: int, number: int, kinds: Sequence[str] | None = Non
         random_.sample(range(1, STEPS // 2 - 2), min(number, {"slow": 1, "poisoned": 3}.get(layout, number)))
     )
     ranks = range(LAYOUTS[layout].world)
+    possible = [kind for kind in kinds_of(layout) if not kinds or kind in kinds]
     found, flipped = list[Fault](), False
     for step in steps:
-        kind = random_.choice(kinds or kinds_of(layout))
+        kind = random_.choice(possible)
         if "corrupted" in KINDS[kind].named:  # a node where that is found twice is left out
             kind, flipped = "kill" if flipped else kind, True
         found.append(Fault(kind, random_.choice(ranks), 2 * step))
