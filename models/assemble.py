@@ -15,7 +15,6 @@ from models.blocks import CHEAP, Block
 from models.config import ModelConfig
 from models.decoder import Decoder, Losses, Microbatch
 from models.moe import MixtureOfExperts
-from models.registry import build
 from models.tuning import EVERYTHING, Tuning
 from parallel.balance import NONE, Balance, Coefficients
 from parallel.collectives import all_gather, gather
@@ -76,7 +75,7 @@ class Model:
         activations = activations or Activations()
         parameters = Parameters(layout, mesh, dtype, hollow)
         parameters.freeze(tuning.frozen(config.schema))
-        chunks = tuple(build(config, parameters, chunk) for chunk in range(layout.chunks))
+        chunks = tuple(config.build(parameters, chunk) for chunk in range(layout.chunks))
         for chunk in chunks:
             if tuning.lora is not None:
                 adapt(chunk, parameters, tuning.lora)

@@ -6,7 +6,6 @@ without torch, so that families do; the layers are imported when it is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,32 +17,20 @@ if TYPE_CHECKING:
     from models.decoder import Decoder
     from parallel.parameters import Parameters
 
-    Part = Callable[[ModelConfig, Parameters, int], nn.Module]
-    """(config, parameters, layer) -> what mixes tokens, or what treats each by itself: one branch of a block."""
 
-
-def build(
-    config: ModelConfig,
-    parameters: Parameters,
-    chunk: int,
-    attention: Part | None = None,
-    feed_forward: Part | None = None,
-) -> Decoder:
+def build(config: ModelConfig, parameters: Parameters, chunk: int) -> Decoder:
     """Return the modules of one pipeline chunk of this rank, over parameters that the layout has cut.
 
     Args:
         config: The whole model's.
         parameters: This rank's.
         chunk: The number of the chunk on this rank.
-        attention: Makes the branch of a layer that mixes tokens, (tokens, context) -> tokens, if not :func:`attend`.
-        feed_forward: Makes the other branch, (tokens, context) -> tokens, if not :func:`feed`.
     """
     from models.blocks import Block, ParallelBlock
     from models.decoder import Decoder, Head, PositionEmbedding, TokenEmbedding
     from models.rope import Rotary
 
     p, anatomy, vocab = parameters, config.anatomy, config.sizes["vocab"]
-    attention, feed_forward = attention or attend, feed_forward or feed
 
     def block(layer: int) -> nn.Module:
         name = f"layers.{layer}"
@@ -53,13 +40,8 @@ def build(
             if f"{name}.{place}.weight" in p
         }
         kind = ParallelBlock if anatomy.parallel else Block
-        return kind(
-            attention(config, p, layer),
-            feed_forward(config, p, layer),
-            norms,
-            scale=anatomy.branch_scale,
-            dropout=anatomy.branch_dropout,
-        )
+        branches = attend(config, p, layer), feed(config, p, layer)
+        return kind(*branches, norms, scale=anatomy.branch_scale, dropout=anatomy.branch_dropout)
 
     def embedding() -> nn.Module:
         if "positions.weight" in p:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from random import Random
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from models.anatomy import Anatomy
 from models.names import whole_names
@@ -19,6 +19,10 @@ from models.tuning import EVERYTHING, Tuning
 from parallel import limits
 from parallel.choices import nearest
 from parallel.weights.schema import Param, Schema
+
+if TYPE_CHECKING:
+    from models.decoder import Decoder
+    from parallel.parameters import Parameters
 
 HARMLESS = frozenset(
     {
@@ -156,6 +160,12 @@ class ModelConfig(ABC):
     @abstractmethod
     def anatomy(self) -> Anatomy:
         """All that the weights table does not say."""
+
+    def build(self, parameters: Parameters, chunk: int) -> Decoder:
+        """Return the modules of one pipeline chunk of this rank, over parameters that the layout has cut."""
+        from models.builder import build
+
+        return build(self, parameters, chunk)
 
     @property
     def drops_attention(self) -> bool:

@@ -45,6 +45,8 @@ class DecoderConfig(ModelConfig):
     defaults: ClassVar[Mapping[str, Any]] = {}
     # {another name that a file may have for a field: the field}
     spellings: ClassVar[Mapping[str, str]] = {}
+    # The field that holds what norms add.
+    eps: ClassVar[str] = "rms_norm_eps"
     # How its config.json says a rope.
     rope_convention: ClassVar[Convention] = PLAIN
 
@@ -97,11 +99,16 @@ class DecoderConfig(ModelConfig):
         """The standard deviation with which the sum of the residual branches keeps its size (GPT-2)."""
         return self.initializer_range / math.sqrt(2 * self.num_hidden_layers)
 
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of()
+
     def anatomy_of(self, **own: Any) -> Anatomy:
         """Return what the fields above say, and the family's own."""
         plain = (LayerAttention(),) * self.num_hidden_layers
         common: dict[str, Any] = {
             "layers": plain,
+            "norm_eps": getattr(self, self.eps),
             "ropes": {ROPE: self.rope_parameters},
             "activation": self.hidden_act,
             "attention_dropout": self.attention_dropout,

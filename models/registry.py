@@ -1,4 +1,4 @@
-"""The families and their presets: literal tables. No torch until a family builds."""
+"""The families and their presets: literal tables. No torch."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from models.config import ModelConfig, ModelConfigError
 from models.wrappers import unwrapped
 from parallel import limits
 from parallel.choices import nearest
-
-if TYPE_CHECKING:
-    from models.decoder import Decoder
-    from parallel.parameters import Parameters
 
 FAMILIES: Mapping[str, str] = {
     "arcee": "models.families.arcee",
@@ -59,13 +55,11 @@ FAMILIES: Mapping[str, str] = {
 
 
 class Family(Protocol):
-    """The module of a family."""
+    """The module of a family: its config, the fields of its presets, and the published numbers of their parameters."""
 
     CONFIG: type[ModelConfig]
     PRESETS: Mapping[str, Mapping[str, Any]]
     PARAMETERS: Mapping[str, int]
-
-    def build(self, config: ModelConfig, parameters: Parameters, chunk: int) -> Decoder: ...
 
 
 def family(name: str) -> Family:
@@ -127,11 +121,6 @@ def configure(section: Mapping[str, Any]) -> ModelConfig:
     if (layers := made.sizes["layer"]) > limits.LAYERS:
         raise ModelConfigError(kind.family, [f"it has {layers} layers, and may have up to {limits.LAYERS}"])
     return made
-
-
-def build(config: ModelConfig, parameters: Parameters, chunk: int) -> Decoder:
-    """Return the modules of one pipeline chunk of this rank."""
-    return family(config.family).build(config, parameters, chunk)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -11,14 +11,11 @@ import pytest
 
 from models import registry
 from models.anatomy import ROPE, Anatomy, LayerAttention
-from models.builder import build
 from models.families.llama import LlamaConfig
 from models.rope_config import DefaultRope
 from models.table import HEADS, in_layers
 from parallel.routing import Routing
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "ExtendedConfig", "build", "extended"]
 
 LOCAL = "local"
 _MLP, _HF = "layers.{layer}.mlp", "model.layers.{layer}.mlp"

@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from models.anatomy import FULL, ROPE, SLIDING, Anatomy, by_kind
-from models.builder import build
 from models.decoder_config import shape
 from models.families.cohere import CommandConfig
 from models.windowed import PatternedConfig
-
-__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "Cohere2Config", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +57,5 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"command-r7b": 8_028_033_024, "command-a": 111_057_580_032}
-"""Published numbers of parameters."""
 
 CONFIG: type[Cohere2Config] = Cohere2Config

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from models import rope_config
 from models.anatomy import Anatomy
-from models.builder import build
 from models.config import positive
 from models.decoder_config import DecoderConfig, shape
 from models.experts_config import MoEConfig
@@ -19,8 +18,6 @@ from models.table import in_layers
 from parallel import limits
 from parallel.routing import Routing
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PRESETS", "DeepseekConfig", "DeepseekV2Config", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +77,6 @@ class DeepseekConfig(MoEConfig):
     @property
     def anatomy(self) -> Anatomy:
         return self.anatomy_of(
-            norm_eps=self.rms_norm_eps,
             rotary_head=self.qk_rope_head_dim,
             attention_scale=_scale(self),
         )
@@ -269,6 +265,5 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"deepseek-v2-lite": 15_706_484_224, "deepseek-v2": 235_741_434_880}
-"""Published numbers of parameters."""
 
 CONFIG: type[DeepseekV2Config] = DeepseekV2Config

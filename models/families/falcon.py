@@ -9,12 +9,9 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import ACTIVATIONS, Anatomy
-from models.builder import build
 from models.decoder_config import DecoderConfig
 from models.table import HEADS, QKV, QKV_BY_HEAD, QKV_EACH
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PRESETS", "FalconConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +20,7 @@ class FalconConfig(DecoderConfig):
 
     family: ClassVar[str] = "falcon"
     architecture: ClassVar[str] = "FalconForCausalLM"
+    eps: ClassVar[str] = "layer_norm_epsilon"
     base_model_prefix: ClassVar[str] = "transformer"
     tied: ClassVar[tuple[str, str]] = ("transformer.word_embeddings.weight", "lm_head.weight")
     harmless: ClassVar[frozenset[str]] = frozenset({"ff_factor"})  # which the class does not read
@@ -63,7 +61,6 @@ class FalconConfig(DecoderConfig):
     def anatomy(self) -> Anatomy:
         return self.anatomy_of(
             norm="layer",
-            norm_eps=self.layer_norm_epsilon,
             parallel=self.new_decoder_architecture or self.parallel_attn,
             padding_idx=None,
         )
@@ -154,6 +151,5 @@ PARAMETERS: Mapping[str, int] = {
     "falcon-7b": 6_921_720_704,
     "falcon-40b": 41_303_293_952,
 }
-"""Published numbers of parameters."""
 
 CONFIG: type[FalconConfig] = FalconConfig

@@ -8,14 +8,11 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import shape
 from models.families.gemma import TANH, GemmaConfig
 from models.table import Rows, Table
 from models.windowed import WindowedConfig
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "Gemma2Config", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +98,5 @@ PARAMETERS: Mapping[str, int] = {
     "gemma-2-9b": 9_241_705_984,
     "gemma-2-27b": 27_227_128_320,
 }
-"""Published numbers of parameters."""
 
 CONFIG: type[Gemma2Config] = Gemma2Config

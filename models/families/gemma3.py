@@ -7,15 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from models.anatomy import FULL, SLIDING
-from models.builder import build
 from models.decoder_config import shape
 from models.families.gemma2 import Gemma2Config
 from models.local_rope import LocalRopeConfig
 from models.rope_config import Convention, Kinds
 from models.table import Rows, Table
 from models.windowed import PatternedConfig
-
-__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "Gemma3Config", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)

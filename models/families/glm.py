@@ -6,14 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import DecoderConfig, shape
 from models.rope_config import Convention
 from models.table import GATE_UP, Pairs, Rows, Table
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "GlmConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +33,6 @@ class GlmConfig(DecoderConfig):
     @property
     def sizes(self) -> Mapping[str, int]:
         return {**super().sizes, **self.pairs.sizes}
-
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm_eps=self.rms_norm_eps)
 
     def norms_of_outputs(self, t: Table) -> tuple[Rows, Rows]:
         """Return the norms of what attention and the feed-forward network give."""
@@ -88,6 +80,5 @@ PARAMETERS: Mapping[str, int] = {
     "glm-4-9b": 9_399_951_360,
     "glm-4-9b-chat": 9_399_951_360,
 }
-"""Published numbers of parameters."""
 
 CONFIG: type[GlmConfig] = GlmConfig

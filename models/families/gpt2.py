@@ -12,12 +12,9 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import ACTIVATIONS, Anatomy, LayerAttention
-from models.builder import build
 from models.config import ModelConfig, positive, probabilities
 from models.table import HEADS, QKV_EACH, Table
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PRESETS", "Gpt2Config", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +153,5 @@ PARAMETERS: Mapping[str, int] = {
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
 }
-"""Published numbers of parameters."""
 
 CONFIG: type[Gpt2Config] = Gpt2Config

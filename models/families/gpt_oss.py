@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import shape
 from models.experts_config import MoEConfig
 from models.rope_config import Convention
@@ -15,8 +14,6 @@ from models.table import Rows, Table
 from models.windowed import WindowedConfig
 from parallel.routing import Routing
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PRESETS", "GptOssConfig", "build"]
 
 _YARN = {
     "rope_type": "yarn",
@@ -60,7 +57,7 @@ class GptOssConfig(MoEConfig, WindowedConfig):
 
     @property
     def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm_eps=self.rms_norm_eps, activation="swiglu_oai")
+        return self.anatomy_of(activation="swiglu_oai")
 
     def slides(self, layer: int) -> bool:
         return layer % 2 == 0
@@ -107,6 +104,5 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672}
-"""Published numbers of parameters."""
 
 CONFIG: type[GptOssConfig] = GptOssConfig

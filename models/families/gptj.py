@@ -9,13 +9,10 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import ROPE, Anatomy, LayerAttention
-from models.builder import build
 from models.families.gpt2 import Gpt2Config
 from models.rope_config import DefaultRope, partial_rotary_factor
 from models.table import HEADS, Pairs, Table
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PRESETS", "GptjConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +87,5 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"gpt-j-6b": 6_050_882_784}
-"""Published numbers of parameters."""
 
 CONFIG: type[GptjConfig] = GptjConfig

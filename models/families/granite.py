@@ -8,11 +8,8 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import DecoderConfig, shape
 from models.families.llama import LlamaConfig
-
-__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "GraniteConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +71,5 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"granite-3.0-2b": 2_533_531_648, "granite-3.0-8b": 8_170_848_256}
-"""Published numbers of parameters."""
 
 CONFIG: type[GraniteConfig] = GraniteConfig

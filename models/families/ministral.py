@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import FULL, SLIDING, Anatomy
-from models.builder import build
+from models.anatomy import FULL, SLIDING
 from models.decoder_config import shape
 from models.windowed import WindowedConfig
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PRESETS", "MinistralConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +25,6 @@ class MinistralConfig(WindowedConfig):
 
     def slides(self, layer: int) -> bool:
         return self.sliding_window is not None
-
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm_eps=self.rms_norm_eps)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()
@@ -63,6 +56,5 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 PARAMETERS: Mapping[str, int] = {
     "ministral-8b": 8_019_808_256,
 }
-"""Published numbers of parameters."""
 
 CONFIG: type[MinistralConfig] = MinistralConfig

@@ -8,14 +8,11 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import shape
 from models.experts_config import MoEConfig
 from models.table import HEADS, KV_HEADS
 from parallel.routing import Routing
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PRESETS", "OlmoeConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +39,7 @@ class OlmoeConfig(MoEConfig):
 
     @property
     def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm_eps=self.rms_norm_eps, qkv_limit=self.clip_qkv)
+        return self.anatomy_of(qkv_limit=self.clip_qkv)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()
@@ -76,6 +73,5 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"olmoe-1b-7b": 6_919_161_856}
-"""Published numbers of parameters."""
 
 CONFIG: type[OlmoeConfig] = OlmoeConfig

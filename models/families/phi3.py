@@ -10,14 +10,11 @@ from typing import Any, ClassVar
 
 from models import rope_config
 from models.anatomy import Anatomy, LayerAttention
-from models.builder import build
 from models.config import probabilities
 from models.decoder_config import DecoderConfig, shape
 from models.rope_config import Convention
 from models.table import GATE_UP
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PRESETS", "Phi3Config", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +42,6 @@ class Phi3Config(DecoderConfig):
     def anatomy(self) -> Anatomy:
         return self.anatomy_of(
             layers=(LayerAttention(window=self.sliding_window),) * self.num_hidden_layers,
-            norm_eps=self.rms_norm_eps,
             branch_dropout=self.resid_pdrop,
         )
 
@@ -137,6 +133,5 @@ PARAMETERS: Mapping[str, int] = {
     "phi-4": 14_659_507_200,
     "phi-4-mini": 3_836_021_760,
 }
-"""Published numbers of parameters."""
 
 CONFIG: type[Phi3Config] = Phi3Config

@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.builder import build
 from models.decoder_config import shape
 from models.experts_config import MoEConfig, SparseConfig
 from models.families.qwen2 import Qwen2Config
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PRESETS", "Qwen2MoeConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +73,5 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"qwen1.5-moe-a2.7b": 14_315_784_192}
-"""Published numbers of parameters."""
 
 CONFIG: type[Qwen2MoeConfig] = Qwen2MoeConfig

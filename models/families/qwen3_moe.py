@@ -8,13 +8,10 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy, LayerAttention
-from models.builder import build
 from models.decoder_config import shape
 from models.experts_config import MoEConfig, SparseConfig
 from models.windowed import window_problems
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PRESETS", "Qwen3MoeConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +41,7 @@ class Qwen3MoeConfig(SparseConfig):
     @property
     def anatomy(self) -> Anatomy:
         layers = (LayerAttention(window=self.sliding_window),) * self.num_hidden_layers
-        return self.anatomy_of(norm_eps=self.rms_norm_eps, layers=layers)
+        return self.anatomy_of(layers=layers)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()
@@ -93,6 +90,5 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560}
-"""Published numbers of parameters."""
 
 CONFIG: type[Qwen3MoeConfig] = Qwen3MoeConfig

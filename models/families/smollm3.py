@@ -8,15 +8,12 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import SLIDING, Anatomy
-from models.builder import build
 from models.config import positive
 from models.decoder_config import shape
 from models.rope_config import Convention
 from models.windowed import WindowedConfig
 from parallel import limits
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PRESETS", "SmolLM3Config", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +52,7 @@ class SmolLM3Config(WindowedConfig):
 
     @property
     def anatomy(self) -> Anatomy:
-        plain = self.anatomy_of(norm_eps=self.rms_norm_eps)
+        plain = self.anatomy_of()
         layers = (each if self.rotates(i) else replace(each, rope=None) for i, each in enumerate(plain.layers))
         return replace(plain, layers=tuple(layers))
 
@@ -100,6 +97,5 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 PARAMETERS: Mapping[str, int] = {
     "smollm3-3b": 3_075_098_624,
 }
-"""Published numbers of parameters."""
 
 CONFIG: type[SmolLM3Config] = SmolLM3Config

@@ -165,8 +165,9 @@ def agents_clock(run: LiveRun, rank: int, random_: random.Random) -> None:
 
 
 def newest(run: LiveRun) -> Path | None:
+    """Return the newest checkpoint, where there is an older one to fall back on: a run with none refuses to go on."""
     found = sorted(path for path in (run.out / "checkpoints").glob("step-*") if (path / "index.json").exists())
-    return found[-1] if found else None
+    return found[-1] if len(found) > 1 else None
 
 
 def cut(path: Path, random_: random.Random) -> None:
