@@ -148,8 +148,8 @@ class ModelConfig(ABC):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What the names of Hugging Face's tensors begin with that are of parts that are not read, such as further
-        heads: they are told."""
+        """What the names of Hugging Face's tensors begin with that are of layers that predict further tokens: they are
+        not read, and told."""
         return ()
 
     @property
