@@ -165,7 +165,7 @@ class ModelConfig(ABC):
         """Return the modules of one pipeline chunk of this rank, over parameters that the layout has cut."""
         from models.builder import build
 
-        return build(self, parameters, chunk)
+        return build(self.anatomy, self.sizes, parameters, chunk)
 
     @property
     def drops_attention(self) -> bool:

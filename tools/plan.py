@@ -15,8 +15,8 @@ from typing import Any
 
 from megacore.config import Config, CorpusConfig
 from megacore.data.batches import in_vain
+from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
 from megacore.plan.cluster import Overheads, Storage
-from megacore.plan.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
 from megacore.plan.documents import PackedMicrobatch, drawn, scores, standing_out
 from megacore.plan.fit import MARGIN, Candidate, fit
 from megacore.plan.memory import COMMUNICATOR, TERMS, Load, Memory, groups, loads, memory

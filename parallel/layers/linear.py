@@ -22,8 +22,9 @@ from torch.autograd.function import once_differentiable
 
 from parallel.choices import check_choice
 from parallel.collectives import gather, split, start_all_reduce
-from parallel.layers.product import DENSE, Operand, Product, WeightGradient, gathered, start_gather
+from parallel.layers.product import DENSE, Operand, Product, gathered, start_gather
 from parallel.mesh import Group, Mesh
+from parallel.parameters import WeightGradient
 
 Between = Literal["sequence", "replicated"]
 """The ranks hold between layers each a part of the tokens, or all of them the same."""
