@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     known = presets()
     if name in FAMILIES:
-        for preset in family(name).PRESETS:
+        for preset in family(name).presets:
             say(_line(preset, configure({"preset": preset})))
     elif name in known:
         say(_line(name, configure({"preset": name})))
