@@ -136,11 +136,8 @@ def encode(folder: WeightFolder, texts: Sequence[str], most: int, multiple: int)
                 f"{path}: the tokenizer makes {max(ids)} of a token of {text[:40]!r}, and the model's vocabulary has "
                 f"{config.vocab_size}: the tokenizer is another model's"
             )
-    return [_repeated(ids[:longest], multiple) for ids in encoded]
-
-
-def _repeated(ids: list[int], multiple: int) -> list[int]:
-    return [ids[i % len(ids)] for i in range(-(-len(ids) // multiple) * multiple)]
+    cut = (ids[:longest] for ids in encoded)
+    return [[ids[i % len(ids)] for i in range(-(-len(ids) // multiple) * multiple)] for ids in cut]
 
 
 # -- what is printed
