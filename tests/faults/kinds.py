@@ -91,6 +91,23 @@ def in_recovery(kind: str, number: signal.Signals) -> Callable[[LiveRun, int, ra
     return strike
 
 
+def ordered_in_recovery(kind: str) -> Callable[[LiveRun, int, random.Random], None]:
+    """Return the strike that a rank does to itself as it recovers from the end of another."""
+
+    def strike(run: LiveRun, rank: int, random_: random.Random) -> None:
+        ranks = run.ranks()
+        other = random_.choice([each for each in range(run.layout.world) if each != rank])
+        if rank in ranks and other in ranks:
+            run.arm(ranks[other], kind)
+            run.wait(lambda: not (run.orders / str(ranks[other])).exists(), 5)
+            os.kill(ranks[rank], signal.SIGKILL)
+            run.struck("kill", rank)
+            if (at := run.done(ranks[other], 20)) is not None:
+                run.struck(kind, other, at)
+
+    return strike
+
+
 def stop_after_a_recovery(run: LiveRun, rank: int, random_: random.Random) -> None:
     ranks = run.ranks()
     other = random_.choice([each for each in range(run.layout.world) if each != rank])
@@ -274,6 +291,8 @@ KINDS: Mapping[str, Kind] = {
     "leave out": Kind(ordered("leave out"), PARTED),
     "two at once": Kind(two_at_once, frozenset({"killed"})),
     "kill in a recovery": Kind(in_recovery("kill in a recovery", signal.SIGKILL), frozenset({"killed"}), weight=2),
+    "raise in a recovery": Kind(ordered_in_recovery("raise in a recovery"), RAISED),
+    "abort in a recovery": Kind(ordered_in_recovery("abort in a recovery"), frozenset({"aborted"})),
     "stop in a recovery": Kind(in_recovery("stop in a recovery", signal.SIGSTOP), HUNG),
     "stop right after a recovery": Kind(stop_after_a_recovery, HUNG),
     "kill the launcher": Kind(kill_the_launcher),
