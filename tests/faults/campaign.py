@@ -36,9 +36,10 @@ from live_run import Layout, LiveRun, metrics_of, tensors_of
 from megacore.recovery import incidents
 from megacore.store.strict_json import StoreError
 
-STEPS = 60
+STEPS = 50
 COMMON = (
     f"train.steps={STEPS}",
+    "batch.micro_size=2",
     "log.every=1",
     "evaluate.every=7",
     "checkpoint.every=9",
@@ -65,9 +66,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "pp2 x dp2 interleaved": Layout(
         4, ("mesh.pp=2", "mesh.dp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved")
     ),
-    "ep2 x dp2": Layout(
-        4, ("mesh.ep=2", "mesh.dp=2", "batch.micro_size=2", "experts.batch_balance=0.01"), {"model": EXPERTS}
-    ),
+    "ep2 x dp2": Layout(4, ("mesh.ep=2", "mesh.dp=2", "experts.batch_balance=0.01"), {"model": EXPERTS}),
     "zero optimizer": Layout(2, ("mesh.dp=2", "zero.shard=optimizer")),
     "zero gradients": Layout(2, ("mesh.dp=2", "zero.shard=gradients")),
     "zero parameters": Layout(2, ("mesh.dp=2", "zero.shard=parameters")),
