@@ -45,18 +45,34 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One line of JSON for each record, flushed at once. JSON has no NaN: a number that is not finite is null."""
+    """One line of JSON for each record, flushed at once. JSON has no NaN: a number that is not finite is null.
 
-    def __init__(self, path: Path) -> None:
+    What the disk does not take, for it is full say, is told, and written before the next record: no reason to end.
+    """
+
+    def __init__(self, path: Path, tell: Callable[[str], object]) -> None:
         with os_errors(path):
             self._file = append(path)
+        self._path, self._tell, self._left, self._told = path, tell, b"", False
 
     def write(self, step: int, record: Record) -> None:
         plain = {key: value if value is not None and math.isfinite(value) else None for key, value in record.items()}
-        self._file.write(json.dumps({"step": step, **plain}, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        self._left += json.dumps({"step": step, **plain}, allow_nan=False).encode() + b"\n"
+        self._flush("they are kept, and written with a later one")
+
+    def _flush(self, otherwise: str) -> None:
+        try:
+            while self._left:
+                self._left = self._left[self._file.raw.write(self._left) :]
+            self._told = False
+        except OSError as error:
+            if not self._told:
+                self._tell(f"{self._path}: {error.strerror}: records could not be written; {otherwise}")
+            self._told = True
 
     def close(self) -> None:
+        self._told = False
+        self._flush("they are lost")
         self._file.close()
 
 
@@ -176,7 +192,7 @@ class Log:
                 say(f"{path}: {dropped} lines were no records and are dropped.")
         self._loads, self._written = out / EXPERTS, dict[tuple[str, ...], int]()
         self._bar = ProgressBar(config.train.steps, after)
-        self._sinks: list[Sink] = [JsonLines(out / METRICS), self._bar]
+        self._sinks: list[Sink] = [JsonLines(out / METRICS, self.tell), self._bar]
         if config.log.tensorboard:
             self._sinks.append(TensorBoard(out / "tensorboard", after))
         if config.log.wandb is not None:
@@ -205,8 +221,11 @@ class Log:
     def write_loads(self, step: int, layers: Sequence[int], counts: Sequence[Sequence[int]]) -> None:
         """Write how many tokens of a step each expert of these layers was sent: counts [layers, experts]."""
         line = json.dumps({"step": step, "layers": list(layers), "counts": [list(each) for each in counts]})
-        with os_errors(self._loads), append(self._loads) as file:
-            file.write(line.encode() + b"\n")
+        try:
+            with os_errors(self._loads), append(self._loads) as file:
+                file.write(line.encode() + b"\n")
+        except StoreError as error:  # the disk is full, say: no reason to end
+            self.tell(str(error))
 
     def report(self, event: Event, decision: Decision) -> None:
         """Add an event that the ranks have answered by themselves to the incidents of the run."""
@@ -278,14 +297,15 @@ def drop_after(path: Path, step: int, are: Callable[[Collection[object]], bool] 
     if not path.exists():
         return 0
     with os_errors(path), open_file(path, path.parent) as file:
-        lines = file.read().decode(errors="replace").splitlines(keepends=True)
-    steps = [_step(line, are) if line.endswith("\n") else None for line in lines]
+        lines = file.read().splitlines(keepends=True)
+    steps = [_step(line, are) if line.endswith(b"\n") else None for line in lines]
     kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
-    replace_file(path, "".join(kept).encode())
-    return sum(at is None for line, at in zip(lines, steps, strict=True) if line.endswith("\n"))
+    if kept != lines:  # a disk that is full would not take it
+        replace_file(path, b"".join(kept))
+    return sum(at is None for line, at in zip(lines, steps, strict=True) if line.endswith(b"\n"))
 
 
-def _step(line: str, are: Callable[[Collection[object]], bool]) -> int | None:
+def _step(line: str | bytes, are: Callable[[Collection[object]], bool]) -> int | None:
     """Return the step of a line's record; None if the line is none."""
     try:
         record = json.loads(line)

@@ -239,9 +239,10 @@ def for_a_while(
         run.struck(kind, rank, spared=True)
         first = run.step
         run.wait(lambda: run.step >= first + 10, 15)
-        if random_.random() < 0.5 and (pid := run.ranks().get(rank)) is not None:
+        other = max(1, rank)  # records that the disk does not take lie in the memory of rank 0
+        if random_.random() < 0.5 and (pid := run.ranks().get(other)) is not None:
             os.kill(pid, signal.SIGKILL)
-            run.struck("kill", rank)
+            run.struck("kill", other)
             run.wait(lambda: run.step < 0, 5)
             run.wait(lambda: run.step >= 0, 20)
         end(run)
@@ -256,11 +257,14 @@ def fill(run: LiveRun) -> None:
             file.flush()
 
 
-def remount(options: str) -> Callable[[LiveRun], None]:
-    def act(run: LiveRun) -> None:
-        subprocess.run(["mount", "-o", f"remount,{options}", run.out], check=True)
+def read_only(run: LiveRun) -> None:
+    """A mount above the other, for nobody has a file open in it; what is open can still be written."""
+    subprocess.run(["mount", "--bind", run.out, run.out], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", run.out], check=True)
 
-    return act
+
+def writable(run: LiveRun) -> None:
+    subprocess.run(["umount", "-l", run.out], check=True)
 
 
 def away(run: LiveRun) -> None:
@@ -313,7 +317,7 @@ KINDS: Mapping[str, Kind] = {
     "poisoned sample": Kind(ordered("poisoned sample", spared=True), frozenset({"bad_data"}), layouts=("poisoned",)),
     "straggler": Kind(ordered("straggler", spared=True), frozenset({"straggler"}), layouts=("slow",)),
     "disk full": Kind(for_a_while("disk full", fill, lambda run: (run.out / "filler").unlink()), layouts=DISK),
-    "disk read-only": Kind(for_a_while("disk read-only", remount("ro"), remount("rw")), layouts=DISK),
+    "disk read-only": Kind(for_a_while("disk read-only", read_only, writable), layouts=DISK),
     "disk gone": Kind(for_a_while("disk gone", away, back), layouts=DISK),
 }
 """{name: kind}."""

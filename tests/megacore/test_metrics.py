@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 from pathlib import Path
 
@@ -92,7 +93,7 @@ def test_without_evaluation_there_is_no_validation_loss(recipe: str, tmp_path: P
 
 
 def test_lines_are_json_and_there_at_once(tmp_path: Path) -> None:
-    sink = metrics.JsonLines(tmp_path / "metrics.jsonl")
+    sink = metrics.JsonLines(tmp_path / "metrics.jsonl", print)
     sink.write(1, TRAINED)
     assert metrics.read(tmp_path / "metrics.jsonl") == [{"step": 1, **TRAINED}]
     sink.write(2, TRAINED | {"loss": float("nan"), "grad_norm": float("inf")})
@@ -136,6 +137,25 @@ def test_lines_that_are_no_records_are_dropped_and_it_is_said(
         log.write(3, TRAINED)
     assert [record["step"] for record in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     assert "3 lines were no records and are dropped" in capsys.readouterr().out
+
+
+def test_records_that_the_disk_does_not_take_are_written_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Log(Config(out=str(tmp_path))) as log:
+        log.write(1, TRAINED)
+        room = (tmp_path / "metrics.jsonl").stat().st_size + 5
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+            log.write(2, TRAINED)
+            log.write(3, TRAINED)
+            log.write_loads(3, [0], [[1, 2] * 200])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        log.write(4, TRAINED)
+    assert [record["step"] for record in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert capsys.readouterr().err.count("records could not be written") == 1
 
 
 def test_without_tensorboard_there_is_none(tmp_path: Path) -> None:
@@ -227,7 +247,7 @@ def test_links_in_a_run_s_folder_are_not_followed(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"metrics\.jsonl: leads to"):
         metrics.drop_after(tmp_path / "run" / metrics.METRICS, 1)
     with pytest.raises(StoreError, match=r"metrics\.jsonl: Too many levels of symbolic links"):
-        metrics.JsonLines(tmp_path / "run" / metrics.METRICS)
+        metrics.JsonLines(tmp_path / "run" / metrics.METRICS, print)
     assert secret.read_text() == '{"step": 1}\n'
     assert Image.open(tmp_path / "run" / metrics.PICTURE).format == "PNG"
 
