@@ -22,7 +22,7 @@ from megacore.config import Config
 from megacore.recovery import incidents
 from megacore.recovery.events import Event
 from megacore.recovery.policy import Decision
-from megacore.say import harmless, say
+from megacore.say import err, harmless, say
 from megacore.store.files import append, open_file
 from megacore.store.publish import replace_file
 from megacore.store.strict_json import StoreError
@@ -45,35 +45,39 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One line of JSON for each record, flushed at once. JSON has no NaN: a number that is not finite is null.
+    """One line of JSON for each record, written at once. JSON has no NaN: a number that is not finite is null.
 
-    What the disk does not take, for it is full say, is told, and written before the next record: no reason to end.
+    A full disk does not end a run: the lines that it does not take are kept, and written as soon as it does.
     """
 
-    def __init__(self, path: Path, tell: Callable[[str], object]) -> None:
+    def __init__(self, path: Path, tell: Callable[[str], object] = err) -> None:
         with os_errors(path):
-            self._file = append(path)
-        self._path, self._tell, self._left, self._told = path, tell, b"", False
+            self._file = append(path).detach()
+        self._path, self._tell, self._kept, self._told = path, tell, b"", False
 
     def write(self, step: int, record: Record) -> None:
         plain = {key: value if value is not None and math.isfinite(value) else None for key, value in record.items()}
-        self._left += json.dumps({"step": step, **plain}, allow_nan=False).encode() + b"\n"
-        self._flush("they are kept, and written with a later one")
+        self.add({"step": step, **plain})
 
-    def _flush(self, otherwise: str) -> None:
-        try:
-            while self._left:
-                self._left = self._left[self._file.raw.write(self._left) :]
-            self._told = False
-        except OSError as error:
-            if not self._told:
-                self._tell(f"{self._path}: {error.strerror}: records could not be written; {otherwise}")
-            self._told = True
+    def add(self, line: Mapping[str, Any]) -> None:
+        self._kept += json.dumps(line, allow_nan=False).encode() + b"\n"
+        if (why := self._flush()) and not self._told:
+            self._tell(f"{self._path}: {why}: its lines are kept until they can be written; make room")
+        self._told = bool(why)
 
     def close(self) -> None:
-        self._told = False
-        self._flush("they are lost")
+        if why := self._flush():
+            self._tell(f"{self._path}: {why}: the last {len(self._kept):,} bytes are lost")
         self._file.close()
+
+    def _flush(self) -> str:
+        """Write what is kept -> why that cannot be done; nothing where it is."""
+        try:
+            while self._kept:
+                self._kept = self._kept[self._file.write(self._kept) :]
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
 
 
 class TensorBoard:
@@ -190,7 +194,8 @@ class Log:
         for path, are in ((out / METRICS, _are_numbers), (out / EXPERTS, _are_loads)):
             if dropped := drop_after(path, after, are):
                 say(f"{path}: {dropped} lines were no records and are dropped.")
-        self._loads, self._written = out / EXPERTS, dict[tuple[str, ...], int]()
+        self._loads: JsonLines | None = None
+        self._written = dict[tuple[str, ...], int]()
         self._bar = ProgressBar(config.train.steps, after)
         self._sinks: list[Sink] = [JsonLines(out / METRICS, self.tell), self._bar]
         if config.log.tensorboard:
@@ -220,12 +225,9 @@ class Log:
 
     def write_loads(self, step: int, layers: Sequence[int], counts: Sequence[Sequence[int]]) -> None:
         """Write how many tokens of a step each expert of these layers was sent: counts [layers, experts]."""
-        line = json.dumps({"step": step, "layers": list(layers), "counts": [list(each) for each in counts]})
-        try:
-            with os_errors(self._loads), append(self._loads) as file:
-                file.write(line.encode() + b"\n")
-        except StoreError as error:  # the disk is full, say: no reason to end
-            self.tell(str(error))
+        if self._loads is None:
+            self._loads = JsonLines(self._out / EXPERTS, self.tell)
+        self._loads.add({"step": step, "layers": list(layers), "counts": [list(each) for each in counts]})
 
     def report(self, event: Event, decision: Decision) -> None:
         """Add an event that the ranks have answered by themselves to the incidents of the run."""
@@ -245,7 +247,7 @@ class Log:
 
     def __exit__(self, *_: object) -> None:
         with ExitStack() as stack:
-            for sink in self._sinks:
+            for sink in [*self._sinks, *([self._loads] if self._loads else [])]:
                 stack.callback(sink.close)
 
 
@@ -297,15 +299,15 @@ def drop_after(path: Path, step: int, are: Callable[[Collection[object]], bool] 
     if not path.exists():
         return 0
     with os_errors(path), open_file(path, path.parent) as file:
-        lines = file.read().splitlines(keepends=True)
-    steps = [_step(line, are) if line.endswith(b"\n") else None for line in lines]
+        lines = file.read().decode(errors="replace").splitlines(keepends=True)
+    steps = [_step(line, are) if line.endswith("\n") else None for line in lines]
     kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
-    if kept != lines:  # a disk that is full would not take it
-        replace_file(path, b"".join(kept))
-    return sum(at is None for line, at in zip(lines, steps, strict=True) if line.endswith(b"\n"))
+    if kept != lines:  # a full disk would not take them again
+        replace_file(path, "".join(kept).encode())
+    return sum(at is None for line, at in zip(lines, steps, strict=True) if line.endswith("\n"))
 
 
-def _step(line: str | bytes, are: Callable[[Collection[object]], bool]) -> int | None:
+def _step(line: str, are: Callable[[Collection[object]], bool]) -> int | None:
     """Return the step of a line's record; None if the line is none."""
     try:
         record = json.loads(line)
