@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -125,7 +126,8 @@ class Played:
 def reference(name: str, cache: Path, *more: str) -> Path:
     """Return the folder of a run of a layout that nothing befalls."""
     name = LAYOUTS[name].like or name
-    folder = cache / re.sub(r"\W+", "-", " ".join((name, *more)))
+    digest = zlib.crc32(repr((COMMON, LAYOUTS[name], more)).encode())
+    folder = cache / f"{re.sub(r'[^a-z0-9]+', '-', name)}-{digest:08x}"
     if not (folder / "done").exists():
         shutil.rmtree(folder, ignore_errors=True)
         layout = LAYOUTS[name]
