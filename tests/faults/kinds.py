@@ -242,7 +242,7 @@ def for_a_while(
         other = max(1, rank)  # records that the disk does not take lie in the memory of rank 0
         if random_.random() < 0.5 and (pid := run.ranks().get(other)) is not None:
             os.kill(pid, signal.SIGKILL)
-            run.struck("kill", other)
+            run.struck("kill on a bad disk", other)
             run.wait(lambda: run.step < 0, 5)
             run.wait(lambda: run.step >= 0, 20)
         end(run)
@@ -285,6 +285,8 @@ DISK = ("disk",)
 
 KINDS: Mapping[str, Kind] = {
     "kill": Kind(sent(signal.SIGKILL, "kill"), frozenset({"killed"}), weight=4),
+    # No incident can be written; it is told.
+    "kill on a bad disk": Kind(sent(signal.SIGKILL, "kill on a bad disk"), says="killed rank", weight=0),
     "abort": Kind(ordered("abort"), frozenset({"aborted"}), weight=2),
     "raise": Kind(ordered("raise"), RAISED, weight=2),
     "raise in the update": Kind(ordered("raise in the update"), RAISED, weight=2),
