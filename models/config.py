@@ -152,7 +152,7 @@ class ModelConfig(ABC):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Beginnings of Hugging Face's names of tensors of parts that are not read, such as further heads: they are
+        """Beginnings of the names of Hugging Face's tensors of layers that predict further tokens: they are not read, and
         told."""
         return ()
 

@@ -16,10 +16,10 @@ from typing import Any
 from megacore.config import Config, CorpusConfig
 from megacore.data.batches import in_vain
 from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
-from megacore.plan.cluster import Overheads, Storage
+from megacore.plan.cluster import COMMUNICATOR, Overheads, Storage
 from megacore.plan.documents import PackedMicrobatch, drawn, scores, standing_out
 from megacore.plan.fit import MARGIN, Candidate, fit
-from megacore.plan.memory import COMMUNICATOR, TERMS, Load, Memory, groups, loads, memory
+from megacore.plan.memory import TERMS, Load, Memory, loads, memory
 from megacore.plan.of_config import alone, overrides, setting_of
 from megacore.plan.published import PUBLISHED
 from megacore.plan.setting import Setting
@@ -297,7 +297,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         f"  The fullest ranks are those of stage {most.stage}: {_gb(most.peak)} GB, most of it {most.largest} "
         f"({_gb(most.terms[most.largest])} GB). It {fits} {_gb(room)} GB less {MARGIN:.0%}."
     )
-    number = groups(plan.setting)
+    number = plan.beside.start.communicators
     if number and plan.setting.device == "cuda":
         yield (
             f"  Of these {_gb(room * MARGIN)} GB NCCL takes about {_gb(number * COMMUNICATOR)} GB, for the {number} "
@@ -453,7 +453,7 @@ def _show_fit(
         return
     if not candidates:
         say(
-            f"Nothing fits {world} x {name}: take more nodes, set memory.loss_chunk or memory.mlp_chunk, or choose a "
+            f"Nothing fits {world} x {name}: take more nodes, set memory.loss_chunk, or choose a "
             "batch.global_size that divides over the ranks"
         )
         return

@@ -50,6 +50,11 @@ class Cluster:
         """The speed of what is never in fp8: the attention and the head."""
         return min(self.tflops, PEAK_TFLOPS[self.device.peak][0])
 
+    @property
+    def narrow(self) -> bool:
+        """Whether the other products are in fp8."""
+        return self.tflops > self.wide_tflops
+
     def product_s(self, product: efficiency.MatMul, tflops: float) -> float:
         """Return the seconds of a product on a device whose products could reach so many TFLOP/s."""
         if product.attention:

@@ -27,6 +27,7 @@ KEYS = (
     *(f"zero.{key}" for key in ("shard", "replicas")),
     "batch.micro_size",
     "memory.recompute",
+    "memory.mlp_chunk",
 )
 """The keys of a recipe that a layout may change."""
 

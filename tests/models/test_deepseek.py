@@ -67,6 +67,10 @@ def test_layers_that_predict_further_tokens_are_told_and_left_out(tmp_path: Path
     save_file(tensors | further, file, {"format": "pt"})
     folder = HuggingFace.open(tmp_path)
     assert set(folder.others) == set(further) and {s.name for s in folder.stored()} == set(tensors)
+    assert folder.left_out == (
+        f"{tmp_path}: only the model without layers that predict further tokens is read; 2 tensors of model.layers.3 "
+        "are left out"
+    )
     save_file(tensors | {"model.layers.4.eh_proj.weight": torch.zeros(2)}, file, {"format": "pt"})
     with pytest.raises(StoreError, match=r"1 tensors are not of this model: model\.layers\.4\.eh_proj\.weight"):
         HuggingFace.open(tmp_path)

@@ -512,7 +512,7 @@ FAULTS = (
         "each rank clips by its own norm",
         "norm_of",
         "all_reduce_(squares, mesh.world)",
-        "squares",
+        "torch.stack([squares[0], all_reduce_(squares.clone(), mesh.world)[1]])",  # the number of the sum goes along
         *layout("llama-pp2"),
     ),
     fault(
