@@ -46,14 +46,14 @@ class _Outlived(io.FileIO):
 
     lost = False
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
-            return super().write(data)
+            return super().write(data) or 0
         except OSError as error:
             if not self.lost and self.fileno() == 1:
                 self.lost = True
                 err(f"what is said on stdout is lost ({error.strerror}): the run goes on, `megacore status` tells how")
-            return len(data)
+            return memoryview(data).nbytes
 
 
 def outlive() -> None:
