@@ -175,7 +175,8 @@ class FakeModel:
             context = replace(context, attention=_Noted(context.attention, seen))
             rotations = {rope: [*map(_key, tables)] for rope, tables in context.rotations.items()}
             before = seen.live - sum(seen.sized(rotations).values())
-            x: Tensor = _Entering.apply(self._leaf(entered), batch.activation)
+            leaf = torch.empty((), dtype=self._dtype, device=self._mesh.device, requires_grad=entered)
+            x: Tensor = _Entering.apply(leaf, batch.activation)
             y = call(x, batch, context)
             left, forward, most = bool(y.requires_grad), seen.work(), seen.peak - before
             end = _Leaving.apply(y) if left else None
@@ -201,9 +202,6 @@ class FakeModel:
         ids = torch.empty(tokens, dtype=torch.long, device=self._mesh.device)
         split = packing.split if self._mesh.shape.cp > 1 else None
         return Microbatch(ids, ids, ids, packing.sequences, (tokens // self._mesh.shape.tp, self._embed), split=split)
-
-    def _leaf(self, entered: bool) -> Tensor:
-        return torch.empty((), dtype=self._dtype, device=self._mesh.device, requires_grad=entered)
 
 
 Splits = tuple[tuple[str, tuple[str, ...]], ...]
