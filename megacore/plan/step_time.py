@@ -11,10 +11,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from megacore.devices import PEAK_TFLOPS, Device
 from megacore.plan import efficiency
 from megacore.plan.activations import ActivationMemory
 from megacore.plan.costs import ALL_TO_ALL, KeyExchange, LayerCost, MatMul
-from megacore.plan.devices import PEAK_TFLOPS, Device
 from megacore.plan.exchange import ExchangeWork
 from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import ParameterShare, Shares, state, updated

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from megacore.data.indexed import IndexedWriter
+from megacore.devices import DEVICES
 from megacore.plan.costs import ALL_TO_ALL, KeyExchange
-from megacore.plan.devices import DEVICES
 from megacore.plan.documents import drawn
 from megacore.plan.efficiency import LINKS, ring_s
 from megacore.plan.exchange import WHOLE, Packing

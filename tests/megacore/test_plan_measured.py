@@ -64,7 +64,7 @@ WINDOW = 64
 
 def small(name: str, vocab: int) -> dict[str, Any]:
     """What a family of the registry draws, in these sizes, with the first seed whose rope fits them."""
-    config = family(name).CONFIG
+    config = family(name).config
     derived = getattr(config, "derived", ())
     sizes = {field: SIZES[axis] for axis, field in config.axes.items() if axis in SIZES and field not in derived}
     for seed in count(ROTATION):
