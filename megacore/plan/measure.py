@@ -82,8 +82,10 @@ class FakeModel:
         self._embed, self._dtype = config.sizes["embed"], _DTYPES[width]
         self._made_of, self._split = (config, tuning, width, device), split
         self._runners: dict[tuple[str, Recompute], Runner] = {}
-        layout, alone = layout_of(config, mesh, tuning=tuning, split=dict(split)), mesh.world == 1
-        if not alone:  # layers that are alike on one rank are on all
+        self.kinds: list[str] = []
+        """The first layer that is like each layer."""
+        layout = layout_of(config, mesh, tuning=tuning, split=dict(split))
+        if mesh.world > 1:  # layers that are alike on one rank are on all
             self.kinds = fake_model(config, tuning, MeshShape(), tuple(SPLIT.items()), width, device).kinds
             some = tuple(map(int, dict.fromkeys(self.kinds)))
             layout = _SomeLayers(layout.schema, mesh, layout.layers, layout.split, some)
@@ -94,10 +96,8 @@ class FakeModel:
             if parameter.requires_grad:  # the engine takes it, and lets go of autograd's
                 parameter.register_post_accumulate_grad_hook(_forget)
         self._known = frozenset(map(_key, self._chunk.parameters()))
-        if alone:
-            first: dict[object, str] = {}
-            self.kinds = [first.setdefault(_kind(block, at), at) for at, block in self._chunk.layers.items()]
-            """The first layer that is like each layer."""
+        first: dict[object, str] = {}
+        self.kinds = self.kinds or [first.setdefault(_kind(block, at), at) for at, block in self._chunk.layers.items()]
 
     @contextmanager
     def _without_numbers(self) -> Iterator[None]:
