@@ -32,6 +32,7 @@ from megacore.recovery.follow import Follower
 from megacore.recovery.lead import Lead, Recovery
 from megacore.recovery.members import Members
 from megacore.recovery.ranks import ENDS, Ranks
+from megacore.recovery.template import RankTemplate
 from megacore.recovery.watch import HangWatch
 
 SHUTDOWN_S = 600.0
@@ -121,6 +122,7 @@ def launch(
     layouts: Mapping[int, Sequence[str]] | None = None,
     on_world: Callable[[Mapping[str, str]], object] = lambda variables: None,
     drained: Callable[[], bool] | None = None,
+    template: RankTemplate | None = None,
 ) -> int:
     """Run a module on all ranks of this machine -> exit status: of the first that failed, or 128 + the ending signal.
 
@@ -140,10 +142,11 @@ def launch(
         layouts: {number of nodes: more arguments of each rank}, where nodes may come and go.
         on_world: Is told the variables of each rank that takes its place in a new world.
         drained: Whether somebody asks this node to leave; looked at every second.
+        template: Makes the processes, if it has imported the module soon enough.
     """
     more = {**(environment or {}), **node.network}
     with temporary_folder() as made, _signals() as arriving:
-        children = Children(made, module, arguments, more, talks=recovery is not None, hangs=hangs, on_world=on_world)
+        children = Children(made, module, arguments, more, recovery is not None, hangs, on_world, template)
         nodes = {0: node.processes} if nodes is None else nodes
         ranks = _ranks(children, node, recovery, members, nodes, layouts or {}, shutdown_s, way_out)
         ranks.drained = drained

@@ -53,7 +53,7 @@ def _adapted(
 
 
 def _rows(weight: Shard, a: Shard) -> Rows:
-    """All rows of a weight where it has one adapter; else those of each of its pieces."""
+    """Return all rows of a weight where it has one adapter; else those of each of its pieces."""
     if a.param.sentence.labels == ("",):
         return [(weight.shape[0], True)]
     sentence = weight.param.sentence

@@ -1,4 +1,4 @@
-"""What the weights table of a family does not say: numbers and names, in one frozen table. No torch.
+"""An anatomy says what the weights table of a family does not: numbers and names, in one frozen table. No torch.
 
 Structure is read off the weights table by :mod:`models.builder`: which norms there are, of what, before or after a
 branch; which linears have biases; whether the feed-forward network is gated; how many heads share keys and values.
@@ -35,7 +35,7 @@ ROPE = "rope"
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """How the attention of one layer treats positions.
+    """The positions that the attention of one layer sees, and how it encodes them.
 
     Args:
         rope: The name of its rope among :attr:`Anatomy.ropes`; None: queries and keys do not rotate.
@@ -51,29 +51,30 @@ class Anatomy:
     """The numbers and names of a decoder.
 
     Args:
-        layers: How each layer's attention treats positions.
+        layers: The attention of each layer.
         ropes: The rotary embeddings by name.
         rotary_head: Size of the part of a head that they are of; None: a whole head.
         norm: Root mean square norms, or layer norms.
         norm_eps: Added to the mean square or the variance.
         latent_norm_eps: The same of the norms of latents.
         norm_offset: Added to the weights of norms, in fp32 at least.
-        activation: Of the feed-forward network, by Hugging Face's name; of a gated one also another of :data:`GATES`.
+        activation: That of the feed-forward network, by Hugging Face's name; of a gated one also another of
+            :data:`GATES`.
         parallel: Whether attention and the feed-forward network stand side by side, both given the block's input. Where
             a layer then has no ``mlp_norm``, both are given what ``attn_norm`` gives.
-        attention_scale: Of products of queries and keys; None: 1 / sqrt(head).
+        attention_scale: Factor of the products of queries and keys; None: 1 / sqrt(head).
         qkv_limit: Queries, keys and values are kept within plus and minus this, after their norms; None: they are not.
         attention_softcap: c of c tanh(score / c).
         logit_softcap: c of c tanh(logit / c).
-        embedding_scale: Of the embeddings of tokens.
+        embedding_scale: Factor of the embeddings of tokens.
         round_embedding_scale: Whether that is rounded to the model's dtype first.
-        branch_scale: Of what each branch adds to the residual stream.
-        logit_scale: Of the logits.
+        branch_scale: Factor of what each branch adds to the residual stream.
+        logit_scale: Factor of the logits.
         attention_dropout: Probability of dropping an attention weight.
         branch_dropout: Probability of dropping an element of what a branch adds.
         embedding_dropout: Probability of dropping an element of the embeddings.
         padding_idx: The token whose embedding gets no gradient from being looked up.
-        routing: How experts are chosen, where layers have some.
+        routing: The rule by which experts are chosen, where layers have some.
     """
 
     layers: tuple[LayerAttention, ...]
@@ -103,11 +104,11 @@ class Anatomy:
 def by_kind(
     kinds: Collection[str], window: int | None, ropes: Mapping[str, str | None] | None = None
 ) -> tuple[LayerAttention, ...]:
-    """How each of the layers treats positions, by its kind.
+    """Return how each of the layers treats positions, by its kind.
 
     Args:
         kinds: The kind of each layer, :data:`FULL` or :data:`SLIDING`.
-        window: How far a sliding layer sees.
+        window: The tokens that a sliding layer sees.
         ropes: {kind: the name of its rope, or None}; all have the model's one where nothing is said.
     """
     windows = {FULL: None, SLIDING: window}

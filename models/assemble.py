@@ -1,4 +1,4 @@
-"""From a model's configuration and a mesh to the live parts of one rank."""
+"""The live parts of one rank are assembled from a model's configuration and a mesh."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from models.blocks import CHEAP, Block
 from models.config import ModelConfig
 from models.decoder import Decoder, Losses, Microbatch
 from models.moe import MixtureOfExperts
-from models.registry import build
 from models.tuning import EVERYTHING, Tuning
 from parallel.balance import NONE, Balance, Coefficients
 from parallel.collectives import all_gather, gather
 from parallel.context_split import ContextParallel
 from parallel.layers.fp8 import Fp8
 from parallel.layers.linear import hand_to, multiply_by
-from parallel.layers.product import SymmetricMemory, WeightGradient
+from parallel.layers.product import SymmetricMemory
 from parallel.memory.recompute import Activations, runner
 from parallel.mesh import Mesh
-from parallel.parameters import Parameters
+from parallel.parameters import Parameters, WeightGradient
 from parallel.pipeline.run import forward
 from parallel.rank_sets import of_context
 from parallel.weights.layout import Layout
@@ -33,14 +32,14 @@ from parallel.weights.layout import Layout
 
 @dataclass(frozen=True)
 class Model:
-    """What one rank holds of a model.
+    """The part of a model that one rank holds.
 
     Args:
-        config: Of the whole model.
+        config: The whole model's.
         parameters: This rank's parameters.
         chunks: This rank's modules, one for each pipeline chunk.
-        balance: Of the experts of all layers that have some here.
-        context: How cp shares out microbatches.
+        balance: That of the experts of all layers that have some here.
+        context: The way cp shares out microbatches.
     """
 
     config: ModelConfig
@@ -76,7 +75,7 @@ class Model:
         activations = activations or Activations()
         parameters = Parameters(layout, mesh, dtype, hollow)
         parameters.freeze(tuning.frozen(config.schema))
-        chunks = tuple(build(config, parameters, chunk) for chunk in range(layout.chunks))
+        chunks = tuple(config.build(parameters, chunk) for chunk in range(layout.chunks))
         for chunk in chunks:
             if tuning.lora is not None:
                 adapt(chunk, parameters, tuning.lora)
@@ -103,7 +102,7 @@ class Model:
 
     @torch.no_grad()
     def logits(self, microbatch: Microbatch) -> Tensor | None:
-        """[tokens, vocab] on all ranks of the last stage, None on the others.
+        """Return the logits, [tokens, vocab], on all ranks of the last stage, None on the others.
 
         Of a microbatch that is split over cp they are those of all tokens, or of this rank's own ``wanted`` ones.
         """
@@ -170,7 +169,8 @@ _OVERLAP: dict[str, Any] = {
 def _balance(
     config: ModelConfig, chunks: Iterable[nn.Module], mesh: Mesh, coefficients: Coefficients
 ) -> Balance | None:
-    """The balance of the experts of these chunks; None where the model has none. All ranks of the mesh call this."""
+    """Return the balance of the experts of these chunks; None where the model has none. All ranks of the mesh call
+    this."""
     routing = config.anatomy.routing
     if routing is None:
         return None

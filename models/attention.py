@@ -21,10 +21,10 @@ class Attention(nn.Module):
     of x, a class says that is made of this one.
 
     Args:
-        parameters: What this rank holds.
+        parameters: This rank's.
         name: Prefix of ``.out`` and of what makes queries, keys and values.
         rope: The name of the rotation of queries and keys; None: they do not rotate.
-        scoring: How scores are formed and become weights; its dropout is for training.
+        scoring: The rule by which scores are formed and become weights; its dropout is for training.
         heads: Heads of queries on this rank.
         kv: Heads of keys and values on this rank.
         head: Size of a head of queries and of keys.
@@ -71,8 +71,9 @@ class MultiHeadAttention(Attention):
     kv head each compute it; its gradient is the sum over them (law 4 of ``docs/meshes.md``).
 
     Args:
-        parameters, name, rope, scoring: As of :class:`Attention`; the prefix is also that of ``.qkv``.
-        norms: Of queries and of keys, [tokens, heads, head] -> same, before they rotate; None: there are none.
+        parameters, name, rope, scoring: Those of :class:`Attention`; the prefix is also that of ``.qkv``.
+        norms: The norms of queries and of keys, [tokens, heads, head] -> same, before they rotate; None: there are
+            none.
         limit: Queries, keys and values are then kept within plus and minus this; None: they are not.
     """
 

@@ -1,4 +1,4 @@
-"""What transformer layers are made of: residual blocks, feed-forward networks, and how their linears are found."""
+"""Transformer layers are made of these: residual blocks, feed-forward networks, and linears found by their names."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from parallel.parameters import Parameters
 
 
 def column(parameters: Parameters, name: str) -> ColumnParallelLinear:
-    """The column-parallel linear of ``name.weight`` and, where it is declared, ``name.bias``."""
+    """Return the column-parallel linear of ``name.weight`` and, where it is declared, ``name.bias``."""
     return ColumnParallelLinear.of(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"), parameters.mesh)
 
 
 def row(parameters: Parameters, name: str) -> RowParallelLinear:
-    """The row-parallel linear of ``name.weight`` and, where it is declared, ``name.bias``."""
+    """Return the row-parallel linear of ``name.weight`` and, where it is declared, ``name.bias``."""
     return RowParallelLinear.of(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"), parameters.mesh)
 
 
 def replicated(parameters: Parameters, name: str) -> ReplicatedLinear:
-    """The replicated linear of ``name.weight`` and, where it is declared, ``name.bias``."""
+    """Return the replicated linear of ``name.weight`` and, where it is declared, ``name.bias``."""
     return ReplicatedLinear.of(parameters[f"{name}.weight"], parameters.get(f"{name}.bias"), parameters.mesh)
 
 
@@ -41,7 +41,7 @@ class Block(nn.Module):
         mlp: The branch that treats each token by itself, (x, context) -> x.
         norms: Those that there are: of what a branch is given, ``attn_norm`` and ``mlp_norm``, and of what it gives,
             ``attn_out_norm`` and ``mlp_out_norm``.
-        scale: Of what a branch adds to x.
+        scale: Factor of what a branch adds to x.
         dropout: Probability of dropping an element of what a branch adds.
 
     Attributes:
@@ -105,10 +105,10 @@ class Activation(nn.Module):
 
 
 def activation_after(parameters: Parameters, name: str, activation: str) -> Activation:
-    """The activation of what ``name.weight`` gives, gated where that has a piece ``gate``.
+    """Return the activation of what ``name.weight`` gives, gated where that has a piece ``gate``.
 
     Args:
-        parameters: What this rank holds.
+        parameters: This rank's.
         name: Prefix of the weight.
         activation: One of :data:`models.anatomy.ACTIVATIONS`, or of ``GATES`` there where it is gated.
 
@@ -129,9 +129,9 @@ class FeedForward(nn.Module):
     """Feed-forward network, gated where ``name.up`` has a piece ``gate``. x: [tokens/tp, embed] -> same.
 
     Args:
-        parameters: What this rank holds.
+        parameters: This rank's.
         name: Prefix of ``.up`` and ``.down``.
-        activation: As of :func:`activation_after`.
+        activation: That of :func:`activation_after`.
     """
 
     def __init__(self, parameters: Parameters, name: str, activation: str) -> None:

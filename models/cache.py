@@ -27,13 +27,13 @@ _FREE = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """Of this rank's heads and tokens, {attention: [rows, kv, slots, head]}, of values [rows, kv, slots, value]; a row
-    is a sequence, from its first token on.
+    """Keys {attention: [rows, kv, slots, head]} and values {attention: [rows, kv, slots, value]} of this rank's heads
+    and tokens; a row is a sequence, from its first token on.
 
     Args:
-        keys, values: What is kept.
+        keys, values: Those that are kept.
         positions: [rows, slots], where the tokens of the slots are in their sequences.
-        held: Of each row and each rank of cp, the positions that it keeps, in ascending order and that of its slots.
+        held: The positions that each rank of cp keeps of each row, in ascending order and that of its slots.
         group: The ranks of cp.
     """
 
@@ -56,10 +56,10 @@ class Cache:
         """Memory for some sequences.
 
         Args:
-            attentions: What asks for it.
-            held: As of the class, at the beginning.
-            longest: How many tokens each row may come to; new ones go to the rank of cp that keeps fewest of them.
-            dtype, device: Of keys and values.
+            attentions: The layers' attentions, which ask for it.
+            held: The class's, at the beginning.
+            longest: The tokens that each row may come to; new ones go to the rank of cp that keeps fewest of them.
+            dtype, device: Those of keys and values.
             group: The ranks of cp.
         """
         most = (max(-(-length // group.size), *map(len, ranks)) for length, ranks in zip(longest, held, strict=True))
@@ -82,7 +82,7 @@ class Cache:
         self.values[name][rows, :, slots] = v
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Some rows, in ascending order, become the first ones; what is behind them does not count any more."""
+        """Make some rows, in ascending order, the first ones; what is behind them does not count any more."""
         for tensor in (*self.keys.values(), *self.values.values(), self.positions):
             for to, row in enumerate(rows):
                 if to != row:
@@ -95,7 +95,7 @@ class Prefill:
     """Attention of whole prompts one after the other, whose keys and values are kept; what follows them is padding.
 
     Args:
-        cache: Where they are kept.
+        cache: The cache that keeps them.
         rows, slots: [n], where those of this rank's tokens are.
         whole: The attention.
     """
@@ -126,9 +126,10 @@ class Decode:
 
     Args:
         cache: Keys and values of the tokens before; those of these tokens are added.
-        positions: Where the tokens are in their sequences.
+        positions: The tokens' positions in their sequences.
         at: [n], the same.
-        rows, slots: Of those that this rank keeps: their rows, and where they are kept.
+        rows, slots: The rows and slots of those tokens that this rank keeps.
+        kept: Those tokens, among these.
     """
 
     cache: Cache
@@ -136,6 +137,7 @@ class Decode:
     at: Tensor
     rows: Tensor
     slots: Tensor
+    kept: Tensor | slice
 
     @classmethod
     def of(cls, cache: Cache, positions: Sequence[int], device: torch.device) -> Decode:
@@ -150,10 +152,10 @@ class Decode:
         at = torch.tensor(positions, device=device)
         own, to = (torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, slots))
         cache.positions[own, to] = at[own]
-        return cls(cache, positions, at, own, to)
+        return cls(cache, positions, at, own, to, slice(len(rows)) if len(rows) == len(positions) else own)
 
     def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        self.cache.put(name, self.rows, self.slots, k[self.rows], v[self.rows])
+        self.cache.put(name, self.rows, self.slots, k[self.kept], v[self.kept])
         n, (first, stop, seen) = len(self.at), self._seen(scoring.window)
         keys, values = (kept[name][:n, :, first:stop] for kept in (self.cache.keys, self.cache.values))
         y = q.new_zeros(*q.shape[:-1], v.shape[-1])

@@ -1,4 +1,4 @@
-"""What every family's configuration has: Hugging Face's field names, read and written with total accounting. No torch.
+"""Every family's configuration has these: Hugging Face's field names, read and written with total accounting. No torch.
 
 Each field of a ``config.json`` is carried, or is on the family's list of fields that do not change the maths, or must
 have the one value that is supported; anything else is an error that names it.
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
 from random import Random
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from models.anatomy import Anatomy
 from models.names import whole_names
@@ -19,6 +19,10 @@ from models.tuning import EVERYTHING, Tuning
 from parallel import limits
 from parallel.choices import nearest
 from parallel.weights.schema import Param, Schema
+
+if TYPE_CHECKING:
+    from models.decoder import Decoder
+    from parallel.parameters import Parameters
 
 HARMLESS = frozenset(
     {
@@ -144,18 +148,24 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def params(self) -> tuple[Param, ...]:
-        """The weights table."""
+        """Return the weights table."""
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """What the names of Hugging Face's tensors begin with that are of layers that predict further tokens: they are
-        not read, and told."""
+        """Beginnings of the names of Hugging Face's tensors of layers that predict further tokens: they are not read,
+        and told."""
         return ()
 
     @property
     @abstractmethod
     def anatomy(self) -> Anatomy:
-        """What the weights table does not say."""
+        """All that the weights table does not say."""
+
+    def build(self, parameters: Parameters, chunk: int) -> Decoder:
+        """Return the modules of one pipeline chunk of this rank, over parameters that the layout has cut."""
+        from models.builder import build
+
+        return build(self.anatomy, self.sizes, parameters, chunk)
 
     @property
     def drops_attention(self) -> bool:
@@ -169,7 +179,7 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def problems(self) -> list[str]:
-        """What is wrong with the values; empty if nothing is."""
+        """Return what is wrong with the values; empty if nothing is."""
 
     @property
     def schema(self) -> Schema:
@@ -205,18 +215,18 @@ class ModelConfig(ABC):
 
     @classmethod
     def override(cls, base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-        """A ``config.json`` with some fields replaced."""
+        """Return a ``config.json`` with some fields replaced."""
         return {**base, **fields}
 
     def to_hugging_face(self) -> dict[str, Any]:
-        """The ``config.json`` that means the same."""
+        """Return the ``config.json`` that means the same."""
         # Where nothing is said of padding, the default of transformers' class would come back.
         head = {"architectures": [self.architecture], "model_type": self.family, "pad_token_id": None}
         return head | self._write() | dict(self.fixed)
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """(values of the dataclass fields, problems)."""
+        """Return the values of the dataclass fields, and what is wrong with them."""
         given = {f.name: config[f.name] for f in fields(cls) if f.name in config}
         return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}, []
 
@@ -226,12 +236,12 @@ class ModelConfig(ABC):
 
     @classmethod
     def readable(cls) -> set[str]:
-        """Fields of a ``config.json`` that say something of the model."""
+        """Return the fields of a ``config.json`` that say something of the model."""
         return {field.name for field in fields(cls)} | cls._consumed()
 
     @classmethod
     def _consumed(cls) -> set[str]:
-        """Fields that ``_read`` reads beside those of the dataclass."""
+        """Return the fields that ``_read`` reads beside those of the dataclass."""
         return set()
 
     @classmethod
@@ -260,7 +270,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def _is_of(value: object, type_name: str) -> bool:
-    """Whether a value is of a field's type, as its annotation spells it; any is of one that is not listed."""
+    """Return whether a value is of a field's type, as its annotation spells it; any is of one that is not listed."""
     if type_name not in _TYPES:
         return True
     if isinstance(value, tuple):
@@ -271,12 +281,12 @@ def _is_of(value: object, type_name: str) -> bool:
 
 
 def positive(config: ModelConfig, *names: str) -> list[str]:
-    """A problem for each named field that is below 1."""
+    """Return a problem for each named field that is below 1."""
     return [f"{name} is {getattr(config, name)}: it must be at least 1" for name in names if getattr(config, name) < 1]
 
 
 def probabilities(config: ModelConfig, *names: str) -> list[str]:
-    """A problem for each named field outside of [0, 1)."""
+    """Return a problem for each named field outside of [0, 1)."""
     return [
         f"{name} is {getattr(config, name)}: it must lie in [0, 1)"
         for name in names
@@ -285,16 +295,17 @@ def probabilities(config: ModelConfig, *names: str) -> list[str]:
 
 
 def looks(tokens: int, window: int | None) -> int:
-    """How many pairs of a token and one that it looks at there are in a causal sequence."""
+    """Return how many pairs of a token and one that it looks at there are in a causal sequence."""
     seen = min(tokens, window or tokens)
     return seen * (seen + 1) // 2 + (tokens - seen) * seen
 
 
 def active_elements(config: ModelConfig, schema: Schema, param: Param) -> int:
-    """Elements of a parameter that a token meets: of the experts of a layer those that it is sent to, else all.
+    """Return the elements of a parameter that a token meets: of the experts of a layer those that it is sent to, else
+    all.
 
     Args:
-        config: Of the model.
+        config: The model's.
         schema: Its weights, or those of a run of it, with adapters.
         param: One of them.
     """
@@ -305,12 +316,13 @@ def active_elements(config: ModelConfig, schema: Schema, param: Param) -> int:
 
 
 def active_parameters(config: ModelConfig, schema: Schema | None = None) -> int:
-    """Parameters that a token meets: all but those of experts that it is not sent to. Buffers don't count.
+    """Return the number of parameters that a token meets: all but those of experts that it is not sent to. Buffers
+    don't count.
 
     The embedding and the head count whole, as in published numbers ("30B-A3B").
 
     Args:
-        config: Of the model.
+        config: The model's.
         schema: The weights of a run of it, if not the model's own.
     """
     schema = schema or config.schema
@@ -318,7 +330,8 @@ def active_parameters(config: ModelConfig, schema: Schema | None = None) -> int:
 
 
 def parameters_in_words(config: ModelConfig, tuning: Tuning = EVERYTHING) -> str:
-    """The number of parameters and, where they are not all of them, how many a token meets and how many are trained."""
+    """Return the number of parameters and, where they are not all of them, how many a token meets and how many are
+    trained."""
     total, active = config.schema.parameters, active_parameters(config)
     some = [f"{active:,} active"] if active < total else []
     some += [] if tuning == EVERYTHING else [f"{tuning.trained(config.schema):,} trained"]
@@ -326,11 +339,11 @@ def parameters_in_words(config: ModelConfig, tuning: Tuning = EVERYTHING) -> str
 
 
 def matmul_parameters(config: ModelConfig, schema: Schema | None = None) -> int:
-    """Parameters that multiply a token's activations: all matrices that it meets but tables that are only looked up at
-    the first stage.
+    """Return the number of parameters that multiply a token's activations: all matrices that it meets but tables that
+    are only looked up at the first stage.
 
     Args:
-        config: Of the model.
+        config: The model's.
         schema: The weights of a run of it, if not the model's own.
     """
     schema = schema or config.schema

@@ -1,4 +1,4 @@
-"""What the blocks are told of the tokens, beside their activations."""
+"""Blocks are told of the tokens what their activations do not say."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from parallel.kernels.scoring import Scoring
 
 
 class MaskedAttention(Protocol):
-    """How tokens look at each other."""
+    """An attention whose mask is settled: it knows which tokens look at each other."""
 
     def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         """q: [t, heads, head], k: [t, kv, head], v: [t, kv, value] -> [t, heads, value]; softmax in fp32 (fp64 for
         fp64).
 
         Args:
-            name: Of the attention that asks.
-            q, k, v: Of this rank's heads.
-            scoring: How they look.
+            name: The attention that asks.
+            q, k, v: Those of this rank's heads.
+            scoring: The rule by which scores become weights.
         """
         ...
 
@@ -54,12 +54,12 @@ class DocumentAttention:
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """Of t tokens, the same for all blocks.
+    """All that blocks are told of t tokens, the same for each of them.
 
     Args:
-        attention: How they look at each other.
-        rotations: Of each rope that layers name: cos, sin: [t, turning/2] at their positions.
-        routed: What is known of those that this rank routes to experts.
+        attention: The attention of the tokens, which knows its mask.
+        rotations: The cos, sin: [t, turning/2] of each rope that layers name, at the tokens' positions.
+        routed: The tokens that this rank routes to experts.
     """
 
     attention: MaskedAttention

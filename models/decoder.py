@@ -39,23 +39,23 @@ class Microbatch:
         tokens: [t].
         labels: [t], the next tokens; ``labels.IGNORE`` where there is nothing to predict.
         positions: [t], each token's position in its sequence.
-        sequences: How many sequences there are.
+        sequences: The number of sequences.
         activation: Shape of what travels between stages: (t/tp, embed).
         documents: Lengths of the documents one after the other, none in two sequences, if attention must not cross
             from one into another.
-        seed: Of the dropout masks.
+        seed: That of the dropout masks.
         replica: The number along dp of the ranks whose dropout masks they are; None: this rank's.
-        lengths: Of the whole sequence that each document is the end of, where rotary frequencies are to go by it rather
-            than by the sequence length.
-        attention: How tokens look at each other, if not as sequences and documents say.
+        lengths: Lengths of the whole sequences that the documents are the ends of, where rotary frequencies are to go
+            by it rather than by the sequence length.
+        attention: The attention of the tokens, if it is not that of sequences and documents.
         padding: [t], true where a token is padding, which routers need not balance; None: nowhere.
         number: Its place in a training step; None where none is under way.
         wanted: [n], the tokens whose losses or logits are asked for; None for all. Losses are shared out over tp, so
             that n divides by it, and every token that has a label is among them.
-        split: How the tokens are split over cp: t, above, is then what this rank holds of them, while ``documents`` and
+        split: The split of the tokens over cp: t, above, is then what this rank holds of them, while ``documents`` and
             ``lengths`` are those of all; None: they are not.
         rows: [t], the sequence that each token is of; None where they are all tokens of the sequences, in their order.
-        blank: How many of the sequences only fill it up: their tokens have no label, and are all padding.
+        blank: The number of sequences that only fill it up: their tokens have no label, and are all padding.
     """
 
     tokens: Tensor
@@ -82,7 +82,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Losses:
-    """How the loss is computed beyond plain cross entropy; ``chunk`` tokens at a time, or all at once."""
+    """The loss beyond plain cross entropy, computed ``chunk`` tokens at a time, or all at once."""
 
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -93,11 +93,11 @@ class TokenEmbedding(nn.Module):
     """microbatch -> [tokens/tp, embed]; the row of ``padding_idx`` gets no gradient from being looked up.
 
     Args:
-        parameters: What this rank holds.
-        name: Of the table.
+        parameters: This rank's.
+        name: That of the table.
         vocab: Size of the vocabulary without padding.
-        padding_idx: As :class:`~parallel.layers.embedding.VocabParallelEmbedding`'s.
-        scale: Of the embeddings.
+        padding_idx: That of :class:`~parallel.layers.embedding.VocabParallelEmbedding`.
+        scale: Factor of the embeddings.
         round_scale: Whether the scale is rounded first, to fp32 and then to the table's dtype, as transformers does it
             for Gemma.
         dropout: Probability of dropping an element of the embeddings.
@@ -144,12 +144,12 @@ class Head(nn.Module):
     """The final norm, the projection to the vocabulary and the loss.
 
     Args:
-        norm: Of the last activations.
+        norm: The norm of the last activations.
         weight: [padded vocab/tp, embed].
         vocab: Size of the vocabulary without padding.
         group: The tensor parallel group.
         bias: [padded vocab/tp], added to the products.
-        scale: Of the products, their bias included.
+        scale: Factor of the products, their bias included.
         softcap: Bound of the logits, softcap * tanh(x / softcap), after the scale.
     """
 
@@ -231,7 +231,7 @@ class Decoder(nn.Module):
         head: Callable[[], Head],
         rotaries: Mapping[str, Rotary] | None = None,
     ) -> Self:
-        """A chunk of this rank: only what its layout puts there is built. Blocks find their rope by its name."""
+        """Return a chunk of this rank: only what its layout puts there is built. Blocks find their rope by its name."""
         layout, place = parameters.layout, parameters.mesh.place
         virtual = chunk * layout.mesh.pp + place.pp
         return cls(
@@ -255,29 +255,30 @@ class Decoder(nn.Module):
         return x if self.head is None else self.head(x, microbatch.labels, microbatch.wanted)
 
     def logits(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
-        """As :meth:`forward`, but the last chunk gives [tokens or those wanted, padded vocab/tp]."""
+        """Do as :meth:`forward`, but the last chunk gives [tokens or those wanted, padded vocab/tp]."""
         x = self.hidden(x, microbatch)
         return x if self.head is None else self.head(x, None, microbatch.wanted)
 
     def scores(self, x: Tensor | None, microbatch: Microbatch, score: Score) -> Tensor:
-        """As :meth:`forward`, but the last chunk gives the scores of this rank's tokens: [tokens/tp]."""
+        """Do as :meth:`forward`, but the last chunk gives the scores of this rank's tokens: [tokens/tp]."""
         x = self.hidden(x, microbatch)
         return x if self.head is None else self.head.scores(x, microbatch.labels, score)
 
     def hidden(self, x: Tensor | None, microbatch: Microbatch) -> Tensor:
-        """The activations after the blocks: [tokens/tp, embed]."""
+        """Return the activations after the blocks: [tokens/tp, embed]."""
         if self.embedding is not None:
             x = self.embedding(microbatch)
         assert x is not None  # the first chunk embeds, the others are given activations
         return self.run(self.layers.values(), x, self.context(microbatch))
 
     def context(self, microbatch: Microbatch) -> Context:
-        """What the blocks are told of the microbatch's tokens."""
+        """Return what the blocks are told of the microbatch's tokens."""
         rotations = {name: self._rotation(rotary, microbatch) for name, rotary in self._rotaries.items()}
         return Context(microbatch.attention or self.attention(microbatch), rotations, self._routed(microbatch))
 
     def attention(self, microbatch: Microbatch, context: ContextParallel | None = None) -> MaskedAttention:
-        """How the tokens of sequences and documents look at each other; ``context`` has split them, or the model's."""
+        """Return how the tokens of sequences and documents look at each other; ``context`` has split them, or the
+        model's."""
         whole: MaskedAttention = CausalAttention(microbatch.sequences)
         if microbatch.documents is not None:
             documents = Documents.of(microbatch.documents, microbatch.tokens.device)
@@ -289,7 +290,7 @@ class Decoder(nn.Module):
         return ContextAttention.of(microbatch.split, microbatch.sequence_length, context, mesh.cp, inner, whole)
 
     def _routed(self, microbatch: Microbatch) -> RoutedTokens:
-        """What is known of this rank's own tokens."""
+        """Return what is known of this rank's own tokens."""
         group = self._mesh.tp
         padding, rows = (
             None if each is None else each.chunk(group.size)[group.index]

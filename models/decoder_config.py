@@ -45,6 +45,8 @@ class DecoderConfig(ModelConfig):
     defaults: ClassVar[Mapping[str, Any]] = {}
     # {another name that a file may have for a field: the field}
     spellings: ClassVar[Mapping[str, str]] = {}
+    # The field that holds what norms add.
+    eps: ClassVar[str] = "rms_norm_eps"
     # How its config.json says a rope.
     rope_convention: ClassVar[Convention] = PLAIN
 
@@ -89,7 +91,7 @@ class DecoderConfig(ModelConfig):
         return self.max_position_embeddings
 
     def table(self, **own: Any) -> Table:
-        """The rows of the weights table, with every weight drawn alike, as transformers does it."""
+        """Return the rows of the weights table, with every weight drawn alike, as transformers does it."""
         return Table(**({"std": self.initializer_range, "out_std": self.initializer_range} | own))
 
     @property
@@ -97,11 +99,16 @@ class DecoderConfig(ModelConfig):
         """The standard deviation with which the sum of the residual branches keeps its size (GPT-2)."""
         return self.initializer_range / math.sqrt(2 * self.num_hidden_layers)
 
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.anatomy_of()
+
     def anatomy_of(self, **own: Any) -> Anatomy:
-        """What the fields above say, and the family's own."""
+        """Return what the fields above say, and the family's own."""
         plain = (LayerAttention(),) * self.num_hidden_layers
         common: dict[str, Any] = {
             "layers": plain,
+            "norm_eps": getattr(self, self.eps),
             "ropes": {ROPE: self.rope_parameters},
             "activation": self.hidden_act,
             "attention_dropout": self.attention_dropout,
@@ -130,12 +137,13 @@ class DecoderConfig(ModelConfig):
         return found + (self.rope_problems() if self.head_dim > 0 else [])
 
     def rope_problems(self) -> list[str]:
-        """What is wrong with the rotary embeddings."""
+        """Return what is wrong with the rotary embeddings."""
         return self.rope_parameters.problems(self.head_dim)
 
     @classmethod
     def override(cls, base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-        """As the base class; of the rope, what the fields do not name stays (:func:`models.rope_config.override`)."""
+        """Do as the base class; of the rope, what the fields do not name stays
+        (:func:`models.rope_config.override`)."""
         # Where a field is named, by whatever name, none of its names stays.
         named = cls._respelled(fields).keys() & {*cls.spellings.values()}
         kept = {name: value for name, value in base.items() if cls.spellings.get(name, name) not in named}
@@ -143,7 +151,7 @@ class DecoderConfig(ModelConfig):
 
     @classmethod
     def _respelled(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The same with one name for each field."""
+        """Return the config with one name for each field."""
         return {cls.spellings.get(name, name): value for name, value in config.items()}
 
     @classmethod
@@ -180,7 +188,7 @@ class DecoderConfig(ModelConfig):
 
     @classmethod
     def _read_ropes(cls, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields that hold ropes. Raises ValueError with all that is wrong with them."""
+        """Return the fields that hold ropes. Raises ValueError with all that is wrong with them."""
         return {"rope_parameters": rope_config.from_hugging_face(config, cls.rope_convention)}
 
     @classmethod
@@ -194,7 +202,7 @@ class DecoderConfig(ModelConfig):
 
 
 def shape(hidden: int, mlp: int, layers: int, heads: int) -> dict[str, Any]:
-    """The sizes of a preset."""
+    """Return the sizes of a preset."""
     return {
         "hidden_size": hidden,
         "intermediate_size": mlp,

@@ -19,7 +19,7 @@ from parallel.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertsConfig(DecoderConfig):
+class MoEConfig(DecoderConfig):
     """Fields carry their Hugging Face names."""
 
     # Of transformers' own balance loss, which is none of ours (docs/moe.md).
@@ -33,7 +33,7 @@ class ExpertsConfig(DecoderConfig):
 
     @property
     def routing(self) -> Routing:
-        """How a layer's experts are chosen and weighed."""
+        """The rule by which a layer's experts are chosen and weighed."""
         return Routing(experts=self.sizes["experts"], top_k=self.num_experts_per_tok)
 
     def anatomy_of(self, **own: Any) -> Anatomy:
@@ -50,7 +50,7 @@ class ExpertsConfig(DecoderConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparseConfig(ExpertsConfig):
+class SparseConfig(MoEConfig):
     """Experts in every so many layers, as Qwen has them; the others have one feed-forward network of another size."""
 
     axes: ClassVar[Mapping[str, str]] = {**DecoderConfig.axes, "expert_mlp": "moe_intermediate_size"}
@@ -71,7 +71,7 @@ class SparseConfig(ExpertsConfig):
         return [layer for layer in range(self.num_hidden_layers) if (layer + 1) % step == 0 and layer not in dense]
 
     def feed_forward(self, t: Table, experts: Rows) -> Rows:
-        """The rows of the experts in the layers that have some, and of a network in the others."""
+        """Return the rows of the experts in the layers that have some, and of a network in the others."""
         every, sparse = {*range(self.num_hidden_layers)}, {*self.sparse_layers}
         return experts if sparse == every else in_layers(sparse, experts) + in_layers(every - sparse, t.gated_mlp())
 

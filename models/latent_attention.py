@@ -25,7 +25,7 @@ class LatentAttention(Attention):
     part of the keys, which together are narrower than x.
 
     Args:
-        parameters, name, rope, scoring: As of :class:`~models.attention.Attention`. The prefix is also that of
+        parameters, name, rope, scoring: Those of :class:`~models.attention.Attention`. The prefix is also that of
             ``.kv_a`` and ``.kv_b``, and of ``.q_a`` and ``.q_b``, or of ``.q`` where queries have no latent.
         norm: Makes the norm of a name: ``.kv_a_norm``, and ``.q_a_norm`` where queries have a latent.
     """

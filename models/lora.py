@@ -47,7 +47,7 @@ class Lora:
     """Adapters of a model.
 
     Args:
-        rank: Of each adapter.
+        rank: That of each adapter.
         alpha: The adapters' product is scaled by alpha / rank.
         targets: Patterns of the linears that have adapters: our names (``attn.qkv``, ``attn.qkv.q``, ``mlp.*``) or
             Hugging Face's (``q_proj``).
@@ -67,8 +67,8 @@ class Lora:
 
 
 @dataclass(frozen=True)
-class Linear:
-    """What Hugging Face keeps as one linear of a block: a weight, or some pieces of one, or those of all experts.
+class LinearTarget:
+    """One linear of a block as Hugging Face keeps it: a weight, or some pieces of one, or those of all experts.
 
     Args:
         param: The weight.
@@ -105,31 +105,31 @@ class Linear:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """By which it can be chosen."""
+        """The names by which it can be chosen."""
         return *without_block(self.name), self.hf_name, self.hf_name.rpartition(".")[2]
 
 
-def linears(schema: Schema) -> Iterator[Linear]:
-    """All that can have adapters: the linears of the blocks, routers and experts."""
+def linears(schema: Schema) -> Iterator[LinearTarget]:
+    """Yield all that can have adapters: the linears of the blocks, routers and experts."""
     for param in schema.params:
         if "layer" not in param.named_axes or not param.name.endswith(WEIGHT) or not param.decays:
             continue
         if not _EXPERTS.isdisjoint(param.sentence.axes):
-            yield Linear(param, param.sentence.labels, param.hf_held or param.hf, True)
+            yield LinearTarget(param, param.sentence.labels, param.hf_held or param.hf, True)
         elif _ONE not in param.sentence.axes:
             modules: dict[str, list[str]] = {}
             for label, (template, _) in param.hf_tensors.items():
                 modules.setdefault(template.removesuffix(WEIGHT), []).append(label)
             for name, labels in modules.items():
-                yield Linear(param, tuple(labels), name, len(modules) == 1)
+                yield LinearTarget(param, tuple(labels), name, len(modules) == 1)
 
 
-def targets(schema: Schema, patterns: Sequence[str]) -> list[Linear]:
-    """The linears that one of the patterns matches."""
+def targets(schema: Schema, patterns: Sequence[str]) -> list[LinearTarget]:
+    """Return the linears that one of the patterns matches."""
     return [linear for linear in linears(schema) if any(matches(each, linear.names) for each in patterns)]
 
 
-def mistaken_by_peft(family: str, chosen: Iterable[Linear]) -> list[str]:
+def mistaken_by_peft(family: str, chosen: Iterable[LinearTarget]) -> list[str]:
     """Hugging Face's names of linears, of dense layers and shared experts, whose adapters the peft library would put at
     the experts of a family."""
     names = {linear.hf_name for linear in chosen if not linear.is_parameter} if family in _MISTAKEN_IN else ()
@@ -137,7 +137,7 @@ def mistaken_by_peft(family: str, chosen: Iterable[Linear]) -> list[str]:
 
 
 def problems(schema: Schema, lora: Lora) -> list[str]:
-    """What is wrong with ``lora.targets``, and with ``lora.dropout`` for them."""
+    """Return what is wrong with ``lora.targets``, and with ``lora.dropout`` for them."""
     patterns = lora.targets
     if not patterns:
         names = ", ".join(linear.name for linear in linears(schema))
@@ -153,8 +153,8 @@ def problems(schema: Schema, lora: Lora) -> list[str]:
 
 
 def adapters(schema: Schema, lora: Lora) -> Schema:
-    """The adapters of a model by themselves."""
-    chosen: dict[str, list[Linear]] = {}
+    """Return the adapters of a model by themselves."""
+    chosen: dict[str, list[LinearTarget]] = {}
     for linear in targets(schema, lora.targets):
         chosen.setdefault(linear.param.name, []).append(linear)
     parameters = [linear for found in chosen.values() for linear in found if linear.is_parameter]
@@ -163,13 +163,13 @@ def adapters(schema: Schema, lora: Lora) -> Schema:
 
 
 def adapted(schema: Schema, lora: Lora) -> Schema:
-    """A model with its adapters."""
+    """Return a model with its adapters."""
     found = adapters(schema, lora)
     return Schema((*schema.params, *found.params), found.sizes)
 
 
-def _pair(schema: Schema, chosen: Sequence[Linear], parameters: Sequence[Linear]) -> tuple[Param, Param]:
-    """A and B of one weight, of which some linears have adapters.
+def _pair(schema: Schema, chosen: Sequence[LinearTarget], parameters: Sequence[LinearTarget]) -> tuple[Param, Param]:
+    """Return A and B of one weight, of which some linears have adapters.
 
     Args:
         schema: The model's.
@@ -189,7 +189,11 @@ def _pair(schema: Schema, chosen: Sequence[Linear], parameters: Sequence[Linear]
     # As nn.Linear draws its weight (He et al. 2015 with a = sqrt 5): uniform between -1 and 1 over sqrt(in).
     std = 1 / math.sqrt(3 * Pattern((inner,)).shape(schema.sizes)[0])
     name, each = param.name.removesuffix(WEIGHT), "".join(f"{_text(dim)} " for dim in stacked)
-    module = _wrapper(chosen[0], parameters) if chosen[0].is_parameter else _reword(param.hf, words)
+    module = param.hf
+    if chosen[0].is_parameter:
+        module = _wrapper(chosen[0], parameters)
+    elif words:  # a single one needs no braces
+        module = WORDS.sub(f"{{{words}}}" if "," in words else words, param.hf)
     hf = _PREFIX + module.removesuffix(WEIGHT)
     hf_first, hf_last = (f"({each}{first})", f"({RANK} {each.strip()})") if stacked else (first, RANK)
     first_hf, second_hf = f"{hf_first} {_text(hf_inner)}", f"{_text(hf_out)} {hf_last}"
@@ -198,17 +202,18 @@ def _pair(schema: Schema, chosen: Sequence[Linear], parameters: Sequence[Linear]
     return replace(a, layers=param.layers), replace(b, layers=param.layers)
 
 
-def _wrapper(linear: Linear, parameters: Sequence[Linear]) -> str:
-    """The name of what the peft library puts around the module of a parameter: several of one module are nested, the
-    last one outermost."""
+def _wrapper(linear: LinearTarget, parameters: Sequence[LinearTarget]) -> str:
+    """Return the name of what the peft library puts around the module of a parameter: several of one module are nested,
+    the last one outermost."""
     module = linear.hf.rpartition(".")[0]
     of_module = [other.hf for other in parameters if other.hf.rpartition(".")[0] == module]
     return module + _NESTED * (len(of_module) - 1 - of_module.index(linear.hf))
 
 
 def factors(adapters: Schema, stored: Stored) -> tuple[Stored, ...]:
-    """The two parts of adapters whose product has the shape of a tensor of Hugging Face, B and A or, where that has its
-    inputs first, A and B transposed; of experts that are stacked, one product for each. None where it has no adapter.
+    """Return the two parts of adapters whose product has the shape of a tensor of Hugging Face, B and A or, where that
+    has its inputs first, A and B transposed; of experts that are stacked, one product for each. None where it has no
+    adapter.
     """
     name = stored.param.removesuffix(WEIGHT)
     if f"{name}.{A}" not in adapters.by_name:
@@ -231,7 +236,7 @@ def factors(adapters: Schema, stored: Stored) -> tuple[Stored, ...]:
 
 
 def _hf_dims(param: Param) -> tuple[Node, Node]:
-    """(outputs, inputs) of a weight as Hugging Face stores them, whichever it puts first."""
+    """Return the outputs and inputs of a weight as Hugging Face stores them, whichever it puts first."""
     stored = Pattern.parse(param.hf_pattern or param.pattern)
     axes = Pattern(param.sentence.dims[-2:-1]).axes
     one, other = stored.dims[-2:]
@@ -243,7 +248,7 @@ def _text(dim: Node) -> str:
 
 
 def _terms(param: Param, out: Node, labels: Sequence[str]) -> FusedGroup:
-    """The pieces of a fused group that have these labels."""
+    """Return the pieces of a fused group that have these labels."""
     if not isinstance(out, FusedGroup) or tuple(term.label for term in out.terms) != param.sentence.outer_labels:
         raise ValueError(f"{param.name}: {param.pattern!r} is not fused in its first dimension alone")
     return replace(out, terms=tuple(term for term in out.terms if term.label in labels))
@@ -253,8 +258,3 @@ def _word(param: Param, label: str) -> str:
     found = WORDS.search(param.hf)
     assert found  # Hugging Face keeps the pieces apart
     return found.group(1).split(",")[param.sentence.outer_labels.index(label)]
-
-
-def _reword(hf: str, words: str) -> str:
-    """A Hugging Face name that spells other words; a single one needs no braces."""
-    return WORDS.sub(f"{{{words}}}" if "," in words else words, hf) if words else hf

@@ -20,11 +20,11 @@ class MixtureOfExperts(nn.Module):
     one where there is one. x: [tokens/tp, embed] -> same.
 
     Args:
-        parameters: What this rank holds.
+        parameters: This rank's.
         name: Prefix of ``.router``, ``.experts.up``, ``.experts.down`` and, where they are declared, ``.shared.up``,
             ``.shared.down`` and ``.shared_gate``.
         layer: The layer.
-        routing: How experts are chosen and weighed.
+        routing: The rule by which experts are chosen and weighed.
         activation: That of all networks, as of :func:`models.blocks.activation_after`.
     """
 

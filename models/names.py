@@ -15,15 +15,15 @@ _PARTS = ("experts", "router")
 
 
 def matches(pattern: str, names: Iterable[str]) -> bool:
-    """Whether one of the names, or the part of it before one of its dots, is of the pattern (as a shell's)."""
+    """Return whether one of the names, or the part of it before one of its dots, is of the pattern (as a shell's)."""
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for name in names)
 
 
 def unmatched(key: str, patterns: Sequence[str], known: Sequence[Sequence[str]]) -> list[str]:
-    """A problem for each pattern that matches nothing, with the nearest of the names.
+    """Return a problem for each pattern that matches nothing, with the nearest of the names.
 
     Args:
-        key: Where the patterns stand in a recipe.
+        key: The recipe's key that holds the patterns.
         patterns: The patterns.
         known: The names of each thing that can be matched.
     """
@@ -37,41 +37,42 @@ def unmatched(key: str, patterns: Sequence[str], known: Sequence[Sequence[str]])
 
 
 def _parts(name: str) -> Iterator[str]:
-    """What a name is before each of its dots, and all of it."""
+    """Return the parts of a name before each of its dots, and all of it."""
     return itertools.accumulate(name.split("."), lambda before, word: f"{before}.{word}")
 
 
 def in_block(name: str) -> str:
-    """What a name says after its layer, ``attn.qkv.weight``; all of it where there is none."""
+    """Return what a name says after its layer, ``attn.qkv.weight``; all of it where there is none."""
     return name.partition(_LAYER)[2] or name
 
 
 def without_block(name: str) -> tuple[str, ...]:
-    """The names of a part of a block without its layer: ``attn.qkv``; ``mlp.experts.up`` and ``experts.up``."""
+    """Return the names of a part of a block without its layer: ``attn.qkv``; ``mlp.experts.up`` and ``experts.up``."""
     short = name.partition(".")[2]
     return (name, short) if short.partition(".")[0] in _PARTS else (name,)
 
 
 def tensors(schema: Schema) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(name, the names by which it can be chosen) of each tensor of a model: with its layer, and without."""
+    """Yield the name of each tensor of a model, and the names by which it can be chosen: with its layer, and
+    without."""
     for param in schema.params:
         for name in whole_names(schema, param):
             yield name, (name, *without_block(in_block(param.name)))
 
 
 def whole_names(schema: Schema, param: Param) -> Iterator[str]:
-    """The names of a parameter's tensors, all that stands in braces filled in."""
+    """Return the names of a parameter's tensors, all that stands in braces filled in."""
     return (param.name.format(**index) for index in schema.indices(param, param.name))
 
 
 def buffers(schema: Schema) -> Iterator[str]:
-    """The names of the tensors that get no gradient."""
+    """Return the names of the tensors that get no gradient."""
     return (name for param in schema.params if param.buffer for name in whole_names(schema, param))
 
 
 def frozen(schema: Schema, only: Sequence[str] | None, freeze: Sequence[str]) -> frozenset[str]:
-    """The tensors that are not trained: buffers, those of ``freeze``, and those that are not of ``only`` (None: all
-    are)."""
+    """Return the tensors that are not trained: buffers, those of ``freeze``, and those that are not of ``only`` (None:
+    all are)."""
     still = {*buffers(schema)}
     return frozenset(
         name
@@ -83,7 +84,7 @@ def frozen(schema: Schema, only: Sequence[str] | None, freeze: Sequence[str]) ->
 
 
 def problems(schema: Schema, only: Sequence[str] | None, freeze: Sequence[str]) -> list[str]:
-    """What is wrong with ``train.only`` and ``train.freeze``."""
+    """Return what is wrong with ``train.only`` and ``train.freeze``."""
     known = [names[::-1] for _, names in tensors(schema)]
     found = [*unmatched("train.only", only or (), known), *unmatched("train.freeze", freeze, known)]
     if not found and len(frozen(schema, only, freeze)) == len(known):

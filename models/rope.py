@@ -106,9 +106,9 @@ class Rotary:
         length; nothing is kept.
 
         Args:
-            positions: Of the documents' tokens, one document after the other.
-            documents: How many tokens each has.
-            lengths: Of the sequence that each is a part of.
+            positions: Those of the documents' tokens, one document after the other.
+            documents: The tokens that each has.
+            lengths: Those of the sequences that the documents are parts of.
         """
         found, start = [], 0
         of_each = zip(documents, (_counting(self.rope, length) for length in lengths), strict=True)
@@ -122,7 +122,7 @@ class Rotary:
 
 
 def _counting(rope: Rope, sequence_length: int) -> int:
-    """A sequence length with the same frequencies, as few different ones as there are frequencies."""
+    """Return a sequence length with the same frequencies, as few different ones as there are frequencies."""
     match rope:
         case DynamicRope():
             return max(sequence_length, rope.max_position_embeddings)
@@ -136,7 +136,7 @@ def _counting(rope: Rope, sequence_length: int) -> int:
 
 
 def _positions_per_radian(base: float, dims: int, count: int | None = None) -> Tensor:
-    """[count, or dims/2]: base ** (0/dims, 2/dims, 4/dims, ...)."""
+    """Return base ** (0/dims, 2/dims, 4/dims, ...): [count, or dims/2]."""
     stop = dims if count is None else 2 * count
     powers: Tensor = base ** (torch.arange(0, stop, 2, dtype=torch.float32) / dims)
     return powers
@@ -151,7 +151,7 @@ def _dynamic_base(rope: DynamicRope, dims: int, sequence_length: int) -> float:
 
 def _yarn(rope: YarnRope, dims: int) -> Tensor:
     def dimension(turns: float) -> float:
-        """The (fractional) frequency index that turns this often within the original length."""
+        """Return the (fractional) frequency index that turns this often within the original length."""
         wavelength = rope.original_max_position_embeddings / (turns * 2 * math.pi)
         return dims * math.log(wavelength) / (2 * math.log(rope.rope_theta))
 

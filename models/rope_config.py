@@ -16,14 +16,14 @@ from parallel.choices import check_choice, nearest
 Spelling = Literal["rope_parameters", "rope_scaling"]
 """The key of a config.json that holds the type and its numbers: as transformers 5 writes it, or as 4 did."""
 _BESIDE = ("rope_theta", "partial_rotary_factor")
-"""What the old spelling keeps beside the type and its numbers, not among them."""
+"""The old spelling keeps these beside the type and its numbers, not among them."""
 _ORIGINAL = "original_max_position_embeddings"
 _LENGTH = "max_position_embeddings"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """What every type has: ``rope_theta``, the base of the geometric series of wavelengths, and
+    """Every type has ``rope_theta``, the base of the geometric series of wavelengths, and
     ``partial_rotary_factor``, the part of a head that turns."""
 
     rope_type: ClassVar[str]
@@ -33,11 +33,11 @@ class Rope:
     partial_rotary_factor: float = 1.0
 
     def turning(self, head_dim: int) -> int:
-        """How many dimensions of a head turn, the first ones; the others pass."""
+        """Return how many dimensions of a head turn, the first ones; the others pass."""
         return int(head_dim * self.partial_rotary_factor)
 
     def problems(self, head_dim: int) -> list[str]:
-        """What is wrong with these values for heads of this size; empty if nothing is."""
+        """Return what is wrong with these values for heads of this size; empty if nothing is."""
         found = _outside(self, "partial_rotary_factor", above=0, up_to=1) + _outside(self, "rope_theta", above=1)
         turning = head_dim if found else self.turning(head_dim)
         if turning == head_dim and head_dim % 2:
@@ -183,7 +183,7 @@ class ProportionalRope(Rope):
     factor: float = 1.0
 
     def turning(self, head_dim: int) -> int:
-        """All of them: those beyond the factor turn with frequency 0."""
+        """Return all dimensions: those beyond the factor turn with frequency 0."""
         return head_dim
 
     def problems(self, head_dim: int) -> list[str]:
@@ -203,14 +203,14 @@ ROPE_TYPES: dict[str, type[Rope]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Convention:
-    """How a family's config.json says a rope, and what it means by saying nothing: the defaults of its class.
+    """The way a family's config.json says a rope, and what it means by saying nothing: the defaults of its class.
 
     Args:
-        rope_theta: Where the file has none.
-        partial_rotary_factor: Where the file has none. None for a family of which whole heads turn: then a part is an
-            error, but for the type proportional.
-        original_max_position_embeddings: Where the file has none, of a family that keeps it at the top level (Phi-3).
-            None for one that falls back to ``max_position_embeddings``.
+        rope_theta: The base of a file that has none.
+        partial_rotary_factor: The factor of a file that has none. None for a family of which whole heads turn: then a
+            part is an error, but for the type proportional.
+        original_max_position_embeddings: The length of a file that has none, of a family that keeps it at the top
+            level (Phi-3). None for one that falls back to ``max_position_embeddings``.
         parameters: The ``rope_parameters`` where the file has none (gpt-oss).
         theta_key: The top-level key of ``rope_theta`` ("rotary_emb_base" of GPT-NeoX).
         partial_key: That of ``partial_rotary_factor`` ("rotary_pct" of GPT-NeoX).
@@ -238,7 +238,7 @@ class Convention:
         return frozenset({"rope_parameters", *self.beside.values(), *(["rope_scaling"] if self.scaled else [])})
 
     def stored(self, kind: type[Rope]) -> list[str]:
-        """The fields of a type that ``rope_parameters`` may have in this family."""
+        """Return the fields of a type that ``rope_parameters`` may have in this family."""
         whole = self.partial_rotary_factor is None and kind is not ProportionalRope
         others = {*kind.from_model, *(["partial_rotary_factor"] if whole else [])}
         return [each.name for each in fields(kind) if each.name not in others]
@@ -250,7 +250,7 @@ Kinds = Mapping[str, Convention]
 
 
 def from_hugging_face(config: Mapping[str, Any], convention: Convention = PLAIN) -> Rope:
-    """The rope of a config.json, from either spelling; whether its values make sense, ``problems`` says.
+    """Return the rope of a config.json, from either spelling; whether its values make sense, ``problems`` says.
 
     A null is as good as a missing key. ``original_max_position_embeddings``, where a type has it, falls back to
     ``max_position_embeddings``; a ``factor`` of yarn that is null, or of longrope that is not there, is the ratio of
@@ -297,7 +297,7 @@ def from_hugging_face(config: Mapping[str, Any], convention: Convention = PLAIN)
 def to_hugging_face(
     rope: Rope, spelling: Spelling = "rope_parameters", convention: Convention = PLAIN
 ) -> dict[str, Any]:
-    """The part of a config.json that says this rope: ``{"rope_parameters": ...}``, or as transformers 4 wrote it
+    """Return the part of a config.json that says this rope: ``{"rope_parameters": ...}``, or as transformers 4 wrote it
     ``{"rope_theta": ..., "rope_scaling": ...}``. ``max_position_embeddings`` is the model's to write."""
     check_choice("spelling", spelling, get_args(Spelling))
     values = {name: getattr(rope, name) for name in convention.stored(type(rope))}
@@ -313,8 +313,8 @@ def to_hugging_face(
 
 
 def by_kind(config: Mapping[str, Any], kinds: Kinds) -> dict[str, Rope]:
-    """The rope of each kind of layer: from ``rope_parameters`` that are nested by kind, as transformers 5 writes them,
-    or from what stood at the top level before (Gemma-3: ``rope_theta`` and ``rope_scaling`` of the global layers,
+    """Return the rope of each kind of layer: from ``rope_parameters`` that are nested by kind, as transformers 5 writes
+    them, or from what stood at the top level before (Gemma-3: ``rope_theta`` and ``rope_scaling`` of the global layers,
     ``rope_local_base_freq`` of the local ones). As :func:`from_hugging_face` for each; raises all problems together."""
     problems = _not_nested(config, kinds)
     found = {}
@@ -331,7 +331,7 @@ def by_kind(config: Mapping[str, Any], kinds: Kinds) -> dict[str, Rope]:
 def by_kind_to_hugging_face(
     ropes: Mapping[str, Rope], kinds: Kinds, spelling: Spelling = "rope_parameters"
 ) -> dict[str, Any]:
-    """The inverse of :func:`by_kind`. Raises ValueError where the old spelling has no place for a rope."""
+    """Return the inverse of :func:`by_kind`. Raises ValueError where the old spelling has no place for a rope."""
     each = {kind: to_hugging_face(ropes[kind], spelling, convention) for kind, convention in kinds.items()}
     if spelling == "rope_parameters":
         return {"rope_parameters": {kind: said["rope_parameters"] for kind, said in each.items()}}
@@ -352,7 +352,7 @@ def draw(
     convention: Convention = PLAIN,
     rope_types: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """A config.json's ``rope_parameters`` at random: any of the types, for heads of this size."""
+    """Return a config.json's ``rope_parameters`` at random: any of the types, for heads of this size."""
     whole = convention.partial_rotary_factor is None
     # Families that turn a part cut as wide a one from their heads, but proportional tables are as wide as these.
     rope_type = rng.choice(rope_types or [name for name in ROPE_TYPES if whole or name != "proportional"])
@@ -385,7 +385,7 @@ def draw(
 
 
 def draw_by_kind(rng: Random, head_dim: int, positions: int, kinds: Kinds) -> dict[str, Any]:
-    """A config.json's ``rope_parameters`` at random, nested by kind of layer."""
+    """Return a config.json's ``rope_parameters`` at random, nested by kind of layer."""
     nested = {kind: draw(rng, head_dim, positions, convention) for kind, convention in kinds.items()}
     for drawn in nested.values():
         drawn.pop("truncate", None)  # transformers 5.23 does not look for it in there
@@ -393,13 +393,15 @@ def draw_by_kind(rng: Random, head_dim: int, positions: int, kinds: Kinds) -> di
 
 
 def partial_rotary_factor(turning: int, head_dim: int) -> float:
-    """The factor with which so many dimensions of a head turn, for families that say their number (``rotary_dim``)."""
+    """Return the factor with which so many dimensions of a head turn, for families that say their number
+    (``rotary_dim``)."""
     factor = turning / head_dim
     return factor if int(head_dim * factor) == turning else math.nextafter(factor, math.inf)
 
 
 def override(base: Mapping[str, Any], fields: Mapping[str, Any], convention: Convention = PLAIN) -> dict[str, Any]:
-    """A config.json of which some fields are replaced; what they do not name of its rope stays, in the base's spelling.
+    """Return a config.json of which some fields are replaced; what they do not name of its rope stays, in the base's
+    spelling.
 
     ``rope_parameters`` and ``rope_scaling`` mean the same here: with a rope_type they replace the type and its numbers,
     without one they replace the numbers that they name, and null takes the scaling away. ``rope_theta`` and
@@ -433,7 +435,7 @@ def override(base: Mapping[str, Any], fields: Mapping[str, Any], convention: Con
 
 
 def override_by_kind(base: Mapping[str, Any], fields: Mapping[str, Any], kinds: Kinds) -> dict[str, Any]:
-    """As :func:`override` for the rope of each kind of layer that the fields name; the result is nested by kind."""
+    """Override as :func:`override` does the rope of each kind of layer that is named; the result is nested by kind."""
     keys = frozenset[str]().union(*(convention.keys for convention in kinds.values()))
     changed = {**base, **fields}
     if _not_nested(base, kinds) or _not_nested(fields, kinds):
@@ -452,7 +454,7 @@ def override_by_kind(base: Mapping[str, Any], fields: Mapping[str, Any], kinds: 
 
 
 def _not_nested(config: Mapping[str, Any], kinds: Kinds) -> list[str]:
-    """What is wrong with ``rope_parameters`` that should be nested by kind of layer."""
+    """Return what is wrong with ``rope_parameters`` that should be nested by kind of layer."""
     nested = config.get("rope_parameters") or {}
     choices = f"choose from {', '.join(kinds)}"
     if not isinstance(nested, Mapping):
@@ -465,7 +467,7 @@ def _not_nested(config: Mapping[str, Any], kinds: Kinds) -> list[str]:
 
 
 def _of_kind(config: Mapping[str, Any], kind: str, convention: Convention) -> dict[str, Any]:
-    """What a config.json says of the rope of one kind of layer, as if there were no other."""
+    """Return what a config.json says of the rope of one kind of layer, as if there were no other."""
     keys = convention.keys | {"max_position_embeddings"}
     nested = config.get("rope_parameters") or {kind: None}
     said = {name: value for name, value in config.items() if name in keys and name != "rope_parameters"}
@@ -473,21 +475,21 @@ def _of_kind(config: Mapping[str, Any], kind: str, convention: Convention) -> di
 
 
 def _said(config: Mapping[str, Any], convention: Convention) -> tuple[dict[str, Any], list[str]]:
-    """As :func:`_flatten`, with the family's type and numbers where the file has none."""
+    """Flatten as :func:`_flatten` does, with the family's type and numbers where the file has none."""
     given, problems = _flatten(config, convention)
     bare = not any(config.get(key) for key in get_args(Spelling))
     return ({**convention.parameters, **given} if bare else given), problems
 
 
 def _falls_back(rope: Mapping[str, Any], convention: Convention) -> bool:
-    """Whether a rope, in the new spelling, is of a type with an original length that nothing says."""
+    """Return whether a rope, in the new spelling, is of a type with an original length that nothing says."""
     rope_type = convention.rope_types.get(str(rope["rope_type"]), str(rope["rope_type"]))
     said = rope.get(_ORIGINAL) is not None or convention.original_max_position_embeddings is not None
     return not said and _ORIGINAL in (each.name for each in fields(ROPE_TYPES.get(rope_type, DefaultRope)))
 
 
 def _flatten(config: Mapping[str, Any], convention: Convention) -> tuple[dict[str, Any], list[str]]:
-    """One dictionary in the new spelling, and what is no mapping or disagrees between the places it may stand in."""
+    """Return one dictionary in the new spelling, and what is no mapping or disagrees between its two places."""
     problems: list[str] = []
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     for name, value in (("rope_parameters", new), ("rope_scaling", old)):
@@ -510,7 +512,7 @@ def _flatten(config: Mapping[str, Any], convention: Convention) -> tuple[dict[st
 
 
 def _outside(rope: Rope, name: str, above: float, up_to: float = math.inf) -> list[str]:
-    """The problem of a field that is not a number in (above, up_to]; an optional field may be None."""
+    """Return the problem of a field that is not a number in (above, up_to]; an optional field may be None."""
     value = getattr(rope, name)
     optional = next(field.default is None for field in fields(rope) if field.name == name)
     if (value is None and optional) or (_is_number(value) and above < value <= up_to):

@@ -1,4 +1,4 @@
-"""How the layers of a model are dealt to the stages of a pipeline. No torch."""
+"""The layers of a model are dealt to the stages of a pipeline. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from parallel.weights.schema import SPLIT, Split
 
 
 def default_layers(config: ModelConfig, virtual_stages: int) -> tuple[int, ...]:
-    """A balanced split of the layers that counts the head and, at a quarter of it, the embedding.
+    """Return a balanced split of the layers that counts the head and, at a quarter of it, the embedding.
 
     Layers and the head count by the parameters that a token meets in them, as their products do. Looking tokens up is
     cheap, but the table's gradient and optimizer traffic are not: a quarter is what they came to on the model of
@@ -37,5 +37,5 @@ def layout_of(
     tuning: Tuning = EVERYTHING,
     split: Split = SPLIT,
 ) -> Layout:
-    """The layout of a model and its adapters on a mesh, its layers split as given or in a balanced way."""
+    """Return the layout of a model and its adapters on a mesh, its layers split as given or in a balanced way."""
     return Layout(tuning.schema(config.schema), mesh, layers or default_layers(config, mesh.pp * chunks), split)

@@ -24,7 +24,7 @@ class Pairs:
 
     Args:
         head: Size of a head.
-        turning: How many of its dimensions turn, the first ones.
+        turning: The number of its dimensions that turn, the first ones.
     """
 
     head: int
@@ -57,7 +57,7 @@ class Table:
     Our names are ``layers.{layer}.<name>`` within a block, where Hugging Face's are ``<layer>.<name>``.
 
     Args:
-        layer: How Hugging Face's names of a block begin.
+        layer: The beginning of Hugging Face's names of a block.
         std: Standard deviation of initial weights.
         out_std: That of the linears that end a branch.
         norm_mean: Initial weight of norms.
@@ -71,7 +71,8 @@ class Table:
     norm_bias: bool = False
 
     def norm(self, name: str, hf: str, pattern: str = "embed", *, stored: str = "", mean: float | None = None) -> Rows:
-        """A norm of a block, with a bias where norms have one; ``stored`` where Hugging Face stores it otherwise."""
+        """Return a norm of a block, with a bias where norms have one; ``stored`` where Hugging Face stores it
+        otherwise."""
         mean = self.norm_mean if mean is None else mean
         name = f"layers.{{layer}}.{name}"
         weight = Param(f"{name}.weight", pattern, f"{self.layer}.{hf}.weight", stored, mean=mean, vector=True)
@@ -91,15 +92,15 @@ class Table:
         held: str = "",
         ends: bool = False,
     ) -> Rows:
-        """A linear of a block.
+        """Return a linear of a block.
 
         Args:
             name: Our name.
             out, inner: Sentences of what it gives and what it takes.
             hf: Hugging Face's name; ``{q,k,v}`` where each piece is a tensor of its own.
             bias: Whether it has one.
-            stored, stored_bias: How Hugging Face stores the weight and the bias, where that differs.
-            held: What transformers calls the weight in memory, where that differs.
+            stored, stored_bias: Hugging Face's sentences of the weight and the bias, where they differ.
+            held: The name of transformers for the weight in memory, where that differs.
             ends: Whether it ends a branch.
         """
         std = self.out_std if ends else self.std
@@ -177,14 +178,14 @@ class Table:
         )
 
     def gated_mlp(self, *, bias: bool = False) -> Rows:
-        """A gated feed-forward network, as LLaMA's ``mlp`` has it."""
+        """Return a gated feed-forward network, as LLaMA's ``mlp`` has it."""
         return (
             *self.linear("mlp.up", GATE_UP, "embed", "mlp.{gate,up}_proj", bias=bias),
             *self.linear("mlp.down", "embed", "mlp", "mlp.down_proj", bias=bias, ends=True),
         )
 
     def plain_mlp(self, up: str, down: str, *, bias: bool = False) -> Rows:
-        """A feed-forward network of two linears, of these names."""
+        """Return a feed-forward network of two linears, of these names."""
         return (
             *self.linear("mlp.up", "mlp", "embed", f"mlp.{up}", bias=bias),
             *self.linear("mlp.down", "embed", "mlp", f"mlp.{down}", bias=bias, ends=True),
@@ -205,7 +206,7 @@ class Table:
             hf, down: Hugging Face's names of what goes into an expert's hidden features, and of what comes out of them.
             router: Its name of the router.
             correction: Its name of what is added to the scores that choose; empty: nothing is.
-            held: What transformers calls the modules of the experts and of the router in memory.
+            held: The names of transformers for the modules of the experts and of the router in memory.
         """
         hidden = "experts (gate: expert_mlp + up: expert_mlp)"
         return (
@@ -222,7 +223,8 @@ class Table:
         )
 
     def shared_expert(self, hf: str = "mlp.shared_experts", gate: str = "") -> Rows:
-        """An expert that every token goes to, of this name, and what weighs it, of another; empty: nothing does."""
+        """Return an expert that every token goes to, of this name, and what weighs it, of another; empty: nothing
+        does."""
         inner = "(gate: shared_mlp + up: shared_mlp)"
         return (
             *self.linear("mlp.shared.up", inner, "embed", f"{hf}.{{gate,up}}_proj"),
@@ -239,7 +241,8 @@ class Table:
         head: str = "lm_head",
         head_bias: bool = False,
     ) -> Rows:
-        """The whole table: the embedding, the rows of a block, the final norm, and the head unless it is tied."""
+        """Return the whole table: the embedding, the rows of a block, the final norm, and the head unless it is
+        tied."""
         last_norm = Param("norm.weight", "embed", f"{norm}.weight", at="last", mean=self.norm_mean)
         return (
             Param("embed.weight", "vocab embed", f"{embed}.weight", at="first last" if tied else "first", std=self.std),
@@ -252,5 +255,5 @@ class Table:
 
 
 def in_layers(layers: Collection[int], rows: Rows) -> Rows:
-    """Rows that these layers alone have; none where there are no layers."""
+    """Return rows that these layers alone have; none where there are no layers."""
     return tuple(replace(row, layers=tuple(sorted(layers))) for row in rows) if layers else ()

@@ -1,4 +1,4 @@
-"""What of a model is trained: all of it, some of its weights, or adapters beside them. No torch."""
+"""A tuning says what of a model is trained: all of it, some of its weights, or adapters beside them. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from parallel.weights.schema import Schema
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is trained.
+    """The weights of a model that are trained.
 
     Args:
         lora: Adapters, which are trained alone; None for none.
@@ -24,21 +24,21 @@ class Tuning:
     freeze: tuple[str, ...] = ()
 
     def schema(self, model: Schema) -> Schema:
-        """What a run holds of a model."""
+        """Return what a run holds of a model."""
         return model if self.lora is None else lora.adapted(model, self.lora)
 
     def kept(self, model: Schema) -> Schema:
-        """What a checkpoint of the run holds: the adapters alone, where there are some."""
+        """Return what a checkpoint of the run holds: the adapters alone, where there are some."""
         return model if self.lora is None else lora.adapters(model, self.lora)
 
     def frozen(self, model: Schema) -> frozenset[str]:
-        """The tensors of a model that are not trained, by their names."""
+        """Return the tensors of a model that are not trained, by their names."""
         if self.lora is None:
             return names.frozen(model, self.only, self.freeze)
         return frozenset(name for name, _ in names.tensors(model))
 
     def trained(self, model: Schema) -> int:
-        """How many parameters are trained."""
+        """Return how many parameters are trained."""
         schema, still = self.schema(model), self.frozen(model)
         found = 0
         for param in schema.params:
@@ -47,7 +47,7 @@ class Tuning:
         return found
 
     def problems(self, model: Schema) -> list[str]:
-        """Everything that is wrong with it for this model."""
+        """Return everything that is wrong with it for this model."""
         if self.lora is None:
             return names.problems(model, self.only, self.freeze)
         both = [

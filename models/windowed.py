@@ -31,7 +31,7 @@ class WindowedConfig(DecoderConfig):
 
     @abstractmethod
     def slides(self, layer: int) -> bool:
-        """Whether a layer sees no further than the window, where ``layer_types`` is null."""
+        """Return whether a layer sees no further than the window, where ``layer_types`` is null."""
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ class WindowedConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PatternedConfig(WindowedConfig):
-    """Of every so many layers the last one sees all tokens before.
+    """The last one of every so many layers sees all tokens before.
 
     How many these are, older files say in ``sliding_window_pattern`` where they have no ``layer_types``.
     """
@@ -92,5 +92,5 @@ class PatternedConfig(WindowedConfig):
 
 
 def window_problems(window: int | None) -> list[str]:
-    """What is wrong with a ``sliding_window``."""
+    """Return what is wrong with a ``sliding_window``."""
     return [] if window is None or window > 0 else [f"sliding_window is {window}: it must be at least 1, or null"]

@@ -19,8 +19,8 @@ class Wrapper:
     Args:
         family: The part's ``model_type``.
         section: The field of ``config.json`` that holds the part's.
-        prefix: What the names of the part's tensors begin with.
-        others: What the names of all others begin with.
+        prefix: The beginning of the names of the part's tensors.
+        others: The beginnings of the names of all others.
     """
 
     family: str

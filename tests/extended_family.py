@@ -11,14 +11,11 @@ import pytest
 
 from models import registry
 from models.anatomy import ROPE, Anatomy, LayerAttention
-from models.builder import build
 from models.families.llama import LlamaConfig
 from models.rope_config import DefaultRope
 from models.table import HEADS, in_layers
 from parallel.routing import Routing
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "ExtendedConfig", "build", "extended"]
 
 LOCAL = "local"
 _MLP, _HF = "layers.{layer}.mlp", "model.layers.{layer}.mlp"
@@ -129,12 +126,11 @@ class ExtendedConfig(LlamaConfig):
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {}
 PARAMETERS: Mapping[str, int] = {}
-CONFIG: type[ExtendedConfig] = ExtendedConfig
 
 
 @contextmanager
 def extended() -> Iterator[None]:
     """For as long as this lasts there is the family ``extended``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "FAMILIES", {**registry.FAMILIES, "extended": __name__})
+        patch.setattr(registry, "FAMILIES", {**registry.FAMILIES, "extended": f"{__name__}.ExtendedConfig"})
         yield

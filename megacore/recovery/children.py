@@ -26,8 +26,6 @@ from megacore.say import err
 BLOCKED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """The signals that ranks block from their first instruction on; a rank unblocks those that it wants, and none is
 lost. Who takes the place of another blocks the one that asks for the end, too."""
-IMPORTED_LATE = "torch._dynamo"
-"""The module that the first optimizer of a rank imports, in a second."""
 STACKS_S = 2.0
 
 
@@ -63,6 +61,7 @@ class Children:
         environment: More variables for them.
         talks: Whether the module talks to its agent.
         hangs: The watch over ranks that tell where they are.
+        template: Makes processes in milliseconds, once it has imported what they need; it is not ended with them.
         on_world: Is told the variables of each rank that takes its place in a new world.
     """
 
@@ -73,10 +72,9 @@ class Children:
     talks: bool = False
     hangs: HangWatch | None = None
     on_world: Callable[[Mapping[str, str]], object] = lambda variables: None
+    template: RankTemplate | None = None
     living: dict[int, Child] = field(default_factory=dict)
     """{life: process} of those that have not been seen to have ended."""
-    template: RankTemplate | None = None
-    """The maker of processes that are late, in milliseconds, once one is wanted."""
     wanted: Mapping[str, str] | None = None
     """The variables of a process that is to stand by."""
     standby: Child | None = None
@@ -98,6 +96,8 @@ class Children:
         """
         if self.standby is not None and self.standby.process.poll() is not None:
             self.standby = None
+        if self.template is not None and not late:
+            self.template.wait()
         beat = {BEAT: str(beat_of(self.folder, life))}
         child = self.standby or self._process({**variables, **beat}, late)
         self.wanted, self.standby, child.life, child.rank = None, None, life, rank
@@ -112,8 +112,6 @@ class Children:
         """Start what is wanted to stand by, once the template can make it: who imports by itself takes seconds."""
         if self.wanted is None or self.standby is not None:
             return
-        if self.template is None and sys.platform == "linux":
-            self.template = RankTemplate((self.module, IMPORTED_LATE), {**os.environ, **self.environment})
         if self.template is None or self.template.imported or self.template.gone:
             self.standby = self._process(self.wanted, True)
 
@@ -171,15 +169,13 @@ class Children:
 
     def kill(self) -> None:
         """Kill all, and wait for their end."""
-        if self.template is not None:
-            self.template.end()
         children = [*self.living.values(), *([self.standby] if self.standby else [])]
         for child in children:
             child.process.kill()
         for child in children:
             child.process.wait()
             child.channel.end.close()
-        self.living, self.template, self.wanted, self.standby = {}, None, None, None
+        self.living, self.wanted, self.standby = {}, None, None
 
     def forget(self) -> None:
         """Remove what earlier processes have left under their lives, which are numbered anew."""

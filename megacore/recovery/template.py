@@ -15,12 +15,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
 from megacore import rank
 
+_IMPORTS_S = 30.0
+"""The seconds for which it is waited for, before processes import by themselves."""
 _ANSWERS_S = 1.0
 _LONGEST = 1 << 17
 """Bytes of a message."""
@@ -64,7 +67,7 @@ class RankTemplate:
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
         _adopt()
         self._end, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._imported = False
+        self._imported, self._until = False, time.monotonic() + _IMPORTS_S
         command = [sys.executable, "-m", __name__, str(os.getpid()), str(theirs.fileno()), *modules]
         # What the terminal sends to all is not for it; what it makes has a mask of its own.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -105,6 +108,10 @@ class RankTemplate:
             self._process.wait()
             made = self._heard(0)  # from its last moment; what it has not told of ends by itself
         return Forked(int(made)) if made else None
+
+    def wait(self) -> None:
+        """Wait until it can fork, if that is soon."""
+        self._imported = self._imported or bool(self._heard(max(0.0, self._until - time.monotonic())))
 
     @property
     def imported(self) -> bool:

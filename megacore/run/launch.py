@@ -11,9 +11,11 @@ import json
 import os
 import platform
 import select
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,8 +33,9 @@ from megacore.recovery.members import Members
 from megacore.recovery.news import Came, Gone, MembersError
 from megacore.recovery.policy import ANNOUNCED, Budgets, Decision, Incident, decide
 from megacore.recovery.straggler import Stragglers
+from megacore.recovery.template import RankTemplate
 from megacore.recovery.watch import HangWatch
-from megacore.say import brief, err
+from megacore.say import brief, err, outlive
 from megacore.store.checkpoint import TRAINER
 from megacore.store.strict_json import StoreError, read_json
 
@@ -59,6 +62,11 @@ VARIABLES = {
 }
 """Variables of the environment of each rank, where it does not say otherwise."""
 
+MODULE = "megacore.run.train"
+"""The module that each rank runs."""
+IMPORTED_LATE = "torch._dynamo"
+"""The module that the first optimizer of a rank imports, in a second."""
+
 WAY_OUT = (
     "Go on with --resume auto. Where a rank rightly takes so long, raise train.timeout, the minutes that others wait."
 )
@@ -70,7 +78,13 @@ LONGEST_S = 60.0
 
 def run(command: str, given: Sequence[str]) -> int:
     """Run what `megacore COMMAND` was given on this machine -> its exit status."""
+    with ExitStack() as stack:
+        return _run(command, given, stack)
+
+
+def _run(command: str, given: Sequence[str], stack: ExitStack) -> int:
     recipe, overrides = arguments(command, given)
+    outlive()
     try:
         if _number("RESTART_COUNT", 0, 0):
             from megacore.run.resume import again
@@ -85,6 +99,11 @@ def run(command: str, given: Sequence[str]) -> int:
         here = _number("NPROC_PER_NODE", 1, 0) or processes(config, most, gpus())
         node = _node(least, most, here)
         shutdown_s = _number("SHUTDOWN_TIMEOUT", 0, 600)
+        environment = {**{name: os.environ.get(name, value) for name, value in VARIABLES.items()}, **threads(here)}
+        template = None
+        if in_place and sys.platform == "linux":
+            template = RankTemplate((MODULE, IMPORTED_LATE), {**os.environ, **environment})
+            stack.callback(template.end)
         layouts = _layouts(config, least, most, here)
         from megacore.run.check import check  # imports much, which a typo need not wait for
 
@@ -93,13 +112,13 @@ def run(command: str, given: Sequence[str]) -> int:
     except ConfigError as error:
         err(error)
         return exits.MISUSED
-    environment = {**{name: os.environ.get(name, value) for name, value in VARIABLES.items()}, **threads(here)}
     environment[BEGAN] = str(time.time())
-    nodes = dict.fromkeys(range(most), here)
-    launches = _Launches(config, [recipe, *overrides], node, environment, shutdown_s, in_place, least, nodes, layouts)
+    nodes, given = dict.fromkeys(range(most), here), [recipe, *overrides]
+    launches = _Launches(config, given, node, environment, shutdown_s, in_place, least, nodes, layouts, template)
     if node.master is None or not in_place:
         return launches.run()
     members = Members(least, most, *node.master, here, config.out, leads=node.index == 0)
+    stack.callback(members.close)
     try:
         came = members.open(60 * config.train.timeout)
         launches.meet(came)
@@ -110,8 +129,6 @@ def run(command: str, given: Sequence[str]) -> int:
     except MembersError as error:
         err(error)
         return error.status
-    finally:
-        members.close()
 
 
 def _layouts(config: Config, least: int, most: int, processes: int) -> Mapping[int, Sequence[str]]:
@@ -149,6 +166,7 @@ class _Launches:
         least: The least number of nodes that it goes on with.
         nodes: {node: its processes} of those that there are.
         layouts: {number of nodes: the overrides of the recipe on them}, where it may change.
+        template: Makes the ranks of each launch, where it can.
     """
 
     config: Config
@@ -160,6 +178,7 @@ class _Launches:
     least: int
     nodes: dict[int, int]
     layouts: Mapping[int, Sequence[str]]
+    template: RankTemplate | None
 
     def __post_init__(self) -> None:
         self.answers = _Answers(self.config, self.node.index, self.nodes, self.least)
@@ -200,7 +219,7 @@ class _Launches:
             hangs.shape = slow.shape = mesh.shape(int(variables["WORLD_SIZE"]))
 
         return launch(
-            "megacore.run.train",
+            MODULE,
             given,
             node,
             self.environment,
@@ -214,6 +233,7 @@ class _Launches:
             self.layouts,
             on_world if self.layouts else lambda variables: None,
             partial(drain.asked, Path(config.out), platform.node()) if self.layouts else None,
+            self.template,
         )
 
     def _meet(self, members: Members) -> bool:

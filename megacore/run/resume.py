@@ -200,7 +200,7 @@ def model_of(config: Config, source: WeightFolder | None) -> ModelConfig:
     if source is None or any(section.get(key) is not None for key in ("family", "preset", "config")):
         model = configure(section)
     else:
-        kind = family(source.config.family).CONFIG
+        kind = family(source.config.family).config
         model = kind.from_hugging_face(kind.override(source.raw, section))
     if source is not None and (wrong := list(_misfits(model, source))):
         raise ModelConfigError(model.family, wrong)

@@ -6,18 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import DecoderConfig, shape
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PRESETS", "ArceeConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArceeConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "arcee"
     architecture: ClassVar[str] = "ArceeForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
@@ -26,10 +20,6 @@ class ArceeConfig(DecoderConfig):
     rms_norm_eps: float = 1e-5
     attention_bias: bool = False
     mlp_bias: bool = False
-
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm_eps=self.rms_norm_eps)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()
@@ -47,6 +37,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {}
-"""Published numbers of parameters."""
-
-CONFIG: type[ArceeConfig] = ArceeConfig

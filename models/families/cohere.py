@@ -8,18 +8,17 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import DecoderConfig, shape
 from models.rope_config import Convention
 from models.table import Pairs, Rows, Table
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "CohereConfig", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CommandConfig(DecoderConfig):
-    """What Command R's generations have in common. Fields carry their Hugging Face names."""
+    """Command R's generations have this in common. Fields carry their Hugging Face names."""
+
+    eps: ClassVar[str] = "layer_norm_eps"
 
     layer_norm_eps: float = 1e-5
     pad_token_id: int | None = 0
@@ -29,7 +28,7 @@ class CommandConfig(DecoderConfig):
 
     @property
     def pairs(self) -> Pairs:
-        """How heads of queries and keys turn."""
+        """The pairs of numbers that turn together in heads of queries and keys."""
         return Pairs(self.head_dim, self.rope_parameters.turning(self.head_dim))
 
     @property
@@ -38,10 +37,10 @@ class CommandConfig(DecoderConfig):
 
     @property
     def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm="layer", norm_eps=self.layer_norm_eps, parallel=True, logit_scale=self.logit_scale)
+        return self.anatomy_of(norm="layer", parallel=True, logit_scale=self.logit_scale)
 
     def norms_of_heads(self, t: Table) -> Rows:
-        """The norms of queries and keys."""
+        """Return the norms of queries and keys."""
         return ()
 
     def params(self) -> tuple[Param, ...]:
@@ -62,8 +61,6 @@ class CommandConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CohereConfig(CommandConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "cohere"
     architecture: ClassVar[str] = "CohereForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"model_max_length", "pretraining_tp"})
@@ -103,6 +100,3 @@ PARAMETERS: Mapping[str, int] = {
     "command-r-08-2024": 32_296_476_672,
     "command-r-plus": 103_810_674_688,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[CohereConfig] = CohereConfig

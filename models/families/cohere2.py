@@ -7,18 +7,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from models.anatomy import FULL, ROPE, SLIDING, Anatomy, by_kind
-from models.builder import build
 from models.decoder_config import shape
 from models.families.cohere import CommandConfig
 from models.windowed import PatternedConfig
 
-__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "Cohere2Config", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cohere2Config(CommandConfig, PatternedConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "cohere2"
     architecture: ClassVar[str] = "Cohere2ForCausalLM"
     # What transformers does not read: it says what all models of the family are.
@@ -60,6 +55,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"command-r7b": 8_028_033_024, "command-a": 111_057_580_032}
-"""Published numbers of parameters."""
-
-CONFIG: type[Cohere2Config] = Cohere2Config

@@ -10,24 +10,21 @@ from typing import Any, ClassVar
 
 from models import rope_config
 from models.anatomy import Anatomy
-from models.builder import build
 from models.config import positive
 from models.decoder_config import DecoderConfig, shape
-from models.experts_config import ExpertsConfig
+from models.experts_config import MoEConfig
 from models.rope_config import YarnRope
 from models.table import in_layers
 from parallel import limits
 from parallel.routing import Routing
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "DeepseekConfig", "DeepseekV2Config", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekConfig(ExpertsConfig):
-    """What the families of DeepSeek have; fields carry their Hugging Face names."""
+class DeepseekConfig(MoEConfig):
+    """The families of DeepSeek have this in common; fields carry their Hugging Face names."""
 
-    harmless: ClassVar[frozenset[str]] = ExpertsConfig.harmless | {
+    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {
         "aux_loss_alpha",
         "ep_size",
         "pretraining_tp",
@@ -80,7 +77,6 @@ class DeepseekConfig(ExpertsConfig):
     @property
     def anatomy(self) -> Anatomy:
         return self.anatomy_of(
-            norm_eps=self.rms_norm_eps,
             rotary_head=self.qk_rope_head_dim,
             attention_scale=_scale(self),
         )
@@ -120,7 +116,7 @@ class DeepseekConfig(ExpertsConfig):
 
     @staticmethod
     def draw_groups(rng: Random, drawn: Mapping[str, Any]) -> dict[str, Any]:
-        """How experts that are drawn are grouped, two to a group at least."""
+        """Draw groups of the experts that were drawn, two to a group at least."""
         experts, chosen = drawn["n_routed_experts"], drawn["num_experts_per_tok"]
         fitting = [(n, kept) for n, kept in ((1, 1), (2, 1), (2, 2), (4, 2)) if 2 * n <= experts]
         groups, kept = rng.choice([(n, kept) for n, kept in fitting if kept * (experts // n) >= chosen])
@@ -160,7 +156,7 @@ class DeepseekConfig(ExpertsConfig):
 
 
 def _scale(config: DeepseekConfig) -> float | None:
-    """The scale of scores, of which yarn's ``mscale_all_dim`` is a part."""
+    """Return the scale of scores, of which yarn's ``mscale_all_dim`` is a part."""
     rope = config.rope_parameters
     if not isinstance(rope, YarnRope) or not rope.mscale_all_dim or rope.factor <= 1:
         return None
@@ -173,8 +169,6 @@ _METHODS = ("greedy", "group_limited_greedy")
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV2Config(DeepseekConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "deepseek_v2"
     architecture: ClassVar[str] = "DeepseekV2ForCausalLM"
     # Where norm_topk_prob is true, DeepSeek's own code divides by the sum, and transformers does not.
@@ -269,6 +263,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"deepseek-v2-lite": 15_706_484_224, "deepseek-v2": 235_741_434_880}
-"""Published numbers of parameters."""
-
-CONFIG: type[DeepseekV2Config] = DeepseekV2Config

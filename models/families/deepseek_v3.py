@@ -8,19 +8,14 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.builder import build
 from models.decoder_config import shape
 from models.families.deepseek_v2 import DeepseekConfig
 from parallel import limits
 from parallel.routing import Routing
 
-__all__ = ["CONFIG", "PRESETS", "DeepseekV3Config", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Config(DeepseekConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "deepseek_v3"
     architecture: ClassVar[str] = "DeepseekV3ForCausalLM"
     fixed: ClassVar[Mapping[str, Any]] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
@@ -109,6 +104,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"deepseek-v3": 671_026_404_352}
-"""Published numbers of parameters."""
-
-CONFIG: type[DeepseekV3Config] = DeepseekV3Config

@@ -9,20 +9,16 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import ACTIVATIONS, Anatomy
-from models.builder import build
 from models.decoder_config import DecoderConfig
 from models.table import HEADS, QKV, QKV_BY_HEAD, QKV_EACH
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "FalconConfig", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class FalconConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "falcon"
     architecture: ClassVar[str] = "FalconForCausalLM"
+    eps: ClassVar[str] = "layer_norm_epsilon"
     base_model_prefix: ClassVar[str] = "transformer"
     tied: ClassVar[tuple[str, str]] = ("transformer.word_embeddings.weight", "lm_head.weight")
     harmless: ClassVar[frozenset[str]] = frozenset({"ff_factor"})  # which the class does not read
@@ -63,7 +59,6 @@ class FalconConfig(DecoderConfig):
     def anatomy(self) -> Anatomy:
         return self.anatomy_of(
             norm="layer",
-            norm_eps=self.layer_norm_epsilon,
             parallel=self.new_decoder_architecture or self.parallel_attn,
             padding_idx=None,
         )
@@ -83,7 +78,7 @@ class FalconConfig(DecoderConfig):
 
     @property
     def _qkv(self) -> tuple[str, str]:
-        """How queries, keys and values are kept here and there."""
+        """The sentences of queries, keys and values, ours and Hugging Face's."""
         if self.new_decoder_architecture:
             return (
                 "(q: groups share head + k: groups head + v: groups head)",
@@ -154,6 +149,3 @@ PARAMETERS: Mapping[str, int] = {
     "falcon-7b": 6_921_720_704,
     "falcon-40b": 41_303_293_952,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[FalconConfig] = FalconConfig

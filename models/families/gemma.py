@@ -9,19 +9,14 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import DecoderConfig, shape
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "GemmaConfig", "build"]
 
 TANH = "gelu_pytorch_tanh"
 
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "gemma"
     architecture: ClassVar[str] = "GemmaForCausalLM"
     # The first releases have it beside hidden_act, and nothing reads it.
@@ -38,7 +33,6 @@ class GemmaConfig(DecoderConfig):
     @property
     def anatomy(self) -> Anatomy:
         return self.anatomy_of(
-            norm_eps=self.rms_norm_eps,
             norm_offset=1.0,
             embedding_scale=math.sqrt(self.hidden_size),
             round_embedding_scale=True,
@@ -74,6 +68,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"gemma-2b": 2_506_172_416, "gemma-7b": 8_537_680_896}
-"""Published numbers of parameters."""
-
-CONFIG: type[GemmaConfig] = GemmaConfig

@@ -8,20 +8,15 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import shape
 from models.families.gemma import TANH, GemmaConfig
 from models.table import Rows, Table
 from models.windowed import WindowedConfig
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "Gemma2Config", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma2Config(GemmaConfig, WindowedConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "gemma2"
     architecture: ClassVar[str] = "Gemma2ForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"cache_implementation", "sliding_window_size"})
@@ -47,7 +42,7 @@ class Gemma2Config(GemmaConfig, WindowedConfig):
         )
 
     def norms_of_heads(self, t: Table) -> Rows:
-        """The norms of queries and keys."""
+        """Return the norms of queries and keys."""
         return ()
 
     def params(self) -> tuple[Param, ...]:
@@ -101,6 +96,3 @@ PARAMETERS: Mapping[str, int] = {
     "gemma-2-9b": 9_241_705_984,
     "gemma-2-27b": 27_227_128_320,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[Gemma2Config] = Gemma2Config

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from models.anatomy import FULL, SLIDING
-from models.builder import build
 from models.decoder_config import shape
 from models.families.gemma2 import Gemma2Config
 from models.local_rope import LocalRopeConfig
@@ -15,13 +14,9 @@ from models.rope_config import Convention, Kinds
 from models.table import Rows, Table
 from models.windowed import PatternedConfig
 
-__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "Gemma3Config", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(Gemma2Config, LocalRopeConfig, PatternedConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "gemma3_text"
     architecture: ClassVar[str] = "Gemma3ForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"_sliding_window_pattern", "cache_implementation"})
@@ -52,7 +47,7 @@ class Gemma3Config(Gemma2Config, LocalRopeConfig, PatternedConfig):
 
 
 def _text(size: int, *sizes: int, kv: int) -> dict[str, Any]:
-    """The text part of a model that also sees."""
+    """Return the text part of a model that also sees."""
     linear = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
     ropes = {FULL: linear, SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}
     return shape(size, *sizes) | {"num_key_value_heads": kv, "sliding_window": 1024, "rope_parameters": ropes}
@@ -79,5 +74,3 @@ PARAMETERS: Mapping[str, int] = {
     "gemma-3-27b": 27_009_346_304,
 }
 """Published numbers of parameters; of the last three, without the tower and the projector of vision."""
-
-CONFIG: type[Gemma3Config] = Gemma3Config

@@ -6,20 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import DecoderConfig, shape
 from models.rope_config import Convention
 from models.table import GATE_UP, Pairs, Rows, Table
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "GlmConfig", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GlmConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "glm"
     architecture: ClassVar[str] = "GlmForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "head_dim": 128}
@@ -31,19 +25,15 @@ class GlmConfig(DecoderConfig):
 
     @property
     def pairs(self) -> Pairs:
-        """How heads of queries and keys turn."""
+        """The pairs of numbers that turn together in heads of queries and keys."""
         return Pairs(self.head_dim, self.rope_parameters.turning(self.head_dim))
 
     @property
     def sizes(self) -> Mapping[str, int]:
         return {**super().sizes, **self.pairs.sizes}
 
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm_eps=self.rms_norm_eps)
-
     def norms_of_outputs(self, t: Table) -> tuple[Rows, Rows]:
-        """The norms of what attention and the feed-forward network give."""
+        """Return the norms of what attention and the feed-forward network give."""
         return (), ()
 
     def params(self) -> tuple[Param, ...]:
@@ -88,6 +78,3 @@ PARAMETERS: Mapping[str, int] = {
     "glm-4-9b": 9_399_951_360,
     "glm-4-9b-chat": 9_399_951_360,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[GlmConfig] = GlmConfig

@@ -6,18 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.builder import build
 from models.decoder_config import shape
 from models.families.glm import GlmConfig
 from models.table import Rows, Table
 
-__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "Glm4Config", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4Config(GlmConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "glm4"
     architecture: ClassVar[str] = "Glm4ForCausalLM"
 
@@ -35,6 +30,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"glm-4-9b-0414": 9_400_279_040, "glm-4-32b-0414": 32_566_081_536}
-"""Published numbers of parameters."""
-
-CONFIG: type[Glm4Config] = Glm4Config

@@ -12,18 +12,13 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import ACTIVATIONS, Anatomy, LayerAttention
-from models.builder import build
 from models.config import ModelConfig, positive, probabilities
 from models.table import HEADS, QKV_EACH, Table
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "Gpt2Config", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gpt2Config(ModelConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "gpt2"
     architecture: ClassVar[str] = "GPT2LMHeadModel"
     # How the scores are rounded, and heads for other tasks; neither changes the function that is computed. Nor does the
@@ -156,6 +151,3 @@ PARAMETERS: Mapping[str, int] = {
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[Gpt2Config] = Gpt2Config

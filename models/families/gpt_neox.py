@@ -9,22 +9,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
-from models.builder import build
 from models.config import probabilities
 from models.decoder_config import DecoderConfig, shape
 from models.rope_config import Convention
 from models.table import HEADS, QKV_BY_HEAD, QKV_EACH
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "GptNeoxConfig", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GptNeoxConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "gpt_neox"
     architecture: ClassVar[str] = "GPTNeoXForCausalLM"
+    eps: ClassVar[str] = "layer_norm_eps"
     base_model_prefix: ClassVar[str] = "gpt_neox"
     tied: ClassVar[tuple[str, str]] = ("gpt_neox.embed_in.weight", "embed_out.weight")
     harmless: ClassVar[frozenset[str]] = frozenset({"classifier_dropout"})
@@ -47,7 +43,6 @@ class GptNeoxConfig(DecoderConfig):
     def anatomy(self) -> Anatomy:
         return self.anatomy_of(
             norm="layer",
-            norm_eps=self.layer_norm_eps,
             parallel=self.use_parallel_residual,
             branch_dropout=self.hidden_dropout,
             embedding_dropout=self.hidden_dropout,
@@ -101,6 +96,3 @@ PARAMETERS: Mapping[str, int] = {
     "pythia-12b": 11_846_072_320,
     "gpt-neox-20b": 20_554_567_680,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[GptNeoxConfig] = GptNeoxConfig

@@ -7,16 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import shape
-from models.experts_config import ExpertsConfig
+from models.experts_config import MoEConfig
 from models.rope_config import Convention
 from models.table import Rows, Table
 from models.windowed import WindowedConfig
 from parallel.routing import Routing
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PRESETS", "GptOssConfig", "build"]
 
 _YARN = {
     "rope_type": "yarn",
@@ -29,13 +26,11 @@ _YARN = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptOssConfig(ExpertsConfig, WindowedConfig):
-    """Fields carry their Hugging Face names."""
-
+class GptOssConfig(MoEConfig, WindowedConfig):
     family: ClassVar[str] = "gpt_oss"
     architecture: ClassVar[str] = "GptOssForCausalLM"
     fixed: ClassVar[Mapping[str, Any]] = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-    harmless: ClassVar[frozenset[str]] = ExpertsConfig.harmless | {"initial_context_length"}
+    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {"initial_context_length"}
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8, "head_dim": 64}
     spellings: ClassVar[Mapping[str, str]] = {
         "experts_per_token": "num_experts_per_tok",
@@ -43,7 +38,7 @@ class GptOssConfig(ExpertsConfig, WindowedConfig):
     }
     rope_convention: ClassVar[Convention] = Convention(rope_theta=150000.0, parameters=_YARN)
     axes: ClassVar[Mapping[str, str]] = {
-        **ExpertsConfig.axes,
+        **MoEConfig.axes,
         "experts": "num_local_experts",
         "routes": "num_local_experts",
     }
@@ -60,7 +55,7 @@ class GptOssConfig(ExpertsConfig, WindowedConfig):
 
     @property
     def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm_eps=self.rms_norm_eps, activation="swiglu_oai")
+        return self.anatomy_of(activation="swiglu_oai")
 
     def slides(self, layer: int) -> bool:
         return layer % 2 == 0
@@ -79,7 +74,7 @@ class GptOssConfig(ExpertsConfig, WindowedConfig):
 
 
 def _experts(t: Table) -> Rows:
-    """All of a layer in one tensor, inputs before outputs, each feature's gate beside its up."""
+    """Return the rows of experts whose tensors hold all of a layer, inputs before outputs, each gate beside its up."""
     ours, theirs = "layers.{layer}.mlp.experts.", "model.layers.{layer}.mlp.experts."
     hidden, stored = "(gate: expert_mlp + up: expert_mlp)", "(expert_mlp (gate: + up:))"
     up, down = f"{theirs}gate_up_proj", f"{theirs}down_proj"
@@ -107,6 +102,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672}
-"""Published numbers of parameters."""
-
-CONFIG: type[GptOssConfig] = GptOssConfig

@@ -9,19 +9,14 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import ROPE, Anatomy, LayerAttention
-from models.builder import build
 from models.families.gpt2 import Gpt2Config
 from models.rope_config import DefaultRope, partial_rotary_factor
 from models.table import HEADS, Pairs, Table
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "GptjConfig", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GptjConfig(Gpt2Config):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "gptj"
     architecture: ClassVar[str] = "GPTJForCausalLM"
     fixed: ClassVar[Mapping[str, Any]] = {"rotary": True, "scale_attn_weights": True}
@@ -35,7 +30,7 @@ class GptjConfig(Gpt2Config):
 
     @property
     def pairs(self) -> Pairs:
-        """How heads of queries and keys turn."""
+        """The pairs of numbers that turn together in heads of queries and keys."""
         return Pairs(self.n_embd // self.n_head, self.rotary_dim)
 
     @property
@@ -90,6 +85,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"gpt-j-6b": 6_050_882_784}
-"""Published numbers of parameters."""
-
-CONFIG: type[GptjConfig] = GptjConfig

@@ -8,16 +8,13 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import DecoderConfig, shape
 from models.families.llama import LlamaConfig
-
-__all__ = ["CONFIG", "PARAMETERS", "PRESETS", "GraniteConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Multipliers(DecoderConfig):
-    """Of embeddings, scores, branches and logits. Fields carry their Hugging Face names."""
+    """The multipliers of embeddings, scores, branches and logits. Fields carry their Hugging Face names."""
 
     embedding_multiplier: float = 1.0
     attention_multiplier: float = 1.0
@@ -46,8 +43,6 @@ class Multipliers(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteConfig(Multipliers, LlamaConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "granite"
     architecture: ClassVar[str] = "GraniteForCausalLM"
 
@@ -74,6 +69,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"granite-3.0-2b": 2_533_531_648, "granite-3.0-8b": 8_170_848_256}
-"""Published numbers of parameters."""
-
-CONFIG: type[GraniteConfig] = GraniteConfig

@@ -6,25 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import shape
-from models.experts_config import ExpertsConfig
+from models.experts_config import MoEConfig
 from models.families.granite import GRANITE3, Multipliers
 from parallel.routing import Routing
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "GraniteMoeConfig", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
-class GraniteMoeConfig(ExpertsConfig, Multipliers):
-    """Fields carry their Hugging Face names."""
-
+class GraniteMoeConfig(MoEConfig, Multipliers):
     family: ClassVar[str] = "granitemoe"
     architecture: ClassVar[str] = "GraniteMoeForCausalLM"
     axes: ClassVar[Mapping[str, str]] = {
-        **ExpertsConfig.axes,
+        **MoEConfig.axes,
         "experts": "num_local_experts",
         "routes": "num_local_experts",
     }
@@ -37,10 +31,6 @@ class GraniteMoeConfig(ExpertsConfig, Multipliers):
     @property
     def routing(self) -> Routing:
         return replace(super().routing, weigh="chosen")
-
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm_eps=self.rms_norm_eps)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()
@@ -69,6 +59,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"granite-3.0-1b-a400m": 1_334_628_352}
-"""Published numbers of parameters."""
-
-CONFIG: type[GraniteMoeConfig] = GraniteMoeConfig

@@ -7,20 +7,14 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import DecoderConfig, shape
 from models.rope_config import Convention
 from models.table import Pairs
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "HeliumConfig", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class HeliumConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "helium"
     architecture: ClassVar[str] = "HeliumForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
@@ -34,16 +28,12 @@ class HeliumConfig(DecoderConfig):
 
     @property
     def pairs(self) -> Pairs:
-        """How heads of queries and keys turn."""
+        """The pairs of numbers that turn together in heads of queries and keys."""
         return Pairs(self.head_dim, self.head_dim)
 
     @property
     def sizes(self) -> Mapping[str, int]:
         return {**super().sizes, **self.pairs.sizes}
-
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm_eps=self.rms_norm_eps)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()
@@ -73,6 +63,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"helium-1-preview-2b": 2_172_643_840}
-"""Published numbers of parameters."""
-
-CONFIG: type[HeliumConfig] = HeliumConfig

@@ -6,18 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import DecoderConfig, shape
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PRESETS", "LlamaConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"is_llama_config", "pretraining_tp"})
@@ -25,10 +19,6 @@ class LlamaConfig(DecoderConfig):
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     mlp_bias: bool = False
-
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm_eps=self.rms_norm_eps)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table(out_std=self.small_ends)
@@ -87,6 +77,3 @@ PARAMETERS: Mapping[str, int] = {
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[LlamaConfig] = LlamaConfig

@@ -7,19 +7,14 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import FULL, SLIDING, Anatomy
-from models.builder import build
+from models.anatomy import FULL, SLIDING
 from models.decoder_config import shape
 from models.windowed import WindowedConfig
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "MinistralConfig", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MinistralConfig(WindowedConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "ministral"
     architecture: ClassVar[str] = "MinistralForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
@@ -28,10 +23,6 @@ class MinistralConfig(WindowedConfig):
 
     def slides(self, layer: int) -> bool:
         return self.sliding_window is not None
-
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm_eps=self.rms_norm_eps)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()
@@ -63,6 +54,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 PARAMETERS: Mapping[str, int] = {
     "ministral-8b": 8_019_808_256,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[MinistralConfig] = MinistralConfig

@@ -8,18 +8,13 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy, LayerAttention
-from models.builder import build
 from models.decoder_config import DecoderConfig, shape
 from models.windowed import window_problems
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "MistralConfig", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MistralConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "mistral"
     architecture: ClassVar[str] = "MistralForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
@@ -30,7 +25,7 @@ class MistralConfig(DecoderConfig):
     @property
     def anatomy(self) -> Anatomy:
         layers = (LayerAttention(window=self.sliding_window),) * self.num_hidden_layers
-        return self.anatomy_of(norm_eps=self.rms_norm_eps, layers=layers)
+        return self.anatomy_of(layers=layers)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()
@@ -80,6 +75,3 @@ PARAMETERS: Mapping[str, int] = {
     "mistral-small-24b": 23_572_403_200,
     "mistral-large-123b": 122_610_069_504,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[MistralConfig] = MistralConfig

@@ -7,27 +7,22 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, ClassVar
 
-from models.builder import build
 from models.decoder_config import shape
-from models.experts_config import ExpertsConfig
+from models.experts_config import MoEConfig
 from models.families.mistral import MistralConfig
 from models.rope_config import Convention
 from parallel.routing import Routing
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "MixtralConfig", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
-class MixtralConfig(ExpertsConfig, MistralConfig):
-    """Fields carry their Hugging Face names."""
-
+class MixtralConfig(MoEConfig, MistralConfig):
     family: ClassVar[str] = "mixtral"
     architecture: ClassVar[str] = "MixtralForCausalLM"
     fixed: ClassVar[Mapping[str, Any]] = {"router_jitter_noise": 0.0}
     spellings: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
     axes: ClassVar[Mapping[str, str]] = {
-        **ExpertsConfig.axes,
+        **MoEConfig.axes,
         "experts": "num_local_experts",
         "routes": "num_local_experts",
     }
@@ -78,6 +73,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"mixtral-8x7b": 46_702_792_704, "mixtral-8x22b": 140_620_634_112}
-"""Published numbers of parameters."""
-
-CONFIG: type[MixtralConfig] = MixtralConfig

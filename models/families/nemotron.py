@@ -8,20 +8,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import DecoderConfig, shape
 from models.rope_config import Convention
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "NemotronConfig", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class NemotronConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "nemotron"
     architecture: ClassVar[str] = "NemotronForCausalLM"
+    eps: ClassVar[str] = "norm_eps"
     rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.5)
 
     hidden_act: str = "relu2"
@@ -32,7 +28,7 @@ class NemotronConfig(DecoderConfig):
 
     @property
     def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm="layer", norm_eps=self.norm_eps, norm_offset=1.0)
+        return self.anatomy_of(norm="layer", norm_offset=1.0)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table(norm_mean=0.0, norm_bias=True)
@@ -60,6 +56,3 @@ PARAMETERS: Mapping[str, int] = {
     "minitron-8b": 8_271_699_968,
     "nemotron-4-340b": 341_029_195_776,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[NemotronConfig] = NemotronConfig

@@ -6,29 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import DecoderConfig, shape
 from models.table import HEADS, KV_HEADS
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "Olmo2Config", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo2Config(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "olmo2"
     architecture: ClassVar[str] = "Olmo2ForCausalLM"
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 1
     attention_bias: bool = False
-
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm_eps=self.rms_norm_eps)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()
@@ -65,6 +55,3 @@ PARAMETERS: Mapping[str, int] = {
     "olmo2-13b": 13_716_198_400,
     "olmo2-32b": 32_234_279_936,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[Olmo2Config] = Olmo2Config

@@ -7,19 +7,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from models.anatomy import FULL, SLIDING
-from models.builder import build
 from models.decoder_config import shape
 from models.families.olmo2 import Olmo2Config
 from models.local_rope import LocalRopeConfig
 from models.rope_config import Convention, Kinds
 
-__all__ = ["CONFIG", "PRESETS", "Olmo3Config", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo3Config(Olmo2Config, LocalRopeConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "olmo3"
     architecture: ClassVar[str] = "Olmo3ForCausalLM"
     # A rope_scaling of older files is that of the layers that see all.
@@ -58,6 +53,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"olmo3-7b": 7_298_011_136, "olmo3-32b": 32_233_522_176}
-"""Published numbers of parameters."""
-
-CONFIG: type[Olmo3Config] = Olmo3Config

@@ -8,25 +8,20 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import shape
-from models.experts_config import ExpertsConfig
+from models.experts_config import MoEConfig
 from models.table import HEADS, KV_HEADS
 from parallel.routing import Routing
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "OlmoeConfig", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
-class OlmoeConfig(ExpertsConfig):
-    """Fields carry their Hugging Face names."""
-
+class OlmoeConfig(MoEConfig):
     family: ClassVar[str] = "olmoe"
     architecture: ClassVar[str] = "OlmoeForCausalLM"
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
     spellings: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
-    axes: ClassVar[Mapping[str, str]] = {**ExpertsConfig.axes, "experts": "num_experts", "routes": "num_experts"}
+    axes: ClassVar[Mapping[str, str]] = {**MoEConfig.axes, "experts": "num_experts", "routes": "num_experts"}
 
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 1
@@ -42,7 +37,7 @@ class OlmoeConfig(ExpertsConfig):
 
     @property
     def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm_eps=self.rms_norm_eps, qkv_limit=self.clip_qkv)
+        return self.anatomy_of(qkv_limit=self.clip_qkv)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()
@@ -76,6 +71,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"olmoe-1b-7b": 6_919_161_856}
-"""Published numbers of parameters."""
-
-CONFIG: type[OlmoeConfig] = OlmoeConfig

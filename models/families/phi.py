@@ -8,21 +8,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
-from models.builder import build
 from models.config import probabilities
 from models.decoder_config import DecoderConfig, shape
 from models.rope_config import Convention
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "PhiConfig", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PhiConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "phi"
     architecture: ClassVar[str] = "PhiForCausalLM"
+    eps: ClassVar[str] = "layer_norm_eps"
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
     rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.5)
 
@@ -36,7 +32,6 @@ class PhiConfig(DecoderConfig):
     def anatomy(self) -> Anatomy:
         return self.anatomy_of(
             norm="layer",
-            norm_eps=self.layer_norm_eps,
             parallel=True,
             branch_dropout=self.resid_pdrop,
             embedding_dropout=self.embd_pdrop,
@@ -70,6 +65,3 @@ PARAMETERS: Mapping[str, int] = {
     "phi-1.5": 1_418_270_720,
     "phi-2": 2_779_683_840,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[PhiConfig] = PhiConfig

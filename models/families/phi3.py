@@ -10,20 +10,15 @@ from typing import Any, ClassVar
 
 from models import rope_config
 from models.anatomy import Anatomy, LayerAttention
-from models.builder import build
 from models.config import probabilities
 from models.decoder_config import DecoderConfig, shape
 from models.rope_config import Convention
 from models.table import GATE_UP
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "Phi3Config", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Phi3Config(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "phi3"
     architecture: ClassVar[str] = "Phi3ForCausalLM"
     # Which no class reads.
@@ -45,7 +40,6 @@ class Phi3Config(DecoderConfig):
     def anatomy(self) -> Anatomy:
         return self.anatomy_of(
             layers=(LayerAttention(window=self.sliding_window),) * self.num_hidden_layers,
-            norm_eps=self.rms_norm_eps,
             branch_dropout=self.resid_pdrop,
         )
 
@@ -78,7 +72,7 @@ _PHI3_MEDIUM = {"num_key_value_heads": 10} | shape(5120, 17920, 40, 40)
 
 
 def _longrope(short: Sequence[float], long: Sequence[float], part: float = 1.0) -> dict[str, Any]:
-    """Of texts of up to 131072 tokens, where up to 4096 have the short factors."""
+    """Return the rope of texts of up to 131072 tokens, where up to 4096 have the short factors."""
     kind = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": part}
     return {
         "max_position_embeddings": 131072,
@@ -137,6 +131,3 @@ PARAMETERS: Mapping[str, int] = {
     "phi-4": 14_659_507_200,
     "phi-4-mini": 3_836_021_760,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[Phi3Config] = Phi3Config

@@ -7,19 +7,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import shape
 from models.windowed import WindowedConfig
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "Qwen2Config", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2Config(WindowedConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "qwen2"
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"use_mrope"})
@@ -31,10 +25,6 @@ class Qwen2Config(WindowedConfig):
 
     def slides(self, layer: int) -> bool:
         return self.sliding_window is not None and layer >= self.max_window_layers
-
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm_eps=self.rms_norm_eps)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()
@@ -97,6 +87,3 @@ PARAMETERS: Mapping[str, int] = {
     "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-72b": 72_706_203_648,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[Qwen2Config] = Qwen2Config

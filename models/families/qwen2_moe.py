@@ -7,22 +7,17 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.builder import build
 from models.decoder_config import shape
-from models.experts_config import ExpertsConfig, SparseConfig
+from models.experts_config import MoEConfig, SparseConfig
 from models.families.qwen2 import Qwen2Config
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PRESETS", "Qwen2MoeConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2MoeConfig(SparseConfig, Qwen2Config):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "qwen2_moe"
     architecture: ClassVar[str] = "Qwen2MoeForCausalLM"
-    harmless: ClassVar[frozenset[str]] = ExpertsConfig.harmless | Qwen2Config.harmless
+    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | Qwen2Config.harmless
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 16}
     axes: ClassVar[Mapping[str, str]] = {
         **SparseConfig.axes,
@@ -76,6 +71,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"qwen1.5-moe-a2.7b": 14_315_784_192}
-"""Published numbers of parameters."""
-
-CONFIG: type[Qwen2MoeConfig] = Qwen2MoeConfig

@@ -6,18 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.builder import build
 from models.decoder_config import shape
 from models.families.qwen2 import Qwen2Config
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "Qwen3Config", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(Qwen2Config):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "qwen3"
     architecture: ClassVar[str] = "Qwen3ForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {**Qwen2Config.defaults, "head_dim": 128}
@@ -64,6 +59,3 @@ PARAMETERS: Mapping[str, int] = {
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[Qwen3Config] = Qwen3Config

@@ -8,22 +8,17 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy, LayerAttention
-from models.builder import build
 from models.decoder_config import shape
-from models.experts_config import ExpertsConfig, SparseConfig
+from models.experts_config import MoEConfig, SparseConfig
 from models.windowed import window_problems
 from parallel.weights.schema import Param
-
-__all__ = ["CONFIG", "PRESETS", "Qwen3MoeConfig", "build"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(SparseConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "qwen3_moe"
     architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
-    harmless: ClassVar[frozenset[str]] = ExpertsConfig.harmless | {"max_window_layers"}
+    harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {"max_window_layers"}
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 4}
     # As published files have it; transformers saves the other.
     spellings: ClassVar[Mapping[str, str]] = {"num_experts": "num_local_experts"}
@@ -44,7 +39,7 @@ class Qwen3MoeConfig(SparseConfig):
     @property
     def anatomy(self) -> Anatomy:
         layers = (LayerAttention(window=self.sliding_window),) * self.num_hidden_layers
-        return self.anatomy_of(norm_eps=self.rms_norm_eps, layers=layers)
+        return self.anatomy_of(layers=layers)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()
@@ -93,6 +88,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560}
-"""Published numbers of parameters."""
-
-CONFIG: type[Qwen3MoeConfig] = Qwen3MoeConfig

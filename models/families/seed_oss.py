@@ -8,18 +8,13 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
-from models.builder import build
 from models.config import probabilities
 from models.decoder_config import DecoderConfig, shape
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "SeedOssConfig", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SeedOssConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "seed_oss"
     architecture: ClassVar[str] = "SeedOssForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
@@ -35,7 +30,7 @@ class SeedOssConfig(DecoderConfig):
 
     @property
     def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm_eps=self.rms_norm_eps, branch_dropout=self.residual_dropout)
+        return self.anatomy_of(branch_dropout=self.residual_dropout)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table()
@@ -67,6 +62,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 PARAMETERS: Mapping[str, int] = {
     "seed-oss-36b": 36_151_104_512,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[SeedOssConfig] = SeedOssConfig

@@ -8,7 +8,6 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import SLIDING, Anatomy
-from models.builder import build
 from models.config import positive
 from models.decoder_config import shape
 from models.rope_config import Convention
@@ -16,13 +15,9 @@ from models.windowed import WindowedConfig
 from parallel import limits
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "SmolLM3Config", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class SmolLM3Config(WindowedConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "smollm3"
     architecture: ClassVar[str] = "SmolLM3ForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"max_window_layers", "pretraining_tp"})
@@ -47,7 +42,7 @@ class SmolLM3Config(WindowedConfig):
         super().__post_init__()
 
     def rotates(self, layer: int) -> bool:
-        """Whether a layer has the rope."""
+        """Return whether a layer has the rope."""
         return any((self.no_rope_layers or ())[layer : layer + 1])
 
     def slides(self, layer: int) -> bool:
@@ -55,7 +50,7 @@ class SmolLM3Config(WindowedConfig):
 
     @property
     def anatomy(self) -> Anatomy:
-        plain = self.anatomy_of(norm_eps=self.rms_norm_eps)
+        plain = self.anatomy_of()
         layers = (each if self.rotates(i) else replace(each, rope=None) for i, each in enumerate(plain.layers))
         return replace(plain, layers=tuple(layers))
 
@@ -100,6 +95,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 PARAMETERS: Mapping[str, int] = {
     "smollm3-3b": 3_075_098_624,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[SmolLM3Config] = SmolLM3Config

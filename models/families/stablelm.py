@@ -8,20 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy
-from models.builder import build
 from models.decoder_config import DecoderConfig, shape
 from models.rope_config import Convention
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "StableLmConfig", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StableLmConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "stablelm"
     architecture: ClassVar[str] = "StableLmForCausalLM"
+    eps: ClassVar[str] = "layer_norm_eps"
     # The class drops elements of one branch, and not of the other.
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_dropout": 0.0}
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
@@ -35,7 +31,7 @@ class StableLmConfig(DecoderConfig):
 
     @property
     def anatomy(self) -> Anatomy:
-        return self.anatomy_of(norm="layer", norm_eps=self.layer_norm_eps, parallel=self.use_parallel_residual)
+        return self.anatomy_of(norm="layer", parallel=self.use_parallel_residual)
 
     def params(self) -> tuple[Param, ...]:
         t = self.table(norm_bias=True)
@@ -70,6 +66,3 @@ PARAMETERS: Mapping[str, int] = {
     "stablelm-3b-4e1t": 2_795_443_200,
     "stablelm-2-1.6b": 1_644_515_328,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[StableLmConfig] = StableLmConfig

@@ -9,20 +9,16 @@ from random import Random
 from typing import Any, ClassVar
 
 from models.anatomy import Anatomy, LayerAttention
-from models.builder import build
 from models.config import probabilities
 from models.decoder_config import DecoderConfig, shape
 from parallel.weights.schema import Param
 
-__all__ = ["CONFIG", "PRESETS", "Starcoder2Config", "build"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Starcoder2Config(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "starcoder2"
     architecture: ClassVar[str] = "Starcoder2ForCausalLM"
+    eps: ClassVar[str] = "norm_epsilon"
     fixed: ClassVar[Mapping[str, Any]] = {"norm_type": "layer_norm", "mlp_type": "default"}
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2}
@@ -41,7 +37,6 @@ class Starcoder2Config(DecoderConfig):
         return self.anatomy_of(
             layers=(LayerAttention(window=self.sliding_window),) * self.num_hidden_layers,
             norm="layer",
-            norm_eps=self.norm_epsilon,
             branch_dropout=self.residual_dropout,
             embedding_dropout=self.embedding_dropout,
         )
@@ -84,6 +79,3 @@ PARAMETERS: Mapping[str, int] = {
     "starcoder2-7b": 7_173_923_840,
     "starcoder2-15b": 15_957_889_024,
 }
-"""Published numbers of parameters."""
-
-CONFIG: type[Starcoder2Config] = Starcoder2Config

@@ -48,7 +48,7 @@ def _relu2(x: Tensor) -> Tensor:
 
 
 def _gelu(approximate: str) -> Function:
-    """Hendrycks and Gimpel 2016, arXiv 1606.08415."""
+    """Return the GELU of Hendrycks and Gimpel 2016, arXiv 1606.08415."""
     return Function(
         partial(F.gelu, approximate=approximate),
         lambda dy, x, out: torch.ops.aten.gelu_backward.grad_input(dy, x, approximate=approximate, grad_input=out),
@@ -116,8 +116,8 @@ def _clamped_swiglu(gate_up: Tensor) -> Tensor:
 
 
 def clamped_swiglu(gate_up: Tensor) -> Tensor:
-    """(up + 1) gate sigmoid(1.702 gate) with gate at most 7 and up within -7 and 7 (gpt-oss, OpenAI 2025, arXiv
-    2508.10925). gate_up: [..., 2 mlp] -> [..., mlp]; only the input is kept for the backward."""
+    """gate_up: [..., 2 mlp] -> (up + 1) gate sigmoid(1.702 gate): [..., mlp], with gate at most 7 and up within -7 and
+    7 (gpt-oss, OpenAI 2025, arXiv 2508.10925); only the input is kept for the backward."""
     if torch.compiler.is_compiling():
         return _clamped_swiglu(gate_up)
     y: Tensor = _ClampedSwiGLU.apply(gate_up)

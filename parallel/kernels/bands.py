@@ -19,6 +19,8 @@ from parallel.kernels.scoring import Scoring, attend
 
 # Queries of a block; a GPU would wait for the next one to be launched.
 _BLOCK, _BLOCK_ON_GPU = 128, 1024
+# Scores of such a block at the most, or those of the smallest: 1 GiB in fp32.
+_SCORES_ON_GPU = 1 << 28
 # Elements of bf16 in a row of a matrix unit's tile.
 _WIDTH = 32
 
@@ -32,7 +34,7 @@ class _Band:
 
     Args:
         queries, keys: Which.
-        hidden: How many keys the last query no longer sees of those.
+        hidden: The number of those keys that the last query no longer sees.
         causal: Whether the last keys are those of the queries' own tokens; else all are before them.
     """
 
@@ -47,7 +49,7 @@ class _Band:
         Args:
             scores: Those of all queries.
             first: [b or 1, tokens], the first key that each query sees; None if all see all before them.
-            value: What it is.
+            value: The number to write.
         """
         n = self.queries.stop - self.queries.start
         each = scores.unflatten(1, (n, -1))
@@ -61,7 +63,7 @@ class _Band:
 
 
 def _bands(length: int, starts: Tensor | None, window: int | None, block: int) -> Iterator[_Band]:
-    """Of tokens of documents that begin at ``starts``, or of one. A GPU is not asked where they begin."""
+    """Yield the bands of documents that begin at ``starts``, or of one. A GPU is not asked where they begin."""
     begins = starts.tolist() if starts is not None and starts.device.type == "cpu" else None
 
     def first(token: int) -> int:
@@ -76,7 +78,7 @@ def _bands(length: int, starts: Tensor | None, window: int | None, block: int) -
 
 
 def _bands_before(queries: int, keys: int, band: int | None, block: int) -> Iterator[_Band]:
-    """Of queries and of keys before them, of which query i sees those from i + band on."""
+    """Yield the bands of queries and of keys before them, of which query i sees those from i + band on."""
 
     def first(query: int) -> int:
         return 0 if band is None else max(0, query + band)
@@ -88,7 +90,7 @@ def _bands_before(queries: int, keys: int, band: int | None, block: int) -> Iter
 
 
 def _firsts(q: Tensor, starts: Tensor | None, window: int | None) -> Tensor | None:
-    """[b or 1, s], the first key that each query of q: [b, heads, s, head] sees in its row; None."""
+    """Return the first key that each query of q: [b, heads, s, head] sees in its row: [b or 1, s]; None: the first."""
     if starts is None and window is None:
         return None
     rows, length = len(q), q.shape[2]
@@ -108,8 +110,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, starts: Tensor 
     """q: [b, heads, s, head], k, v: [b, kv, s, head] -> [b, heads, s, head], without dropout.
 
     Args:
-        q, k, v: Of b rows of tokens; on a CPU documents are given in one.
-        scoring: What is made of them.
+        q, k, v: Those of b rows of tokens; on a CPU documents are given in one.
+        scoring: The rule by which they become weights.
         starts: int32 [documents + 1], where the documents of all rows begin, and their end; None where each row is one.
     """
     scale = scoring.factor(q.shape[-1])
@@ -137,7 +139,7 @@ def forward(
             log_sum = torch.logaddexp(alone, sinks.to(alone.dtype)[:, None])
             out = (out * (alone - log_sum).exp_().T[..., None]).to(q.dtype)
         return _rows(out, q), log_sum.unflatten(1, (len(q), -1)).transpose(0, 1)
-    found = _bands(q.shape[2], starts, window, _block(q))
+    found = _bands(q.shape[2], starts, window, _block(q, k, window))
     return _in_blocks(q, k, v, sinks, found, _firsts(q, starts, window), scale, softcap)
 
 
@@ -224,7 +226,7 @@ def backward(
         total, ends = log_sum.transpose(0, 1).flatten(1).contiguous(), _ends(q, starts)
         dq, dk, dv = flash.backward(total, *map(_tokens, (dy, q, k, v, out)), ends=ends, scale=scale, window=window)
         return _rows(dq, q), _rows(dk, k), _rows(dv, v)
-    found = _bands(q.shape[2], starts, window, _block(q))
+    found = _bands(q.shape[2], starts, window, _block(q, k, window))
     return _in_blocks_backward(dy, q, k, v, out, log_sum, found, _firsts(q, starts, window), scale, softcap)
 
 
@@ -309,7 +311,7 @@ forward.register_autograd(_backward, setup_context=_save)
 
 
 def of_sinks(dy: Tensor, out: Tensor, log_sum: Tensor, sinks: Tensor | None) -> Tensor | None:
-    """The gradient of sinks. dy, out: [b, heads, s, head], log_sum: [b, heads, s], with them -> [heads]."""
+    """Return the gradient of sinks. dy, out: [b, heads, s, head], log_sum: [b, heads, s], with them -> [heads]."""
     if sinks is None:
         return None
     weights = (sinks[:, None].to(log_sum.dtype) - log_sum).exp()
@@ -323,11 +325,11 @@ def before(q: Tensor, k: Tensor, v: Tensor, *, band: int | None, scoring: Scorin
     """q: [b, heads, n, head], k, v: [b, kv, m, head] -> out: [b, heads, n, head], log_sum: [b, heads, n]; no sinks.
 
     Args:
-        q, k, v: Of tokens, and of some before them.
+        q, k, v: Those of tokens, and of some before them.
         band: Query i sees the keys from i + band on; None: all.
-        scoring: What is made of them, but for its window.
+        scoring: The rule by which they become weights, but for its window.
     """
-    found, scale = _bands_before(q.shape[2], k.shape[2], band, _block(q)), scoring.factor(q.shape[-1])
+    found, scale = _bands_before(q.shape[2], k.shape[2], band, _block(q, k)), scoring.factor(q.shape[-1])
     return _in_blocks(q, k, v, None, found, _firsts_before(q, band), scale, scoring.softcap)
 
 
@@ -335,12 +337,12 @@ def before_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, *, band: int | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv; ``out`` and ``log_sum`` are those of all keys."""
-    found, scale = _bands_before(q.shape[2], k.shape[2], band, _block(q)), scoring.factor(q.shape[-1])
+    found, scale = _bands_before(q.shape[2], k.shape[2], band, _block(q, k)), scoring.factor(q.shape[-1])
     return _in_blocks_backward(dy, q, k, v, out, log_sum, found, _firsts_before(q, band), scale, scoring.softcap)
 
 
 def _firsts_before(q: Tensor, band: int | None) -> Tensor | None:
-    """As :func:`_firsts`."""
+    """Return the first keys as :func:`_firsts` does."""
     return None if band is None else torch.arange(band, band + q.shape[2], device=q.device)[None]
 
 
@@ -348,12 +350,12 @@ def _firsts_before(q: Tensor, band: int | None) -> Tensor | None:
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """[b, heads, s, n] -> [b * s, heads, n]; a view of what came from there."""
+    """x: [b, heads, s, n] -> [b * s, heads, n]; a view of what came from there."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def _rows(tokens: Tensor, q: Tensor) -> Tensor:
-    """[b * s, heads, n] -> [b, heads, s, n], a view; b and s are those of q: [b, heads, s, head]."""
+    """tokens: [b * s, heads, n] -> [b, heads, s, n], a view; b and s are those of q: [b, heads, s, head]."""
     return tokens.unflatten(0, (q.shape[0], q.shape[2])).transpose(1, 2)
 
 
@@ -366,29 +368,33 @@ def _ends(q: Tensor, starts: Tensor | None) -> tuple[Tensor, int]:
 
 
 def _by_flash(q: Tensor, softcap: float | None) -> bool:
-    """Whether torch's kernel for CUDA does it: it knows windows, and no softcaps."""
+    """Return whether torch's kernel for CUDA serves: it knows windows, and no softcaps."""
     return softcap is None and flash.takes(q)
 
 
-def _block(q: Tensor) -> int:
-    return _BLOCK if q.device.type == "cpu" else _BLOCK_ON_GPU
+def _block(q: Tensor, k: Tensor, window: int | None = None) -> int:
+    """Return the queries of a block; on a GPU fewer, the more keys there are that they may see."""
+    if q.device.type == "cpu":
+        return _BLOCK
+    keys = k.shape[2] if window is None else min(k.shape[2], window + _BLOCK_ON_GPU)
+    return min(_BLOCK_ON_GPU, max(_BLOCK, _SCORES_ON_GPU // (q.shape[0] * q.shape[1] * keys)))
 
 
 def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
-    """The batched product of two, not rounded to their dtype."""
+    """Return the batched product of two, not rounded to their dtype."""
     if a.dtype == wide:
         return torch.bmm(a, b)
     return torch.bmm(a.to(wide), b.to(wide)) if a.device.type == "cpu" else torch.bmm(a, b, out_dtype=wide)
 
 
 def _side_by_side(x: Tensor, kv: int) -> Tensor:
-    """[b, heads, s, n] -> [b * kv, s * heads/kv, n]: what belongs to a kv head, by token."""
+    """x: [b, heads, s, n] -> [b * kv, s * heads/kv, n]: what belongs to a kv head, by token."""
     batch, heads, length, n = x.shape
     return x.unflatten(1, (kv, heads // kv)).transpose(2, 3).reshape(batch * kv, length * heads // kv, n)
 
 
 def _apart(rows: Tensor, q: Tensor, share: int) -> Tensor:
-    """[b * kv, s * share, n] -> [b, heads, s, n]; with one kv head it is a view."""
+    """rows: [b * kv, s * share, n] -> [b, heads, s, n]; with one kv head it is a view."""
     return rows.unflatten(1, (-1, share)).transpose(1, 2).reshape(q.shape)
 
 
@@ -418,10 +424,10 @@ def _as_it_is(x: Tensor, y: Tensor | None = None) -> Tensor:
 
 
 def by_formula(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, starts: Tensor | None = None) -> Tensor:
-    """As :func:`attention`, in torch's operators: each of the weights that are seen is kept for the backward."""
+    """Attend as :func:`attention` does, in torch's operators: each weight that is seen is kept for the backward."""
     length, parts = q.shape[2], []
     at, first = torch.arange(length, device=q.device), _firsts(q, starts, scoring.window)
-    for band in _bands(length, None, scoring.window, _block(q)):
+    for band in _bands(length, None, scoring.window, _block(q, k, scoring.window)):
         own, keys = band.queries, band.keys
         seen = (at[keys] <= at[own, None])[None]
         if first is not None:

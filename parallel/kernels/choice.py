@@ -40,7 +40,7 @@ class ApexImpostor(UserWarning):
 
 @cache
 def apex_has(kernel: str) -> bool:
-    """Whether NVIDIA's apex is installed with the compiled module that ``kernel`` needs.
+    """Return whether NVIDIA's apex is installed with the compiled module that ``kernel`` needs.
 
     Nothing is imported to find out: what an impostor would do then is not known.
     """
@@ -66,10 +66,10 @@ def _use_apex(kernel: str, device: torch.device) -> bool:
 def rms_norm(
     device: torch.device, offset: float = 0.0, rows: bool = False
 ) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """(x: [..., n], weight: [n], eps) -> [..., n]; all in fp32 (fp64 for fp64).
+    """Return the kernel (x: [..., n], weight: [n], eps) -> [..., n]; all in fp32 (fp64 for fp64).
 
     Args:
-        device: Of the tensors.
+        device: That of the tensors.
         offset: Added to the weight.
         rows: Whether weight is [heads, n] instead, a row for each of the heads of x: [..., heads, n].
     """
@@ -87,13 +87,13 @@ def rms_norm(
 def layer_norm(
     device: torch.device, offset: float = 0.0, bias: bool = True, rows: bool = False
 ) -> Callable[[Tensor, Tensor, Tensor | None, float], Tensor]:
-    """(x: [..., n], weight: [n], bias: [n], eps) -> [..., n]; all in fp32 (fp64 for fp64).
+    """Return the kernel (x: [..., n], weight: [n], bias: [n], eps) -> [..., n]; all in fp32 (fp64 for fp64).
 
     Args:
-        device: Of the tensors.
+        device: That of the tensors.
         offset: Added to the weight.
         bias: Whether there is one; None is given in its place.
-        rows: As for :func:`rms_norm`.
+        rows: That of :func:`rms_norm`.
     """
     plain = partial(norm.layer_norm, offset=offset)
     if rows:
@@ -123,28 +123,28 @@ The first ``turning`` dimensions of a head turn, the others pass.
 
 
 def split_and_rotate(device: torch.device) -> Split:
-    """What turns queries and keys by their positions; the three are views of one new buffer."""
+    """Return what turns queries and keys by their positions; the three are views of one new buffer."""
     if fused := _fused("rotation", device):
         return _unless_compiled(fused.split_and_apply, rotation.split_and_apply)
     return rotation.split_and_apply
 
 
 def rotate(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """(x: [t, heads, head], cos, sin: [t, turning/2]) -> x turned, a new tensor: queries or keys by themselves, such as
-    come from a norm of their own."""
+    """Return the kernel (x: [t, heads, head], cos, sin: [t, turning/2]) -> x turned, a new tensor: queries or keys by
+    themselves, such as come from a norm of their own."""
     if fused := _fused("rotation", device):
         return _unless_compiled(fused.apply, rotation.apply)
     return rotation.apply
 
 
 def cross_entropy(device: torch.device) -> ModuleType | None:
-    """The kernels of :class:`parallel.layers.loss.Objective`, :mod:`parallel.kernels.fused.cross_entropy`; None where
-    it takes torch's operators."""
+    """Return the kernels of :class:`parallel.layers.loss.Objective`, :mod:`parallel.kernels.fused.cross_entropy`; None
+    where it takes torch's operators."""
     return None if torch.compiler.is_compiling() else _fused("cross_entropy", device)
 
 
 def cast_transpose(device: torch.device) -> ModuleType | None:
-    """The kernels that make numbers of :mod:`parallel.layers.fp8`; None where it takes torch's operators."""
+    """Return the kernels that make numbers of :mod:`parallel.layers.fp8`; None where it takes torch's operators."""
     return _fused("cast_transpose", device)
 
 
@@ -159,14 +159,16 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def grouped_products(*weights: Tensor) -> grouped.GroupedProducts:
-    """What multiplies the rows of experts with these weights, each [experts, out, in]: torch's kernel, or a loop."""
+    """Return what multiplies the rows of experts with these weights, each [experts, out, in]: torch's kernel, or a
+    loop."""
     return grouped.products(*weights)
 
 
 def _unless_compiled(
     kernel: Callable[..., Any], formula: Callable[..., Any], widest: int = sys.maxsize
 ) -> Callable[..., Any]:
-    """The kernel, of rows that are not too wide; for the compiler torch's formula, which it fuses with others."""
+    """Return the kernel, of rows that are not too wide; for the compiler torch's formula, which it fuses with
+    others."""
 
     def chosen(x: Tensor, *others: Any) -> Any:
         plain = torch.compiler.is_compiling() or x.shape[-1] > widest
@@ -177,14 +179,15 @@ def _unless_compiled(
 
 @cache
 def has_triton() -> bool:
-    """Whether triton is installed, which torch's builds for CUDA bring along; nothing is imported to find out."""
+    """Return whether triton is installed, which torch's builds for CUDA bring along; nothing is imported to find
+    out."""
     return importlib.util.find_spec("triton") is not None
 
 
 @cache
 def _triton_serves(device: torch.device) -> bool:
-    """Whether a GPU has Triton's kernels. A small one is tried: Triton compiles parts of itself where it runs, and some
-    images have no C compiler."""
+    """Return whether a GPU has Triton's kernels. A small one is tried: Triton compiles parts of itself where it runs,
+    and some images have no C compiler."""
     if device.type != "cuda" or not has_triton():
         return False
     try:
@@ -240,7 +243,7 @@ def take_flash_attention(device: torch.device, dropout: bool) -> None:
     2.13 lets cuDNN's attention see no documents.
 
     Args:
-        device: Of this process.
+        device: This process's.
         dropout: Whether some attention weights will be dropped.
     """
     if device.type != "cuda" or dropout or importlib.util.find_spec(_FLASH_3) is None:
@@ -253,7 +256,7 @@ def take_flash_attention(device: torch.device, dropout: bool) -> None:
 
 
 def chosen(device: torch.device, compiled: bool) -> str:
-    """What was chosen for a GPU, in a line; nothing of a CPU.
+    """Return what was chosen for a GPU, in a line; nothing of a CPU.
 
     Args:
         device: The device.
@@ -298,7 +301,8 @@ def adamw(
 
 
 def updates(optimizer: torch.optim.AdamW) -> int:
-    """The steps that :func:`adamw`'s optimizer has taken, without those left out; reading it waits for the device."""
+    """Return the steps that :func:`adamw`'s optimizer has taken, without those left out; reading it waits for the
+    device."""
     return int(next(iter(optimizer.state.values()))["step"])
 
 

@@ -21,7 +21,7 @@ _CACHED = 1 << 18
 _LONG = 768
 
 
-class _RMSNorm(torch.autograd.Function):
+class _NarrowRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
         rows, wide = x.flatten(0, -2), _formed(weight, _wide(x.dtype), offset)
@@ -55,7 +55,7 @@ def _formed(weight: Tensor, wide: torch.dtype, offset: float) -> Tensor:
 
 
 def _in_cache(rows: Tensor) -> Iterator[slice]:
-    """Slices of the rows, such that a few fp32 copies of one fit in a core's cache."""
+    """Yield slices of the rows, such that a few fp32 copies of one fit in a core's cache."""
     step = max(1, _CACHED // rows.shape[1])
     for start in range(0, len(rows), step):
         yield slice(start, start + step)
@@ -64,11 +64,11 @@ def _in_cache(rows: Tensor) -> Iterator[slice]:
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x: [..., n], weight: [n] -> x / rms(x) * (weight + offset). Torch's takes 2.5 times as long (bf16, forward and
     backward)."""
-    y: Tensor = _RMSNorm.apply(x, weight, eps, offset)
+    y: Tensor = _NarrowRMSNorm.apply(x, weight, eps, offset)
     return y
 
 
-class _CausalAttention(torch.autograd.Function):
+class _NarrowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
         share = q.shape[1] // k.shape[1]
@@ -91,12 +91,12 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None
     Torch's kernel forward. The backward takes blocks of queries, all heads in one batched product: two thirds of the
     time of torch's in bf16.
     """
-    y: Tensor = _CausalAttention.apply(q, k, v, scale)
+    y: Tensor = _NarrowAttention.apply(q, k, v, scale)
     return y
 
 
 def is_faster(q: Tensor) -> bool:
-    """Whether :func:`causal_attention` takes less time than torch's own, for q: [b, heads, s, head]."""
+    """Return whether :func:`causal_attention` takes less time than torch's own, for q: [b, heads, s, head]."""
     return q.dtype.itemsize < 4 and q.shape[2] < _LONG
 
 

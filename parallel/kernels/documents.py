@@ -18,7 +18,7 @@ from parallel.kernels.scoring import PLAIN, Scoring
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Where the documents of t tokens begin, and where the last one ends.
+    """The places where the documents of t tokens begin, and where the last one ends.
 
     A tensor rather than numbers, so that what is compiled for one packing serves all others.
 
@@ -36,7 +36,7 @@ class Documents:
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Documents:
-        """From the documents' lengths; nobody waits for the device."""
+        """Make them of the documents' lengths; nobody waits for the device."""
         host = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         if device.type != "cuda":
             return cls(host, host.to(device))
@@ -45,7 +45,7 @@ class Documents:
         return cls(host, host.pin_memory().to(device, non_blocking=True), varlen, groups)
 
     def varlen_takes(self, q: Tensor) -> bool:
-        """Whether torch's kernel takes heads like q's, [t, heads, head]."""
+        """Return whether torch's kernel takes heads like q's, [t, heads, head]."""
         return self.varlen and flash.fits(q)
 
 
@@ -55,7 +55,7 @@ class Documents:
 def with_varlen(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, longest: int, scale: float | None = None
 ) -> Tensor:
-    """By torch's kernel for CUDA; ``longest`` may be above the longest document's length."""
+    """Attend by torch's kernel for CUDA; ``longest`` may be above the longest document's length."""
     from torch.nn.attention.varlen import varlen_attn  # brings torch's compiler along, a second of imports
 
     more: dict[str, Any] = {"enable_gqa": k.shape[1] < q.shape[1]} if documents.groups else {}
@@ -68,7 +68,7 @@ def with_varlen(
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scoring: Scoring = PLAIN) -> Tensor:
-    """A kernel for each document; compiled, it would be for these documents alone."""
+    """Launch a kernel for each document; compiled, it would be for these documents alone."""
     lengths = documents.host.diff().tolist()
     parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
     return torch.cat([_one(*part, scoring) for part in parts])
@@ -80,7 +80,7 @@ def _one(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int, scoring: Scoring = PLAIN) -> Tensor:
-    """All scores of each of the sequences, of which those between documents are thrown away."""
+    """Compute all scores of each of the sequences; those between documents are thrown away."""
     number = torch.bucketize(torch.arange(len(q), device=q.device), documents.device, right=True)
     number = number.view(sequences, 1, -1)
     mask = (number[..., None] == number[..., None, :]).tril()
@@ -89,7 +89,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int
 
 
 def in_bands(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: int, scoring: Scoring) -> Tensor:
-    """By blocks of queries and the keys that they see, on a CPU of their documents, else of their sequence."""
+    """Attend by blocks of queries and the keys that they see, on a CPU of their documents, else of their sequence."""
     kernel = bands.by_formula if scoring.dropout else bands.attention
     rows = 1 if kernel is bands.attention and q.device.type == "cpu" else sequences
     q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
@@ -114,7 +114,7 @@ def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, mask: 
 
 
 def fused_takes_groups(device: str, dtype: torch.dtype, masked: bool) -> bool:
-    """Whether torch has a fused kernel for queries that share keys and values; else it would make s x s scores.
+    """Return whether torch has a fused kernel for queries that share keys and values; else it would make s x s scores.
 
     On CUDA it is flash attention, for numbers of two bytes and without a mask. The other one takes both, and no groups.
     """
@@ -122,7 +122,7 @@ def fused_takes_groups(device: str, dtype: torch.dtype, masked: bool) -> bool:
 
 
 def on_cpu(q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None = None) -> Tensor:
-    """By a kernel for all documents of about one length, one operator for all: autograd and the compiler see no
+    """Attend by a kernel for all documents of about one length, one operator for all: autograd and the compiler see no
     document."""
     y: Tensor = forward(q, k, v, documents.host, scale)[0]
     return y
@@ -133,7 +133,7 @@ _STEP = 64
 
 
 @dataclass(frozen=True, eq=False)
-class _Batch:
+class _DocumentBatch:
     """Documents of about one length, as one batch. No query sees what is behind its document's end, for that is later.
 
     Args:
@@ -151,28 +151,28 @@ class _Batch:
         return x.index_select(0, self.tokens).unflatten(0, self.shape).transpose(1, 2)
 
     def of_gradient(self, dy: Tensor) -> Tensor:
-        """The same, of what comes back: nothing from behind the ends."""
+        """dy: [t, heads, ...] -> [documents, heads, longest, ...], zero behind the ends."""
         return dy.index_select(0, self.tokens).index_fill_(0, self.behind, 0).unflatten(0, self.shape).transpose(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
-class _Batches:
+class _DocumentBatches:
     """All documents, and ``places`` [t]: where each token is in the batches, one after the other."""
 
-    parts: tuple[_Batch, ...]
+    parts: tuple[_DocumentBatch, ...]
     places: Tensor
 
     @classmethod
-    def of(cls, starts: Tensor) -> _Batches:
+    def of(cls, starts: Tensor) -> _DocumentBatches:
         return _batches(tuple(starts.tolist()))
 
     def tokens(self, parts: Sequence[Tensor]) -> Tensor:
-        """Of each batch [documents, heads, longest, ...] -> [t, heads, ...]."""
+        """parts: [documents, heads, longest, ...] of each batch -> [t, heads, ...]."""
         return torch.cat([x.transpose(1, 2).flatten(0, 1) for x in parts]).index_select(0, self.places)
 
 
 @lru_cache(maxsize=16)
-def _batches(starts: tuple[int, ...]) -> _Batches:
+def _batches(starts: tuple[int, ...]) -> _DocumentBatches:
     """Kept, as every layer asks for them, forward and backward."""
     first, lengths = torch.tensor(starts[:-1]), torch.tensor(starts).diff()
     rounded, found, places, base = -(-lengths // _STEP), [], torch.empty(starts[-1], dtype=torch.int64), 0
@@ -182,15 +182,15 @@ def _batches(starts: tuple[int, ...]) -> _Batches:
         tokens = first[own, None] + torch.minimum(place, length - 1)
         inside = place < length
         places[tokens[inside]] = base + inside.flatten().nonzero()[:, 0]
-        found.append(_Batch((len(tokens), len(place)), tokens.flatten(), (~inside).flatten().nonzero()[:, 0]))
+        found.append(_DocumentBatch((len(tokens), len(place)), tokens.flatten(), (~inside).flatten().nonzero()[:, 0]))
         base += tokens.numel()
-    return _Batches(tuple(found), places)
+    return _DocumentBatches(tuple(found), places)
 
 
 @torch.library.custom_op("megacore::attention_within_documents", mutates_args=())
 def forward(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """-> out: [t, heads, head], log_sum: [t, heads], of the exponentials of the scores, in fp32 at least."""
-    batches = _Batches.of(starts)
+    batches = _DocumentBatches.of(starts)
     made = []
     for batch in batches.parts:
         queries = batch.of(q)
@@ -223,11 +223,11 @@ def backward(
     """-> dq, dk, dv.
 
     Args:
-        dy, q, k, v, out, log_sum, starts, scale: As of :func:`forward`, and what it gives.
+        dy, q, k, v, out, log_sum, starts, scale: Those of :func:`forward`, and what it gives.
         exact: Whether scores stay in fp32, as they must where they are far below the log_sum: where it is that of other
             keys too.
     """
-    batches = _Batches.of(starts)
+    batches = _DocumentBatches.of(starts)
     made = []
     for batch in batches.parts:
         log_sums = batch.of(log_sum).contiguous()
@@ -241,24 +241,14 @@ def backward(
 
 
 @backward.register_fake
-def _(
-    dy: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    starts: Tensor,
-    scale: float | None = None,
-    exact: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _batch_backward(
     log_sum: Tensor, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scale: float | None, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of one batch: [documents, heads, longest, head] each."""
+    """Return the gradients of q, k and v of one batch: [documents, heads, longest, head] each."""
     if cpu.is_faster(q) and not exact:
         return bands.backward(dy, q, k, v, out, log_sum, scale=scale)
     dq, *shared = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -282,6 +272,6 @@ forward.register_autograd(_backward, setup_context=_save)
 
 
 def _shared(x: Tensor, q: Tensor) -> Tensor:
-    """[documents, kv, longest, head] -> [documents, heads, longest, head], each for the queries that share it."""
+    """x: [documents, kv, longest, head] -> [documents, heads, longest, head], each for the queries that share it."""
     share = q.shape[1] // x.shape[1]
     return x.repeat_interleave(share, 1) if share > 1 else x

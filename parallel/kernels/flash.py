@@ -17,25 +17,25 @@ aten = torch.ops.aten
 
 @cache
 def available(device: torch.device) -> bool:
-    """Whether torch has it for this GPU."""
+    """Return whether torch has it for this GPU."""
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device)[0] >= 8
 
 
 @cache
 def shares() -> bool:
-    """Whether queries may share keys and values there, as in torch 2.11 they may not."""
+    """Return whether queries may share keys and values there, as in torch 2.11 they may not."""
     from torch.nn.attention.varlen import varlen_attn  # brings torch's compiler along, a second of imports
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def takes(q: Tensor) -> bool:
-    """Whether it takes heads like q's, [..., head]."""
+    """Return whether it takes heads like q's, [..., head]."""
     return q.device.type == "cuda" and fits(q) and available(q.device)
 
 
 def fits(q: Tensor) -> bool:
-    """Whether it takes such numbers and sizes, wherever they are."""
+    """Return whether it takes such numbers and sizes, wherever they are."""
     return q.dtype.itemsize == 2 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
@@ -52,11 +52,11 @@ def forward(
     """q: [t, heads, head], k, v: [t, kv, head] -> out: [t, heads, head], log_sum: [heads, t] in fp32.
 
     Args:
-        q, k, v: Of tokens of documents.
+        q, k, v: Those of tokens of documents.
         ends: int32 [documents + 1], where they begin, and the end; at least the length of the longest.
         scale: Factor of the scores.
-        window: How many tokens a token looks at; None for all before it.
-        before: As ``ends``, of k and v, if these are tokens before those of q: then a query looks at all of them, or
+        window: The number of tokens that a token looks at; None for all before it.
+        before: The ``ends`` of k and v, if these are tokens before those of q: then a query looks at all of them, or
             with a window the last one at so many of the last, and each before it at one more.
     """
     k, v = _shared(k, q), _shared(v, q)
@@ -90,7 +90,7 @@ def backward(
 
 
 def _shared(x: Tensor, q: Tensor) -> Tensor:
-    """[t, kv, head] -> [t, kv or heads, head]."""
+    """x: [t, kv, head] -> [t, kv or heads, head]."""
     return x if shares() else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
 
 
@@ -100,6 +100,6 @@ def _places(ends: tuple[Tensor, int], before: tuple[Tensor, int] | None) -> tupl
 
 
 def _sides(window: int | None, before: tuple[Tensor, int] | None) -> dict[str, int]:
-    """How many tokens before and after itself a token sees, if the last one stands beside the last key."""
+    """Return how many tokens before and after itself a token sees, if the last one stands beside the last key."""
     left = -1 if window is None else window - 1
     return {"window_size_left": left, "window_size_right": 0 if before is None else -1}

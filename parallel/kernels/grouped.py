@@ -70,7 +70,7 @@ def shares(total: int, parts: int) -> list[int]:
 
 
 class GroupedProducts(ABC):
-    """How rows are multiplied; x: [R, in], weight: [experts, out, in], dy: [R, out]."""
+    """A way to multiply the rows of experts; x: [R, in], weight: [experts, out, in], dy: [R, out]."""
 
     needs_host: bool
     """Whether the host must know how many rows there are of each expert."""
@@ -155,7 +155,8 @@ class KernelOnHost(Kernel):
 
 
 def _writes_nothing(device: torch.device) -> bool:
-    """Whether the kernel leaves what it finds in memory as the gradient of an expert without rows (pytorch #172439)."""
+    """Return whether the kernel leaves what it finds in memory as the gradient of an expert without rows (pytorch
+    #172439)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 

@@ -16,11 +16,11 @@ _CHUNK = {"cpu": 1 << 16, "cuda": 1 << 26}
 
 @dataclass(frozen=True)
 class Step:
-    """What a step is taken by, as in the paper.
+    """The numbers of a step, as in the paper.
 
     Args:
-        count: Of updates, this one included: what the correction of the moments' bias goes by.
-        divisor: What gradients are multiples of.
+        count: Number of updates, this one included, by which the bias of the moments is corrected.
+        divisor: The factor that gradients come with.
     """
 
     count: int
@@ -34,12 +34,12 @@ class Step:
 def update(
     step: Step, values: list[Tensor], gradients: list[Tensor], means: list[Tensor], squares: list[Tensor]
 ) -> None:
-    """One update of host tensors in place, bit for bit that of the optimizers of :mod:`parallel.kernels`.
+    """Update host tensors in place, bit for bit that of the optimizers of :mod:`parallel.kernels`.
 
     Args:
         step: The step.
         values: [n] each, and of one dtype.
-        gradients: Of them, alike; they are divided in place.
+        gradients: Those of them, alike; they are divided in place.
         means, squares: Moments of them; of one dtype, which may be narrower.
     """
     if not values:
@@ -85,7 +85,7 @@ class NarrowAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One update by gradients over ``grad_scale``, where ``found_inf`` is 0; the host is not asked for either."""
+        """Update by gradients over ``grad_scale``, where ``found_inf`` is 0; the host is not asked for either."""
         go = self.found_inf == 0
         if self.grad_scale is not None:
             torch._foreach_div_([p.grad for group in self.param_groups for p in group["params"]], self.grad_scale)
@@ -125,7 +125,7 @@ def _update(
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Slices of tensors of one contiguous shape."""
+    """Yield slices of tensors of one contiguous shape."""
     flat = [tensor.view(-1) for tensor in tensors]
     step = _CHUNK.get(tensors[0].device.type, _CHUNK["cuda"])
     for start in range(0, len(flat[0]), step):

@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
-    """As :func:`rms_norm`, of rows less their mean and over their deviation, plus ``bias`` (as weight)."""
+    """Normalize rows as :func:`rms_norm` does, less their mean and over their deviation, plus ``bias`` (as weight)."""
     if weight.dim() == 1 and not offset:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     return _in_fp32(lambda z: F.layer_norm(z, z.shape[-1:], eps=eps), x, weight, bias, offset)

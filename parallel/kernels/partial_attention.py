@@ -66,9 +66,9 @@ def rectangle(q: Tensor, k: Tensor, v: Tensor, band: int | None, scoring: Scorin
     """Attention of queries to keys that are all before them.
 
     Args:
-        q, k, v: Of the queries and of the keys.
+        q, k, v: Those of the queries and of the keys.
         band: Query i sees the keys from i + band on, which are some; None: it sees all.
-        scoring: What is made of them.
+        scoring: The rule by which they become weights.
     """
     if narrow := q.shape[-1] - v.shape[-1]:
         out, log_sum = rectangle(q, k, F.pad(v, (0, narrow)), band, scoring)
@@ -115,12 +115,12 @@ def rectangle_backward(
 
 
 def _by_kernel(q: Tensor, band: int | None, scoring: Scoring) -> bool:
-    """Whether torch's kernel for CPUs does it without a mask."""
+    """Return whether torch's kernel for CPUs serves without a mask."""
     return q.device.type == "cpu" and band is None and scoring.softcap is None
 
 
 def _places(q: Tensor, k: Tensor, band: int | None) -> dict[str, Any]:
-    """What :mod:`flash` is told of one rectangle."""
+    """Return what :mod:`flash` is told of one rectangle."""
     n, m = len(q), len(k)
     ends, before = (torch.arange(0, t + 1, t, dtype=torch.int32, device=q.device) for t in (n, m))
     return {"ends": (ends, n), "before": (before, m), "window": None if band is None else m - n - band + 1}
@@ -130,20 +130,20 @@ def _places(q: Tensor, k: Tensor, band: int | None) -> dict[str, Any]:
 
 
 def _row(x: Tensor) -> Tensor:
-    """[t, heads, ...] -> [1, heads, t, ...]."""
+    """x: [t, heads, ...] -> [1, heads, t, ...]."""
     return x.transpose(0, 1)[None]
 
 
 def _tokens(row: Tensor) -> Tensor:
-    """[1, heads, t, ...] -> [t, heads, ...]."""
+    """row: [1, heads, t, ...] -> [t, heads, ...]."""
     return row[0].transpose(0, 1)
 
 
 def _by_kv(x: Tensor, k: Tensor) -> Tensor:
-    """[t, heads, ...] -> [1, kv, heads/kv * t, ...]; kv is that of k: [m, kv, head]."""
+    """x: [t, heads, ...] -> [1, kv, heads/kv * t, ...]; kv is that of k: [m, kv, head]."""
     return x.unflatten(1, (k.shape[1], -1)).movedim(0, 2).flatten(1, 2)[None]
 
 
 def _by_token(x: Tensor, like: Tensor) -> Tensor:
-    """[1, kv, heads/kv * t, ...] -> [t, heads, ...], where ``like`` is [t, heads, head]."""
+    """x: [1, kv, heads/kv * t, ...] -> [t, heads, ...], where ``like`` is [t, heads, head]."""
     return x[0].unflatten(1, (-1, len(like))).movedim(2, 0).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""How attention scores its tokens, and the formula itself in torch's operators."""
+"""Attention scores its tokens by a rule; here it is, and the formula itself in torch's operators."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """What a layer's attention makes of queries and keys, beside that a token looks at none after it.
+    """The rule by which a layer's queries and keys become weights, beside that a token looks at none after it.
 
     Args:
         scale: Factor of the scores; None for head**-0.5.
-        window: How many tokens a token looks at, itself and those right before it; None for all.
+        window: The number of tokens that a token looks at, itself and those right before it; None for all.
         softcap: Scores s become softcap * tanh(s / softcap) before any are masked, which keeps them between both signs
             of it (Bello et al. 2016, arXiv 1611.09940).
         sinks: [heads], of this rank: a logit of each head that takes part in the softmax and stands for no token, so
@@ -35,7 +35,7 @@ class Scoring:
         return self.window is None and self.softcap is None and self.sinks is None
 
     def factor(self, head: int) -> float:
-        """Of scores of heads of so many numbers."""
+        """Return the factor of scores of heads of so many numbers."""
         return head**-0.5 if self.scale is None else self.scale
 
 
@@ -48,7 +48,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scoring: Scoring) -> T
     Args:
         q, k, v: The queries, and the keys and values that some of them see.
         seen: [b or 1, n, m], True where a query looks at a key; the window is in it.
-        scoring: What is made of them.
+        scoring: The rule by which they become weights.
     """
     n, kv = q.shape[2], k.shape[1]
     scores = _scores(q, k, seen, scoring)
@@ -60,7 +60,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scoring: Scoring) -> T
 
 
 def attend_partly(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """As :func:`attend`, but k and v are of some of the tokens, maybe of none that a query sees, and sinks come later.
+    """Attend as :func:`attend` does; k and v are of some tokens, maybe of none that a query sees, and sinks come later.
 
     Returns:
         [b, heads, n, value] and the logarithms of the sums of their softmax, [b, heads, n], in fp32 (fp64).
@@ -73,7 +73,7 @@ def attend_partly(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scoring: Scorin
 
 
 def _scores(q: Tensor, k: Tensor, seen: Tensor, scoring: Scoring) -> Tensor:
-    """[b, kv, heads/kv, n, m], in fp32 (fp64), those of keys that are not seen minus infinity."""
+    """Return the scores: [b, kv, heads/kv, n, m], in fp32 (fp64), those of keys that are not seen minus infinity."""
     wide = torch.promote_types(q.dtype, torch.float32)
     queries = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3).to(wide)
     scores = (queries @ k.to(wide).mT).unflatten(2, (-1, q.shape[2])) * scoring.factor(q.shape[-1])

@@ -33,15 +33,15 @@ Kernel = Callable[[str, Tensor, Tensor, Tensor, Scoring], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class ContextAttention:
-    """How the tokens of a rank's part look at all those before them in their documents.
+    """The attention of the tokens of a rank's part to all those before them in their documents.
 
     Args:
-        context: How microbatches are split.
+        context: The way microbatches are split.
         documents: The lengths of this one's documents; on the host, so that code that is compiled serves all of them.
         length: The length of its rows.
         group: The ranks of cp.
         inner: Those of them that share out the heads of this rank's part.
-        whole: What computes if one part is all.
+        whole: The kernel that serves if one part is all.
     """
 
     context: ContextParallel
@@ -55,7 +55,7 @@ class ContextAttention:
     def of(
         cls, own: ContextSplit, length: int, context: ContextParallel, group: Group, inner: Group, whole: Kernel
     ) -> Self:
-        """Of a microbatch that has been split.
+        """Make it of a microbatch that has been split.
 
         Raises:
             ValueError: not as ``context`` splits it.
@@ -87,7 +87,7 @@ class ContextAttention:
         return _by_tokens(y, self.inner)
 
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor, Scoring]:
-        """[tokens of a rank, heads, n] -> [tokens of the part, heads/inner, n]."""
+        """q, k, v: [tokens of a rank, heads, n] -> [tokens of the part, heads/inner, n]."""
         size, index = self.inner.size, self.inner.index
         if size == 1:
             return q, k, v, scoring
@@ -103,7 +103,7 @@ class ContextAttention:
 
 
 def _by_tokens(y: Tensor, inner: Group) -> Tensor:
-    """[tokens of the part, heads/inner, n] -> [tokens of a rank, heads, n]."""
+    """y: [tokens of the part, heads/inner, n] -> [tokens of a rank, heads, n]."""
     if inner.size == 1:
         return y
     rows = _AllToAll.apply(y.flatten(1), inner)
@@ -136,14 +136,14 @@ Rows = slice | Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class _Hop:
+class _RankHop:
     """The keys that a rank has at one time, and what it computes with them. Ranks are places among those of cp.
 
     Args:
         got: (rank, number of rows) of each that something comes from.
         sent: (rank, rows of this rank) of each that something goes to.
         own: Rows of this rank that stand behind those that come.
-        places: Where all these stand when they are in the order of the documents; None: they are.
+        places: The places of all these in the order of the documents; None: they are in it.
         rectangles: The scores, of keys in that order.
     """
 
@@ -200,11 +200,11 @@ def _count(rows: Rows) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
-    """What a rank does: the lengths of its own tokens that are documents by themselves, and its hops."""
+class _HopPlan:
+    """The plan of a rank: the lengths of its own tokens that are documents by themselves, and its hops."""
 
     alone: Documents
-    hops: tuple[_Hop, ...]
+    hops: tuple[_RankHop, ...]
 
     def take(self, number: int, rows: Tensor, group: Group) -> Pending:
         """Start a hop, if there is one of that number."""
@@ -212,17 +212,17 @@ class _Plan:
 
 
 @lru_cache(maxsize=16)
-def _plan(own: ContextSplit, rank: int, exchange: str, window: int | None, device: torch.device) -> _Plan:
+def _plan(own: ContextSplit, rank: int, exchange: str, window: int | None, device: torch.device) -> _HopPlan:
     """Kept, as every layer asks for it, forward and backward; nobody waits for the device."""
     part, piece = divmod(rank, own.heads)
     others = [(part + distance) % own.parts for distance in range(1, own.parts)]
 
-    def hop(sources: Sequence[int], targets: Sequence[int], found: Gathered) -> _Hop:
-        """What comes of some parts and goes to some; and of this part itself what is taken."""
+    def hop(sources: Sequence[int], targets: Sequence[int], found: Gathered) -> _RankHop:
+        """Return what comes of some parts and goes to some; and of this part itself what is taken."""
         taken = [(source, found.taken[source]) for source in sources]
         given = [(target, own.hop(target, part, window).taken) for target in targets]
         places = [span for each in (*sources, part) for span in found.places[each]]
-        return _Hop(
+        return _RankHop(
             tuple((source * own.heads + piece, _length(spans)) for source, spans in taken if spans),
             tuple((target * own.heads + piece, _rows(spans, device)) for target, spans in given if spans),
             _rows(found.taken[part], device),
@@ -237,11 +237,11 @@ def _plan(own: ContextSplit, rank: int, exchange: str, window: int | None, devic
         hops = [hop(*pair, _of_one(own, part, pair[0][0], window)) for pair in pairs]
         hops.append(hop((), (), _of_one(own, part, part, window)))
     # Empty ones stay: where one rank left out a hop, its messages would come in another order than others wait for.
-    return _Plan(Documents.of(own.alone(part, window), device), tuple(hops))
+    return _HopPlan(Documents.of(own.alone(part, window), device), tuple(hops))
 
 
 def _of_one(own: ContextSplit, part: int, other: int, window: int | None) -> Gathered:
-    """What a part takes of one part, as of all of them; of itself all, where it looks at its own keys again."""
+    """Return what a part takes of one part, as of all of them; of itself all, where it looks at its own keys again."""
     hop, nothing = own.hop(part, other, window), [()] * own.parts
     taken = hop.taken
     if part == other and hop.rectangles:
@@ -277,7 +277,7 @@ def _rows(spans: Sequence[Span], device: torch.device) -> Rows:
 
 def _found(
     q: Tensor, documents: Tensor, window: int | None, length: int, exchange: str, balance: Any, heads: int, name: str
-) -> tuple[_Plan, Group]:
+) -> tuple[_HopPlan, Group]:
     group = Group.named(name)
     own = split(tuple(documents.tolist()), length, group.size // heads, balance, heads)
     return _plan(own, group.index, exchange, window, q.device), group
@@ -402,6 +402,6 @@ def _together(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _apart(rows: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The other way round, for keys and values like these; views."""
+    """Take rows apart into keys and values like these, which are views."""
     keys, values = rows.split([k[0].numel(), v[0].numel()], 1)
     return keys.unflatten(1, k.shape[1:]), values.unflatten(1, v.shape[1:])

@@ -103,7 +103,7 @@ class Dispatch:
         features: The ranks over which the features of each expert are split: they send the tokens of all of them, N.
         order: [N k], the slots (token k + number) as they are sent: by expert, then by token.
         slots: [N, k], the place of each slot in that order.
-        sent, got: How many rows go to each rank, and come from each.
+        sent, got: The number of rows that go to each rank, and come from each.
         groups: The rows of each expert here.
         sorting: [R], the place at which each row came, of those sorted by (expert, source rank, token), and the place
             that each that came has of those; None where they come so.

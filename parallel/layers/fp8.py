@@ -58,13 +58,13 @@ def quantise(x: Tensor, unit: Tensor, dtype: torch.dtype) -> Operand:
 
 
 def multiply_wide(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """The product of what the fp8 numbers are: the reference, which runs anywhere."""
+    """Multiply what the fp8 numbers stand for: the reference, which runs anywhere."""
     assert a.scale is not None and b.scale is not None
     return F.linear(a.values.to(dtype), b.values.to(dtype)).mul_(a.scale).mul_(b.scale)
 
 
 def multiply_scaled(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """By the hardware's fp8 units, where they take these sizes."""
+    """Multiply by the hardware's fp8 units, where they take these sizes."""
     if a.values.shape[1] % _MULTIPLE or b.values.shape[0] % _MULTIPLE:
         return multiply_wide(a, b, dtype)
     assert a.scale is not None and b.scale is not None
@@ -73,7 +73,7 @@ def multiply_scaled(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = Fal
 
 
 def multiply_on(device: torch.device) -> Multiply:
-    """What multiplies on a device: compute capability 8.9 (Ada, Hopper) brought fp8."""
+    """Return what multiplies on a device: compute capability 8.9 (Ada, Hopper) brought fp8."""
     hardware = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     return multiply_scaled if hardware else multiply_wide
 
@@ -83,7 +83,7 @@ class Fp8(Product):
     """Products of fp8 numbers. The weight is kept as it is, beside its largest magnitude, and cast for each product.
 
     Args:
-        multiply: What multiplies on the device.
+        multiply: The device's product of fp8 numbers.
         kernels: :mod:`parallel.kernels.fused.cast_transpose`, where it runs; None for torch's operators. The compiler
             is always given these, and fuses them with what comes before.
         across: The ranks that hold parts of the tokens of a microbatch, or of features; None: those of the linear.
@@ -122,7 +122,7 @@ class Fp8(Product):
         return y.unflatten(0, x.values.shape[:-1])
 
     def _largest(self, group: Group, *tensors: Tensor) -> Tensor:
-        """The largest magnitude of each tensor, of all its parts: [number of tensors], in one message."""
+        """Return the largest magnitude of each tensor, of all its parts: [number of tensors], in one message."""
         if self.kernels is None or torch.compiler.is_compiling():
             wide = torch.promote_types(tensors[0].dtype, torch.float32)
             here = torch.stack([torch.linalg.vector_norm(x, torch.inf, dtype=wide) for x in tensors])

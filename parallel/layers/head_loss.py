@@ -62,7 +62,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor | None, dy: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """In the memory of the gradient where it can be; dy is not rounded to a narrow type."""
+    """Return the gradient times dy, in its memory where it can be; dy is not rounded to a narrow type."""
     return None if gradient is None else gradient.to(dy.dtype).mul_(dy).to(dtype)
 
 

@@ -22,15 +22,16 @@ from torch.autograd.function import once_differentiable
 
 from parallel.choices import check_choice
 from parallel.collectives import gather, split, start_all_reduce
-from parallel.layers.product import DENSE, Operand, Product, WeightGradient, gathered, start_gather
+from parallel.layers.product import DENSE, Operand, Product, gathered, start_gather
 from parallel.mesh import Group, Mesh
+from parallel.parameters import WeightGradient
 
 Between = Literal["sequence", "replicated"]
-"""What the ranks hold between layers: each a part of the tokens, or all of them the same."""
+"""The ranks hold between layers each a part of the tokens, or all of them the same."""
 ColumnOutput = Literal["split", "gathered"]
-"""What a column-parallel linear leaves: each rank its features, or all of them the same on every rank."""
+"""A column-parallel linear leaves each rank its features, or all of them the same on every rank."""
 RowInput = Literal["split", "replicated"]
-"""What a row-parallel linear is given: each rank its features, or all of them the same on every rank."""
+"""A row-parallel linear is given on each rank its features, or all of them the same on every rank."""
 
 
 class Column(torch.autograd.Function):
@@ -183,17 +184,26 @@ def replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Gro
     return y
 
 
-def _drawn(out_features: int, in_features: int, mesh: Mesh, dtype: torch.dtype | None) -> Tensor:
-    """The initial weight of a whole layer, [out, in], from torch's generator.
+def _drawn(
+    out_features: int, in_features: int, dim: int, bias: bool, mesh: Mesh, dtype: torch.dtype | None
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Return the initial weight, [out, in], split along a dimension, from torch's generator, and a bias of zeros.
 
     It is drawn in full and then cut: ranks that are seeded alike hold parts of one weight, never the same part twice.
     """
+    tp, size = mesh.shape.tp, (out_features, in_features)[dim]
+    if size % tp:
+        name = ("out_features", "in_features")[dim]
+        raise ValueError(f"cannot split {name} ({size}) over tp={tp}: choose a multiple of {tp}")
     bound = 1 / math.sqrt(in_features)
-    return torch.empty(out_features, in_features, dtype=dtype, device=mesh.device).uniform_(-bound, bound)
+    whole = torch.empty(out_features, in_features, dtype=dtype, device=mesh.device).uniform_(-bound, bound)
+    weight = whole.chunk(tp, dim)[mesh.tp.index].clone(memory_format=torch.contiguous_format)
+    zeros = torch.zeros(len(weight), dtype=dtype, device=mesh.device)
+    return nn.Parameter(weight), nn.Parameter(zeros) if bias else None
 
 
 class _ParallelLinear(nn.Module):
-    """What all of these linears are: a weight, perhaps a bias, a group, how tokens and features come in and go out, and
+    """All of these linears are a weight, perhaps a bias, a group, how tokens and features come in and go out, and
     what multiplies."""
 
     BETWEEN_BLOCKS: ClassVar[tuple[str, str]]
@@ -206,7 +216,7 @@ class _ParallelLinear(nn.Module):
 
     @classmethod
     def of(cls, weight: nn.Parameter, bias: nn.Parameter | None, mesh: Mesh) -> Self:
-        """The layer of parameters that a layout has cut, with tokens split over tp between layers."""
+        """Return the layer of parameters that a layout has cut, with tokens split over tp between layers."""
         layer = cls.__new__(cls)
         _ParallelLinear.__init__(layer, weight, bias, mesh, *cls.BETWEEN_BLOCKS)
         return layer
@@ -231,7 +241,7 @@ class ColumnParallelLinear(_ParallelLinear):
             holds the same x: [tokens, in] (Megatron's layer without sequence parallelism).
         output: ``"split"``: y: [tokens, out/tp]. ``"gathered"``: y: [tokens, out], the same on every rank, to be used
             by a computation that every rank repeats.
-        dtype: Of the parameters.
+        dtype: That of the parameters.
 
     Raises:
         ValueError: ``out_features`` does not divide over tp, or ``input`` or ``output`` is another word.
@@ -252,13 +262,7 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> None:
         check_choice("input", input, get_args(Between))
         check_choice("output", output, get_args(ColumnOutput))
-        tp = mesh.shape.tp
-        if out_features % tp:
-            raise ValueError(f"cannot split out_features ({out_features}) over tp={tp}: choose a multiple of {tp}")
-        weight = _drawn(out_features, in_features, mesh, dtype).chunk(tp)[mesh.tp.index].clone()
-        zeros = torch.zeros(out_features // tp, dtype=dtype, device=mesh.device) if bias else None
-        bias_parameter = nn.Parameter(zeros) if zeros is not None else None
-        super().__init__(nn.Parameter(weight), bias_parameter, mesh, input, output)
+        super().__init__(*_drawn(out_features, in_features, 0, bias, mesh, dtype), mesh, input, output)
 
     def forward(self, x: Tensor) -> Tensor:
         y = column_linear(x, self.weight, self.bias, self.group, self.input == "sequence", self.product)
@@ -279,7 +283,7 @@ class RowParallelLinear(_ParallelLinear):
         input: ``"split"``: x: [tokens, in/tp], as a column-parallel layer leaves it. ``"replicated"``: x: [tokens, in],
             the same on every rank.
         output: ``"sequence"``: y: [tokens/tp, out]. ``"replicated"``: y: [tokens, out], the same on every rank.
-        dtype: Of the parameters.
+        dtype: That of the parameters.
 
     Raises:
         ValueError: ``in_features`` does not divide over tp, or ``input`` or ``output`` is another word.
@@ -300,13 +304,7 @@ class RowParallelLinear(_ParallelLinear):
     ) -> None:
         check_choice("input", input, get_args(RowInput))
         check_choice("output", output, get_args(Between))
-        tp = mesh.shape.tp
-        if in_features % tp:
-            raise ValueError(f"cannot split in_features ({in_features}) over tp={tp}: choose a multiple of {tp}")
-        weight = _drawn(out_features, in_features, mesh, dtype).chunk(tp, 1)[mesh.tp.index].contiguous()
-        zeros = torch.zeros(out_features, dtype=dtype, device=mesh.device) if bias else None
-        bias_parameter = nn.Parameter(zeros) if zeros is not None else None
-        super().__init__(nn.Parameter(weight), bias_parameter, mesh, input, output)
+        super().__init__(*_drawn(out_features, in_features, 1, bias, mesh, dtype), mesh, input, output)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.input == "replicated":

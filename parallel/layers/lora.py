@@ -33,7 +33,7 @@ from parallel.layers.linear import (
 from parallel.layers.router import Router, wide_linear
 
 Rows = Sequence[tuple[int, bool]]
-"""Of the outputs of a linear, in turn: how many belong together, and whether they have an adapter."""
+"""The outputs of a linear in turn: how many belong together, and whether they have an adapter."""
 
 
 class _Adapted(nn.Module):
@@ -43,8 +43,8 @@ class _Adapted(nn.Module):
         base: The linear, as it would be without.
         a: [adapters rank, in]: the As of the adapters, one below the other.
         b: [rows of those that have one, rank]: their Bs likewise.
-        rows: Of the linear's outputs on this rank.
-        scale: Of the product.
+        rows: Those of the linear's outputs on this rank.
+        scale: Factor of the product.
         dropout: Probability of dropping an element of what A is multiplied with, in training.
     """
 
@@ -56,7 +56,8 @@ class _Adapted(nn.Module):
         self._rows, self._scale = tuple(rows), scale
 
     def spread(self) -> Tensor:
-        """The Bs as one: [out, adapters rank], each beside the others' columns; zero where there is no adapter."""
+        """Return the Bs as one: [out, adapters rank], each beside the others' columns; zero where there is no
+        adapter."""
         held = iter(self.b.split([rows for rows, adapted in self._rows if adapted]))
         return torch.block_diag(*(next(held) if adapted else self.b.new_zeros(rows, 0) for rows, adapted in self._rows))
 

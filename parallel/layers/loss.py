@@ -22,10 +22,10 @@ _CHUNK = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 @dataclass(frozen=True)
 class Finish:
-    """What makes logits of the last products, element by element: softcap * tanh(scale * x / softcap).
+    """The last products become logits by this, element by element: softcap * tanh(scale * x / softcap).
 
     Args:
-        scale: Of the products.
+        scale: Factor of the products.
         softcap: Bound of the logits (Bello et al. 2016, arXiv 1611.09940); None for no bound, and no tanh.
     """
 
@@ -43,7 +43,7 @@ class Finish:
         return x if self.softcap is None else x.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """The derivative of :meth:`apply_` at what has become of it."""
+        """Return the derivative of :meth:`apply_` at what has become of it."""
         if self.softcap is None:
             return self.scale
         return logits.div(self.softcap).square_().neg_().add_(1).mul_(self.scale)
@@ -61,7 +61,7 @@ class Objective:
         vocab: Number of tokens of the vocabulary, without padding.
         label_smoothing: Probability that is spread evenly over the vocabulary.
         z_loss: Weight of the squared log-partition (Chowdhery et al. 2022, arXiv 2204.02311).
-        finish: What is done to the logits before.
+        finish: The change of the products that makes them logits.
     """
 
     group: Group
@@ -71,7 +71,7 @@ class Objective:
     finish: Finish = PLAIN
 
     def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """As :func:`cross_entropy`."""
+        """Compute :func:`cross_entropy`."""
         loss: Tensor = _CrossEntropy.apply(logits, labels, self)
         return loss
 
@@ -113,7 +113,8 @@ class Objective:
         return torch.where(labels != IGNORE, loss, 0.0), log_sum
 
     def gradient_(self, logits: Tensor, labels: Tensor, log_sum: Tensor, dy: Tensor) -> Tensor:
-        """The gradient of the logits, of losses whose gradient is dy: [t]; it is written into the logits' memory."""
+        """Return the gradient of the logits, of losses whose gradient is dy: [t]; it is written into the logits'
+        memory."""
         if fused := kernels.cross_entropy(logits.device):
             how = self.vocab, self.label_smoothing, self.z_loss, self.finish.scale, self.finish.softcap
             return fused.gradient_(logits, labels, log_sum, dy, *self.own_columns(logits), *how)
@@ -135,7 +136,7 @@ class Objective:
         return logits
 
     def own(self, losses: Tensor) -> Tensor:
-        """[t] -> [t/tp], the losses of this rank's tokens.
+        """losses: [t] -> [t/tp], those of this rank's tokens.
 
         Raises:
             ValueError: t does not divide over the group.
@@ -149,12 +150,13 @@ class Objective:
         return losses[self.group.index * share : (self.group.index + 1) * share]
 
     def own_columns(self, logits: Tensor) -> tuple[int, int]:
-        """The first of this rank's columns, and how many are no padding."""
+        """Return the first of this rank's columns, and how many are no padding."""
         start = self.group.index * logits.shape[1]
         return start, max(0, min(logits.shape[1], self.vocab - start))
 
     def _columns(self, logits: Tensor, labels: Tensor) -> tuple[int, Tensor, Tensor]:
-        """How many columns are no padding; which labels are among them: [t], and where: [t], 0 for the others."""
+        """Return how many columns are no padding; which labels are among them: [t], and where: [t], 0 for the
+        others."""
         start, valid = self.own_columns(logits)
         mine = (labels >= start) & (labels < start + valid)
         return valid, mine, (labels - start) * mine
@@ -197,11 +199,11 @@ def cross_entropy(
 
     Args:
         logits: This rank's columns.
-        labels: Of all tokens; :data:`IGNORE` for those that do not count (their loss is zero).
+        labels: Those of all tokens; :data:`IGNORE` for those that do not count (their loss is zero).
         group: The tensor parallel group.
         vocab: Number of tokens of the vocabulary, without padding.
-        label_smoothing: As :class:`Objective`'s.
-        z_loss: As :class:`Objective`'s.
+        label_smoothing: That of :class:`Objective`.
+        z_loss: That of :class:`Objective`.
 
     Raises:
         ValueError: t does not divide over the group.

@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
         features: Size of the last dimension.
         mesh: The live mesh.
         eps: Added to the mean square.
-        dtype: Of the parameter.
+        dtype: That of the parameter.
     """
 
     def __init__(self, features: int, *, mesh: Mesh, eps: float = 1e-6, dtype: torch.dtype | None = None) -> None:
@@ -39,8 +39,8 @@ class RMSNorm(nn.Module):
 
     @classmethod
     def of(cls, weight: nn.Parameter, eps: float, mesh: Mesh, offset: float = 0.0) -> Self:
-        """The norm of a given parameter: weight [embed], or [head] or [heads/tp, head] for heads. ``offset`` is what is
-        added to the weight, in fp32 at least."""
+        """Return the norm of a given parameter: weight [embed], or [head] or [heads/tp, head] for heads. ``offset`` is
+        what is added to the weight, in fp32 at least."""
         norm = cls.__new__(cls)
         norm._assemble(weight, eps, mesh, offset)
         return norm
@@ -63,7 +63,7 @@ class LayerNorm(nn.Module):
         features: Size of the last dimension.
         mesh: The live mesh.
         eps: Added to the variance.
-        dtype: Of the parameters.
+        dtype: That of the parameters.
     """
 
     def __init__(self, features: int, *, mesh: Mesh, eps: float = 1e-5, dtype: torch.dtype | None = None) -> None:
@@ -72,7 +72,7 @@ class LayerNorm(nn.Module):
 
     @classmethod
     def of(cls, weight: nn.Parameter, bias: nn.Parameter | None, eps: float, mesh: Mesh, offset: float = 0.0) -> Self:
-        """The norm of given parameters, each as for :meth:`RMSNorm.of`; a bias need not be."""
+        """Return the norm of given parameters, each as for :meth:`RMSNorm.of`; a bias need not be."""
         norm = cls.__new__(cls)
         norm._assemble(weight, bias, eps, mesh, offset)
         return norm
@@ -106,19 +106,14 @@ class SplitRMSNorm(nn.Module):
         self.weight, self.eps, self.group = weight, eps, mesh.tp
         self._alone = kernels.rms_norm(mesh.device)
 
-    @classmethod
-    def of(cls, weight: nn.Parameter, eps: float, mesh: Mesh) -> Self:
-        """As the other norms are made of given parameters."""
-        return cls(weight, eps, mesh)
-
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:  # for which there are kernels
             return self._alone(x.flatten(1), self.weight, self.eps).view(x.shape)
-        y: Tensor = _SplitRMSNorm.apply(x, self.weight, self.eps, self.group)
+        y: Tensor = _NormOverRanks.apply(x, self.weight, self.eps, self.group)
         return y
 
 
-class _SplitRMSNorm(torch.autograd.Function):
+class _NormOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
         z, w = _wide(x), _wide(weight).view(x.shape[1:])

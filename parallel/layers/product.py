@@ -13,7 +13,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from parallel import kernels
 from parallel.collectives import Pending, start_all_gather, start_reduce_scatter
 from parallel.mesh import Group
+from parallel.parameters import WeightGradient
 
 
 class Operand(NamedTuple):
@@ -45,14 +46,14 @@ class Operand(NamedTuple):
 
 
 class Product(ABC):
-    """How the matrices of a linear are multiplied; x: [t, in], weight: [out, in], dy: [t, out].
+    """A way to multiply the matrices of a linear; x: [t, in], weight: [out, in], dy: [t, out].
 
     Two methods make operands of tensors and three are the products. The next four are a product and the collective
     before or after it; a product with a kernel for both at once overrides them.
     """
 
     hand: Callable[[WeightGradient | Tensor], None] | None = None
-    """Who is given weight gradients, or their sums, instead of autograd, if anybody."""
+    """The function that is given weight gradients, or their sums, instead of autograd, if any."""
 
     def operands(self, x: Tensor, weight: Tensor, group: Group, whole: bool) -> tuple[Operand, Operand]:
         """Return what the forward multiplies; the ranks of the group hold parts of x, of the weight, or of both.
@@ -103,7 +104,8 @@ class Product(ABC):
         """Return dweight, or None where it has been handed on; the compiler leaves it to autograd."""
         if self.hand is None or torch.compiler.is_compiling():
             return self.weight_gradient(dy, x, dtype)
-        self.hand(WeightGradient(self, dy, x, dtype))
+        make, add = partial(self.weight_gradient, dy, x, dtype), partial(self.add_weight_gradient, dy, x, dtype)
+        self.hand(WeightGradient(make, add))
         return None
 
     def handing(self, hand: Callable[[WeightGradient | Tensor], None]) -> Self:
@@ -111,23 +113,6 @@ class Product(ABC):
         other = copy(self)
         other.hand = hand
         return other
-
-
-@dataclass(frozen=True)
-class WeightGradient:
-    """dy' x: [out, in], multiplied when it is asked for, and into the memory where it is summed if that is given."""
-
-    product: Product
-    dy: Operand
-    x: Operand
-    dtype: torch.dtype
-
-    def __call__(self) -> Tensor:
-        return self.product.weight_gradient(self.dy, self.x, self.dtype)
-
-    def add_to(self, total: Tensor, first: bool) -> None:
-        """Add it to ``total``, or write it there if it is the ``first``."""
-        self.product.add_weight_gradient(self.dy, self.x, self.dtype, total, first)
 
 
 def start_gather(x: Operand, group: Group, after: Tensor | None = None) -> Pending:
@@ -139,7 +124,7 @@ def start_gather(x: Operand, group: Group, after: Tensor | None = None) -> Pendi
 
 
 def gathered(x: Operand, group: Group) -> Operand:
-    """[t/n, ...] of each rank -> [t, ...]."""
+    """x: [t/n, ...] of each rank -> [t, ...]."""
     return Operand(start_gather(x, group).wait(), x.scale)
 
 
@@ -156,7 +141,8 @@ class Dense(Product):
         return dy.values.flatten(0, -2).t() @ x.values.flatten(0, -2)
 
     def add_weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype, total: Tensor, first: bool) -> None:
-        """On a GPU the product itself adds, in the dtype of the sum: the gradient is never rounded to a narrow one."""
+        """Add, on a GPU in the product itself and the dtype of the sum: the gradient is never rounded to a narrow
+        one."""
         if total.device.type != "cuda" or total.dtype == dtype:
             super().add_weight_gradient(dy, x, dtype, total, first)
             return

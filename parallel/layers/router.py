@@ -24,7 +24,7 @@ class Router(nn.Module):
 
     Args:
         weight: [routes, embed].
-        routing: How experts are chosen and weighed.
+        routing: The rule by which experts are chosen and weighed.
         bias: [routes], added to the logits.
         correction: [routes], added to the scores by which experts are chosen, not to those that weigh them; it gets no
             gradient.
@@ -109,11 +109,11 @@ _ALL_BUT_SIGN, _LOW = 0x7FFFFFFF, 0xFFFFFFFF
 
 def wide_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x: [n, in], weight: [out, in], bias: [out] -> [n, out], in fp32 at least."""
-    y: Tensor = _Linear.apply(x, weight, bias)
+    y: Tensor = _WideLinear.apply(x, weight, bias)
     return y
 
 
-class _Linear(torch.autograd.Function):
+class _WideLinear(torch.autograd.Function):
     """logits = x W' + b in fp32 at least. x: [n, embed], W: [routes, embed], b: [routes] -> [n, routes].
 
     What is kept of x for the backward is x, not a wide copy of it.

@@ -1,4 +1,4 @@
-"""What the head says of each token, without gradients and without the logits of all tokens."""
+"""The head scores each token, without gradients and without the logits of all tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOGITS = 1 << 26
 
 
 def loss(objective: Objective, logits: Tensor, labels: Tensor) -> Tensor:
-    """The loss of each token: [n]."""
+    """Return the loss of each token: [n]."""
     return objective.losses(logits, labels)[0]
 
 

@@ -20,7 +20,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,11 @@ from kinds import KINDS
 from live_run import Layout, LiveRun, metrics_of, tensors_of
 
 from megacore.recovery import incidents
+from megacore.store.strict_json import StoreError
 
 STEPS = 60
 COMMON = (
     f"train.steps={STEPS}",
-    "train.timeout=0.5",
     "log.every=1",
     "evaluate.every=7",
     "checkpoint.every=9",
@@ -48,6 +50,9 @@ DROPOUT = GPT2 | {"n_layer": 4, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdr
 EXPERTS = LLAMA | {"family": "mixtral", "num_hidden_layers": 2, "num_local_experts": 4, "intermediate_size": 8}
 PACKED = RECIPE["data"] | {"within_documents": True}
 MIB = 1 << 20
+MEMORY = Path("/dev/shm")
+WHOLE = "whole"
+"""The folder of the undisturbed runs."""
 
 LAYOUTS: Mapping[str, Layout] = {
     "dp2": Layout(2, ("mesh.dp=2",)),
@@ -60,19 +65,21 @@ LAYOUTS: Mapping[str, Layout] = {
     "pp2 x dp2 interleaved": Layout(
         4, ("mesh.pp=2", "mesh.dp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved")
     ),
-    "ep2 x dp2": Layout(4, ("mesh.ep=2", "mesh.dp=2", "experts.batch_balance=0.01"), {"model": EXPERTS}),
+    "ep2 x dp2": Layout(
+        4, ("mesh.ep=2", "mesh.dp=2", "batch.micro_size=2", "experts.batch_balance=0.01"), {"model": EXPERTS}
+    ),
     "zero optimizer": Layout(2, ("mesh.dp=2", "zero.shard=optimizer")),
     "zero gradients": Layout(2, ("mesh.dp=2", "zero.shard=gradients")),
     "zero parameters": Layout(2, ("mesh.dp=2", "zero.shard=parameters")),
     "dp2, dropout": Layout(2, ("mesh.dp=2",), {"model": DROPOUT}),
     "bf16": Layout(2, ("mesh.dp=2", "train.precision=bf16")),
-    "background": Layout(2, ("mesh.dp=2", "checkpoint.background=true", "checkpoint.every=2")),
-    "protected tp2": Layout(2, ("mesh.tp=2", "recovery.overhead=100")),
+    "background": Layout(2, ("mesh.dp=2", "checkpoint.background=true", "checkpoint.every=2"), like="dp2"),
+    "protected tp2": Layout(2, ("mesh.tp=2", "recovery.overhead=100"), like="tp2"),
     "protected pp2": Layout(2, ("mesh.pp=2", "recovery.overhead=100"), {"model": DROPOUT}),
     "protected pp2 x dp2 zero": Layout(4, ("mesh.pp=2", "mesh.dp=2", "zero.shard=optimizer", "recovery.overhead=100")),
-    "compared dp2": Layout(2, ("mesh.dp=2", "recovery.compare_every=3")),
-    "compared dp3": Layout(3, ("mesh.dp=3", "batch.global_size=12", "recovery.compare_every=3")),
-    "disk": Layout(2, ("mesh.dp=2", "checkpoint.every=3"), on=8 * MIB),
+    "compared dp2": Layout(2, ("mesh.dp=2", "recovery.compare_every=3"), like="dp2"),
+    "compared dp3": Layout(3, ("mesh.dp=3", "batch.global_size=12", "recovery.compare_every=3"), like="dp3"),
+    "disk": Layout(2, ("mesh.dp=2", "checkpoint.every=3"), on=8 * MIB, like="dp2"),
     "slow": Layout(2, ("mesh.dp=2", "train.steps=400", "checkpoint.every=100")),
     "poisoned": Layout(2, ("mesh.dp=2",)),
 }
@@ -118,6 +125,7 @@ class Played:
 
 def reference(name: str, cache: Path, *more: str) -> Path:
     """Return the folder of a run of a layout that nothing befalls."""
+    name = LAYOUTS[name].like or name
     folder = cache / re.sub(r"\W+", "-", " ".join((name, *more)))
     if not (folder / "done").exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -139,9 +147,11 @@ def play(
     run = LiveRun(folder, LAYOUTS[name], COMMON, RECIPE)
     for fault in faults:
         if run.reaches(fault.step, 100):
-            struck = len(run.strikes)
+            struck, run.incidents = len(run.strikes), numbered(run.out)
             KINDS[fault.kind].strike(run, fault.rank % run.layout.world, random_)
-            if len(run.strikes) > struck and not run.strikes[-1].spared:
+            if len(run.strikes) == struck:
+                run.tell(f"---- no {fault.kind}: rank {fault.rank} was at no place for it")
+            elif not run.strikes[-1].spared:
                 run.is_noticed(10)  # what is not, the end of the launcher would leave without a name
     status = run.end(limit_s)
     run.close()
@@ -155,6 +165,13 @@ def play(
     played.wrong += misnamed(played)
     played.wrong += leftovers(run)
     return played
+
+
+def numbered(out: Path) -> int:
+    """Return the number of the newest incident of a run; 0 where none can be read."""
+    with contextlib.suppress(StoreError):
+        return max((each.number for each in incidents.read(out)), default=0)
+    return 0
 
 
 def left_out(out: Path) -> str:
@@ -196,11 +213,13 @@ def leftovers(run: LiveRun) -> list[str]:
 def misnamed(played: Played) -> list[str]:
     """Return the faults that no incident names, and nobody has told."""
     run, found = played.run, list[str]()
-    told = [(each.event.kind, each.event.rank) for each in incidents.read(run.out)]
+    told = [(each.number, each.event.kind, each.event.rank) for each in incidents.read(run.out)]
     everything = list(told)
     for strike in run.strikes:
         kind = KINDS[strike.kind]
-        hit = next((each for each in told if each[0] in kind.named and each[1] in (strike.rank, None)), None)
+        whose = (strike.rank, None) if strike.kind != "leave out" else (None, *range(run.layout.world))  # who waited
+        after = [each for each in told if each[0] > strike.after]
+        hit = next((each for each in after if each[1] in kind.named and each[2] in whose), None)
         right = (not kind.named or hit is not None) and any(kind.says in line for line in run.said)
         played.told.append(right)
         if hit is not None:
@@ -222,11 +241,14 @@ def kinds_of(layout: str) -> list[str]:
 def drawn(layout: str, seed: int, number: int, kinds: Sequence[str] | None = None) -> list[Fault]:
     """Return faults that are drawn by a seed, apart by two steps at least."""
     random_ = random.Random(f"{layout} {seed}")
-    steps = sorted(random_.sample(range(1, STEPS // 2 - 2), 1 if layout == "slow" else number))
+    steps = sorted(
+        random_.sample(range(1, STEPS // 2 - 2), min(number, {"slow": 1, "poisoned": 3}.get(layout, number)))
+    )
     ranks = range(LAYOUTS[layout].world)
+    possible = [kind for kind in kinds_of(layout) if not kinds or kind in kinds]
     found, flipped = list[Fault](), False
     for step in steps:
-        kind = random_.choice(kinds or kinds_of(layout))
+        kind = random_.choice(possible)
         if "corrupted" in KINDS[kind].named:  # a node where that is found twice is left out
             kind, flipped = "kill" if flipped else kind, True
         found.append(Fault(kind, random_.choice(ranks), 2 * step))
@@ -240,11 +262,12 @@ def table(records: Sequence[Record]) -> str:
     """Return what has become of the faults of some runs, by kind and by layout."""
     strikes = [(*strike, record) for record in records for strike in record["strikes"]]
     told = [strike for strike in strikes if KINDS[strike[0]].named or KINDS[strike[0]].says]
+    hits = sum(each[2] for each in told)
     lines = [
         f"{len(strikes)} faults of {len({each[0] for each in strikes})} kinds in {len(records)} runs, of which "
         f"{sum(not record['wrong'] for record in records)} ended as the undisturbed ones; "
-        f"{sum(each[2] for each in told)} of {len(told)} told by the right name; "
-        f"{sum(record['seconds'] for record in records):.0f} s",
+        f"{hits} of {len(told)} told by the right name ({hits / max(1, len(told)):.1%}); "
+        f"{sum(record['seconds'] for record in records):.0f} s of runs",
         "",
         "| fault | times | layouts | told as | seconds to the next step, median / worst | told | runs as undisturbed |",
         "|---|---|---|---|---|---|---|",
@@ -267,29 +290,42 @@ def table(records: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
+def campaign(layout: str, seed: int, faults: int, kinds: Sequence[str] | None, folder: Path) -> tuple[Record, str]:
+    """Run a layout under faults that are drawn -> what the table is made of, and what was said."""
+    at = folder / f"{re.sub(r'[^a-z0-9]+', '-', layout)}-{seed}-{time.time_ns() % 10**6}"
+    played = play(layout, drawn(layout, seed, faults, kinds), at, folder / WHOLE, seed)
+    return played.record, played.said
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Faults on live runs.")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", type=int, default=12, help="on each run")
-    parser.add_argument("--layouts", default=",".join(LAYOUTS).replace(", ", "; "), help="names, or their beginnings")
+    parser.add_argument("--layouts", default=",".join(LAYOUTS).replace(", ", "; "), help="their names")
     parser.add_argument("--kinds", default="", help="names; all by default")
-    parser.add_argument("--keep", type=Path, help="a folder that the runs are kept in")
+    parser.add_argument("--at-once", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--keep", type=Path, help="a folder that the runs are kept in; by default one in memory")
     given = parser.parse_args()
     wanted = [each.strip().replace("; ", ", ") for each in given.layouts.split(",")]
     kinds = [each.strip() for each in given.kinds.split(",") if each.strip()] or None
-    played = list[Played]()
-    with tempfile.TemporaryDirectory() as made:
+    layouts = sorted((name for name in LAYOUTS if name in wanted), key=lambda name: -LAYOUTS[name].world)
+    began, records = time.monotonic(), list[Record]()
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as made:
         folder = given.keep or Path(made)
-        for layout in [name for name in LAYOUTS if name in wanted]:
-            at = folder / f"{re.sub(r'[^a-z0-9]+', '-', layout)}-{given.seed}-{time.time_ns() % 10**6}"
-            played.append(
-                play(layout, drawn(layout, given.seed, given.faults, kinds), at, folder / "whole", given.seed)
-            )
-            print(f"{layout}: {played[-1].seconds:.0f} s, {played[-1].wrong or 'as undisturbed'}", flush=True)
-            if played[-1].wrong:
-                print(played[-1].said, flush=True)
-    print(table([each.record for each in played]))
-    return int(any(each.wrong for each in played))
+        with ProcessPoolExecutor(given.at_once) as pool:
+            wholes = dict.fromkeys(LAYOUTS[name].like or name for name in layouts if name != "poisoned")
+            list(pool.map(partial(reference, cache=folder / WHOLE), wholes))
+            print(f"undisturbed runs: {time.monotonic() - began:.0f} s", flush=True)
+            each = partial(campaign, seed=given.seed, faults=given.faults, kinds=kinds, folder=folder)
+            for future in as_completed([pool.submit(each, layout) for layout in layouts]):
+                record, said = future.result()
+                records.append(record)
+                wrong = record["wrong"]
+                print(f"{record['layout']}: {record['seconds']:.0f} s, {wrong or 'as undisturbed'}", flush=True)
+                if wrong:
+                    print(said, flush=True)
+    print(f"{time.monotonic() - began:.0f} s in all, {given.at_once} at once, seed {given.seed}: {table(records)}")
+    return int(any(each["wrong"] for each in records))
 
 
 if __name__ == "__main__":

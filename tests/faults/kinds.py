@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from live_run import LiveRun
+from live_run import LiveRun, patient
 
 RESUME = "checkpoint.resume=auto"
 
@@ -147,7 +147,7 @@ def second_launch(run: LiveRun, rank: int, random_: random.Random) -> None:
     at = time.monotonic()
     second = run.start(RESUME)
     try:
-        said = second.communicate(timeout=60)[0].decode()
+        said = second.communicate(timeout=patient(60))[0].decode()
     except subprocess.TimeoutExpired:
         second.kill()
         said = second.communicate()[0].decode()
@@ -165,8 +165,9 @@ def agents_clock(run: LiveRun, rank: int, random_: random.Random) -> None:
 
 
 def newest(run: LiveRun) -> Path | None:
+    """Return the newest checkpoint, where there is an older one to fall back on: a run with none refuses to go on."""
     found = sorted(path for path in (run.out / "checkpoints").glob("step-*") if (path / "index.json").exists())
-    return found[-1] if found else None
+    return found[-1] if len(found) > 1 else None
 
 
 def cut(path: Path, random_: random.Random) -> None:

@@ -24,8 +24,15 @@ ROOT = Path(__file__).parents[2]
 HOOKS = Path(__file__).parent / "hooks"
 LONG_S = 20.0
 """A recovery that takes longer is looked at."""
+POLL_S = 0.004
+TIMEOUT_MIN = 0.5
 OUTSIDE = ("start", "recover")
 """The phases in which no step is done."""
+
+
+def patient(limit: float) -> float:
+    """Return a limit of time that is for a machine of its own, on this one, as busy as it is."""
+    return limit * max(1.0, os.getloadavg()[0] / (2 * len(os.sched_getaffinity(0))))
 
 
 @dataclass(frozen=True)
@@ -37,12 +44,14 @@ class Layout:
         overrides: Those of the recipe that tell it from others.
         recipe: Sections that replace those of the common recipe.
         on: The bytes of the filesystem of its own that the run's folder lies on, 0 for none.
+        like: The layout whose undisturbed run is that of this one, too; this one.
     """
 
     world: int
     overrides: Sequence[str]
     recipe: Mapping[str, Any] = field(default_factory=dict)
     on: int = 0
+    like: str = ""
 
 
 @dataclass
@@ -54,12 +63,14 @@ class Strike:
         rank: The rank that it has hit.
         at: When, by ``time.monotonic``.
         spared: Whether no step may be lost by it, and no process.
+        after: The number of the last incident before it.
     """
 
     kind: str
     rank: int
     at: float
     spared: bool = False
+    after: int = 0
 
 
 class LiveRun:
@@ -86,6 +97,8 @@ class LiveRun:
         self.statuses = list[int | None]()
         """Those of the launches that a fault has ended."""
         self.orphans = list[int]()
+        self.incidents = 0
+        """The number of incidents before the fault that is being done."""
         self._steps, self._breaks, self._broken = list[float](), list[tuple[float, float]](), 0.0
         self._watching = True
         self.launch()
@@ -105,7 +118,8 @@ class LiveRun:
             "PYTHONPATH": f"{HOOKS}:{ROOT}",
             "TMPDIR": str(self.temporary),
         }
-        command = [sys.executable, "-m", "tools.main", "train", *self.given, *more]
+        limit = f"train.timeout={patient(TIMEOUT_MIN)}"
+        command = [sys.executable, "-m", "tools.main", "train", *self.given, limit, *more]
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
@@ -166,11 +180,11 @@ class LiveRun:
         return [pid for pid in found if _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] != ["Z"]]
 
     def wait(self, condition: Callable[[], object], seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patient(seconds)
         while not self.ends and time.monotonic() < deadline:
             if condition():
                 return True
-            time.sleep(0.001)
+            time.sleep(POLL_S)
         return False
 
     def reaches(self, step: int, seconds: float) -> bool:
@@ -212,7 +226,7 @@ class LiveRun:
     # -- what befalls it
 
     def struck(self, kind: str, rank: int, at: float | None = None, spared: bool = False) -> None:
-        self.strikes.append(Strike(kind, rank, time.monotonic() if at is None else at, spared))
+        self.strikes.append(Strike(kind, rank, time.monotonic() if at is None else at, spared, self.incidents))
         self.tell(f"---- {kind}, rank {rank}")
 
     def order(self, pid: int, kind: str, seconds: float = 20.0) -> float | None:
@@ -220,7 +234,7 @@ class LiveRun:
         made, done = self.orders / f"{pid}.made", self.orders / f"{pid}.done"
         made.write_text(kind)
         made.rename(self.orders / str(pid))
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patient(seconds)
         while time.monotonic() < deadline and Path(f"/proc/{pid}").exists() and not done.exists():
             time.sleep(0.002)
         with contextlib.suppress(OSError, ValueError):
@@ -244,7 +258,7 @@ class LiveRun:
     def end(self, seconds: float) -> int | None:
         """Wait for the end -> status; None where it did not come."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
+            self.process.wait(patient(seconds))
         if not self.ends:
             self.process.send_signal(signal.SIGUSR2)
             time.sleep(4)
@@ -269,11 +283,11 @@ class LiveRun:
         kept.rename(self.out)
 
     def left_over(self) -> list[int]:
-        """Return the processes that have the folder in their command line, but for the launcher that lives."""
+        """Return the processes that were given the folder, but for the launcher that lives."""
         found = []
         for entry in Path("/proc").iterdir():
             own = not entry.name.isdigit() or int(entry.name) in (os.getpid(), self.process.pid)
-            if not own and str(self.folder) in _text(entry / "cmdline"):
+            if not own and f"{self.folder}/" in _text(entry / "cmdline") + _text(entry / "environ"):
                 found.append(int(entry.name))
         return found
 

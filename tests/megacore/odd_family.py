@@ -55,6 +55,23 @@ class OddConfig(LlamaConfig):
         )
         return *(param for param in super().params() if "layer" not in param.named_axes), *own
 
+    def build(self, parameters: Parameters, chunk: int) -> Decoder:
+        tp = parameters.mesh.tp.size
+        heads, kv = self.num_attention_heads // tp, max(1, self.num_key_value_heads // tp)
+
+        def head() -> Head:
+            norm = RMSNorm.of(parameters["norm.weight"], 1e-6, parameters.mesh)
+            return Head(norm, parameters["head.weight"], self.vocab_size, parameters.mesh.tp)
+
+        return Decoder.chunk(
+            parameters,
+            chunk,
+            embedding=lambda: TokenEmbedding(parameters, "embed.weight", self.vocab_size),
+            block=lambda layer: OddBlock(parameters, f"layers.{layer}", heads, kv),
+            head=head,
+            rotaries={"rope": Rotary(self.rope_parameters, self.head_dim)},
+        )
+
 
 class OddBlock(nn.Module):
     def __init__(self, parameters: Parameters, name: str, heads: int, kv: int) -> None:
@@ -78,25 +95,6 @@ class OddBlock(nn.Module):
         return x + self.out(gated) + self.close(turned)
 
 
-def build(config: OddConfig, parameters: Parameters, chunk: int) -> Decoder:
-    tp = parameters.mesh.tp.size
-    heads, kv = config.num_attention_heads // tp, max(1, config.num_key_value_heads // tp)
-
-    def head() -> Head:
-        norm = RMSNorm.of(parameters["norm.weight"], 1e-6, parameters.mesh)
-        return Head(norm, parameters["head.weight"], config.vocab_size, parameters.mesh.tp)
-
-    return Decoder.chunk(
-        parameters,
-        chunk,
-        embedding=lambda: TokenEmbedding(parameters, "embed.weight", config.vocab_size),
-        block=lambda layer: OddBlock(parameters, f"layers.{layer}", heads, kv),
-        head=head,
-        rotaries={"rope": Rotary(config.rope_parameters, config.head_dim)},
-    )
-
-
-CONFIG = OddConfig
 PRESETS: Mapping[str, Mapping[str, Any]] = {}
 PARAMETERS: Mapping[str, int] = {}
 
@@ -105,5 +103,5 @@ PARAMETERS: Mapping[str, int] = {}
 def registered() -> Iterator[None]:
     """For as long as this lasts there is the family ``odd``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "FAMILIES", {**registry.FAMILIES, "odd": __name__})
+        patch.setattr(registry, "FAMILIES", {**registry.FAMILIES, "odd": f"{__name__}.OddConfig"})
         yield

@@ -72,7 +72,7 @@ def gated_backward(
     tl.store(target + width, d * gate * sigmoid, mask=here)
 
 
-class _Gated(torch.autograd.Function):
+class _FusedGated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, name: str) -> Tensor:
         gate_up = gate_up.contiguous()
@@ -114,5 +114,5 @@ class _Gated(torch.autograd.Function):
 def gated(name: str, gate_up: Tensor) -> Tensor:
     """f(gate) * up, with f of :data:`FUNCTIONS`. gate_up: [..., 2 mlp] -> [..., mlp]; only the input is kept for the
     backward."""
-    y: Tensor = _Gated.apply(gate_up, name)
+    y: Tensor = _FusedGated.apply(gate_up, name)
     return y

@@ -88,10 +88,10 @@ def cast(
     """x: [m, n] -> (x / unit: [m, n], its transposed copy: [n, m], unit), those of them that are wanted.
 
     Args:
-        x: What is cast.
+        x: The numbers to cast.
         largest: The largest magnitude, an fp32 scalar on the device.
-        dtype: Of fp8.
-        exponent: Of the smallest power of two above its largest number.
+        dtype: That of fp8.
+        exponent: That of the smallest power of two above its largest number.
         straight: Whether x / unit is wanted.
         turned: Whether the transposed copy is.
     """

@@ -18,7 +18,7 @@ _TOKENS = 128
 
 @triton.jit
 def finished(x: tl.tensor, SCALE: tl.constexpr, SOFTCAP: tl.constexpr) -> tl.tensor:
-    """As ``parallel.layers.loss.Finish``; a softcap of 0 is none."""
+    """Finish as ``parallel.layers.loss.Finish`` does; a softcap of 0 is none."""
     if SCALE != 1:
         x = x * SCALE
     if SOFTCAP != 0:
@@ -161,9 +161,9 @@ def statistics(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Of this rank's columns [t, columns], of which the first ``valid`` are no padding -> [3 or 4, t], for
-    :func:`finish`: the maximum, the sum of the exponentials of what is below it, the label's logit, and with
-    ``everything`` the sum of what is below.
+    """logits: [t, columns], of which the first ``valid`` are no padding -> [3 or 4, t], for :func:`finish`: the
+    maximum, the sum of the exponentials of what is below it, the label's logit, and with ``everything`` the sum of what
+    is below.
 
     Args:
         logits: This rank's columns.
@@ -171,8 +171,7 @@ def statistics(
         start: The first of the columns, in the whole vocabulary.
         valid: Columns that are no padding.
         everything: Whether the last is needed.
-        scale: As that of ``parallel.layers.loss.Finish``.
-        softcap: As well.
+        scale, softcap: Those of ``parallel.layers.loss.Finish``.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     found = torch.empty(3 + everything, len(labels), dtype=dtype, device=logits.device)
@@ -193,7 +192,7 @@ def statistics(
 def finish(
     found: Tensor, labels: Tensor, columns: int, vocab: int, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """The statistics of all ranks, [ranks, 3 or 4, t] -> the losses: [t], zero where the label is ignored, and
+    """found: [ranks, 3 or 4, t], the statistics of all ranks -> the losses: [t], zero where the label is ignored, and
     ``log sum exp``: [t]."""
     loss, log_sum = torch.empty(2, len(labels), dtype=found.dtype, device=found.device)
     launching.launch(
@@ -224,8 +223,8 @@ def gradient_(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """The gradient of what came before scale and softcap, in its memory; dy: [t] is that of the losses. The columns as
-    for :func:`statistics`."""
+    """Return the gradient of what came before scale and softcap, in its memory; dy: [t] is that of the losses. The
+    columns as for :func:`statistics`."""
     columns = logits.shape[1]
     block = min(_BLOCK, triton.next_power_of_2(columns))
     blocks = triton.cdiv(columns, block)

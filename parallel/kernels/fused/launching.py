@@ -1,4 +1,4 @@
-"""How a kernel is launched, and how wide it computes: the one place that a trace needs to stand in for."""
+"""Kernels are launched here, and told how wide to compute: the one place that a trace needs to stand in for."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def try_out(device: torch.device) -> None:
 
 
 def wide(dtype: torch.dtype) -> tl.dtype:
-    """What is computed in: fp32, and fp64 for fp64."""
+    """Return the dtype to compute in: fp32, and fp64 for fp64."""
     return tl.float64 if dtype == torch.float64 else tl.float32
