@@ -120,6 +120,8 @@ class Rendezvous:
         # would drop all others from every round.
         _LeadsClock.ahead = clock
         vars(dynamic_rendezvous)["datetime"] = _LeadsClock
+        # It looks at the whole stack, twice for each sign of life, to name what it records nowhere.
+        vars(dynamic_rendezvous)["get_method_name"] = lambda: ""
         self._timeout = _Timeout(LAST_CALL_S if late else NO_CALL_S)
         closed = self._closed = threading.Event()  # the backend keeps no more: this is to free the store
         self._handler = DynamicRendezvousHandler.from_backend(
@@ -149,13 +151,14 @@ class Rendezvous:
         self._timeout.last_call_s = NEXT_CALL_S
         return Round(int(info.store.get(_Bootstrap.ROUND)), info.world_size)
 
-    def waiting(self) -> bool:
-        """Return whether nodes wait for the next round.
+    def is_over(self, made: Round) -> bool:
+        """Return whether nodes wait for the next round, or are in it: one whose nodes have all been silent for too long
+        is over, and who comes then waits for nobody.
 
         Raises:
             RendezvousError: the store is gone, or this node has stopped.
         """
-        return self._handler.num_nodes_waiting() > 0
+        return self._handler.num_nodes_waiting() > 0 or self._handler._state_holder.state.round != made.number
 
     def close(self) -> None:
         """Give no more signs of life: the others drop this node from its round."""

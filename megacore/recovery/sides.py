@@ -235,7 +235,7 @@ class LeadSide(Side):
                     self.mailbox.put(Came(0, self.terms.processes, platform.node()))
                     self._place()
                 self.changed.notify_all()
-        while self.open and not self.ended and not self._newcomers_wait(rendezvous):
+        while self.open and not self.ended and not self._newcomers_wait(made, rendezvous):
             pass
         self._form(made.number)
 
@@ -245,12 +245,12 @@ class LeadSide(Side):
     def _knows_of(self, nodes: int) -> bool:
         return self.ended or self._joined() + self._lost_early >= nodes
 
-    def _newcomers_wait(self, rendezvous: Rendezvous) -> bool:
-        """Sleep until there are newcomers -> whether they wait for a round already."""
+    def _newcomers_wait(self, made: Round, rendezvous: Rendezvous) -> bool:
+        """Sleep until there are newcomers -> whether they wait for another round already."""
         with self.changed:
             self.changed.wait_for(lambda: self.ended or not all(node.joined for node in self._nodes.values()))
             self.changed.wait_for(self.has_ended, POLL_S)
-        return rendezvous.waiting()
+        return rendezvous.is_over(made)
 
     def _heard(self, link: Link, message: Message) -> None:
         with self.changed:
