@@ -411,7 +411,7 @@ def report(found: Measured) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="turns of all ways, behind one that is not counted")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 16384])
+    parser.add_argument("--tokens", type=int, nargs="*", default=[2048, 8192, 16384])
     parser.add_argument("--steps", type=int, nargs="*", default=[2048, 8192], help="tokens of the whole steps")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--deepspeed", type=Path, help="site-packages with DeepSpeed")

@@ -1,12 +1,11 @@
 """A real model is taken to twice its positions: launch/recipes/long.yaml, on sources of Python's standard library.
 
 pip install gguf accelerate && python ../shared/real_model.py FOLDER       # SmolLM2-135M, of 8,192 positions
-MEGACORE_REAL_MODEL=FOLDER python -m pytest tests/tools/test_context_real.py       # an hour or more on two cores
+MEGACORE_REAL_MODEL=FOLDER python -m pytest tests/tools/test_context_real.py       # half an hour on a quiet core
 
-Losses by position are those of transformers, on held-out documents. On one of them (http/cookiejar.py), in bf16,
-the untouched model loses 2.069 nats a token in the first half and 4.047 in the second, 7.5 in the last 1,024; with
-the rope of the recipe and no step yet 2.101 and 1.591. The first test below takes six minutes, and the second one
-has not been run to its end so far.
+Losses by position are those of transformers on a document that is held out, http/cookiejar.py. In nats a token of the
+first 8,192, of these from 4,096 on, and of the second 8,192: the untouched model 2.068, 2.004, 4.047; after the two
+steps below 2.080, 2.015, 1.564; with the rope of the recipe and no step 2.101 and 1.591 (halves, in bf16).
 """
 
 from __future__ import annotations
@@ -38,9 +37,9 @@ ROOT = Path(__file__).parents[2]
 SHORT, LONG = 8192, 16384
 FRACTION = 0.15
 """Of the documents that is held out."""
-HELD = (2, 20)
-"""Of the documents held out, http/cookiejar.py and zipfile.py; the first two are tables of characters."""
-TRAINED, STEPS = 12288, 3
+HELD = 2
+"""Of the documents held out, http/cookiejar.py; those before it are tables of characters."""
+TRAINED, STEPS = 12288, 2
 """Tokens of a sample, and the steps, of one each."""
 YARN = {"rope_type": "yarn", "factor": 2.0}
 
@@ -54,13 +53,13 @@ def corpus(real: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made / "stdlib"
 
 
-def held_out(corpus: Path) -> list[torch.Tensor]:
-    """The first LONG + 1 tokens of the documents HELD, which a run with seed 0 does not train on."""
+def held_out(corpus: Path) -> torch.Tensor:
+    """The first LONG + 1 tokens of the document HELD, which a run with seed 0 does not train on."""
     dataset = IndexedDataset(corpus)
     _, runs = split_runs(dataset.documents, FRACTION, 0)
     documents = runs.of_least(dataset, LONG + 1, "what is held out").bounds.tolist()
-    chosen = [document for first, stop in documents for document in range(first, stop)]
-    return [torch.from_numpy(dataset.document(chosen[each])[: LONG + 1].astype(np.int64)) for each in HELD]
+    chosen = [document for first, stop in documents for document in range(first, stop)][HELD]
+    return torch.from_numpy(dataset.document(chosen)[: LONG + 1].astype(np.int64))
 
 
 def stretched(real: Path, folder: Path) -> Path:
@@ -117,7 +116,7 @@ def megacore(tool: str, *arguments: str) -> str:
 
 
 def test_one_document_has_one_loss_over_cp_and_by_transformers(real: Path, corpus: Path, tmp_path: Path) -> None:
-    folder, (document, _) = stretched(real, tmp_path / "stretched"), held_out(corpus)
+    folder, document = stretched(real, tmp_path / "stretched"), held_out(corpus)
     with IndexedWriter(tmp_path / "one", 49152) as writer:
         writer.write(document.numpy())
     want = read(folder, document).loss(0, LONG)
@@ -136,14 +135,12 @@ def test_the_second_half_is_read_as_the_first_one_is(real: Path, corpus: Path, t
     ends = [f"checkpoint.init={real}", f"checkpoint.export={export}", f"out={tmp_path / 'run'}"]
     megacore("finetune", "launch/recipes/long.yaml", *data, *sizes, *short, *ends)
 
-    documents = held_out(corpus)
-    untouched, tuned = ([read(folder, document) for document in documents] for folder in (real, export))
-    for before, after in zip(untouched, tuned, strict=True):
-        assert after.loss(SHORT, LONG) < before.loss(SHORT, LONG), "the untouched model does not know these positions"
-        assert after.loss(0, SHORT) <= before.loss(0, SHORT) + 0.02, "what it knew it knows"
-    halves = [[each.loss(*half) for each in tuned] for half in ((SHORT, LONG), (SHORT // 2, SHORT))]
-    assert sum(halves[0]) <= sum(halves[1])
-    torch.testing.assert_close(ours(export, documents[0]), tuned[0].logits, rtol=0, atol=1e-4)
+    document = held_out(corpus)
+    before, after = read(real, document), read(export, document)
+    assert after.loss(SHORT, LONG) < before.loss(SHORT, LONG), "the untouched model does not know these positions"
+    assert after.loss(SHORT, LONG) <= after.loss(SHORT // 2, SHORT)
+    assert after.loss(0, SHORT) <= before.loss(0, SHORT) + 0.02, "what it knew it knows"
+    torch.testing.assert_close(ours(export, document), after.logits, rtol=1e-5, atol=1e-4)
 
     lengths = ["--needle", "6144,12288,16384", "--depths", "2", "--needles", "1"]
     sources = [f"{sysconfig.get_path('stdlib')}/{name}" for name in ("zipfile.py", "http/cookiejar.py")]
