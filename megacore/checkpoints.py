@@ -23,7 +23,6 @@ from megacore.store.objects import ObjectPath, place
 from megacore.store.publish import PARTIAL, Publication, Upload, remove_leftovers
 from megacore.store.strict_json import StoreError, read_file
 from megacore.store.tensors import os_errors
-from parallel import limits
 
 FOLDER = "checkpoints"
 AUTO = "auto"
@@ -85,7 +84,7 @@ def set_aside(path: Path) -> Path:
         StoreError: it cannot be renamed.
     """
     if isinstance(path, ObjectPath):
-        (path / DAMAGED).write(read_file(path / INDEX, limits.JSON))
+        (path / DAMAGED).write(read_file(path / INDEX))
         (path / INDEX).remove()
         return path / DAMAGED
     with os_errors(path):

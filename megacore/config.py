@@ -461,12 +461,8 @@ class LogConfig:
     """The peak of one device, where its own table or measurement is not wanted."""
 
 
-def _as_section(value: object) -> object:
-    """Read a recipe's `model=null` as no key: the model is the checkpoint's that the run starts from."""
-    return {} if value is None else value
-
-
-Model = Annotated[dict[str, Any], BeforeValidator(_as_section)]
+# A recipe's `model=null` is no key: the model is the checkpoint's that the run starts from.
+Model = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
 
 
 @dataclass(frozen=True, config=TYPED)

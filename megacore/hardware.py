@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megacore.plan.devices import PEAK_TFLOPS
+from megacore.devices import PEAK_TFLOPS
 
 
 def claim(kind: str, number: int) -> torch.device:

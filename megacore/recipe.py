@@ -99,7 +99,7 @@ def _config(tree: DictConfig, overrides: Sequence[str], out: str) -> Config:
 
 def _read(recipe: Path) -> DictConfig:
     try:
-        text = read_file(recipe, limits.RECIPE).decode()
+        text = read_file(recipe, limit=limits.RECIPE).decode()
         _check_depth(text)
         tree = OmegaConf.load(StringIO(text))
     except StoreError as error:

@@ -1,10 +1,11 @@
 """Printing for people. Names, texts and values of files are in much of it, and none may do something to a terminal.
 
-Nothing else prints.
+Nothing else prints. What prints a result ends with whoever reads it; a run outlives its readers (:func:`outlive`).
 """
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -38,6 +39,32 @@ def say_data(value: Any, indent: int | None = None) -> None:
 def write_out(text: str) -> None:
     """Print a part of a text that is wanted as it is: a terminal gets it without control characters."""
     _print(harmless(text) if sys.stdout.isatty() else text, sys.stdout)
+
+
+class _Outlived(io.FileIO):
+    """Output that may be lost: its reader may go, its terminal be closed, its disk be full."""
+
+    lost = False
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if not self.lost and self.fileno() == 1:
+                self.lost = True
+                err(f"what is said on stdout is lost ({error.strerror}): the run goes on, `megacore status` tells how")
+            return memoryview(data).nbytes
+
+
+def outlive() -> None:
+    """Let this process go on, rather than raise, where what it prints cannot be written."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):
+            stream.flush()
+            buffer = io.BufferedWriter(_Outlived(stream.fileno(), "w", closefd=False))
+            lasting = io.TextIOWrapper(buffer, stream.encoding, stream.errors, write_through=True)
+            setattr(sys, name, lasting)
 
 
 def harmless(text: str) -> str:

@@ -21,10 +21,10 @@ from parallel.collectives import all_gather, gather
 from parallel.context_split import ContextParallel
 from parallel.layers.fp8 import Fp8
 from parallel.layers.linear import hand_to, multiply_by
-from parallel.layers.product import SymmetricMemory, WeightGradient
+from parallel.layers.product import SymmetricMemory
 from parallel.memory.recompute import Activations, runner
 from parallel.mesh import Mesh
-from parallel.parameters import Parameters
+from parallel.parameters import Parameters, WeightGradient
 from parallel.pipeline.run import forward
 from parallel.rank_sets import of_context
 from parallel.weights.layout import Layout

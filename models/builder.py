@@ -6,10 +6,11 @@ without torch, so that families do; the layers are imported when it is called.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from models.config import ModelConfig
+from models.anatomy import Anatomy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
     from parallel.parameters import Parameters
 
 
-def build(config: ModelConfig, parameters: Parameters, chunk: int) -> Decoder:
+def build(anatomy: Anatomy, sizes: Mapping[str, int], parameters: Parameters, chunk: int) -> Decoder:
     """Return the modules of one pipeline chunk of this rank, over parameters that the layout has cut.
 
     Args:
-        config: The whole model's.
+        anatomy: The whole model's.
+        sizes: Those of the axes of its weights.
         parameters: This rank's.
         chunk: The number of the chunk on this rank.
     """
@@ -30,17 +32,17 @@ def build(config: ModelConfig, parameters: Parameters, chunk: int) -> Decoder:
     from models.decoder import Decoder, Head, PositionEmbedding, TokenEmbedding
     from models.rope import Rotary
 
-    p, anatomy, vocab = parameters, config.anatomy, config.sizes["vocab"]
+    p, vocab = parameters, sizes["vocab"]
 
     def block(layer: int) -> nn.Module:
         name = f"layers.{layer}"
         norms = {
-            place: norm(config, p, f"{name}.{place}")
+            place: norm(anatomy, p, f"{name}.{place}")
             for place in ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm")
             if f"{name}.{place}.weight" in p
         }
         kind = ParallelBlock if anatomy.parallel else Block
-        branches = attend(config, p, layer), feed(config, p, layer)
+        branches = attend(anatomy, p, layer), feed(anatomy, p, layer)
         return kind(*branches, norms, scale=anatomy.branch_scale, dropout=anatomy.branch_dropout)
 
     def embedding() -> nn.Module:
@@ -58,7 +60,7 @@ def build(config: ModelConfig, parameters: Parameters, chunk: int) -> Decoder:
 
     def head() -> Head:
         return Head(
-            norm(config, p, "norm"),
+            norm(anatomy, p, "norm"),
             p["head.weight" if "head.weight" in p else "embed.weight"],
             vocab,
             p.mesh.tp,
@@ -73,20 +75,17 @@ def build(config: ModelConfig, parameters: Parameters, chunk: int) -> Decoder:
         embedding=embedding,
         block=block,
         head=head,
-        rotaries={
-            name: Rotary(rope, anatomy.rotary_head or config.sizes["head"]) for name, rope in anatomy.ropes.items()
-        },
+        rotaries={name: Rotary(rope, anatomy.rotary_head or sizes["head"]) for name, rope in anatomy.ropes.items()},
     )
 
 
-def attend(config: ModelConfig, parameters: Parameters, layer: int) -> nn.Module:
+def attend(anatomy: Anatomy, parameters: Parameters, layer: int) -> nn.Module:
     """Self-attention of a layer, ``layers.<layer>.attn``, of latents where it has some."""
     from models.attention import MultiHeadAttention
     from models.latent_attention import LatentAttention
     from parallel.kernels.scoring import Scoring
 
-    anatomy, name = config.anatomy, f"layers.{layer}.attn"
-    own = anatomy.layers[layer]
+    name, own = f"layers.{layer}.attn", anatomy.layers[layer]
     scoring = Scoring(
         scale=anatomy.attention_scale,
         window=own.window,
@@ -95,29 +94,29 @@ def attend(config: ModelConfig, parameters: Parameters, layer: int) -> nn.Module
         dropout=anatomy.attention_dropout,
     )
     if f"{name}.kv_a.weight" in parameters:
-        of_latent = partial(norm, config, parameters, eps=anatomy.latent_norm_eps)
+        of_latent = partial(norm, anatomy, parameters, eps=anatomy.latent_norm_eps)
         return LatentAttention(parameters, name, own.rope, scoring, of_latent)
     norms = (
-        [norm(config, parameters, each) for each in (f"{name}.q_norm", f"{name}.k_norm")]
+        [norm(anatomy, parameters, each) for each in (f"{name}.q_norm", f"{name}.k_norm")]
         if (f"{name}.q_norm.weight" in parameters)
         else None
     )
     return MultiHeadAttention(parameters, name, own.rope, scoring, norms, anatomy.qkv_limit)
 
 
-def feed(config: ModelConfig, parameters: Parameters, layer: int) -> nn.Module:
+def feed(anatomy: Anatomy, parameters: Parameters, layer: int) -> nn.Module:
     """Return the feed-forward network of a layer, ``layers.<layer>.mlp``, or its experts where it has a router."""
     from models.blocks import FeedForward
     from models.moe import MixtureOfExperts
 
-    name, anatomy = f"layers.{layer}.mlp", config.anatomy
+    name = f"layers.{layer}.mlp"
     if f"{name}.router.weight" not in parameters:
         return FeedForward(parameters, name, anatomy.activation)
     assert anatomy.routing is not None  # whose table declares routers
     return MixtureOfExperts(parameters, name, layer, anatomy.routing, anatomy.activation)
 
 
-def norm(config: ModelConfig, parameters: Parameters, name: str, eps: float | None = None) -> nn.Module:
+def norm(anatomy: Anatomy, parameters: Parameters, name: str, eps: float | None = None) -> nn.Module:
     """Return the norm of ``name.weight`` and, where it is declared, ``name.bias``; ``eps`` where it is not that of all
     norms.
 
@@ -125,11 +124,11 @@ def norm(config: ModelConfig, parameters: Parameters, name: str, eps: float | No
     """
     from parallel.layers.norm import LayerNorm, RMSNorm, SplitRMSNorm
 
-    anatomy, mesh, weight = config.anatomy, parameters.mesh, parameters[f"{name}.weight"]
+    mesh, weight = parameters.mesh, parameters[f"{name}.weight"]
     eps = anatomy.norm_eps if eps is None else eps
     sentence = parameters.shards[f"{name}.weight"].param.sentence
     if len(sentence.dims) == 1 and len(sentence.axes) > 1:
-        return SplitRMSNorm.of(weight, eps, mesh)
+        return SplitRMSNorm(weight, eps, mesh)
     if anatomy.norm == "rms":
         return RMSNorm.of(weight, eps, mesh, anatomy.norm_offset)
     return LayerNorm.of(weight, parameters.get(f"{name}.bias"), eps, mesh, anatomy.norm_offset)

@@ -129,6 +129,7 @@ class Decode:
         positions: The tokens' positions in their sequences.
         at: [n], the same.
         rows, slots: The rows and slots of those tokens that this rank keeps.
+        kept: Those tokens, among these.
     """
 
     cache: Cache
@@ -136,6 +137,7 @@ class Decode:
     at: Tensor
     rows: Tensor
     slots: Tensor
+    kept: Tensor | slice
 
     @classmethod
     def of(cls, cache: Cache, positions: Sequence[int], device: torch.device) -> Decode:
@@ -150,10 +152,10 @@ class Decode:
         at = torch.tensor(positions, device=device)
         own, to = (torch.tensor(each, dtype=torch.int64, device=device) for each in (rows, slots))
         cache.positions[own, to] = at[own]
-        return cls(cache, positions, at, own, to)
+        return cls(cache, positions, at, own, to, slice(len(rows)) if len(rows) == len(positions) else own)
 
     def __call__(self, name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-        self.cache.put(name, self.rows, self.slots, k[self.rows], v[self.rows])
+        self.cache.put(name, self.rows, self.slots, k[self.kept], v[self.kept])
         n, (first, stop, seen) = len(self.at), self._seen(scoring.window)
         keys, values = (kept[name][:n, :, first:stop] for kept in (self.cache.keys, self.cache.values))
         y = q.new_zeros(*q.shape[:-1], v.shape[-1])

@@ -152,8 +152,8 @@ class ModelConfig(ABC):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Beginnings of Hugging Face's names of tensors of parts that are not read, such as further heads: they are
-        told."""
+        """Beginnings of the names of Hugging Face's tensors of layers that predict further tokens: they are not read,
+        and told."""
         return ()
 
     @property
@@ -165,7 +165,7 @@ class ModelConfig(ABC):
         """Return the modules of one pipeline chunk of this rank, over parameters that the layout has cut."""
         from models.builder import build
 
-        return build(self, parameters, chunk)
+        return build(self.anatomy, self.sizes, parameters, chunk)
 
     @property
     def drops_attention(self) -> bool:

@@ -189,7 +189,11 @@ def _pair(schema: Schema, chosen: Sequence[LinearTarget], parameters: Sequence[L
     # As nn.Linear draws its weight (He et al. 2015 with a = sqrt 5): uniform between -1 and 1 over sqrt(in).
     std = 1 / math.sqrt(3 * Pattern((inner,)).shape(schema.sizes)[0])
     name, each = param.name.removesuffix(WEIGHT), "".join(f"{_text(dim)} " for dim in stacked)
-    module = _wrapper(chosen[0], parameters) if chosen[0].is_parameter else _reword(param.hf, words)
+    module = param.hf
+    if chosen[0].is_parameter:
+        module = _wrapper(chosen[0], parameters)
+    elif words:  # a single one needs no braces
+        module = WORDS.sub(f"{{{words}}}" if "," in words else words, param.hf)
     hf = _PREFIX + module.removesuffix(WEIGHT)
     hf_first, hf_last = (f"({each}{first})", f"({RANK} {each.strip()})") if stacked else (first, RANK)
     first_hf, second_hf = f"{hf_first} {_text(hf_inner)}", f"{_text(hf_out)} {hf_last}"
@@ -254,8 +258,3 @@ def _word(param: Param, label: str) -> str:
     found = WORDS.search(param.hf)
     assert found  # Hugging Face keeps the pieces apart
     return found.group(1).split(",")[param.sentence.outer_labels.index(label)]
-
-
-def _reword(hf: str, words: str) -> str:
-    """Return a Hugging Face name that spells other words; a single one needs no braces."""
-    return WORDS.sub(f"{{{words}}}" if "," in words else words, hf) if words else hf

@@ -6,7 +6,7 @@ import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple
 
 from models.config import ModelConfig, ModelConfigError
 from models.wrappers import unwrapped
@@ -14,56 +14,56 @@ from parallel import limits
 from parallel.choices import nearest
 
 FAMILIES: Mapping[str, str] = {
-    "arcee": "models.families.arcee",
-    "cohere": "models.families.cohere",
-    "cohere2": "models.families.cohere2",
-    "deepseek_v2": "models.families.deepseek_v2",
-    "deepseek_v3": "models.families.deepseek_v3",
-    "falcon": "models.families.falcon",
-    "gemma": "models.families.gemma",
-    "gemma2": "models.families.gemma2",
-    "gemma3_text": "models.families.gemma3",
-    "glm": "models.families.glm",
-    "glm4": "models.families.glm4",
-    "gpt2": "models.families.gpt2",
-    "gpt_neox": "models.families.gpt_neox",
-    "gpt_oss": "models.families.gpt_oss",
-    "gptj": "models.families.gptj",
-    "granite": "models.families.granite",
-    "granitemoe": "models.families.granitemoe",
-    "helium": "models.families.helium",
-    "llama": "models.families.llama",
-    "ministral": "models.families.ministral",
-    "mistral": "models.families.mistral",
-    "mixtral": "models.families.mixtral",
-    "nemotron": "models.families.nemotron",
-    "olmo2": "models.families.olmo2",
-    "olmo3": "models.families.olmo3",
-    "olmoe": "models.families.olmoe",
-    "phi": "models.families.phi",
-    "phi3": "models.families.phi3",
-    "qwen2": "models.families.qwen2",
-    "qwen2_moe": "models.families.qwen2_moe",
-    "qwen3": "models.families.qwen3",
-    "qwen3_moe": "models.families.qwen3_moe",
-    "seed_oss": "models.families.seed_oss",
-    "smollm3": "models.families.smollm3",
-    "stablelm": "models.families.stablelm",
-    "starcoder2": "models.families.starcoder2",
+    "arcee": "models.families.arcee.ArceeConfig",
+    "cohere": "models.families.cohere.CohereConfig",
+    "cohere2": "models.families.cohere2.Cohere2Config",
+    "deepseek_v2": "models.families.deepseek_v2.DeepseekV2Config",
+    "deepseek_v3": "models.families.deepseek_v3.DeepseekV3Config",
+    "falcon": "models.families.falcon.FalconConfig",
+    "gemma": "models.families.gemma.GemmaConfig",
+    "gemma2": "models.families.gemma2.Gemma2Config",
+    "gemma3_text": "models.families.gemma3.Gemma3Config",
+    "glm": "models.families.glm.GlmConfig",
+    "glm4": "models.families.glm4.Glm4Config",
+    "gpt2": "models.families.gpt2.Gpt2Config",
+    "gpt_neox": "models.families.gpt_neox.GptNeoxConfig",
+    "gpt_oss": "models.families.gpt_oss.GptOssConfig",
+    "gptj": "models.families.gptj.GptjConfig",
+    "granite": "models.families.granite.GraniteConfig",
+    "granitemoe": "models.families.granitemoe.GraniteMoeConfig",
+    "helium": "models.families.helium.HeliumConfig",
+    "llama": "models.families.llama.LlamaConfig",
+    "ministral": "models.families.ministral.MinistralConfig",
+    "mistral": "models.families.mistral.MistralConfig",
+    "mixtral": "models.families.mixtral.MixtralConfig",
+    "nemotron": "models.families.nemotron.NemotronConfig",
+    "olmo2": "models.families.olmo2.Olmo2Config",
+    "olmo3": "models.families.olmo3.Olmo3Config",
+    "olmoe": "models.families.olmoe.OlmoeConfig",
+    "phi": "models.families.phi.PhiConfig",
+    "phi3": "models.families.phi3.Phi3Config",
+    "qwen2": "models.families.qwen2.Qwen2Config",
+    "qwen2_moe": "models.families.qwen2_moe.Qwen2MoeConfig",
+    "qwen3": "models.families.qwen3.Qwen3Config",
+    "qwen3_moe": "models.families.qwen3_moe.Qwen3MoeConfig",
+    "seed_oss": "models.families.seed_oss.SeedOssConfig",
+    "smollm3": "models.families.smollm3.SmolLM3Config",
+    "stablelm": "models.families.stablelm.StableLmConfig",
+    "starcoder2": "models.families.starcoder2.Starcoder2Config",
 }
-"""{Hugging Face's ``model_type``: module}."""
+"""{Hugging Face's ``model_type``: the config in its module}."""
 
 
-class Family(Protocol):
-    """The module of a family: its config, the fields of its presets, and the published numbers of their parameters."""
+class Family(NamedTuple):
+    """A family: its config, {preset: fields}, and {preset: its published number of parameters}."""
 
-    CONFIG: type[ModelConfig]
-    PRESETS: Mapping[str, Mapping[str, Any]]
-    PARAMETERS: Mapping[str, int]
+    config: type[ModelConfig]
+    presets: Mapping[str, Mapping[str, Any]]
+    parameters: Mapping[str, int]
 
 
 def family(name: str) -> Family:
-    """Return the module of a family.
+    """Return the family of a name.
 
     Raises:
         ModelConfigError: there is none of this name.
@@ -72,12 +72,14 @@ def family(name: str) -> Family:
         raise ModelConfigError(
             "model", [f"unknown family {name!r}{nearest(name, FAMILIES)}; there are {_list(FAMILIES)}"]
         )
-    return cast(Family, importlib.import_module(FAMILIES[name]))
+    path, _, config = FAMILIES[name].rpartition(".")
+    module = importlib.import_module(path)
+    return Family(getattr(module, config), module.PRESETS, module.PARAMETERS)
 
 
 def presets() -> Mapping[str, tuple[str, Mapping[str, Any]]]:
     """Return {preset: (family, fields)} of all families."""
-    return {preset: (name, values) for name in FAMILIES for preset, values in family(name).PRESETS.items()}
+    return {preset: (name, values) for name in FAMILIES for preset, values in family(name).presets.items()}
 
 
 def configure(section: Mapping[str, Any]) -> ModelConfig:
@@ -112,7 +114,7 @@ def configure(section: Mapping[str, Any]) -> ModelConfig:
         raise ModelConfigError(
             "model", [f"give one of family ({_list(FAMILIES)}), preset ({_list(presets())}) or config"]
         )
-    kind = family(name).CONFIG
+    kind = family(name).config
     try:
         made = kind.from_hugging_face(kind.override(base, fields))
     except RecursionError as error:

@@ -48,7 +48,7 @@ class Upcycling:
     @cached_property
     def config(self) -> ModelConfig:
         """The config of the model with experts."""
-        return family(self.raw["model_type"]).CONFIG.from_hugging_face(self.raw)
+        return family(self.raw["model_type"]).config.from_hugging_face(self.raw)
 
     @property
     def experts(self) -> int:
@@ -169,7 +169,7 @@ def _with_experts(dense: ModelConfig, name: str | None) -> type[ModelConfig]:
         )
     if name not in FAMILIES:
         raise ModelConfigError(dense.family, [f"there is no family {name!r}{nearest(name, FAMILIES)}"])
-    kind = family(name).CONFIG
+    kind = family(name).config
     if "experts" not in kind.axes:
         raise ModelConfigError(dense.family, [f"{name} has no experts"])
     return kind

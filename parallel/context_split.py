@@ -468,13 +468,18 @@ def _placed(units: _Integers, parts: int) -> list[dict[int, int]]:
 
 
 def _fewest(n: int, room: _Integers, wanted: _Integers) -> dict[int, int]:
-    """Share out tokens over the fewest parts that have room and want them, or have room: {part: tokens}."""
+    """Share out tokens over the fewest parts that have room and want them, or have room: {part: tokens}.
+
+    Where room is all that limits them they are full but the last one, which then has room for another whole document.
+    """
     left = np.minimum(room, wanted)
     left = left if left.sum() >= n else room
     order = np.argsort(-left, kind="stable")
     sums = np.cumsum(left[order])
     count = int(np.searchsorted(sums, n)) + 1
-    each = np.diff(sums[:count] * n // sums[count - 1], prepend=0)
+    sums, chosen = sums[:count], order[:count]
+    full = (left[chosen] == room[chosen]).all()
+    each = np.diff(np.minimum(sums, n) if full else sums * n // sums[-1], prepend=0)
     return {part: tokens for part, tokens in zip(order.tolist(), each.tolist(), strict=False) if tokens}
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.rank_sets import Rounds, channel_kinds, of_mesh
-from parallel.weights.layout import Coordinates, MeshShape
+from parallel.weights.layout import Coordinates, MeshShape, split_axis
 
 Direction = Literal["forward", "backward"]
 FORWARD: Literal["forward"] = "forward"
@@ -122,6 +122,10 @@ class Mesh:
     @property
     def tp(self) -> Group:
         return self.along("tp")
+
+    def rows(self, vocab: int) -> tuple[int, int]:
+        """Return the first row that this rank holds of a table, which is split over tp, and the one after its last."""
+        return split_axis("vocab", vocab, self.shape.tp, self.place.tp)
 
     @property
     def cp(self) -> Group:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,19 @@ from parallel.weights.pattern import Piece
 def view(tensor: Tensor, piece: Piece) -> Tensor:
     """Return a piece of a contiguous tensor, one dimension per axis, sharing its memory."""
     return tensor.detach().as_strided(piece.shape, piece.strides, tensor.storage_offset() + piece.offset)
+
+
+@dataclass(frozen=True)
+class WeightGradient:
+    """A gradient that is computed when it is asked for.
+
+    Args:
+        make: Computes it.
+        add_to: (total, first): adds it to ``total``, or writes it there if it is the ``first``.
+    """
+
+    make: Callable[[], Tensor]
+    add_to: Callable[[Tensor, bool], None]
 
 
 class Parameters(Mapping[str, nn.Parameter]):

@@ -126,12 +126,11 @@ class ExtendedConfig(LlamaConfig):
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {}
 PARAMETERS: Mapping[str, int] = {}
-CONFIG: type[ExtendedConfig] = ExtendedConfig
 
 
 @contextmanager
 def extended() -> Iterator[None]:
     """For as long as this lasts there is the family ``extended``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "FAMILIES", {**registry.FAMILIES, "extended": __name__})
+        patch.setattr(registry, "FAMILIES", {**registry.FAMILIES, "extended": f"{__name__}.ExtendedConfig"})
         yield

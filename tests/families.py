@@ -86,7 +86,7 @@ def drawn(
 ) -> dict[str, Any]:
     """A recipe's section of a model of the family: what it draws, but for these fields."""
     sizes = {"layers": layers, "vocab": vocab, "positions": positions, "tp": tp}
-    return {"family": name, **family(name).CONFIG.draw(Random(seed), **sizes), **fields}
+    return {"family": name, **family(name).config.draw(Random(seed), **sizes), **fields}
 
 
 def of_transformers(section: dict[str, Any]) -> PretrainedConfig:
@@ -96,7 +96,7 @@ def of_transformers(section: dict[str, Any]) -> PretrainedConfig:
 
 def small(name: str, **fields: Any) -> PretrainedConfig:
     """The family's config at transformers' defaults, with small sizes and these fields."""
-    kind, convention = CONFIG_MAPPING[name], getattr(family(name).CONFIG, "rope_convention", PLAIN)
+    kind, convention = CONFIG_MAPPING[name], getattr(family(name).config, "rope_convention", PLAIN)
     known = kind().to_dict().keys() | kind.attribute_map.keys()
     # A quarter of so small heads would be no pair.
     wide = {"hidden_size": 32} if convention.partial_rotary_factor == 0.25 else {}
@@ -124,7 +124,7 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
 
 def saved(model: PreTrainedModel) -> dict[str, Tensor]:
     """The tensors that ``save_pretrained`` writes, under their names on disk: a tied head is the embedding."""
-    head = family(model.config.model_type).CONFIG.tied[1]
+    head = family(model.config.model_type).config.tied[1]
     tensors = revert_weight_conversion(model, model.state_dict())
     return {name: t for name, t in tensors.items() if name != head or not model.config.tie_word_embeddings}
 

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     known = presets()
     if name in FAMILIES:
-        for preset in family(name).PRESETS:
+        for preset in family(name).presets:
             say(_line(preset, configure({"preset": preset})))
     elif name in known:
         say(_line(name, configure({"preset": name})))
@@ -51,13 +51,13 @@ def _table() -> Iterator[str]:
     yield "| family | class of transformers | special | presets |"
     yield "|---|---|---|---|"
     for name in sorted(FAMILIES):
-        module = family(name)
-        made = {preset: configure({"preset": preset}) for preset in module.PRESETS}
+        found = family(name)
+        made = {preset: configure({"preset": preset}) for preset in found.presets}
         largest = max(made.values(), key=lambda config: config.schema.parameters)
         sizes = ", ".join(
             f"{preset} ({_count(config)})" for preset, config in made.items() if not preset.endswith("-tiny")
         )
-        yield f"| {name} | {module.CONFIG.architecture} | {', '.join(special(largest))} | {sizes} |"
+        yield f"| {name} | {found.config.architecture} | {', '.join(special(largest))} | {sizes} |"
 
 
 def _line(preset: str, config: ModelConfig) -> str:

@@ -15,11 +15,11 @@ from typing import Any
 
 from megacore.config import Config, CorpusConfig
 from megacore.data.batches import in_vain
-from megacore.plan.cluster import Overheads, Storage
-from megacore.plan.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
+from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
+from megacore.plan.cluster import COMMUNICATOR, Overheads, Storage
 from megacore.plan.documents import PackedMicrobatch, drawn, scores, standing_out
 from megacore.plan.fit import MARGIN, Candidate, fit
-from megacore.plan.memory import COMMUNICATOR, TERMS, Load, Memory, groups, loads, memory
+from megacore.plan.memory import TERMS, Load, Memory, loads, memory
 from megacore.plan.of_config import alone, overrides, setting_of
 from megacore.plan.published import PUBLISHED
 from megacore.plan.setting import Setting
@@ -252,7 +252,7 @@ def show(plan: Plan, name: str) -> str:
         _traffic(plan),
         _time(plan),
         _beside(plan.beside),
-        _warned(plan),
+        (f"Warning: {each}" for each in plan.warnings()),
     )
     return "\n\n".join(text for section in sections if (text := "\n".join(section)))
 
@@ -297,7 +297,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         f"  The fullest ranks are those of stage {most.stage}: {_gb(most.peak)} GB, most of it {most.largest} "
         f"({_gb(most.terms[most.largest])} GB). It {fits} {_gb(room)} GB less {MARGIN:.0%}."
     )
-    number = groups(plan.setting)
+    number = plan.beside.start.communicators
     if number and plan.setting.device == "cuda":
         yield (
             f"  Of these {_gb(room * MARGIN)} GB NCCL takes about {_gb(number * COMMUNICATOR)} GB, for the {number} "
@@ -437,11 +437,6 @@ def _beside(x: Overheads) -> Iterator[str]:
         yield f"  {what:<8}{said}"
 
 
-def _warned(plan: Plan) -> Iterator[str]:
-    for each in plan.warnings():
-        yield f"Warning: {each}"
-
-
 def _mb(size: float) -> str:
     return f"{size / 1e6:,.1f}"
 
@@ -458,24 +453,21 @@ def _show_fit(
         return
     if not candidates:
         say(
-            f"Nothing fits {world} x {name}: take more nodes, set memory.loss_chunk or memory.mlp_chunk, or choose a "
+            f"Nothing fits {world} x {name}: take more nodes, set memory.loss_chunk, or choose a "
             "batch.global_size that divides over the ranks"
         )
         return
     say(f"What fits {world} x {name} less {MARGIN:.0%} of memory, estimated fastest first")
     rows = [
-        (f"{each.time.total:,.2f}", f"{_mfu(each, cluster):.1%}", _gb(each.fullest.peak), _pasted(each, config))
+        (
+            f"{each.time.total:,.2f}",
+            f"{each.time.tflops_per_device / cluster.tflops:.1%}",
+            _gb(each.fullest.peak),
+            " ".join(f"{key}={value}" for key, value in overrides(each, config).items()),
+        )
         for each in candidates
     ]
     say(table(("s", "MFU", "GB", "overrides"), rows))
-
-
-def _pasted(each: Candidate, config: Config) -> str:
-    return " ".join(f"{key}={value}" for key, value in overrides(each, config).items())
-
-
-def _mfu(each: Candidate, cluster: Cluster) -> float:
-    return each.time.tflops_per_device / cluster.tflops
 
 
 def show_published(as_json: bool) -> None:

@@ -28,7 +28,7 @@ from tools.processes import add_context, agreed, context_problems
 from tools.tables import table
 
 if TYPE_CHECKING:  # --help and errors about arguments do not wait for torch
-    from megacore.verify import Pair, Report
+    from megacore.inference.verify import Pair, Report
     from parallel.choices import ContextExchange
     from parallel.weights.layout import MeshShape
 
@@ -76,7 +76,7 @@ def _prepare(arguments: argparse.Namespace, rank: int, world: int) -> tuple[Pair
     if folder.format != HuggingFace.format:
         raise StoreError(f"{arguments.folder} is a checkpoint: compare checkpoints with `megacore inspect --diff`")
     texts = [*arguments.prompt, *(folders.lines(arguments.prompts) if arguments.prompts else [])]
-    from megacore.verify import Pair, mesh_shape
+    from megacore.inference.verify import Pair, mesh_shape
 
     mesh = mesh_shape(checkpoint, world, arguments.cp)
     if found := context_problems(checkpoint.config, mesh, arguments.exchange):
@@ -87,7 +87,7 @@ def _prepare(arguments: argparse.Namespace, rank: int, world: int) -> tuple[Pair
 def _verify(
     pair: Pair, prompts: list[list[int]], shape: MeshShape, here: Here, jobs: int, exchange: ContextExchange
 ) -> Report:
-    from megacore.verify import verify
+    from megacore.inference.verify import verify
     from parallel.mesh import TIMEOUT, Mesh
 
     if shape.world == 1:
@@ -136,11 +136,8 @@ def encode(folder: WeightFolder, texts: Sequence[str], most: int, multiple: int)
                 f"{path}: the tokenizer makes {max(ids)} of a token of {text[:40]!r}, and the model's vocabulary has "
                 f"{config.vocab_size}: the tokenizer is another model's"
             )
-    return [_repeated(ids[:longest], multiple) for ids in encoded]
-
-
-def _repeated(ids: list[int], multiple: int) -> list[int]:
-    return [ids[i % len(ids)] for i in range(-(-len(ids) // multiple) * multiple)]
+    cut = (ids[:longest] for ids in encoded)
+    return [[ids[i % len(ids)] for i in range(-(-len(ids) // multiple) * multiple)] for ids in cut]
 
 
 # -- what is printed

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megacore.devices import DEVICES, Device
 from megacore.hardware import claim
-from megacore.plan.devices import DEVICES, Device
 from megacore.plan.step_time import Cluster
 from parallel.choices import Precision
 

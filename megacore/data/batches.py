@@ -33,8 +33,8 @@ class Batch:
     tokens, labels (IGNORE where there is none), positions: int64 [micro, length]. documents: the lengths of the rows'
     documents, one after the other, where attention stays within documents; else None. padding: bool [micro, length],
     true where a row is not filled; None: nowhere. blank: how many of the last rows only fill the microbatch up.
-    Of a rank of cp: split, how the tokens are shared out, sequences, the number of rows, and rows: [its tokens], the
-    row that each is of; the other arrays are of those tokens, too.
+    Of a rank of cp: split, how the tokens are shared out, and rows: [its tokens], the row that each is of; the other
+    arrays are of those tokens, too.
     """
 
     tokens: npt.NDArray[np.int64]
@@ -44,7 +44,6 @@ class Batch:
     padding: npt.NDArray[np.bool_] | None = None
     split: ContextSplit | None = None
     rows: npt.NDArray[np.int64] | None = None
-    sequences: int | None = None
     blank: int = 0
 
     def of_rank(self, context: ContextParallel, rank: int) -> Batch:
@@ -56,7 +55,7 @@ class Batch:
         own = split.indices(rank)
         padding = None if self.padding is None else self.padding.ravel()[own]
         tokens, labels, positions = (x.ravel()[own] for x in (self.tokens, self.labels, self.positions))
-        return Batch(tokens, labels, positions, self.documents, padding, split, own // length, micro, self.blank)
+        return Batch(tokens, labels, positions, self.documents, padding, split, own // length, self.blank)
 
 
 def collate(samples: list[Sample], separate_documents: bool = False) -> Batch:

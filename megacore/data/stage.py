@@ -208,12 +208,12 @@ BEGIN_ANEW = "undo that, or begin anew with --overwrite"
 
 def digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """Return {name: digest} of those files that are there."""
-    return {name: _digest(folder / name) for name in names if (folder / name).is_file()}
-
-
-def _digest(path: Path) -> str:
-    with open_file(path, path.parent) as file:
-        return file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
+    found = {}
+    for name in names:
+        if (folder / name).is_file():
+            with open_file(folder / name, folder) as file:
+                found[name] = file_digest(file, lambda: blake2b(digest_size=16)).hexdigest()
+    return found
 
 
 def _line(path: Path) -> list[Any]:

@@ -40,6 +40,9 @@ reference designs give a node for reading."""
 COMMUNICATOR_S, COMMUNICATOR_RANK_S = 2.0, 0.01
 """Seconds that NCCL takes to make a communicator, and for each of its ranks. An order of magnitude: 8 communicators of
 8 ranks took 16.3 s (github.com/NVIDIA/nccl/issues/534), and thousands of ranks 2.5 minutes (issues/1156)."""
+COMMUNICATOR = 500_000_000
+"""Bytes that it takes for one, beside what torch allocates. It depends on links and versions, and nothing here has
+measured it: others have seen 0.54 to 0.69 GB on an A100 with NVLink (github.com/NVIDIA/nccl/issues/964)."""
 FEW = 2.0
 """A save is written by too few where it takes so many times as long as if all nodes wrote."""
 
@@ -68,12 +71,14 @@ class StartUp:
     Args:
         calls: Collective calls that make groups, on each rank.
         groups: The number of groups that it talks in.
+        communicators: The number of NCCL's for them: each pair of stages has one for each direction.
         largest: Ranks of the largest.
         seconds: The time until all are connected; None where they are not NCCL's.
     """
 
     calls: int
     groups: int
+    communicators: int
     largest: int
     seconds: float | None
 
@@ -174,7 +179,7 @@ class Overheads:
             world,
             -(-world // per_node),
             storage,
-            _start(setting, per_node),
+            start_up(setting, per_node),
             _save(setting, per_node, storage, every * time.total if every else None),
             _resume(setting, cluster, storage),
             None if config.data.train and config.data.train[0].has_examples else _data(config, setting),
@@ -314,18 +319,18 @@ def _on_hosts(setting: Setting, per_node: int) -> list[list[RankSet]]:
     return [] if setting.device == "cpu" and world <= per_node else list(levels.by_level(world, per_node))
 
 
-def _start(setting: Setting, per_node: int) -> StartUp:
+def start_up(setting: Setting, per_node: int) -> StartUp:
+    """Return what making the groups of a run takes, on nodes of so many devices."""
     mesh, rounds = setting.layout.mesh, _rounds(setting)
-    own = Counter[int]()
-    for ranks in (ranks for sets in rounds for ranks in sets):
-        own.update(ranks)
+    most = max(Counter(rank for sets in rounds for ranks in sets for rank in ranks).values(), default=0)
     on_hosts = len(_on_hosts(setting, per_node))
     made = [sets for sets in rounds if len(sets[0]) < mesh.world]  # the world has its group already
     largest = [max(map(len, sets)) for sets in rounds] + [mesh.pp] * _channels(mesh)
     seconds = sum(COMMUNICATOR_S + COMMUNICATOR_RANK_S * ranks for ranks in largest)
     return StartUp(
         len(made) + _channels(mesh) + on_hosts,
-        max(own.values(), default=0) + _channels(mesh) + on_hosts,
+        most + _channels(mesh) + on_hosts,
+        most + 4 * (mesh.pp > 1),
         max(largest, default=1),
         seconds if setting.device == "cuda" else None,
     )

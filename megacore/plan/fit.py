@@ -26,6 +26,8 @@ MARGIN = 0.1
 arithmetic misses."""
 BEHIND = 2.0
 """A candidate that takes so many times as long as the fastest is not looked at any closer."""
+CHUNK = 4096
+"""Tokens whose feed-forward activations are there at a time, where nothing fits that has those of a microbatch."""
 _MICRO = (1, 2, 4, 8, 16, 32)
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _CHUNKS = (1, 2, 4, 5, 8, 10)
@@ -85,11 +87,12 @@ class Candidate:
             "zero.shard": s.shard,
             "zero.replicas": s.replicas,
             "memory.recompute": s.recompute,
+            **({"memory.mlp_chunk": s.mlp_chunk} if s.mlp_chunk else {}),
         }
 
 
 def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Candidate, ...]:
-    """Return the settings that fit ``world`` devices, fastest first.
+    """Return the settings that fit ``world`` devices, fastest first; if none does, those that do in chunks of tokens.
 
     Args:
         base: Model, widths, sequence length, offloads; its batch is the global one that all of them keep.
@@ -105,6 +108,8 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
                 break  # a simulated pipeline is no faster than its formula
             again.append(replace(each, time=estimate(each.setting, Shares.of(each.setting), cluster)))
             again.sort(key=lambda each: each.time.total)
+    if not again and base.mlp_chunk is None and not cluster.narrow:  # each chunk would have a scale of its own
+        return fit(replace(base, mlp_chunk=CHUNK), world, cluster, best)
     return tuple(again[:best])
 
 

@@ -11,7 +11,6 @@ from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import ParameterShare, Shares, sharing, state
 from parallel.budgets import NORM_BLOCK, OFFLOAD_AHEAD, REDUCE_SCATTERS
 from parallel.pipeline.schedules import SCHEDULES
-from parallel.rank_sets import groups_of, inner_ranks, mesh_dims
 
 TERMS = (
     "parameters",
@@ -115,30 +114,6 @@ def crowds(schedule: str, stages: int, chunks: int, microbatches: int) -> tuple[
 
 def _covers(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return one[0] == other[0] and all(a >= b for a, b in zip(one, other, strict=True))
-
-
-COMMUNICATOR = 500_000_000
-"""Bytes that NCCL takes for a group, beside what torch allocates. It depends on links and versions, and nothing here
-has measured it: others have seen 0.54 to 0.69 GB on an A100 with NVLink (github.com/NVIDIA/nccl/issues/964)."""
-
-
-def groups(setting: Setting) -> int:
-    """Return the most groups that a rank talks in, each of which is a communicator of NCCL: those of the mesh, the
-    channels of the pipeline, and who holds the same of some piece, or shares it out."""
-    mesh = setting.layout.mesh
-    return max(len(_groups(setting, rank)) for rank in mesh.ranks(dp=(0,), ep=(0,), cp=(0,))) + 4 * (mesh.pp > 1)
-
-
-def _groups(setting: Setting, rank: int) -> set[tuple[int, ...]]:
-    layout, mesh = setting.layout, setting.layout.mesh
-    own = {mesh.along(rank, *dims) for dims in mesh_dims(mesh, setting.has_experts)}
-    own.add(inner_ranks(mesh.along(rank, "cp"), mesh.place(rank).cp, setting.context.heads))
-    alike = {shard.param.name: shard for shard in layout.shards(mesh.place(rank))}  # in all layers of a stage
-    sets = {layout.replicas(shard, label) for shard in alike.values() for label in shard.param.sentence.labels}
-    replicas = None if setting.shard == "none" else setting.replicas
-    for ranks in sets:
-        own |= {*groups_of(mesh, ranks, replicas, rank)}
-    return {ranks for ranks in own if len(ranks) > 1}
 
 
 def memory(setting: Setting, shares: Shares) -> tuple[Memory, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megacore.plan.devices import DEVICES, Device
+from megacore.devices import DEVICES, Device
 from megacore.plan.setting import ADAM_16, Setting, Widths
 from megacore.plan.state import Shares
 from megacore.plan.step_time import Cluster, estimate

@@ -11,10 +11,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from megacore.devices import PEAK_TFLOPS, Device
 from megacore.plan import efficiency
 from megacore.plan.activations import ActivationMemory
 from megacore.plan.costs import ALL_TO_ALL, KeyExchange, LayerCost, MatMul
-from megacore.plan.devices import PEAK_TFLOPS, Device
 from megacore.plan.exchange import ExchangeWork
 from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import ParameterShare, Shares, state, updated
@@ -49,6 +49,11 @@ class Cluster:
     def wide_tflops(self) -> float:
         """The speed of what is never in fp8: the attention and the head."""
         return min(self.tflops, PEAK_TFLOPS[self.device.peak][0])
+
+    @property
+    def narrow(self) -> bool:
+        """Whether the other products are in fp8."""
+        return self.tflops > self.wide_tflops
 
     def product_s(self, product: efficiency.MatMul, tflops: float) -> float:
         """Return the seconds of a product on a device whose products could reach so many TFLOP/s."""

@@ -26,7 +26,6 @@ from megacore.store.files import append, open_file
 from megacore.store.lock import NoLocks, flock
 from megacore.store.strict_json import StoreError, parse_json, read_file
 from megacore.store.tensors import os_errors
-from parallel import limits
 
 INCIDENTS = "incidents.jsonl"
 TURN_S = 1.0
@@ -107,7 +106,7 @@ def counted(count: int, what: str) -> str:
 def _lines(path: Path) -> list[dict[str, Any]]:
     if not os.path.lexists(path):
         return []
-    data = read_file(path, limits.JSON, path.parent)
+    data = read_file(path, path.parent)
     return [line for text in data.splitlines() if (line := _line(text, path)) is not None]
 
 

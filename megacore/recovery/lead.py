@@ -142,7 +142,9 @@ class Lead(Ranks):
                     rank = self.generations.processes[life].rank
                     self.homes[life], self.ranks[life] = node, rank
                     late = self.generations.generation > 0 or life not in self.generations.world.values()
-                    self._tell(life, "spawn", rank=rank, variables=self._variables(life), late=late)
+                    self._tell(life, "spawn", rank=rank, variables=self._variables(life), late=late or self.signalled)
+                    if self.signalled:  # nobody else may be left who was asked to end
+                        self.send(signal.SIGTERM)
                 case Pause(life=life, generation=generation, leaving=leaving):
                     self._tell(life, "pause", generation=generation, leaving=leaving)
                 case Dismiss(life=life):

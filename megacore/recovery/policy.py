@@ -1,8 +1,9 @@
 """The answer to an event: one pure function, ``decide(event, history, budgets) -> Decision``. No torch, no clock.
 
-Each kind of event has a ladder of answers, the cheapest first, and gets the first one that there are means for. Three
+Each kind of event has a ladder of answers, the cheapest first, and gets the first one that there are means for. Four
 rules go before the ladders: a step that ends a run thrice is not tried again, nor one that ends it twice with the same
-exception, and a node that fails twice within an hour is left out.
+exception, nor a start that a rank ends thrice with the same one; and a node that fails twice within an hour is left
+out.
 """
 
 from __future__ import annotations
@@ -168,6 +169,9 @@ def decide(event: Event, history: Sequence[Incident], budgets: Budgets) -> Decis
         return case.end(f"{case.step} has ended the run {case.kills} times", exits.FAILED)
     if event.kind == "raised" and case.raised_before:
         return case.end(f"{case.step} has ended with the same exception before: {event.detail}", exits.FAILED)
+    if case.stuck >= TRIES:
+        who = "a rank" if event.rank is None else f"rank {event.rank}"
+        return case.end(f"{who} has ended {case.stuck} times alike, and no step was done: {event.detail}", exits.FAILED)
     if event.kind == "bad_data" and case.alike >= TRIES - 1:
         return case.end(f"{case.step} was bad with other samples too: it is not the data", exits.FAILED)
     if event.kind == "unrepeatable" and event.rank is None:
@@ -227,6 +231,16 @@ class _Case:
             and each.event.detail == self.event.detail
             for each in self.unread
         )
+
+    @property
+    def stuck(self) -> int:
+        """The times that its rank has raised the same exception outside of a step, this one among them, with no step
+        between them: a program that fails so does it again, and none would end it."""
+        event = self.event
+        if event.kind != "raised" or self._deadly:
+            return 0
+        same = ("kind", "rank", "detail", "step", "phase")
+        return 1 + sum(all(getattr(each.event, key) == getattr(event, key) for key in same) for each in self.own)
 
     @property
     def alike(self) -> int:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from megacore import rank
 
-_IMPORTS_S = 10.0
+_IMPORTS_S = 30.0
 """The seconds for which it is waited for, before processes import by themselves."""
 _ANSWERS_S = 1.0
 _LONGEST = 1 << 17

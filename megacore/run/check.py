@@ -11,9 +11,9 @@ from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.launcher import gpus, memory_of_gpus
 from megacore.recipe import ConfigError, load
+from megacore.run.capacity import capacity_problems
 from megacore.run.problems import problems, readable, surroundings
 from megacore.run.resume import Start, companions, find, model_of, raw_of
-from megacore.run.states.capacity import capacity_problems
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig, ModelConfigError
 

@@ -35,7 +35,7 @@ from megacore.recovery.policy import ANNOUNCED, Budgets, Decision, Incident, dec
 from megacore.recovery.straggler import Stragglers
 from megacore.recovery.template import RankTemplate
 from megacore.recovery.watch import HangWatch
-from megacore.say import brief, err
+from megacore.say import brief, err, outlive
 from megacore.store.checkpoint import TRAINER
 from megacore.store.strict_json import StoreError, read_json
 
@@ -84,6 +84,7 @@ def run(command: str, given: Sequence[str]) -> int:
 
 def _run(command: str, given: Sequence[str], stack: ExitStack) -> int:
     recipe, overrides = arguments(command, given)
+    outlive()
     try:
         if _number("RESTART_COUNT", 0, 0):
             from megacore.run.resume import again

@@ -10,14 +10,14 @@ from dataclasses import replace
 from itertools import chain
 
 from megacore.config import Config
+from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
 from megacore.launcher import gpus, memory_of_gpus
-from megacore.plan.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
 from megacore.plan.fit import fit
 from megacore.plan.of_config import alone, overrides, setting_of
 from megacore.plan.step_time import Cluster
 from megacore.recipe import ConfigError, changed
+from megacore.run.capacity import capacity_problems, host_memory
 from megacore.run.problems import problems
-from megacore.run.states.capacity import capacity_problems, host_memory
 from models.config import ModelConfig
 
 KEYS = (
@@ -27,6 +27,7 @@ KEYS = (
     *(f"zero.{key}" for key in ("shard", "replicas")),
     "batch.micro_size",
     "memory.recompute",
+    "memory.mlp_chunk",
 )
 """The keys of a recipe that a layout may change."""
 

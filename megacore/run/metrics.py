@@ -22,7 +22,7 @@ from megacore.config import Config
 from megacore.recovery import incidents
 from megacore.recovery.events import Event
 from megacore.recovery.policy import Decision
-from megacore.say import harmless, say
+from megacore.say import err, harmless, say
 from megacore.store.files import append, open_file
 from megacore.store.publish import replace_file
 from megacore.store.strict_json import StoreError
@@ -45,19 +45,39 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """One line of JSON for each record, flushed at once. JSON has no NaN: a number that is not finite is null."""
+    """One line of JSON for each record, written at once. JSON has no NaN: a number that is not finite is null.
 
-    def __init__(self, path: Path) -> None:
+    A full disk does not end a run: the lines that it does not take are kept, and written as soon as it does.
+    """
+
+    def __init__(self, path: Path, tell: Callable[[str], object] = err) -> None:
         with os_errors(path):
-            self._file = append(path)
+            self._file = append(path).detach()
+        self._path, self._tell, self._kept, self._told = path, tell, b"", False
 
     def write(self, step: int, record: Record) -> None:
         plain = {key: value if value is not None and math.isfinite(value) else None for key, value in record.items()}
-        self._file.write(json.dumps({"step": step, **plain}, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        self.add({"step": step, **plain})
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        self._kept += json.dumps(line, allow_nan=False).encode() + b"\n"
+        if (why := self._flush()) and not self._told:
+            self._tell(f"{self._path}: {why}: its lines are kept until they can be written; make room")
+        self._told = bool(why)
 
     def close(self) -> None:
+        if why := self._flush():
+            self._tell(f"{self._path}: {why}: the last {len(self._kept):,} bytes are lost")
         self._file.close()
+
+    def _flush(self) -> str:
+        """Write what is kept -> why that cannot be done; nothing where it is."""
+        try:
+            while self._kept:
+                self._kept = self._kept[self._file.write(self._kept) :]
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
 
 
 class TensorBoard:
@@ -174,9 +194,10 @@ class Log:
         for path, are in ((out / METRICS, _are_numbers), (out / EXPERTS, _are_loads)):
             if dropped := drop_after(path, after, are):
                 say(f"{path}: {dropped} lines were no records and are dropped.")
-        self._loads, self._written = out / EXPERTS, dict[tuple[str, ...], int]()
+        self._loads: JsonLines | None = None
+        self._written = dict[tuple[str, ...], int]()
         self._bar = ProgressBar(config.train.steps, after)
-        self._sinks: list[Sink] = [JsonLines(out / METRICS), self._bar]
+        self._sinks: list[Sink] = [JsonLines(out / METRICS, self.tell), self._bar]
         if config.log.tensorboard:
             self._sinks.append(TensorBoard(out / "tensorboard", after))
         if config.log.wandb is not None:
@@ -204,9 +225,9 @@ class Log:
 
     def write_loads(self, step: int, layers: Sequence[int], counts: Sequence[Sequence[int]]) -> None:
         """Write how many tokens of a step each expert of these layers was sent: counts [layers, experts]."""
-        line = json.dumps({"step": step, "layers": list(layers), "counts": [list(each) for each in counts]})
-        with os_errors(self._loads), append(self._loads) as file:
-            file.write(line.encode() + b"\n")
+        if self._loads is None:
+            self._loads = JsonLines(self._out / EXPERTS, self.tell)
+        self._loads.add({"step": step, "layers": list(layers), "counts": [list(each) for each in counts]})
 
     def report(self, event: Event, decision: Decision) -> None:
         """Add an event that the ranks have answered by themselves to the incidents of the run."""
@@ -226,7 +247,7 @@ class Log:
 
     def __exit__(self, *_: object) -> None:
         with ExitStack() as stack:
-            for sink in self._sinks:
+            for sink in [*self._sinks, *([self._loads] if self._loads else [])]:
                 stack.callback(sink.close)
 
 

@@ -200,7 +200,7 @@ def model_of(config: Config, source: WeightFolder | None) -> ModelConfig:
     if source is None or any(section.get(key) is not None for key in ("family", "preset", "config")):
         model = configure(section)
     else:
-        kind = family(source.config.family).CONFIG
+        kind = family(source.config.family).config
         model = kind.from_hugging_face(kind.override(source.raw, section))
     if source is not None and (wrong := list(_misfits(model, source))):
         raise ModelConfigError(model.family, wrong)
@@ -242,10 +242,21 @@ def _misfits(model: ModelConfig, source: WeightFolder) -> Iterator[str]:
 
 
 def remarks(start: Start, config: Config, model: ModelConfig, mesh: MeshShape) -> list[str]:
-    """Return the differences to where the weights come from, the samples that are left out, and whether replicas are
-    compared in vain, a line each."""
+    """Return the differences to where the weights come from, the samples that are left out, whether replicas are
+    compared in vain, and adapters that can only be merged, a line each."""
     lines = *_differences(start, config, model, mesh), *_left_out(start.progress), *_uncompared(config, model, mesh)
-    return [limits.cut(line) for line in lines]
+    return [limits.cut(line) for line in (*lines, *_only_merged(config, model))]
+
+
+def _only_merged(config: Config, model: ModelConfig) -> Iterator[str]:
+    """Yield which adapters the peft library would load wrongly, so that an export to it refuses them in the end."""
+    lora = config.tuning.lora
+    chosen = lora_of.targets(model.schema, lora.targets) if lora else ()
+    if mistaken := lora_of.mistaken_by_peft(model.family, chosen):
+        yield (
+            f"The adapters can be merged (--to hf --base), not exported by --to peft: peft takes those of "
+            f"{', '.join(mistaken)} for those of {model.family}'s experts. Leave them out of lora.targets for that."
+        )
 
 
 def _uncompared(config: Config, model: ModelConfig, mesh: MeshShape) -> Iterator[str]:

@@ -37,7 +37,7 @@ from megacore.run.recover import Held
 from megacore.run.resume import again
 from megacore.run.save import SaveError
 from megacore.run.trouble import NonFinite
-from megacore.say import err, say
+from megacore.say import err, outlive, say
 from megacore.store.audit import DamageError
 from megacore.store.strict_json import StoreError
 
@@ -68,7 +68,10 @@ def run(
             life.rejoin(agent)
         stack.close()
         if life.log is not None:
-            say(_report(life.setup.config, last))
+            try:
+                say(_report(life.setup.config, last))
+            except (OSError, StoreError, ValueError) as error:  # on a full disk, say; all steps are done
+                err(f"Done after step {last}, and cannot report: {error}")
     return last
 
 
@@ -77,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0].startswith("-"):
         err("usage: megacore.run.train RECIPE [section.key=value ...]")
         return exits.MISUSED
+    outlive()
     here, agent = Here.now(), Agent.here()
     if not here.launched and "ACCELERATE_USE_CPU" in os.environ:
         say(

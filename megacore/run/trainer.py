@@ -438,7 +438,7 @@ class Trainer:
                     tokens,
                     labels,
                     positions,
-                    batch.sequences or len(batch.tokens),
+                    self.config.batch.micro_size,
                     activation,
                     batch.documents,
                     seed,

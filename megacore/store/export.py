@@ -89,7 +89,7 @@ def config_json(raw: Mapping[str, Any]) -> bytes:
     Args:
         raw: Fields of a config of one of the families.
     """
-    architecture = family(raw["model_type"]).CONFIG.architecture
+    architecture = family(raw["model_type"]).config.architecture
     raw = {key: value for key, value in raw.items() if key not in CODE}
     return _json({**raw, "architectures": raw.get("architectures") or [architecture]})
 

@@ -80,8 +80,11 @@ class WeightFolder(ABC):
         """A sentence about what is not read of it; None where all is."""
         if not self.others:
             return None
-        parts = ", ".join(sorted({name.partition(".")[0] for name in self.others}))
-        return f"{self.path}: only its text model is read; {len(self.others)} tensors of {parts} are left out"
+        further = self.config.left_out
+        begin = {next((part[:-1] for part in further if name.startswith(part)), "") for name in self.others} - {""}
+        parts = ", ".join(sorted(begin or {name.partition(".")[0] for name in self.others}))
+        read = "the model without layers that predict further tokens" if begin else "its text model"
+        return f"{self.path}: only {read} is read; {len(self.others)} tensors of {parts} are left out"
 
     @abstractmethod
     def stored(self, state: str = "weights") -> Iterator[Stored]:

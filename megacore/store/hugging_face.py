@@ -123,7 +123,7 @@ def _config(
         if not isinstance(name, str):
             problems.append(f"{CONFIG} has model_type={name!r}: the families are {', '.join(FAMILIES)}")
             return raw, None, None, None
-        kind = family(name).CONFIG
+        kind = family(name).config
         return raw, kind, kind.from_hugging_face(raw), wrapper
     except ModelConfigError as error:
         problems += [f"{CONFIG}: {problem}" for problem in error.problems]

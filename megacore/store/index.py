@@ -127,7 +127,7 @@ class Index:
 
     @cached_property
     def config(self) -> ModelConfig:
-        return family(self.raw["model_type"]).CONFIG.from_hugging_face(self.raw)
+        return family(self.raw["model_type"]).config.from_hugging_face(self.raw)
 
     @cached_property
     def schema(self) -> Schema:

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -139,7 +138,7 @@ class Loader:
             made = assemble(part.stored, part.copies, source, target.dtype, taken)
             if taken is not None:
                 read.found.append((target.stored.name, target.stored.cut(part.stored), taken))
-            return _tensor(target.dtype, made)
+            return torch.from_numpy(made.view(f"i{made.itemsize}")).view(getattr(torch, FLOATS[target.dtype]))
 
         for each in own:
             under_way.append(thread.submit(take, *each))
@@ -225,10 +224,6 @@ def _located(read: _Read, wrong: set[Logical]) -> tuple[str | None, list[str]]:
         f"{read.folder.path}: ranks have read other {read.state} than were written{sound} ({pieces}): memory, a disk "
         "or a network on the way is at fault. Start again, or on other machines"
     ]
-
-
-def _tensor(dtype: str, bits: np.ndarray) -> Tensor:
-    return torch.from_numpy(bits.view(f"i{bits.itemsize}")).view(getattr(torch, FLOATS[dtype]))
 
 
 def fingerprint(base: WeightFolder, control: Control) -> int:

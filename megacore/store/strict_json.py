@@ -83,10 +83,10 @@ def read_json(path: Path, root: Path | None = None, *, limit: int = limits.JSON,
     Raises:
         StoreError: it cannot be read.
     """
-    return parse_json(read_file(path, limit, root), path, wide)
+    return parse_json(read_file(path, root, limit), path, wide)
 
 
-def read_file(path: Path, limit: int, root: Path | None = None) -> bytes:
+def read_file(path: Path, root: Path | None = None, limit: int = limits.JSON) -> bytes:
     """Read a file of at most ``limit`` bytes.
 
     Raises:

@@ -97,7 +97,8 @@ def _reason(path: Path, error: OSError, needed: int) -> str:
         return f"is a link to {os.readlink(path)}, which does not exist"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         there = next(folder for folder in (path, *path.parents) if folder.is_dir())
-        return f"{words}: it needs {needed} bytes and {free_bytes(there)} are free in {there}"
+        free = f"it needs {needed} bytes and {free_bytes(there)}" if needed else f"{free_bytes(there)} bytes"
+        return f"{words}: {free} are free in {there}"
     at = f" at {error.filename}" if error.filename and str(error.filename) != str(path) else ""
     return f"{words}{at}"
 

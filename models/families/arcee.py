@@ -12,8 +12,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class ArceeConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "arcee"
     architecture: ClassVar[str] = "ArceeForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
@@ -39,5 +37,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {}
-
-CONFIG: type[ArceeConfig] = ArceeConfig

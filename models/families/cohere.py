@@ -61,8 +61,6 @@ class CommandConfig(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CohereConfig(CommandConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "cohere"
     architecture: ClassVar[str] = "CohereForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"model_max_length", "pretraining_tp"})
@@ -102,5 +100,3 @@ PARAMETERS: Mapping[str, int] = {
     "command-r-08-2024": 32_296_476_672,
     "command-r-plus": 103_810_674_688,
 }
-
-CONFIG: type[CohereConfig] = CohereConfig

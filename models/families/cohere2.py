@@ -14,8 +14,6 @@ from models.windowed import PatternedConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Cohere2Config(CommandConfig, PatternedConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "cohere2"
     architecture: ClassVar[str] = "Cohere2ForCausalLM"
     # What transformers does not read: it says what all models of the family are.
@@ -57,5 +55,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"command-r7b": 8_028_033_024, "command-a": 111_057_580_032}
-
-CONFIG: type[Cohere2Config] = Cohere2Config

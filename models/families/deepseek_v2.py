@@ -169,8 +169,6 @@ _METHODS = ("greedy", "group_limited_greedy")
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV2Config(DeepseekConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "deepseek_v2"
     architecture: ClassVar[str] = "DeepseekV2ForCausalLM"
     # Where norm_topk_prob is true, DeepSeek's own code divides by the sum, and transformers does not.
@@ -265,5 +263,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"deepseek-v2-lite": 15_706_484_224, "deepseek-v2": 235_741_434_880}
-
-CONFIG: type[DeepseekV2Config] = DeepseekV2Config

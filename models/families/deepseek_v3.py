@@ -16,8 +16,6 @@ from parallel.routing import Routing
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Config(DeepseekConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "deepseek_v3"
     architecture: ClassVar[str] = "DeepseekV3ForCausalLM"
     fixed: ClassVar[Mapping[str, Any]] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
@@ -106,5 +104,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"deepseek-v3": 671_026_404_352}
-
-CONFIG: type[DeepseekV3Config] = DeepseekV3Config

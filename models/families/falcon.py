@@ -16,8 +16,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class FalconConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "falcon"
     architecture: ClassVar[str] = "FalconForCausalLM"
     eps: ClassVar[str] = "layer_norm_epsilon"
@@ -151,5 +149,3 @@ PARAMETERS: Mapping[str, int] = {
     "falcon-7b": 6_921_720_704,
     "falcon-40b": 41_303_293_952,
 }
-
-CONFIG: type[FalconConfig] = FalconConfig

@@ -17,8 +17,6 @@ TANH = "gelu_pytorch_tanh"
 
 @dataclass(frozen=True, kw_only=True)
 class GemmaConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "gemma"
     architecture: ClassVar[str] = "GemmaForCausalLM"
     # The first releases have it beside hidden_act, and nothing reads it.
@@ -70,5 +68,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"gemma-2b": 2_506_172_416, "gemma-7b": 8_537_680_896}
-
-CONFIG: type[GemmaConfig] = GemmaConfig

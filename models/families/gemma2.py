@@ -17,8 +17,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma2Config(GemmaConfig, WindowedConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "gemma2"
     architecture: ClassVar[str] = "Gemma2ForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"cache_implementation", "sliding_window_size"})
@@ -98,5 +96,3 @@ PARAMETERS: Mapping[str, int] = {
     "gemma-2-9b": 9_241_705_984,
     "gemma-2-27b": 27_227_128_320,
 }
-
-CONFIG: type[Gemma2Config] = Gemma2Config

@@ -17,8 +17,6 @@ from models.windowed import PatternedConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(Gemma2Config, LocalRopeConfig, PatternedConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "gemma3_text"
     architecture: ClassVar[str] = "Gemma3ForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"_sliding_window_pattern", "cache_implementation"})
@@ -76,5 +74,3 @@ PARAMETERS: Mapping[str, int] = {
     "gemma-3-27b": 27_009_346_304,
 }
 """Published numbers of parameters; of the last three, without the tower and the projector of vision."""
-
-CONFIG: type[Gemma3Config] = Gemma3Config

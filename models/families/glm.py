@@ -14,8 +14,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class GlmConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "glm"
     architecture: ClassVar[str] = "GlmForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 2, "head_dim": 128}
@@ -80,5 +78,3 @@ PARAMETERS: Mapping[str, int] = {
     "glm-4-9b": 9_399_951_360,
     "glm-4-9b-chat": 9_399_951_360,
 }
-
-CONFIG: type[GlmConfig] = GlmConfig

@@ -13,8 +13,6 @@ from models.table import Rows, Table
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4Config(GlmConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "glm4"
     architecture: ClassVar[str] = "Glm4ForCausalLM"
 
@@ -32,5 +30,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"glm-4-9b-0414": 9_400_279_040, "glm-4-32b-0414": 32_566_081_536}
-
-CONFIG: type[Glm4Config] = Glm4Config

@@ -19,8 +19,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class Gpt2Config(ModelConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "gpt2"
     architecture: ClassVar[str] = "GPT2LMHeadModel"
     # How the scores are rounded, and heads for other tasks; neither changes the function that is computed. Nor does the
@@ -153,5 +151,3 @@ PARAMETERS: Mapping[str, int] = {
     "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
 }
-
-CONFIG: type[Gpt2Config] = Gpt2Config

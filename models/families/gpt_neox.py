@@ -18,8 +18,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class GptNeoxConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "gpt_neox"
     architecture: ClassVar[str] = "GPTNeoXForCausalLM"
     eps: ClassVar[str] = "layer_norm_eps"
@@ -98,5 +96,3 @@ PARAMETERS: Mapping[str, int] = {
     "pythia-12b": 11_846_072_320,
     "gpt-neox-20b": 20_554_567_680,
 }
-
-CONFIG: type[GptNeoxConfig] = GptNeoxConfig

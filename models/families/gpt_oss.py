@@ -27,8 +27,6 @@ _YARN = {
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(MoEConfig, WindowedConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "gpt_oss"
     architecture: ClassVar[str] = "GptOssForCausalLM"
     fixed: ClassVar[Mapping[str, Any]] = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
@@ -104,5 +102,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"gpt-oss-20b": 20_914_757_184, "gpt-oss-120b": 116_829_156_672}
-
-CONFIG: type[GptOssConfig] = GptOssConfig

@@ -17,8 +17,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class GptjConfig(Gpt2Config):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "gptj"
     architecture: ClassVar[str] = "GPTJForCausalLM"
     fixed: ClassVar[Mapping[str, Any]] = {"rotary": True, "scale_attn_weights": True}
@@ -87,5 +85,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"gpt-j-6b": 6_050_882_784}
-
-CONFIG: type[GptjConfig] = GptjConfig

@@ -43,8 +43,6 @@ class Multipliers(DecoderConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteConfig(Multipliers, LlamaConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "granite"
     architecture: ClassVar[str] = "GraniteForCausalLM"
 
@@ -71,5 +69,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"granite-3.0-2b": 2_533_531_648, "granite-3.0-8b": 8_170_848_256}
-
-CONFIG: type[GraniteConfig] = GraniteConfig

@@ -15,8 +15,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteMoeConfig(MoEConfig, Multipliers):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "granitemoe"
     architecture: ClassVar[str] = "GraniteMoeForCausalLM"
     axes: ClassVar[Mapping[str, str]] = {
@@ -61,5 +59,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"granite-3.0-1b-a400m": 1_334_628_352}
-
-CONFIG: type[GraniteMoeConfig] = GraniteMoeConfig

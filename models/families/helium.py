@@ -15,8 +15,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class HeliumConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "helium"
     architecture: ClassVar[str] = "HeliumForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
@@ -65,5 +63,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"helium-1-preview-2b": 2_172_643_840}
-
-CONFIG: type[HeliumConfig] = HeliumConfig

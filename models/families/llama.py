@@ -12,8 +12,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "llama"
     architecture: ClassVar[str] = "LlamaForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"is_llama_config", "pretraining_tp"})
@@ -79,5 +77,3 @@ PARAMETERS: Mapping[str, int] = {
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
 }
-
-CONFIG: type[LlamaConfig] = LlamaConfig

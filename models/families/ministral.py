@@ -15,8 +15,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class MinistralConfig(WindowedConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "ministral"
     architecture: ClassVar[str] = "MinistralForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
@@ -56,5 +54,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 PARAMETERS: Mapping[str, int] = {
     "ministral-8b": 8_019_808_256,
 }
-
-CONFIG: type[MinistralConfig] = MinistralConfig

@@ -15,8 +15,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class MistralConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "mistral"
     architecture: ClassVar[str] = "MistralForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 8}
@@ -77,5 +75,3 @@ PARAMETERS: Mapping[str, int] = {
     "mistral-small-24b": 23_572_403_200,
     "mistral-large-123b": 122_610_069_504,
 }
-
-CONFIG: type[MistralConfig] = MistralConfig

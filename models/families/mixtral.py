@@ -17,8 +17,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class MixtralConfig(MoEConfig, MistralConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "mixtral"
     architecture: ClassVar[str] = "MixtralForCausalLM"
     fixed: ClassVar[Mapping[str, Any]] = {"router_jitter_noise": 0.0}
@@ -75,5 +73,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"mixtral-8x7b": 46_702_792_704, "mixtral-8x22b": 140_620_634_112}
-
-CONFIG: type[MixtralConfig] = MixtralConfig

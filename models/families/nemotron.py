@@ -15,8 +15,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class NemotronConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "nemotron"
     architecture: ClassVar[str] = "NemotronForCausalLM"
     eps: ClassVar[str] = "norm_eps"
@@ -58,5 +56,3 @@ PARAMETERS: Mapping[str, int] = {
     "minitron-8b": 8_271_699_968,
     "nemotron-4-340b": 341_029_195_776,
 }
-
-CONFIG: type[NemotronConfig] = NemotronConfig

@@ -13,8 +13,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo2Config(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "olmo2"
     architecture: ClassVar[str] = "Olmo2ForCausalLM"
 
@@ -57,5 +55,3 @@ PARAMETERS: Mapping[str, int] = {
     "olmo2-13b": 13_716_198_400,
     "olmo2-32b": 32_234_279_936,
 }
-
-CONFIG: type[Olmo2Config] = Olmo2Config

@@ -15,8 +15,6 @@ from models.rope_config import Convention, Kinds
 
 @dataclass(frozen=True, kw_only=True)
 class Olmo3Config(Olmo2Config, LocalRopeConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "olmo3"
     architecture: ClassVar[str] = "Olmo3ForCausalLM"
     # A rope_scaling of older files is that of the layers that see all.
@@ -55,5 +53,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"olmo3-7b": 7_298_011_136, "olmo3-32b": 32_233_522_176}
-
-CONFIG: type[Olmo3Config] = Olmo3Config

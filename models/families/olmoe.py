@@ -17,8 +17,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class OlmoeConfig(MoEConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "olmoe"
     architecture: ClassVar[str] = "OlmoeForCausalLM"
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
@@ -73,5 +71,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"olmoe-1b-7b": 6_919_161_856}
-
-CONFIG: type[OlmoeConfig] = OlmoeConfig

@@ -16,8 +16,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class PhiConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "phi"
     architecture: ClassVar[str] = "PhiForCausalLM"
     eps: ClassVar[str] = "layer_norm_eps"
@@ -67,5 +65,3 @@ PARAMETERS: Mapping[str, int] = {
     "phi-1.5": 1_418_270_720,
     "phi-2": 2_779_683_840,
 }
-
-CONFIG: type[PhiConfig] = PhiConfig

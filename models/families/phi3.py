@@ -19,8 +19,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class Phi3Config(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "phi3"
     architecture: ClassVar[str] = "Phi3ForCausalLM"
     # Which no class reads.
@@ -133,5 +131,3 @@ PARAMETERS: Mapping[str, int] = {
     "phi-4": 14_659_507_200,
     "phi-4-mini": 3_836_021_760,
 }
-
-CONFIG: type[Phi3Config] = Phi3Config

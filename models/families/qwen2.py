@@ -14,8 +14,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2Config(WindowedConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "qwen2"
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"use_mrope"})
@@ -89,5 +87,3 @@ PARAMETERS: Mapping[str, int] = {
     "qwen2.5-32b": 32_763_876_352,
     "qwen2.5-72b": 72_706_203_648,
 }
-
-CONFIG: type[Qwen2Config] = Qwen2Config

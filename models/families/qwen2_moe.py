@@ -15,8 +15,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2MoeConfig(SparseConfig, Qwen2Config):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "qwen2_moe"
     architecture: ClassVar[str] = "Qwen2MoeForCausalLM"
     harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | Qwen2Config.harmless
@@ -73,5 +71,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"qwen1.5-moe-a2.7b": 14_315_784_192}
-
-CONFIG: type[Qwen2MoeConfig] = Qwen2MoeConfig

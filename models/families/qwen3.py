@@ -13,8 +13,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(Qwen2Config):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "qwen3"
     architecture: ClassVar[str] = "Qwen3ForCausalLM"
     defaults: ClassVar[Mapping[str, Any]] = {**Qwen2Config.defaults, "head_dim": 128}
@@ -61,5 +59,3 @@ PARAMETERS: Mapping[str, int] = {
     "qwen3-14b": 14_768_307_200,
     "qwen3-32b": 32_762_123_264,
 }
-
-CONFIG: type[Qwen3Config] = Qwen3Config

@@ -16,8 +16,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(SparseConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "qwen3_moe"
     architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
     harmless: ClassVar[frozenset[str]] = MoEConfig.harmless | {"max_window_layers"}
@@ -90,5 +88,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 PARAMETERS: Mapping[str, int] = {"qwen3-30b-a3b": 30_532_122_624, "qwen3-235b-a22b": 235_093_634_560}
-
-CONFIG: type[Qwen3MoeConfig] = Qwen3MoeConfig

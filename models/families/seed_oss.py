@@ -15,8 +15,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class SeedOssConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "seed_oss"
     architecture: ClassVar[str] = "SeedOssForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"pretraining_tp"})
@@ -64,5 +62,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 PARAMETERS: Mapping[str, int] = {
     "seed-oss-36b": 36_151_104_512,
 }
-
-CONFIG: type[SeedOssConfig] = SeedOssConfig

@@ -18,8 +18,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class SmolLM3Config(WindowedConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "smollm3"
     architecture: ClassVar[str] = "SmolLM3ForCausalLM"
     harmless: ClassVar[frozenset[str]] = frozenset({"max_window_layers", "pretraining_tp"})
@@ -97,5 +95,3 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 PARAMETERS: Mapping[str, int] = {
     "smollm3-3b": 3_075_098_624,
 }
-
-CONFIG: type[SmolLM3Config] = SmolLM3Config

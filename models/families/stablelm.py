@@ -15,8 +15,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class StableLmConfig(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "stablelm"
     architecture: ClassVar[str] = "StableLmForCausalLM"
     eps: ClassVar[str] = "layer_norm_eps"
@@ -68,5 +66,3 @@ PARAMETERS: Mapping[str, int] = {
     "stablelm-3b-4e1t": 2_795_443_200,
     "stablelm-2-1.6b": 1_644_515_328,
 }
-
-CONFIG: type[StableLmConfig] = StableLmConfig

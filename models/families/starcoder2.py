@@ -16,8 +16,6 @@ from parallel.weights.schema import Param
 
 @dataclass(frozen=True, kw_only=True)
 class Starcoder2Config(DecoderConfig):
-    """Fields carry their Hugging Face names."""
-
     family: ClassVar[str] = "starcoder2"
     architecture: ClassVar[str] = "Starcoder2ForCausalLM"
     eps: ClassVar[str] = "norm_epsilon"
@@ -81,5 +79,3 @@ PARAMETERS: Mapping[str, int] = {
     "starcoder2-7b": 7_173_923_840,
     "starcoder2-15b": 15_957_889_024,
 }
-
-CONFIG: type[Starcoder2Config] = Starcoder2Config

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from parallel.collectives import Pending, start_reduce_scatter_
-from parallel.layers.product import WeightGradient
 from parallel.mesh import Group
-from parallel.parameters import Parameters, view
+from parallel.parameters import Parameters, WeightGradient, view
 from parallel.weights.layout import MeshShape
 from parallel.weights.pattern import Piece
 

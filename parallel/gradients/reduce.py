@@ -46,6 +46,7 @@ from parallel.gradients.buckets import (
     on_gradient,
     spans_of,
 )
+from parallel.gradients.shard_stores import OnDevice, OnHost, ShardStore
 from parallel.gradients.zero import (
     FlatParameters,
     FSDPUnit,
@@ -55,10 +56,8 @@ from parallel.gradients.zero import (
     modules_of,
     used_by,
 )
-from parallel.layers.product import WeightGradient
-from parallel.memory.shard_stores import OnDevice, OnHost, ShardStore
 from parallel.mesh import Group, Mesh
-from parallel.parameters import Parameters
+from parallel.parameters import Parameters, WeightGradient
 from parallel.rank_sets import divided, groups_of
 
 
@@ -238,11 +237,11 @@ class Gradients:
     def _add(self, parameter: Tensor, gradient: Tensor | WeightGradient | None) -> None:
         if self._sink is not None:
             if gradient is not None:
-                self._sink(parameter, gradient() if isinstance(gradient, WeightGradient) else gradient)
+                self._sink(parameter, gradient.make() if isinstance(gradient, WeightGradient) else gradient)
             return
         places = self._places[parameter]
         if isinstance(gradient, WeightGradient) and len(places) > 1:  # each has pieces of it
-            gradient = gradient()
+            gradient = gradient.make()
         for bucket, number in places:
             bucket.add(number, gradient)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from parallel.collectives import Pending, broadcast_, start_all_gather_
 from parallel.gradients.buckets import Elements, FlatLayout, FlatSlice, OwnedShard, Span
-from parallel.memory.shard_stores import ShardStore
+from parallel.gradients.shard_stores import ShardStore
 from parallel.mesh import Group
 from parallel.parameters import view
 

@@ -19,6 +19,8 @@ from parallel.kernels.scoring import Scoring, attend
 
 # Queries of a block; a GPU would wait for the next one to be launched.
 _BLOCK, _BLOCK_ON_GPU = 128, 1024
+# Scores of such a block at the most, or those of the smallest: 1 GiB in fp32.
+_SCORES_ON_GPU = 1 << 28
 # Elements of bf16 in a row of a matrix unit's tile.
 _WIDTH = 32
 
@@ -137,7 +139,7 @@ def forward(
             log_sum = torch.logaddexp(alone, sinks.to(alone.dtype)[:, None])
             out = (out * (alone - log_sum).exp_().T[..., None]).to(q.dtype)
         return _rows(out, q), log_sum.unflatten(1, (len(q), -1)).transpose(0, 1)
-    found = _bands(q.shape[2], starts, window, _block(q))
+    found = _bands(q.shape[2], starts, window, _block(q, k, window))
     return _in_blocks(q, k, v, sinks, found, _firsts(q, starts, window), scale, softcap)
 
 
@@ -224,7 +226,7 @@ def backward(
         total, ends = log_sum.transpose(0, 1).flatten(1).contiguous(), _ends(q, starts)
         dq, dk, dv = flash.backward(total, *map(_tokens, (dy, q, k, v, out)), ends=ends, scale=scale, window=window)
         return _rows(dq, q), _rows(dk, k), _rows(dv, v)
-    found = _bands(q.shape[2], starts, window, _block(q))
+    found = _bands(q.shape[2], starts, window, _block(q, k, window))
     return _in_blocks_backward(dy, q, k, v, out, log_sum, found, _firsts(q, starts, window), scale, softcap)
 
 
@@ -327,7 +329,7 @@ def before(q: Tensor, k: Tensor, v: Tensor, *, band: int | None, scoring: Scorin
         band: Query i sees the keys from i + band on; None: all.
         scoring: The rule by which they become weights, but for its window.
     """
-    found, scale = _bands_before(q.shape[2], k.shape[2], band, _block(q)), scoring.factor(q.shape[-1])
+    found, scale = _bands_before(q.shape[2], k.shape[2], band, _block(q, k)), scoring.factor(q.shape[-1])
     return _in_blocks(q, k, v, None, found, _firsts_before(q, band), scale, scoring.softcap)
 
 
@@ -335,7 +337,7 @@ def before_backward(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sum: Tensor, *, band: int | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> dq, dk, dv; ``out`` and ``log_sum`` are those of all keys."""
-    found, scale = _bands_before(q.shape[2], k.shape[2], band, _block(q)), scoring.factor(q.shape[-1])
+    found, scale = _bands_before(q.shape[2], k.shape[2], band, _block(q, k)), scoring.factor(q.shape[-1])
     return _in_blocks_backward(dy, q, k, v, out, log_sum, found, _firsts_before(q, band), scale, scoring.softcap)
 
 
@@ -370,8 +372,12 @@ def _by_flash(q: Tensor, softcap: float | None) -> bool:
     return softcap is None and flash.takes(q)
 
 
-def _block(q: Tensor) -> int:
-    return _BLOCK if q.device.type == "cpu" else _BLOCK_ON_GPU
+def _block(q: Tensor, k: Tensor, window: int | None = None) -> int:
+    """Return the queries of a block; on a GPU fewer, the more keys there are that they may see."""
+    if q.device.type == "cpu":
+        return _BLOCK
+    keys = k.shape[2] if window is None else min(k.shape[2], window + _BLOCK_ON_GPU)
+    return min(_BLOCK_ON_GPU, max(_BLOCK, _SCORES_ON_GPU // (q.shape[0] * q.shape[1] * keys)))
 
 
 def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
@@ -421,7 +427,7 @@ def by_formula(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, starts: Tensor
     """Attend as :func:`attention` does, in torch's operators: each weight that is seen is kept for the backward."""
     length, parts = q.shape[2], []
     at, first = torch.arange(length, device=q.device), _firsts(q, starts, scoring.window)
-    for band in _bands(length, None, scoring.window, _block(q)):
+    for band in _bands(length, None, scoring.window, _block(q, k, scoring.window)):
         own, keys = band.queries, band.keys
         seen = (at[keys] <= at[own, None])[None]
         if first is not None:

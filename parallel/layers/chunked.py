@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from parallel.layers.product import WeightGradient
+from parallel.parameters import WeightGradient
 
 Function = Callable[[Tensor], Tensor]
 

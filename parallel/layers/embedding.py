@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from parallel.collectives import reduce_scatter
 from parallel.mesh import Mesh
-from parallel.weights.layout import split_axis
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -41,7 +40,7 @@ class VocabParallelEmbedding(nn.Module):
         padding_idx: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        start, stop = split_axis("vocab", vocab, mesh.shape.tp, mesh.place.tp)
+        start, stop = mesh.rows(vocab)
         weight = torch.zeros(stop - start, embed, dtype=dtype, device=mesh.device)
         # Drawn in full and then cut: ranks that are seeded alike hold parts of one table, never the same part twice.
         whole = torch.empty(vocab, embed, dtype=dtype, device=mesh.device).normal_(std=1 / math.sqrt(embed))
@@ -62,7 +61,7 @@ class VocabParallelEmbedding(nn.Module):
             raise ValueError(f"padding_idx is {padding_idx}: it must be below vocab ({vocab}), or None")
         nn.Module.__init__(self)
         self.weight, self.vocab, self.group = weight, vocab, mesh.tp
-        self.start, self.stop = split_axis("vocab", vocab, mesh.shape.tp, mesh.place.tp)
+        self.start, self.stop = mesh.rows(vocab)
         row = None if padding_idx is None else padding_idx % vocab
         self.padding = row - self.start if row is not None and self.start <= row < self.stop else None
 

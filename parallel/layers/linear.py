@@ -22,8 +22,9 @@ from torch.autograd.function import once_differentiable
 
 from parallel.choices import check_choice
 from parallel.collectives import gather, split, start_all_reduce
-from parallel.layers.product import DENSE, Operand, Product, WeightGradient, gathered, start_gather
+from parallel.layers.product import DENSE, Operand, Product, gathered, start_gather
 from parallel.mesh import Group, Mesh
+from parallel.parameters import WeightGradient
 
 Between = Literal["sequence", "replicated"]
 """The ranks hold between layers each a part of the tokens, or all of them the same."""
@@ -183,13 +184,22 @@ def replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Gro
     return y
 
 
-def _drawn(out_features: int, in_features: int, mesh: Mesh, dtype: torch.dtype | None) -> Tensor:
-    """Return the initial weight of a whole layer, [out, in], from torch's generator.
+def _drawn(
+    out_features: int, in_features: int, dim: int, bias: bool, mesh: Mesh, dtype: torch.dtype | None
+) -> tuple[nn.Parameter, nn.Parameter | None]:
+    """Return the initial weight, [out, in], split along a dimension, from torch's generator, and a bias of zeros.
 
     It is drawn in full and then cut: ranks that are seeded alike hold parts of one weight, never the same part twice.
     """
+    tp, size = mesh.shape.tp, (out_features, in_features)[dim]
+    if size % tp:
+        name = ("out_features", "in_features")[dim]
+        raise ValueError(f"cannot split {name} ({size}) over tp={tp}: choose a multiple of {tp}")
     bound = 1 / math.sqrt(in_features)
-    return torch.empty(out_features, in_features, dtype=dtype, device=mesh.device).uniform_(-bound, bound)
+    whole = torch.empty(out_features, in_features, dtype=dtype, device=mesh.device).uniform_(-bound, bound)
+    weight = whole.chunk(tp, dim)[mesh.tp.index].clone(memory_format=torch.contiguous_format)
+    zeros = torch.zeros(len(weight), dtype=dtype, device=mesh.device)
+    return nn.Parameter(weight), nn.Parameter(zeros) if bias else None
 
 
 class _ParallelLinear(nn.Module):
@@ -252,13 +262,7 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> None:
         check_choice("input", input, get_args(Between))
         check_choice("output", output, get_args(ColumnOutput))
-        tp = mesh.shape.tp
-        if out_features % tp:
-            raise ValueError(f"cannot split out_features ({out_features}) over tp={tp}: choose a multiple of {tp}")
-        weight = _drawn(out_features, in_features, mesh, dtype).chunk(tp)[mesh.tp.index].clone()
-        zeros = torch.zeros(out_features // tp, dtype=dtype, device=mesh.device) if bias else None
-        bias_parameter = nn.Parameter(zeros) if zeros is not None else None
-        super().__init__(nn.Parameter(weight), bias_parameter, mesh, input, output)
+        super().__init__(*_drawn(out_features, in_features, 0, bias, mesh, dtype), mesh, input, output)
 
     def forward(self, x: Tensor) -> Tensor:
         y = column_linear(x, self.weight, self.bias, self.group, self.input == "sequence", self.product)
@@ -300,13 +304,7 @@ class RowParallelLinear(_ParallelLinear):
     ) -> None:
         check_choice("input", input, get_args(RowInput))
         check_choice("output", output, get_args(Between))
-        tp = mesh.shape.tp
-        if in_features % tp:
-            raise ValueError(f"cannot split in_features ({in_features}) over tp={tp}: choose a multiple of {tp}")
-        weight = _drawn(out_features, in_features, mesh, dtype).chunk(tp, 1)[mesh.tp.index].contiguous()
-        zeros = torch.zeros(out_features, dtype=dtype, device=mesh.device) if bias else None
-        bias_parameter = nn.Parameter(zeros) if zeros is not None else None
-        super().__init__(nn.Parameter(weight), bias_parameter, mesh, input, output)
+        super().__init__(*_drawn(out_features, in_features, 1, bias, mesh, dtype), mesh, input, output)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.input == "replicated":

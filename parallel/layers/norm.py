@@ -106,11 +106,6 @@ class SplitRMSNorm(nn.Module):
         self.weight, self.eps, self.group = weight, eps, mesh.tp
         self._alone = kernels.rms_norm(mesh.device)
 
-    @classmethod
-    def of(cls, weight: nn.Parameter, eps: float, mesh: Mesh) -> Self:
-        """Return the norm of a given parameter, as for the other norms."""
-        return cls(weight, eps, mesh)
-
     def forward(self, x: Tensor) -> Tensor:
         if self.group.size == 1:  # for which there are kernels
             return self._alone(x.flatten(1), self.weight, self.eps).view(x.shape)

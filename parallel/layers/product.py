@@ -13,7 +13,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from parallel import kernels
 from parallel.collectives import Pending, start_all_gather, start_reduce_scatter
 from parallel.mesh import Group
+from parallel.parameters import WeightGradient
 
 
 class Operand(NamedTuple):
@@ -103,7 +104,8 @@ class Product(ABC):
         """Return dweight, or None where it has been handed on; the compiler leaves it to autograd."""
         if self.hand is None or torch.compiler.is_compiling():
             return self.weight_gradient(dy, x, dtype)
-        self.hand(WeightGradient(self, dy, x, dtype))
+        make, add = partial(self.weight_gradient, dy, x, dtype), partial(self.add_weight_gradient, dy, x, dtype)
+        self.hand(WeightGradient(make, add))
         return None
 
     def handing(self, hand: Callable[[WeightGradient | Tensor], None]) -> Self:
@@ -111,23 +113,6 @@ class Product(ABC):
         other = copy(self)
         other.hand = hand
         return other
-
-
-@dataclass(frozen=True)
-class WeightGradient:
-    """dy' x: [out, in], multiplied when it is asked for, and into the memory where it is summed if that is given."""
-
-    product: Product
-    dy: Operand
-    x: Operand
-    dtype: torch.dtype
-
-    def __call__(self) -> Tensor:
-        return self.product.weight_gradient(self.dy, self.x, self.dtype)
-
-    def add_to(self, total: Tensor, first: bool) -> None:
-        """Add it to ``total``, or write it there if it is the ``first``."""
-        self.product.add_weight_gradient(self.dy, self.x, self.dtype, total, first)
 
 
 def start_gather(x: Operand, group: Group, after: Tensor | None = None) -> Pending:

@@ -39,7 +39,6 @@ from megacore.store.strict_json import StoreError
 STEPS = 60
 COMMON = (
     f"train.steps={STEPS}",
-    "train.timeout=0.4",
     "log.every=1",
     "evaluate.every=7",
     "checkpoint.every=9",
@@ -150,7 +149,9 @@ def play(
         if run.reaches(fault.step, 100):
             struck, run.incidents = len(run.strikes), numbered(run.out)
             KINDS[fault.kind].strike(run, fault.rank % run.layout.world, random_)
-            if len(run.strikes) > struck and not run.strikes[-1].spared:
+            if len(run.strikes) == struck:
+                run.tell(f"---- no {fault.kind}: rank {fault.rank} was at no place for it")
+            elif not run.strikes[-1].spared:
                 run.is_noticed(10)  # what is not, the end of the launcher would leave without a name
     status = run.end(limit_s)
     run.close()
@@ -240,11 +241,14 @@ def kinds_of(layout: str) -> list[str]:
 def drawn(layout: str, seed: int, number: int, kinds: Sequence[str] | None = None) -> list[Fault]:
     """Return faults that are drawn by a seed, apart by two steps at least."""
     random_ = random.Random(f"{layout} {seed}")
-    steps = sorted(random_.sample(range(1, STEPS // 2 - 2), 1 if layout == "slow" else number))
+    steps = sorted(
+        random_.sample(range(1, STEPS // 2 - 2), min(number, {"slow": 1, "poisoned": 3}.get(layout, number)))
+    )
     ranks = range(LAYOUTS[layout].world)
+    possible = [kind for kind in kinds_of(layout) if not kinds or kind in kinds]
     found, flipped = list[Fault](), False
     for step in steps:
-        kind = random_.choice(kinds or kinds_of(layout))
+        kind = random_.choice(possible)
         if "corrupted" in KINDS[kind].named:  # a node where that is found twice is left out
             kind, flipped = "kill" if flipped else kind, True
         found.append(Fault(kind, random_.choice(ranks), 2 * step))

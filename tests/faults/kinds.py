@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from live_run import LiveRun
+from live_run import LiveRun, patient
 
 RESUME = "checkpoint.resume=auto"
 
@@ -147,7 +147,7 @@ def second_launch(run: LiveRun, rank: int, random_: random.Random) -> None:
     at = time.monotonic()
     second = run.start(RESUME)
     try:
-        said = second.communicate(timeout=60)[0].decode()
+        said = second.communicate(timeout=patient(60))[0].decode()
     except subprocess.TimeoutExpired:
         second.kill()
         said = second.communicate()[0].decode()

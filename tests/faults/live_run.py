@@ -25,8 +25,14 @@ HOOKS = Path(__file__).parent / "hooks"
 LONG_S = 20.0
 """A recovery that takes longer is looked at."""
 POLL_S = 0.004
+TIMEOUT_MIN = 0.5
 OUTSIDE = ("start", "recover")
 """The phases in which no step is done."""
+
+
+def patient(limit: float) -> float:
+    """Return a limit of time that is for a machine of its own, on this one, as busy as it is."""
+    return limit * max(1.0, os.getloadavg()[0] / (2 * len(os.sched_getaffinity(0))))
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,8 @@ class LiveRun:
             "PYTHONPATH": f"{HOOKS}:{ROOT}",
             "TMPDIR": str(self.temporary),
         }
-        command = [sys.executable, "-m", "tools.main", "train", *self.given, *more]
+        limit = f"train.timeout={patient(TIMEOUT_MIN)}"
+        command = [sys.executable, "-m", "tools.main", "train", *self.given, limit, *more]
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
@@ -173,7 +180,7 @@ class LiveRun:
         return [pid for pid in found if _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] != ["Z"]]
 
     def wait(self, condition: Callable[[], object], seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patient(seconds)
         while not self.ends and time.monotonic() < deadline:
             if condition():
                 return True
@@ -227,7 +234,7 @@ class LiveRun:
         made, done = self.orders / f"{pid}.made", self.orders / f"{pid}.done"
         made.write_text(kind)
         made.rename(self.orders / str(pid))
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + patient(seconds)
         while time.monotonic() < deadline and Path(f"/proc/{pid}").exists() and not done.exists():
             time.sleep(0.002)
         with contextlib.suppress(OSError, ValueError):
@@ -251,7 +258,7 @@ class LiveRun:
     def end(self, seconds: float) -> int | None:
         """Wait for the end -> status; None where it did not come."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
+            self.process.wait(patient(seconds))
         if not self.ends:
             self.process.send_signal(signal.SIGUSR2)
             time.sleep(4)

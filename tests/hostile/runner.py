@@ -80,7 +80,12 @@ def _serve(connection: Connection) -> None:
     import_transformers()
     for name in MODULES:
         importlib.import_module(f"tools.{name}")
-    for name in ("megacore.run.train", "megacore.inference.evaluate", "megacore.inference.load", "megacore.verify"):
+    for name in (
+        "megacore.run.train",
+        "megacore.inference.evaluate",
+        "megacore.inference.load",
+        "megacore.inference.verify",
+    ):
         importlib.import_module(name)
     limits.SECONDS = COMPUTING
     tqdm.set_lock(threading.RLock())  # not one of semaphores, which would count as leaked

@@ -95,7 +95,6 @@ class OddBlock(nn.Module):
         return x + self.out(gated) + self.close(turned)
 
 
-CONFIG = OddConfig
 PRESETS: Mapping[str, Mapping[str, Any]] = {}
 PARAMETERS: Mapping[str, int] = {}
 
@@ -104,5 +103,5 @@ PARAMETERS: Mapping[str, int] = {}
 def registered() -> Iterator[None]:
     """For as long as this lasts there is the family ``odd``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "FAMILIES", {**registry.FAMILIES, "odd": __name__})
+        patch.setattr(registry, "FAMILIES", {**registry.FAMILIES, "odd": f"{__name__}.OddConfig"})
         yield

@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from megacore.plan.devices import DEVICES
+from megacore.devices import DEVICES
 from megacore.plan.goodput import (
     DAY_S,
     LEVELS,

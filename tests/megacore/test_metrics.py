@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
 
@@ -103,6 +105,45 @@ def test_lines_are_json_and_there_at_once(tmp_path: Path) -> None:
         raise AssertionError(f"{name} is not JSON")
 
     assert json.loads(second, parse_constant=no_constants) == {"step": 2, **TRAINED, "loss": None, "grad_norm": None}
+
+
+class FullDisk:
+    """A file on a disk with so many bytes of room."""
+
+    closed = False
+
+    def __init__(self, room: int) -> None:
+        self.room, self.content = room, b""
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = data[: self.room]
+        self.room, self.content = self.room - len(taken), self.content + taken
+        return len(taken)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_full_disk_is_told_once_and_its_lines_follow_when_there_is_room(tmp_path: Path) -> None:
+    told, disk = list[str](), FullDisk(300)
+    sink = metrics.JsonLines(tmp_path / "metrics.jsonl", told.append)
+    sink._file.close()
+    sink._file = disk  # type: ignore[assignment]
+    for step in (1, 2, 3):
+        sink.write(step, TRAINED)
+    assert len(disk.content) == 300
+    why = f"{tmp_path / 'metrics.jsonl'}: No space left on device"
+    assert told == [f"{why}: its lines are kept until they can be written; make room"]
+    disk.room = 1 << 20
+    sink.write(4, TRAINED)
+    assert [json.loads(line)["step"] for line in disk.content.splitlines()] == [1, 2, 3, 4] and len(told) == 1
+    disk.room = 0
+    sink.write(5, TRAINED)
+    sink.close()
+    lost = len(json.dumps({"step": 5, **TRAINED})) + 1
+    assert told[1:] == [told[0], f"{why}: the last {lost} bytes are lost"] and disk.closed
 
 
 def test_a_record_goes_to_every_sink(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

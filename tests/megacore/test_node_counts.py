@@ -13,10 +13,9 @@ from pool import Pool
 
 from megacore.config import Config
 from megacore.recipe import ConfigError, changed, load
-from megacore.run import layouts
+from megacore.run import capacity, layouts
 from megacore.run.layouts import overrides_of_nodes
 from megacore.run.problems import problems
-from megacore.run.states import capacity
 from megacore.run.step import Stats
 from models.registry import configure
 

@@ -23,9 +23,10 @@ from megacore import checkpoints
 from megacore.config import Config, MemoryConfig, ZeroConfig
 from megacore.plan.setting import SHARDS
 from megacore.recipe import load
+from megacore.run import capacity
 from megacore.run.optimizer import Optimizer
 from megacore.run.problems import problems, surroundings
-from megacore.run.states import capacity, window_stores
+from megacore.run.states import window_stores
 from megacore.run.states.offload import Offload, OffloadedStore
 from megacore.run.states.store import MASTER
 from megacore.run.states.window_stores import BUFFERS, FileWindows

@@ -15,9 +15,9 @@ from deep_family import deep
 from operations import Flops
 
 from megacore.config import Config, MemoryConfig
+from megacore.devices import DEVICES
 from megacore.plan.activations import ActivationMemory
 from megacore.plan.costs import ALL_TO_ALL
-from megacore.plan.devices import DEVICES
 from megacore.plan.fit import MARGIN, fit
 from megacore.plan.memory import TERMS, crowds, loads, memory
 from megacore.plan.of_config import setting_of

@@ -11,8 +11,8 @@ import pytest
 from extended_family import extended
 from operations import Flops
 
+from megacore.devices import DEVICES
 from megacore.plan.activations import ActivationMemory
-from megacore.plan.devices import DEVICES
 from megacore.plan.setting import Setting, Widths
 from megacore.plan.state import Shares
 from megacore.plan.step_time import Cluster, estimate

@@ -24,8 +24,8 @@ from megacore.data.batches import HELD, Batch, prefetch
 from megacore.data.corpora import Corpora
 from megacore.data.indexed import IndexedWriter
 from megacore.data.samples import BLOCKS
+from megacore.devices import DEVICES
 from megacore.plan.cluster import Overheads, Storage
-from megacore.plan.devices import DEVICES
 from megacore.plan.of_config import setting_of
 from megacore.plan.state import Shares
 from megacore.plan.step_time import Cluster, estimate

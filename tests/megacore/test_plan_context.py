@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from megacore.data.indexed import IndexedWriter
+from megacore.devices import DEVICES
 from megacore.plan.costs import ALL_TO_ALL, KeyExchange
-from megacore.plan.devices import DEVICES
 from megacore.plan.documents import drawn
 from megacore.plan.efficiency import LINKS, ring_s
 from megacore.plan.exchange import WHOLE, Packing
-from megacore.plan.fit import fit
+from megacore.plan.fit import CHUNK, MARGIN, fit
 from megacore.plan.memory import memory
 from megacore.plan.of_config import setting_of
 from megacore.plan.setting import Setting, Widths
@@ -143,12 +143,23 @@ def test_the_search_takes_cp_where_a_sequence_is_too_long_for_one(capsys: pytest
 def test_short_sequences_are_not_split() -> None:
     best = fit(replace(of_8b(MeshShape(), WHOLE, 8192), microbatches=128), 8, H100)[0]
     assert best.overrides["mesh.cp"] == 1
-    assert not any(key.startswith("context") for key in best.overrides)
+    assert not any(key.startswith("context") or key == "memory.mlp_chunk" for key in best.overrides)
     # Pasted behind a recipe that has cp, they leave nothing of its context.
     recipe, given = RECIPES / "llama-3.1-8b.yaml", ["data.train=[corpus]", "mesh.cp=2", "context.exchange=gather"]
     pasted = [f"{key}={value}" for key, value in overrides(best, load(recipe, given)).items()]
     config = load(recipe, [*given, "data.sequence_length=8192", "batch.global_size=128", *pasted])
     assert problems(config, 8, configure(config.model), gpus=8, local_ranks=8) == []
+
+
+def test_the_feed_forward_goes_in_chunks_where_nothing_fits_otherwise() -> None:
+    """A 1B at 256k tokens on one GPU; in fp8, where each chunk would have a scale of its own, nothing fits."""
+    model = configure({"preset": "llama-3.2-1b"})
+    base = Setting(model, layout_of(model, MeshShape()), Widths.of("bf16"), 1 << 18, 1, 1, loss_chunk=2048)
+    (best,) = fit(base, 1, H100)
+    assert best.overrides["memory.mlp_chunk"] == CHUNK and best.overrides["memory.recompute"] == "full"
+    (without,) = memory(whole := replace(best.setting, mlp_chunk=None), Shares.of(whole))
+    assert best.fullest.peak <= (1 - MARGIN) * H100.device.memory < without.peak
+    assert fit(base, 1, replace(H100, tflops=H100.device.tflops("fp8"))) == ()
 
 
 def test_the_documents_of_a_corpus_are_those_that_training_packs(

@@ -22,7 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracked import Tracked
 
 from megacore.plan.activations import ActivationMemory
-from megacore.plan.memory import TERMS, Memory, groups, memory
+from megacore.plan.cluster import start_up
+from megacore.plan.memory import TERMS, Memory, memory
 from megacore.plan.setting import SHARDS, Setting, Widths
 from megacore.plan.state import Shares
 from megacore.run.optimizer import Optimizer
@@ -63,7 +64,7 @@ WINDOW = 64
 
 def small(name: str, vocab: int) -> dict[str, Any]:
     """What a family of the registry draws, in these sizes, with the first seed whose rope fits them."""
-    config = family(name).CONFIG
+    config = family(name).config
     derived = getattr(config, "derived", ())
     sizes = {field: SIZES[axis] for axis, field in config.axes.items() if axis in SIZES and field not in derived}
     for seed in count(ROTATION):
@@ -593,4 +594,4 @@ def test_nccl_has_a_communicator_for_each_group_of_a_rank(case: Case) -> None:
         Gradients(model.parameters, model.chunks, torch.float32, case.shard, case.replicas)
         found.append(len(mesh._groups) + len(mesh._channels))
         dist.destroy_process_group()
-    assert max(found) == groups(case.setting)
+    assert max(found) == start_up(case.setting, 8).communicators

@@ -21,10 +21,9 @@ from pool import Pool
 from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
 from megacore.recipe import ConfigError, load
-from megacore.run import build, life, metrics
+from megacore.run import build, capacity, life, metrics
 from megacore.run import train as pretrain
 from megacore.run.resume import Start
-from megacore.run.states import capacity
 from megacore.run.trainer import Interrupt, Trainer
 from models.registry import configure
 from parallel.mesh import Mesh

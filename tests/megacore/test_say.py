@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -63,3 +65,26 @@ def test_a_model_s_text_is_wanted_as_it_is(capsys: Capture, monkeypatch: pytest.
     monkeypatch.setattr(module.sys.stdout, "isatty", lambda: True)
     write_out("a\x1b[2J")
     assert capsys.readouterr().out == "a\\x1b[2J"
+
+
+SPEAKS = """
+from megacore.say import err, outlive, say
+
+outlive()
+for line in range(3):
+    say(f"line {line}")
+err("done")
+"""
+
+
+@pytest.mark.parametrize("reason", ["Broken pipe", "No space left on device"])
+def test_a_run_outlives_who_reads_it_and_says_so_once(reason: str) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-c", SPEAKS]
+    with open("/dev/full", "w") as full, os.fdopen(writes, "w") as closed:
+        lost = closed if reason == "Broken pipe" else full
+        done = subprocess.run(command, stdout=lost, stderr=subprocess.PIPE, text=True, check=True)
+        subprocess.run(command, stdout=lost, stderr=lost, check=True)
+    said = f"what is said on stdout is lost ({reason}): the run goes on, `megacore status` tells how\n"
+    assert done.stderr == f"{said}done\n"

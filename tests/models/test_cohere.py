@@ -10,7 +10,7 @@ from models.anatomy import ROPE
 from models.config import ModelConfigError
 from models.registry import family
 
-READ = family("cohere2").CONFIG.from_hugging_face
+READ = family("cohere2").config.from_hugging_face
 # Fields of command-r7b that transformers does not read, and one that makes its layers.
 HUB = {
     "cache_implementation": "hybrid",

@@ -259,7 +259,7 @@ def pieces() -> float:
         RMSNorm.of(drawn(6), 1e-3, mesh, offset=1.0),
         LayerNorm.of(drawn(6), None, 1e-3, mesh, offset=1.0),
         LayerNorm.of(drawn(4, 6), drawn(4, 6), 1e-3, mesh),
-        SplitRMSNorm.of(drawn(24), 1e-3, mesh),
+        SplitRMSNorm(drawn(24), 1e-3, mesh),
     )
 
     def run(x: Tensor) -> Tensor:

@@ -45,16 +45,16 @@ REFUSED = [
 def test_what_is_refused(name: str, fields: dict[str, Any], message: str) -> None:
     whole = {key: value for key, value in small(name).to_dict().items() if key not in fields}
     with pytest.raises(ModelConfigError, match=re.escape(message)):
-        family(name).CONFIG.from_hugging_face(whole | fields)
+        family(name).config.from_hugging_face(whole | fields)
 
 
 def test_what_the_files_say_beside_changes_nothing() -> None:
     """The fields of the published config.json that transformers' class does not have."""
     published = {"aux_loss_alpha": 0.001, "ep_size": 1, "seq_aux": True, "pretraining_tp": 1, "moe_layer_freq": 1}
     v3 = published | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-    read, plain = family("deepseek_v3").CONFIG.from_hugging_face, small("deepseek_v3").to_dict()
+    read, plain = family("deepseek_v3").config.from_hugging_face, small("deepseek_v3").to_dict()
     assert read(plain | v3) == read(plain)
-    read, plain = family("deepseek_v2").CONFIG.from_hugging_face, small("deepseek_v2").to_dict()
+    read, plain = family("deepseek_v2").config.from_hugging_face, small("deepseek_v2").to_dict()
     assert read(plain | published | {"scoring_func": "softmax"}) == read(plain)
 
 
@@ -67,13 +67,17 @@ def test_layers_that_predict_further_tokens_are_told_and_left_out(tmp_path: Path
     save_file(tensors | further, file, {"format": "pt"})
     folder = HuggingFace.open(tmp_path)
     assert set(folder.others) == set(further) and {s.name for s in folder.stored()} == set(tensors)
+    assert folder.left_out == (
+        f"{tmp_path}: only the model without layers that predict further tokens is read; 2 tensors of model.layers.3 "
+        "are left out"
+    )
     save_file(tensors | {"model.layers.4.eh_proj.weight": torch.zeros(2)}, file, {"format": "pt"})
     with pytest.raises(StoreError, match=r"1 tensors are not of this model: model\.layers\.4\.eh_proj\.weight"):
         HuggingFace.open(tmp_path)
 
 
 def test_a_model_without_experts_has_none() -> None:
-    config = family("deepseek_v3").CONFIG.from_hugging_face(small("deepseek_v3", first_k_dense_replace=9).to_dict())
+    config = family("deepseek_v3").config.from_hugging_face(small("deepseek_v3", first_k_dense_replace=9).to_dict())
     assert not any("expert" in param.name or "router" in param.name for param in config.schema.params)
 
 

@@ -32,7 +32,7 @@ def published(name: str, **fields: Any) -> dict[str, Any]:
 
 
 def read(name: str, **fields: Any) -> ModelConfig:
-    return family(name).CONFIG.from_hugging_face(published(name, **fields))
+    return family(name).config.from_hugging_face(published(name, **fields))
 
 
 # -- the balance
@@ -97,7 +97,7 @@ def test_each_layers_balance_is_that_of_transformers_over_k(name: str, seed: int
 def test_a_field_has_two_names(name: str, written: str, other: str) -> None:
     theirs = published(name)
     without = {key: value for key, value in theirs.items() if key != written}
-    kind = family(name).CONFIG
+    kind = family(name).config
     one, same = kind.from_hugging_face(theirs), kind.from_hugging_face(without | {other: theirs[written]})
     assert one == same and written in one.to_hugging_face() and other not in one.to_hugging_face()
     assert one == kind.from_hugging_face(theirs | {other: theirs[written]})
@@ -113,7 +113,7 @@ def test_a_field_has_two_names(name: str, written: str, other: str) -> None:
 
 def test_what_belongs_to_their_balance_is_carried() -> None:
     raw = published("olmoe", output_router_logits=True, router_aux_loss_coef=0.02)
-    assert family("olmoe").CONFIG.from_hugging_face(raw) == read("olmoe")
+    assert family("olmoe").config.from_hugging_face(raw) == read("olmoe")
     assert b'"router_aux_loss_coef": 0.02' in config_json(raw)
 
 

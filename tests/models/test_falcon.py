@@ -12,7 +12,7 @@ from models.registry import configure, family
 from models.stages import layout_of
 from parallel.weights.layout import MeshShape
 
-READ = family("falcon").CONFIG.from_hugging_face
+READ = family("falcon").config.from_hugging_face
 
 REFUSED = [
     ({"alibi": True}, "alibi=True would change the maths and is not supported: only False is"),

@@ -14,7 +14,7 @@ from models.registry import family
 
 
 def read(name: str, config: dict[str, Any]) -> ModelConfig:
-    return family(name).CONFIG.from_hugging_face(config)
+    return family(name).config.from_hugging_face(config)
 
 
 def test_gelu_means_its_approximation() -> None:

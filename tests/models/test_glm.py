@@ -25,7 +25,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 )
 def test_half_of_a_head_turns_unless_another_part_is_said(name: str, said: dict[str, Any], turning: int) -> None:
     plain = {key: value for key, value in small(name, head_dim=8).to_dict().items() if key != "rope_parameters"}
-    ours = family(name).CONFIG.from_hugging_face(plain | said)
-    assert ours == family(name).CONFIG.from_hugging_face(CONFIG_MAPPING[name](**plain, **said).to_dict())
+    ours = family(name).config.from_hugging_face(plain | said)
+    assert ours == family(name).config.from_hugging_face(CONFIG_MAPPING[name](**plain, **said).to_dict())
     assert ours.sizes["two"] * ours.sizes["half"] == turning
     assert ours.sizes.get("rest", 0) == 8 - turning

@@ -13,7 +13,7 @@ from models.config import ModelConfigError, active_parameters
 from models.registry import configure, family
 from parallel.kernels.activation import clamped_swiglu, gated
 
-READ = family("gpt_oss").CONFIG.from_hugging_face
+READ = family("gpt_oss").config.from_hugging_face
 
 
 def test_the_gate_is_the_formula_and_its_derivative() -> None:

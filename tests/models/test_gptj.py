@@ -12,4 +12,4 @@ from models.registry import family
 @pytest.mark.parametrize("turning", [0, 3, 6, None])
 def test_what_cannot_turn_is_refused(turning: int | None) -> None:
     with pytest.raises(ModelConfigError, match=f"rotary_dim is {turning}[:,]"):
-        family("gptj").CONFIG.from_hugging_face(small("gptj").to_dict() | {"rotary_dim": turning})
+        family("gptj").config.from_hugging_face(small("gptj").to_dict() | {"rotary_dim": turning})

@@ -133,7 +133,7 @@ FILES: dict[str, tuple[dict[str, Any], int]] = {
 @pytest.mark.parametrize("name", FILES)
 def test_published_files_mean_what_they_mean_to_transformers(name: str) -> None:
     config, parameters = FILES[name]
-    kind = family(config["model_type"]).CONFIG
+    kind = family(config["model_type"]).config
     ours = kind.from_hugging_face(config)
     theirs = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config))
     assert ours == kind.from_hugging_face(theirs.to_dict())
@@ -145,4 +145,4 @@ def test_one_rope_of_olmo_3_is_refused() -> None:
     config, _ = FILES["Olmo-3-32B"]
     flat = {name: value for name, value in config.items() if "rope" not in name}
     with pytest.raises(ModelConfigError, match="rope_parameters has no kind of layer 'rope_type'"):
-        family("olmo3").CONFIG.from_hugging_face(flat | {"rope_parameters": {**YARN, "rope_theta": 5e5, "factor": 8.0}})
+        family("olmo3").config.from_hugging_face(flat | {"rope_parameters": {**YARN, "rope_theta": 5e5, "factor": 8.0}})

@@ -10,7 +10,7 @@ from families import small
 from models.config import ModelConfigError
 from models.registry import family
 
-READ = family("mistral").CONFIG.from_hugging_face
+READ = family("mistral").config.from_hugging_face
 PLAIN = {name: value for name, value in small("mistral").to_dict().items() if name != "sliding_window"}
 
 

@@ -45,7 +45,7 @@ GPT2 = {"model_type": "gpt2", "vocab_size": 32, "n_positions": 64, "n_embd": 16,
 
 
 def read(config: Mapping[str, Any]) -> ModelConfig:
-    return family(config["model_type"]).CONFIG.from_hugging_face(config)
+    return family(config["model_type"]).config.from_hugging_face(config)
 
 
 # -- both directions
@@ -134,7 +134,7 @@ def test_what_is_left_out_means_what_transformers_takes_it_for(name: str, times:
             continue
         taken.add(field)
         assert ours == read(kind(**less).to_dict()), field
-    config = family(name).CONFIG
+    config = family(name).config
     defaulted = {f.name for f in fields(config) if f.default is not MISSING}
     assert defaulted - getattr(config, "derived", frozenset()) <= taken
 
@@ -287,7 +287,7 @@ def test_a_config_json_must_be_an_object(tmp_path: Path) -> None:
 
 # -- what is counted
 
-PUBLISHED = {preset: count for name in FAMILIES for preset, count in family(name).PARAMETERS.items()}
+PUBLISHED = {preset: count for name in FAMILIES for preset, count in family(name).parameters.items()}
 
 
 @pytest.mark.quick

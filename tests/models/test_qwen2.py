@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 from models.config import ModelConfigError
 from models.registry import family
 
-READ = family("qwen2").CONFIG.from_hugging_face
+READ = family("qwen2").config.from_hugging_face
 FULL, SLIDING = "full_attention", "sliding_attention"
 # A config.json of transformers 4, which knew no layer_types.
 OLD = {name: value for name, value in small("qwen2").to_dict().items() if name != "layer_types"}

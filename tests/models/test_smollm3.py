@@ -11,7 +11,7 @@ from transformers import CONFIG_MAPPING
 from models.config import ModelConfigError
 from models.registry import family
 
-READ = family("smollm3").CONFIG.from_hugging_face
+READ = family("smollm3").config.from_hugging_face
 DERIVED = ("layer_types", "no_rope_layers")
 PLAIN = {name: value for name, value in small("smollm3", pad_token_id=None).to_dict().items() if name not in DERIVED}
 CASES = [

@@ -37,7 +37,7 @@ FIRST, SEEDS = 3, 60
 def section(name: str, seed: int) -> dict[str, Any]:
     r = Random(seed)
     # Shorter than the sequence half of the time, which is where dynamic and longrope change; a table must be as long.
-    positions = LENGTH if "position" in family(name).CONFIG.axes else r.choice([8, 32])
+    positions = LENGTH if "position" in family(name).config.axes else r.choice([8, 32])
     return drawn(name, seed, layers=r.choice([1, 2, 3]), vocab=r.choice([17, 64]), positions=positions, tp=1)
 
 
@@ -112,7 +112,7 @@ def close(got: Tensor, want: Tensor, what: str) -> None:
 def test_logits_and_gradients(name: str, seed: int) -> None:
     hf_config = of_transformers(section(name, seed))
     theirs = theirs_of(hf_config, seed)
-    config = family(name).CONFIG.from_hugging_face(hf_config.to_dict())
+    config = family(name).config.from_hugging_face(hf_config.to_dict())
     layout = layout_of(config, MeshShape())
     ours = Model.create(config, layout, Mesh.single(), torch.float64)
     ours.train(False)
@@ -223,7 +223,7 @@ def of_rank(
     hf_config: dict[str, Any], weights: Arrays, tokens: Tensor, labels: Tensor, context: ContextParallel
 ) -> tuple[np.ndarray, np.ndarray, float, dict[str, np.ndarray]]:
     """(tokens, logits of this rank's tokens, the sum of their losses, its gradients) of packed documents."""
-    config = family(hf_config["model_type"]).CONFIG.from_hugging_face(hf_config)
+    config = family(hf_config["model_type"]).config.from_hugging_face(hf_config)
     mesh = Mesh.create(MeshShape(cp=context.size))
     ours = Model.create(config, layout_of(config, mesh.shape), mesh, torch.float64, context=context)
     ours.train(False)
@@ -268,7 +268,7 @@ def test_packed_documents_over_cp_are_each_by_itself(pool: Pool, name: str) -> N
     loss = F.cross_entropy(want, labels, ignore_index=IGNORE, reduction="sum")
     loss.backward()
 
-    config = family(name).CONFIG.from_hugging_face(hf_config.to_dict())
+    config = family(name).config.from_hugging_face(hf_config.to_dict())
     one, buffers = native(layout_of(config, MeshShape()), [0]), saved_buffers(theirs)
     state = as_saved(theirs, {name: p.detach() for name, p in theirs.named_parameters()} | buffers)
     weights = move(config.schema, state, hugging_face(config.schema), one)

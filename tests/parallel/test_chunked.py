@@ -9,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from parallel.layers.chunked import in_chunks
 from parallel.layers.linear import ColumnParallelLinear, hand_to
-from parallel.layers.product import WeightGradient
 from parallel.mesh import Mesh
+from parallel.parameters import WeightGradient
 
 TOKENS = 13
 

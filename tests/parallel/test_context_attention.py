@@ -326,29 +326,41 @@ def test_what_goes_back_is_the_adjoint_of_what_came(pool: Pool, cp: int) -> None
 # -- rounding
 
 
-LONG = Way(ContextParallel(4, "ring", "rows"), (512,), Heads("bf16", heads=4, kv=2, head=32, value=32))
-IN_BF16 = [replace(LONG, context=replace(LONG.context, exchange=exchange)) for exchange in ("ring", "gather")]
+LONG = 512
+OF_LONG = [Heads(f"window {window}", 4, 2, 32, 32, Scoring(window=window)) for window in (None, 40, 300)]
 
 
-def rounded() -> list[list[Tensor]]:
+def in_bf16(cp: int) -> list[Way]:
+    exchanges: tuple[ContextExchange, ...] = ("ring", "gather")
+    return [Way(ContextParallel(cp, each, "rows"), (LONG,), heads) for each in exchanges for heads in OF_LONG]
+
+
+def rounded(cp: int) -> list[list[Tensor]]:
     """Of each way the output and the gradients of this rank's tokens in bf16."""
-    mesh = mesh_of(IN_BF16)
-    x = Tensors.drawn(LONG.heads, sum(LONG.packing), torch.bfloat16)
-    own = LONG.split.indices(mesh.cp.index)
-    return [results(spread(way, mesh), x.of_rows(own), PLAIN) for way in IN_BF16]
+    ways, made = in_bf16(cp), list[list[Tensor]]()
+    mesh = mesh_of(ways)
+    for way in ways:
+        own = Tensors.drawn(way.heads, LONG, torch.bfloat16).of_rows(way.split.indices(mesh.cp.index))
+        made.append(results(spread(way, mesh), own, way.heads.scoring))
+    return made
 
 
-def test_exchanges_round_as_one_call_of_the_kernel_does(pool: Pool) -> None:
-    x, documents = Tensors.drawn(LONG.heads, sum(LONG.packing), torch.bfloat16), Documents.of(LONG.packing, CPU)
-    want = results(as_written(LONG.packing), x.double(), PLAIN)
-    one = results(lambda q, k, v, _: kernels.documents_attention(q, k, v, documents, 1, PLAIN), x, PLAIN)
-    ranks = pool.run(4, rounded)
-    order = np.argsort(np.concatenate([LONG.split.indices(rank) for rank in range(4)]))
-    for number, way in enumerate(IN_BF16):
-        for name, right, call, *parts in zip("yqkv", want, one, *(each[number] for each in ranks), strict=True):
+@pytest.mark.parametrize("cp", [2, 4])
+def test_exchanges_round_as_one_call_of_the_kernel_does(pool: Pool, cp: int) -> None:
+    documents = Documents.of((LONG,), CPU)
+
+    def once(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+        return kernels.documents_attention(q, k, v, documents, 1, scoring)
+
+    for way, *ranks in zip(in_bf16(cp), *pool.run(cp, rounded, cp), strict=True):
+        x = Tensors.drawn(way.heads, LONG, torch.bfloat16)
+        want = results(as_written(way.packing), x.double(), way.heads.scoring)
+        one = results(once, x, way.heads.scoring)
+        order = np.argsort(np.concatenate([way.split.indices(rank) for rank in range(cp)]))
+        for name, right, call, *parts in zip("yqkv", want, one, *ranks, strict=True):
             mine = torch.cat(parts)[order].double()
             ratio = (mine - right).norm() / (call.double() - right).norm()
-            assert ratio < 1.2, (way.context.exchange, name, float(ratio))
+            assert ratio < 1.2, (way, name, float(ratio))
 
 
 # -- the order of things

@@ -279,6 +279,15 @@ def test_documents_that_fit_stay_whole_and_nothing_travels() -> None:
     assert all(stop - start in split.documents for spans in split.spans for start, stop in spans)
 
 
+def test_what_is_left_of_a_part_takes_short_documents_whole() -> None:
+    """The long one fills three parts, and the last has room for the others: not four times a quarter of each."""
+    documents = (4000, 96, 1, 3)
+    split, evenly = (ContextParallel(4, balance=each).split(documents, 4100) for each in ("auto", "documents"))
+    assert [number for number, held in enumerate(split.in_part) if {*held} == {0}] == [0, 1, 2, 3]
+    assert split.spans[3][-3:] == ((4000, 4096), (4096, 4097), (4097, 4100))
+    assert busiest(split) <= 1.03 and keys_that_travel(split) < 0.97 * keys_that_travel(evenly)
+
+
 def test_rows_are_left_to_the_longest_document() -> None:
     """Why rows are not the default: one row is one long document, the other short ones."""
     documents = (4096, *[64] * 64)

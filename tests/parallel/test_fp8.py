@@ -13,7 +13,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 from parallel.layers.fp8 import E4M3, E5M2, Fp8, Multiply, multiply_on, multiply_scaled, multiply_wide, quantise, units
-from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear, multiply_by
+from parallel.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear, multiply_by
 from parallel.layers.product import Operand
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape
@@ -265,6 +265,31 @@ def test_in_bf16_the_error_is_that_of_fp8(pool: Pool, tp: int) -> None:
         for name, value in want.items():
             error = np.linalg.norm(found[name] - value) / np.linalg.norm(value)
             assert 0.005 < error < bounds[name], (case, name, error)
+
+
+def replicated(tp: int) -> dict[str, Tensor]:
+    """Of tokens that are split over tp: this rank's output, input gradient and share of the weight's."""
+    mesh = Mesh.create(MeshShape(tp=tp))
+    x, weight, dy = operands()
+    layer = ReplicatedLinear(nn.Parameter(weight), nn.Parameter(BIAS.clone()), mesh, "sequence", "sequence")
+    multiply_by(Fp8.on(mesh.device), [layer])
+    mine = part(x, 0, mesh).requires_grad_()
+    y = layer(mine)
+    y.backward(part(dy, 0, mesh))
+    assert mine.grad is not None and layer.weight.grad is not None
+    return {"y": y.detach(), "dx": mine.grad, "dw": layer.weight.grad}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_what_every_rank_holds_multiplies_quantised_numbers(pool: Pool, tp: int) -> None:
+    """Tokens are scaled together, whoever has them."""
+    x, weight, dy = (tensor.double().numpy() for tensor in operands())
+    x8, w8, dy8 = quantised(x, E4M3), quantised(weight, E4M3), quantised(dy, E5M2)
+    ranks = pool.run(tp, replicated, tp)
+    found = {name: torch.cat([rank[name] for rank in ranks]).numpy() for name in ("y", "dx")}
+    found["dw"] = sum(rank["dw"] for rank in ranks).numpy()
+    for name, value in {"y": x8 @ w8.T + BIAS.double().numpy(), "dx": dy8 @ w8, "dw": dy8.T @ x8}.items():
+        assert np.abs(found[name] - value).max() <= 2e-6 * np.abs(value).max(), name
 
 
 def kept() -> tuple[list[torch.dtype], list[torch.dtype]]:

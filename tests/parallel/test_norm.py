@@ -100,7 +100,7 @@ def split(cases: list[int]) -> list[tuple[Tensor, ...]]:
         share = (mesh.place.tp % copies + 1) / (copies * (copies + 1) / 2)
         part = x[:, own].clone().requires_grad_()
         w = nn.Parameter(weight[own].reshape(-1).clone())
-        y = SplitRMSNorm.of(w, EPS, mesh)(part)
+        y = SplitRMSNorm(w, EPS, mesh)(part)
         y.backward(dy[:, own] * share)
         assert part.grad is not None and w.grad is not None
         found.append((y.detach(), part.grad, w.grad.view(-1, HEAD)))

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel import kernels
-from parallel.kernels import flash
+from parallel.kernels import bands, flash
 from parallel.kernels import partial_attention as partial
 from parallel.kernels.documents import Documents
 from parallel.kernels.scoring import Scoring
@@ -245,3 +246,25 @@ def test_torchs_operators_take_it(monkeypatch: pytest.MonkeyPatch, band: int | N
     assert y.shape == q.shape and log_sum.shape == (5, 4) and log_sum.dtype == torch.float32
     dq, dk, dv = partial.rectangle_backward(y, q, k, v, y, log_sum, band, Scoring())
     assert dq.shape == q.shape and dk.shape == k.shape and dv.shape == v.shape
+
+
+class Largest(TorchDispatchMode):
+    """It notes the elements of the largest tensor that an operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        y = function(*arguments, **(named or {}))
+        self.elements = max([self.elements, *(x.numel() for x in (y,) if isinstance(x, Tensor))])
+        return y
+
+
+@pytest.mark.parametrize(("keys", "queries"), [(1 << 10, 1024), (1 << 17, 128)])
+def test_scores_of_a_softcap_are_bounded_on_a_gpu(keys: int, queries: int) -> None:
+    """By blocks of fewer queries, forward and backward: 16 heads of 1,024 queries and 128k keys are 8 GiB in fp32."""
+    q, k, v = (torch.empty(1, h, t, HEAD, device="meta") for t, h in ((4096, 16), (keys, 2), (keys, 2)))
+    with Largest() as forward:
+        y, log_sum = bands.before(q, k, v, band=None, scoring=Scoring(softcap=30.0))
+    with Largest() as backward:
+        bands.before_backward(y, q, k, v, y, log_sum, band=None, scoring=Scoring(softcap=30.0))
+    assert forward.elements == backward.elements == 16 * queries * keys

@@ -23,8 +23,9 @@ from models.stages import layout_of
 from parallel.gradients.reduce import Gradients
 from parallel.layers.fp8 import Fp8
 from parallel.layers.linear import ColumnParallelLinear, RowParallelLinear, hand_to
-from parallel.layers.product import DENSE, Product, SymmetricMemory, WeightGradient
+from parallel.layers.product import DENSE, Product, SymmetricMemory
 from parallel.mesh import Group, Mesh
+from parallel.parameters import WeightGradient
 from parallel.weights.layout import MeshShape
 
 TOKENS, IN, OUT = 8, 16, 32
@@ -60,7 +61,7 @@ def gradients(mesh: Mesh, multiply: Product, later: bool) -> tuple[dict[str, Ten
             assert x.grad is not None and up.weight.grad is None and down.weight.grad is None
             sent = messages.count
             for weight, gradient in waiting:
-                weight.grad = gradient()
+                weight.grad = gradient.make()
             assert messages.count == sent
     assert x.grad is not None and up.bias is not None and up.bias.grad is not None
     assert up.weight.grad is not None and down.weight.grad is not None

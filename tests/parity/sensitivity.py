@@ -512,7 +512,7 @@ FAULTS = (
         "each rank clips by its own norm",
         "norm_of",
         "all_reduce_(squares, mesh.world)",
-        "squares",
+        "torch.stack([squares[0], all_reduce_(squares.clone(), mesh.world)[1]])",  # the number of the sum goes along
         *layout("llama-pp2"),
     ),
     fault(
@@ -1129,8 +1129,8 @@ FAULTS = (
     fault(
         "tokens see earlier documents",
         "documents.forward",
-        "_Batches.of(starts)",
-        "_Batches.of(starts[[0, -1]])",
+        "_DocumentBatches.of(starts)",
+        "_DocumentBatches.of(starts[[0, -1]])",
         "test_documents_that_are_kept_apart_are_sequences_of_their_own",
     ),
     # -- the engine

@@ -150,9 +150,17 @@ ALWAYS = [
     (FP8, Run(MeshShape(cp=2, tp=2), exchange="heads", heads=2, balance="rows", activations=Activations("full"))),
     (MIXED[0], Run(MeshShape(cp=2, tp=2), micro=2, activations=Activations("full"))),
 ]
+EIGHT = [
+    (
+        OF_PARTS[2],
+        Run(MeshShape(cp=8), exchange="gather", heads=2, micro=4, activations=Activations("full"), loss_chunk=5),
+    ),
+    (MIXED[0], Run(MeshShape(cp=8), balance="rows", micro=4, shard="parameters")),
+]
 with extended():
     PAIRS = [
         *(pytest.param(case, run, id=f"{case.name}-{run}") for case, run in ALWAYS),
+        *(pytest.param(case, run, id=f"{case.name}-{run}", marks=pytest.mark.grid) for case, run in EIGHT),
         *grid("parts", OF_PARTS, 0, 13, len(OF_PARTS)),
         *grid("experts", MIXED, 0, 8, 3),
         *(pair for seed, name in enumerate(FAMILIES) for pair in grid(name, families(name, seed), 5 * seed, 36)),

@@ -106,6 +106,10 @@ class Proc(NamedTuple):
     doomed: bool = False
     gradients: int = 0
     """The generation of the summed gradients that lie in its memory, 0 for none."""
+    saving: Any = None
+    """The save that it is at in the background."""
+    unsaved: bool = False
+    """Whether a save was given up, and is to be done again."""
 
 
 class Groups(NamedTuple):
@@ -119,6 +123,8 @@ class Groups(NamedTuple):
     copied: tuple[Any, ...]
     """The image that each rank has last sent to its holder."""
     cut: bool
+    unsaved: bool = False
+    """Whether a rank has said in the recovery that a save is to be done again."""
 
 
 class World(NamedTuple):
@@ -135,6 +141,7 @@ class World(NamedTuple):
 Move = tuple[str, int]
 
 WAITING = {"status", "take", "copy", "compute", "commit", "regather", "write", "gather", "written"}
+WAITING |= {"listen", "gathered", "join", "finish", "begin"}  # of saves in the background
 """Where a process is in a generation and talks to others, so that a fault is noticed."""
 GONE = {"dead", "reaped", "ended", "home"}
 HALF: History = ((0, 0, 0),)
@@ -498,7 +505,7 @@ class Explorer:
         what = tuple(each for _, each in given)
         if len(kinds) > 1:
             raise Violation(f"ranks meet in different collectives: {sorted(kinds)}")
-        if kinds <= {"commit", "gather", "written"} and len(set(what)) > 1:
+        if kinds <= {"commit", "gather", "gathered", "written"} and len(set(what)) > 1:
             raise Violation(f"torn: ranks meet in {kinds} with {what}")
         result = (kinds.pop(), what)
         return self._set(world, groups._replace(given=(EMPTY,) * len(self.ranks), result=result))
@@ -659,7 +666,9 @@ class Explorer:
         (history,) = histories if len(histories) == 1 else ((),)
         if [step for step, _, _ in history] != list(range(1, self.setting.steps + 1)):
             raise Violation(f"the run has ended with {histories}")
-        if dict(world.published).get(self.setting.steps) != history:
+        published = dict(world.published)
+        newest = max(published, default=0)
+        if newest < max(self.setting.saves) or published[newest] != history[:newest]:
             raise Violation("the run has ended without its last checkpoint")
 
 

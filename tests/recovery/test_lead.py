@@ -208,6 +208,14 @@ def test_all_end_where_the_run_needs_the_node_that_wants_to_leave(led: Callable[
     assert run.lead.signalled == signal.SIGTERM and run.to(1)[-1] == "send"
 
 
+def test_who_takes_a_place_after_the_signal_to_end_is_asked_too(led: Callable[..., Led]) -> None:
+    run = led(2)
+    run.trains()
+    run.lead.end_by(signal.SIGTERM)
+    run.hears(Said(1, {"what": "exit", "launch": "a", "exit": asdict(Exit(2, 1, 77, -signal.SIGKILL))}))
+    assert run.to(1)[-2:] == ["spawn", "send"] and run.wires.said[-1] == (1, "send", {"number": signal.SIGTERM})
+
+
 def test_a_node_that_fails_twice_is_left_out(led: Callable[..., Led]) -> None:
     run = led(3)
     run.trains()

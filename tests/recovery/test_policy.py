@@ -100,6 +100,16 @@ def test_the_same_exception_at_the_same_step_is_the_program() -> None:
     assert "ZeroDivisionError" in said.reason
 
 
+def test_a_rank_that_raises_before_each_first_step_is_not_replaced_for_ever() -> None:
+    raised = Event("raised", 0, phase="start", detail="ImportError: no tensorboard")
+    first, second, said = answers([raised] * 9, Budgets())
+    assert (first.action, second.action) == ("replace", "replace")
+    assert (said.action, said.status) == ("end", exits.FAILED)
+    assert said.reason == "rank 0 has ended 3 times alike, and no step was done: ImportError: no tensorboard"
+    others = [replace(raised, **change) for change in ({}, {"rank": 1}, {"detail": "OSError"}, {"step": 4})]
+    assert actions([*others, *others], Budgets()) == ["replace"] * 8
+
+
 def test_a_node_that_fails_twice_within_an_hour_is_left_out() -> None:
     events = [killed(1, node=2, at=0.0), killed(5, node=2, at=3599.0)]
     assert answers(events, Budgets(nodes=4))[1].node == 2

@@ -7,12 +7,14 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from megacore.recovery.children import Children
 from megacore.recovery.template import Forked, RankTemplate
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody adopts")
@@ -84,6 +86,15 @@ def test_what_it_forks(template: RankTemplate, tmp_path: Path) -> None:
     assert second.wait() == -signal.SIGKILL
     second.send_signal(signal.SIGTERM)  # nobody: its number may be another's
     assert fork(template, tmp_path)[0] is None
+
+
+def test_the_ranks_of_every_launch_wait_for_it_and_come_from_it(template: RankTemplate, tmp_path: Path) -> None:
+    threading.Timer(0.1, (tmp_path / "wait").unlink).start()
+    for _ in range(2):
+        children = Children(tmp_path, "run", [], {}, template=template)
+        children.start(1, 0, {})
+        assert isinstance(children.living[1].process, Forked)
+        children.kill()
 
 
 def test_a_template_that_is_gone_makes_nothing(template: RankTemplate, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ def planned(theirs: PreTrainedModel, max_shard_bytes: int) -> tuple[list[Shard],
 
 
 def schema_of(theirs: PreTrainedModel) -> Schema:
-    return family(theirs.config.model_type).CONFIG.from_hugging_face(theirs.config.to_dict()).schema
+    return family(theirs.config.model_type).config.from_hugging_face(theirs.config.to_dict()).schema
 
 
 def tensors_of(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:

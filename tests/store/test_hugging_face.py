@@ -135,7 +135,7 @@ def test_a_base_model_lacks_the_prefix(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("names", ["embedding", "head", "both"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tied_once_or_twice(family: str, names: str, tmp_path: Path) -> None:
-    theirs, head = model(family, tie_word_embeddings=True), registry.family(family).CONFIG.tied[1]
+    theirs, head = model(family, tie_word_embeddings=True), registry.family(family).config.tied[1]
     theirs.save_pretrained(tmp_path)
 
     def store(tensors: Tensors) -> None:

@@ -22,7 +22,7 @@ import torch
 from megacore.store import tensors
 from megacore.store.direct import DirectFile
 from megacore.store.strict_json import StoreError
-from megacore.store.tensors import DTYPES, TensorFile, TensorWriter, file_size
+from megacore.store.tensors import DTYPES, TensorFile, TensorWriter, file_size, os_errors
 from parallel import limits
 
 TORCH = {
@@ -345,6 +345,11 @@ def test_a_full_disk(tmp_path, monkeypatch, code):
     with pytest.raises(StoreError, match=rf"needs {file_size(declared)} bytes and \d+ are free in {tmp_path}"):
         TensorWriter.create(tmp_path / "f", declared)
     assert not (tmp_path / "f").exists()
+
+
+def test_a_full_disk_says_what_is_free_where_nobody_knows_what_is_needed(tmp_path):
+    with pytest.raises(StoreError, match=rf"device: \d+ bytes are free in {tmp_path}$"), os_errors(tmp_path / "f"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_more_than_any_disk(tmp_path):

@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megacore.config import Config, LoraConfig
 from megacore.control import Control
+from megacore.run.resume import Start, remarks
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.load import Loader
@@ -259,6 +261,13 @@ def test_what_peft_would_load_wrongly_is_refused(
     said = refused(capsys, checkpoint, tmp_path / "peft", "--to", "peft")
     assert "adapters of mlp.shared_experts.down_proj for those of deepseek_v3's experts" in said
     assert f"--to hf --base {folder}" in said and not (tmp_path / "peft").exists()
+
+
+@pytest.mark.parametrize(("targets", "count"), [(("attn", "mlp.shared.down"), 1), (("attn", "experts"), 0)])
+def test_a_run_says_when_it_starts_that_peft_would_load_them_wrongly(targets: tuple[str, ...], count: int) -> None:
+    config = Config(lora=LoraConfig(rank=2, alpha=1.0, targets=targets))
+    said = remarks(Start(), config, configure(drawn("deepseek_v3", 3, layers=4, vocab=61)), MeshShape())
+    assert len(said) == count and all("peft takes those of mlp.shared_experts.down_proj for" in line for line in said)
 
 
 def test_a_stage_may_have_no_adapters(tmp_path: Path, not_durable: None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -248,6 +249,18 @@ def test_every_layout_finds_the_same(family: str, shape: MeshShape, tmp_path: Pa
     for found in pool.run(shape.world, measured, folder, shape, 25):
         buckets = [(tokens, pytest.approx(loss, rel=1e-9)) for tokens, loss in wanted["buckets"]]
         assert found == wanted | {"loss": pytest.approx(wanted["loss"], rel=1e-9), "buckets": tuple(buckets)}
+
+
+@pytest.mark.slow
+def test_the_command_starts_ranks_of_cp(llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    given = [llama, "--data", rows(tmp_path / "x.jsonl", {"text": TEXTS[0]}, {"text": "a b c"}), "--by-position", 8]
+    asked = [Path(sys.executable).parent / "megacore", "evaluate", *given, "--dtype", "float64", "--json", "--cp", 2]
+    done = subprocess.run([*map(str, asked)], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    found, wanted = json.loads(done.stdout), data(capsys, *given)
+    assert found["by_position"] == [
+        each | {"loss": pytest.approx(each["loss"], rel=1e-9)} for each in wanted["by_position"]
+    ]
 
 
 @pytest.mark.parametrize("tool", [command, generate], ids=["evaluate", "generate"])

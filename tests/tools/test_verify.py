@@ -18,10 +18,10 @@ from pool import Pool
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
+from megacore.inference.verify import Pair, _microbatch, mesh_shape, parallel_model, transformers_model
+from megacore.inference.verify import verify as verify_pair
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.hugging_face import HuggingFace
-from megacore.verify import Pair, _microbatch, mesh_shape, parallel_model, transformers_model
-from megacore.verify import verify as verify_pair
 from parallel.choices import ContextExchange
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape

@@ -146,7 +146,9 @@ class _Norm(torch.autograd.Function):
         count, n = of.shape
         sizes, wide = _tile(n), launching.wide(x.dtype)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        kept = torch.empty(2 if centred else 1, count, dtype=_torch(x.dtype), device=x.device)
+        kept = torch.empty(
+            2 if centred else 1, count, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device
+        )
         launching.launch(
             norm_forward,
             triton.cdiv(count, sizes["ROWS"]),
@@ -208,10 +210,6 @@ def _tile(n: int) -> dict[str, int]:
         "COLUMNS": columns,
         "num_warps": max(4, columns // 512),
     }
-
-
-def _torch(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:

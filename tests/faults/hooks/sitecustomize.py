@@ -158,7 +158,8 @@ def _inject(kind: str) -> None:
             _replace(*FAULTS[kind])
 
 
-def _listen(order: Path) -> None:
+def _listen() -> None:
+    order = Path(str(FOLDER)) / str(os.getpid())
     while True:
         time.sleep(0.02)
         if order.exists():
@@ -167,5 +168,10 @@ def _listen(order: Path) -> None:
             _inject(kind)
 
 
+def _start() -> None:
+    threading.Thread(target=_listen, name="faults", daemon=True).start()
+
+
 if FOLDER:
-    threading.Thread(target=_listen, args=(Path(FOLDER) / str(os.getpid()),), name="faults", daemon=True).start()
+    _start()
+    os.register_at_fork(after_in_child=_start)  # threads are not inherited
