@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -216,7 +216,14 @@ class _Launches:
     def _launch(self, given: Sequence[str], faults: list[Event], members: Members | None) -> int:
         config, node, answers = self.config, self.node, self.answers
         shape = changed(config, self.layouts.get(len(self.nodes), ())).mesh.shape(len(self.nodes) * node.processes)
-        slow = Stragglers(shape, lambda event: answers.to(replace(event, node=node.index, at=time.time())))
+
+        def told(event: Event) -> None:
+            event = replace(event, node=node.index, at=time.time())
+            answers.to(event)
+            if members is not None and not members.leads:  # who writes the incidents of all
+                members.say(0, "event", event=asdict(event))
+
+        slow = Stragglers(shape, told)
         name = platform.node() if node.nodes > 1 else ""
         hangs = HangWatch(Path(config.out), shape, 60 * config.train.timeout, name, slow=slow)
 
