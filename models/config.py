@@ -152,8 +152,8 @@ class ModelConfig(ABC):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Beginnings of the names of Hugging Face's tensors of layers that predict further tokens: they are not read,
-        and told."""
+        """Beginnings of the names of Hugging Face's tensors of layers that predict further tokens, which are told and
+        not read."""
         return ()
 
     @property

@@ -49,14 +49,12 @@ def initial_values(layout: Layout, shard: Shard, label: str, seed: int) -> np.nd
             low[i], high[i] = start, min(start + step, sizes[i])
         shape = [stop - start for start, stop in zip(low, high, strict=True)]
         generator = np.random.Generator(np.random.Philox(key=key(seed, shard.name, label, block)))
-        drawn = _even(generator, shape) if param.uniform else generator.standard_normal(shape, np.float32)
+        if param.uniform:  # of mean 0 and standard deviation 1
+            drawn = (generator.random(shape, np.float32) * 2 - 1) * np.float32(3**0.5)
+        else:
+            drawn = generator.standard_normal(shape, np.float32)
         hit = [(max(a, s), min(b, e)) for a, b, (s, e) in zip(low, high, box, strict=True)]
         inside = tuple(slice(start - s, stop - s) for (start, stop), (s, _) in zip(hit, box, strict=True))
         chosen = tuple(slice(start - a, stop - a) for (start, stop), a in zip(hit, low, strict=True))
         values[inside] = drawn[chosen] * np.float32(param.std) + np.float32(param.mean)
     return values
-
-
-def _even(generator: np.random.Generator, shape: list[int]) -> np.ndarray:
-    """Return uniform numbers of mean 0 and standard deviation 1."""
-    return (generator.random(shape, np.float32) * 2 - 1) * np.float32(3**0.5)

@@ -89,7 +89,7 @@ def _check(source: SafetensorsFolder, made: Upcycled, arguments: argparse.Namesp
     if source.format == Checkpoint.format:
         damage = audit.check(source, folders.jobs(arguments), tensors={"weights": made.replaced})
         if damage:
-            raise DamageError(source.path, damage)
+            raise DamageError.of(source.path, damage)
 
 
 if __name__ == "__main__":

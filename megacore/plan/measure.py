@@ -54,7 +54,8 @@ from parallel.kernels.scoring import Scoring
 from parallel.memory.recompute import Activations, Recompute, Runner, runner
 from parallel.mesh import Group, Mesh
 from parallel.rank_sets import inner_ranks
-from parallel.weights.layout import MeshShape
+from parallel.weights.layout import Layout, MeshShape
+from parallel.weights.schema import SPLIT, Param
 
 aten = torch.ops.aten
 
@@ -62,7 +63,7 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
 class FakeModel:
-    """All layers of one rank's model in one chunk, without numbers.
+    """A rank's model in one chunk, without numbers: of layers that are alike the first one.
 
     Args:
         config: The configuration of the whole model.
@@ -81,8 +82,14 @@ class FakeModel:
         self._embed, self._dtype = config.sizes["embed"], _DTYPES[width]
         self._made_of, self._split = (config, tuning, width, device), split
         self._runners: dict[tuple[str, Recompute], Runner] = {}
+        self.kinds: list[str] = []
+        """The first layer that is like each layer."""
+        layout = layout_of(config, mesh, tuning=tuning, split=dict(split))
+        if mesh.world > 1:  # layers that are alike on one rank are on all
+            self.kinds = fake_model(config, tuning, MeshShape(), tuple(SPLIT.items()), width, device).kinds
+            some = tuple(map(int, dict.fromkeys(self.kinds)))
+            layout = _SomeLayers(layout.schema, mesh, layout.layers, layout.split, some)
         with self._without_numbers():
-            layout = layout_of(config, mesh, tuning=tuning, split=dict(split))
             model = Model.create(config, layout, self._mesh, self._dtype, tuning=tuning)
         (self._chunk,) = model.chunks
         for parameter in self._chunk.parameters():
@@ -90,8 +97,7 @@ class FakeModel:
                 parameter.register_post_accumulate_grad_hook(_forget)
         self._known = frozenset(map(_key, self._chunk.parameters()))
         first: dict[object, str] = {}
-        self.kinds = [first.setdefault(_kind(block, at), at) for at, block in self._chunk.layers.items()]
-        """The first layer that is like each layer."""
+        self.kinds = self.kinds or [first.setdefault(_kind(block, at), at) for at, block in self._chunk.layers.items()]
 
     @contextmanager
     def _without_numbers(self) -> Iterator[None]:
@@ -175,7 +181,8 @@ class FakeModel:
             context = replace(context, attention=_Noted(context.attention, seen))
             rotations = {rope: [*map(_key, tables)] for rope, tables in context.rotations.items()}
             before = seen.live - sum(seen.sized(rotations).values())
-            x: Tensor = _Entering.apply(self._leaf(entered), batch.activation)
+            leaf = torch.empty((), dtype=self._dtype, device=self._mesh.device, requires_grad=entered)
+            x: Tensor = _Entering.apply(leaf, batch.activation)
             y = call(x, batch, context)
             left, forward, most = bool(y.requires_grad), seen.work(), seen.peak - before
             end = _Leaving.apply(y) if left else None
@@ -202,9 +209,6 @@ class FakeModel:
         split = packing.split if self._mesh.shape.cp > 1 else None
         return Microbatch(ids, ids, ids, packing.sequences, (tokens // self._mesh.shape.tp, self._embed), split=split)
 
-    def _leaf(self, entered: bool) -> Tensor:
-        return torch.empty((), dtype=self._dtype, device=self._mesh.device, requires_grad=entered)
-
 
 Splits = tuple[tuple[str, tuple[str, ...]], ...]
 """A :data:`~parallel.weights.schema.Split` that can be a key."""
@@ -212,6 +216,19 @@ _Call = Callable[[Tensor, Microbatch, Context], Tensor]
 """Runs a part of the model: (x, microbatch, context) -> y."""
 fake_model = cache(FakeModel)
 _measured: dict[object, LayerCost] = {}
+
+
+@dataclass(frozen=True)
+class _SomeLayers(Layout):
+    """A layout of which a rank holds some layers alone."""
+
+    some: tuple[int, ...] = ()
+
+    def chunk_layers(self, stage: int, chunk: int) -> Sequence[int]:
+        return self.some
+
+    def stages(self, param: Param, index: Mapping[str, int]) -> tuple[int, ...]:
+        return super().stages(param, index) if index.get("layer", self.some[0]) in self.some else ()
 
 
 class _Entering(torch.autograd.Function):
@@ -376,7 +393,8 @@ class _Watch(TorchDispatchMode):
         self.live -= self.sizes.pop(key)
 
 
-_returned: dict[object, tuple[type, tuple[tuple[Any, ...], ...]] | int] = {}
+_Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+_returned: dict[object, tuple[type, tuple[_Like | None, ...]] | int] = {}
 """{operator, arguments: the type, shapes, strides and dtypes that it returns, or the argument that it returns}."""
 
 
@@ -385,28 +403,27 @@ def _called(op: Any, args: Any, kwargs: Any) -> Any:
     all else here: it is done once for equal arguments."""
     if op.is_view:
         return op(*args, **kwargs)
+    given = *args, *kwargs.values()
     try:
-        key = op, tuple(map(_told, args)), tuple((name, _told(each)) for name, each in kwargs.items())
+        key = op, tuple(map(_told, given)), *kwargs
         known = _returned.get(key)
     except TypeError:  # an argument that cannot be a key, or has numbers
         return op(*args, **kwargs)
     if isinstance(known, int):
-        return args[known] if known < len(args) else kwargs["out"]
+        return given[known]
     if known is not None:
-        kind, outs = known
-        made = [torch.empty_strided(*like, dtype=dtype, device="meta") for *like, dtype in outs]
+        kind, likes = known
+        made = [like and torch.empty_strided(*like[:2], dtype=like[2], device="meta") for like in likes]
         return made[0] if kind is Tensor else kind(made)
     out = op(*args, **kwargs)
     if op._schema.is_mutable:
-        given = [*args, kwargs.get("out")]
-        same = [number for number, each in enumerate(given) if each is out]
-        if same:
+        if same := [number for number, each in enumerate(given) if each is out]:
             _returned[key] = same[0]
         return out
-    leaves = list[Tensor](tree_leaves(out))
-    if all(isinstance(leaf, Tensor) and leaf.is_meta and _whole(leaf) for leaf in leaves):
-        made_of = tuple((leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves)
-        _returned[key] = Tensor if isinstance(out, Tensor) else type(out), made_of
+    leaves = list[Tensor | None](tree_leaves(out))
+    if all(leaf is None or (isinstance(leaf, Tensor) and leaf.is_meta and _whole(leaf)) for leaf in leaves):
+        likes = tuple(None if leaf is None else (leaf.shape, leaf.stride(), leaf.dtype) for leaf in leaves)
+        _returned[key] = Tensor if isinstance(out, Tensor) else type(out), likes
     return out
 
 

@@ -166,21 +166,20 @@ def state(shares: Iterable[ParameterShare], setting: Setting) -> StateBytes:
 
     Where pieces of one parameter have different owners, each rank that updates a slice of one has a copy of the slice.
     """
-    shares, still = list(shares), replace(setting.widths, gradient=0, master=0, moments=0)
+    shares, widths = list(shares), setting.widths
     pieces = Counter(part.param.name for part in shares)
-    total = NOTHING
+    total, buffers, alone = NOTHING, 0, 0  # alone: the elements that have values and nothing else
     for part in shares:
         if part.param.buffer:  # every rank that has one has all of it
-            total += StateBytes(BUFFER * part.elements, 0, 0, 0)
+            buffers += part.elements
             continue
         ranks = sharing(part, setting)
-        own = state_of(part.trained, ranks, setting.widths, setting.shard)
-        if part.trained < part.elements:
-            own += state_of(part.elements - part.trained, ranks, still, setting.shard)
-        copied = pieces[part.param.name] > 1 and setting.shard in ("optimizer", "gradients")
-        slices = -(-part.trained // ranks) * setting.widths.parameter if copied else 0
-        total += replace(own, parameters=own.parameters + slices)
-    return total
+        total += state_of(part.trained, ranks, widths, setting.shard)
+        still = part.elements - part.trained
+        alone += -(-still // ranks) if setting.shard == "parameters" else still
+        if pieces[part.param.name] > 1 and setting.shard in ("optimizer", "gradients"):
+            alone += -(-part.trained // ranks)
+    return total + StateBytes(BUFFER * buffers + widths.parameter * alone, 0, 0, 0)
 
 
 def updated(shares: Iterable[ParameterShare], setting: Setting) -> StateBytes:

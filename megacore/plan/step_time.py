@@ -189,7 +189,7 @@ Products = Mapping[MatMul, int]
 """{product: how often}."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerCompute:
     """The compute of a rank for one microbatch, in some blocks or in the head.
 
@@ -221,6 +221,7 @@ def work(act: ActivationMemory, virtual: int) -> list[tuple[LayerCompute, int]]:
     return parts if virtual < len(act.chunks) - 1 else [*parts, (_of(act.head, plain.head, False), 1)]
 
 
+@lru_cache(maxsize=4096)
 def _of(unit: LayerCost, plain: LayerCost, narrow: bool) -> LayerCompute:
     """Return the compute of a layer that costs ``unit`` and, without recomputation, ``plain``."""
     again = Counter(unit.backward.products) - Counter(plain.backward.products)
@@ -234,26 +235,30 @@ def _of(unit: LayerCost, plain: LayerCost, narrow: bool) -> LayerCompute:
 class _Seconds:
     """The seconds of a rank for one microbatch: of a forward, its backward, and what recomputation repeats."""
 
-    forward: float
-    backward: float
-    again: float
+    forward: float = 0.0
+    backward: float = 0.0
+    again: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def plus(self, other: _Seconds, times: int = 1) -> _Seconds:
+        forward, backward = self.forward + times * other.forward, self.backward + times * other.backward
+        return _Seconds(forward, backward, self.again + times * other.again)
 
 
-def _seconds(cluster: Cluster, parts: Sequence[tuple[LayerCompute, int]]) -> _Seconds:
-    forward = backward = again = 0.0
-    for each, number in parts:
-        tflops = cluster.tflops if each.narrow else cluster.wide_tflops
-        ahead, back, repeated = (
-            sum(count * cluster.product_s(product, tflops) for product, count in part.items())
-            + passes / cluster.device.bandwidth
-            for part, passes in zip((each.forward, each.backward, each.again), each.passes, strict=True)
-        )
-        # A third of the passes are the forward's.
-        one = efficiency.PASSES / 3 / cluster.device.bandwidth
-        forward += number * (ahead + one * each.moved)
-        backward += number * (back + 2 * one * each.moved)
-        again += number * (repeated + one * each.moved_again)
-    return _Seconds(forward, backward, again)
+@lru_cache(maxsize=4096)
+def _seconds(cluster: Cluster, each: LayerCompute) -> _Seconds:
+    tflops = cluster.tflops if each.narrow else cluster.wide_tflops
+    ahead, back, repeated = (
+        sum(count * cluster.product_s(product, tflops) for product, count in part.items())
+        + passes / cluster.device.bandwidth
+        for part, passes in zip((each.forward, each.backward, each.again), each.passes, strict=True)
+    )
+    # A third of the passes are the forward's.
+    one = efficiency.PASSES / 3 / cluster.device.bandwidth
+    return _Seconds(ahead + one * each.moved, back + 2 * one * each.moved, repeated + one * each.moved_again)
 
 
 def estimate(setting: Setting, shares: Shares, cluster: Cluster, simulated: bool = True) -> Estimate:
@@ -289,8 +294,8 @@ def estimate(setting: Setting, shares: Shares, cluster: Cluster, simulated: bool
     offload = max(away_s - busy, (1 - cluster.overlap) * away_s)
     per_token = flops_per_token(setting.model, setting.sequence_length, setting.tuning)
     return Estimate(
-        m * slowest.compute,
-        m * slowest.recompute,
+        m * slowest.products.total,
+        m * slowest.products.again,
         m * slowest.tensor.total,
         m * slowest.experts.total,
         m * slowest.context.total,
@@ -304,30 +309,13 @@ def estimate(setting: Setting, shares: Shares, cluster: Cluster, simulated: bool
 
 
 @dataclass(frozen=True)
-class _Both:
-    """The seconds of a forward and of its backward."""
-
-    forward: float
-    backward: float
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward
-
-
-@dataclass(frozen=True)
 class _Times:
-    """The seconds of one microbatch in all chunks of a stage."""
+    """The seconds of one microbatch in all chunks of a stage: of products, and of the messages that they show."""
 
-    products: _Both
-    recompute: float
-    tensor: _Both
-    experts: _Both
-    context: _Both
-
-    @property
-    def compute(self) -> float:
-        return self.products.total
+    products: _Seconds
+    tensor: _Seconds
+    experts: _Seconds
+    context: _Seconds
 
     @property
     def forward(self) -> float:
@@ -336,14 +324,16 @@ class _Times:
     @property
     def backward(self) -> float:
         sent = self.tensor.backward + self.experts.backward + self.context.backward
-        return self.products.backward + self.recompute + sent
+        return self.products.backward + self.products.again + sent
 
 
 def _stage_times(
     setting: Setting, act: ActivationMemory, cluster: Cluster, stage: int, sent: Sequence[Traffic]
 ) -> _Times:
-    layout, m = setting.layout, setting.microbatches
-    seconds = _seconds(cluster, [each for v in range(stage, len(act.chunks), layout.mesh.pp) for each in work(act, v)])
+    layout, m, seconds = setting.layout, setting.microbatches, _Seconds()
+    for virtual in range(stage, len(act.chunks), layout.mesh.pp):
+        for each, number in work(act, virtual):
+            seconds = seconds.plus(_seconds(cluster, each), number)
 
     def shown(messages: Sequence[Traffic], beside: float) -> float:
         """Return what is not hidden: such as gathers and scatters of a column-parallel product's backward, which run
@@ -351,20 +341,19 @@ def _stage_times(
         alone = cluster.seconds(layout.mesh, (x for x in messages if not x.hidden))
         return (alone + cluster.shown(layout.mesh, [x for x in messages if x.hidden], m * beside)) / m
 
-    def both(inner: Sequence[Traffic]) -> _Both:
+    def both(inner: Sequence[Traffic]) -> _Seconds:
         ahead, back = ([x for x in inner if when in x.what] for when in ("forward", "backward"))
-        return _Both(shown(ahead, seconds.forward), shown(back, seconds.backward))
+        return _Seconds(shown(ahead, seconds.forward), shown(back, seconds.backward))
 
     tokens = [x for x in sent if x.what.startswith(f"{TOKENS},")]
     tensor, experts = (both([x for x in tokens if (x.kind == ALL_TO_ALL) == rows]) for rows in (False, True))
-    heads, hops = both([x for x in sent if x.what.startswith(HEADS)]), _hops(setting, act, cluster, stage)
-    context = _Both(heads.forward + hops.forward, heads.backward + hops.backward)
-    return _Times(_Both(seconds.forward, seconds.backward), seconds.again, tensor, experts, context)
+    heads = both([x for x in sent if x.what.startswith(HEADS)])
+    return _Times(seconds, tensor, experts, heads.plus(_hops(setting, act, cluster, stage)))
 
 
-def _hops(setting: Setting, act: ActivationMemory, cluster: Cluster, stage: int) -> _Both:
+def _hops(setting: Setting, act: ActivationMemory, cluster: Cluster, stage: int) -> _Seconds:
     """Return the seconds of one microbatch that the hops of keys and values among the parts of cp show."""
-    forward = backward = 0.0
+    shown = _Seconds()
     for block, number in act.blocks[stage].items():
         ahead, back = (
             sum(
@@ -373,8 +362,8 @@ def _hops(setting: Setting, act: ActivationMemory, cluster: Cluster, stage: int)
             )
             for work in (block.forward, block.backward)
         )
-        forward, backward = forward + number * ahead, backward + number * back
-    return _Both(forward, backward)
+        shown = shown.plus(_Seconds(ahead, back), number)
+    return shown
 
 
 def _data(setting: Setting, cluster: Cluster, sent: Sequence[Traffic], times: _Times) -> float:

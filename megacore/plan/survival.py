@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import chain, combinations
 
 from megacore.plan.efficiency import LINKS
 from megacore.plan.setting import Setting
@@ -55,14 +55,19 @@ class Survival:
         return found
 
     @cached_property
-    def fatal(self) -> tuple[Nodes, ...]:
-        """The sets of nodes whose end at once loses an image, those that hold a smaller one left out; small ones
-        first."""
-        least = dict[int, list[Nodes]]()
+    def _fatal_from(self) -> Mapping[int, list[Nodes]]:
+        """{node: the sets whose first one it is and whose end at once loses an image}, those that hold a smaller one
+        left out."""
+        found = dict[int, list[Nodes]]()
         for nodes in sorted(set(self.images.values()), key=lambda nodes: (len(nodes), sorted(nodes))):
-            if not any(smaller <= nodes for node in nodes for smaller in least.get(node, ())):
-                least.setdefault(min(nodes), []).append(nodes)
-        return tuple(sorted((each for some in least.values() for each in some), key=lambda n: (len(n), sorted(n))))
+            if not _holds(nodes, found):
+                found.setdefault(min(nodes), []).append(nodes)
+        return found
+
+    @cached_property
+    def fatal(self) -> tuple[Nodes, ...]:
+        """All of these sets, small ones first."""
+        return tuple(sorted(chain(*self._fatal_from.values()), key=lambda nodes: (len(nodes), sorted(nodes))))
 
     @property
     def any_at_once(self) -> int:
@@ -71,16 +76,7 @@ class Survival:
 
     def loses(self, ended: Collection[int]) -> bool:
         """Return whether an image is lost where these nodes end at once."""
-        together = frozenset(ended)
-        return any(nodes <= together for node in together for nodes in self._fatal_from.get(node, ()))
-
-    @cached_property
-    def _fatal_from(self) -> Mapping[int, list[Nodes]]:
-        """{node: the fatal sets whose first one it is}."""
-        found = dict[int, list[Nodes]]()
-        for nodes in self.fatal:
-            found.setdefault(min(nodes), []).append(nodes)
-        return found
+        return _holds(frozenset(ended), self._fatal_from)
 
     def fatal_share(self, count: int) -> float:
         """Return the share of all sets of so many nodes that may not end at once.
@@ -130,6 +126,11 @@ class Survival:
     def partners(self) -> float:
         """The mean number of nodes that may not end while another one is being replaced, of one that may."""
         return 2 * sum(len(nodes) == 2 for nodes in self.fatal) / self.nodes
+
+
+def _holds(nodes: Nodes, by_first: Mapping[int, Sequence[Nodes]]) -> bool:
+    """Return whether some nodes hold one of the sets that are found by their first ones."""
+    return any(each <= nodes for node in nodes for each in by_first.get(node, ()))
 
 
 def image_bytes(setting: Setting, shares: Shares) -> tuple[int, ...]:

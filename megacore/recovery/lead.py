@@ -227,6 +227,8 @@ class Lead(Ranks):
         match news:
             case Gone(node, reason):
                 self.gone(node, reason)
+            case Said(node, {"what": "event", "event": event}):
+                self.recovery.answer(Event(**{**event, "node": node}))
             case Said(node, {"launch": launch, "what": what, **more}) if launch == self.name:
                 if what == "said":
                     self.said(more["life"], more["message"])

@@ -62,6 +62,7 @@ class Beat:
         self._here = self._step = 0
         self._since, self._busy = monotonic(), thread_time()
         self._page[_SINCE] = self._since
+        self._queued = 0.0
         self._longest = [0.0] * len(PHASES)
         self._forget()
 
@@ -79,7 +80,10 @@ class Beat:
         in any step that was done, tells what may be waited for.
         """
         now, busy, page, here = monotonic(), thread_time(), self._page, self._here
-        page[_BUSY + here] += now - self._since if here == _DATA else busy - self._busy
+        spent = now - self._since - (queued_s() - self._queued) if here == _DATA else busy - self._busy
+        page[_BUSY + here] += max(0.0, spent)
+        if phase == "data":
+            self._queued = queued_s()
         if now - self._since > self._longest[here] and phase not in _BREAKS_OFF:
             page[_LONGEST + here] = self._longest[here] = now - self._since
         if self._first[here] != self._step:
@@ -106,6 +110,17 @@ class Beat:
             self._page[_SLOWEST + number] = 0.0
 
 
+def queued_s() -> float:
+    """Return the seconds in which this thread was ready and others had its core; 0 where the system does not tell.
+
+    Without them a loaded machine would make a straggler of whichever rank it let wait.
+    """
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_bytes().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
 UNHEARD = Beat()
 """The beat of whoever has no agent."""
 
@@ -120,7 +135,8 @@ class Reading:
         since: When it was entered, by ``time.monotonic``, which all processes of a machine share.
         slowest: {phase: the most seconds in it}; a phase that was not measured yet is not there.
         busy: {phase: all seconds of it in which the main thread computed, rather than waited;
-            of ``data`` all, for no other rank is waited for in it, and of ``save`` those of its own files}.
+            of ``data`` all but those in which others had its core, for no rank is waited for in it, and of ``save``
+            those of its own files}.
         longest: {phase: the most seconds in it, those of the first step and of recoveries among them}.
     """
 

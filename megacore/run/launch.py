@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -108,7 +108,13 @@ def _run(command: str, given: Sequence[str], stack: ExitStack) -> int:
         from megacore.run.check import check  # imports much, which a typo need not wait for
 
         first, later = [*overrides, *layouts.get(most, ())], node.index > 0
-        check(recipe, first, node.world, node.processes, led=later, goes_on=later and bool(layouts))
+        problems = _without_a_model(config) if command == "finetune" else []
+        try:
+            check(recipe, first, node.world, node.processes, led=later, goes_on=later and bool(layouts))
+        except ConfigError as error:
+            problems += error.problems
+        if problems:
+            raise ConfigError(problems)
     except ConfigError as error:
         err(error)
         return exits.MISUSED
@@ -210,7 +216,14 @@ class _Launches:
     def _launch(self, given: Sequence[str], faults: list[Event], members: Members | None) -> int:
         config, node, answers = self.config, self.node, self.answers
         shape = changed(config, self.layouts.get(len(self.nodes), ())).mesh.shape(len(self.nodes) * node.processes)
-        slow = Stragglers(shape, lambda event: answers.to(replace(event, node=node.index, at=time.time())))
+
+        def told(event: Event) -> None:
+            event = replace(event, node=node.index, at=time.time())
+            answers.to(event)
+            if members is not None and not members.leads:  # who writes the incidents of all
+                members.say(0, "event", event=asdict(event))
+
+        slow = Stragglers(shape, told)
         name = platform.node() if node.nodes > 1 else ""
         hangs = HangWatch(Path(config.out), shape, 60 * config.train.timeout, name, slow=slow)
 
@@ -391,6 +404,20 @@ def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:
     parsed = vars(parser.parse_intermixed_args(given))
     options = [f"checkpoint.{name}={parsed[name]}" for name in names if parsed[name] is not None]
     return parsed["recipe"], [*parsed["overrides"], *options]
+
+
+def _without_a_model(config: Config) -> list[str]:
+    """Return the problem of fine-tuning that would begin with random weights, if it is one."""
+    section = config.checkpoint
+    going_on = section.resume is not None and (
+        section.resume != AUTO or checkpoints.complete(checkpoints.folder_of(Path(config.out), section.folder))
+    )
+    if section.init is not None or going_on:
+        return []
+    return [
+        "finetune starts from a model that there is: name its Hugging Face folder or checkpoint by --init FOLDER "
+        "(`megacore train` starts from random weights)"
+    ]
 
 
 def _node(least: int, most: int, processes: int) -> Node:

@@ -321,7 +321,7 @@ def _prepare(setup: Setup, mesh: Mesh) -> None:
     """Put the run's folder in order, and say what the run starts from."""
     config, start, out = setup.config, setup.start, Path(setup.config.out)
     for each in start.damaged:
-        say(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.path}: {each.reason}")
+        say(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.reason}")
     with os_errors(out):
         replace_file(out / "config.yaml", config.to_yaml().encode())
     uneven = in_vain(config.batch.global_size, config.batch.micro_size, mesh.shape.data)

@@ -29,7 +29,8 @@ def learning_rate(step: int, schedule: ScheduleConfig, base: float, total_steps:
     length = decay_steps(schedule, total_steps)
     start = total_steps - length if schedule.name == "wsd" else schedule.warmup_steps
     progress = min(max((done - start) / length, 0.0), 1.0) if length else 0.0
-    return base * (schedule.min_ratio + (1 - schedule.min_ratio) * _height(schedule.name, progress))
+    height = (1 + math.cos(math.pi * progress)) / 2 if schedule.name == "cosine" else 1 - progress
+    return base * (schedule.min_ratio + (1 - schedule.min_ratio) * height)
 
 
 def decay_steps(schedule: ScheduleConfig, total_steps: int) -> int:
@@ -41,8 +42,3 @@ def decay_steps(schedule: ScheduleConfig, total_steps: int) -> int:
         return schedule.decay_steps
     rest = total_steps - schedule.warmup_steps
     return min(math.ceil(total_steps / 10), rest) if schedule.name == "wsd" else rest
-
-
-def _height(name: str, progress: float) -> float:
-    """Return the height of the decay between 1 and 0, `progress` of the way."""
-    return (1 + math.cos(math.pi * progress)) / 2 if name == "cosine" else 1 - progress

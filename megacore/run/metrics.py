@@ -302,7 +302,8 @@ def drop_after(path: Path, step: int, are: Callable[[Collection[object]], bool] 
         lines = file.read().decode(errors="replace").splitlines(keepends=True)
     steps = [_step(line, are) if line.endswith("\n") else None for line in lines]
     kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
-    replace_file(path, "".join(kept).encode())
+    if kept != lines:  # a full disk would not take them again
+        replace_file(path, "".join(kept).encode())
     return sum(at is None for line, at in zip(lines, steps, strict=True) if line.endswith("\n"))
 
 

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Protocol
 
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
@@ -23,9 +22,9 @@ from megacore.store.files import leaves
 from megacore.store.objects import ObjectPath, place
 from megacore.store.strict_json import StoreError
 from models import lora, names
+from models.config import ModelConfig
 from models.tuning import EVERYTHING
 from parallel.weights.layout import MeshShape, heads_problem, mesh_problems
-from parallel.weights.schema import Schema
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "experts.jsonl", checkpoints.FOLDER)
 """The files that a run leaves in its folder; a folder that has one of them is not written to again unless the run goes
@@ -34,32 +33,8 @@ FOLDERS = (checkpoints.FOLDER, "examples", "tensorboard", "wandb")
 """Those that a run makes in its folder."""
 
 
-class ModelSizes(Protocol):
-    """The sizes of a model that a config is checked against."""
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Size of each axis: layer, heads, kv, head, embed, mlp, vocab, ..."""
-        ...
-
-    @property
-    def max_positions(self) -> int | None:
-        """Longest sequence that the positions allow; None where there is no limit."""
-        ...
-
-    @property
-    def drops_attention(self) -> bool:
-        """Whether attention weights are dropped in training."""
-        ...
-
-    @property
-    def schema(self) -> Schema:
-        """Its weights."""
-        ...
-
-
 def problems(
-    config: Config, world_size: int, model: ModelSizes | None, *, gpus: int = 0, local_ranks: int = 1
+    config: Config, world_size: int, model: ModelConfig | None, *, gpus: int = 0, local_ranks: int = 1
 ) -> list[str]:
     """Return every violation: numbers out of range, then broken rules. A rule is left out where a value it needs is
     bad.
@@ -85,17 +60,12 @@ def _range_problem(config: Config, key: str, bound: Bound) -> Iterator[str]:
     """Return the problem of a number, or of the numbers or ranges of a list; null is no number."""
     value: object = config
     for name in key.split("."):
-        value = _field(value, name)
+        value = None if value is None else getattr(value, name)
     numbers = value if isinstance(value, tuple) else () if value is None else (value,)
     if not all(map(bound.holds, numbers)):
         each = "" if not isinstance(value, tuple) else "each " if isinstance(value[0], tuple) else "each number "
         shown = list(value) if isinstance(value, tuple) else value
         yield f"{key} ({shown}): {each}must be {bound.words}"
-
-
-def _field(section: object, name: str) -> object:
-    """Return the value of a key of a section; null has none."""
-    return None if section is None else getattr(section, name)
 
 
 # -- rules between values
@@ -107,7 +77,7 @@ class RuleContext:
 
     config: Config
     world_size: int
-    model: ModelSizes | None
+    model: ModelConfig | None
     gpus: int
     local_ranks: int
 

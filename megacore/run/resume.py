@@ -114,7 +114,7 @@ def _find(config: Config, damaged: tuple[Damaged, ...], checked: bool) -> Start:
         else:
             return replace(_go_on(config, checkpoint, checked), damaged=damaged)
     if any((each.path / INDEX).exists() for each in damaged):
-        listed = "\n".join(f"{each.path}: {each.reason}" for each in damaged)
+        listed = "\n".join(each.reason for each in damaged)
         raise StoreError(
             f"{folder} has no checkpoint that is whole, and nothing was changed:\n{listed}\n"
             f"Mend one, or move {folder} away to begin anew"
@@ -131,7 +131,7 @@ def _whole(path: Path, checked: bool) -> Checkpoint:
         StoreError: something is missing or damaged.
     """
     if not (path / INDEX).exists():
-        raise StoreError(f"has no {INDEX}: it was not written to its end")
+        raise StoreError(f"{path} has no {INDEX}: it was not written to its end")
     checkpoint = Checkpoint.open(path, checked)
     if checkpoint.trainer is not None:
         Progress.read(checkpoint.trainer, path / TRAINER)

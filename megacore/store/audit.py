@@ -24,11 +24,16 @@ OnBytes = Callable[[int], object]
 
 
 class DamageError(StoreError):
-    """Bytes of a checkpoint are not those that were written."""
+    """A checkpoint is not as it was written: another one is to be taken in its place."""
 
-    def __init__(self, path: Path, damage: Sequence[object]) -> None:
-        super().__init__("\n".join([f"{path} is damaged:", *map(str, damage)]))
+    def __init__(self, path: Path, said: str) -> None:
+        super().__init__(said)
         self.path = path
+
+    @classmethod
+    def of(cls, path: Path, damage: Sequence[object]) -> DamageError:
+        """Return the error of these damages."""
+        return cls(path, "\n".join([f"{path} is damaged:", *map(str, damage)]))
 
 
 def silent(done: int) -> None:

@@ -188,7 +188,7 @@ class Loader:
                 problems += found
         damaged, problems = self._control.tell([damaged, problems])
         if damaged is not None:
-            raise audit.DamageError(place(damaged), problems)
+            raise audit.DamageError.of(place(damaged), problems)
         if problems:
             raise StoreError("\n".join(problems))
 

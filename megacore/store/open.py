@@ -7,10 +7,11 @@ from pathlib import Path
 
 from megacore.checkpoints import FOLDER, newest_of
 from megacore.store.adapters import AdaptedFolder
+from megacore.store.audit import DamageError
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.folder import SafetensorsFolder, WeightFolder
 from megacore.store.hugging_face import ADAPTER, CONFIG, HuggingFace
-from megacore.store.index import INDEX, STATES
+from megacore.store.index import INDEX, STATES, VersionError
 from megacore.store.objects import ObjectPath
 from megacore.store.strict_json import StoreError
 
@@ -24,7 +25,8 @@ def open_folder(path: Path, adapters: bool = False, checked: bool = False) -> Sa
         checked: Whether another process checks the tensor files of a checkpoint.
 
     Raises:
-        StoreError: it is neither, or is damaged, or holds adapters.
+        DamageError: it is a checkpoint that cannot be opened.
+        StoreError: it is neither, or holds adapters.
     """
     path = newest_of(path)
     if not path.is_dir():
@@ -35,7 +37,12 @@ def open_folder(path: Path, adapters: bool = False, checked: bool = False) -> Sa
         if known := _known(path):
             raise StoreError(f"{path} {known}")
         return HuggingFace.open(path)
-    checkpoint = Checkpoint.open(path, checked)
+    try:
+        checkpoint = Checkpoint.open(path, checked)
+    except VersionError:
+        raise
+    except StoreError as error:
+        raise DamageError(path, str(error)) from error
     held = checkpoint.index.adapters
     if held is not None and not adapters:
         raise StoreError(

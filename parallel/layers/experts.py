@@ -12,7 +12,7 @@ gradient of a. So the weights never travel: slots are weighed where they are sum
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +143,8 @@ class Dispatch:
         whole = start_all_gather(x, self.features).wait()
         rows = whole.index_select(0, self.order // self.slots.shape[1])
         if weights is not None:
-            rows.mul_(self._in_order(weights))
+            for own, factor in _in_cache(rows, self._in_order(weights)):
+                own.mul_(factor)
         pending = start_all_to_all(rows, self.group, self.sent, self.got)
         if self.sorting is None:
             return pending
@@ -306,4 +307,14 @@ def start_weights_gradient(
 
 def _along(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     """x, y: [R, f] -> [R], the products of their rows."""
-    return (x * y).sum(-1, dtype=dtype)
+    return torch.cat([(own * other).sum(-1, dtype=dtype) for own, other in _in_cache(x, y)])
+
+
+_CACHED = 1 << 17
+"""Elements of a block of rows of which a core's cache holds wide copies."""
+
+
+def _in_cache(x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """x: [R, f], y: [R, ...] -> successive rows of both, on a CPU as many at a time as stay in its cache."""
+    step = max(1, _CACHED // x.shape[1] if x.device.type == "cpu" else len(x))
+    return zip(x.split(step), y.split(step), strict=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -97,6 +97,7 @@ def _words(bits: np.ndarray, start: int) -> np.ndarray:
     return padded.view(np.uint64)
 
 
+@lru_cache(maxsize=32)  # boxes of many tensors are alike
 def _weights(axis: str, start: int, stop: int) -> np.ndarray:
     """Return an odd 64-bit number for each coordinate: Steele, Lea and Flood's SplitMix64 (2014) from the axis' own
     seed."""

@@ -354,7 +354,7 @@ class Layout:
     def stage_of_layer(self) -> tuple[int, ...]:
         return tuple(v % self.mesh.pp for v, count in enumerate(self.layers) for _ in range(count))
 
-    def chunk_layers(self, stage: int, chunk: int) -> range:
+    def chunk_layers(self, stage: int, chunk: int) -> Sequence[int]:
         """Return the layers of one virtual stage."""
         virtual = chunk * self.mesh.pp + stage
         start = sum(self.layers[:virtual])

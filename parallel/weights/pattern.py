@@ -128,6 +128,16 @@ class Pattern:
 
     def pieces(self, sizes: Sizes) -> tuple[Piece, ...]:
         """Return the views of all pieces; together they cover each stored element exactly once."""
+        key = tuple([sizes[axis] for axis in self.axes])
+        if key not in self._of_sizes:  # as of every expert of every layer
+            self._of_sizes[key] = self._pieces(sizes)
+        return self._of_sizes[key]
+
+    @cached_property
+    def _of_sizes(self) -> dict[tuple[int, ...], tuple[Piece, ...]]:
+        return {}
+
+    def _pieces(self, sizes: Sizes) -> tuple[Piece, ...]:
         shape = self.shape(sizes)
         dim_strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
         pieces = []

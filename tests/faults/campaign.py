@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -36,9 +37,10 @@ from live_run import Layout, LiveRun, metrics_of, tensors_of
 from megacore.recovery import incidents
 from megacore.store.strict_json import StoreError
 
-STEPS = 60
+STEPS = 50
 COMMON = (
     f"train.steps={STEPS}",
+    "batch.micro_size=2",
     "log.every=1",
     "evaluate.every=7",
     "checkpoint.every=9",
@@ -65,9 +67,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "pp2 x dp2 interleaved": Layout(
         4, ("mesh.pp=2", "mesh.dp=2", "pipeline.chunks=2", "pipeline.schedule=interleaved")
     ),
-    "ep2 x dp2": Layout(
-        4, ("mesh.ep=2", "mesh.dp=2", "batch.micro_size=2", "experts.batch_balance=0.01"), {"model": EXPERTS}
-    ),
+    "ep2 x dp2": Layout(4, ("mesh.ep=2", "mesh.dp=2", "experts.batch_balance=0.01"), {"model": EXPERTS}),
     "zero optimizer": Layout(2, ("mesh.dp=2", "zero.shard=optimizer")),
     "zero gradients": Layout(2, ("mesh.dp=2", "zero.shard=gradients")),
     "zero parameters": Layout(2, ("mesh.dp=2", "zero.shard=parameters")),
@@ -126,7 +126,8 @@ class Played:
 def reference(name: str, cache: Path, *more: str) -> Path:
     """Return the folder of a run of a layout that nothing befalls."""
     name = LAYOUTS[name].like or name
-    folder = cache / re.sub(r"\W+", "-", " ".join((name, *more)))
+    digest = zlib.crc32(repr((COMMON, LAYOUTS[name], more)).encode())
+    folder = cache / f"{re.sub(r'[^a-z0-9]+', '-', name)}-{digest:08x}"
     if not (folder / "done").exists():
         shutil.rmtree(folder, ignore_errors=True)
         layout = LAYOUTS[name]

@@ -91,6 +91,23 @@ def in_recovery(kind: str, number: signal.Signals) -> Callable[[LiveRun, int, ra
     return strike
 
 
+def ordered_in_recovery(kind: str) -> Callable[[LiveRun, int, random.Random], None]:
+    """Return the strike that a rank does to itself as it recovers from the end of another."""
+
+    def strike(run: LiveRun, rank: int, random_: random.Random) -> None:
+        ranks = run.ranks()
+        other = random_.choice([each for each in range(run.layout.world) if each != rank])
+        if rank in ranks and other in ranks:
+            run.arm(ranks[other], kind)
+            run.wait(lambda: not (run.orders / str(ranks[other])).exists(), 5)
+            os.kill(ranks[rank], signal.SIGKILL)
+            run.struck("kill", rank)
+            if (at := run.done(ranks[other], 20)) is not None:
+                run.struck(kind, other, at)
+
+    return strike
+
+
 def stop_after_a_recovery(run: LiveRun, rank: int, random_: random.Random) -> None:
     ranks = run.ranks()
     other = random_.choice([each for each in range(run.layout.world) if each != rank])
@@ -222,9 +239,10 @@ def for_a_while(
         run.struck(kind, rank, spared=True)
         first = run.step
         run.wait(lambda: run.step >= first + 10, 15)
-        if random_.random() < 0.5 and (pid := run.ranks().get(rank)) is not None:
+        other = max(1, rank)  # records that the disk does not take lie in the memory of rank 0
+        if random_.random() < 0.5 and (pid := run.ranks().get(other)) is not None:
             os.kill(pid, signal.SIGKILL)
-            run.struck("kill", rank)
+            run.struck("kill on a bad disk", other)
             run.wait(lambda: run.step < 0, 5)
             run.wait(lambda: run.step >= 0, 20)
         end(run)
@@ -239,11 +257,14 @@ def fill(run: LiveRun) -> None:
             file.flush()
 
 
-def remount(options: str) -> Callable[[LiveRun], None]:
-    def act(run: LiveRun) -> None:
-        subprocess.run(["mount", "-o", f"remount,{options}", run.out], check=True)
+def read_only(run: LiveRun) -> None:
+    """A mount above the other, for nobody has a file open in it; what is open can still be written."""
+    subprocess.run(["mount", "--bind", run.out, run.out], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", run.out], check=True)
 
-    return act
+
+def writable(run: LiveRun) -> None:
+    subprocess.run(["umount", "-l", run.out], check=True)
 
 
 def away(run: LiveRun) -> None:
@@ -264,6 +285,8 @@ DISK = ("disk",)
 
 KINDS: Mapping[str, Kind] = {
     "kill": Kind(sent(signal.SIGKILL, "kill"), frozenset({"killed"}), weight=4),
+    # No incident can be written; it is told.
+    "kill on a bad disk": Kind(sent(signal.SIGKILL, "kill on a bad disk"), says="killed rank", weight=0),
     "abort": Kind(ordered("abort"), frozenset({"aborted"}), weight=2),
     "raise": Kind(ordered("raise"), RAISED, weight=2),
     "raise in the update": Kind(ordered("raise in the update"), RAISED, weight=2),
@@ -274,6 +297,8 @@ KINDS: Mapping[str, Kind] = {
     "leave out": Kind(ordered("leave out"), PARTED),
     "two at once": Kind(two_at_once, frozenset({"killed"})),
     "kill in a recovery": Kind(in_recovery("kill in a recovery", signal.SIGKILL), frozenset({"killed"}), weight=2),
+    "raise in a recovery": Kind(ordered_in_recovery("raise in a recovery"), RAISED),
+    "abort in a recovery": Kind(ordered_in_recovery("abort in a recovery"), frozenset({"aborted"})),
     "stop in a recovery": Kind(in_recovery("stop in a recovery", signal.SIGSTOP), HUNG),
     "stop right after a recovery": Kind(stop_after_a_recovery, HUNG),
     "kill the launcher": Kind(kill_the_launcher),
@@ -294,7 +319,7 @@ KINDS: Mapping[str, Kind] = {
     "poisoned sample": Kind(ordered("poisoned sample", spared=True), frozenset({"bad_data"}), layouts=("poisoned",)),
     "straggler": Kind(ordered("straggler", spared=True), frozenset({"straggler"}), layouts=("slow",)),
     "disk full": Kind(for_a_while("disk full", fill, lambda run: (run.out / "filler").unlink()), layouts=DISK),
-    "disk read-only": Kind(for_a_while("disk read-only", remount("ro"), remount("rw")), layouts=DISK),
+    "disk read-only": Kind(for_a_while("disk read-only", read_only, writable), layouts=DISK),
     "disk gone": Kind(for_a_while("disk gone", away, back), layouts=DISK),
 }
 """{name: kind}."""

@@ -231,10 +231,18 @@ class LiveRun:
 
     def order(self, pid: int, kind: str, seconds: float = 20.0) -> float | None:
         """Have a process do a fault to itself -> when it did; None where it has not come to it."""
-        made, done = self.orders / f"{pid}.made", self.orders / f"{pid}.done"
+        self.arm(pid, kind)
+        return self.done(pid, seconds)
+
+    def arm(self, pid: int, kind: str) -> None:
+        """Have a process do a fault to itself once it comes to where it can."""
+        made = self.orders / f"{pid}.made"
         made.write_text(kind)
         made.rename(self.orders / str(pid))
-        deadline = time.monotonic() + patient(seconds)
+
+    def done(self, pid: int, seconds: float) -> float | None:
+        """Wait until a process has done what it was ordered -> when; None where it has not come to it."""
+        done, deadline = self.orders / f"{pid}.done", time.monotonic() + patient(seconds)
         while time.monotonic() < deadline and Path(f"/proc/{pid}").exists() and not done.exists():
             time.sleep(0.002)
         with contextlib.suppress(OSError, ValueError):

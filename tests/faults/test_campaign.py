@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from campaign import LAYOUTS, drawn, kinds_of, play
+from campaign import COMMON, LAYOUTS, drawn, kinds_of, play
+from engine import RECIPE, write_recipe
+
+from megacore.run.check import check
 
 ROTATION = int(os.environ.get("MEGACORE_ROTATION", "0"))
 OWN = ("slow", "poisoned", "disk")
@@ -19,6 +22,14 @@ LONG = ("stop in a recovery", "stop right after a recovery", "second launch")
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("undisturbed")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_can_be_run(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    recipe = write_recipe(tmp_path, {**RECIPE, **layout.recipe})
+    check(recipe, [f"out={tmp_path / 'run'}", *COMMON, *layout.overrides], layout.world, layout.world)
 
 
 def test_faults_leave_no_trace(cache: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ class Sizes:
     schema: Schema = configure({"preset": "llama-3.2-1b"}).schema
 
 
-LLAMA = Sizes()
+LLAMA: Any = Sizes()
 SPARSE = Sizes({**LLAMA.sizes, "experts": 2})
 _TINY = configure({"preset": "mixtral-tiny"})
 MIXTRAL = Sizes(_TINY.sizes, schema=_TINY.schema)
@@ -59,7 +60,7 @@ class Bad:
     recipe: str
     ranks: int
     gpus: int
-    sizes: Sizes
+    sizes: Any
 
 
 def bad(overrides: str, *words: str, recipe: str = RECIPE, ranks: int = 8, gpus: int = 0, sizes: Sizes = LLAMA) -> Bad:

@@ -12,7 +12,7 @@ import pytest
 from engine import RECIPE, train, trainer, write_recipe
 from pool import Pool
 
-from megacore import checkpoints
+from megacore import checkpoints, exits
 from megacore.inference.load import model_from
 from megacore.recipe import ConfigError
 from megacore.run import metrics
@@ -267,3 +267,24 @@ def test_where_to_go_on_is_named(recipe: str, out: Path, capsys: pytest.CaptureF
     assert f"{at(out, 6)} is damaged" in said and f"The newest whole checkpoint beside it is {at(out, 2)}" in said
     assert main.main(["evaluate", str(at(out, 6)), "--data", str(Path(recipe).with_name("corpus"))]) == 1
     assert f"The newest whole checkpoint beside it is {at(out, 2)}" in capsys.readouterr().err
+    cut(at(out, 4))
+    for command in (
+        ["inspect", str(at(out, 4))],
+        ["reshard", str(at(out, 4)), str(out.with_name("other")), "--tp", "1"],
+    ):
+        assert main.main(command) == 1
+        said = capsys.readouterr().err
+        assert "is not JSON" in said and f"The newest whole checkpoint beside it is {at(out, 2)}" in said
+
+
+def test_fine_tuning_does_not_start_from_random_weights(
+    recipe: str, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which is told with what else is wrong; a run that goes on needs no model beside it."""
+    wrong = ["data.train=nowhere/corpus", "recovery.in_place=false"]
+    starts = {"--resume": f"{at(out, 4)}", "--init": f"{at(out, 4)}"}
+    for more in ([], ["--resume", "auto", f"out={out}"], *([name, where] for name, where in starts.items())):
+        assert main.main(["finetune", recipe, f"out={out.with_name('new')}", *wrong, *more]) == exits.MISUSED
+        said = capsys.readouterr().err
+        assert "there is no nowhere/corpus.bin" in said
+        assert ("name its Hugging Face folder or checkpoint by --init FOLDER" in said) == (not more)

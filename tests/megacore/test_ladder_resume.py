@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import filecmp
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,7 @@ from pool import Pool
 from megacore import checkpoints
 from megacore.config import Config, MeshConfig, ZeroConfig
 from megacore.run.problems import problems
-from parallel.weights.schema import Schema
+from models.registry import configure
 
 RUNGS = ("none", "optimizer", "gradients", "parameters")
 ROUND = ("none", "parameters", "optimizer", "gradients", "none")
@@ -84,13 +82,6 @@ def test_from_rung_to_rung_on_any_layout(pool: Pool, tmp_path: Path) -> None:
             np.testing.assert_allclose(other.weights[name], value, rtol=1e-8, atol=1e-11, err_msg=name)
 
 
-class _Sizes:
-    sizes: Mapping[str, int] = MappingProxyType({"layer": 4, "heads": 4, "kv": 2, "mlp": 8, "vocab": 61})
-    max_positions: int | None = None
-    drops_attention: bool = False
-    schema: Schema = Schema((), {})
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("shard", "replicas", "said"),
@@ -104,5 +95,5 @@ class _Sizes:
 )
 def test_what_cannot_be_shared_is_refused(shard: Any, replicas: int, said: str | None) -> None:
     config = Config(zero=ZeroConfig(shard, replicas), mesh=MeshConfig(tp=2))
-    found = [problem for problem in problems(config, 8, _Sizes()) if "replicas" in problem]
+    found = [problem for problem in problems(config, 8, configure({"preset": "llama-tiny"})) if "replicas" in problem]
     assert [problem[: len(said or "")] for problem in found] == ([said] if said else [])

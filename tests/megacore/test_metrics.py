@@ -179,6 +179,15 @@ def test_lines_that_are_no_records_are_dropped_and_it_is_said(
     assert "3 lines were no records and are dropped" in capsys.readouterr().out
 
 
+def test_a_log_that_needs_no_change_is_not_written_again(tmp_path: Path) -> None:
+    """The place of rank 0 is filled while the disk is full."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step, **TRAINED}) + "\n" for step in (1, 2)))
+    before = path.stat().st_ino
+    assert metrics.drop_after(path, 2) == 0 and path.stat().st_ino == before
+    assert metrics.drop_after(path, 1) == 0 and [each["step"] for each in metrics.read(path)] == [1]
+
+
 def test_without_tensorboard_there_is_none(tmp_path: Path) -> None:
     with Log(Config(out=str(tmp_path))) as log:
         log.write(1, TRAINED)

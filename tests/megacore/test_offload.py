@@ -312,13 +312,6 @@ def test_an_overflow_leaves_everything_as_it_was(recipe: str, tmp_path: Path) ->
 # -- what is refused
 
 
-class _Sizes:
-    schema = configure({"preset": "llama-tiny"}).schema
-    sizes = schema.sizes
-    max_positions: int | None = None
-    drops_attention = False
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("memory", "shard", "said"),
@@ -346,7 +339,7 @@ class _Sizes:
 def test_what_cannot_be_offloaded_is_refused(memory: Any, shard: Any, said: list[str]) -> None:
     plain = Config()
     config = replace(plain, memory=MemoryConfig(**memory), zero=ZeroConfig(shard))
-    found = [problem for problem in problems(config, 2, _Sizes()) if "offload" in problem]
+    found = [problem for problem in problems(config, 2, configure({"preset": "llama-tiny"})) if "offload" in problem]
     assert [problem[: len(want)] for problem, want in zip(found, said, strict=True)] == said
 
 

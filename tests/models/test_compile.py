@@ -51,11 +51,15 @@ class Case:
     recompute: Recompute = "none"
     tolerance: float = 1e-12
     preset: str = "llama-tiny"
+    layers: int = 2
     mlp_chunk: int | None = None
 
 
 EXPERTS = Case("experts", preset="mixtral-tiny")
 CHUNKED = Case("chunked", mlp_chunk=20)
+# Its latents are made by linears that every rank holds.
+LATENT = Case("latent", preset="deepseek_v3-tiny", layers=1)
+LATENT_FP8 = Case("latent-fp8", preset="deepseek_v3-tiny", layers=1, fp8=True, tolerance=0.1)
 CASES = [
     Case("plain"),
     Case("selective", documents=(20, 12, 32), recompute="selective"),
@@ -99,8 +103,8 @@ def compiling_with(backend: Callable[..., Any]) -> Iterator[None]:
 
 
 def gradients(case: Case, mesh: Mesh, dtype: torch.dtype, compiled: bool) -> list[Tensor]:
-    """Of the input of two blocks, and of what is trained."""
-    config = configure({"preset": case.preset, "num_hidden_layers": 2})
+    """Of the input of some blocks, and of what is trained."""
+    config = configure({"preset": case.preset, "num_hidden_layers": case.layers})
     layout, activations = (
         layout_of(config, mesh.shape, tuning=case.tuning),
         Activations(case.recompute, mlp_chunk=case.mlp_chunk),
@@ -186,6 +190,11 @@ def test_compiled_ranks_compute_the_same(pool: Pool) -> None:
     cases = [*CASES, EXPERTS, CHUNKED]
     for found in pool.run(2, compared, cases):
         assert all(distance < case.tolerance for case, distance in zip(cases, found, strict=True)), found
+
+
+@pytest.mark.parametrize("case", [LATENT, pytest.param(LATENT_FP8, marks=pytest.mark.grid)], ids=lambda case: case.name)
+def test_compiled_latents_are_the_same(pool: Pool, case: Case) -> None:
+    assert max(distance for (distance,) in pool.run(2, compared, [case])) < case.tolerance
 
 
 # -- a context over many ranks

@@ -190,6 +190,34 @@ FAULTS = (
         "test_tuning.test_layout_computes_what_one_process_computes[lora-all-tp]",
     ),
     fault(
+        "an expert has the adapter of another one",
+        "_UpAdapted.forward",
+        "products.forward(narrow, b, groups)",
+        "products.forward(narrow, b.roll(1, 0), groups)",
+        "test_tuning.test_a_step_is_that_of_the_formula[lora-experts]",
+    ),
+    fault(
+        "the gradient of an expert's A is not scaled",
+        "_DownAdapted.backward",
+        "products.input_gradient(d, b, groups).mul_(ctx.scale)",
+        "products.input_gradient(d, b, groups)",
+        "test_tuning.test_a_step_is_that_of_the_formula[lora-down]",
+    ),
+    fault(
+        "peft's B of experts is by expert, as its A is",
+        "models.lora._pair",
+        "f'({RANK} {each.strip()})'",
+        "f'({each}{RANK})'",
+        "test_merged_weights_are_the_formula[mixtral-all]",
+    ),
+    fault(
+        "peft's A of experts is by rank, as its B is",
+        "models.lora._pair",
+        "f'({each}{first})'",
+        "f'({first} {each.strip()})'",
+        "test_merged_weights_are_the_formula[mixtral-all]",
+    ),
+    fault(
         "frozen weights are trained",
         "Parameters.freeze",
         "name not in names",
@@ -736,6 +764,42 @@ FAULTS = (
         "self.offset",
         "0",
         "test_what_is_kept_changes_no_bit[llama-one-none-offload]",
+    ),
+    # -- latent attention
+    fault(
+        "the part of the keys that turns comes last",
+        "LatentAttention.queries_keys_values",
+        "torch.cat([turning.expand(-1, self.heads, -1), still], -1)",
+        "torch.cat([still, turning.expand(-1, self.heads, -1)], -1)",
+        "test_transformers.test_logits_and_gradients[deepseek_v3-0]",
+    ),
+    fault(
+        "the part of the keys that turns is that before the latent",
+        "LatentAttention.queries_keys_values",
+        "latent, turning = self.kv_a(x).split([self.latent, self.rotary], -1)",
+        "turning, latent = self.kv_a(x).split([self.rotary, self.latent], -1)",
+        "test_transformers.test_logits_and_gradients[deepseek_v3-0]",
+    ),
+    fault(
+        "only queries turn",
+        "LatentAttention.queries_keys_values",
+        "q, turning = self._rotate(q, *rotation), self._rotate(turning, *rotation)",
+        "q = self._rotate(q, *rotation)",
+        "test_transformers.test_logits_and_gradients[deepseek_v3-0]",
+    ),
+    fault(
+        "the latent of keys and values has no norm",
+        "LatentAttention.queries_keys_values",
+        "self.kv_a_norm(latent)",
+        "latent",
+        "test_transformers.test_logits_and_gradients[deepseek_v3-0]",
+    ),
+    fault(
+        "the latent of queries has no norm",
+        "LatentAttention.queries_keys_values",
+        "self.q_b(self.q_a_norm(self.q_a(x)))",
+        "self.q_b(self.q_a(x))",
+        "test_transformers.test_logits_and_gradients[deepseek_v3-1]",
     ),
     # -- what ranks and stages hold
     fault(

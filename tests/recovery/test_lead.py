@@ -226,6 +226,15 @@ def test_a_node_that_fails_twice_is_left_out(led: Callable[..., Led]) -> None:
     assert run.world == {0: 0, 1: 2}
 
 
+def test_what_another_node_sees_of_its_ranks_is_among_the_incidents(led: Callable[..., Led]) -> None:
+    run = led(2)
+    run.trains()
+    run.hears(Said(1, {"what": "event", "event": asdict(Event("straggler", 1, 7, step=30, detail="data"))}))
+    (incident,) = run.answers.history
+    assert (incident.event.kind, incident.event.rank, incident.event.node) == ("straggler", 1, 1)
+    assert incident.decision.action == "tell" and run.lead.goes_on()
+
+
 def test_who_is_led_ends_as_it_is_told_or_with_the_agent_that_leads(tmp_path: Path) -> None:
     for news, status in (((Said(0, {"what": "end", "status": 143}), Gone(0, "left")), 143), ((Gone(0, "died"),), 75)):
         wires: Any = Wires()

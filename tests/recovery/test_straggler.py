@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from megacore.launcher import Node, launch
 from megacore.recovery import straggler, watch
 from megacore.recovery.events import Event
 from megacore.recovery.nvml import gpu_in_words
-from megacore.recovery.phases import Beat, Phase, Reading, beat_of, read
+from megacore.recovery.phases import Beat, Phase, Reading, beat_of, queued_s, read
 from megacore.recovery.straggler import STEPS, Stragglers
 from megacore.recovery.watch import HangWatch
 from megacore.run.save import Snapshot
@@ -213,3 +214,26 @@ def test_the_sentence_has_the_clock_and_the_heat(nvml: SimpleNamespace, monkeypa
     assert gpu_in_words(0) == ""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpu_in_words(0) == ""
+
+
+def test_others_on_its_core_make_no_straggler(tmp_path: Path) -> None:
+    """A rank computes in ``data``, beside a process that never sleeps, on one core."""
+    cores, (core, *_) = os.sched_getaffinity(0), os.sched_getaffinity(0)
+    busy_loop = f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
+    other = subprocess.Popen([sys.executable, "-c", busy_loop])
+    try:
+        os.sched_setaffinity(0, [core])
+        beat, began, waited = Beat(tmp_path / "beat"), time.monotonic(), queued_s()
+        beat.enter("data")
+        computed = time.thread_time()
+        while queued_s() < waited + 0.1:
+            pass
+        computed = time.thread_time() - computed
+        beat.enter("forward")
+        reading = read(tmp_path / "beat")
+        assert reading is not None and reading.busy["data"] < computed + 0.05
+        assert time.monotonic() - began > computed + 0.1
+    finally:
+        os.sched_setaffinity(0, cores)
+        other.kill()
+        other.wait()

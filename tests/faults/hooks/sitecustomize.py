@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = os.environ.get("FAULTS")
-STEP, TRAINER = "megacore.run.step", "megacore.run.trainer"
+STEP, TRAINER, LIFE = "megacore.run.step", "megacore.run.trainer", "megacore.run.life"
 
 
 def _tell() -> None:
@@ -39,7 +39,7 @@ def _replace(module: str, owner: str, name: str, fault: Callable[..., Any], once
         _tell()
 
 
-def _raises(call: Any, *given: Any) -> Any:
+def _raises(call: Any, *given: Any, **more: Any) -> Any:
     raise ValueError(f"injected into process {os.getpid()} at {time.time()}")
 
 
@@ -48,10 +48,11 @@ def _sleeps(call: Any, *given: Any) -> Any:
 
 
 def _holds(call: Any, *given: Any) -> Any:
-    ctypes.PyDLL(None).sleep(3600)
+    while True:  # whoever asks where it stands interrupts a sleep
+        ctypes.PyDLL(None).sleep(3600)
 
 
-def _aborts(call: Any, *given: Any) -> Any:
+def _aborts(call: Any, *given: Any, **more: Any) -> Any:
     os.abort()
 
 
@@ -131,6 +132,8 @@ FAULTS: dict[str, tuple[str, str, str, Callable[..., Any]]] = {
     "raise": (STEP, "TrainStep", "backward", _raises),
     "raise in the update": (STEP, "TrainStep", "update", _raises),
     "raise in a save": (TRAINER, "Trainer", "_save", _raises),
+    "raise in a recovery": (LIFE, "", "recovered", _raises),
+    "abort in a recovery": (LIFE, "", "recovered", _aborts),
     "abort": (STEP, "TrainStep", "backward", _aborts),
     "leave out": (STEP, "", "total_loss", _own_alone),
     "sleep in the loader": ("megacore.data.batches", "Batches", "microbatches_from", _sleeps),
