@@ -5,8 +5,8 @@ MEGACORE_REAL_MODEL=FOLDER python -m pytest tests/tools/test_context_real.py    
 
 Losses by position are those of transformers on a document that is held out, http/cookiejar.py. In nats a token of the
 first 8,192, of these from 4,096 on, and of the second 8,192: the untouched model 2.068, 2.004, 4.047; after the two
-steps below 2.080, 2.015, 1.564; with the rope of the recipe and no step 2.101 and 1.591 (halves, in bf16). Of needles at the end of 6k and of 12k tokens
-both are found, of those at the beginning none.
+steps below 2.080, 2.015, 1.564; with the rope of the recipe and no step 2.101 and 1.591 (halves, in bf16). Needles at
+the end of 6k and of 12k tokens are found, those at the beginning are not.
 """
 
 from __future__ import annotations
