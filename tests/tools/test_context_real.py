@@ -5,7 +5,8 @@ MEGACORE_REAL_MODEL=FOLDER python -m pytest tests/tools/test_context_real.py    
 
 Losses by position are those of transformers on a document that is held out, http/cookiejar.py. In nats a token of the
 first 8,192, of these from 4,096 on, and of the second 8,192: the untouched model 2.068, 2.004, 4.047; after the two
-steps below 2.080, 2.015, 1.564; with the rope of the recipe and no step 2.101 and 1.591 (halves, in bf16).
+steps below 2.080, 2.015, 1.564; with the rope of the recipe and no step 2.101 and 1.591 (halves, in bf16). Needles at
+the end of 6k and of 12k tokens are found, those at the beginning are not.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ def test_the_second_half_is_read_as_the_first_one_is(real: Path, corpus: Path, t
     assert after.loss(0, SHORT) <= before.loss(0, SHORT) + 0.02, "what it knew it knows"
     torch.testing.assert_close(ours(export, document), after.logits, rtol=1e-5, atol=1e-4)
 
-    lengths = ["--needle", "6144,12288,16384", "--depths", "2", "--needles", "1"]
+    lengths = ["--needle", "6144,12288", "--depths", "2", "--needles", "1"]
     sources = [f"{sysconfig.get_path('stdlib')}/{name}" for name in ("zipfile.py", "http/cookiejar.py")]
     texts = [each for source in sources for each in ("--data", source)]
     found = json.loads(megacore("evaluate", str(export), *texts, *lengths, "--dtype", "float32", "--json"))["found"]
-    assert sum(found[1]) >= sum(found[0]) and sum(found[2]) >= sum(found[0])
+    assert sum(found[1]) >= sum(found[0]) > 0
