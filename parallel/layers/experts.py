@@ -307,7 +307,8 @@ def start_weights_gradient(
 
 def _along(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
     """x, y: [R, f] -> [R], the products of their rows."""
-    return torch.cat([(own * other).sum(-1, dtype=dtype) for own, other in _in_cache(x, y)])
+    sums = [(own * other).sum(-1, dtype=dtype) for own, other in _in_cache(x, y)]
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
 _CACHED = 1 << 17
