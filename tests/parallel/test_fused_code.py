@@ -128,9 +128,7 @@ def _serve(answers: Connection, folder: str) -> None:
 def test_each_is_good_code_for_an_h100(tmp_path: Path) -> None:
     """No register is spilled, large tensors are read and written 16 bytes at a time, the hardware rounds to fp8, and
     nothing is added up in the order in which programs happen to run."""
-    context = multiprocessing.get_context(
-        "spawn"
-    )  # what is forked has triton's interpreter, by torch's compiler
+    context = multiprocessing.get_context("spawn")  # what is forked has triton's interpreter, by torch's compiler
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(theirs, str(tmp_path)), daemon=True)
     process.start()
