@@ -95,13 +95,14 @@ def set_aside(path: Path) -> Path:
 
 
 def instead_of(damaged: Path) -> str:
-    """Return the checkpoint to resume from in place of a damaged one: the newest whole one beside it; reads all of
-    it."""
-    for path in reversed(named(damaged.parent).values()):
+    """Return the checkpoint to resume from in place of a damaged one: the newest whole one beside it, all of which is
+    read; nothing where there is no other."""
+    others = [path for path in named(damaged.parent).values() if path.resolve() != damaged.resolve()]
+    for path in reversed(others):
         with suppress(StoreError):
-            if path.resolve() != damaged.resolve() and not audit.check(Checkpoint.open(path), jobs=2):
+            if not audit.check(Checkpoint.open(path), jobs=2):
                 return f"The newest whole checkpoint beside it is {path}"
-    return "There is no whole checkpoint beside it"
+    return "There is no whole checkpoint beside it" if others else ""
 
 
 def newest_of(path: Path) -> Path:

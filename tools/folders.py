@@ -175,8 +175,8 @@ def program(run: Callable[[argparse.Namespace], int], arguments: argparse.Namesp
         raise
     except (StoreError, OSError) as error:
         err(error)
-        if isinstance(error, DamageError):
-            err(checkpoints.instead_of(error.path))
+        if isinstance(error, DamageError) and (other := checkpoints.instead_of(error.path)):
+            err(other)
         return 1
     except KeyboardInterrupt:
         err("interrupted; nothing was left behind")

@@ -144,7 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         err("Interrupted again: ended at once, without a checkpoint.")
         os._exit(exits.of_signal(signal.SIGINT))
     if here.rank == 0 and damaged is not None:  # while the others wait, for the launcher ends one that is left over
-        err(checkpoints.instead_of(damaged))
+        if other := checkpoints.instead_of(damaged):
+            err(other)
     leave(here)
     # After the group's end, so that no other rank waits for it: an export of many bytes may outlast their patience.
     if here.rank == 0 and status == exits.DONE and setup.config.checkpoint.export is not None:

@@ -579,7 +579,7 @@ def test_refused(name: str, given_folders: Path, tmp_path: Path, capsys: pytest.
     for word in here.words:
         assert word in said, said
     assert "Traceback" not in said and "\x1b" not in said
-    assert len(said) < 6000 and len(said.splitlines()) <= 23, said
+    assert len(said) < 6000 and len(said.splitlines()) <= 22, said
     assert kinds(folder) == before
     assert sorted(tmp_path.iterdir()) == around
 
