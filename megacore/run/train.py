@@ -143,9 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # the second one: under the launcher it ends all ranks itself
         err("Interrupted again: ended at once, without a checkpoint.")
         os._exit(exits.of_signal(signal.SIGINT))
-    if here.rank == 0 and damaged is not None:  # while the others wait, for the launcher ends one that is left over
-        if other := checkpoints.instead_of(damaged):
-            err(other)
+    # While the others wait, for the launcher ends one that is left over.
+    if here.rank == 0 and damaged is not None and (other := checkpoints.instead_of(damaged)):
+        err(other)
     leave(here)
     # After the group's end, so that no other rank waits for it: an export of many bytes may outlast their patience.
     if here.rank == 0 and status == exits.DONE and setup.config.checkpoint.export is not None:

@@ -234,6 +234,20 @@ def test_weight_of_zero_has_a_finite_gradient() -> None:
     assert torch.allclose(weights.grad[:3], want["weights"][:3], rtol=1e-11, atol=1e-12)
 
 
+def test_rows_in_blocks_are_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, also where the last block has fewer."""
+    drawn, found = Drawn.of(torch.bfloat16), []
+    for cached in (layer._CACHED, 3 * drawn.x.shape[1]):
+        monkeypatch.setattr(layer, "_CACHED", cached)
+        experts, x = alone(drawn), drawn.x.clone().requires_grad_()
+        weights = drawn.weights.clone().requires_grad_()
+        y = experts(x, drawn.chosen, weights)
+        y.backward(drawn.dy)
+        found.append([y, x.grad, weights.grad, *(each.grad for each in experts.parameters())])
+    for whole, blocks in zip(*found, strict=True):
+        assert whole is not None and torch.equal(whole, blocks)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_few_tokens(tokens: int, dtype: torch.dtype) -> None:
