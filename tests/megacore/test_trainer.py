@@ -17,8 +17,8 @@ from device_store import device_store
 from engine import GPT2, LLAMA, RECIPE, Result, train, trainer, weights, write_recipe
 from pool import Pool
 
+from megacore.run.interrupt import Interrupt
 from megacore.run.step import Stats, TrainStep
-from megacore.run.trainer import Interrupt
 from megacore.run.trouble import NonFinite, Trouble
 from models import assemble
 from models.decoder import Microbatch
