@@ -6,7 +6,6 @@ import signal
 import sys
 import zlib
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -17,6 +16,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
+from families import ROTATION
 from hypothesis import HealthCheck, settings
 from pool import Pool
 
@@ -46,31 +46,25 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1, MOST_WORKERS)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    today = date.today().toordinal()
-    parser.addoption("--turn", type=int, default=today, help="which of the rotated cases run (default: the day's)")
-
-
-def pytest_report_header(config: pytest.Config) -> str:
-    return f"rotated cases: --turn {config.getoption('turn')}, or all of them with -m rotated"
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the grids, and the rotated cases whose turn it is not, unless the expression of -m speaks of either, or
-    tests are named one by one."""
-    if any(name in str(config.getoption("markexpr")) for name in ("grid", "rotated")):
-        return
-    named = any("::" in str(argument) for argument in config.args)
-    left_out = [item for item in items if item.get_closest_marker("grid") or not (named or _has_its_turn(item))]
-    kept = set(items).difference(left_out)
-    items[:] = [item for item in items if item in kept]
-    config.hook.pytest_deselected(items=left_out)
+    """Leave out the grids, unless the expression of -m speaks of them. A case whose turn it is not is of the grid, if
+    no test is named by itself."""
+    if not any("::" in str(argument) for argument in config.args):
+        for item in items:
+            if not _has_its_turn(item):
+                item.add_marker(pytest.mark.grid)
+    if "grid" not in str(config.getoption("markexpr")):
+        left_out = [item for item in items if item.get_closest_marker("grid")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
 
 
 def _has_its_turn(item: pytest.Item) -> bool:
-    """Return whether a case of a test that is marked ``rotated(n)`` is among those of this turn: one in n."""
-    marker = item.get_closest_marker("rotated")
-    return marker is None or (zlib.crc32(item.nodeid.encode()) + item.config.getoption("turn")) % marker.args[0] == 0
+    marker = item.get_closest_marker("in_turn")
+    if marker is None:
+        return True
+    every, place = (*marker.args, zlib.crc32(item.nodeid.encode()))[:2]
+    return (ROTATION - place) % every == 0
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
