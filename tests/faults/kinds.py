@@ -172,6 +172,17 @@ def second_launch(run: LiveRun, rank: int, random_: random.Random) -> None:
     run.tell(f"the second launch: status {second.returncode}, {said.strip()[-300:]}")
 
 
+def flip_twice(run: LiveRun, rank: int, random_: random.Random) -> None:
+    """The second time the node is to be left out; it is the only one, so the run ends, and is started again."""
+    for times, kind in enumerate(("flip a weight", "flip twice"), start=1):
+        run.wait(lambda: run.step >= 0 and rank in run.ranks(), 20)
+        if (at := run.order(run.ranks()[rank], "flip a weight")) is None:
+            return
+        run.struck(kind, rank, at, spared=True)
+        run.hears("corrupted", times, 20)
+    again(run)
+
+
 def agents_clock(run: LiveRun, rank: int, random_: random.Random) -> None:
     kind = random_.choice(("clock +1 h", "clock -1 h"))
     if (at := run.order(run.process.pid, kind)) is not None:
@@ -314,6 +325,7 @@ KINDS: Mapping[str, Kind] = {
     "flip a weight": Kind(ordered("flip a weight", spared=True), frozenset({"corrupted"}), layouts=("compared",)),
     "flip a moment": Kind(ordered("flip a moment", spared=True), frozenset({"corrupted"}), layouts=("compared",)),
     "flip a gradient": Kind(ordered("flip a gradient", spared=True), frozenset({"corrupted"}), layouts=("compared",)),
+    "flip twice": Kind(flip_twice, frozenset({"corrupted"}), "ends with status 76", layouts=("compared",)),
     "flip a copy": Kind(ordered("flip a copy", spared=True), layouts=("protected",)),
     "NaN once": Kind(ordered("NaN once", spared=True), frozenset({"non_finite"})),
     "poisoned sample": Kind(ordered("poisoned sample", spared=True), frozenset({"bad_data"}), layouts=("poisoned",)),
