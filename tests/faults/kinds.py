@@ -17,6 +17,8 @@ from pathlib import Path
 from live_run import LiveRun, patient
 
 RESUME = "checkpoint.resume=auto"
+LATE = 30
+"""A disk that goes bad after this step may be bad at the end, and what is saved last is lost."""
 
 
 @dataclass(frozen=True)
@@ -246,9 +248,10 @@ def for_a_while(
     kind: str, begin: Callable[[LiveRun], object], end: Callable[[LiveRun], object]
 ) -> Callable[[LiveRun, int, random.Random], None]:
     def strike(run: LiveRun, rank: int, random_: random.Random) -> None:
+        if (first := run.step) > LATE:
+            return
         begin(run)
         run.struck(kind, rank, spared=True)
-        first = run.step
         run.wait(lambda: run.step >= first + 10, 15)
         other = max(1, rank)  # records that the disk does not take lie in the memory of rank 0
         if random_.random() < 0.5 and (pid := run.ranks().get(other)) is not None:
