@@ -215,7 +215,7 @@ def run_tests(folder: Path, tests: Sequence[str], *options: str) -> tuple[int, s
         env=os.environ | quiet,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=300 + 5 * len(tests),
         check=False,
     )
     return done.returncode, done.stdout + done.stderr
@@ -247,9 +247,9 @@ def check(faults: Sequence[Fault]) -> int:
     """Seed each fault, print the table -> how many survive.
 
     Raises:
-        Stale: a fault cannot be seeded, or its tests fail without it.
+        Stale: faults cannot be seeded, or their tests fail without them; once all others are in the table.
     """
-    survived = 0
+    survived, stale = 0, list[Stale]()
     with copied({file for fault in faults for file in seeded(fault)}) as folder:
         start = time.perf_counter()
         tests = sorted({test for fault in faults for test in fault.tests})
@@ -260,9 +260,15 @@ def check(faults: Sequence[Fault]) -> int:
         width = max(len(fault.name) for fault in faults)
         for fault in faults:
             start = time.perf_counter()
-            catcher = caught_by(folder, fault)
-            survived += catcher is None
+            try:
+                catcher = caught_by(folder, fault) or "SURVIVES"
+            except Stale as error:
+                stale.append(error)
+                catcher = "STALE"
+            survived += catcher == "SURVIVES"
             seconds = time.perf_counter() - start
-            print(f"{fault.name:<{width}}  {catcher or 'SURVIVES'}  ({seconds:.0f} s)", flush=True)
-    print(f"{len(faults) - survived} of {len(faults)} faults are caught")
+            print(f"{fault.name:<{width}}  {catcher}  ({seconds:.0f} s)", flush=True)
+    print(f"{len(faults) - survived - len(stale)} of {len(faults)} faults are caught")
+    if stale:
+        raise Stale("\n".join(map(str, stale)))
     return survived
