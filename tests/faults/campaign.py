@@ -309,10 +309,10 @@ def campaign(layout: str, seed: int, faults: int, kinds: Sequence[str] | None, f
 def main() -> int:
     parser = argparse.ArgumentParser(description="Faults on live runs.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--faults", type=int, default=12, help="on each run")
+    parser.add_argument("--faults", type=int, default=10, help="on each run")
     parser.add_argument("--layouts", default=",".join(LAYOUTS).replace(", ", "; "), help="their names")
     parser.add_argument("--kinds", default="", help="names; all by default")
-    parser.add_argument("--at-once", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--at-once", type=int, default=2, help="runs at the same time")
     parser.add_argument("--keep", type=Path, help="a folder that the runs are kept in; by default one in memory")
     given = parser.parse_args()
     wanted = [each.strip().replace("; ", ", ") for each in given.layouts.split(",")]
