@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from itertools import islice
 
 from megacore.data.batches import filled_up
 from megacore.plan.exchange import WHOLE
-from megacore.plan.memory import Memory, by_stage
+from megacore.plan.memory import Memory, memory, peaks
 from megacore.plan.setting import SHARDS, Setting
 from megacore.plan.state import Shares, state
 from megacore.plan.step_time import Cluster, Estimate, estimate
@@ -39,7 +39,7 @@ _BALANCES: tuple[ContextBalance, ...] = ("auto", "documents", "rows")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A setting that fits, with its memory and its time."""
+    """A setting that fits, with its memory, once it is among the fastest, and its time."""
 
     setting: Setting
     memory: tuple[Memory, ...]
@@ -106,7 +106,8 @@ def fit(base: Setting, world: int, cluster: Cluster, best: int = 5) -> tuple[Can
         for each in _distinct(candidates, 3 * best):
             if len(again) >= best and again[best - 1].time.total <= each.time.total:
                 break  # a simulated pipeline is no faster than its formula
-            again.append(replace(each, time=estimate(each.setting, Shares.of(each.setting), cluster)))
+            shares = Shares.of(each.setting)
+            again.append(Candidate(each.setting, memory(each.setting, shares), estimate(each.setting, shares, cluster)))
             again.sort(key=lambda each: each.time.total)
     if not again and base.mlp_chunk is None and not cluster.narrow:  # each chunk would have a scale of its own
         return fit(replace(base, mlp_chunk=CHUNK), world, cluster, best)
@@ -266,9 +267,8 @@ def _least_recomputed(
         return []
     for recompute in choices:
         tried = replace(setting, recompute=recompute)
-        needed = tuple(takewhile(lambda each: each.peak <= room, by_stage(tried, shares)))
-        if len(needed) == len(shares.stages):
-            return [Candidate(tried, needed, estimate(tried, shares, cluster, simulated=False))]
+        if all(peak <= room for peak in peaks(tried, shares)):
+            return [Candidate(tried, (), estimate(tried, shares, cluster, simulated=False))]
     return []
 
 
