@@ -263,7 +263,7 @@ def _least_recomputed(
     setting: Setting, shares: Shares, cluster: Cluster, room: float, choices: Sequence[Recompute]
 ) -> list[Candidate]:
     """Return the setting with the least of the recomputations that fits, if any does."""
-    if not choices or any(state(own, setting).device(setting).total > room for own in shares.stages):
+    if not choices or any(state(own, setting).device(setting).total > room for own in shares.unlike):
         return []
     for recompute in choices:
         tried = replace(setting, recompute=recompute)
