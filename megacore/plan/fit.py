@@ -203,13 +203,15 @@ def _spread(base: Setting, chunks: int, mesh: MeshShape) -> Iterator[Layout]:
 
 def _of_layout(base: Setting, layout: Layout, cluster: Cluster, room: float, fastest: _Fastest) -> Iterator[Candidate]:
     """Yield what fits of a layout: microbatches as large as it pays, on every rung the least recomputation."""
-    shares = Shares.of(replace(base, layout=layout))
+    shares, least = Shares.of(replace(base, layout=layout)), math.inf
 
     def rungs(setting: Setting) -> list[Candidate]:
+        nonlocal least
         candidates, tried = list[Candidate](), _RECOMPUTE
         for rung in _rungs(base, layout):
-            fits = _least_recomputed(replace(setting, shard=rung), shares, cluster, room, tried)
+            fits = _least_recomputed(replace(setting, shard=rung), shares, cluster, room, tried, least)
             candidates += fits
+            least = min([least, *(each.time.total for each in fits)])
             if fits and rung != "none":  # what splits more only sends more: it must recompute less
                 tried = tried[: tried.index(fits[0].setting.recompute)]
         return candidates
@@ -260,12 +262,18 @@ def _batches(base: Setting, layout: Layout) -> Iterator[Setting]:
 
 
 def _least_recomputed(
-    setting: Setting, shares: Shares, cluster: Cluster, room: float, choices: Sequence[Recompute]
+    setting: Setting, shares: Shares, cluster: Cluster, room: float, choices: Sequence[Recompute], least: float
 ) -> list[Candidate]:
-    """Return the setting with the least of the recomputations that fits, if any does."""
+    """Return the setting with the least of the recomputations that fits, if any does and may take less than ``least``
+    seconds, those of another of its mesh."""
     if not choices or any(state(own, setting).device(setting).total > room for own in shares.unlike):
         return []
     for recompute in choices:
+        if recompute != "none" and least < math.inf:
+            kept = estimate(replace(setting, recompute="none"), shares, cluster, simulated=False)
+            # Recomputation may hide sums of gradients and leave less to offload, and rungs differ in the optimizer too.
+            if kept.total - kept.data - kept.offload - kept.optimizer >= least:
+                return []
         tried = replace(setting, recompute=recompute)
         if all(peak <= room for peak in peaks(tried, shares)):
             return [Candidate(tried, (), estimate(tried, shares, cluster, simulated=False))]
