@@ -269,7 +269,7 @@ def _least_recomputed(
     if not choices or any(state(own, setting).device(setting).total > room for own in shares.unlike):
         return []
     for recompute in choices:
-        if recompute != "none" and least < math.inf:
+        if recompute == "selective" and least < math.inf:
             kept = estimate(replace(setting, recompute="none"), shares, cluster, simulated=False)
             # Recomputation may hide sums of gradients and leave less to offload, and rungs differ in the optimizer too.
             if kept.total - kept.data - kept.offload - kept.optimizer >= least:
