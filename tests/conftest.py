@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch
+from families import ROTATION
 from hypothesis import HealthCheck, settings
 from pool import Pool
 
@@ -45,11 +47,24 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the grids, unless the expression of -m speaks of them."""
+    """Leave out the grids, unless the expression of -m speaks of them. A case whose turn it is not is of the grid, if
+    no test is named by itself."""
+    if not any("::" in str(argument) for argument in config.args):
+        for item in items:
+            if not _has_its_turn(item):
+                item.add_marker(pytest.mark.grid)
     if "grid" not in str(config.getoption("markexpr")):
         left_out = [item for item in items if item.get_closest_marker("grid")]
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+
+
+def _has_its_turn(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("in_turn")
+    if marker is None:
+        return True
+    every, place = (*marker.args, zlib.crc32(item.nodeid.encode()))[:2]
+    return (ROTATION - place) % every == 0
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

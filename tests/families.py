@@ -66,19 +66,16 @@ def rotated(cases: Iterable[T], few: int = 1) -> list[ParameterSet]:
             name,
             case,
             id=f"{name}-{case}",
-            marks=[] if turn % few == 0 and turn // few % len(listed) == at else [pytest.mark.grid],
+            marks=pytest.mark.in_turn(few * len(listed), few * at - number),
         )
-        for turn, name in enumerate(FAMILIES, ROTATION)
+        for number, name in enumerate(FAMILIES)
         for at, case in enumerate(listed)
     ]
 
 
 def one_in(few: int) -> list[ParameterSet]:
     """Return every family, of which all but one in so many are of the grid: for what goes by no family of its own."""
-    return [
-        pytest.param(name, marks=[] if (number + ROTATION) % few == 0 else [pytest.mark.grid])
-        for number, name in enumerate(FAMILIES)
-    ]
+    return [pytest.param(name, marks=pytest.mark.in_turn(few, -number)) for number, name in enumerate(FAMILIES)]
 
 
 def drawn(

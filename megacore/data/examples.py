@@ -10,13 +10,13 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
 from importlib.metadata import version
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +25,10 @@ from tqdm import tqdm
 
 from megacore.config import ChatConfig
 from megacore.data import text
+from megacore.data.chat import BadExample, Template, TrainOn, passages
 from megacore.data.encode import grouped, in_order
 from megacore.data.indexed import IndexedDataset, IndexedWriter, Integers
-from megacore.data.model_tokenizer import GuardedTokenizer, ModelFiles, Tokens
+from megacore.data.model_tokenizer import GuardedTokenizer, ModelFiles, NoTemplateError, Tokens
 from megacore.data.text import Fault, FileRange, InputError, Record
 from megacore.say import harmless
 from megacore.store.files import open_lock
@@ -179,16 +180,19 @@ class Preparation:
     def _refuse(self, facts: Facts) -> None:
         if facts.skipped and self.chat.bad_lines == "stop":
             more = [f"and {facts.skipped - len(facts.faults):,} more"] if facts.skipped > len(facts.faults) else []
-            lines = "".join(f"\n       {line}" for line in (*facts.faults, *more))
             raise InputError(
                 f"{self.path} has {facts.skipped:,} bad line(s): mend them, or leave them out by "
-                f"chat.bad_lines=skip{lines}"
+                f"chat.bad_lines=skip{_indented([*facts.faults, *more])}"
             )
         if not facts.examples:
             raise InputError(
                 f"{self.path} has no examples to train on: {facts.skipped:,} bad lines, {facts.dropped:,} dropped "
                 f"as they are too long for data.sequence_length={self.length}"
             )
+
+
+def _indented(lines: Iterable[object]) -> str:
+    return "".join(f"\n       {line}" for line in lines)
 
 
 def _within(found: int, known: int, path: Path) -> None:
@@ -284,6 +288,22 @@ def _until_counted(tokens: Tokens) -> Tokens:
     return ids[:size], counted[:size]
 
 
+def _bad_with_any_template(rows: Iterable[Record | Fault], train_on: TrainOn) -> Iterator[Fault]:
+    def none() -> Template:
+        raise NoTemplateError("")
+
+    for row in rows:
+        if isinstance(row, Fault):
+            yield row
+            continue
+        try:
+            passages(row.values, none, train_on)
+        except BadExample as error:
+            yield row.fault(str(error))
+        except NoTemplateError:
+            pass
+
+
 _load = lru_cache(maxsize=1)(GuardedTokenizer)  # once in each process
 
 
@@ -292,7 +312,11 @@ def prepare(task: Task) -> Prepared:
     tokenizer, made = _load(task.folder), _Made(task)
     rows = islice((row for piece in task.pieces for row in text.rows(piece)), task.most)
     for group in grouped(rows, lambda row: 0 if isinstance(row, Fault) else row.size):
-        encoded = iter(tokenizer.examples([each for each in group if isinstance(each, Record)], task.chat.train_on))
+        try:
+            encoded = iter(tokenizer.examples([each for each in group if isinstance(each, Record)], task.chat.train_on))
+        except NoTemplateError as error:
+            bad = islice(_bad_with_any_template(chain(group, rows), task.chat.train_on), LISTED)
+            raise InputError(f"{error}{_indented(bad)}") from error
         for row in group:
             found = row if isinstance(row, Fault) else next(encoded)
             if isinstance(found, Fault):

@@ -60,6 +60,10 @@ Tokens = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]
 """ids [n], and whether the loss counts the prediction of each [n]."""
 
 
+class NoTemplateError(InputError):
+    """The data has chats, and the model's tokenizer has no template to write them by."""
+
+
 class ModelTokenizer:
     """The tokenizer in a folder. InputError if it cannot be loaded, or does not say where its tokens are."""
 
@@ -77,9 +81,9 @@ class ModelTokenizer:
 
     @cached_property
     def template(self) -> Template:
-        """The chat template. InputError if there is none."""
+        """The chat template. NoTemplateError if there is none."""
         if not self._tokenizer.chat_template:
-            raise InputError(
+            raise NoTemplateError(
                 "the data has chats, and the model's tokenizer no chat template: set chat.template to a file of one, "
                 "or start from a model that was made for chats"
             )
@@ -142,7 +146,7 @@ class ModelTokenizer:
     def examples(self, rows: Sequence[Mapping[str, Any]], train_on: TrainOn) -> list[list[Tokens] | str]:
         """Return the tokens of the examples that each row makes, or why there are none.
 
-        InputError if it takes a chat template, and there is none.
+        NoTemplateError if it takes a chat template, and there is none.
         """
         made: list[list[Passage] | str] = []
         for row in rows:
@@ -168,14 +172,14 @@ class GuardedTokenizer:
     def __init__(self, folder: Path) -> None:
         import_transformers()
         try:
-            self._guard = Guard(lambda: ModelTokenizer(folder), (InputError,))
+            self._guard = Guard(lambda: ModelTokenizer(folder), (NoTemplateError, InputError))
         except GuardError as error:
             raise InputError(f"the model's tokenizer cannot be loaded: {error}") from error
 
     def examples(self, rows: Sequence[Record], train_on: TrainOn) -> list[list[Tokens] | Fault]:
         """Return the tokens of the examples that each row makes, or why there are none.
 
-        InputError if the tokenizer or its template take too much for them, or there is no template for chats.
+        InputError if the tokenizer or its template take too much for them; NoTemplateError as of ModelTokenizer.
         """
         try:
             found = self._guard.call("examples", [row.values for row in rows], train_on)

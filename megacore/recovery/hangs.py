@@ -2,7 +2,8 @@
 
 A rank stands still that has been in one phase for longer than its limit, while its stack waits for no other rank. The
 limit comes from what was measured. Where all wait, in a circle, the one stands still that is ahead of a collective that
-it has left out.
+it has left out; and where ranks have called different ones as the same, the one that has called what others have not,
+or what it has never called there before.
 
 A false alarm costs more than a late one: what writes files or compiles, and what nobody here waits for, has
 ``train.timeout`` at least.
@@ -13,12 +14,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
 from megacore.rank import WAITING
-from megacore.recovery.collectives import GroupLog
+from megacore.recovery.collectives import Call, GroupLog
 from megacore.recovery.phases import PHASES, Phase, Reading
 from parallel.weights.layout import MeshShape
 
@@ -157,6 +158,8 @@ def judge(
         patience = timeout_s if each.doing == "compiles" else least
         return each.stood > max(allowed[each.reading.phase], patience)
 
+    if (found := _mismatched(seen)) is not None:
+        return found
     if waiting and others:
         stands = tuple(sorted(rank for rank, each in others.items() if late(each)))
         return Verdict(stands, seen) if stands else None
@@ -172,6 +175,23 @@ def _measured(phase: Phase, seen: Mapping[int, Witness]) -> bool:
     return any(phase in each.reading.slowest for each in seen.values())
 
 
+def _mismatched(seen: Mapping[int, Witness]) -> Verdict | None:
+    """Return who has called another collective than those that it is to be one with: it never ends, whatever others
+    do."""
+    for awaited in itertools.chain.from_iterable(map(_awaited, seen.values())):
+        number, calls = awaited.number, dict[int, Call]()
+        for rank in awaited.ranks:
+            log = seen[rank].groups.get(awaited.group) if rank in seen else None
+            if log is not None and log.ranks == awaited.ranks and number in log.pending:
+                calls[rank] = log.pending[number]
+        alike = {rank: sum(map(call.fits, calls.values())) for rank, call in calls.items()}
+        if min(alike.values(), default=0) < len(calls):
+            stands = max(calls, key=lambda rank: (-alike[rank], _at(seen[rank]), not calls[rank].usual))
+            other = min(rank for rank in calls if rank != stands)
+            return Verdict((stands,), seen, replace(awaited, kind=calls[other].kind))
+    return None
+
+
 def _left_out(late: Mapping[int, Witness], seen: Mapping[int, Witness]) -> Verdict | None:
     """Return who is further in its step than a rank that waits for it in a collective."""
     for _, each in sorted(late.items()):
@@ -184,8 +204,8 @@ def _left_out(late: Mapping[int, Witness], seen: Mapping[int, Witness]) -> Verdi
 
 def _awaited(each: Witness) -> Iterator[Awaited]:
     for group, log in each.groups.items():
-        for number, kind in log.pending.items():
-            yield Awaited(group, number, kind, log.ranks)
+        for number, call in log.pending.items():
+            yield Awaited(group, number, call.kind, log.ranks)
 
 
 def _at(each: Witness) -> tuple[int, int]:

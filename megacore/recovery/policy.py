@@ -3,7 +3,7 @@
 Each kind of event has a ladder of answers, the cheapest first, and gets the first one that there are means for. Four
 rules go before the ladders: a step that ends a run thrice is not tried again, nor one that ends it twice with the same
 exception, nor a start that a rank ends thrice with the same one; and a node that fails twice within an hour is left
-out.
+out, the only one for corruption alone.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def decide(event: Event, history: Sequence[Incident], budgets: Budgets) -> Decis
         return case.end(f"{case.step} was bad with other samples too: it is not the data", exits.FAILED)
     if event.kind == "unrepeatable" and event.rank is None:
         return Decision("tell", "nobody knows whose part of the step differed")
-    if case.failures >= FAILURES and (budgets.nodes > 1 or event.kind == "corrupted"):
+    if case.failures >= FAILURES:
         if case.lacks("evict") is None:
             return case.take("evict", f"node {event.node} has failed {case.failures} times within an hour")
         return case.end(f"node {event.node} has failed {case.failures} times within an hour", exits.EVICT)
@@ -249,11 +249,15 @@ class _Case:
 
     @property
     def failures(self) -> int:
-        """The times that its node has failed within an hour, this one among them; 0 where that is not known."""
-        if self.event.node is None or self.event.kind not in TELLING:
+        """The times that its node has failed within an hour, this one among them; 0 where that is not known.
+
+        Against a node that is the only one nothing but corruption tells: its ranks can die nowhere else.
+        """
+        telling = TELLING if self.budgets.nodes > 1 else ("corrupted",)
+        if self.event.node is None or self.event.kind not in telling:
             return 0
         return 1 + sum(
-            self._is_its_node(each) and each.event.kind in TELLING and abs(self.event.at - each.event.at) <= HOUR_S
+            self._is_its_node(each) and each.event.kind in telling and abs(self.event.at - each.event.at) <= HOUR_S
             for each in self.history
         )
 

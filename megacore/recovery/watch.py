@@ -106,7 +106,10 @@ class HangWatch:
         lines += ["", "The last collective of each group, as torch's flight recorder has it:", ""]
         for rank, each in sorted(seen.items()):
             for name, log in each.groups.items():
-                pending = ", ".join(f"{kind} {number}" for number, kind in log.pending.items())
+                calls = (
+                    f"{call.kind} {number} {call.size and f'of {call.size}'}" for number, call in log.pending.items()
+                )
+                pending = ", ".join(map(str.rstrip, calls))
                 group = along(log.ranks, self.shape) or name
                 members = f" ({listed(log.ranks)})" if log.ranks else ""
                 state = f"; not ended: {pending}" if pending else ""

@@ -16,6 +16,7 @@ from megacore.hardware import peak_tflops
 from megacore.recipe import ConfigError
 from megacore.run.check import Setup
 from megacore.run.load import load as load_into
+from megacore.run.meter import Meter
 from megacore.run.optimizer import Optimizer
 from megacore.run.resume import Start, companions, raw_of
 from megacore.run.save import NAMES, Retention, Saver, TrainingState
@@ -93,6 +94,7 @@ def empty_trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
             source, config, mesh.data_rank, mesh.shape.data, vocabulary, model.context, place.cp
         )
 
+    peak = config.log.peak_tflops or peak_tflops(mesh.device, DTYPES[config.train.precision])
     return Trainer(
         config,
         mesh,
@@ -100,7 +102,7 @@ def empty_trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
         step,
         batches(setup.corpora.train).without(start.progress.skipped_samples),
         batches(setup.corpora.validation) if setup.corpora.validation else None,
-        config.log.peak_tflops or peak_tflops(mesh.device, DTYPES[config.train.precision]),
+        Meter(config, setup.model, mesh, peak, start.progress.step),
         control,
         saver,
         start.progress,

@@ -32,12 +32,13 @@ from megacore.recovery.protocol import Status
 from megacore.run import metrics
 from megacore.run.build import trainer_of
 from megacore.run.check import Setup, files_of
+from megacore.run.interrupt import Interrupt
 from megacore.run.lock import RunLock
 from megacore.run.problems import problems
 from megacore.run.recover import Held, StateLost, Told, hand_over, keep_copies, let_go, recovered
 from megacore.run.replicas import compare_replicas
 from megacore.run.resume import Damaged, Start, find, remarks
-from megacore.run.trainer import Interrupt, Paused, Trainer
+from megacore.run.trainer import Paused, Trainer
 from megacore.run.trouble import GoBack
 from megacore.say import say
 from megacore.store.audit import DamageError

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -26,7 +24,9 @@ from megacore.recovery.policy import ACTIONS, Budgets, Decision, decide
 from megacore.recovery.spikes import Spikes
 from megacore.run import loads, progress
 from megacore.run.copies import Copies
+from megacore.run.interrupt import Interrupt
 from megacore.run.lr import learning_rate
+from megacore.run.meter import Meter
 from megacore.run.metrics import Log, Record
 from megacore.run.progress import Progress
 from megacore.run.save import SaveError, Saver
@@ -43,7 +43,6 @@ from megacore.run.trouble import (
     UnsoundHardware,
 )
 from models.assemble import Model
-from models.config import flops_per_token
 from models.decoder import Microbatch
 from parallel.collectives import all_reduce_
 from parallel.labels import with_labels
@@ -87,44 +86,6 @@ class Paused(Exception):  # no error: the run goes on
 
 
 @dataclass
-class Interrupt:
-    """SIGINT and SIGTERM ask for an end after the current step, SIGUSR1 for a checkpoint after it.
-
-    Another SIGINT, ``patience_s`` later, ends at once: under torchrun one Ctrl-C arrives twice, from the terminal and
-    from torchrun, which passes it on. Our own launcher lets no SIGINT through.
-    """
-
-    asked: bool = False
-    save: bool = False
-    patience_s: float = 2.0
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        first: list[float] = []
-
-        def ask(number: int, frame: FrameType | None) -> None:
-            now = time.monotonic()
-            if number == signal.SIGINT and first and now - first[0] > self.patience_s:
-                raise KeyboardInterrupt
-            first.append(now)
-            self.asked = True
-
-        def ask_to_save(number: int, frame: FrameType | None) -> None:
-            self.save = True
-
-        handlers = {signal.SIGINT: ask, signal.SIGTERM: ask, signal.SIGUSR1: ask_to_save}
-        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        # The launcher has blocked the one, and of who takes the place of another rank both, so that none was lost.
-        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGTERM})
-        try:
-            yield
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-@dataclass
 class Trainer:
     """A run on this rank.
 
@@ -135,7 +96,7 @@ class Trainer:
         step: The training step over it.
         batches: This rank's training batches.
         held_out: Its validation batches, if there are any.
-        peak_tflops: The peak of the device, for the utilisation; None if unknown.
+        meter: Measures its throughput.
         control: The messages between the ranks.
         saver: Writes checkpoints.
         start: The progress of the run so far.
@@ -148,7 +109,7 @@ class Trainer:
     step: TrainStep
     batches: Batches
     held_out: Batches | None
-    peak_tflops: float | None
+    meter: Meter
     control: Control
     saver: Saver
     start: Progress
@@ -197,7 +158,6 @@ class Trainer:
         self.trouble = self._no_trouble(self.start.skipped)
         self.at = self.done = self.followed = self.start.step
         self.left_out = self.start.skipped
-        self.meter = _Meter(self)
         self._unsaved: int | None = None
 
     def run(self) -> int:
@@ -317,7 +277,7 @@ class Trainer:
             self.step.beat.enter("log")
             self._check(trouble, stats)
         if writing:
-            record = self.meter.record(step, lr, stats, trouble)
+            record = self._record(step, lr, stats, trouble)
             self._write(step, record)
             trouble.limits = self._look(step, lr, record)
         if (every := config.recovery.compare_every) and (saving or step % every == 0):
@@ -386,8 +346,7 @@ class Trainer:
                 raise SaveError(f"{error}\n{said}" if patience else str(error)) from error
             event = Event("save_failed", step=self.done, detail=str(error), at=time.time())
             self._report(event, decide(event, (), Budgets()))
-            if self.log is not None:
-                self.log.tell(f"{error}\nThe next save tries again, for {patience - hours:.2g} h (checkpoint.patience)")
+            self._say(f"{error}\nThe next save tries again, for {patience - hours:.2g} h (checkpoint.patience)")
 
     def _save_at_last(self, step: int) -> None:
         """Save what a run has come to, again and again: nobody else has it.
@@ -555,10 +514,9 @@ class Trainer:
 
     def _tell(self, event: Event, decision: Decision) -> None:
         self._report(event, decision)
-        if self.log is not None:
-            samples = f" (samples {in_recipe([event.samples])})" if event.samples else ""
-            said = f"{KINDS[event.kind]}: {event.detail}. {ACTIONS[decision.action].capitalize()}"
-            self.log.tell(f"step {event.step}{samples}: {said}")
+        samples = f" (samples {in_recipe([event.samples])})" if event.samples else ""
+        said = f"{KINDS[event.kind]}: {event.detail}. {ACTIONS[decision.action].capitalize()}"
+        self._say(f"step {event.step}{samples}: {said}")
 
     def _report(self, event: Event, decision: Decision) -> None:
         if self.log is not None:
@@ -592,6 +550,38 @@ class Trainer:
         scaling = self.step.scaling
         return f" even at loss_scale.minimum ({scaling.minimum:g})" if scaling.moves else ""
 
+    # -- metrics
+
+    def _record(self, step: int, lr: float, stats: Stats, trouble: Trouble) -> Record:
+        loss, norm = stats.loss.item(), stats.grad_norm.item()  # waits for the step: only then is the clock right
+        return {
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": lr,
+            "tokens": self.start.at(step, self.config).tokens,
+            **self.meter.record(step, self._say),
+            "peak_memory_gib": self.control.largest(peak_memory_gib(self.mesh.device))[0],
+            "skipped_steps": int(trouble.skipped),
+            **({"loss_scale": stats.scale.item()} if self.step.scaling.moves else {}),
+            **self._loads(step),
+        }
+
+    def _loads(self, step: int) -> Record:
+        """Return the loads of the experts of a step, if there are some, and write how many tokens each was sent."""
+        balance = self.step.balance
+        if balance is None:
+            return {}
+        found = balance.read(self.model.config.sizes["layer"])
+        if not found.layers:  # the step was done in groups that are gone
+            return {}
+        if self.log is not None:
+            self.log.write_loads(step, found.layers, found.counts.tolist())
+        return loads.record(found, balance.coefficients)
+
+    def _say(self, text: str) -> None:
+        if self.log is not None:
+            self.log.tell(text)
+
     def _write(self, step: int, record: Record) -> None:
         if self.log is not None:
             self.log.write(step, record)
@@ -603,101 +593,3 @@ class Asked(NamedTuple):
     stop: bool
     save: bool
     pause: bool
-
-
-class _Meter:
-    """Throughput between two records, evaluation left out."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        config = trainer.config
-        self._tokens_per_step = config.batch.global_size * config.data.sequence_length
-        self._flops = flops_per_token(trainer.model.config, config.data.sequence_length, config.tuning)
-        self.last_step, self.seconds = trainer.start.step, 0.0
-        self._recorded: tuple[float, int] | None = None
-        self.begin()
-
-    def begin(self) -> None:
-        """Count from here on, beside the seconds that there are since the last record."""
-        self._since = time.perf_counter() - self.seconds
-
-    def advance(self) -> None:
-        """Count from the last record on: all that follows its step is done."""
-        if self._recorded is not None:
-            (self._since, self.last_step), self._recorded = self._recorded, None
-
-    def end(self) -> None:
-        """Count no more."""
-        self.seconds = time.perf_counter() - self._since
-
-    def record(self, step: int, lr: float, stats: Stats, trouble: Trouble) -> Record:
-        # Reading the loss waits for the step: only then is the clock right.
-        loss, norm = stats.loss.item(), stats.grad_norm.item()
-        now = time.perf_counter()
-        steps, seconds = step - self.last_step, now - self._since
-        self._recorded = now, step
-        speed = steps * self._tokens_per_step / seconds
-        tflops = speed * self._flops / self._trainer.mesh.shape.world / 1e12
-        peak = self._peak_above(tflops, step)
-        return {
-            "loss": loss,
-            "grad_norm": norm,
-            "lr": lr,
-            "tokens": self._trainer.start.at(step, self._trainer.config).tokens,
-            "seconds_per_step": seconds / steps,
-            "tokens_per_second": speed,
-            "tflops_per_device": tflops,
-            "mfu": tflops / peak if peak else None,
-            "peak_memory_gib": self._peak_memory(),
-            "skipped_steps": int(trouble.skipped),
-            **({"loss_scale": stats.scale.item()} if self._trainer.step.scaling.moves else {}),
-            **self._loads(step),
-        }
-
-    def _loads(self, step: int) -> Record:
-        """Return the loads of the experts of the step, if there are some, and write how many tokens each was sent."""
-        trainer, balance = self._trainer, self._trainer.step.balance
-        if balance is None:
-            return {}
-        found = balance.read(trainer.model.config.sizes["layer"])
-        if not found.layers:  # the step was done in groups that are gone
-            return {}
-        if trainer.log is not None:
-            trainer.log.write_loads(step, found.layers, found.counts.tolist())
-        return loads.record(found, balance.coefficients)
-
-    def _peak_above(self, tflops: float, step: int) -> float | None:
-        """Return the device's peak, as long as it has not been exceeded: then it was none, which is said once."""
-        peak, trainer = self._trainer.peak_tflops, self._trainer
-        if peak is None or tflops <= peak:
-            return peak
-        trainer.peak_tflops = None
-        of = (
-            "log.peak_tflops"
-            if trainer.config.log.peak_tflops
-            else "measured at the start, while the machine was busy"
-            if trainer.mesh.device.type == "cpu"
-            else "of the table of devices"
-        )
-        if trainer.log is not None:
-            trainer.log.tell(
-                f"step {step}: {tflops:.3g} TFLOP/s on each device are above its peak of {peak:.3g} ({of}): mfu is "
-                "null from here on, and was too high before; log.peak_tflops sets the peak"
-            )
-        return None
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time that passes inside uncounted."""
-        if self._trainer.mesh.device.type == "cuda":
-            torch.cuda.synchronize(self._trainer.mesh.device)  # the steps before it are
-        before = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - before
-        self._since += seconds
-        if self._recorded is not None:
-            self._recorded = self._recorded[0] + seconds, self._recorded[1]
-
-    def _peak_memory(self) -> float:
-        """Return the peak memory of the rank that has held most."""
-        return self._trainer.control.largest(peak_memory_gib(self._trainer.mesh.device))[0]

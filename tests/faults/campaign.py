@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 from engine import GPT2, LLAMA, RECIPE
 from kinds import KINDS
-from live_run import Layout, LiveRun, metrics_of, tensors_of
+from live_run import TIMEOUT_MIN, Layout, LiveRun, Strike, metrics_of, tensors_of
 
 from megacore.recovery import incidents
 from megacore.store.strict_json import StoreError
@@ -51,6 +51,8 @@ COMMON = (
 DROPOUT = GPT2 | {"n_layer": 4, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
 EXPERTS = LLAMA | {"family": "mixtral", "num_hidden_layers": 2, "num_local_experts": 4, "intermediate_size": 8}
 PACKED = RECIPE["data"] | {"within_documents": True}
+TOLD_WITHIN_S = 60 * TIMEOUT_MIN + 10
+"""What nothing else tells, a collective that has waited for so long does."""
 MIB = 1 << 20
 MEMORY = Path("/dev/shm")
 WHOLE = "whole"
@@ -148,12 +150,12 @@ def play(
     run = LiveRun(folder, LAYOUTS[name], COMMON, RECIPE)
     for fault in faults:
         if run.reaches(fault.step, 100):
-            struck, run.incidents = len(run.strikes), numbered(run.out)
+            struck, run.incidents = len(run.strikes), max((number for number, *_ in told_of(run.out)), default=0)
             KINDS[fault.kind].strike(run, fault.rank % run.layout.world, random_)
             if len(run.strikes) == struck:
                 run.tell(f"---- no {fault.kind}: rank {fault.rank} was at no place for it")
-            elif not run.strikes[-1].spared:
-                run.is_noticed(10)  # what is not, the end of the launcher would leave without a name
+            elif KINDS[fault.kind].named:  # what is not told yet, the end of the launcher would leave without a name
+                run.wait(lambda: naming(run, run.strikes[-1], told_of(run.out)) is not None, TOLD_WITHIN_S, 0.05)
     status = run.end(limit_s)
     run.close()
     played = Played(name, run, [], time.monotonic() - began)
@@ -168,11 +170,20 @@ def play(
     return played
 
 
-def numbered(out: Path) -> int:
-    """Return the number of the newest incident of a run; 0 where none can be read."""
+def told_of(out: Path) -> list[tuple[int, str, int | None]]:
+    """Return (number, kind, rank) of the incidents of a run; none where they cannot be read."""
     with contextlib.suppress(StoreError):
-        return max((each.number for each in incidents.read(out)), default=0)
-    return 0
+        return [(each.number, each.event.kind, each.event.rank) for each in incidents.read(out)]
+    return []
+
+
+def naming(
+    run: LiveRun, strike: Strike, told: Sequence[tuple[int, str, int | None]]
+) -> tuple[int, str, int | None] | None:
+    """Return the first incident that names a fault; None where none does."""
+    named = KINDS[strike.kind].named
+    whose = (strike.rank, None) if strike.kind != "leave out" else (None, *range(run.layout.world))  # who waited
+    return next((each for each in told if each[0] > strike.after and each[1] in named and each[2] in whose), None)
 
 
 def left_out(out: Path) -> str:
@@ -214,13 +225,10 @@ def leftovers(run: LiveRun) -> list[str]:
 def misnamed(played: Played) -> list[str]:
     """Return the faults that no incident names, and nobody has told."""
     run, found = played.run, list[str]()
-    told = [(each.number, each.event.kind, each.event.rank) for each in incidents.read(run.out)]
-    everything = list(told)
+    everything = told_of(run.out)
+    told = list(everything)
     for strike in run.strikes:
-        kind = KINDS[strike.kind]
-        whose = (strike.rank, None) if strike.kind != "leave out" else (None, *range(run.layout.world))  # who waited
-        after = [each for each in told if each[0] > strike.after]
-        hit = next((each for each in after if each[1] in kind.named and each[2] in whose), None)
+        kind, hit = KINDS[strike.kind], naming(run, strike, told)
         right = (not kind.named or hit is not None) and any(kind.says in line for line in run.said)
         played.told.append(right)
         if hit is not None:
@@ -250,7 +258,7 @@ def drawn(layout: str, seed: int, number: int, kinds: Sequence[str] | None = Non
     found, flipped = list[Fault](), False
     for step in steps:
         kind = random_.choice(possible)
-        if "corrupted" in KINDS[kind].named:  # a node where that is found twice is left out
+        if "corrupted" in KINDS[kind].named:  # a run that finds it twice ends
             kind, flipped = "kill" if flipped else kind, True
         found.append(Fault(kind, random_.choice(ranks), 2 * step))
     return found

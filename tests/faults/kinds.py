@@ -17,6 +17,8 @@ from pathlib import Path
 from live_run import LiveRun, patient
 
 RESUME = "checkpoint.resume=auto"
+LATE = 30
+"""A disk that goes bad after this step may be bad at the end, and what is saved last is lost."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,17 @@ def second_launch(run: LiveRun, rank: int, random_: random.Random) -> None:
     run.tell(f"the second launch: status {second.returncode}, {said.strip()[-300:]}")
 
 
+def flip_twice(run: LiveRun, rank: int, random_: random.Random) -> None:
+    """The second time the node is to be left out; it is the only one, so the run ends, and is started again."""
+    for times, kind in enumerate(("flip a weight", "flip twice"), start=1):
+        run.wait(lambda: run.step >= 0 and rank in run.ranks(), 20)
+        if (at := run.order(run.ranks()[rank], "flip a weight")) is None:
+            return
+        run.struck(kind, rank, at, spared=True)
+        run.hears("corrupted", times, 20)
+    again(run)
+
+
 def agents_clock(run: LiveRun, rank: int, random_: random.Random) -> None:
     kind = random_.choice(("clock +1 h", "clock -1 h"))
     if (at := run.order(run.process.pid, kind)) is not None:
@@ -235,9 +248,10 @@ def for_a_while(
     kind: str, begin: Callable[[LiveRun], object], end: Callable[[LiveRun], object]
 ) -> Callable[[LiveRun, int, random.Random], None]:
     def strike(run: LiveRun, rank: int, random_: random.Random) -> None:
+        if (first := run.step) > LATE:
+            return
         begin(run)
         run.struck(kind, rank, spared=True)
-        first = run.step
         run.wait(lambda: run.step >= first + 10, 15)
         other = max(1, rank)  # records that the disk does not take lie in the memory of rank 0
         if random_.random() < 0.5 and (pid := run.ranks().get(other)) is not None:
@@ -314,6 +328,7 @@ KINDS: Mapping[str, Kind] = {
     "flip a weight": Kind(ordered("flip a weight", spared=True), frozenset({"corrupted"}), layouts=("compared",)),
     "flip a moment": Kind(ordered("flip a moment", spared=True), frozenset({"corrupted"}), layouts=("compared",)),
     "flip a gradient": Kind(ordered("flip a gradient", spared=True), frozenset({"corrupted"}), layouts=("compared",)),
+    "flip twice": Kind(flip_twice, frozenset({"corrupted"}), "ends with status 76", layouts=("compared",)),
     "flip a copy": Kind(ordered("flip a copy", spared=True), layouts=("protected",)),
     "NaN once": Kind(ordered("NaN once", spared=True), frozenset({"non_finite"})),
     "poisoned sample": Kind(ordered("poisoned sample", spared=True), frozenset({"bad_data"}), layouts=("poisoned",)),

@@ -134,6 +134,11 @@ class LiveRun:
         with (self.folder / "said").open("a") as file:
             file.write(f"{self.said[-1]}\n")
 
+    def hears(self, kind: str, times: int, seconds: float) -> bool:
+        """Wait until the launcher has answered to a kind of event so many times -> whether it came to that."""
+        answer = re.compile(rf"[\d.]+ {kind} .*\) -> ")
+        return self.wait(lambda: sum(map(bool, map(answer.match, self.said))) >= times, seconds)
+
     # -- where it is
 
     @property
@@ -179,12 +184,12 @@ class LiveRun:
         found = [int(each) for each in _text(f"/proc/{self.process.pid}/task/{self.process.pid}/children").split()]
         return [pid for pid in found if _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] != ["Z"]]
 
-    def wait(self, condition: Callable[[], object], seconds: float) -> bool:
+    def wait(self, condition: Callable[[], object], seconds: float, poll_s: float = POLL_S) -> bool:
         deadline = time.monotonic() + patient(seconds)
         while not self.ends and time.monotonic() < deadline:
             if condition():
                 return True
-            time.sleep(POLL_S)
+            time.sleep(poll_s)
         return False
 
     def reaches(self, step: int, seconds: float) -> bool:
@@ -217,11 +222,6 @@ class LiveRun:
         if end is None or (strike.spared and end > begins):
             return None
         return next((at - strike.at for at in self._steps if at > end), None)
-
-    def is_noticed(self, seconds: float) -> bool:
-        """Wait until nobody does steps for the last fault -> whether it came to that."""
-        at = self.strikes[-1].at
-        return self.wait(lambda: self._broken > at or any(begin > at for begin, _ in self._breaks), seconds)
 
     # -- what befalls it
 

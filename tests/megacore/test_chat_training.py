@@ -303,6 +303,10 @@ def test_what_does_not_fit_is_named(recipe: str, overrides: Sequence[str], words
 def test_without_a_tokenizer_or_a_template_there_are_no_chats(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").unlink()
     assert "the model's tokenizer no chat template: set chat.template" in problems(recipe)
+    with (tmp_path / "chats.jsonl").open("a") as file:
+        file.write('{"messages": [{"role": "nobody", "content": "hi"}]}\n{"messages": \n')
+    said = problems(recipe)  # what is bad with any template is not held back
+    assert all(words in said for words in ("no chat template", "message 1 has the role 'nobody'", "not JSON")), said
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).unlink()
     assert "examples need the model's tokenizer, and none is there" in problems(recipe)

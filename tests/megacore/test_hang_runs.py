@@ -69,12 +69,8 @@ SAID = {
 }
 
 
-TURN = int(os.environ.get("MEGACORE_ROTATION", "0")) % len(SAID)
-"""One kind a session; ``-m grid`` runs the others."""
-
-
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.grid] if at != TURN else []) for at, kind in enumerate(SAID)]
+    "kind", [pytest.param(kind, marks=pytest.mark.in_turn(len(SAID), at)) for at, kind in enumerate(SAID)]
 )
 def test_a_rank_that_stands_still_is_found_and_ended(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

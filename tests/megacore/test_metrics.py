@@ -63,7 +63,7 @@ def test_every_record_has_the_promised_numbers(recipe: str, tmp_path: Path) -> N
 
 def test_utilisation_is_unknown_where_the_peak_is(recipe: str, tmp_path: Path) -> None:
     made = trainer(recipe, [f"out={tmp_path / 'run'}", "train.steps=3"], log=True)
-    made.peak_tflops = None
+    made.meter.peak_tflops = None
     records = engine.result(made, made.run()).records
     assert records[0]["mfu"] is None and records[0]["tflops_per_device"] is not None
 

@@ -136,6 +136,7 @@ def all_alike(mesh: MeshShape, shard: ZeroShard, folder: Path) -> list[str]:
 DP, TP = MeshShape(dp=2), MeshShape(tp=4)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("mesh", "shard"),
     [

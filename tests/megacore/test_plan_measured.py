@@ -328,6 +328,7 @@ TUNED_FOUR = [
 PEAKS = [(1, OF_ONE), (2, OF_TWO), (4, OF_FOUR), (1, TUNED_ONE), (2, TUNED_TWO), (4, TUNED_FOUR)]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("world", "cases"), PEAKS, ids=["one", "two", "four", "tuned-one", "tuned-two", "tuned-four"])
 def test_the_peak_of_a_step_is_what_the_plan_says(pool: Pool, world: int, cases: list[Case]) -> None:
     compare(pool.run(world, peaks, cases), cases)
@@ -395,6 +396,7 @@ MIXTURES_OF_FOUR = [
 ]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(
     ("world", "cases"),
     [(1, MIXTURES), (2, MIXTURES_OF_TWO), (4, MIXTURES_OF_FOUR)],
@@ -544,6 +546,7 @@ def sent_in(case: Case, rank: int) -> int:
     return total * setting.microbatches
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("world", "cases"), [(2, OF_CONTEXT), (4, OF_CONTEXT_OF_FOUR)], ids=["two", "four"])
 def test_a_context_over_ranks_is_planned_right(pool: Pool, world: int, cases: list[Case]) -> None:
     """The state and the peak of the fullest rank, and to the byte what each sends to the others of cp."""

@@ -23,8 +23,9 @@ from megacore.data.corpus import Corpus as Facts
 from megacore.recipe import ConfigError, load
 from megacore.run import build, capacity, life, metrics
 from megacore.run import train as pretrain
+from megacore.run.interrupt import Interrupt
 from megacore.run.resume import Start
-from megacore.run.trainer import Interrupt, Trainer
+from megacore.run.trainer import Trainer
 from models.registry import configure
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape
@@ -303,7 +304,7 @@ def test_the_recipe_s_loss_and_optimizer_arrive(recipe: str) -> None:
     assert made.step.pipeline.schedule == "gpipe" and len(made.model.chunks) == 2
     adamw, clip = device_store(made.step.optimizer).adamw, made.step.optimizer.clip
     assert {(group["betas"], group["eps"]) for group in adamw.param_groups} == {((0.8, 0.9), 1e-5)}
-    assert clip is None and made.peak_tflops == 3.5
+    assert clip is None and made.meter.peak_tflops == 3.5
 
 
 # -- how a run ends

@@ -17,8 +17,8 @@ from device_store import device_store
 from engine import GPT2, LLAMA, RECIPE, Result, train, trainer, weights, write_recipe
 from pool import Pool
 
+from megacore.run.interrupt import Interrupt
 from megacore.run.step import Stats, TrainStep
-from megacore.run.trainer import Interrupt
 from megacore.run.trouble import NonFinite, Trouble
 from models import assemble
 from models.decoder import Microbatch
@@ -497,6 +497,7 @@ def test_all_ranks_collect_garbage_at_the_same_steps(recipe: str, monkeypatch: p
 # -- compiled blocks
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "overrides"), [(1, []), (2, ["mesh.tp=2"])], ids=["one", "tp2"])
 def test_compiled_blocks_give_the_same_numbers(pool: Pool, tmp_path: Path, world: int, overrides: list[str]) -> None:

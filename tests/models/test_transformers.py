@@ -108,6 +108,7 @@ def close(got: Tensor, want: Tensor, what: str) -> None:
     assert error <= TOLERANCE, f"{what} is off by {error:.1e}"
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("name", "seed"), CASES)
 def test_logits_and_gradients(name: str, seed: int) -> None:
     hf_config = of_transformers(section(name, seed))

@@ -70,6 +70,7 @@ def _one(pool: Pool, name: str, layers: int) -> tuple[Case, Measured]:
     return case, pool.run(1, measure, case, Run())[0]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("name", "spread", "shard"), PAIRS)
 def test_each_rung_computes_what_one_process_computes(pool: Pool, name: str, spread: Run, shard: ZeroShard) -> None:
     compare(pool, name, on(spread, shard))

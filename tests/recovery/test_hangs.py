@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from megacore.recovery import collectives, phases, watch
-from megacore.recovery.collectives import GroupLog
+from megacore.recovery.collectives import Call, GroupLog
 from megacore.recovery.hangs import LET_GO_S, Doing, Verdict, Witness, doing, judge, limits, listed, sentence
 from megacore.recovery.phases import PHASES, UNHEARD, Beat, Phase, Reading, beat_of, read
 from megacore.recovery.watch import HangWatch
@@ -107,6 +110,31 @@ def test_a_rank_answers_for_its_collectives_while_it_waits(tmp_path: Path) -> No
     assert time.monotonic() - began < 20
 
 
+def test_of_the_recorder_the_newest_groups_count(tmp_path: Path) -> None:
+    """It forgets none, and groups that are made anew have the names and numbers of those before."""
+    told = list[tuple[list[int], int, str, list[Any]]]()
+    for generation, sizes in enumerate(((1, 2, 5, 1, 2), (1, 2, 1, 7))):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{generation}", rank=0, world_size=1)
+        for size in sizes:
+            dist.all_reduce(torch.ones(size))
+        told.append(collectives.groups()["0"])
+        dist.destroy_process_group()
+    assert [(ranks, last, kind) for ranks, last, kind, _ in told] == [([0], 5, "all_reduce"), ([0], 4, "all_reduce")]
+
+
+def entry(size: Sequence[int], kind: str = "all_reduce") -> dict[str, object]:
+    return {"profiling_name": f"gloo:{kind}", "input_sizes": [size], "input_dtypes": ["Double"]}
+
+
+def test_a_call_is_usual_where_it_has_followed_the_same_before() -> None:
+    sizes = [(), (2,), (3,), (), (2,), (3,), (2,), (3, 2)]
+    calls = [Call(*call) for _, call in collectives._calls([entry(size) for size in sizes])]
+    assert [each.size for each in calls] == [f"{n} Double" for n in (1, 2, 3, 1, 2, 3, 2, 6)]
+    assert [each.usual for each in calls] == [False] * 4 + [True] * 2 + [False] * 2
+    (gathered,) = collectives._calls([entry((5,), "all_gather")])
+    assert gathered[1] == ("all_gather", "", False)  # ranks may have more or fewer
+
+
 # -- the judge
 
 
@@ -151,7 +179,7 @@ def test_who_stands_still(found: tuple[int, ...], ranks: tuple[Witness, ...]) ->
 
 
 def group(last: int, *pending: int, ranks: tuple[int, ...] = (0, 1)) -> dict[str, GroupLog]:
-    return {"7": GroupLog(ranks, last, "all_reduce", dict.fromkeys(pending, "all_reduce"))}
+    return {"7": GroupLog(ranks, last, "all_reduce", dict.fromkeys(pending, Call("all_reduce", "1 Double")))}
 
 
 def test_who_has_left_out_a_collective() -> None:
@@ -167,6 +195,31 @@ def test_who_has_left_out_a_collective() -> None:
     assert not stands(behind, rank("forward", 9, "waits", 41, group(812, 812)))
     # Not known: the recorder has forgotten the group.
     assert not stands(behind, rank("forward", 9, "waits", 41))
+
+
+def called(call: Call, step: int = 40, ranks: tuple[int, ...] = (0, 1)) -> Witness:
+    return rank("reduce", 9, "waits", step, {"7": GroupLog(ranks, 812, call.kind, {812: call})})
+
+
+def test_who_has_called_another_collective() -> None:
+    """Of three the odd one; of two the one that is further, or that has never called such a one there."""
+    loss, norm = Call("all_reduce", "1 Double"), Call("all_reduce", "2 Double")
+    of_all = [called(loss, ranks=(0, 1, 2)), called(norm, ranks=(0, 1, 2)), called(loss, ranks=(0, 1, 2))]
+    assert stands(*of_all) == (1,)
+    assert stands(of_all[0], called(norm, 41, (0, 1, 2)), rank("data", 1)) == (1,)  # who works has still to call it
+    assert stands(called(loss), called(replace(norm, usual=False))) == (1,)
+    assert stands(called(replace(loss, usual=False)), called(norm)) == (0,)
+    assert stands(called(replace(loss, usual=False)), called(norm, step=41)) == (1,)
+    other = judge({0: called(Call("barrier", usual=False)), 1: called(loss)}, TIMEOUT, whole=False)
+    assert other is not None and other.stands == (0,)  # whatever other machines do
+    assert other.left_out is not None and other.left_out.kind == "all_reduce"
+    assert not stands(called(loss), called(replace(loss, usual=False)))
+    assert not stands(called(loss), called(norm, ranks=(1, 2)))  # another group, of the same name
+    verdict = judge(dict(enumerate([called(loss), called(replace(norm, usual=False))])), TIMEOUT, True)
+    assert verdict is not None and sentence(verdict, MeshShape(tp=2)) == (
+        "rank 1 (tp=1) has left out all_reduce 812 of tp, and waits in `take` (pipeline/run.py:84); rank 0 waits for "
+        "it in all_reduce 812 of tp"
+    )
 
 
 def test_limits_come_from_all_ranks_and_end_with_the_timeout() -> None:

@@ -35,6 +35,7 @@ def tensors(out: Path) -> dict[str, bytes]:
 # -- torchrun
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.slow
 def test_torchrun_starts_a_run_again_and_it_ends_as_if_nothing_had_happened(pool: Pool, tmp_path: Path) -> None:
     recipe, out = write_recipe(tmp_path), tmp_path / "run"

@@ -116,15 +116,8 @@ def weights(out: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*.safetensors"))}
 
 
-TURN = int(os.environ.get("MEGACORE_ROTATION", "0")) % 2
-"""One of the two live runs a session; ``-m grid`` is the other."""
-
-
-def in_turn(turn: int) -> pytest.MarkDecorator:
-    return pytest.mark.slow if turn == TURN else pytest.mark.grid
-
-
-@in_turn(0)
+@pytest.mark.slow
+@pytest.mark.in_turn(2, 0)
 def test_ranks_that_are_killed_on_any_node_are_replaced_there(
     nodes: Callable[..., Nodes], pool: Pool, tmp_path: Path
 ) -> None:
@@ -180,7 +173,8 @@ def test_who_waits_in_the_store_of_an_agent_is_freed_by_the_end_of_its_generatio
     assert store.num_keys() >= 0  # it serves the next generation
 
 
-@in_turn(1)
+@pytest.mark.slow
+@pytest.mark.in_turn(2, 1)
 def test_nodes_that_come_die_and_leave_cost_no_step(nodes: Callable[..., Nodes], tmp_path: Path) -> None:
     """The run is ended by a signal to the agent that leads, with a checkpoint: all nodes end with it."""
     run = nodes("1:3", "train.steps=100000", "schedule.name=constant")

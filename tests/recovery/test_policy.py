@@ -129,6 +129,9 @@ def test_a_node_that_is_gone_is_done_without_while_there_are_means() -> None:
 
 def test_one_machine_alone_is_not_left_out_for_its_ranks_die() -> None:
     assert actions([killed(n, node=0) for n in range(3)], Budgets(in_place=False)) == ["restart"] * 3
+    hung, flipped = Event("hung", 1, 0, 9), Event("corrupted", None, 0, 13)
+    assert actions([hung, flipped, hung, flipped], Budgets()) == ["replace", "restart", "replace", "end"]
+    assert actions([hung, flipped], Budgets(nodes=2)) == ["replace", "evict"]
 
 
 def test_a_bad_step_is_repeated_and_then_either_its_data_or_the_hardware_is_at_fault() -> None:

@@ -126,6 +126,7 @@ def assert_said(found: Said, wanted: Said, tolerance: float) -> None:
 # -- what the merged model says
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.quick
 @pytest.mark.parametrize("family", LORAS)
 def test_adapters_beside_their_base_are_the_merged_model(family: str, tmp_path: Path, not_durable: None) -> None:

@@ -1,0 +1,92 @@
+"""The throughput of a run between two records, and the share of the device's peak that it is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from megacore.config import Config
+from megacore.run.metrics import Record
+from models.config import ModelConfig, flops_per_token
+from parallel.mesh import Mesh
+
+
+class Meter:
+    """Throughput between two records, evaluation left out.
+
+    Args:
+        config: The config of the run.
+        model: That of its model.
+        mesh: The live mesh.
+        peak_tflops: The peak of the device, for the utilisation; None if unknown.
+        step: The last step that was done before.
+    """
+
+    def __init__(self, config: Config, model: ModelConfig, mesh: Mesh, peak_tflops: float | None, step: int) -> None:
+        self._tokens_per_step = config.batch.global_size * config.data.sequence_length
+        self._flops = flops_per_token(model, config.data.sequence_length, config.tuning)
+        self._world, self._device = mesh.shape.world, mesh.device
+        self._is_told = config.log.peak_tflops is not None
+        self.peak_tflops = peak_tflops
+        self.last_step, self.seconds = step, 0.0
+        self._recorded: tuple[float, int] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from here on, beside the seconds that there are since the last record."""
+        self._since = time.perf_counter() - self.seconds
+
+    def advance(self) -> None:
+        """Count from the last record on: all that follows its step is done."""
+        if self._recorded is not None:
+            (self._since, self.last_step), self._recorded = self._recorded, None
+
+    def end(self) -> None:
+        """Count no more."""
+        self.seconds = time.perf_counter() - self._since
+
+    def record(self, step: int, tell: Callable[[str], object]) -> Record:
+        """Return what is recorded of the throughput up to a step, which the device has done; ``tell`` what is wrong
+        with the peak."""
+        now = time.perf_counter()
+        steps, seconds = step - self.last_step, now - self._since
+        self._recorded = now, step
+        speed = steps * self._tokens_per_step / seconds
+        tflops = speed * self._flops / self._world / 1e12
+        if self.peak_tflops is not None and tflops > self.peak_tflops:
+            tell(self._exceeded(tflops, self.peak_tflops, step))
+            self.peak_tflops = None  # it was none
+        return {
+            "seconds_per_step": seconds / steps,
+            "tokens_per_second": speed,
+            "tflops_per_device": tflops,
+            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
+        }
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time that passes inside uncounted."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the steps before it are
+        before = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - before
+        self._since += seconds
+        if self._recorded is not None:
+            self._recorded = self._recorded[0] + seconds, self._recorded[1]
+
+    def _exceeded(self, tflops: float, peak: float, step: int) -> str:
+        of = (
+            "log.peak_tflops"
+            if self._is_told
+            else "measured at the start, while the machine was busy"
+            if self._device.type == "cpu"
+            else "of the table of devices"
+        )
+        return (
+            f"step {step}: {tflops:.3g} TFLOP/s on each device are above its peak of {peak:.3g} ({of}): mfu is "
+            "null from here on, and was too high before; log.peak_tflops sets the peak"
+        )
