@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -103,7 +102,7 @@ class FakeModel:
     @contextmanager
     def _without_numbers(self) -> Iterator[None]:
         """Hide what is run here from all other modes of torch."""
-        with _disable_current_modes(), _NoCompiler.standing_in(), self._fakes or _fused():
+        with _disable_current_modes(), self._fakes or _fused():
             yield
 
     @property
@@ -688,39 +687,6 @@ def _counts(imbalance: float) -> Iterator[None]:
         yield
     finally:
         grouped.host_counts = own
-
-
-# -- torch's compiler
-
-
-class _NoCompiler(ModuleType):
-    """All that torch asks of its compiler where nothing is compiled: to leave its own Python alone. It imports more
-    than a second's worth of modules for that."""
-
-    config = SimpleNamespace(error_on_nested_fx_trace=True)
-
-    def __init__(self) -> None:
-        super().__init__("torch._dynamo")
-        self.marked = list[Any]()
-
-    def disable(self, function: Any, *arguments: object, **options: object) -> Any:
-        self.marked.append(function)  # torch keeps the answer at the function
-        return function
-
-    @classmethod
-    @contextmanager
-    def standing_in(cls) -> Iterator[None]:
-        """Stand in for the compiler where nobody has imported it yet."""
-        if "torch._dynamo" in sys.modules:
-            yield
-            return
-        sys.modules["torch._dynamo"] = compiler = cls()
-        try:
-            yield
-        finally:
-            del sys.modules["torch._dynamo"]
-            for function in compiler.marked:
-                vars(function).pop("__dynamo_disable", None)
 
 
 # -- kernels of GPUs
