@@ -73,7 +73,9 @@ def buffers(schema: Schema) -> Iterator[str]:
 def frozen(schema: Schema, only: Sequence[str] | None, freeze: Sequence[str]) -> frozenset[str]:
     """Return the tensors that are not trained: buffers, those of ``freeze``, and those that are not of ``only`` (None:
     all are)."""
-    still = {*buffers(schema)}
+    still = frozenset(buffers(schema))
+    if only is None and not freeze:
+        return still
     return frozenset(
         name
         for name, names in tensors(schema)

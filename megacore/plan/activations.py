@@ -161,6 +161,16 @@ class ActivationMemory:
         """The number of blocks of each kind that each stage has."""
         return tuple(Counter(chain(*self.chunks[stage :: self.stages])) for stage in range(self.stages))
 
+    @cached_property
+    def unlike(self) -> tuple[int, ...]:
+        """The first of the stages that are alike, of each such group: which have the same blocks and the same end of
+        the model, and so the same parameters, messages and times."""
+        ends = {0, self.stages - 1}
+        groups = dict[object, int]()
+        for stage in range(self.stages):
+            groups.setdefault((self.chunks[stage :: self.stages], stage if stage in ends else None), stage)
+        return tuple(groups.values())
+
     def layers_of(self, stage: int) -> Mapping[int, LayerCost]:
         """Return {the last layer of each kind that a stage has: its block}."""
         starts = accumulate(self.layers, initial=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 from megacore.data.batches import Batches
 from megacore.data.indexed import IndexedDataset
 from megacore.data.samples import parts
-from megacore.plan.memory import by_stage
+from megacore.plan.memory import peaks
 from megacore.plan.setting import Setting
 from megacore.plan.state import Shares
 from megacore.plan.step_time import Cluster, estimate
@@ -76,7 +76,7 @@ class PackedMicrobatch:
             work.busiest,
             work.imbalance,
             int(work.taken.sum(1).max()),
-            max(each.peak for each in by_stage(setting, shares)),
+            max(peaks(setting, shares)),
             estimate(setting, shares, cluster).total,
         )
 

@@ -317,6 +317,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._packing, self.windows = packing, set[int | None]()
         self.sizes: dict[int, int] = {}
+        self._alive: dict[int, weakref.KeyedRef[int, Any]] = {}
         self.live = self.peak = self.started = 0
         self._known = known
         self._products, self.messages = Counter[MatMul](), Counter[Collective]()
@@ -329,27 +330,26 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if op._schema.name in _EXCHANGES:
+        name, body, multiplies = _operator(op)
+        if name in _EXCHANGES:
             with self:
                 return self._exchange(op, args, kwargs)
-        if body := OPDEFS.get(op._schema.name):
+        if body is not None:
             self._inside = True
             with self:  # operators of our own: what they are made of
-                out = body._init_fn(*args, **kwargs)
+                out = body(*args, **kwargs)
             self._inside = False
             return out
         out = _called(op, args, kwargs)
-        before = self.started
-        for product, count in _products(op, args, kwargs):
-            self._products[replace(product, attention=True) if self._inside else product] += count
-            self.started += 1
-        if self._inside and before == self.started and not op.is_view and "empty" not in op._schema.name:
-            moved = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, Tensor)]
+        if multiplies:
+            for product, count in _products(op, args, kwargs):
+                self._products[replace(product, attention=True) if self._inside else product] += count
+                self.started += 1
+        elif self._inside and not op.is_view and "empty" not in name:
+            moved = _tensors((args, *kwargs.values(), out))
             self._passes += sum(leaf.nbytes for leaf in moved if leaf.is_meta)  # blocks of a CPU stay in its cache
-        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self._add(leaf)
-        self.peak = max(self.peak, self.live)
+        for leaf in (out,) if isinstance(out, Tensor) else _tensors(out):
+            self._add(leaf)
         return out
 
     def work(self) -> OpCounts:
@@ -382,17 +382,39 @@ class _Watch(TorchDispatchMode):
         return {name: sum(self.sizes.get(key, 0) for key in keys) for name, keys in storages.items()}
 
     def _add(self, tensor: Tensor) -> None:
-        key = _key(tensor)
-        if tensor.dim() and key not in self.sizes and key not in self._known:
-            storage = tensor.untyped_storage()
-            self.sizes[key] = storage.nbytes()
-            self.live += self.sizes[key]
-            weakref.finalize(storage, self._drop, key)
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self.sizes and key not in self._known and tensor.dim():
+            self.sizes[key] = size = storage.nbytes()
+            self._alive[key] = weakref.KeyedRef(storage, self._drop, key)
+            self.live += size
+            self.peak = max(self.peak, self.live)
 
-    def _drop(self, key: int) -> None:
-        self.live -= self.sizes.pop(key)
+    def _drop(self, gone: weakref.KeyedRef[int, Any]) -> None:
+        del self._alive[gone.key]
+        self.live -= self.sizes.pop(gone.key)
 
 
+@cache
+def _operator(op: Any) -> tuple[str, Callable[..., Any] | None, bool]:
+    """Return the name of an operator, what it is made of if it is one of ours, and whether it multiplies."""
+    name = op._schema.name
+    plain = name.removeprefix("aten::").rstrip("_")
+    body = OPDEFS.get(name)
+    multiplies = plain in {*_FIRST, "_grouped_mm"} or "scaled_dot_product" in plain or "flash_attention" in plain
+    return name, body and body._init_fn, multiplies
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors that a value is or holds; torch's own way is slower than the operators themselves."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+
+
+_META = torch.device("meta")
 _Like = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 _returned: dict[object, tuple[type, tuple[_Like | None, ...]] | int] = {}
 """{operator, arguments: the type, shapes, strides and dtypes that it returns, or the argument that it returns}."""
@@ -413,7 +435,7 @@ def _called(op: Any, args: Any, kwargs: Any) -> Any:
         return given[known]
     if known is not None:
         kind, likes = known
-        made = [like and torch.empty_strided(*like[:2], dtype=like[2], device="meta") for like in likes]
+        made = [like and torch.empty_strided(like[0], like[1], dtype=like[2], device=_META) for like in likes]
         return made[0] if kind is Tensor else kind(made)
     out = op(*args, **kwargs)
     if op._schema.is_mutable:
@@ -455,7 +477,7 @@ _FIRST = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
 
 def _products(op: Any, args: Any, kwargs: Any) -> Iterable[tuple[MatMul, int]]:
     """Yield the products of one operator of torch."""
-    name = op._schema.name.removeprefix("aten::").rstrip("_")
+    name = _operator(op)[0].removeprefix("aten::").rstrip("_")
     if name in _FIRST:
         a, b = args[_FIRST[name] : _FIRST[name] + 2]
         yield MatMul(a.shape[-2], b.shape[-1], a.shape[-1], math.prod(a.shape[:-2]), _name(a)), 1
@@ -636,7 +658,7 @@ class _Sent:
 
     def __init__(self, group: _SilentGroup, kind: str, arguments: object) -> None:
         self._seen, self._group, self._kind, self._held = group.mesh.seen, group, kind, arguments
-        self._size = max(leaf.nbytes for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor))
+        self._size = max(leaf.nbytes for leaf in _tensors(arguments))
         self._at = self._seen.started
 
     def wait(self, *timeout: object) -> bool:

@@ -87,7 +87,7 @@ def loads(setting: Setting, shares: Shares) -> tuple[Load, ...]:
     mean = setting.tokens * layout.mesh.ep * routing.top_k // ranks
     found = []
     for times in sorted({1.0, min(setting.imbalance, float(ranks)), float(ranks)}):
-        peak = max(each.peak for each in by_stage(replace(setting, imbalance=times), shares))
+        peak = max(peaks(replace(setting, imbalance=times), shares))
         found.append(Load(times, round(mean * times), peak))
     return tuple(found)
 
@@ -118,14 +118,15 @@ def _covers(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
 
 def memory(setting: Setting, shares: Shares) -> tuple[Memory, ...]:
     """Return the memory of every stage, whose ranks hold ``shares``."""
-    return tuple(by_stage(setting, shares))
-
-
-def by_stage(setting: Setting, shares: Shares) -> Iterator[Memory]:
-    """Yield what :func:`memory` returns, one stage after the other: who looks for one too many may stop there."""
     act = ActivationMemory.of(setting)
-    for stage, own in enumerate(shares.stages):
-        yield _stage(setting, act, stage, own)
+    return tuple(_stage(setting, act, stage, own) for stage, own in enumerate(shares.stages))
+
+
+def peaks(setting: Setting, shares: Shares) -> Iterator[int]:
+    """Yield the bytes at the peaks of the stages, one after the other. Of those that are alike it is that of the first:
+    before each of its backwards it has run as many forwards of each chunk as the others, or more."""
+    act = ActivationMemory.of(setting)
+    return (_stage(setting, act, stage, shares.stages[stage]).peak for stage in act.unlike)
 
 
 @dataclass(frozen=True)

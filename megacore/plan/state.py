@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from megacore.plan.setting import SHARDS, Setting, Widths
 from parallel.choices import ZeroShard
@@ -72,12 +72,24 @@ class Shares:
         )
         blocks = [part for part in first if "layer" in part.param.named_axes]
         ends = {stage: [part for part in own if part not in blocks] for stage, own in ((pp - 1, last), (0, first))}
-        stages = []
+        some = [frozenset(part.param.layers) for part in blocks if part.param.layers is not None]
+        if frozen:
+            numbers = range(layout.schema.sizes["layer"])
+            some += [frozenset(n for n in numbers if part.param.name.format(layer=n) in frozen) for part in blocks]
+        stages, known = [], dict[object, tuple[ParameterShare, ...]]()
         for stage in range(pp):
             layers = [layer for chunk in range(layout.chunks) for layer in layout.chunk_layers(stage, chunk)]
-            own = (part.of(layers, frozen) for part in (*ends.get(stage, ()), *blocks))
-            stages.append(tuple(part for part in own if part.tensors))
+            key = (stage if stage in ends else None, len(layers), *(len(each.intersection(layers)) for each in some))
+            if key not in known:
+                own = (part.of(layers, frozen) for part in (*ends.get(stage, ()), *blocks))
+                known[key] = tuple(part for part in own if part.tensors)
+            stages.append(known[key])
         return cls(tuple(stages))
+
+    @cached_property
+    def unlike(self) -> tuple[tuple[ParameterShare, ...], ...]:
+        """The shares of the stages, those of several that are alike once."""
+        return tuple({id(own): own for own in self.stages}.values())
 
 
 def _parts(layout: Layout, place: Coordinates) -> tuple[ParameterShare, ...]:

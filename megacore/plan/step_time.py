@@ -273,9 +273,9 @@ def estimate(setting: Setting, shares: Shares, cluster: Cluster, simulated: bool
     layout, m = setting.layout, setting.microbatches
     mesh, pp, chunks = layout.mesh, layout.mesh.pp, layout.chunks
     act = ActivationMemory.of(setting)
-    sent = [traffic(setting, shares, stage) for stage in range(pp)]
-    rows = [_stage_times(setting, act, cluster, stage, sent[stage]) for stage in range(pp)]
-    slowest = max(rows, key=lambda row: row.forward + row.backward)
+    sent = {stage: traffic(setting, shares, stage) for stage in act.unlike}
+    rows = {stage: _stage_times(setting, act, cluster, stage, messages) for stage, messages in sent.items()}
+    slowest = max(rows.values(), key=lambda row: row.forward + row.backward)
     hop = cluster.seconds(mesh, [Traffic(SEND, "pp", "", pp, 1, setting.activation, True)]) if pp > 1 else 0.0
     busy = m * (slowest.forward + slowest.backward)
     if pp == 1:
@@ -285,11 +285,11 @@ def estimate(setting: Setting, shares: Shares, cluster: Cluster, simulated: bool
         idle = simulate(row, slowest.forward / chunks, slowest.backward / chunks, hop).total - busy
     else:
         idle = busy * (pp - 1) / (chunks * m) + 2 * (pp - 1) * hop
-    data = max(_data(setting, cluster, sent[stage], rows[stage]) for stage in range(pp))
-    moved = max(sum(b.kept * number for b, number in act.blocks[stage].items()) for stage in range(pp))
+    data = max(_data(setting, cluster, sent[stage], rows[stage]) for stage in act.unlike)
+    moved = max(sum(b.kept * number for b, number in act.blocks[stage].items()) for stage in act.unlike)
     away = 2 * m * moved if setting.offload_activations else 0
     if setting.offload_parameters:  # a slice comes with each gathering: for the forward and for the backward
-        away += 2 * m * max(state(own, setting).parameters for own in shares.stages)
+        away += 2 * m * max(state(shares.stages[stage], setting).parameters for stage in act.unlike)
     away_s = away / cluster.device.host
     offload = max(away_s - busy, (1 - cluster.overlap) * away_s)
     per_token = flops_per_token(setting.model, setting.sequence_length, setting.tuning)
@@ -302,7 +302,7 @@ def estimate(setting: Setting, shares: Shares, cluster: Cluster, simulated: bool
         idle,
         data,
         offload,
-        max(_optimizer(setting, cluster, own) for own in shares.stages),
+        max(_optimizer(setting, cluster, shares.stages[stage]) for stage in act.unlike),
         setting.global_tokens,
         per_token * setting.global_tokens / mesh.world / 1e12,
     )

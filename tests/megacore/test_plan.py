@@ -19,7 +19,7 @@ from megacore.devices import DEVICES
 from megacore.plan.activations import ActivationMemory
 from megacore.plan.costs import ALL_TO_ALL
 from megacore.plan.fit import MARGIN, fit
-from megacore.plan.memory import TERMS, crowds, loads, memory
+from megacore.plan.memory import TERMS, crowds, loads, memory, peaks
 from megacore.plan.of_config import setting_of
 from megacore.plan.published import PUBLISHED
 from megacore.plan.setting import ADAM_16, SHARDS, Setting, Widths
@@ -570,6 +570,19 @@ def test_the_formula_of_the_search_is_the_simulators(pp: int, chunks: int) -> No
     shares = Shares.of(made)
     precise, quick = (estimate(made, shares, H100, simulated=each).total for each in (True, False))
     assert quick == pytest.approx(precise, rel=0.02)
+
+
+@pytest.mark.parametrize(("chunks", "microbatches"), [(1, 3), (1, 16), (2, 12)])
+def test_of_stages_that_are_alike_the_first_is_fullest(chunks: int, microbatches: int) -> None:
+    """The search looks at one of them alone."""
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    made = setting({"preset": "llama-2-7b"}, MeshShape(pp=8), chunks, microbatches, schedule=schedule)
+    shares = Shares.of(made)
+    found = [each.peak for each in memory(made, shares)]
+    looked = dict(zip(ActivationMemory.of(made).unlike, peaks(made, shares), strict=True))
+    assert len(looked) < 8 and len(shares.unlike) < 8
+    assert all(found[stage] == peak for stage, peak in looked.items()) and max(found) == max(looked.values())
+    assert found[1:-1] == sorted(found[1:-1], reverse=True)
 
 
 # -- the search, and the command
