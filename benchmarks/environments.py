@@ -33,6 +33,7 @@ ENVIRONMENTS: Mapping[str, Environment] = {
     "trl": Environment(
         ("transformers==5.23.0", "accelerate==1.15.0", "datasets==5.2.0", "peft==0.21.2", "trl==1.16.0")
     ),
+    "torchft": Environment(("torchft-nightly==2026.10.26", "transformers==5.23.0", "numpy")),
     "deepspeed": Environment(("deepspeed==0.19.8", "transformers==5.23.0"), ("setuptools", "wheel")),
 }
 CONSTRAINTS = ("torch==2.13.0",)
@@ -47,9 +48,11 @@ def find(given: Mapping[str, Path]) -> dict[str, Path]:
     return {"ours": here, "hf": here} | {name: python for name, python in made.items() if python.exists()} | dict(given)
 
 
-def set_up() -> None:
-    """Make every environment that is not there yet, with torch at the tested version."""
+def set_up(*names: str) -> None:
+    """Make every environment of these, or of all, that is not there yet, with torch at the tested version."""
     for name, environment in ENVIRONMENTS.items():
+        if names and name not in names:
+            continue
         folder = FOLDER / name
         if (folder / "bin" / "python").exists():
             continue

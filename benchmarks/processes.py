@@ -38,7 +38,7 @@ def run(command: Sequence[str], folder: Path) -> Usage:
 
     def watch() -> None:
         while not done.wait(INTERVAL_S):
-            peak[0] = max(peak[0], sum(map(_memory, _family(process.pid))))
+            peak[0] = max(peak[0], sum(map(_memory, family(process.pid))))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -56,13 +56,13 @@ def run(command: Sequence[str], folder: Path) -> Usage:
     return Usage(seconds, usage.ru_utime, usage.ru_stime, peak[0])
 
 
-def _family(process: int) -> Iterator[int]:
+def family(process: int) -> Iterator[int]:
     """A process and all that it has started."""
     yield process
     try:
         for thread in os.listdir(_PROC / str(process) / "task"):
             for child in (_PROC / str(process) / "task" / thread / "children").read_text().split():
-                yield from _family(int(child))
+                yield from family(int(child))
     except OSError:  # it has ended
         return
 

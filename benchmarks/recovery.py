@@ -1,343 +1,637 @@
-"""What the end of a rank costs a run: replaced in place, started again from a checkpoint, and by torchrun.
+"""What faults cost a run: Megacore in place, Megacore started again, torchrun with distributed checkpoints, torchft.
 
-    python benchmarks/recovery.py [--faults 20] [--ranks 2] [--steps 400] [--json results.json] [section.key=value ...]
-    python benchmarks/recovery.py --protection [--rounds 8] [--json results.json] [section.key=value ...]
+    python benchmarks/recovery.py --setup
+    python benchmarks/recovery.py [--rounds 2] [--steps 600] [--ways NAME ...] [--folder FOLDER] [--most RUNS]
 
-Each way trains the same small model on the same data, its ranks are killed (SIGKILL) one after the other at the same
-steps, and the ways take turns. Prints, for each way, the seconds from a kill to the next record of a step that was not
-done before (median and worst), the steps that were done twice, the seconds of the whole run, and whether the last
-checkpoint is that of a run that nothing befell, byte for byte.
+All ways train the same model from the same weights on the same samples in the same order, on two nodes of one rank
+each, which are launchers on this machine; a supervisor starts again at once what ends before the run does. In each
+round every way meets the same faults (SIGKILL) at the same steps, once all nodes are there: a rank ends, or a node with
+all of its processes, or node 0, the lead, which hosts the store of Megacore's and torchrun's rendezvous. torchft's
+lighthouse is no node, and lives. Before its first round each way has a run that nothing befalls.
 
-With ``--protection``: what all of it costs where nothing befalls a run. The quickstart's model trains on two ranks with
-beats, the hang watch, a process in reserve, replicas compared and copies in peers' memory, and by torchrun without all
-of them. Both runs are there at once; in each round one stands still (SIGSTOP) while the other does its steps, and then
-the other way round.
+Prints, for each way, the seconds from a kill to the next step that anybody has finished, and until all nodes go on
+beyond where they were; the steps done twice, and the samples in no update; the goodput: samples that count, at the pace
+where all nodes are there, over the time; and the distance of the last weights from those of the undisturbed run. Beside
+ours it prints what ``megacore plan --goodput`` expects, with the faults and the costs that were met.
+
+With ``--folder`` finished runs stay there: called again, it does those that lack, ``--most`` at a time.
 """
 
 from __future__ import annotations
 
 import argparse
-import filecmp
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import yaml
+from safetensors.numpy import load_file
 
+from benchmarks import environments
+from benchmarks.interleaved import free_port
+from benchmarks.processes import family
+from megacore.config import Config
+from megacore.data.corpora import Corpora
 from megacore.data.indexed import IndexedWriter
-from megacore.run.launch import VARIABLES
+from megacore.recipe import load
+from megacore.recovery.phases import read
 
 ROOT = Path(__file__).resolve().parent.parent
-VOCABULARY, LENGTH = 512, 64
+NODES, BATCH, LENGTH, VOCABULARY, EVERY = 2, 16, 64, 512, 20
+MODEL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": LENGTH,
+}
+OPTIONS: Mapping[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "decay": 0.1, "clip": 1.0}
 RECIPE = {
-    "model": {
-        "family": "llama",
-        "vocab_size": VOCABULARY,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": LENGTH,
-    },
-    "data": {"sequence_length": LENGTH},
-    "batch": {"global_size": 16, "micro_size": 4},
-    "optimizer": {"lr": 1e-3},
-    "train": {"precision": "fp32", "device": "cpu"},
+    "model": {"family": "llama", **MODEL},
+    "batch": {"global_size": BATCH, "micro_size": BATCH // NODES},
+    "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.1, "clip": 1.0},
+    "schedule": {"name": "constant"},
+    "train": {"precision": "fp32", "device": "cpu", "timeout": 1.0},
     "evaluate": {"every": 0},
-    "checkpoint": {"every": 20, "at_end": True},
+    "checkpoint": {"every": EVERY},
     "recovery": {"max_restarts": 1000, "max_recoveries": 1000},
     "log": {"peak_tflops": 1.0},
 }
-LIMIT_S = 900.0
-PROTECTIONS: Mapping[str, Sequence[str]] = {
-    "replicas compared": ("mesh.tp=1", "mesh.pp=1", "mesh.dp=2"),
-    "peers' copies": ("mesh.tp=1", "mesh.pp=1", "mesh.dp=2", "zero.shard=optimizer"),
-}
-"""{what is on beside beats and the hang watch: the layout that has it}."""
-SLICE = 8
-"""Steps that a run does before the other one's turn; the first two, across the stop, are not counted."""
-ON, OFF = ("recovery.compare_every=20",), ("recovery.compare_every=0", "recovery.in_place=false")
+KINDS = ("rank", "rank", "rank", "node", "lead")
+FIRST = 20
+"""The step from which the time counts: before it groups are made and nodes come together."""
+LIMIT_S, POLL_S = 90.0, 0.01
+INITIAL, TOKENS, FINAL, COST = "initial", "tokens.npy", "final.safetensors", "cost.json"
+"""The first two and the last weights have these names in `recovery_worker.py` too."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """What one run has cost.
+class Strike:
+    """A fault: of a rank, of a node, or of the node that leads, once a step is done."""
 
-    Args:
-        seconds: From each kill to the next record of a new step.
-        again: Steps that were done twice.
-        whole_s: The seconds of the run.
-        same: Whether its last checkpoint is that of the undisturbed run; None for that run.
-        status: The exit status.
-    """
+    kind: str
+    step: int
+    node: int
 
-    seconds: Sequence[float]
+
+def strikes(seed: int, steps: int) -> list[Strike]:
+    """Return the faults of a round, evenly apart but for chance."""
+    draw = random.Random(seed)
+    kinds, gap = draw.sample(KINDS, len(KINDS)), steps // (len(KINDS) + 1)
+    nodes = {"rank": range(NODES), "node": range(1, NODES), "lead": range(1)}
+    return [
+        Strike(kind, gap * at + draw.randrange(gap // 5), draw.choice(nodes[kind])) for at, kind in enumerate(kinds, 1)
+    ]
+
+
+@dataclass(frozen=True)
+class FinishedStep:
+    """A step that somebody has finished at a time, and the samples [first, end) of their part."""
+
+    step: int
+    time: float
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Got:
+    """What became of a fault: the seconds from it to the next step that was finished, and until all nodes went on
+    beyond where they were; and the steps done twice."""
+
+    strike: Strike
+    pause_s: float
+    back_s: float
     again: int
-    whole_s: float
-    same: bool | None
-    status: int
 
 
-def command(way: str, ranks: int, given: Sequence[str]) -> list[str]:
-    if way == "torchrun":
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        return [*torchrun, "--max-restarts", "1000", "-m", "megacore.run.train", *given]
-    return [sys.executable, "-m", "tools.main", "train", *given, f"recovery.in_place={str(way != 'restart').lower()}"]
-
-
-def last_step(metrics: Path) -> int:
-    if not metrics.exists():
-        return 0
-    lines = metrics.read_bytes().splitlines()
-    for line in reversed(lines):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError):  # just being written
-            continue
-    return 0
-
-
-def descendants(parent: int) -> list[int]:
-    """Return the processes below another one."""
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, open_ones = list[int](), [parent]
-    while open_ones:
-        new = children.get(open_ones.pop(), [])
-        open_ones += new
-        found += new
-    return sorted(found)
-
-
-def victim(parent: int, rank: int) -> int | None:
-    """Return the process of a rank among the descendants of another one.
-
-    In the folder of a launcher ``rank-N`` names the file that the rank maps; under torchrun the environment tells.
-    """
-    for process in descendants(parent):
-        try:
-            mapped = Path(f"/proc/{process}/maps").read_text()
-            environment = dict(
-                each.partition("=")[::2] for each in Path(f"/proc/{process}/environ").read_text().split("\0")
-            )
-        except OSError:
-            continue
-        beat = re.search(r"/\S*/beat-\d+$", mapped, re.MULTILINE)
-        if beat is not None and os.path.realpath(Path(beat[0]).with_name(f"rank-{rank}")) == beat[0]:
-            return process
-        if "MEGACORE_BEAT" not in environment and environment.get("RANK") == str(rank):
-            return process
-    return None
-
-
-@dataclass
-class Paused:
-    """A run that stands still but for its turns.
+@dataclass(frozen=True)
+class RunCost:
+    """What the faults of a run have cost.
 
     Args:
-        way: The way it is started.
-        out: Its folder.
-        given: The recipe and its overrides.
+        faults: What became of each.
+        lost: Samples that are in no update.
+        whole_s: Seconds from the step `FIRST` to the last one.
+        pace_s: Seconds of a step where all nodes are there: from each return to the next fault.
+        steps: The number of steps.
     """
 
-    way: str
-    out: Path
-    given: Sequence[str]
+    faults: Sequence[Got]
+    lost: int
+    whole_s: float
+    pace_s: float
+    steps: int
 
-    def __post_init__(self) -> None:
-        own = {"NPROC_PER_NODE": "2", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self.log = (self.out.parent / f"{self.out.name}.log").open("w")
-        given = [*self.given, f"out={self.out}"]
-        self.process = subprocess.Popen(
-            command(self.way, 2, given), env=os.environ | VARIABLES | own, cwd=ROOT, stdout=self.log, stderr=self.log
-        )
-        self.turn(0)
+    @classmethod
+    def of(cls, done: Sequence[FinishedStep], killed: Sequence[tuple[Strike, float, float]], steps: int) -> RunCost:
+        """Return the costs of a run.
 
-    def turn(self, steps: int) -> list[float]:
-        """Let it do so many steps and two more -> the seconds of those."""
-        self._signal(signal.SIGCONT)
-        first = last_step(self.out / "metrics.jsonl") + 2
-        deadline = time.monotonic() + LIMIT_S
-        while last_step(self.out / "metrics.jsonl") < first + steps:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"{self.way}: it does not train\n{Path(self.log.name).read_text()[-2000:]}")
-            time.sleep(0.01)
-        self._signal(signal.SIGSTOP)
-        lines = map(json.loads, (self.out / "metrics.jsonl").read_text().splitlines())
-        return [line["seconds_per_step"] for line in lines if first < line["step"] <= first + steps]
+        Args:
+            done: All steps that were finished, those done twice among them.
+            killed: Each fault with its time, and that at which all nodes had gone on.
+            steps: The number of steps of the run.
+        """
+        done = sorted(done, key=lambda each: each.time)
+        got = list[Got]()
+        for number, (strike, at, back) in enumerate(killed):
+            until = killed[number + 1][1] if number + 1 < len(killed) else float("inf")
+            before = {each.step for each in done if each.time <= at}
+            after = [each for each in done if at < each.time <= until]
+            again = len({each.step for each in after} & before)
+            got.append(Got(strike, after[0].time - at, back - at, again))
+        counts = np.zeros(steps * BATCH, bool)
+        for each in done:
+            counts[each.first : each.end] = True
+        began = min(each.time for each in done if each.step == FIRST)
+        taken, seconds = 0, 0.0
+        begins, ends = [began, *(back for *_, back in killed)], [*(at for _, at, _ in killed), float("inf")]
+        for begin, end in zip(begins, ends, strict=True):
+            times = {each.step: each.time for each in reversed(done) if begin <= each.time <= end}
+            taken += max(len(times) - 1, 0)
+            seconds += max(times.values(), default=0.0) - min(times.values(), default=0.0)
+        return cls(got, int((~counts).sum()), done[-1].time - began, seconds / taken, steps)
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time that went into samples that count, at the pace where all nodes are there."""
+        return (self.steps - FIRST - self.lost / BATCH) * self.pace_s / self.whole_s
+
+
+class Lines:
+    """The lines of JSON that are added to a file, which may also be written anew."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._at, self._inode = path, 0, 0
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return
+        if found.st_ino != self._inode or found.st_size < self._at:
+            self._at, self._inode = 0, found.st_ino
+        if found.st_size == self._at:
+            return
+        with self.path.open("rb") as file:
+            file.seek(self._at)
+            whole, end, _ = file.read().rpartition(b"\n")
+        self._at += len(whole + end)
+        yield from map(json.loads, whole.splitlines())
+
+
+class FaultyRun(ABC):
+    """A run under a supervisor.
+
+    Args:
+        folder: The folder of the run; the first weights and the samples are beside it.
+        pythons: The interpreters of all environments.
+        steps: The number of steps.
+    """
+
+    launchers = NODES
+
+    def __init__(self, folder: Path, pythons: Mapping[str, Path], steps: int) -> None:
+        folder.mkdir()
+        self.folder, self.pythons, self.steps = folder, pythons, steps
+        self.out, self.shared, self.port = folder / "out", folder.parent, free_port()
+        self.out.mkdir()
+        self.done = set[FinishedStep]()
+        self.most = 0
+        self.processes = dict[int, subprocess.Popen[bytes]]()
+        self.homes, self.starts = dict[int, Path](), [0] * NODES
+        self.newest = dict[Path, FinishedStep]()
+        self._files = dict[Path, Lines]()
+
+    @abstractmethod
+    def command(self, node: int) -> list[str]: ...
+
+    def environment(self, node: int) -> dict[str, str]:
+        return {"NODE": str(node)}
+
+    @abstractmethod
+    def files(self) -> Iterator[Path]:
+        """Yield the files that steps are recorded in."""
+
+    def finished(self, line: Mapping[str, Any]) -> FinishedStep | None:
+        """Return the step that a line records, if it does."""
+        return FinishedStep(**line)
+
+    @abstractmethod
+    def rank(self, node: int) -> int:
+        """Return the process of the rank of a node."""
+
+    @abstractmethod
+    def step(self, node: int) -> int:
+        """Return the step that the rank of a node has come to."""
+
+    @abstractmethod
+    def weights(self) -> Path:
+        """Return the file of the last weights, by Hugging Face's names."""
+
+    def start(self, node: int) -> None:
+        home = self.homes[node] = self.folder / f"start-{node}-{self.starts[node]}"
+        home.mkdir()
+        own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(home), "RESTART_COUNT": str(self.starts[node])}
+        self.starts[node] += 1
+        with (home / "log").open("w") as log:
+            self.processes[node] = subprocess.Popen(
+                self.command(node), cwd=ROOT, env=os.environ | own | self.environment(node), stdout=log, stderr=log
+            )
+
+    def look(self) -> None:
+        """Take note of the steps that were finished, and start again who has ended before all were."""
+        for path in self.files():
+            for line in self._files.setdefault(path, Lines(path)).new():
+                if each := self.finished(line):
+                    self.done.add(each)
+                    self.newest[path] = each
+                    self.most = max(self.most, each.step)
+        for node, process in self.processes.items():
+            if process.poll() and self.most < self.steps:
+                self.start(node)
+
+    def until(self, what: str, true: Callable[[], bool]) -> None:
+        since, most = time.monotonic(), self.most
+        self.look()
+        while not true():
+            if self.most > most:
+                since, most = time.monotonic(), self.most
+            if time.monotonic() > since + LIMIT_S or max(self.starts) > 20:
+                logs = "\n".join((home / "log").read_text()[-1500:] for home in self.homes.values())
+                raise RuntimeError(f"{what} did not come after step {self.most}\n{logs}")
+            time.sleep(POLL_S)
+            self.look()
+
+    def kill(self, strike: Strike) -> None:
+        if strike.kind == "rank":
+            os.kill(self.rank(strike.node), signal.SIGKILL)
+            return
+        for process in list(family(self.processes[min(strike.node, self.launchers - 1)].pid)):
+            os.kill(process, signal.SIGKILL)
+
+    def whole(self, beyond: int) -> bool:
+        """Return whether all nodes have gone on beyond a step."""
+        return self.most > beyond + 2 and all(self.step(node) >= self.most - 1 for node in range(NODES))
+
+    def finished_by_all(self, step: int) -> bool:
+        """Return whether all nodes have finished the newest step, which is at least this one: none is still at it."""
+        return self.most >= step and all(self.step(node) >= self.most for node in range(NODES))
+
+    def play(self, faults: Sequence[Strike]) -> RunCost:
+        killed = list[tuple[Strike, float, float]]()
+        try:
+            for node in range(self.launchers):
+                self.start(node)
+            self.until("all nodes", partial(self.whole, 0))
+            for strike in faults:
+                self.until(f"step {strike.step}", partial(self.finished_by_all, strike.step))
+                reached = self.most
+                if reached > self.steps - FIRST:
+                    raise RuntimeError(f"step {reached} of {self.steps} is too late for {strike}: give more --steps")
+                self.kill(strike)
+                at = time.time()
+                # A node may also come back too late for the last step.
+                self.until(f"all nodes after {strike}", lambda to=reached: self.whole(to) or self.most == self.steps)  # type: ignore[misc]
+                killed.append((strike, at, time.time()))
+            self.until("the last step", lambda: self.most >= self.steps)
+            self.until("the last weights", lambda: self.weights().exists())
+            self.until("the end", lambda: self.processes[0].poll() is not None)
+            return RunCost.of(list(self.done), killed, self.steps)
+        finally:
+            self.end()
 
     def end(self) -> None:
-        self._signal(signal.SIGKILL)
-        self.process.wait()
-        self.log.close()
-
-    def _signal(self, number: int) -> None:
-        for process in (self.process.pid, *descendants(self.process.pid)):
-            try:
-                os.kill(process, number)
-            except ProcessLookupError:
-                continue
+        for process in self.processes.values():
+            for each in list(family(process.pid)) if process.poll() is None else ():
+                os.kill(each, signal.SIGKILL)
+            process.wait()
 
 
-def protect(folder: Path, rounds: int, overrides: Sequence[str]) -> dict[str, dict[str, list[float]]]:
-    """Return {what is on: {"on" or "off": the seconds of steps}}."""
-    recipe = yaml.safe_load((ROOT / "launch" / "recipes" / "quickstart.yaml").read_text())
-    write_corpus(folder / "corpus", recipe["model"]["vocab_size"], 2000)
-    recipe["data"]["train"] = str(folder / "corpus")
-    path = folder / "quickstart.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    common = ["train.steps=100000", "evaluate.every=0", "checkpoint.at_end=false", "log.peak_tflops=1", *overrides]
-    found: dict[str, dict[str, list[float]]] = {}
-    for number, (name, layout) in enumerate(PROTECTIONS.items()):
-        ways = {"on": ("in place", ON), "off": ("torchrun", OFF)}
-        runs = dict[str, Paused]()
+class InPlace(FaultyRun):
+    """Megacore, a launcher for each node."""
+
+    overrides = ("recovery.in_place=true",)
+
+    def command(self, node: int) -> list[str]:
+        given = [f"out={self.out}", f"train.steps={self.steps}", f"checkpoint.export={self.out / 'exported'}"]
+        recipe = str(self.shared / "recipe.yaml")
+        return [str(self.pythons["ours"]), "-m", "tools.main", "train", recipe, *given, *self.overrides]
+
+    def environment(self, node: int) -> dict[str, str]:
+        nodes = {"NNODES": f"1:{NODES}", "NODE_RANK": str(node), "NPROC_PER_NODE": "1"}
+        return nodes | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
+
+    def files(self) -> Iterator[Path]:
+        yield self.out / "metrics.jsonl"
+
+    def finished(self, line: Mapping[str, Any]) -> FinishedStep | None:
+        if "loss" not in line:
+            return None
+        return FinishedStep(line["step"], line["time"], (line["step"] - 1) * BATCH, line["step"] * BATCH)
+
+    def beat(self, node: int) -> Path:
+        """Return the link to the beat of the rank of a node."""
+        return self._newest(self.homes[node].rglob("rank-*"))
+
+    def _newest(self, beats: Iterator[Path]) -> Path:
+        return max(beats, key=lambda path: path.lstat().st_ctime, default=self.folder / "none")
+
+    def rank(self, node: int) -> int:
+        beat = os.path.realpath(self.beat(node))
+        for process in family(self.processes[min(node, self.launchers - 1)].pid):
+            if re.search(rf"{re.escape(beat)}$", Path(f"/proc/{process}/maps").read_text(), re.MULTILINE):
+                return process
+        raise RuntimeError(f"node {node} has no rank")
+
+    def step(self, node: int) -> int:
         try:
-            for way, (started, recovery) in ways.items():
-                given = [str(path), *common, *layout, *recovery]
-                runs[way] = Paused(started, folder / f"{way}-{number}", given)
-            seconds = found[name] = {way: [] for way in ways}
-            for turn in range(rounds):
-                for way in (*ways,) if turn % 2 else (*reversed(ways),):
-                    seconds[way] += runs[way].turn(SLICE)
-        finally:
-            for run in runs.values():
-                run.end()
-        print(f"{name}: {cost(seconds)}", flush=True)
-    return found
+            beat = read(self.beat(node))
+        except OSError:
+            return 0
+        return 0 if beat is None else beat.step
+
+    def weights(self) -> Path:
+        return self.out / "exported" / "model.safetensors"
 
 
-def cost(seconds: Mapping[str, Sequence[float]]) -> str:
-    on, off = seconds["on"], seconds["off"]
-    medians, means = ([how(each) for each in (on, off)] for how in (statistics.median, statistics.fmean))
-    return (
-        f"a step of {medians[0]:.4f} s on, {medians[1]:.4f} s off: {medians[0] / medians[1] - 1:+.2%} (medians of "
-        f"{len(on)} and {len(off)} steps; means {means[0] / means[1] - 1:+.2%})"
-    )
+class Restart(InPlace):
+    """Megacore, one launcher for all ranks, which start again from the newest checkpoint."""
+
+    overrides, launchers = ("recovery.in_place=false",), 1
+
+    def environment(self, node: int) -> dict[str, str]:
+        return {"NPROC_PER_NODE": str(NODES)}
+
+    def beat(self, node: int) -> Path:
+        return self._newest(self.homes[0].rglob(f"beat-{node}"))
 
 
-def train(
-    way: str, recipe: Path, out: Path, ranks: int, overrides: Sequence[str], kills: Sequence[tuple[int, int]]
-) -> Found:
-    """Train under a schedule of (step, rank to kill once it is done)."""
-    environment = os.environ | {"NPROC_PER_NODE": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    began, seconds, again = time.monotonic(), list[float](), 0
-    with (out.parent / f"{out.name}.log").open("w") as log:
-        run = subprocess.Popen(
-            command(way, ranks, [str(recipe), f"out={out}", *overrides]),
-            env=environment,
-            cwd=ROOT,
-            stdout=log,
-            stderr=log,
-        )
+class ByTorchrun(FaultyRun):
+    """torchrun around `recovery_worker.py`, an agent for each node.
+
+    Signs of life come every second instead of every five, and who is lost is dropped after three. There is room for
+    one node more: were there none, the others would go on with one that is lost before it is dropped, and wait for it
+    for a minute. For more nodes they wait for five seconds instead of thirty: until a lost one is back.
+    """
+
+    def task(self) -> str:
+        model = {"model": MODEL, "shared": str(self.shared), "out": str(self.out)}
+        return json.dumps({**model, **OPTIONS, "steps": self.steps, "batch": BATCH, "every": EVERY, "nodes": NODES})
+
+    def worker(self, way: str) -> list[str]:
+        return [str(ROOT / "benchmarks" / "recovery_worker.py"), way, self.task()]
+
+    def command(self, node: int) -> list[str]:
+        torchrun = [str(self.pythons["torchft"]), "-m", "torch.distributed.run", "--nnodes", f"1:{NODES + 1}"]
+        torchrun += ["--nproc-per-node", "1", "--max-restarts", "1000", "--rdzv-backend", "c10d", "--rdzv-id", "run"]
+        rendezvous = f"keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=5,is_host={node == 0}"
+        torchrun += ["--rdzv-conf", rendezvous]
+        return [*torchrun, "--rdzv-endpoint", f"127.0.0.1:{self.port}", *self.worker("torchrun")]
+
+    def files(self) -> Iterator[Path]:
+        return self.out.glob("steps-*.jsonl")
+
+    def rank(self, node: int) -> int:
+        times = {path: each.time for path, each in self.newest.items() if path.name.startswith(f"steps-{node}-")}
+        return int(max(times, key=times.__getitem__).stem.rpartition("-")[2])
+
+    def step(self, node: int) -> int:
+        mine = [each for path, each in self.newest.items() if path.name.startswith(f"steps-{node}-")]
+        return max(mine, key=lambda each: each.time).step if mine else 0
+
+    def weights(self) -> Path:
+        return self.out / FINAL
+
+
+class ByTorchft(ByTorchrun):
+    """torchft: a replica for each node, and a lighthouse.
+
+    A replica is dead after a second without a sign of life, instead of five, and others wait as long for it to join.
+    """
+
+    lighthouse = ("--min_replicas", "1", "--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "1000")
+
+    def play(self, faults: Sequence[Strike]) -> RunCost:
+        binary = self.pythons["torchft"].with_name("torchft_lighthouse")
+        with (self.folder / "lighthouse").open("w") as log:
+            bound = ["--bind", f"127.0.0.1:{self.port}"]
+            process = subprocess.Popen([binary, *bound, *self.lighthouse], stdout=log, stderr=log)
         try:
-            for step, rank in kills:
-                while (done := last_step(out / "metrics.jsonl")) < step and run.poll() is None:
-                    time.sleep(0.002)
-                if run.poll() is not None or (process := victim(run.pid, rank)) is None:
-                    break
-                os.kill(process, signal.SIGKILL)
-                killed, least = time.monotonic(), done
-                done = last_step(out / "metrics.jsonl")
-                while (now := last_step(out / "metrics.jsonl")) <= done and run.poll() is None:
-                    least = min(least, now)
-                    time.sleep(0.002)
-                seconds.append(time.monotonic() - killed)
-                again += max(0, done - least)
-            status = run.wait(LIMIT_S)
+            return super().play(faults)
         finally:
-            run.kill()
-            run.wait()
-    return Found(seconds, again, time.monotonic() - began, None, status)
+            process.kill()
+            process.wait()
+
+    def command(self, node: int) -> list[str]:
+        return [str(self.pythons["torchft"]), *self.worker("torchft")]
+
+    def environment(self, node: int) -> dict[str, str]:
+        return super().environment(node) | {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self.port}"}
 
 
-def same(one: Path, other: Path) -> bool:
-    """Return whether two runs have the same last checkpoint."""
-    files = sorted(path.relative_to(one) for path in one.glob("checkpoints/*/**/*.safetensors"))
-    newest = max(path.parts[1] for path in files)
-    return all(filecmp.cmp(one / path, other / path, False) for path in files if path.parts[1] == newest)
+WAYS: Mapping[str, type[FaultyRun]] = {
+    "in place": InPlace,
+    "restart": Restart,
+    "torchrun": ByTorchrun,
+    "torchft": ByTorchft,
+}
 
 
-def write_corpus(prefix: Path, vocabulary: int, documents: int = 400) -> None:
+def write_corpus(prefix: Path, vocabulary: int, documents: int = 2000) -> None:
     rng = np.random.default_rng(1)
     with IndexedWriter(prefix, vocabulary) as writer:
         for _ in range(documents):
             writer.write(np.cumsum(rng.integers(1, 4, 200)) % vocabulary)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--faults", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--rounds", type=int, help="turns that the faults are shared out over (2), or of each run (8)")
-    parser.add_argument("--protection", action="store_true", help="measure what protection costs a step")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("overrides", nargs="*")
-    given = parser.parse_args()
-    draw = random.Random(1)
-    found: dict[str, list[Found]] = {}
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        if given.protection:
-            seconds = protect(folder, given.rounds or 8, given.overrides)
-            if given.json is not None:
-                given.json.write_text(json.dumps(seconds, indent=1))
-            return
-        rounds = given.rounds or 2
-        write_corpus(folder / "corpus", VOCABULARY)
-        recipe = folder / "recipe.yaml"
-        data = {"train": str(folder / "corpus"), **RECIPE["data"]}  # type: ignore[dict-item]
-        recipe.write_text(yaml.safe_dump(RECIPE | {"data": data}))
-        overrides = [f"train.steps={given.steps}", *given.overrides]
-        train("in place", recipe, folder / "undisturbed", given.ranks, overrides, [])
-        each = given.faults // rounds
-        for number in range(rounds):
-            at = sorted(draw.sample(range(25, given.steps - 25), each))
-            kills = [(step, draw.randrange(given.ranks)) for step in at]
-            for way in ("in place", "restart", "torchrun"):
-                out = folder / f"{way.replace(' ', '-')}-{number}"
-                run = train(way, recipe, out, given.ranks, overrides, kills)
-                ended = run.status == 0
-                run = Found(
-                    run.seconds, run.again, run.whole_s, ended and same(folder / "undisturbed", out), run.status
-                )
-                found.setdefault(way, []).append(run)
-                print(f"round {number + 1}, {way}: {_told([run])}", flush=True)
-    print()
-    for way, runs in found.items():
-        print(f"{way:<10} {_told(runs)}")
-    if given.json is not None:
-        given.json.write_text(json.dumps({way: [asdict(run) for run in runs] for way, runs in found.items()}, indent=1))
+def prepare(folder: Path, python: Path, steps: int) -> None:
+    """Make what all runs share: the recipe and the corpus, its samples in their order, and the first weights."""
+    if (folder / INITIAL).exists():
+        return
+    write_corpus(folder / "corpus", VOCABULARY)
+    data = {"train": str(folder / "corpus"), "sequence_length": LENGTH}
+    init = RECIPE["checkpoint"] | {"init": str(folder / INITIAL)}  # type: ignore[operator]
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"data": data, "checkpoint": init}))
+    np.save(folder / TOKENS, samples(load(folder / "recipe.yaml"), steps * BATCH))
+    run = ByTorchrun(folder / "first", {}, steps)
+    subprocess.run([str(python), *run.worker("initial")], cwd=ROOT, check=True)
+    shutil.rmtree(run.folder)
 
 
-def _told(runs: Sequence[Found]) -> str:
-    seconds = [each for run in runs for each in run.seconds] or [float("nan")]
+def samples(config: Config, count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Return the first samples of a run: [count, length + 1]."""
+    source = Corpora.open(config).train
+    return np.stack([source.sample(number).tokens for number in range(count)]).astype(np.int32)
+
+
+def distance(weights: Path, from_: Path) -> float:
+    """Return the distance of weights from others, over the norm of those."""
+    one, other = load_file(weights), load_file(from_)
+    if one.keys() != other.keys():
+        raise ValueError(f"{weights} and {from_} hold different tensors: {sorted(one.keys() ^ other.keys())}")
+    wide = [(one[name].astype(np.float64), other[name].astype(np.float64)) for name in one]
+    return float(np.sqrt(sum(((a - b) ** 2).sum() for a, b in wide) / sum((b**2).sum() for _, b in wide)))
+
+
+def run_one(folder: Path, way: str, pythons: Mapping[str, Path], steps: int, faults: Sequence[Strike]) -> None:
+    """Do a run, and keep its costs, its weights and its incidents."""
+    shutil.rmtree(folder, ignore_errors=True)
+    run = WAYS[way](folder, pythons, steps)
+    cost = run.play(faults)
+    shutil.copy(run.weights(), folder / FINAL)
+    for path in (run.out / "incidents.jsonl",):
+        if path.exists():
+            shutil.copy(path, folder)
+    shutil.rmtree(run.out)
+    (folder / COST).write_text(json.dumps(asdict(cost), indent=1))
+
+
+def cost_in(folder: Path) -> RunCost:
+    tree = json.loads((folder / COST).read_text())
+    return RunCost(**tree | {"faults": [Got(**each | {"strike": Strike(**each["strike"])}) for each in tree["faults"]]})
+
+
+@dataclass(frozen=True)
+class WayCosts:
+    """The runs of a way that are there.
+
+    Args:
+        way: The way.
+        runs: {folder: the costs} of those that faults befell.
+        distances: Of the last weights of each from those of the undisturbed run.
+    """
+
+    way: str
+    runs: Mapping[Path, RunCost]
+    distances: Sequence[float]
+
+    @classmethod
+    def of(cls, way: str, folder: Path) -> WayCosts | None:
+        straight = folder / run_name(way, 0)
+        found = sorted(path.parent for path in folder.glob(f"{run_name(way, '*')}/{COST}") if path.parent != straight)
+        if not found or not (straight / COST).exists():
+            return None
+        away = [distance(path / FINAL, straight / FINAL) for path in found]
+        return cls(way, {path: cost_in(path) for path in found}, away)
+
+    def faults(self, *kinds: str) -> list[Got]:
+        return [got for run in self.runs.values() for got in run.faults if got.strike.kind in (kinds or KINDS)]
+
+    @property
+    def goodput(self) -> float:
+        """The goodput of all runs together."""
+        whole_s = [cost.whole_s for cost in self.runs.values()]
+        return sum(cost.goodput * cost.whole_s for cost in self.runs.values()) / sum(whole_s)
+
+    def row(self) -> tuple[str, ...]:
+        got = self.faults()
+        kinds = (_seconds([each.pause_s for each in self.faults(kind)]) for kind in dict.fromkeys(KINDS))
+        return (
+            self.way,
+            str(len(got)),
+            _seconds([each.pause_s for each in got]),
+            *kinds,
+            _seconds([each.back_s for each in got]),
+            str(sum(each.again for each in got)),
+            str(sum(cost.lost for cost in self.runs.values())),
+            f"{self.goodput:.1%}",
+            f"{max(self.distances):.1e}",
+        )
+
+
+HEADS = ("way", "faults", "pause", "rank", "node", "lead", "all on", "twice", "lost", "goodput", "away")
+
+
+def _seconds(given: Sequence[float]) -> str:
+    return f"{statistics.median(given):.2f} / {max(given):.2f}" if given else "-"
+
+
+def table(ways: Sequence[WayCosts]) -> str:
+    """Return a table in Markdown; of seconds it has the median and the worst."""
+    rows = [HEADS, ("---",) + ("---:",) * (len(HEADS) - 1), *(way.row() for way in ways)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def planned(folder: Path, ours: WayCosts) -> str:
+    """Return the goodput that `megacore plan` expects of ours, beside the measured one, where nodes and the lead were
+    lost: with their rate, the seconds that a node was away, and the costs of recovery and restart that were met."""
+    got, lost, lead = ours.faults(), ours.faults("node", "lead"), ours.faults("lead")
+    if not lead:
+        return ""
+    node_s = sum(cost.whole_s for cost in ours.runs.values()) * NODES / len(got)
+    options = {
+        "--mtbf": node_s / 86400,
+        "--hardware": len(lost) / len(got),
+        "--away": statistics.median(each.back_s for each in lost),
+        "--cost": f"restart={statistics.median(each.pause_s for each in lead)}",
+    }
+    given = [text for name, value in options.items() for text in (name, str(value))]
+    given += ["--incidents", str(next(iter(ours.runs))), "--gpu", "cpu", "--gpus-per-node", "1", "--world", str(NODES)]
+    plan = [sys.executable, "-m", "tools.main", "plan", str(folder / "recipe.yaml"), "--goodput", "--json", *given]
+    tree = json.loads(subprocess.run(plan, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
+    (level,) = [each for each in tree["levels"] if each["level"] == "in place, from replicas"]
     return (
-        f"{len(seconds)} faults, {statistics.median(seconds):.2f} s / {max(seconds):.2f} s (median / worst), "
-        f"{sum(run.again for run in runs)} steps done twice, {sum(run.whole_s for run in runs):.0f} s in all, "
-        f"{'the undisturbed weights' if all(run.same for run in runs) else 'OTHER WEIGHTS'}, "
-        f"status {'/'.join(str(run.status) for run in runs)}"
+        f"megacore plan --goodput {' '.join(given[:8])} ...: {level['goodput']:.1%} expected, {level['simulated']:.1%} "
+        f"simulated; measured {ours.goodput:.1%}, {100 * (level['goodput'] - ours.goodput):+.1f} points"
     )
+
+
+def run_name(way: str, number: int | str) -> str:
+    return f"{way.replace(' ', '-')}-{number}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--setup", action="store_true", help="make the environment of the peers and stop")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS])
+    parser.add_argument("--folder", type=Path, help="where runs are kept, and looked for")
+    parser.add_argument("--most", type=int, help="runs to do now")
+    given = parser.parse_args()
+    if given.setup:
+        environments.set_up("torchft")
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    pythons = environments.find({})
+    ways = [way for way in given.ways if issubclass(WAYS[way], InPlace) or "torchft" in pythons]
+    for way in set(given.ways) - set(ways):
+        print(f"skipped: {way}: no environment torchft (--setup makes it)")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        prepare(folder, pythons.get("torchft", pythons["hf"]), given.steps)
+        runs = [(way, number) for number in range(given.rounds + 1) for way in ways]
+        lacking = [(way, number) for way, number in runs if not (folder / run_name(way, number) / COST).exists()]
+        for way, number in lacking[: given.most]:
+            faults = strikes(number, given.steps) if number else []
+            run_one(folder / run_name(way, number), way, pythons, given.steps, faults)
+            print(f"round {number}, {way}: {cost_in(folder / run_name(way, number))}", flush=True)
+        found = [costs for way in ways if (costs := WayCosts.of(way, folder))]
+        print(f"\n{table(found)}\n")
+        for costs in found:
+            if costs.way == "in place":
+                print(planned(folder, costs))
 
 
 if __name__ == "__main__":

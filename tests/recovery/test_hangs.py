@@ -86,7 +86,7 @@ def test_a_beat_is_read_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_beat_within_a_step_makes_four_calls_and_opens_no_file() -> None:
     """Two clocks, a maximum and itself; only before the data is it asked what others took of this core. Where no agent
-    is, it is no file and costs the same. What it takes in a step is told by benchmarks/recovery.py."""
+    is, it is no file and costs the same. What it takes in a step is told by benchmarks/protection.py."""
     called = list[str]()
 
     def profile(frame: FrameType, event: str, value: object) -> None:
