@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from io import BufferedWriter
@@ -48,6 +48,46 @@ def read(out: Path) -> list[Incident]:
         except ValidationError:  # an addition to a line that was cut
             continue
     return incidents
+
+
+class IncidentWriter:
+    """One process's part of the incidents of a run. What the disk does not take is told and waits: a run does not end
+    for it.
+
+    Args:
+        out: The folder of the run.
+        tell: Says why the disk does not take it, once for each reason in a row.
+    """
+
+    def __init__(self, out: Path, tell: Callable[[str], None]) -> None:
+        self._out, self._tell = out, tell
+        self._waiting = list[Callable[[], Incident | None]]()
+        self._told = ""
+
+    def write(self, event: Event, decision: Decision, life: str = "") -> Incident:
+        """Add an incident to those of the run -> it, without a number where it waits."""
+        self._waiting.append(lambda: write(self._out, event, decision, life))
+        return self.catch_up() or Incident(event, decision, life)
+
+    def went_on(self, after: int, at: float) -> None:
+        """Add to the incidents that nothing is known of yet that the run goes on after a step, and has done another."""
+        self._waiting.append(lambda: went_on(self._out, after, at))
+        self.catch_up()
+
+    def catch_up(self) -> Incident | None:
+        """Write what waits, in its order -> the incident that was the last of it, None where some still waits."""
+        last = None
+        try:
+            while self._waiting:
+                last = self._waiting[0]()
+                del self._waiting[0]
+        except StoreError as error:
+            if str(error) != self._told:
+                self._told = str(error)
+                self._tell(self._told)
+            return None
+        self._told = ""
+        return last
 
 
 def write(out: Path, event: Event, decision: Decision, life: str = "", seen_after: float | None = None) -> Incident:

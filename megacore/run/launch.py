@@ -29,6 +29,7 @@ from megacore.recipe import ConfigError, changed, load, processes, recipes
 from megacore.recovery import drain, incidents
 from megacore.recovery.channel import OVERRIDES
 from megacore.recovery.events import Event
+from megacore.recovery.incidents import IncidentWriter
 from megacore.recovery.members import Members
 from megacore.recovery.news import Came, Gone, MembersError
 from megacore.recovery.policy import ANNOUNCED, Budgets, Decision, Incident, decide
@@ -266,6 +267,7 @@ class _Launches:
 
     def _ends(self, members: Members | None, status_on: Callable[[int], int]) -> int:
         """Tell the other nodes the status that each ends with, if this one leads them -> its own."""
+        self.answers.incidents.catch_up()
         if members is not None and members.leads:
             for node in self.nodes:
                 members.say(node, "end", status=status_on(node))
@@ -292,6 +294,7 @@ class _Answers:
         self.hosts = dict[int, str]()
         """{node: the name of its host} of those that have come, where there are several."""
         self._life = uuid.uuid4().hex[:8]
+        self.incidents = IncidentWriter(self._out, err)
         self._history = list[Incident]()
         if config.checkpoint.resume is not None:
             try:
@@ -310,10 +313,7 @@ class _Answers:
 
     def went_on(self, step: int) -> None:
         """Add to the incidents of the run that it goes on after a step."""
-        try:
-            incidents.went_on(self._out, step, time.time())
-        except StoreError as error:  # what they cost is not known then: no reason to end
-            err(error)
+        self.incidents.went_on(step, time.time())
 
     def to(self, fault: Event, in_place: bool = False) -> Decision:
         """Decide about a fault, tell it and write it down.
@@ -330,10 +330,7 @@ class _Answers:
         decision = decide(event, self._history, self._budgets(in_place, event.node))
         incident = Incident(event, decision, self._life)
         if self._node == 0:
-            try:
-                incident = incidents.write(self._out, event, decision, self._life)
-            except StoreError as error:
-                err(error)
+            incident = self.incidents.write(event, decision, self._life)
         self._history.append(incident)
         way_out = ""
         if decision.action == "end":

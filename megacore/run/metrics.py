@@ -19,13 +19,12 @@ from tqdm import tqdm
 
 from megacore import pictures
 from megacore.config import Config
-from megacore.recovery import incidents
 from megacore.recovery.events import Event
+from megacore.recovery.incidents import IncidentWriter
 from megacore.recovery.policy import Decision
 from megacore.say import err, harmless, say
 from megacore.store.files import append, open_file
 from megacore.store.publish import replace_file
-from megacore.store.strict_json import StoreError
 from megacore.store.tensors import os_errors
 
 METRICS, PICTURE = "metrics.jsonl", "loss.png"
@@ -194,6 +193,7 @@ class Log:
         for path, are in ((out / METRICS, _are_numbers), (out / EXPERTS, _are_loads)):
             if dropped := drop_after(path, after, are):
                 say(f"{path}: {dropped} lines were no records and are dropped.")
+        self._incidents = IncidentWriter(out, self.tell)
         self._loads: JsonLines | None = None
         self._written = dict[tuple[str, ...], int]()
         self._bar = ProgressBar(config.train.steps, after)
@@ -215,13 +215,11 @@ class Log:
             sink.write(step, record)
 
     def _go_on(self) -> None:
-        """Add to the incidents of the run, once, that it goes on."""
+        """Add to the incidents of the run, once, that it goes on, and what the disk has not taken before."""
         if not self._goes_on:
             self._goes_on = True
-            try:
-                incidents.went_on(self._out, self._after, time.time())
-            except StoreError as error:  # what they cost is not known then: no reason to end
-                self.tell(str(error))
+            self._incidents.went_on(self._after, time.time())
+        self._incidents.catch_up()
 
     def write_loads(self, step: int, layers: Sequence[int], counts: Sequence[Sequence[int]]) -> None:
         """Write how many tokens of a step each expert of these layers was sent: counts [layers, experts]."""
@@ -231,10 +229,7 @@ class Log:
 
     def report(self, event: Event, decision: Decision) -> None:
         """Add an event that the ranks have answered by themselves to the incidents of the run."""
-        try:
-            incidents.write(self._out, event, decision)
-        except StoreError as error:  # it is told all the same: no reason to end
-            self.tell(str(error))
+        self._incidents.write(event, decision)
         if decision.action != "tell" and event.step is not None:
             self._after, self._goes_on = event.step - 1, False
 
@@ -247,6 +242,7 @@ class Log:
 
     def __exit__(self, *_: object) -> None:
         with ExitStack() as stack:
+            stack.callback(self._incidents.catch_up)
             for sink in [*self._sinks, *([self._loads] if self._loads else [])]:
                 stack.callback(sink.close)
 

@@ -4,7 +4,7 @@ groups, with a correction that keeps them balanced."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any, ClassVar
 
@@ -32,7 +32,7 @@ class DeepseekV3Config(DeepseekConfig):
     norm_topk_prob: bool = True
     rope_interleave: bool = True
     # Layers behind the model that predict further tokens: their tensors are told, and left where they are.
-    num_nextn_predict_layers: int = 1
+    num_nextn_predict_layers: int = field(default=1, compare=False)
 
     @property
     def routing(self) -> Routing:
@@ -55,6 +55,10 @@ class DeepseekV3Config(DeepseekConfig):
     @property
     def left_out(self) -> tuple[str, ...]:
         return tuple(f"model.layers.{self.num_hidden_layers + i}." for i in range(self.num_nextn_predict_layers))
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        # What is written beside this has none of those layers: who looked for them there would find nothing.
+        return super().to_hugging_face() | {"num_nextn_predict_layers": 0}
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:

@@ -71,6 +71,7 @@ def test_layers_that_predict_further_tokens_are_told_and_left_out(tmp_path: Path
         f"{tmp_path}: only the model without layers that predict further tokens is read; 2 tensors of model.layers.3 "
         "are left out"
     )
+    assert folder.config.to_hugging_face()["num_nextn_predict_layers"] == 0  # of what is written, which has none
     save_file(tensors | {"model.layers.4.eh_proj.weight": torch.zeros(2)}, file, {"format": "pt"})
     with pytest.raises(StoreError, match=r"1 tensors are not of this model: model\.layers\.4\.eh_proj\.weight"):
         HuggingFace.open(tmp_path)

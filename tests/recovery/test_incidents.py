@@ -70,6 +70,24 @@ def test_two_writers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(incidents.read(tmp_path)) == 41
 
 
+def test_what_a_disk_does_not_take_is_told_once_and_written_later(tmp_path: Path) -> None:
+    told = list[str]()
+    writer = incidents.IncidentWriter(tmp_path, told.append)
+    (tmp_path / "incidents.jsonl").mkdir()
+    assert writer.write(Event("killed", 1, 0, 8, at=1.0), RESTART, "life").number == 0
+    writer.went_on(4, 2.5)
+    assert writer.write(Event("hung", 0, 0, 9, at=3.0), RESTART, "life").number == 0
+    assert len(told) == 1 and "incidents.jsonl" in told[0]
+    (tmp_path / "incidents.jsonl").rmdir()
+    writer.catch_up()
+    writer.catch_up()
+    killed, hung = incidents.read(tmp_path)
+    assert (killed.number, killed.event.kind, killed.life, killed.recovered) == (1, "killed", "life", 2.5)
+    assert (killed.steps_lost, killed.seconds_lost) == (3, 1.5)
+    assert (hung.number, hung.event.kind, hung.recovered) == (2, "hung", None)
+    assert writer.write(Event("raised", 0, 0, 9, at=4.0), RESTART, "life").number == 3 and len(told) == 1
+
+
 def test_a_cut_line_costs_itself_alone(tmp_path: Path) -> None:
     kept = incidents.write(tmp_path, Event("killed", at=1.0), RESTART, "life")
     incidents.write(tmp_path, Event("hung", at=2.0), RESTART, "life")
