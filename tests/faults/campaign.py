@@ -147,9 +147,10 @@ def play(
     """Run a layout under faults."""
     whole = None if name == "poisoned" else reference(name, cache)
     random_, began = random.Random(seed), time.monotonic()
-    run = LiveRun(folder, LAYOUTS[name], COMMON, RECIPE)
+    run, beyond = LiveRun(folder, LAYOUTS[name], COMMON, RECIPE), 0
     for fault in faults:
-        if run.reaches(fault.step, 100):
+        if run.reaches(max(fault.step, beyond), 100):
+            beyond = run.step + 1  # a run that goes back and ends at one step again and again is right to give up
             struck, run.incidents = len(run.strikes), max((number for number, *_ in told_of(run.out)), default=0)
             KINDS[fault.kind].strike(run, fault.rank % run.layout.world, random_)
             if len(run.strikes) == struck:

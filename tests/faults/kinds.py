@@ -170,6 +170,8 @@ def second_launch(run: LiveRun, rank: int, random_: random.Random) -> None:
     except subprocess.TimeoutExpired:
         second.kill()
         said = second.communicate()[0].decode()
+    if run.ends:  # it may have come too late: nobody holds the run any more
+        return
     run.struck("second launch", rank, at, spared=True)
     run.tell(f"the second launch: status {second.returncode}, {said.strip()[-300:]}")
 
