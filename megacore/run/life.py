@@ -208,7 +208,7 @@ class Life:
         trainer = recovered(self.setup, mesh, control, self.held, told, generation)
         if trainer.rewound:
             self._close_log()
-        self._open_log(trainer, control, trainer.followed)
+        self._open_log(trainer, control, trainer.followed, recovered=True)
         return trainer
 
     def _lock(self, mesh: Mesh, control: Control) -> None:
@@ -231,12 +231,16 @@ class Life:
             self.log.__exit__()
             self.log = None
 
-    def _open_log(self, trainer: Trainer, control: Control, after: int) -> None:
-        """Have rank 0 write what follows a step."""
+    def _open_log(self, trainer: Trainer, control: Control, after: int, recovered: bool = False) -> None:
+        """Have rank 0 write what follows a step. A run that has recovered may do steps again that a checkpoint has, on
+        the same samples."""
 
         def open_log() -> None:
             if trainer.mesh.rank == 0 and self.log is None:
-                self.log = self.folder.enter_context(metrics.Log(self.setup.config, after, self.began))
+                config = self.setup.config
+                folder = checkpoints.folder_of(config.out, config.checkpoint.folder)
+                saved = max(checkpoints.complete(folder), default=0) if recovered else 0
+                self.log = self.folder.enter_context(metrics.Log(config, after, self.began, saved))
 
         control.attempt(open_log)
         trainer.log = self.log

@@ -47,9 +47,16 @@ class JsonLines:
     """One line of JSON for each record, written at once. JSON has no NaN: a number that is not finite is null.
 
     A full disk does not end a run: the lines that it does not take are kept, and written as soon as it does.
+
+    Args:
+        path: The file.
+        tell: Says that the disk does not take them.
+        redone: The step after which the run goes on, where later ones are in the file already: they are not written
+            again.
     """
 
-    def __init__(self, path: Path, tell: Callable[[str], object] = err) -> None:
+    def __init__(self, path: Path, tell: Callable[[str], object] = err, redone: int | None = None) -> None:
+        self._there = set() if redone is None else {_kind(line) for line in read(path) if line["step"] > redone}
         with os_errors(path):
             self._file = append(path).detach()
         self._path, self._tell, self._kept, self._told = path, tell, b"", False
@@ -59,6 +66,8 @@ class JsonLines:
         self.add({"step": step, **plain})
 
     def add(self, line: Mapping[str, Any]) -> None:
+        if _kind(line) in self._there:
+            return
         self._kept += json.dumps(line, allow_nan=False).encode() + b"\n"
         if (why := self._flush()) and not self._told:
             self._tell(f"{self._path}: {why}: its lines are kept until they can be written; make room")
@@ -184,20 +193,22 @@ class Log:
         config: The config of the run.
         after: The step after which it goes on; lines of later ones are dropped.
         began: The time when the launch of the run began, in seconds since 1970; None for now.
+        saved: The step of a checkpoint that it has already, and would go on from if it ended now: where that is a later
+            one, the lines up to there stay, and are not written again.
     """
 
-    def __init__(self, config: Config, after: int = 0, began: float | None = None) -> None:
-        out = Path(config.out)
+    def __init__(self, config: Config, after: int = 0, began: float | None = None, saved: int = 0) -> None:
+        out, self._redone = Path(config.out), after if saved > after else None
         self._out, self._after, self._goes_on = out, after, False
         self._clock = WallClock.of(newest(out / METRICS, _HISTORY), after, time.time() if began is None else began)
         for path, are in ((out / METRICS, _are_numbers), (out / EXPERTS, _are_loads)):
-            if dropped := drop_after(path, after, are):
+            if dropped := drop_after(path, max(after, saved), are):
                 say(f"{path}: {dropped} lines were no records and are dropped.")
         self._incidents = IncidentWriter(out, self.tell)
         self._loads: JsonLines | None = None
         self._written = dict[tuple[str, ...], int]()
         self._bar = ProgressBar(config.train.steps, after)
-        self._sinks: list[Sink] = [JsonLines(out / METRICS, self.tell), self._bar]
+        self._sinks: list[Sink] = [JsonLines(out / METRICS, self.tell, self._redone), self._bar]
         if config.log.tensorboard:
             self._sinks.append(TensorBoard(out / "tensorboard", after))
         if config.log.wandb is not None:
@@ -224,7 +235,7 @@ class Log:
     def write_loads(self, step: int, layers: Sequence[int], counts: Sequence[Sequence[int]]) -> None:
         """Write how many tokens of a step each expert of these layers was sent: counts [layers, experts]."""
         if self._loads is None:
-            self._loads = JsonLines(self._out / EXPERTS, self.tell)
+            self._loads = JsonLines(self._out / EXPERTS, self.tell, self._redone)
         self._loads.add({"step": step, "layers": list(layers), "counts": [list(each) for each in counts]})
 
     def report(self, event: Event, decision: Decision) -> None:
@@ -247,9 +258,14 @@ class Log:
                 stack.callback(sink.close)
 
 
+def _kind(line: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
+    """Return what tells a line from others: its step, and of what it speaks."""
+    return line["step"], frozenset(line)
+
+
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl, or the lines of an experts.jsonl."""
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    """Return the records of a metrics.jsonl, or the lines of an experts.jsonl; none where there is no file."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
 
 
 def newest(path: Path, most: int = 1 << 16) -> list[dict[str, Any]]:

@@ -182,7 +182,7 @@ def _report(config: Config, last: int) -> str:
     if entropy is not None:
         lines.append(f"  unigram entropy  {entropy:.4f} (what knowing the tokens' frequencies alone would give)")
     paths = {"metrics": out / metrics.METRICS, "loss curve": out / metrics.PICTURE}
-    if (out / metrics.EXPERTS).exists() and (lines_of_experts := metrics.read(out / metrics.EXPERTS)):
+    if lines_of_experts := metrics.read(out / metrics.EXPERTS):
         metrics.draw_loads(lines_of_experts, out / metrics.PICTURE_OF_EXPERTS)
         paths["load of experts"] = out / metrics.PICTURE_OF_EXPERTS
     paths["resolved config"] = out / "config.yaml"

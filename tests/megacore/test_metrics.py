@@ -188,6 +188,36 @@ def test_a_log_that_needs_no_change_is_not_written_again(tmp_path: Path) -> None
     assert metrics.drop_after(path, 1) == 0 and [each["step"] for each in metrics.read(path)] == [1]
 
 
+def test_what_a_checkpoint_covers_stays_and_is_not_written_again(tmp_path: Path) -> None:
+    """A run that has gone back in memory, and would go on from a later checkpoint if it ended now."""
+    config = Config(out=str(tmp_path), train=TrainConfig(steps=9), log=LogConfig(every=1))
+    held_out, counts = {"validation_loss": 2.0, "validation_perplexity": 7.4}, [[1, 2]]
+
+    def steps(log: Log, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            log.write(step, TRAINED)
+            if step % 2 == 0:
+                log.write(step, held_out)
+            log.write_loads(step, [0], counts)
+
+    def there(name: str) -> list[tuple[int, bool]]:
+        return [(line["step"], "validation_loss" in line) for line in metrics.read(tmp_path / name)]
+
+    with Log(config) as log:
+        steps(log, 1, 6)
+    with Log(config, after=2, saved=4) as log:
+        assert [step for step, _ in there("metrics.jsonl")] == [1, 2, 2, 3, 4, 4]
+        steps(log, 3, 3)
+    with Log(config, after=4, saved=4) as log:  # it has gone on from the checkpoint
+        steps(log, 5, 7)
+    whole = [(step, held) for step in range(1, 8) for held in (False, True)[: 2 - step % 2]]
+    assert there("metrics.jsonl") == whole
+    assert [step for step, _ in there("experts.jsonl")] == list(range(1, 8))
+    with Log(config, after=2, saved=6) as log:  # or does it all again
+        steps(log, 3, 7)
+    assert there("metrics.jsonl") == whole and len(there("experts.jsonl")) == 7
+
+
 def test_without_tensorboard_there_is_none(tmp_path: Path) -> None:
     with Log(Config(out=str(tmp_path))) as log:
         log.write(1, TRAINED)
