@@ -65,11 +65,15 @@ def ordered(kind: str, spared: bool = False) -> Callable[[LiveRun, int, random.R
 
 def two_at_once(run: LiveRun, rank: int, random_: random.Random) -> None:
     ranks = run.ranks()
-    other = random_.choice([each for each in ranks if each != rank] or [rank])
-    for each, number in ((rank, signal.SIGKILL), (other, random_.choice((signal.SIGKILL, signal.SIGSTOP)))):
-        if each in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(ranks[each], number)
+    others = [each for each in ranks if each != rank]
+    if rank not in ranks or not others:
+        return
+    for each, number in (
+        (rank, signal.SIGKILL),
+        (random_.choice(others), random_.choice((signal.SIGKILL, signal.SIGSTOP))),
+    ):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(ranks[each], number)
     run.struck("two at once", rank)
 
 
