@@ -210,7 +210,7 @@ class Log:
         self._bar = ProgressBar(config.train.steps, after)
         self._sinks: list[Sink] = [JsonLines(out / METRICS, self.tell, self._redone), self._bar]
         if config.log.tensorboard:
-            self._sinks.append(TensorBoard(out / "tensorboard", after))
+            self._sinks.append(TensorBoard(out / "tensorboard", max(after, saved)))
         if config.log.wandb is not None:
             self._sinks.append(WeightsAndBiases(config.log.wandb, config))
 
