@@ -52,7 +52,7 @@ def begin(folder: Path, step: int, needed_bytes: int) -> Publication | Upload:
     """
     path = path_of(folder, step)
     if isinstance(path, ObjectPath):
-        return Upload(path.with_name(f"{path.name}-{uuid.uuid4().hex[:8]}"))
+        return Upload(path.with_name(f"{path.name}-{uuid.uuid4().hex[:8]}"), INDEX)
     # A link, or the rest of one: this run's own name for it.
     if path.is_symlink() or (path.is_dir() and not (path / INDEX).exists()):
         set_aside(path)

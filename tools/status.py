@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megacore import checkpoints, exits
+from megacore.config import Config
 from megacore.recipe import ConfigError, load
 from megacore.recovery import incidents
 from megacore.recovery.policy import Incident
@@ -57,7 +58,8 @@ class RunState:
         Raises:
             StoreError: there is no run, or one of its files cannot be read.
         """
-        path, saved = out / metrics.METRICS, checkpoints.complete(checkpoints.folder_of(out))
+        path, recipe = out / metrics.METRICS, _recipe(out)
+        saved = checkpoints.complete(checkpoints.folder_of(out, recipe.checkpoint.folder if recipe else None))
         befell = tuple(incidents.read(out))
         if not (path.exists() or saved or befell or (out / RECIPE).exists()):
             raise StoreError(f"{out} is not the folder of a run: it has neither {RECIPE} nor {path.name}")
@@ -66,9 +68,9 @@ class RunState:
         training, evaluation = (each[-1] if each else None for each in kinds)
         age = max(0.0, time.time() - path.stat().st_mtime) if records else None
         newest = saved[max(saved)] if saved else None
-        named = lock.read(out / lock.LOCK)
+        named, steps = lock.read(out / lock.LOCK), recipe.train.steps if recipe else None
         return cls(
-            out, lock.holder(out), str(named) if named else None, _steps(out), training, evaluation, newest, age, befell
+            out, lock.holder(out), str(named) if named else None, steps, training, evaluation, newest, age, befell
         )
 
     @property
@@ -105,9 +107,9 @@ class RunState:
         )
 
 
-def _steps(out: Path) -> int | None:
+def _recipe(out: Path) -> Config | None:
     try:
-        return load(out / RECIPE).train.steps
+        return load(out / RECIPE)
     except ConfigError:  # of another version, or being written
         return None
 

@@ -65,6 +65,11 @@ class HangWatch:
     """{phase: the most seconds in it until the last recovery}; empty where there was none."""
     _at: float = field(default_factory=time.monotonic, init=False)
 
+    @property
+    def step(self) -> int:
+        """The step that the ranks were at when they were last looked at; 0 where none was seen."""
+        return max((reading.step for reading, _ in self._stood.values()), default=0)
+
     def poll(self, folder: Path, beats: Mapping[int, Path], stacks: Callable[[], Mapping[int, str]]) -> Hang | None:
         """Look at the ranks -> who stands still, if somebody does; then a report is written.
 

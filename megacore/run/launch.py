@@ -227,6 +227,7 @@ class _Launches:
         slow = Stragglers(shape, told)
         name = platform.node() if node.nodes > 1 else ""
         hangs = HangWatch(Path(config.out), shape, 60 * config.train.timeout, name, slow=slow)
+        answers.step_now = lambda: hangs.step
 
         def on_world(variables: Mapping[str, str]) -> None:
             mesh = changed(config, json.loads(variables[OVERRIDES])).mesh
@@ -295,6 +296,10 @@ class _Answers:
         """{node: the name of its host} of those that have come, where there are several."""
         self._life = uuid.uuid4().hex[:8]
         self.incidents = IncidentWriter(self._out, err)
+        self.step_now: Callable[[], int] = lambda: 0
+        """Returns the step that ranks of this machine are at, as far as they have told."""
+        self._redone = range(0)
+        """The steps that are done again, of which there are records already."""
         self._history = list[Incident]()
         if config.checkpoint.resume is not None:
             try:
@@ -314,6 +319,10 @@ class _Answers:
     def went_on(self, step: int) -> None:
         """Add to the incidents of the run that it goes on after a step."""
         self.incidents.went_on(step, time.time())
+        try:
+            self._redone = range(step + 1, self._newest() + 1)
+        except StoreError as error:
+            err(error)
 
     def to(self, fault: Event, in_place: bool = False) -> Decision:
         """Decide about a fault, tell it and write it down.
@@ -342,7 +351,7 @@ class _Answers:
     def _budgets(self, in_place: bool, node: int | None) -> Budgets:
         """Return the means of the launch. What begins elsewhere cannot go on before it has a checkpoint of its own."""
         section = self._config.checkpoint
-        own = section.resume in (None, AUTO) or bool(checkpoints.complete(checkpoints.folder_of(self._out)))
+        own = section.resume in (None, AUTO) or bool(self._checkpoints())
         return Budgets(
             self._life,
             max_restarts=self._config.recovery.max_restarts,
@@ -353,25 +362,38 @@ class _Answers:
             least_nodes=len(self._nodes) if node == 0 else self._least,  # without the one that leads there is no run
         )
 
+    def _checkpoints(self) -> Mapping[int, Path]:
+        """Return {step: checkpoint} of the run."""
+        return checkpoints.complete(checkpoints.folder_of(self._out, self._config.checkpoint.folder))
+
     def _located(self, fault: Event, began: float) -> Event:
         """Return a fault with the step that was being done, as far as the files of the run tell."""
-        from megacore.run import metrics  # imports much
+        from megacore.run.metrics import METRICS  # imports much
 
-        path = self._out / metrics.METRICS
+        path = self._out / METRICS
         try:
             if not path.exists() or path.stat().st_mtime < began:  # no rank has come so far as to open it
                 return replace(fault, phase="start")
-            step = max((record["step"] for record in metrics.newest(path)), default=0) + 1
+            newest = self._newest()
+            step = newest + 1
+            if self._redone and newest == self._redone[-1]:
+                step = min(max(self.step_now(), self._redone[0]), step)
             return replace(fault, step=step, samples=self._samples(step))
         except (OSError, StoreError) as error:
             err(error)
             return fault
 
+    def _newest(self) -> int:
+        """Return the step of the newest record, 0 where there is none."""
+        from megacore.run import metrics  # imports much
+
+        return max((record["step"] for record in metrics.newest(self._out / metrics.METRICS)), default=0)
+
     def _samples(self, step: int) -> tuple[int, int] | None:
         """Return the samples [first, end) of a step."""
         from megacore.run.progress import Progress  # imports much
 
-        progress, steps = Progress(), checkpoints.complete(checkpoints.folder_of(self._out))
+        progress, steps = Progress(), self._checkpoints()
         if steps:
             path = steps[max(steps)] / TRAINER
             progress = Progress.read(read_json(path, path.parent), path)

@@ -74,6 +74,8 @@ class JsonLines:
         self._told = bool(why)
 
     def close(self) -> None:
+        if self._file.closed:  # as a run that has gone back leaves it
+            return
         if why := self._flush():
             self._tell(f"{self._path}: {why}: the last {len(self._kept):,} bytes are lost")
         self._file.close()

@@ -140,7 +140,7 @@ def _told_of(trainer: Trainer, copies: Copies) -> Told:
         state,
         {str(step): image.state for held in copies.images.values() for step, image in held.items()},
         trainer.followed,
-        abandoned or trainer.interrupt.save,
+        abandoned or trainer.interrupt.save or trainer.saver.failing_s is not None,
         (trainer.meter.last_step, trainer.meter.seconds),
         world=world,
     )

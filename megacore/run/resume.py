@@ -75,7 +75,8 @@ def again(recipe: str, overrides: Sequence[str]) -> list[str]:
         ConfigError: the recipe cannot be read.
     """
     config = load(recipe, overrides)
-    if config.checkpoint.resume is not None and not checkpoints.complete(checkpoints.folder_of(config.out)):
+    folder = checkpoints.folder_of(config.out, config.checkpoint.folder)
+    if config.checkpoint.resume is not None and not checkpoints.complete(folder):
         return list(overrides)
     return [*overrides, f"checkpoint.resume={AUTO}"]
 

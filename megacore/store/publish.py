@@ -94,11 +94,17 @@ class Publication:
 
 @dataclass(frozen=True)
 class Upload:
-    """A folder on its way into an object store, as :class:`Publication` is: it is one from its last object on."""
+    """A folder on its way into an object store, as :class:`Publication` is: it is one from its last object on.
+
+    Args:
+        folder: The folder.
+        last: The name of its last object.
+    """
 
     unseen: ClassVar[str] = "the store has lost it, or something else writes to this folder"
 
     folder: ObjectPath
+    last: str
 
     def finish(self) -> None:
         """Do nothing: whoever has written the last object has published it."""
@@ -107,9 +113,10 @@ class Upload:
         return self.folder.objects()
 
     def abandon(self) -> None:
-        """Remove what is there; what cannot be stays behind, for the next run."""
+        """Remove what is there, unless it is published; what cannot be stays behind, for the next run."""
         with suppress(StoreError):
-            self.folder.remove()
+            if not (self.folder / self.last).exists():
+                self.folder.remove()
 
 
 @contextmanager

@@ -144,6 +144,8 @@ def test_a_full_disk_is_told_once_and_its_lines_follow_when_there_is_room(tmp_pa
     sink.close()
     lost = len(json.dumps({"step": 5, **TRAINED})) + 1
     assert told[1:] == [told[0], f"{why}: the last {lost} bytes are lost"] and disk.closed
+    sink.close()
+    assert len(told) == 3
 
 
 def test_a_record_goes_to_every_sink(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,10 +27,13 @@ from megacore import checkpoints
 from megacore.recipe import ConfigError
 from megacore.run import train as pretrain
 from megacore.run.lock import LOCK, RunLock, read
+from megacore.run.resume import again
 from megacore.run.save import SaveError
 from megacore.store import folder as store_folder
 from megacore.store.checkpoint import Checkpoint
+from megacore.store.index import INDEX
 from megacore.store.objects import ObjectPath, place
+from megacore.store.publish import write_file
 from megacore.store.stream import assemble
 from megacore.store.strict_json import StoreError
 from parallel.weights.layout import Layout, MeshShape
@@ -292,6 +295,28 @@ def test_a_kill_while_a_rank_uploads_leaves_the_older_one(
     assert "Resuming after step 2" in capsys.readouterr().out
     assert list(checkpoints.complete(folder)) == [2, 4, 6]
     assert not {path.name for path in folder.iterdir()} & (names - {at(folder, 2).name})
+
+
+def test_what_is_published_is_not_abandoned(folder: ObjectPath) -> None:
+    """A fault may come between the last object of a checkpoint and the word of it."""
+    before = kept(folder)
+    upload = checkpoints.begin(folder, 8, 0)
+    write_file(upload.folder / "a", b"a")
+    upload.abandon()
+    assert kept(folder) == before
+    upload = checkpoints.begin(folder, 8, 0)
+    write_file(upload.folder / INDEX, b"{}")
+    upload.finish()
+    upload.abandon()
+    assert list(checkpoints.complete(folder)) == [2, 4, 6, 8]
+
+
+def test_a_run_that_has_saved_elsewhere_goes_on_from_there(recipe: str, folder: ObjectPath, tmp_path: Path) -> None:
+    """Whatever it was told to start from."""
+    began = [f"out={tmp_path / 'run'}", "checkpoint.resume=/somewhere/step-00000002", f"checkpoint.folder={folder}"]
+    assert again(recipe, began) == [*began, "checkpoint.resume=auto"]
+    empty = [*began[:2], f"checkpoint.folder={folder}/empty"]
+    assert again(recipe, empty) == empty
 
 
 # -- one run at a time

@@ -380,6 +380,20 @@ def test_a_fault_before_all_have_theirs_leaves_both(
     assert image.to_bytes(found).equal(image.to_bytes(forming))
 
 
+@pytest.mark.quick
+def test_what_could_not_be_saved_is_still_to_be_saved(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run may stand at its end, and have nothing else to do."""
+    made = engine.trainer(recipe, [*COMMON, f"out={tmp_path / 'run'}"])
+    monkeypatch.setattr(made, "_listen", lambda: Asked(made.done == AT, False, False))
+    assert made.run() == AT
+    held = Held(Copies(), made)
+    assert not let_go(held, 0).unsaved
+    made.saver._failed("no room")
+    assert let_go(held, 0).unsaved
+
+
 def broken() -> list[float]:
     raise RuntimeError("a fault")
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +201,30 @@ def test_a_run_that_gets_on_between_faults_does_not_wait_longer(
     monkeypatch.setattr(program, "pause", noted)
     launched([replace(KILLED, step=step) for step in (5, 9, 9, 20)], "recovery.max_restarts=8")
     assert waited == [1, 1, 2, 1]
+
+
+def test_a_fault_of_steps_that_are_done_again_is_where_the_ranks_are(tmp_path: Path) -> None:
+    """Of these there are records already; of what comes after them the newest record tells."""
+    config = load(write_recipe(tmp_path), [f"out={tmp_path / 'run'}"])
+    (tmp_path / "run").mkdir()
+    records = tmp_path / "run" / "metrics.jsonl"
+
+    def has_come_to(step: int) -> None:
+        with records.open("a") as file:
+            file.write(f'{{"step": {step}, "loss": 2.0}}\n')
+
+    for step in range(1, 37):
+        has_come_to(step)
+    answers = program._Answers(config, 0, {0: 2}, 1)
+    answers.began = 0.0
+    for after, at, located in (36, 30, 37), (31, 20, 32), (31, 33, 33), (31, 35, 35):
+        answers.step_now = partial(int, at)
+        answers.went_on(after)
+        answers.answer(replace(KILLED, step=None))
+        assert incidents.read(tmp_path / "run")[-1].event.step == located
+    has_come_to(37)
+    answers.answer(replace(KILLED, step=None))
+    assert incidents.read(tmp_path / "run")[-1].event.step == 38
 
 
 def test_the_node_that_leads_is_not_left_out(tmp_path: Path) -> None:
