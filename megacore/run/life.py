@@ -44,6 +44,7 @@ from megacore.say import say
 from megacore.store.audit import DamageError
 from megacore.store.objects import place
 from megacore.store.publish import replace_file
+from megacore.store.strict_json import read_file
 from megacore.store.tensors import os_errors
 from models.config import ModelConfig, flops_per_token, parameters_in_words
 from parallel import kernels
@@ -185,8 +186,7 @@ class Life:
         if self.held.trainer.repetition is not None:
             self.held.trainer.repetition.history += back.history
         self.held.copies.drop_after(self.held.trainer.done)
-        self._close_log()
-        self._open_log(self.held.trainer, control, self.held.trainer.done)
+        self._open_log(self.held.trainer, control, self.held.trainer.done, rewound=True)
 
     def _begun(self, mesh: Mesh, control: Control) -> Trainer:
         """Return the trainer of a run that nothing has befallen yet."""
@@ -206,9 +206,7 @@ class Life:
         if mesh.rank == 0 and self.shape not in (None, mesh.shape):
             say(_headline(self.setup.config, self.setup.model, mesh))
         trainer = recovered(self.setup, mesh, control, self.held, told, generation)
-        if trainer.rewound:
-            self._close_log()
-        self._open_log(trainer, control, trainer.followed, recovered=True)
+        self._open_log(trainer, control, trainer.followed, trainer.rewound, recovered=True)
         return trainer
 
     def _lock(self, mesh: Mesh, control: Control) -> None:
@@ -226,21 +224,22 @@ class Life:
         self.folder.close()
         self.locked, self.log = False, None
 
-    def _close_log(self) -> None:
-        if self.log is not None:
-            self.log.__exit__()
-            self.log = None
-
-    def _open_log(self, trainer: Trainer, control: Control, after: int, recovered: bool = False) -> None:
+    def _open_log(
+        self, trainer: Trainer, control: Control, after: int, rewound: bool = False, recovered: bool = False
+    ) -> None:
         """Have rank 0 write what follows a step. A run that has recovered may do steps again that a checkpoint has, on
         the same samples."""
 
         def open_log() -> None:
-            if trainer.mesh.rank == 0 and self.log is None:
-                config = self.setup.config
-                folder = checkpoints.folder_of(config.out, config.checkpoint.folder)
-                saved = max(checkpoints.complete(folder), default=0) if recovered else 0
+            if trainer.mesh.rank > 0 or not (self.log is None or rewound):
+                return
+            config = self.setup.config
+            folder = checkpoints.folder_of(config.out, config.checkpoint.folder)
+            saved = max(checkpoints.complete(folder), default=0) if recovered else 0
+            if self.log is None:
                 self.log = self.folder.enter_context(metrics.Log(config, after, self.began, saved))
+            else:
+                self.log.go_on(after, saved)
 
         control.attempt(open_log)
         trainer.log = self.log
@@ -327,8 +326,7 @@ def _prepare(setup: Setup, mesh: Mesh) -> None:
     config, start, out = setup.config, setup.start, Path(setup.config.out)
     for each in start.damaged:
         say(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.reason}")
-    with os_errors(out):
-        replace_file(out / "config.yaml", config.to_yaml().encode())
+    _note(config, out / "config.yaml")
     uneven = in_vain(config.batch.global_size, config.batch.micro_size, mesh.shape.data)
     say("\n".join([*remarks(start, config, setup.model, mesh.shape), *setup.corpora.remarks, *uneven]))
 
@@ -344,3 +342,12 @@ def _headline(config: Config, model: ModelConfig, mesh: Mesh) -> str:
         f"{model.family} of {parameters_in_words(model, config.tuning)}, {flops / 1e6:,.1f} MFLOP per token, "
         f"on {mesh.shape.world} x {mesh.device.type} as {sizes}, {config.train.precision}"
     )
+
+
+def _note(config: Config, path: Path) -> None:
+    """Write the config of a run, unless it is there: a run goes back, and starts again, on a full disk too."""
+    text = config.to_yaml().encode()
+    with os_errors(path):
+        there = path.is_file() and not path.is_symlink() and path.stat().st_size == len(text)
+    if not there or read_file(path, path.parent) != text:
+        replace_file(path, text)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,7 +38,30 @@ _HISTORY = 32 << 20
 Record = Mapping[str, float | int | None]
 
 
+def _are_numbers(values: Collection[object]) -> bool:
+    return all(isinstance(value, int | float | None) for value in values)
+
+
+def _are_loads(values: Collection[object]) -> bool:
+    """Return whether a line says of a step which layers have experts, and how many tokens each was sent."""
+    match list(values):
+        case [int(), list(layers), list(counts)]:
+            rows = [layers, *counts]
+            return len(layers) == len(counts) and all(
+                isinstance(row, list) and all(isinstance(number, int) for number in row) for row in rows
+            )
+    return False
+
+
 class Sink(Protocol):
+    def go_on(self, after: int, covered: int) -> None:
+        """Take what follows a step, which comes before anything is written.
+
+        Args:
+            after: The step.
+            covered: The last step whose records stay, where there are later ones already.
+        """
+
     def write(self, step: int, record: Record) -> None: ...
 
     def close(self) -> None: ...
@@ -51,15 +75,31 @@ class JsonLines:
     Args:
         path: The file.
         tell: Says that the disk does not take them.
-        redone: The step after which the run goes on, where later ones are in the file already: they are not written
-            again.
+        are: Whether these are the values of a record.
     """
 
-    def __init__(self, path: Path, tell: Callable[[str], object] = err, redone: int | None = None) -> None:
-        self._there = set() if redone is None else {_kind(line) for line in read(path) if line["step"] > redone}
-        with os_errors(path):
-            self._file = append(path).detach()
-        self._path, self._tell, self._kept, self._told = path, tell, b"", False
+    def __init__(
+        self,
+        path: Path,
+        tell: Callable[[str], object] = err,
+        are: Callable[[Collection[object]], bool] = _are_numbers,
+    ) -> None:
+        self._path, self._tell, self._are, self._told = path, tell, are, False
+        self._kept = list[bytes]()
+        self._begun = 0
+        """Bytes of the first of them that are in the file already."""
+        self._there = set[tuple[int, frozenset[str]]]()
+        """What tells the lines that are not written again."""
+        self._file = _added_to(path)
+
+    def go_on(self, after: int, covered: int) -> None:
+        if dropped := drop_after(self._path, covered, self._are):
+            say(f"{self._path}: {dropped} lines were no records and are dropped.")
+        self._file.close()
+        self._file = _added_to(self._path)
+        self._kept = [line for line in self._kept if json.loads(line)["step"] <= covered]
+        self._begun = 0  # what was begun was cut, and is dropped
+        self._there = {_kind(line) for line in [*read(self._path), *self.kept] if line["step"] > after}
 
     def write(self, step: int, record: Record) -> None:
         plain = {key: value if value is not None and math.isfinite(value) else None for key, value in record.items()}
@@ -68,33 +108,45 @@ class JsonLines:
     def add(self, line: Mapping[str, Any]) -> None:
         if _kind(line) in self._there:
             return
-        self._kept += json.dumps(line, allow_nan=False).encode() + b"\n"
+        self._kept.append(json.dumps(line, allow_nan=False).encode() + b"\n")
         if (why := self._flush()) and not self._told:
             self._tell(f"{self._path}: {why}: its lines are kept until they can be written; make room")
         self._told = bool(why)
 
+    @property
+    def kept(self) -> list[dict[str, Any]]:
+        """The lines that the disk has not taken."""
+        return [json.loads(line) for line in self._kept]
+
     def close(self) -> None:
-        if self._file.closed:  # as a run that has gone back leaves it
-            return
         if why := self._flush():
-            self._tell(f"{self._path}: {why}: the last {len(self._kept):,} bytes are lost")
+            lost = sum(map(len, self._kept)) - self._begun
+            self._tell(f"{self._path}: {why}: the last {lost:,} bytes are lost")
         self._file.close()
 
     def _flush(self) -> str:
         """Write what is kept -> why that cannot be done; nothing where it is."""
         try:
             while self._kept:
-                self._kept = self._kept[self._file.write(self._kept) :]
+                self._begun += self._file.write(self._kept[0][self._begun :])
+                if self._begun == len(self._kept[0]):
+                    del self._kept[0]
+                    self._begun = 0
         except OSError as error:
             return error.strerror or str(error)
         return ""
 
 
 class TensorBoard:
-    def __init__(self, folder: Path, after: int = 0) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
+
+    def go_on(self, after: int, covered: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=after + 1 if after else None)
+        self.close()
+        self._writer = SummaryWriter(str(self._folder), purge_step=covered + 1 if covered else None)
 
     def write(self, step: int, record: Record) -> None:
         for key, value in record.items():
@@ -102,7 +154,8 @@ class TensorBoard:
                 self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WeightsAndBiases:
@@ -111,6 +164,9 @@ class WeightsAndBiases:
         import yaml
 
         self._run = wandb.init(project=project, dir=config.out, config=yaml.safe_load(config.to_yaml()))
+
+    def go_on(self, after: int, covered: int) -> None:
+        """Do nothing: it takes no step twice."""
 
     def write(self, step: int, record: Record) -> None:
         self._run.log({key: value for key, value in record.items() if value is not None}, step=step)
@@ -124,6 +180,11 @@ class ProgressBar:
 
     def __init__(self, total: int, first: int = 0) -> None:
         self._bar = tqdm(initial=first, total=total, unit="step", dynamic_ncols=True, mininterval=0.5)
+
+    def go_on(self, after: int, covered: int) -> None:
+        if after != self._bar.n:
+            self._bar.reset()  # its clock, too
+            self._bar.initial = self._bar.n = self._bar.last_print_n = after
 
     def write(self, step: int, record: Record) -> None:
         self._bar.update(step - self._bar.n)
@@ -200,21 +261,36 @@ class Log:
     """
 
     def __init__(self, config: Config, after: int = 0, began: float | None = None, saved: int = 0) -> None:
-        out, self._redone = Path(config.out), after if saved > after else None
-        self._out, self._after, self._goes_on = out, after, False
-        self._clock = WallClock.of(newest(out / METRICS, _HISTORY), after, time.time() if began is None else began)
-        for path, are in ((out / METRICS, _are_numbers), (out / EXPERTS, _are_loads)):
-            if dropped := drop_after(path, max(after, saved), are):
-                say(f"{path}: {dropped} lines were no records and are dropped.")
-        self._incidents = IncidentWriter(out, self.tell)
-        self._loads: JsonLines | None = None
+        self._out, self._began = Path(config.out), time.time() if began is None else began
         self._written = dict[tuple[str, ...], int]()
         self._bar = ProgressBar(config.train.steps, after)
-        self._sinks: list[Sink] = [JsonLines(out / METRICS, self.tell, self._redone), self._bar]
+        self._incidents = IncidentWriter(self._out, self.tell)
+        self._metrics = JsonLines(self._out / METRICS, self.tell)
+        self._loads: JsonLines | None = None
+        self._sinks: list[Sink] = [self._metrics, self._bar]
         if config.log.tensorboard:
-            self._sinks.append(TensorBoard(out / "tensorboard", max(after, saved)))
+            self._sinks.append(TensorBoard(self._out / "tensorboard"))
         if config.log.wandb is not None:
             self._sinks.append(WeightsAndBiases(config.log.wandb, config))
+        self.go_on(after, saved)
+
+    def go_on(self, after: int, saved: int = 0) -> None:
+        """Write what follows a step from now on, with what the disk has not taken yet of what stays; arguments as
+        above."""
+        self._after, self._goes_on, covered = after, False, max(after, saved)
+        so_far = [*newest(self._out / METRICS, _HISTORY), *self._metrics.kept]
+        self._clock = WallClock.of(so_far, after, self._began)
+        self._written.clear()
+        if self._loads is None and (self._out / EXPERTS).exists():
+            self._loads = self._experts()
+        for sink in self._all():
+            sink.go_on(after, covered)
+
+    def _experts(self) -> JsonLines:
+        return JsonLines(self._out / EXPERTS, self.tell, _are_loads)
+
+    def _all(self) -> list[Sink]:
+        return [*self._sinks, *([self._loads] if self._loads else [])]
 
     def write(self, step: int, record: Record) -> None:
         """Write a record, once: what follows a step may be done again after a fault."""
@@ -237,7 +313,7 @@ class Log:
     def write_loads(self, step: int, layers: Sequence[int], counts: Sequence[Sequence[int]]) -> None:
         """Write how many tokens of a step each expert of these layers was sent: counts [layers, experts]."""
         if self._loads is None:
-            self._loads = JsonLines(self._out / EXPERTS, self.tell, self._redone)
+            self._loads = self._experts()
         self._loads.add({"step": step, "layers": list(layers), "counts": [list(each) for each in counts]})
 
     def report(self, event: Event, decision: Decision) -> None:
@@ -256,7 +332,7 @@ class Log:
     def __exit__(self, *_: object) -> None:
         with ExitStack() as stack:
             stack.callback(self._incidents.catch_up)
-            for sink in [*self._sinks, *([self._loads] if self._loads else [])]:
+            for sink in self._all():
                 stack.callback(sink.close)
 
 
@@ -280,23 +356,8 @@ def newest(path: Path, most: int = 1 << 16) -> list[dict[str, Any]]:
         return []
     with os_errors(path), open_file(path, path.parent) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - most))
-        lines = file.read().decode(errors="replace").splitlines()
+        lines = file.read().splitlines()
     return [json.loads(line) for line in lines if _step(line, _are_numbers) is not None]
-
-
-def _are_numbers(values: Collection[object]) -> bool:
-    return all(isinstance(value, int | float | None) for value in values)
-
-
-def _are_loads(values: Collection[object]) -> bool:
-    """Return whether a line says of a step which layers have experts, and how many tokens each was sent."""
-    match list(values):
-        case [int(), list(layers), list(counts)]:
-            rows = [layers, *counts]
-            return len(layers) == len(counts) and all(
-                isinstance(row, list) and all(isinstance(number, int) for number in row) for row in rows
-            )
-    return False
 
 
 def drop_after(path: Path, step: int, are: Callable[[Collection[object]], bool] = _are_numbers) -> int:
@@ -313,15 +374,23 @@ def drop_after(path: Path, step: int, are: Callable[[Collection[object]], bool] 
     if not path.exists():
         return 0
     with os_errors(path), open_file(path, path.parent) as file:
-        lines = file.read().decode(errors="replace").splitlines(keepends=True)
-    steps = [_step(line, are) if line.endswith("\n") else None for line in lines]
+        lines = file.read().splitlines(keepends=True)
+    steps = [_step(line, are) if line.endswith(b"\n") else None for line in lines]
     kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
-    if kept != lines:  # a full disk would not take them again
-        replace_file(path, "".join(kept).encode())
-    return sum(at is None for line, at in zip(lines, steps, strict=True) if line.endswith("\n"))
+    if kept != lines[: len(kept)]:
+        replace_file(path, b"".join(kept))
+    elif kept != lines:  # in place, for which a full disk needs no room
+        with os_errors(path), append(path) as file:
+            file.truncate(sum(map(len, kept)))
+    return sum(at is None for line, at in zip(lines, steps, strict=True) if line.endswith(b"\n"))
 
 
-def _step(line: str, are: Callable[[Collection[object]], bool]) -> int | None:
+def _added_to(path: Path) -> RawIOBase:
+    with os_errors(path):
+        return append(path).detach()
+
+
+def _step(line: bytes, are: Callable[[Collection[object]], bool]) -> int | None:
     """Return the step of a line's record; None if the line is none."""
     try:
         record = json.loads(line)

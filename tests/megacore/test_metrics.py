@@ -144,8 +144,31 @@ def test_a_full_disk_is_told_once_and_its_lines_follow_when_there_is_room(tmp_pa
     sink.close()
     lost = len(json.dumps({"step": 5, **TRAINED})) + 1
     assert told[1:] == [told[0], f"{why}: the last {lost} bytes are lost"] and disk.closed
-    sink.close()
-    assert len(told) == 3
+
+
+def test_a_run_goes_back_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it drops is cut off in place, and what waits for room follows when there is some."""
+    monkeypatch.setattr(metrics, "replace_file", None)
+    path, config = tmp_path / "metrics.jsonl", Config(out=str(tmp_path), train=TrainConfig(steps=9))
+    with Log(config) as log:
+        for step in (1, 2, 3):
+            log.write(step, TRAINED)
+        disk = FullDisk(100)
+        real, log._metrics._file = log._metrics._file, disk  # type: ignore[assignment]
+        for step in (4, 5, 6):
+            log.write(step, TRAINED)
+        real.write(disk.content)
+        real.close()
+        goodput = {
+            line["step"]: line["goodput"] * line["wall_seconds"] for line in [*metrics.newest(path), *log._metrics.kept]
+        }
+        log.go_on(4, saved=5)  # in memory: a checkpoint has step 5
+        assert path.read_bytes().endswith(b"\n") and log._clock.useful == goodput[4]
+        assert [line["step"] for line in metrics.read(path)] == [1, 2, 3]
+        assert [line["step"] for line in log._metrics.kept] == [4, 5]
+        for step in (5, 6, 7):
+            log.write(step, TRAINED)
+        assert [line["step"] for line in metrics.read(path)] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_record_goes_to_every_sink(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
