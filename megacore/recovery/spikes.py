@@ -12,9 +12,10 @@ was before says nothing of what comes. A value that falls never is one, nor one 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from statistics import median
 
 WINDOW = 128
@@ -50,18 +51,49 @@ class Spike:
         return f"{self.name} {self.value:.4g} (median {self.median:.4g}, limit {self.limit:.4g})"
 
 
-@dataclass
-class Spikes:
-    """The last records of a run, and what would be a spike after them."""
+@dataclass(frozen=True)
+class Seen:
+    """A record that was looked at.
 
-    _values: dict[str, deque[float]] = field(default_factory=lambda: {name: deque(maxlen=WINDOW) for name in LEAST})
-    _limits: dict[str, tuple[float, float]] = field(default_factory=dict)
-    _lr: float = math.inf
+    Args:
+        step: Its step.
+        lr: Its learning rate.
+        values: Its ``loss`` and ``grad_norm``.
+        spiked: Whether it was a spike.
+    """
+
+    step: int
+    lr: float
+    values: Mapping[str, float]
+    spiked: bool
+
+
+@dataclass(frozen=True)
+class Spikes:
+    """What is known of spikes after the last records of a run: a function of these alone.
+
+    Args:
+        records: The records, twice as many as the median is of: a run may go back over some.
+    """
+
+    records: tuple[Seen, ...] = ()
 
     @property
     def limits(self) -> Mapping[str, float]:
         """The largest values that are no spikes, by metric; infinite where that is not known yet."""
-        return {name: self._limits.get(name, (0.0, math.inf))[1] for name in LEAST}
+        return {name: limit for name, (_, limit) in self._limits.items()}
+
+    @cached_property
+    def _limits(self) -> Mapping[str, tuple[float, float]]:
+        """{metric: (median, limit)}."""
+        rises = [at for at, (one, two) in enumerate(pairwise(self.records), 1) if two.lr > one.lr]
+        level = self.records[rises[-1] if rises else 0 :]
+        return {name: _limit([each.values[name] for each in level], least) for name, least in LEAST.items()}
+
+    @property
+    def spiking(self) -> bool:
+        """Whether the last record was a spike."""
+        return bool(self.records) and self.records[-1].spiked
 
     def found(self, record: Mapping[str, float]) -> list[Spike]:
         """Return the spikes in a step's ``loss`` and ``grad_norm``; what is not finite is none."""
@@ -71,22 +103,21 @@ class Spikes:
             if limit < record[name] < math.inf
         ]
 
-    def note(self, lr: float, record: Mapping[str, float]) -> None:
-        """Add a step's ``loss`` and ``grad_norm``, and its learning rate."""
-        if lr > self._lr:
-            for values in self._values.values():
-                values.clear()
-        self._lr = lr
-        for name, values in self._values.items():
-            if 0 < record[name] < math.inf:
-                values.append(math.log(record[name]))
-            self._limits[name] = _limit(values, LEAST[name])
+    def after(self, step: int, lr: float, record: Mapping[str, float]) -> Spikes:
+        """Return what is known after another step, of this learning rate, ``loss`` and ``grad_norm``."""
+        seen = Seen(step, lr, {name: record[name] for name in LEAST}, bool(self.found(record)))
+        return Spikes((*self.records, seen)[-2 * WINDOW :])
+
+    def until(self, step: int) -> Spikes:
+        """Return what was known after a step."""
+        return Spikes(tuple(each for each in self.records if each.step <= step))
 
 
-def _limit(values: deque[float], least: float) -> tuple[float, float]:
-    """Return (median, limit) of the logarithms of values."""
-    if len(values) < FIRST:
-        return 0.0, math.inf
-    middle = median(values)
-    scale = _NORMAL * median(abs(value - middle) for value in values)
+def _limit(values: Sequence[float], least: float) -> tuple[float, float]:
+    """Return the median of values, and the limit."""
+    logarithms = [math.log(value) for value in values if 0 < value < math.inf][-WINDOW:]
+    if len(logarithms) < FIRST:
+        return 1.0, math.inf
+    middle = median(logarithms)
+    scale = _NORMAL * median(abs(value - middle) for value in logarithms)
     return math.exp(middle), math.exp(middle + max(DEVIATIONS * scale, math.log(least)))

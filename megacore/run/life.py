@@ -176,6 +176,8 @@ class Life:
 
     def _go_back(self, back: GoBack, mesh: Mesh, control: Control, interrupt: Interrupt) -> None:
         """Replace the trainer by one that goes on from before a bad step, without its samples."""
+        assert self.held.trainer is not None
+        spikes = self.held.trainer.spikes
         self.going_back, self.held.trainer = True, None
         self.beat.enter("recover")
         self.held.copies.leave()
@@ -185,6 +187,7 @@ class Life:
         self.held.trainer.interrupt = interrupt
         if self.held.trainer.repetition is not None:
             self.held.trainer.repetition.history += back.history
+        self.held.trainer.knows(spikes)
         self.held.copies.drop_after(self.held.trainer.done)
         self._open_log(self.held.trainer, control, self.held.trainer.done, rewound=True)
 

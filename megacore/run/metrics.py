@@ -183,8 +183,8 @@ class ProgressBar:
 
     def go_on(self, after: int, covered: int) -> None:
         if after != self._bar.n:
-            self._bar.reset()  # its clock, too
             self._bar.initial = self._bar.n = self._bar.last_print_n = after
+            self._bar.start_t = self._bar.last_print_t = time.time()
 
     def write(self, step: int, record: Record) -> None:
         self._bar.update(step - self._bar.n)

@@ -21,6 +21,7 @@ from torch import Tensor
 from megacore.control import Control
 from megacore.recovery.policy import Incident
 from megacore.recovery.protocol import Commit, Resolution, Status, resolve, sources, that_count
+from megacore.recovery.spikes import Seen, Spikes
 from megacore.run import image
 from megacore.run.build import empty_trainer_of
 from megacore.run.check import Setup
@@ -30,6 +31,7 @@ from megacore.run.relayout import Left, World, move
 from megacore.run.save import NAMES
 from megacore.run.step import Stats
 from megacore.run.trainer import Trainer
+from megacore.run.trouble import BadStep
 from megacore.store.dtypes import FLOATS
 from megacore.store.strict_json import StoreError
 from parallel.copies import holders, refuges
@@ -108,6 +110,7 @@ def state_of(trainer: Trainer) -> Mapping[str, Any]:
     return {
         "progress": asdict(trainer.start.at(trainer.done, trainer.config, trainer.step.optimizer.updates)),
         "incidents": [] if trainer.repetition is None else list(map(asdict, trainer.repetition.history)),
+        "bad": trainer.repetition and trainer.repetition.bad and asdict(trainer.repetition.bad),
         "outcome": None if stats is None else {name: _told(getattr(stats, name)) for name in _TOLD},
         "generation": trainer.committed_in,
     }
@@ -217,6 +220,8 @@ def _in_place(setup: Setup, mesh: Mesh, control: Control, held: Held, told: Sequ
     _send(trainer, resolution, held.copies, everybody(mesh))
     trainer.formed_in = world.formed_in
     _go_on(trainer, before, told, state, resolution.rewound)
+    if trainer.repetition is not None:  # elsewhere the same step has other bits
+        trainer.repetition.bad = TypeAdapter(BadStep | None).validate_python(state["bad"])
     held.copies.drop_after(done)
     return trainer
 
@@ -279,6 +284,10 @@ def _go_on(
         trainer.meter.last_step, trainer.meter.seconds = last, seconds
     asked = told[:1] if told[0].status.version is not None else living
     trainer.interrupt.save |= any(each.unsaved for each in asked)
+    first = next(rank for rank, each in enumerate(told) if each.status.version is not None)
+    records = list(map(asdict, before.spikes.records)) if before is not None and trainer.mesh.rank == first else None
+    known = trainer.control.exchange(records)[first]
+    trainer.knows(Spikes(TypeAdapter(tuple[Seen, ...]).validate_python(known)))
 
 
 def hand_over(setup: Setup, held: Held, leaving: Collection[int]) -> None:

@@ -125,12 +125,8 @@ class Trainer:
     """The last step that all is done for that follows one: records, saves, evaluations."""
     trouble: Trouble = field(init=False)
     spikes: Spikes = field(default_factory=Spikes, init=False)
-    spiking: bool = field(default=False, init=False)
-    """Whether the last record was a spike."""
     left_out: int = field(init=False)
     """The steps that were left out until the last record."""
-    limiting: bool = field(default=False, init=False)
-    """Whether spikes are repeated: not any more once there are no means for it."""
     repetition: Repetition | None = field(default=None, init=False)
     """The steps that are done again, where some are."""
     generation: int = field(default=0, init=False)
@@ -151,7 +147,6 @@ class Trainer:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.limiting = config.recovery.spikes
         if config.optimizer.non_finite == "repeat":
             budgets = Budgets(max_skipped=config.optimizer.max_skipped, go_back=config.recovery.go_back)
             self.repetition = Repetition(self.control, budgets)
@@ -250,6 +245,11 @@ class Trainer:
     def is_halted(self) -> bool:
         """Whether a bad step has halted the run that is to be done again; reading it waits for the device."""
         return self.repetition is not None and bool(self.trouble.halted)
+
+    def knows(self, spikes: Spikes) -> None:
+        """Go on with what a run knew of spikes after the last step that all is done for."""
+        self.spikes = spikes.until(self.followed)
+        self.trouble.limits = self._limits()
 
     def go_back(self) -> None:
         """Go back to before the bad step that has halted the run, if one has that is to be done again.
@@ -426,8 +426,11 @@ class Trainer:
         return trouble
 
     def _limits(self) -> Tensor | None:
-        """Return what a spike is above, [2], on the device, where such steps are repeated."""
-        if not self.limiting:
+        """Return what a spike is above, [2], on the device, where such steps are repeated: not any more once there are
+        no means for it."""
+        history = [] if self.repetition is None else self.repetition.history
+        given_up = any(each.event.kind == "spike" and each.decision.action != "repeat" for each in history)
+        if given_up or not self.config.recovery.spikes:
             return None
         limits = self.spikes.limits
         return torch.tensor([limits["loss"], limits["grad_norm"]], dtype=torch.float64, device=self.mesh.device)
@@ -435,18 +438,16 @@ class Trainer:
     def _look(self, step: int, lr: float, record: Record) -> Tensor | None:
         """Note what was recorded of a step, and tell a spike where it begins; return the limits from here on."""
         seen = {name: float(record[name] or 0) for name in ("loss", "grad_norm")}
-        found = self.spikes.found(seen)
-        if found and not self.spiking:
+        if (found := self.spikes.found(seen)) and not self.spikes.spiking:
             event = Event("spike", step=step, detail=", ".join(map(str, found)), at=time.time())
             self._tell(event, decide(event, (), Budgets(repeats=False)))
-        self.spiking = bool(found)
         if left_out := int(record["skipped_steps"] or 0) - self.left_out:
             if not self.step.scaling.moves:  # else it may be the scale that was too large
                 said = f"{counted(left_out, 'step')} up to this one, which changed nothing"
                 event = Event("non_finite", step=step, detail=said, at=time.time())
                 self._report(event, Decision("skip", "optimizer.non_finite=skip"))
             self.left_out += left_out
-        self.spikes.note(lr, seen)
+        self.spikes = self.spikes.after(step, lr, seen)
         return self._limits()
 
     def _repeats(self, step: int) -> bool:
@@ -492,7 +493,6 @@ class Trainer:
             self._tell(event, decision)
             if decision.action == "end":
                 raise NonFinite(self._in_words(step, trouble, f"or start again ({decision.reason})"))
-            self.limiting &= decision.action == "repeat"
             raise Again
 
     def _leave_out(self, samples: SampleRange) -> None:

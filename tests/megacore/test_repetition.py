@@ -63,6 +63,38 @@ def poison_samples(made: engine.Trainer, samples: list[int], factor: float) -> N
 Befell = list[tuple[Event, Decision]]
 
 
+def heard(made: engine.Trainer) -> Befell:
+    """What it tells from now on."""
+    told, tell = Befell(), made._tell
+
+    def hear(event: Event, decision: Decision) -> None:
+        told.append((event, decision))
+        tell(event, decision)
+
+    made._tell = hear  # type: ignore[method-assign]
+    return told
+
+
+def recovered_from(
+    recipe: str, overrides: list[str], made: engine.Trainer, done: int, befell: int = 0
+) -> engine.Trainer:
+    """The trainer that goes on in place, where a fault ends the run after it has done a step and told of so many
+    events."""
+    told, listen = heard(made), made._listen
+
+    def broken() -> object:
+        if made.done == done and len(told) == befell:
+            raise RuntimeError("a fault")
+        return listen()
+
+    made._listen = broken  # type: ignore[method-assign, assignment]
+    with pytest.raises(RuntimeError, match="a fault"):
+        made.run()
+    held = Held(Copies(), made)
+    said = Told.from_json(json.loads(json.dumps(let_go(held, 0).to_json())))
+    return recovered(pretrain.check(recipe, overrides, 1, 1), made.mesh, made.control, held, [said])
+
+
 def run(
     recipe: str,
     overrides: list[str],
@@ -71,14 +103,8 @@ def run(
     poisoned: list[int] | None = None,
     factor: float = torch.nan,
 ) -> tuple[Result, Befell]:
-    made, told = trainer(recipe, overrides, log=True), Befell()
-    tell = made._tell
-
-    def heard(event: Event, decision: Decision) -> None:
-        told.append((event, decision))
-        tell(event, decision)
-
-    made._tell = heard  # type: ignore[method-assign]
+    made = trainer(recipe, overrides, log=True)
+    told = heard(made)
     if calls and made.mesh.rank == rank:
         break_calls(made, calls)
     if poisoned:
@@ -225,7 +251,6 @@ def test_the_run_goes_back_before_bad_data(
 def test_a_fault_leaves_no_trace_either(
     recipe: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     calls: dict[int, float] | None,
     poisoned: list[int] | None,
     fault: int,
@@ -235,29 +260,31 @@ def test_a_fault_leaves_no_trace_either(
     """A run that is halted stands before its bad step; what it leaves out by then goes on with it."""
     common = [*REPEAT, "log.every=6", "checkpoint.every=0"]
     overrides = [f"out={tmp_path}", *common, f"evaluate.every={2 if poisoned else 0}"]
-    made, setup = trainer(recipe, overrides), pretrain.check(recipe, overrides, 1, 1)
+    made = trainer(recipe, overrides)
     break_calls(made, calls or {})
     poison_samples(made, poisoned or [], torch.nan)
-    listen = made._listen
-
-    def broken() -> object:
-        if made.done == fault:
-            raise RuntimeError("a fault")
-        return listen()
-
-    monkeypatch.setattr(made, "_listen", broken)
-    with pytest.raises(RuntimeError, match="a fault"):
-        made.run()
-    held = Held(Copies(), made)
-    told = Told.from_json(json.loads(json.dumps(let_go(held, 0).to_json())))
-    assert told.status.version == version
-    again = recovered(setup, made.mesh, made.control, held, [told])
+    again = recovered_from(recipe, overrides, made, fault, 2 * len(ranges))
+    assert again.done == version
     assert again.start.skipped_samples.ranges == ranges and again.repetition is not None
     assert len(again.repetition.history) == 2 * len(ranges)
     poison_samples(again, poisoned or [], torch.nan)
     skip = [f"recovery.skip_samples=[{a}-{b}]" for a, b in ranges]
     plain, _ = run(recipe, [f"out={tmp_path / 'plain'}", *common, *skip])
     found = engine.result(again, again.run())
+    assert all(np.array_equal(value, plain.weights[name]) for name, value in found.weights.items())
+
+
+def test_a_fault_does_not_make_a_step_that_is_done_again_new(recipe: str, tmp_path: Path) -> None:
+    """What it came to before goes on with the run, and is compared."""
+    overrides = [f"out={tmp_path / 'found'}", *REPEAT, "checkpoint.every=0"]
+    made = trainer(recipe, overrides)
+    break_calls(made, {3: torch.nan})
+    again = recovered_from(recipe, overrides, made, done=3, befell=1)
+    assert again.repetition is not None and again.repetition.bad is not None
+    told = heard(again)
+    found = engine.result(again, again.run())
+    assert kinds(told) == [("unrepeatable", "tell")]
+    plain, _ = run(recipe, [f"out={tmp_path / 'plain'}", *REPEAT, "checkpoint.every=0"])
     assert all(np.array_equal(value, plain.weights[name]) for name, value in found.weights.items())
 
 
@@ -285,3 +312,31 @@ def test_a_spike_of_the_hardware_leaves_no_trace_and_one_of_data_is_left_out(rec
     assert kinds(told) == [("spike", "repeat"), ("bad_data", "skip")]
     without, none = run(recipe, [f"out={tmp_path / 'without'}", *common, "recovery.skip_samples=[320-328]"])
     assert_same(found, without)
+
+
+def test_a_run_that_has_recovered_or_gone_back_knows_what_a_spike_is(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    common = [*SPIKES, "optimizer.non_finite=repeat", "recovery.spikes=true"]
+    plain, _ = run(recipe, [f"out={tmp_path / 'plain'}", *common])
+    overrides = [f"out={tmp_path / 'found'}", *common]
+    again = recovered_from(recipe, overrides, trainer(recipe, overrides), done=36)
+    break_calls(again, {5: 1e3})
+    told = heard(again)
+    found = engine.result(again, again.run())
+    assert [(event.step, event.kind, decision.action) for event, decision in told] == [
+        (41, "spike", "repeat"),
+        (41, "unrepeatable", "tell"),
+    ]
+    assert all(np.array_equal(value, plain.weights[name]) for name, value in found.weights.items())
+    made = build.trainer_of
+
+    def poisoned(setup: pretrain.Setup, mesh: Mesh, control: Control) -> engine.Trainer:
+        poison_samples(new := made(setup, mesh, control), [290, 340], 1e3)
+        return new
+
+    monkeypatch.setattr(life, "trainer_of", poisoned)
+    back = [*common, "recovery.go_back=true", "checkpoint.every=18"]
+    setup = pretrain.check(recipe, [f"out={tmp_path / 'back'}", *back], 1, 1)
+    assert pretrain.run(setup, torch.device("cpu")) == 44
+    assert capfd.readouterr().err.count(". Go back to the newest checkpoint before the step") == 2

@@ -24,7 +24,7 @@ def alarms(losses: Iterable[float], norms: Iterable[float], lrs: Sequence[float]
         record = {"loss": float(loss), "grad_norm": float(norm)}
         if spikes.found(record):
             found.append(at)
-        spikes.note(1.0 if lrs is None else lrs[at], record)
+        spikes = spikes.after(at, 1.0 if lrs is None else lrs[at], record)
     return found
 
 
@@ -92,14 +92,14 @@ def test_a_spike_says_what_it_is_above() -> None:
     spikes = Spikes()
     for value in range(FIRST):
         assert dict(spikes.limits) == {"loss": math.inf, "grad_norm": math.inf}
-        spikes.note(1.0, {"loss": 2.0 if value else 1.0, "grad_norm": 0.5})
+        spikes = spikes.after(value, 1.0, {"loss": 2.0 if value else 1.0, "grad_norm": 0.5})
     assert dict(spikes.limits) == pytest.approx({"loss": 2.5, "grad_norm": 1.5})
     found = spikes.found({"loss": 7.0, "grad_norm": 1.4})
     assert found == [Spike("loss", 7.0, pytest.approx(2.0), pytest.approx(2.5))]  # type: ignore[arg-type]
     assert str(found[0]) == "loss 7 (median 2, limit 2.5)"
     # What is no number has its own answer, and is no record.
     assert spikes.found({"loss": math.nan, "grad_norm": math.inf}) == []
-    spikes.note(1.0, {"loss": math.nan, "grad_norm": math.inf})
+    spikes = spikes.after(FIRST, 1.0, {"loss": math.nan, "grad_norm": math.inf})
     assert dict(spikes.limits) == pytest.approx({"loss": 2.5, "grad_norm": 1.5})
 
 
@@ -138,3 +138,19 @@ QUICKSTART = [
 ]
 # fmt: on
 """(loss, gradient norm) of the steps of launch/recipes/quickstart.yaml, as they were logged."""
+
+
+@pytest.mark.quick
+def test_a_run_that_has_gone_back_knows_what_it_knew() -> None:
+    """As many steps as the median is of; what was a spike when it was recorded is one still."""
+    rng, spikes = np.random.default_rng(0), Spikes()
+    known = dict[int, tuple[dict[str, float], bool]]()
+    for step in range(1, 4 * WINDOW):
+        value = float(rng.normal(10)) * (100 if step % 50 == 0 else 1)
+        lr = 2.0 if step == 2 * WINDOW + 9 else 1.0
+        spikes = spikes.after(step, lr, {"loss": value, "grad_norm": value})
+        known[step] = dict(spikes.limits), spikes.spiking
+    assert len(set(map(str, known.values()))) > 100 and known[350][1]
+    for step in range(3 * WINDOW - 1, 4 * WINDOW):
+        before = spikes.until(step)
+        assert (dict(before.limits), before.spiking) == known[step]
