@@ -18,6 +18,7 @@ from torch import Tensor
 from megacore import checkpoints
 from megacore.control import Control
 from megacore.run.optimizer import Optimizer
+from megacore.say import err
 from megacore.store.checkpoint import COMPANIONS, TRAINER
 from megacore.store.companions import Companion, copy_companion
 from megacore.store.dtypes import FLOATS
@@ -440,4 +441,7 @@ class Saver:
             copy_companion(companion, folder / COMPANIONS / name)
         write_file(folder / INDEX, index.to_json())
         publication.finish()
-        checkpoints.prune(self.folder, self._kept.newest, self._kept.every)
+        try:
+            checkpoints.prune(self.folder, self._kept.newest, self._kept.every)
+        except (OSError, StoreError) as error:  # this one is there
+            err(f"{self.folder}: older checkpoints that are not to be kept could not be removed: {error}")

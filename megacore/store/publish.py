@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -27,6 +29,8 @@ from megacore.store.tensors import free_bytes, os_errors
 
 LOCK = ".lock"
 PARTIAL = ".{}.partial"
+_DOOMED = PARTIAL + ".{}.doomed"
+"""The name under which a partial folder is removed."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Publication:
             publication = cls(target, folder, make_and_hold(folder))
             try:
                 _refuse_taken(target)  # again: its last writer may just have published it
+                _remove(_leftovers(target.parent, _DOOMED.format(glob.escape(target.name), "*")))
                 empty(folder)
                 if needed_bytes > (free := free_bytes(folder)):
                     raise StoreError(
@@ -160,20 +165,28 @@ def partial(target: str | Path) -> Path:
 
 
 def leftovers(folder: str | Path) -> list[Path]:
-    """Return the partial folders within a folder whose writers are gone."""
-    with os_errors(Path(folder)):
-        partials = sorted(Path(folder).glob(PARTIAL.format("*")))
-        return [path for path in partials if _is_leftover(path)]
+    """Return the partial folders within a folder whose writers are gone, those too that were being removed."""
+    folder = Path(folder)
+    return [*_leftovers(folder, PARTIAL.format("*")), *_leftovers(folder, _DOOMED.format("*", "*"))]
 
 
 def remove_leftovers(folder: str | Path) -> list[Path]:
     """Remove the partial folders within a folder whose writers are gone -> those that are removed."""
     partials = leftovers(folder)
+    _remove(partials)
+    return [path for path in partials if not path.exists()]
+
+
+def _leftovers(folder: Path, pattern: str) -> list[Path]:
+    with os_errors(folder):
+        return [path for path in sorted(folder.glob(pattern)) if _is_leftover(path)]
+
+
+def _remove(partials: Sequence[Path]) -> None:
     for path in partials:
         with os_errors(path), suppress(FileNotFoundError):
             if lock := hold(path / LOCK):
                 discard(path, lock)
-    return [path for path in partials if not path.exists()]
 
 
 # -- the target
@@ -295,9 +308,14 @@ def empty(folder: Path) -> None:
 
 
 def discard(folder: Path, lock: FileIO) -> None:
-    """Remove a folder whose lock was held, if it still is, and let go of the lock."""
+    """Remove a folder whose lock was held, if it still is, and let go of the lock.
+
+    It loses its name first: what another process that still writes there would make anew would be in the way for ever.
+    """
     with lock:
         if is_at(lock, folder / LOCK):
+            if not folder.match(_DOOMED.format("*", "*")):
+                folder = folder.rename(f"{folder}.{uuid.uuid4().hex[:8]}.doomed")
             empty(folder)
             (folder / LOCK).unlink()
             folder.rmdir()

@@ -17,7 +17,7 @@ import numpy as np
 
 from megacore.store.direct import WriteWindow
 from megacore.store.dtypes import as_dtype
-from megacore.store.tensors import DTYPES, TensorWriter, file_size
+from megacore.store.tensors import DTYPES, TensorWriter, file_size, os_errors
 from parallel.weights.fingerprint import MODULUS, fingerprint
 from parallel.weights.pattern import Piece
 from parallel.weights.schema import Schema
@@ -166,7 +166,9 @@ def _tasks(folder: Path, files: Iterable[File]) -> Iterator[_Task]:
     """Yield runs of blocks; a file is opened when its first one is reached, so that few are open at once."""
     for file in files:
         empty = {t.stored.name: dict.fromkeys(t.stored.labels, 0) for t in file.tensors}
-        (folder / file.path).parent.mkdir(exist_ok=True)
+        if (parent := (folder / file.path).parent) != folder:  # which may be gone: then nobody wants it any more
+            with os_errors(parent):
+                parent.mkdir(exist_ok=True)
         opened = _Open(file, TensorWriter.create(folder / file.path, file.headers, METADATA), empty)
         chunks = (
             (tensor, block)

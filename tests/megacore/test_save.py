@@ -475,6 +475,17 @@ def test_an_error_while_publishing_is_seen(recipe: str, tmp_path: Path, monkeypa
     assert saved(tmp_path / "run") == []
 
 
+def test_what_cannot_be_removed_is_told_and_the_save_counts(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(checkpoints, "prune", refuse)
+    train(recipe, [f"out={tmp_path / 'run'}", "checkpoint.at_end=true", IMPATIENT, *QUIET])
+    assert saved(tmp_path / "run") == [5] and "could not be removed: not yours" in capfd.readouterr().err
+
+
 def test_the_rest_of_a_checkpoint_is_in_nobody_s_way(recipe: str, tmp_path: Path) -> None:
     """A folder of its name without an index is no checkpoint; what is in it is kept."""
     rest = checkpoints.path_of(checkpoints.folder_of(tmp_path), 5)

@@ -20,6 +20,7 @@ from pool import forkserver
 
 from megacore.store import publish as module
 from megacore.store.publish import LOCK, Publication, leftovers, partial, publish, remove_leftovers, write_file
+from megacore.store.stream import File, write
 from megacore.store.strict_json import StoreError
 
 ROOT = Path(__file__).parents[2]
@@ -444,8 +445,34 @@ def test_what_cannot_be_removed_stays_a_leftover(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(module.shutil, "rmtree", refuse)
         publication.abandon()
-    assert leftovers(tmp_path) == [publication.folder]
-    assert remove_leftovers(tmp_path) == [publication.folder]
+    (found,) = leftovers(tmp_path)
+    assert content(found) == {**FILLED, LOCK: ""} and found.name.startswith(f"{publication.folder.name}.")
+    assert remove_leftovers(tmp_path) == [found] and not list(tmp_path.iterdir())
+
+
+def test_what_was_being_removed_when_its_writer_died_goes_with_the_next_one(tmp_path):
+    for name in (".out.partial.12ab34cd.doomed", ".other.partial.12ab34cd.doomed"):
+        leftover(tmp_path / "out").rename(tmp_path / name)
+    with publish(tmp_path / "out") as folder:
+        fill(folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".other.partial.12ab34cd.doomed", "out"]
+
+
+@pytest.mark.parametrize("name", ["weights/a", "a"])
+def test_another_rank_that_writes_still_leaves_nothing_in_the_way(tmp_path, monkeypatch, name):
+    publication, plain = Publication.begin(tmp_path / "out"), module.empty
+    fill(publication.folder)
+
+    def emptied(folder: Path) -> None:
+        plain(folder)
+        with pytest.raises(StoreError, match="No such file or directory"):
+            write(publication.folder, [File(name, (), lambda stored: None)], None)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "empty", emptied)
+        publication.abandon()
+    assert not list(tmp_path.iterdir())
+    Publication.begin(tmp_path / "out").abandon()
 
 
 # -- kills
