@@ -70,7 +70,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Spikes:
-    """What is known of spikes after the last records of a run: a function of these alone.
+    """The last records of a run, and what would be a spike after them: a function of these alone.
 
     Args:
         records: The records, twice as many as the median is of: a run may go back over some.
@@ -85,7 +85,7 @@ class Spikes:
 
     @cached_property
     def _limits(self) -> Mapping[str, tuple[float, float]]:
-        """{metric: (median, limit)}."""
+        """Return {metric: (median, limit)}."""
         rises = [at for at, (one, two) in enumerate(pairwise(self.records), 1) if two.lr > one.lr]
         level = self.records[rises[-1] if rises else 0 :]
         return {name: _limit([each.values[name] for each in level], least) for name, least in LEAST.items()}

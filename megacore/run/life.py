@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -44,7 +44,7 @@ from megacore.say import say
 from megacore.store.audit import DamageError
 from megacore.store.objects import place
 from megacore.store.publish import replace_file
-from megacore.store.strict_json import read_file
+from megacore.store.strict_json import StoreError, read_file
 from megacore.store.tensors import os_errors
 from models.config import ModelConfig, flops_per_token, parameters_in_words
 from parallel import kernels
@@ -182,8 +182,9 @@ class Life:
         self.beat.enter("recover")
         self.held.copies.leave()
         gc.collect()
-        start = control.attempt(partial(_before, self.setup, back, control))
-        self.setup, self.held.trainer = _built(replace(self.setup, start=start), mesh, control)
+        before = partial(_before, self.setup, back, control)
+        start = control.attempt(partial(before, ()))
+        self.setup, self.held.trainer = _built(replace(self.setup, start=start), mesh, control, before)
         self.held.trainer.interrupt = interrupt
         if self.held.trainer.repetition is not None:
             self.held.trainer.repetition.history += back.history
@@ -197,7 +198,10 @@ class Life:
         self._lock(mesh, control)
         if mesh.rank == 0:
             say(_headline(self.setup.config, self.setup.model, mesh))
-        self.setup, trainer = _built(self.setup, mesh, control)
+        setup, otherwise = self.setup, None
+        if setup.config.checkpoint.resume == AUTO:
+            otherwise = partial(find, setup.config, checked=mesh.rank > 0)
+        self.setup, trainer = _built(setup, mesh, control, otherwise)
         if mesh.rank == 0 and (chosen := kernels.chosen(self.device, self.setup.config.train.compile)):
             say(chosen)
         self._open_log(trainer, control, trainer.start.step)
@@ -266,17 +270,44 @@ def in_world(setup: Setup, overrides: Sequence[str], here: Here) -> Setup:
     return replace(setup, config=config)
 
 
-def _before(setup: Setup, back: GoBack, control: Control) -> Start:
-    """Return the newest checkpoint before a bad step, or where there is none what the run started from, without the
-    samples from there to the end of the step."""
+def _before(setup: Setup, back: GoBack, control: Control, damaged: tuple[Damaged, ...]) -> Start:
+    """Return the newest checkpoint before a bad step that is not known to be damaged, or where there is none what the
+    run started from, without the samples from there to the end of the step.
+
+    Raises:
+        StoreError: what the run started from is damaged.
+    """
     config, start = setup.config, setup.start
     folder = checkpoints.folder_of(config.out, config.checkpoint.folder)
-    newest = control.tell(max((step for step in checkpoints.complete(folder) if step < back.step), default=0))
-    if newest > start.progress.step:
-        resume = str(checkpoints.path_of(folder, newest))
-        start = find(replace(config, checkpoint=replace(config.checkpoint, resume=resume)))
-    first = back.skipped.sample(start.progress.samples)
-    return replace(start, progress=start.progress.without([*back.skipped, (first, back.stop)]))
+
+    def at(step: int) -> Start:
+        resume = str(checkpoints.path_of(folder, step))
+        return find(
+            replace(config, checkpoint=replace(config.checkpoint, resume=resume)), checked=control.mesh.rank > 0
+        )
+
+    def newest() -> tuple[int, list[list[str]]]:
+        """Return the step of the newest that can be opened, and what is damaged: only rank 0 looks."""
+        found = [[str(each.path), each.reason] for each in damaged]
+        for step, path in reversed(checkpoints.complete(folder).items()):
+            if start.progress.step < step < back.step and str(path) not in dict(found):
+                try:
+                    at(step)
+                except StoreError as error:
+                    found.append([str(path), str(error)])
+                else:
+                    return step, found
+        return 0, found
+
+    step, told = control.tell(newest() if control.mesh.rank == 0 else None)
+    damaged = tuple(Damaged(place(path), reason) for path, reason in told)
+    if not step:
+        for each in damaged:
+            if each.path in (source.path for source in (start.adapters, start.source) if source is not None):
+                raise StoreError(each.reason)
+    found = at(step) if step else start
+    first = back.skipped.sample(found.progress.samples)
+    return replace(found, progress=found.progress.without([*back.skipped, (first, back.stop)]), damaged=damaged)
 
 
 def _hold(stack: ExitStack, config: Config) -> None:
@@ -290,11 +321,16 @@ def _hold(stack: ExitStack, config: Config) -> None:
         checkpoints.clean(checkpoints.folder_of(out, config.checkpoint.folder))
 
 
-def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
+def _built(
+    setup: Setup, mesh: Mesh, control: Control, otherwise: Callable[[tuple[Damaged, ...]], Start] | None
+) -> tuple[Setup, Trainer]:
     """Return the trainer of a run, and where it really starts.
 
-    With ``checkpoint.resume=auto``, a checkpoint that turns out to be damaged while it is loaded is set aside, and the
-    one before it is taken.
+    Args:
+        setup: The run.
+        mesh, control: Its groups.
+        otherwise: Finds another start where the checkpoint turns out to be damaged while it is loaded, which is set
+            aside; None where there is no other.
 
     Raises:
         StoreError: what the run is to start from is damaged, and there is nothing else.
@@ -304,12 +340,12 @@ def _built(setup: Setup, mesh: Mesh, control: Control) -> tuple[Setup, Trainer]:
         return setup, trainer_of(setup, mesh, control)
     except DamageError as error:
         start = setup.start.adapters or setup.start.source
-        if setup.config.checkpoint.resume != AUTO or start is None or error.path != start.path:
+        if otherwise is None or start is None or error.path != start.path:
             raise
         damaged = Damaged(error.path, str(error))
     gc.collect()  # the half of a trainer that there is: modules and hooks refer to each other
-    before = control.attempt(lambda: find(setup.config, (damaged,), checked=mesh.rank > 0))
-    return _built(_led(replace(setup, start=before), control), mesh, control)
+    found = control.attempt(lambda: otherwise((damaged,)))
+    return _built(_led(replace(setup, start=found), control), mesh, control, otherwise)
 
 
 def _led(setup: Setup, control: Control) -> Setup:

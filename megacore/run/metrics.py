@@ -89,7 +89,7 @@ class JsonLines:
         self._begun = 0
         """Bytes of the first of them that are in the file already."""
         self._there = set[tuple[int, frozenset[str]]]()
-        """What tells the lines that are not written again."""
+        """Step and keys of the lines that are not written again."""
         self._file = _added_to(path)
 
     def go_on(self, after: int, covered: int) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import engine
 import numpy as np
@@ -23,6 +24,7 @@ from megacore.run import build, life
 from megacore.run import train as pretrain
 from megacore.run.copies import Copies
 from megacore.run.recover import Held, Told, let_go, recovered
+from megacore.run.resume import Start
 from megacore.run.trouble import NonFinite, UnsoundHardware
 from models.decoder import Microbatch
 from parallel.mesh import Mesh
@@ -241,6 +243,48 @@ def test_the_run_goes_back_before_bad_data(
     said = capfd.readouterr()
     assert said.out.count("Resuming after step 4 (") == 2 and "left out: 32 to 39." in said.out
     assert found and found == files("plain", "recovery.skip_samples=[32-48]")
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["fresh", "restarted"])
+@pytest.mark.parametrize("damage", ["a bit", "the index"])
+def test_the_run_goes_back_over_a_damaged_checkpoint(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, restarted: bool
+) -> None:
+    """To the one before it, and still without the samples that were found to be bad, and those before."""
+    plain, prepare = build.trainer_of, life._before
+    newest = checkpoints.path_of(checkpoints.folder_of(tmp_path / "found"), 4)
+
+    def poisoned(setup: pretrain.Setup, mesh: Mesh, control: Control) -> engine.Trainer:
+        made = plain(setup, mesh, control)
+        poison_samples(made, [34], torch.nan)
+        return made
+
+    def damaged(*given: Any) -> Start:
+        if damage == "a bit" and newest.exists():
+            (path,) = (newest / "weights").glob("*.safetensors")
+            held = bytearray(path.read_bytes())
+            held[-1] ^= 1
+            path.write_bytes(held)
+        elif newest.exists():
+            (newest / "index.json").write_text("{")
+        return prepare(*given)
+
+    monkeypatch.setattr(life, "trainer_of", poisoned)
+    common = [*REPEAT, "checkpoint.every=2", "checkpoint.keep=null"]
+
+    def files(name: str, *overrides: str) -> dict[str, bytes]:
+        setup = pretrain.check(recipe, [f"out={tmp_path / name}", *common, *overrides], 1, 1)
+        assert pretrain.run(setup, torch.device("cpu")) == 6
+        path = checkpoints.path_of(checkpoints.folder_of(tmp_path / name), 6)
+        tree = json.loads((path / "trainer.json").read_text())
+        assert tree["skipped_samples"] == [[16, 40]] and tree["consumed_samples"] == 48
+        return {each.name: each.read_bytes() for each in path.rglob("*.safetensors")}
+
+    expected = files("plain", "recovery.skip_samples=[16-40]")
+    monkeypatch.setattr(life, "_before", damaged)
+    back = ["recovery.go_back=true", *(["checkpoint.resume=auto"] if restarted else [])]
+    found = files("found", *back)
+    assert found == expected and newest.with_name(f"{newest.name}.damaged").exists()
 
 
 @pytest.mark.parametrize(

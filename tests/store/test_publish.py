@@ -466,7 +466,7 @@ def test_another_rank_that_writes_still_leaves_nothing_in_the_way(tmp_path, monk
     def emptied(folder: Path) -> None:
         plain(folder)
         with pytest.raises(StoreError, match="No such file or directory"):
-            write(publication.folder, [File(name, (), lambda stored: None)], None)
+            write(publication.folder, [File(name, (), None)], None)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patched:
         patched.setattr(module, "empty", emptied)
