@@ -46,6 +46,8 @@ NOTICE_S, DETECT_S, PROCESSES_S, TOGETHER_S = 1800.0, 3.0, 60.0, 1.0
 COSTS = tuple(each.name for each in fields(FaultCosts) if each.name != "step")
 IN_PLACE = ("rebuild", "replace", "evict")
 LARGEST = 4096
+STUCK = 0.01
+"""The goodput below which a run gets nowhere."""
 """Nodes up to which curves are drawn, at least."""
 
 
@@ -322,6 +324,8 @@ def _levels(x: Outlook) -> Iterator[str]:
         for each, seen in x.levels
     ]
     yield table(("level", "expected", "simulated", "error", "save every s", "steps", "from disk", "spares"), rows)
+    if stuck := [each.protection.name for each, _ in x.levels if each.share < STUCK]:
+        yield f"  {' and '.join(stuck)}: faults come faster than these recover, and the run gets nowhere."
     rate, stall = 1 / x.run_s, x.costs.stall
     yield (
         f"  Where each fault ends in a restart, the best interval is {best_interval(rate, stall):,.0f} s, by Young "

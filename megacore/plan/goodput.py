@@ -186,7 +186,8 @@ def goodput(level: Protection, nodes: int, faults: FaultRates, costs: FaultCosts
     in_place = rate - to_disk
     held_up = _again_s(level, faults, costs) + level.in_place_s
     # Seconds in place pass while nothing is done; what ends in a restart may befall the run in them too.
-    through = math.exp(-rate * held_up) / (1 - in_place / rate * -math.expm1(-rate * held_up))
+    undisturbed = math.exp(-rate * held_up)
+    through = undisturbed and undisturbed / (1 - in_place / rate * -math.expm1(-rate * held_up))
     ended = to_disk + in_place * (1 - through)
     least = max(costs.step, costs.publish - costs.stall)
     interval = interval or max(best_interval(ended, costs.stall), least)
@@ -235,7 +236,7 @@ def _restart_s(level: Protection, nodes: int, faults: FaultRates, rate: float) -
         leaving = rate * faults.hardware
         waits = faults.hardware * (math.expm1(min(leaving * faults.away_s, 700.0)) / leaving)
     through = math.exp(-rate * level.restart_s)
-    return waits + (1 - through) / through * (1 / rate + waits)
+    return waits + (1 - through) / through * (1 / rate + waits) if through else math.inf
 
 
 def _speed(level: Protection, nodes: int, faults: FaultRates) -> float:
@@ -280,6 +281,9 @@ class Simulated:
 
 
 RUNS = 24
+MOST_FAULTS = 10
+"""Faults of a simulated run over those that are asked for: so many more may break into its recoveries. Where they come
+faster than a level recovers, a run would never see the end of one."""
 
 
 def simulate(
@@ -299,7 +303,7 @@ def simulate(
         faults: Their faults.
         costs: The costs.
         interval: Seconds of training from one checkpoint to the next.
-        count: Faults of each run.
+        count: Faults of each run, without those that break into recoveries.
         seed: The seed of all chance.
     """
     shares = [
@@ -325,9 +329,14 @@ class _FaultyRun:
         self.level, self.nodes, self.faults, self.costs, self.chance = level, nodes, faults, costs, chance
         self.interval, self.segment = interval, interval + costs.stall
         self.clock, self.place, self.kept, self.away = 0.0, 0.0, 0, list[float]()
+        self.left = 0
+        """Faults that are still to come."""
 
     def share(self, count: int) -> float:
+        self.left = MOST_FAULTS * count
         for _ in range(count):
+            if self.left <= 0:
+                break
             self._train(self.clock + self.chance.expovariate(self.nodes / self.faults.node_s))
             self._recover()
         trained = self.place * self.interval / self.segment * (1 - self.level.slowed)
@@ -348,6 +357,7 @@ class _FaultyRun:
 
     def _strike(self) -> tuple[int, bool]:
         """Draw a fault: the node or, of one that it outlives, a rank; and whether the node is gone."""
+        self.left -= 1
         gone = self.chance.random() < self.faults.hardware
         if gone:
             heapq.heappush(self.away, self.clock + self.faults.away_s)
@@ -368,13 +378,13 @@ class _FaultyRun:
                 steps = self.level.copy_every if alone else 1
                 lost = alone and struck not in where.copies
             again = max(again, self.place % (steps * self.costs.step))
-            if lost:
+            if lost or self.left <= 0:
                 break
             if (left := self._passed(self.level.in_place_s)) is None:
                 self.place -= again
                 return
             struck, gone = left
-        while self._passed(self._restart_s()) is not None:
+        while self._passed(self._restart_s()) is not None and self.left > 0:
             pass
         self.place = self.kept * self.segment
 

@@ -12,8 +12,10 @@ from megacore.plan.goodput import (
     DAY_S,
     LEVELS,
     LLAMA_3,
+    RUNS,
     FaultCosts,
     FaultRates,
+    _FaultyRun,
     best_interval,
     curves,
     daly,
@@ -152,6 +154,25 @@ def test_the_formula_is_within_the_error_of_simulated_runs(rates: str, overrides
         expected = best(level, bare.nodes, faults, COSTS)
         seen = simulate(expected.protection, bare.nodes, faults, COSTS, expected.interval)
         assert abs(seen.share - expected.share) < 4 * seen.error + 0.001, (level.name, expected.share, seen)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("node_s", [3.0, 30.0, 1e-3])
+@pytest.mark.parametrize("away", [1.0, DAY_S])
+def test_faults_that_come_faster_than_a_level_recovers_leave_nothing(
+    node_s: float, away: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the simulation ends: 400 faults of each run, and ten times as many where they break into recoveries."""
+    s, faults, struck = setting("mesh.dp=8"), FaultRates(node_s, 0.5, away), list[int]()
+    strike = _FaultyRun._strike
+    monkeypatch.setattr(_FaultyRun, "_strike", lambda run: struck.append(1) or strike(run))
+    where = Survival.of(s, 1, copies=False)
+    for level in protections(COSTS, where, Survival.of(s, 1), None, replica=1):
+        struck.clear()
+        expected = goodput(level, 8, faults, COSTS)
+        seen = simulate(level, 8, faults, COSTS, expected.interval)
+        assert abs(seen.share - expected.share) < 4 * seen.error + 0.01 and expected.share < 0.1
+        assert RUNS * 400 <= len(struck) <= RUNS * (10 * 400 + 2)
 
 
 @pytest.mark.quick
