@@ -147,6 +147,9 @@ class Model:
 
         Experts are left out, as which rows go where depends on the data, and so is what runs on some tokens at a time.
         """
+        # Of several graphs that fit, the last one used would be taken first, and a block that is computed again would
+        # keep other tensors than it did (pytorch #166926): they are taken in the order in which they were made.
+        torch._C._dynamo.eval_frame._set_lru_cache(False)
         for chunk in self.chunks:
             for block in chunk.layers.values():
                 for module in block.modules():

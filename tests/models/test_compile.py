@@ -59,6 +59,7 @@ EXPERTS = Case("experts", preset="mixtral-tiny")
 CHUNKED = Case("chunked", mlp_chunk=20)
 # Its latents are made by linears that every rank holds.
 LATENT = Case("latent", preset="deepseek_v3-tiny", layers=1)
+UNLIKE = Case("unlike", preset="deepseek_v3-tiny", layers=3, recompute="full")
 LATENT_FP8 = Case("latent-fp8", preset="deepseek_v3-tiny", layers=1, fp8=True, tolerance=0.1)
 CASES = [
     Case("plain"),
@@ -190,6 +191,16 @@ def test_compiled_ranks_compute_the_same(pool: Pool) -> None:
     cases = [*CASES, EXPERTS, CHUNKED]
     for found in pool.run(2, compared, cases):
         assert all(distance < case.tolerance for case, distance in zip(cases, found, strict=True)), found
+
+
+def test_layers_that_differ_are_computed_again_as_they_were() -> None:
+    """What is compiled of a block of experts, up to them, runs for a dense one too."""
+    with compiling_with(Graphs().backend):
+        mine, want = (gradients(UNLIKE, Mesh.single(), torch.float64, compiled) for compiled in (True, False))
+        assert len(mine) == len(want)
+        assert all(
+            (one - other).norm() <= UNLIKE.tolerance * other.norm() for one, other in zip(mine, want, strict=True)
+        )
 
 
 @pytest.mark.parametrize("case", [LATENT, pytest.param(LATENT_FP8, marks=pytest.mark.grid)], ids=lambda case: case.name)
