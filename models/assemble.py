@@ -149,7 +149,7 @@ class Model:
         """
         # Of several graphs that fit, the last one used would be taken first, and a block that is computed again would
         # keep other tensors than it did (pytorch #166926): they are taken in the order in which they were made.
-        torch._C._dynamo.eval_frame._set_lru_cache(False)
+        torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
         for chunk in self.chunks:
             for block in chunk.layers.values():
                 for module in block.modules():

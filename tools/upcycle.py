@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     except ModelConfigError as error:
         raise StoreError("\n- ".join([f"{source.path} cannot be upcycled:", *error.problems])) from error
-    made = Upcycled.of(source, way, arguments.seed)
+    made = Upcycled.of(source, way, arguments.seed, dtype)
     if arguments.to == "hf":
         if folders.has_layout(arguments):
             raise StoreError(
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.dry_run:
         _check(source, made, arguments)
     folders.carry_out(plan, source.path, arguments.target, arguments)
-    if math.frexp(way.scale)[0] != 0.5:
+    if math.frexp(way.scale)[0] != 0.5 and not (dtype and made.widens(dtype)):
         err(
             f"what comes out of an expert is the dense model's times {way.scale:g}, which is no power of two: weights "
             "are rounded, and the loss is the dense model's but for that"

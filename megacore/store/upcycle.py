@@ -41,22 +41,24 @@ class Upcycled(WeightFolder):
         dense: The folder of the dense model.
         way: The way from the one to the other.
         seed: The seed of the rows of routers, which are those of a new model of this seed.
+        wanted: The dtype of what is drawn or scaled; None for that of the dense weights.
     """
 
     dense: SafetensorsFolder = field(kw_only=True)
     way: Upcycling = field(kw_only=True)
     seed: int = field(kw_only=True)
+    wanted: str | None = field(kw_only=True)
     _scaled: Computed = field(default_factory=Computed, kw_only=True)
 
     @classmethod
-    def of(cls, dense: SafetensorsFolder, way: Upcycling, seed: int) -> Upcycled:
-        """Read a folder so.
+    def of(cls, dense: SafetensorsFolder, way: Upcycling, seed: int, wanted: str | None = None) -> Upcycled:
+        """Read a folder so; arguments as above.
 
         Raises:
             StoreError: its tensors hold parts of slices.
         """
         index = Index(way.raw, layout_of(way.config, MeshShape()), ("weights",), None, {})
-        made = cls(dense.path, index, dense=dense, way=way, seed=seed)
+        made = cls(dense.path, index, dense=dense, way=way, seed=seed, wanted=wanted)
         for stored in dense.stored():
             made._check(stored)
         return made
@@ -73,20 +75,25 @@ class Upcycled(WeightFolder):
             yield Stored(None, name, shard.param.name, shard.param.sentence.labels, shard.param.sentence, shard.box)
 
     def dtype(self, state: str, stored: Stored) -> str:
-        # What is new has the dtype of the dense weights of its layer.
-        return self.dense.dtype(state, self._beside[stored.box["layer"][0]] if stored.where is None else stored)
+        # What is new has the dtype of the dense weights of its layer, unless another one is wanted.
+        held = self.dense.dtype(state, self._beside[stored.box["layer"][0]] if stored.where is None else stored)
+        return self.wanted or held if stored.where is None or self._is_scaled(stored) else held
+
+    def _is_scaled(self, stored: Stored) -> bool:
+        return self.way.scale != 1 and stored.param == EXPERTS + DOWN
 
     def read(self, state: str = "weights") -> Read:
-        plain, scale = self.dense.read(state), self.way.scale
+        plain = self.dense.read(state)
 
         def read(stored: Stored) -> tuple[str, np.ndarray]:
             if stored.where is None:
                 dtype = self.dtype(state, stored)
                 return dtype, self._drawn(self._new[stored.name], dtype)
-            if scale == 1 or stored.param != EXPERTS + DOWN:
+            if not self._is_scaled(stored):
                 return plain(stored)
-            make = partial(_times, *plain(stored), scale)
-            return self.dtype(state, stored), self._scaled.get((stored.where, stored.name), make)
+            dtype = self.dtype(state, stored)
+            make = partial(_times, *plain(stored), self.way.scale, dtype)
+            return dtype, self._scaled.get((stored.where, stored.name), make)
 
         return read
 
@@ -95,6 +102,11 @@ class Upcycled(WeightFolder):
         dense = self.dense.layout.schema
         kept = {whole_name(dense, stored) for stored in self.dense.stored() if not stored.param.startswith(DENSE)}
         return {piece: value for piece, value in self.dense.fingerprints(state).items() if piece[0] in kept}
+
+    def widens(self, dtype: str) -> bool:
+        """Return whether a dtype has more bits than all that is scaled."""
+        dense = (stored for stored in self.dense.stored() if stored.param == DENSE + DOWN)
+        return all(DTYPES[self.dense.dtype("weights", each)].itemsize < DTYPES[dtype].itemsize for each in dense)
 
     @property
     def replaced(self) -> set[str]:
@@ -170,11 +182,11 @@ def _of(stored: Stored, hidden: str) -> Pattern:
     return Pattern.parse(_HIDDEN.sub(hidden, str(stored.pattern)))
 
 
-def _times(dtype: str, bits: np.ndarray, scale: float) -> np.ndarray:
-    """Return the bits of all elements times a factor, rounded once."""
-    wide = "F64" if dtype == "F64" else "F32"
-    floats, made = DTYPES[wide].str.replace("u", "f"), np.empty_like(bits)
+def _times(dtype: str, bits: np.ndarray, scale: float, wanted: str) -> np.ndarray:
+    """Return the bits of all elements times a factor in another dtype, rounded once."""
+    wide = "F64" if "F64" in (dtype, wanted) else "F32"
+    floats, made = DTYPES[wide].str.replace("u", "f"), np.empty(bits.shape, DTYPES[wanted])
     for part, row in zip(made, bits, strict=True):
         product = as_dtype(row, dtype, wide).view(floats) * scale
-        part[...] = as_dtype(product.astype(floats, copy=False).view(DTYPES[wide]), wide, dtype)
+        part[...] = as_dtype(product.astype(floats, copy=False).view(DTYPES[wide]), wide, wanted)
     return made

@@ -165,7 +165,12 @@ def test_faults_that_come_faster_than_a_level_recovers_leave_nothing(
     """And the simulation ends: 400 faults of each run, and ten times as many where they break into recoveries."""
     s, faults, struck = setting("mesh.dp=8"), FaultRates(node_s, 0.5, away), list[int]()
     strike = _FaultyRun._strike
-    monkeypatch.setattr(_FaultyRun, "_strike", lambda run: struck.append(1) or strike(run))
+
+    def counted(run: _FaultyRun) -> tuple[int, bool]:
+        struck.append(1)
+        return strike(run)
+
+    monkeypatch.setattr(_FaultyRun, "_strike", counted)
     where = Survival.of(s, 1, copies=False)
     for level in protections(COSTS, where, Survival.of(s, 1), None, replica=1):
         struck.clear()

@@ -209,5 +209,14 @@ def test_a_factor_that_rounds_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "times 3, which is no power of two" in told.err and "llama -> mixtral" in told.out
     made(source, tmp_path / "quarters", WAYS["slices"])
     assert not capsys.readouterr().err
+    made(source, tmp_path / "wide", WAYS["thirds"], "--dtype", "float32")  # which has room for it
+    assert not capsys.readouterr().err
+    got, want = (load_file(folder / "model.safetensors") for folder in (tmp_path / "wide", source))
+    down = want["model.layers.0.mlp.down_proj.weight"].float()
+    for e in range(6):
+        part = down[:, e % 3 * HIDDEN // 3 : (e % 3 + 1) * HIDDEN // 3]
+        assert torch.equal(got[f"model.layers.0.block_sparse_moe.experts.{e}.w2.weight"], 3 * part)
+    router = got["model.layers.0.block_sparse_moe.gate.weight"]
+    assert router.dtype == torch.float32 and not torch.equal(router, router.bfloat16().float())
     sizes = {stored.name for stored in hugging_face(open_folder(tmp_path / "thirds").config.schema)}
     assert sizes == load_file(tmp_path / "thirds" / "model.safetensors").keys()
