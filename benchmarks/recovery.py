@@ -14,6 +14,8 @@ beyond where they were; the steps done twice, and the samples in no update; the 
 where all nodes are there, over the time; and the distance of the last weights from those of the undisturbed run. Beside
 ours it prints what ``megacore plan --goodput`` expects, with the faults and the costs that were met.
 
+A run in which nobody finishes another step for LIMIT_S seconds has ended by that: it has no costs, and is told.
+
 With ``--folder`` finished runs stay there: called again, it does those that lack, ``--most`` at a time.
 """
 
@@ -80,8 +82,12 @@ KINDS = ("rank", "rank", "rank", "node", "lead")
 FIRST = 20
 """The step from which the time counts: before it groups are made and nodes come together."""
 LIMIT_S, POLL_S = 90.0, 0.01
-INITIAL, TOKENS, FINAL, COST = "initial", "tokens.npy", "final.safetensors", "cost.json"
+INITIAL, TOKENS, FINAL, COST, ENDED = "initial", "tokens.npy", "final.safetensors", "cost.json", "ended"
 """The first two and the last weights have these names in `recovery_worker.py` too."""
+
+
+class NotBack(RuntimeError):
+    """A run does not go on."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +284,8 @@ class FaultyRun(ABC):
                 since, most = time.monotonic(), self.most
             if time.monotonic() > since + LIMIT_S or max(self.starts) > 20:
                 logs = "\n".join((home / "log").read_text()[-1500:] for home in self.homes.values())
-                raise RuntimeError(f"{what} did not come after step {self.most}\n{logs}")
+                waited = f"for {LIMIT_S:.0f} s" if max(self.starts) <= 20 else "with 20 starts"
+                raise NotBack(f"{what} did not come after step {self.most}, {waited}\n{logs}")
             time.sleep(POLL_S)
             self.look()
 
@@ -494,10 +501,14 @@ def distance(weights: Path, from_: Path) -> float:
 
 
 def run_one(folder: Path, way: str, pythons: Mapping[str, Path], steps: int, faults: Sequence[Strike]) -> None:
-    """Do a run, and keep its costs, its weights and its incidents."""
+    """Do a run, and keep its costs, its weights and its incidents; or what has ended it."""
     shutil.rmtree(folder, ignore_errors=True)
     run = WAYS[way](folder, pythons, steps)
-    cost = run.play(faults)
+    try:
+        cost = run.play(faults)
+    except NotBack as error:
+        (folder / ENDED).write_text(str(error))
+        return
     shutil.copy(run.weights(), folder / FINAL)
     for path in (run.out / "incidents.jsonl",):
         if path.exists():
@@ -566,10 +577,18 @@ def _seconds(given: Sequence[float]) -> str:
     return f"{statistics.median(given):.2f} / {max(given):.2f}" if given else "-"
 
 
-def table(ways: Sequence[WayCosts]) -> str:
-    """Return a table in Markdown; of seconds it has the median and the worst."""
+def table(ways: Sequence[WayCosts], ended: Sequence[tuple[str, ...]]) -> str:
+    """Return a table in Markdown; of seconds it has the median and the worst.
+
+    Args:
+        ways: The ways that have runs to the end.
+        ended: (way, number, what has ended it) of runs that have none.
+    """
+    without = [each for each in dict.fromkeys(way for way, *_ in ended) if each not in {way.way for way in ways}]
     rows = [HEADS, ("---",) + ("---:",) * (len(HEADS) - 1), *(way.row() for way in ways)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    rows += [(way, *("-",) * (len(HEADS) - 1)) for way in without]
+    told = [f"{way}, round {number}, has not come to its end: {why}" for way, number, why in ended]
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", *told])
 
 
 def planned(folder: Path, ours: WayCosts) -> str:
@@ -622,13 +641,20 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         prepare(folder, pythons.get("torchft", pythons["hf"]), given.steps)
         runs = [(way, number) for number in range(given.rounds + 1) for way in ways]
-        lacking = [(way, number) for way, number in runs if not (folder / run_name(way, number) / COST).exists()]
+        homes = {(way, number): folder / run_name(way, number) for way, number in runs}
+        lacking = [run for run, home in homes.items() if not ((home / COST).exists() or (home / ENDED).exists())]
         for way, number in lacking[: given.most]:
-            faults = strikes(number, given.steps) if number else []
-            run_one(folder / run_name(way, number), way, pythons, given.steps, faults)
-            print(f"round {number}, {way}: {cost_in(folder / run_name(way, number))}", flush=True)
+            home, faults = homes[way, number], strikes(number, given.steps) if number else []
+            run_one(home, way, pythons, given.steps, faults)
+            told = cost_in(home) if (home / COST).exists() else (home / ENDED).read_text()
+            print(f"round {number}, {way}: {told}", flush=True)
         found = [costs for way in ways if (costs := WayCosts.of(way, folder))]
-        print(f"\n{table(found)}\n")
+        ended = [
+            (way, str(number), (home / ENDED).read_text().partition("\n")[0])
+            for (way, number), home in homes.items()
+            if (home / ENDED).exists()
+        ]
+        print(f"\n{table(found, ended)}\n")
         for costs in found:
             if costs.way == "in place":
                 print(planned(folder, costs))

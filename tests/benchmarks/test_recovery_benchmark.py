@@ -98,3 +98,18 @@ def test_a_cost_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     cost = RunCost([got], 8, 12.5, 0.25, 60)
     (tmp_path / recovery.COST).write_text(json.dumps(recovery.asdict(cost)))
     assert recovery.cost_in(tmp_path) == cost
+
+
+@pytest.mark.quick
+def test_a_run_that_does_not_go_on_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(recovery.ByTorchrun):
+        def command(self, node: int) -> list[str]:
+            return ["sleep", "60"]
+
+    monkeypatch.setattr(recovery, "LIMIT_S", 0.2)
+    monkeypatch.setitem(recovery.WAYS, "silent", Silent)
+    recovery.run_one(tmp_path / "silent-1", "silent", {}, 600, [])
+    why = (tmp_path / "silent-1" / recovery.ENDED).read_text().partition("\n")[0]
+    assert why == "all nodes did not come after step 0, for 0 s"
+    rows = recovery.table([], [("silent", "1", why)]).splitlines()
+    assert rows[2].startswith("| silent | - | - |") and rows[-1].endswith(f"has not come to its end: {why}")
