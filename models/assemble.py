@@ -149,8 +149,8 @@ class Model:
         """
         # Of several graphs that fit, the last one used would be taken first, and a block that is computed again would
         # keep other tensors than it did (pytorch #166926): they are taken in the order in which they were made.
-        # Layers of each kind have some of their own, to train, to evaluate, and of documents: beyond the compiler's limit
-        # of 8 they would run as they are, and only its log would say so.
+        # Layers of each kind have some of their own, to train, to evaluate, and of documents: beyond the compiler's
+        # limit of 8 they would run as they are, and only its log would say so.
         torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
         torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
         for chunk in self.chunks:

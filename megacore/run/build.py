@@ -18,7 +18,7 @@ from megacore.run.check import Setup
 from megacore.run.load import load as load_into
 from megacore.run.meter import Meter
 from megacore.run.optimizer import Optimizer
-from megacore.run.resume import Start, companions, raw_of
+from megacore.run.resume import Start, raw_of
 from megacore.run.save import NAMES, Retention, Saver, TrainingState
 from megacore.run.scaler import UNSCALED, Scaling
 from megacore.run.states.offload import Offload
@@ -182,7 +182,7 @@ def _saver(setup: Setup, state: TrainingState, adapters: Adapters | None, contro
         checkpoints.folder_of(config.out, config.checkpoint.folder),
         state,
         with_dtype(raw_of(setup.model, start.source), NAMES[DTYPES[config.train.precision]]),
-        companions(start, config),
+        setup.companions,
         control,
         Retention(config.checkpoint.keep, config.checkpoint.keep_every),
         adapters,

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from megacore import open_files
 from megacore.config import Config
@@ -14,18 +14,27 @@ from megacore.recipe import ConfigError, load
 from megacore.run.capacity import capacity_problems
 from megacore.run.problems import problems, readable, surroundings
 from megacore.run.resume import Start, companions, find, model_of, raw_of
+from megacore.store.companions import Companion
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfig, ModelConfigError
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A run that has been checked: its config, its model, its data, and where it starts."""
+    """A run that has been checked: its config, its model, its data, where it starts, and {name: file} of what travels
+    with the model."""
 
     config: Config
     model: ModelConfig
     corpora: Corpora
     start: Start
+    companions: Mapping[str, Companion] = field(default_factory=dict)
+
+    def at(self, start: Start) -> Setup:
+        """Return the run as it is from another start. The files of one that it keeps may be gone by now: they are
+        known."""
+        found = self.companions if start.source is self.start.source else companions(start, self.config)
+        return replace(self, start=start, companions=found)
 
 
 def check(
@@ -78,7 +87,8 @@ def check(
     if model is None or start is None or (found and not readable(config)):
         raise ConfigError(found)
     try:
-        files = ModelFiles(companions(start, config), raw_of(model, start.source), model.vocab_size)
+        travelling = companions(start, config)
+        files = ModelFiles(travelling, raw_of(model, start.source), model.vocab_size)
     except StoreError as error:
         raise ConfigError([*found, f"data: {error}"]) from error
     if found:
@@ -88,7 +98,7 @@ def check(
     if no_room := [*no_room, *open_files.problems(files_of(config, world_size, local_ranks))]:
         raise ConfigError(no_room)
     try:
-        return Setup(config, model, Corpora.open(config, files, start.progress.order, checked), start)
+        return Setup(config, model, Corpora.open(config, files, start.progress.order, checked), start, travelling)
     except ValueError as error:
         raise ConfigError([f"data: {error}"]) from error
 

@@ -184,7 +184,7 @@ class Life:
         gc.collect()
         before = partial(_before, self.setup, back, control)
         start = control.attempt(partial(before, ()))
-        self.setup, self.held.trainer = _built(replace(self.setup, start=start), mesh, control, before)
+        self.setup, self.held.trainer = _built(self.setup.at(start), mesh, control, before)
         self.held.trainer.interrupt = interrupt
         if self.held.trainer.repetition is not None:
             self.held.trainer.repetition.history += back.history
@@ -345,7 +345,7 @@ def _built(
         damaged = Damaged(error.path, str(error))
     gc.collect()  # the half of a trainer that there is: modules and hooks refer to each other
     found = control.attempt(lambda: otherwise((damaged,)))
-    return _built(_led(replace(setup, start=found), control), mesh, control, otherwise)
+    return _built(_led(setup.at(found), control), mesh, control, otherwise)
 
 
 def _led(setup: Setup, control: Control) -> Setup:
@@ -357,7 +357,7 @@ def _led(setup: Setup, control: Control) -> Setup:
         same = [each.path for each in damaged] == [each.path for each in setup.start.damaged]
         return setup.start if same else find(setup.config, damaged, checked=True)
 
-    return replace(setup, start=control.attempt(start))
+    return setup.at(control.attempt(start))
 
 
 def _prepare(setup: Setup, mesh: Mesh) -> None:

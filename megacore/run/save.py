@@ -419,6 +419,17 @@ class Saver:
             size += sum(shard.numel for shard in shards) * next((dtype.itemsize for dtype in dtypes.values()), 8)
         return size
 
+    def _copy_companions(self, folder: Path) -> None:
+        """Copy what travels with the model from where the run began; a run's own checkpoint may be removed by now, and
+        the newest one has the files from there."""
+        folder.mkdir(exist_ok=True)
+        files = dict(self._companions)
+        for newest in [*checkpoints.complete(self.folder).values()][-1:]:
+            gone = [name for name, companion in files.items() if not companion.path.exists()]
+            files |= {name: Companion(newest / COMPANIONS / name, newest) for name in gone}
+        for name, companion in files.items():
+            copy_companion(companion, folder / name)
+
     def _publish(self, saving: _Saving, written: list[list[Wrote]]) -> None:
         publication = saving.publication
         assert publication is not None
@@ -436,9 +447,7 @@ class Saver:
                 )
         index = replace(self.index, step=saving.step, files=records)
         write_file(folder / TRAINER, json.dumps(saving.trainer, indent=1, allow_nan=False).encode() + b"\n")
-        (folder / COMPANIONS).mkdir(exist_ok=True)
-        for name, companion in self._companions.items():
-            copy_companion(companion, folder / COMPANIONS / name)
+        self._copy_companions(folder / COMPANIONS)
         write_file(folder / INDEX, index.to_json())
         publication.finish()
         try:

@@ -122,18 +122,22 @@ class Loop(GroupedProducts):
 
 
 class Kernel(GroupedProducts):
-    """One call of torch for all experts, which reads their counts on the device."""
+    """One call of torch for all experts, which reads their counts on the device; none where no rank has sent a row."""
 
     needs_host = False
 
     def forward(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        if not groups.rows:
+            return x.new_empty(0, weight.shape[1])
         return F.grouped_mm(x, weight.transpose(1, 2), offs=groups.ends)
 
     def input_gradient(self, dy: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        if not groups.rows:
+            return dy.new_empty(0, weight.shape[2])
         return F.grouped_mm(dy.contiguous(), weight, offs=groups.ends)
 
     def weight_gradient(self, dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
-        if not groups.rows:  # which the kernel refuses
+        if not groups.rows:
             return x.new_zeros(len(groups.lengths), dy.shape[1], x.shape[1])
         dw = F.grouped_mm(dy.contiguous().t(), x, offs=groups.ends)
         if _writes_nothing(dw.device):

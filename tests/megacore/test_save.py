@@ -21,7 +21,8 @@ from pool import Pool
 
 from megacore import checkpoints
 from megacore.control import Control
-from megacore.run import save
+from megacore.run import build, save
+from megacore.run import train as pretrain
 from megacore.run.save import SaveError
 from megacore.run.trainer import Trainer
 from megacore.run.trouble import NonFinite
@@ -484,6 +485,26 @@ def test_what_cannot_be_removed_is_told_and_the_save_counts(
     monkeypatch.setattr(checkpoints, "prune", refuse)
     train(recipe, [f"out={tmp_path / 'run'}", "checkpoint.at_end=true", IMPATIENT, *QUIET])
     assert saved(tmp_path / "run") == [5] and "could not be removed: not yours" in capfd.readouterr().err
+
+
+def test_what_travels_with_a_model_outlives_the_checkpoint_that_a_run_began_from(tmp_path: Path) -> None:
+    (tmp_path / "recipe").mkdir()
+    recipe, run = write_recipe(tmp_path / "recipe"), tmp_path / "run"
+    (tmp_path / "recipe" / "generation_config.json").write_text('{"temperature": 0.5}')
+    often = [f"out={run}", "checkpoint.every=1", "checkpoint.keep=1", "checkpoint.at_end=true", IMPATIENT]
+    train(recipe, [*often, "train.steps=3"])
+    (tmp_path / "recipe" / "generation_config.json").unlink()
+    again = [*often, "train.steps=5", "checkpoint.resume=auto"]
+    setup = pretrain.check(recipe, again, 1, 1)
+    train(recipe, again)
+    assert saved(run) == [5]
+    name = "generation_config.json"
+    held = checkpoints.path_of(checkpoints.folder_of(run), 5) / "tokenizer" / name
+    assert held.read_text() == '{"temperature": 0.5}'
+    # What a process that goes on after a fault builds anew, where its first checkpoint is no more.
+    made = build.empty_trainer_of(setup, Mesh.single(), Control.create(Mesh.single()))
+    made.saver._copy_companions(tmp_path / "copies")
+    assert (tmp_path / "copies" / name).read_text() == '{"temperature": 0.5}'
 
 
 def test_the_rest_of_a_checkpoint_is_in_nobody_s_way(recipe: str, tmp_path: Path) -> None:
