@@ -69,8 +69,9 @@ class IncidentWriter:
         self._waiting.append(lambda: write(self._out, event, decision, life))
         return self.catch_up() or Incident(event, decision, life)
 
-    def went_on(self, after: int, at: float) -> None:
-        """Add to the incidents that nothing is known of yet that the run goes on after a step, and has done another."""
+    def went_on(self, after: int | None, at: float) -> None:
+        """Add to the incidents that nothing is known of yet that the run goes on after a step, and has done another; or
+        that it had not stopped."""
         self._waiting.append(lambda: went_on(self._out, after, at))
         self.catch_up()
 
@@ -120,15 +121,16 @@ def recovered(out: Path, number: int, at: float, steps_lost: int, seconds_lost: 
         _add(file, known)
 
 
-def went_on(out: Path, after: int, at: float) -> None:
-    """Add to the incidents that nothing is known of yet that the run goes on after a step, and has done another.
+def went_on(out: Path, after: int | None, at: float) -> None:
+    """Add to the incidents that nothing is known of yet that the run goes on after a step, and has done another; or
+    that it had not stopped.
 
     Raises:
         StoreError: it cannot be read or written.
     """
     for each in read(out):
         if each.recovered is None and each.decision.action != "tell":
-            lost = 0 if each.event.step is None else max(0, each.event.step - 1 - after)
+            lost = 0 if each.event.step is None or after is None else max(0, each.event.step - 1 - after)
             recovered(out, each.number, at, lost, max(0.0, at - each.event.at))
 
 

@@ -69,8 +69,8 @@ class Recovery(Protocol):
         """Return what is done about an event; all but a few of its actions end all ranks."""
         ...
 
-    def went_on(self, step: int) -> None:
-        """Note that all ranks go on after a step."""
+    def went_on(self, step: int | None) -> None:
+        """Note that all ranks go on after a step, or that none of them had stopped."""
         ...
 
 
@@ -215,9 +215,11 @@ class Lead(Ranks):
                 self._take(self._unread.popleft())
         if time.monotonic() >= self.generations.deadline:
             self._do(self.generations.on(Passed(time.monotonic())))
+        if self._lost:  # before: those that are left do not train any more
+            self._change()
         if self.generations.trains:
             self._trains()
-        if self._lost or self._moved:
+        if self._moved:
             self._change()
         for node in set(self._leaving) - set(self.homes.values()):
             self._let_go(node)
@@ -351,14 +353,17 @@ class Lead(Ranks):
 
     def _trains(self) -> None:
         """Take note that all ranks train."""
-        self.begun = True
-        if self.noticed:
-            seconds = time.monotonic() - self.noticed
-            step = self.generations.step or 0
+        begun, self.begun = self.begun, True
+        noticed, self.noticed = self.noticed, 0.0
+        anew, step = self._stood_by < self.generations.generation, self.generations.step or 0
+        if noticed and anew:
+            seconds = time.monotonic() - noticed
             tell(f"All ranks go on after step {step}, {seconds:.2f} s after the fault was noticed.")
-            self.noticed = 0.0
+        if begun and anew:
             self.recovery.went_on(step)
-        if self._stood_by < self.generations.generation:
+        elif noticed:
+            self.recovery.went_on(None)
+        if anew:
             self._stood_by = self.generations.generation
             here = {process.node for process in self.generations.places.values()}
             self._moved = self._moved or here != set(self.nodes)

@@ -316,9 +316,11 @@ class _Answers:
             self.refused = decision
         return decision
 
-    def went_on(self, step: int) -> None:
-        """Add to the incidents of the run that it goes on after a step."""
+    def went_on(self, step: int | None) -> None:
+        """Add to the incidents of the run that it goes on after a step, or had not stopped."""
         self.incidents.went_on(step, time.time())
+        if step is None:
+            return
         try:
             self._redone = range(step + 1, self._newest() + 1)
         except StoreError as error:

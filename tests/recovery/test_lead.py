@@ -56,14 +56,15 @@ class Answers:
 
     def __init__(self, nodes: Mapping[int, int], least: int = 1) -> None:
         self.nodes, self.least, self.history = nodes, least, list[Incident]()
+        self.steps = list[int | None]()
 
     def answer(self, event: Event) -> Decision:
         decision = decide(event, self.history, Budgets("a", nodes=len(self.nodes), least_nodes=self.least))
         self.history.append(Incident(event, decision, "a"))
         return decision
 
-    def went_on(self, step: int) -> None:
-        pass
+    def went_on(self, step: int | None) -> None:
+        self.steps.append(step)
 
 
 class Led:
@@ -146,8 +147,9 @@ def test_a_node_that_comes_takes_part_after_a_pause(led: Callable[..., Led]) -> 
     assert run.to(4) == ["begin", "spawn"] and run.lead.generations.trains  # who is there goes on meanwhile
     run.says(2, "ready")
     assert run.children.orders[-1][0] == "pause"
+    assert run.answers.steps == []
     run.trains(5)
-    assert run.world == {0: 0, 1: 4}
+    assert run.world == {0: 0, 1: 4} and run.answers.steps == [5]
 
 
 def test_a_node_that_is_lost_is_done_without(led: Callable[..., Led]) -> None:
@@ -155,8 +157,17 @@ def test_a_node_that_is_lost_is_done_without(led: Callable[..., Led]) -> None:
     run.trains()
     run.hears(Gone(1, "silent"))
     assert run.children.orders[-1][0] == "over" and run.to(2)[-1] == "over"
+    assert run.answers.steps == []  # nobody goes on yet
     run.trains(3)
-    assert run.world == {0: 0, 1: 2} and not run.lead.failure
+    assert run.world == {0: 0, 1: 2} and not run.lead.failure and run.answers.steps == [3]
+
+
+def test_a_spare_that_is_lost_stops_nobody(led: Callable[..., Led]) -> None:
+    run = led(3)
+    run.trains()
+    run.hears(Came(4, 1))
+    run.hears(Gone(4, "silent"))
+    assert run.lead.generations.trains and run.answers.steps == [None]
 
 
 def test_a_spare_steps_in_for_a_node_that_the_run_needs(led: Callable[..., Led]) -> None:
