@@ -146,7 +146,8 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         self.close()
-        self._writer = SummaryWriter(str(self._folder), purge_step=covered + 1 if covered else None)
+        later = covered + 1 if covered or self._writer else None
+        self._writer = SummaryWriter(str(self._folder), purge_step=later)
 
     def write(self, step: int, record: Record) -> None:
         for key, value in record.items():
