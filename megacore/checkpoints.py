@@ -31,8 +31,10 @@ AUTO = "auto"
 DAMAGED = f"{INDEX}.damaged"
 """The name of the index of what was set aside in an object store."""
 _DOOMED = ".{}.doomed"
-_OBJECTS = re.compile(r"(step-(\d{8,18})(?:-[0-9a-f]{8})?)/(.+)", re.DOTALL)
-"""(folder, step, name within it) of the objects of a checkpoint, one that was copied there from a disk too."""
+_NAME = r"(step-(\d{8,18})(?:-[0-9a-f]{8})?)"
+"""(folder, step) of a checkpoint, also one that was copied from a disk to an object store or back."""
+_OBJECTS = re.compile(rf"{_NAME}/(.+)", re.DOTALL)
+"""(folder, step, name within it) of its objects."""
 
 
 def folder_of(out: str | Path, elsewhere: str | None = None) -> Path:
@@ -65,10 +67,9 @@ def named(folder: Path) -> dict[int, Path]:
     if isinstance(folder, ObjectPath):
         found = (_OBJECTS.fullmatch(name) for name in folder.objects())
         return dict(sorted((int(match[2]), folder / match[1]) for match in found if match and match[3] == INDEX))
-    steps = {int(path.name[5:]): path for path in folder.glob("step-*") if re.fullmatch(r"step-\d{8,18}", path.name)}
-    return {
-        step: path for step, path in sorted(steps.items()) if path == path_of(folder, step) and not path.is_symlink()
-    }
+    there = ((path, re.fullmatch(_NAME, path.name)) for path in folder.glob("step-*") if not path.is_symlink())
+    steps = sorted((int(match[2]), path) for path, match in there if match)
+    return {step: path for step, path in steps if path.name.startswith(path_of(folder, step).name)}
 
 
 def complete(folder: Path) -> dict[int, Path]:

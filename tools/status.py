@@ -37,6 +37,7 @@ class RunState:
         training: The newest record of a training step.
         evaluation: The newest record of an evaluation.
         checkpoint: The newest checkpoint.
+        unlisted: Why it is not known which checkpoints there are; nothing where it is.
         age_s: Seconds since the newest record.
         incidents: The incidents, the oldest first.
     """
@@ -48,6 +49,7 @@ class RunState:
     training: Mapping[str, Any] | None
     evaluation: Mapping[str, Any] | None
     checkpoint: Path | None
+    unlisted: str
     age_s: float | None
     incidents: tuple[Incident, ...]
 
@@ -56,10 +58,14 @@ class RunState:
         """Read the state of a run from its folder.
 
         Raises:
-            StoreError: there is no run, or one of its files cannot be read.
+            StoreError: there is no run, or one of its files on a disk cannot be read.
         """
         path, recipe = out / metrics.METRICS, _recipe(out)
-        saved = checkpoints.complete(checkpoints.folder_of(out, recipe.checkpoint.folder if recipe else None))
+        saved, unlisted = dict[int, Path](), ""
+        try:
+            saved = checkpoints.complete(checkpoints.folder_of(out, recipe.checkpoint.folder if recipe else None))
+        except StoreError as error:  # an object store's, which says nothing of the steps that are done
+            unlisted = str(error)
         befell = tuple(incidents.read(out))
         if not (path.exists() or saved or befell or (out / RECIPE).exists()):
             raise StoreError(f"{out} is not the folder of a run: it has neither {RECIPE} nor {path.name}")
@@ -70,7 +76,16 @@ class RunState:
         newest = saved[max(saved)] if saved else None
         named, steps = lock.read(out / lock.LOCK), recipe.train.steps if recipe else None
         return cls(
-            out, lock.holder(out), str(named) if named else None, steps, training, evaluation, newest, age, befell
+            out=out,
+            holder=lock.holder(out),
+            named=str(named) if named else None,
+            steps=steps,
+            training=training,
+            evaluation=evaluation,
+            checkpoint=newest,
+            unlisted=unlisted,
+            age_s=age,
+            incidents=befell,
         )
 
     @property
@@ -88,7 +103,7 @@ class RunState:
             yield f"loss         {_number(self.training.get('loss'), '.4f')}{self._held_out()}"
             yield f"rate         {_number(self.training.get('tokens_per_second'), ',.0f')} tokens/s"
             yield f"goodput      {_number(self.training.get('goodput'), '.1%')} of the wall clock"
-        yield f"checkpoint   {self.checkpoint or 'none'}"
+        yield f"checkpoint   {self.checkpoint or self.unlisted or 'none'}"
         yield f"incidents    {incidents.summary(self.incidents) if self.incidents else 'none'}"
         yield from (f"  {line}" for line in map(_line, self.incidents[-_SHOWN:]))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megacore import open_files
+from megacore import checkpoints, open_files
+from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.model_tokenizer import ModelFiles
@@ -29,6 +30,15 @@ class Setup:
     corpora: Corpora
     start: Start
     companions: Mapping[str, Companion] = field(default_factory=dict)
+
+    def held(self) -> Setup:
+        """Return the run with the content of what travels with the model: whoever has a checkpoint that a run starts
+        from may remove it while that run goes on.
+
+        Raises:
+            StoreError: a file cannot be read.
+        """
+        return replace(self, companions={name: each.held() for name, each in self.companions.items()})
 
     def at(self, start: Start) -> Setup:
         """Return the run as it is from another start. The files of one that it keeps may be gone by now: they are
@@ -56,7 +66,8 @@ def check(
         checked: Whether another process of this machine does so too: what takes longer for more data is left to it.
         led: Whether one of any machine does so: what all share is left to it, the files of a checkpoint on a disk, and
             whether checkpoints can be kept in an object store.
-        goes_on: Whether the run is going on, and this process may join it: its folder is in use.
+        goes_on: Whether the run is going on, and this process may join it: its folder is in use, and what it started
+            from may have been removed since it has a checkpoint of its own.
 
     Raises:
         ConfigError: all that is wrong.
@@ -64,7 +75,7 @@ def check(
     config = load(recipe, overrides)
     start, model, found = None, None, list[str]()
     try:
-        start = find(config, checked=led)
+        start = _start(config, led, goes_on)
     except StoreError as error:
         found += [f"checkpoint: {error}"]
     try:
@@ -101,6 +112,20 @@ def check(
         return Setup(config, model, Corpora.open(config, files, start.progress.order, checked), start, travelling)
     except ValueError as error:
         raise ConfigError([f"data: {error}"]) from error
+
+
+def _start(config: Config, led: bool, goes_on: bool) -> Start:
+    """Return what a run starts from, or its own newest checkpoint where that is gone.
+
+    Raises:
+        StoreError: neither can be used.
+    """
+    try:
+        return find(config, checked=led)
+    except StoreError:
+        if not goes_on or not checkpoints.complete(checkpoints.folder_of(config.out, config.checkpoint.folder)):
+            raise
+        return find(replace(config, checkpoint=replace(config.checkpoint, resume=AUTO)), checked=led)
 
 
 def files_of(config: Config, world_size: int, local_ranks: int) -> int:

@@ -377,9 +377,9 @@ class _Answers:
             if not path.exists() or path.stat().st_mtime < began:  # no rank has come so far as to open it
                 return replace(fault, phase="start")
             newest = self._newest()
-            step = newest + 1
+            step = max(newest + 1, self.step_now())  # records are seldom where log.every is large
             if self._redone and newest == self._redone[-1]:
-                step = min(max(self.step_now(), self._redone[0]), step)
+                step = max(self.step_now(), self._redone[0])
             return replace(fault, step=step, samples=self._samples(step))
         except (OSError, StoreError) as error:
             err(error)
@@ -401,8 +401,10 @@ class _Answers:
             progress = Progress.read(read_json(path, path.parent), path)
         elif self._config.checkpoint.resume not in (None, AUTO):
             return None
-        first, end = (progress.at(each, self._config).samples for each in (step - 1, step))
-        return first, end
+        samples = progress.skipped_samples.samples(
+            progress.at(step - 1, self._config).samples, self._config.batch.global_size
+        )
+        return samples[0][0], samples[-1][1]
 
 
 def _told(event: Event) -> str:

@@ -244,6 +244,8 @@ class Life:
             folder = checkpoints.folder_of(config.out, config.checkpoint.folder)
             saved = max(checkpoints.complete(folder), default=0) if recovered else 0
             if self.log is None:
+                if config.checkpoint.resume == AUTO and not (recovered or after):
+                    _keep_records(config)
                 self.log = self.folder.enter_context(metrics.Log(config, after, self.began, saved))
             else:
                 self.log.go_on(after, saved)
@@ -280,32 +282,30 @@ def _before(setup: Setup, back: GoBack, control: Control, damaged: tuple[Damaged
     config, start = setup.config, setup.start
     folder = checkpoints.folder_of(config.out, config.checkpoint.folder)
 
-    def at(step: int) -> Start:
-        resume = str(checkpoints.path_of(folder, step))
-        return find(
-            replace(config, checkpoint=replace(config.checkpoint, resume=resume)), checked=control.mesh.rank > 0
-        )
+    def at(path: str) -> Start:
+        section = replace(config.checkpoint, resume=path)
+        return find(replace(config, checkpoint=section), checked=control.mesh.rank > 0)
 
-    def newest() -> tuple[int, list[list[str]]]:
-        """Return the step of the newest that can be opened, and what is damaged: only rank 0 looks."""
+    def newest() -> tuple[str | None, list[list[str]]]:
+        """Return the newest that can be opened, and what is damaged: only rank 0 looks, which may have come later."""
         found = [[str(each.path), each.reason] for each in damaged]
         for step, path in reversed(checkpoints.complete(folder).items()):
-            if start.progress.step < step < back.step and str(path) not in dict(found):
+            if start.progress.step <= step < back.step and str(path) not in dict(found):
                 try:
-                    at(step)
+                    at(str(path))
                 except StoreError as error:
                     found.append([str(path), str(error)])
                 else:
-                    return step, found
-        return 0, found
+                    return str(path), found
+        return None, found
 
-    step, told = control.tell(newest() if control.mesh.rank == 0 else None)
+    path, told = control.tell(newest() if control.mesh.rank == 0 else None)
     damaged = tuple(Damaged(place(path), reason) for path, reason in told)
-    if not step:
+    if path is None:
         for each in damaged:
             if each.path in (source.path for source in (start.adapters, start.source) if source is not None):
                 raise StoreError(each.reason)
-    found = at(step) if step else start
+    found = start if path is None else at(path)
     first = back.skipped.sample(found.progress.samples)
     return replace(found, progress=found.progress.without([*back.skipped, (first, back.stop)]), damaged=damaged)
 
@@ -335,7 +335,7 @@ def _built(
     Raises:
         StoreError: what the run is to start from is damaged, and there is nothing else.
     """
-    control.attempt(lambda: _prepare(setup, mesh) if mesh.rank == 0 else None)
+    setup = control.attempt(lambda: _prepared(setup, mesh) if mesh.rank == 0 else setup)
     try:
         return setup, trainer_of(setup, mesh, control)
     except DamageError as error:
@@ -360,14 +360,24 @@ def _led(setup: Setup, control: Control) -> Setup:
     return setup.at(control.attempt(start))
 
 
-def _prepare(setup: Setup, mesh: Mesh) -> None:
-    """Put the run's folder in order, and say what the run starts from."""
+def _prepared(setup: Setup, mesh: Mesh) -> Setup:
+    """Put the run's folder in order, say what the run starts from -> the run with what its saves take from there."""
     config, start, out = setup.config, setup.start, Path(setup.config.out)
     for each in start.damaged:
         say(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.reason}")
     _note(config, out / "config.yaml")
     uneven = in_vain(config.batch.global_size, config.batch.micro_size, mesh.shape.data)
     say("\n".join([*remarks(start, config, setup.model, mesh.shape), *setup.corpora.remarks, *uneven]))
+    return setup.held()
+
+
+def _keep_records(config: Config) -> None:
+    """Rename the records of a run that begins anew though it must have saved: what it goes on from may be elsewhere."""
+    out, every = Path(config.out), config.checkpoint.every
+    last = max((record["step"] for record in metrics.newest(out / metrics.METRICS)), default=0)
+    if config.checkpoint.on and last >= min(every or config.train.steps, config.train.steps):
+        kept = metrics.set_aside(out)
+        say(f"Its records come to step {last:,}, and none of its checkpoints is there: they are kept in {kept}.")
 
 
 def _headline(config: Config, model: ModelConfig, mesh: Mesh) -> str:

@@ -3,6 +3,7 @@ model with experts experts.jsonl."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -340,6 +341,24 @@ class Log:
 def _kind(line: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
     """Return what tells a line from others: its step, and of what it speaks."""
     return line["step"], frozenset(line)
+
+
+def set_aside(out: Path) -> str:
+    """Rename the records of a run, so that another begins there and nothing is lost -> their new names.
+
+    Raises:
+        StoreError: they cannot be renamed.
+    """
+    number = next(
+        n for n in itertools.count(1) if not any((out / f"{name}.{n}").exists() for name in (METRICS, EXPERTS))
+    )
+    made = list[str]()
+    for name in METRICS, EXPERTS:
+        if (out / name).exists():
+            with os_errors(out / name):
+                (out / name).rename(out / f"{name}.{number}")
+            made.append(f"{name}.{number}")
+    return " and ".join(made)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ machine: files, folders and installed packages. Nothing here imports torch.
 """
 
 import importlib.util
+import json
 import math
 import os
 import tempfile
@@ -19,8 +20,9 @@ from megacore.run.lock import held, holder
 from megacore.run.lr import decay_steps
 from megacore.say import brief
 from megacore.store.files import leaves
+from megacore.store.index import INDEX
 from megacore.store.objects import ObjectPath, place
-from megacore.store.strict_json import StoreError
+from megacore.store.strict_json import StoreError, read_json
 from models import lora, names
 from models.config import ModelConfig
 from models.tuning import EVERYTHING
@@ -636,17 +638,31 @@ def _unusable_folder(config: Config) -> Iterator[str]:
 
 
 def _not_its_own(key: str, holds: Path, folder: Path, named: str) -> Iterator[str]:
-    """Yield why a checkpoint is not the one that the run of a folder resumes from: its own newest."""
+    """Yield why a checkpoint is not the one that the run of a folder resumes from: its own newest. A run that began
+    from another's, and has none of its own yet, begins so again."""
     steps, resume = checkpoints.complete(folder), checkpoints.newest_of(place(named))
     here = [step for step, path in steps.items() if path.resolve() == resume.resolve()]
     newer = [path.name for step, path in steps.items() if here and step > here[0]]
-    if not here:
+    if not here and (steps or not _follow(holds, resume)):
         yield f"{key} ({holds}) already holds a run, and {resume} is not a checkpoint of it: choose another {key}="
     elif newer:
         yield (
             f"checkpoint.resume ({resume}) is older than {', '.join(newer)} in the same folder: choose another {key}=, "
             "or move those away"
         )
+
+
+def _follow(out: Path, resume: Path) -> bool:
+    """Return whether the records in a run's folder, if there are any, come after a checkpoint, as those of a run that
+    began from it do."""
+    try:
+        with (out / "metrics.jsonl").open("rb") as file:
+            first = json.loads(file.readline() or "null")
+        return first is None or first["step"] > read_json(resume / INDEX, resume)["step"]
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, LookupError, TypeError, StoreError):
+        return False
 
 
 def _unusable_offload_folder(config: Config) -> Iterator[str]:

@@ -38,7 +38,8 @@ from parallel.weights.transfer import Stored, native, plan
 
 WEIGHTS = STATES[0]
 _ALIGNED = 64
-_MOVES = ("mesh", "checkpoint")
+_MOVES = ("mesh", "context", "pipeline", "zero", "memory", "checkpoint")
+"""The sections that say how a run is laid out and kept, as the size of its microbatches does."""
 _ABANDONED_S = 10.0
 """The seconds for which a save that is given up may end by itself."""
 NAMES = {getattr(torch, kind): name for name, kind in FLOATS.items()}
@@ -96,7 +97,7 @@ class TrainingState:
 def _of_any_layout(trainer: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a ``trainer.json`` without what may change while a run goes on."""
     recipe = {name: section for name, section in trainer.get("recipe", {}).items() if name not in _MOVES}
-    return {**trainer, "recipe": recipe}
+    return {**trainer, "recipe": {**recipe, "batch": {**recipe.get("batch", {}), "micro_size": None}}}
 
 
 @dataclass(frozen=True)
@@ -420,12 +421,14 @@ class Saver:
         return size
 
     def _copy_companions(self, folder: Path) -> None:
-        """Copy what travels with the model from where the run began; a run's own checkpoint may be removed by now, and
-        the newest one has the files from there."""
+        """Copy what travels with the model from where the run began. That may be removed by now: a process that does
+        not hold it takes what the newest checkpoint has of it."""
         folder.mkdir(exist_ok=True)
         files = dict(self._companions)
         for newest in [*checkpoints.complete(self.folder).values()][-1:]:
-            gone = [name for name, companion in files.items() if not companion.path.exists()]
+            gone = [
+                name for name, companion in files.items() if companion.content is None and not companion.path.exists()
+            ]
             files |= {name: Companion(newest / COMPANIONS / name, newest) for name in gone}
         for name, companion in files.items():
             copy_companion(companion, folder / name)

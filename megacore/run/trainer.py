@@ -284,6 +284,8 @@ class Trainer:
             self.compare()
         if saving:
             self._save(step, lr)
+        if saving and evaluating and asked.stop:  # whoever has asked for the end may not wait for an evaluation
+            self._tolerate(self.saver.finish)
         if evaluating:
             with self.meter.paused():
                 loss = self.validation_loss()

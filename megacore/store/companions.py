@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from io import BufferedReader
 from pathlib import Path
 
@@ -53,10 +53,16 @@ class Companion:
     Args:
         path: Its path.
         root: The folder that its links may not leave; None where the user has named the file.
+        content: What it holds, once that was read.
     """
 
     path: Path
     root: Path | None = None
+    content: bytes | None = field(default=None, repr=False)
+
+    def held(self) -> Companion:
+        """Return the file with its content, which outlives the file; errors as of :meth:`open`."""
+        return self if self.content is not None else replace(self, content=self.read())
 
     def open(self) -> BufferedReader:
         """Open the file to be read.
@@ -76,6 +82,8 @@ class Companion:
 
     def read(self) -> bytes:
         """Return its content; errors as of :meth:`open`."""
+        if self.content is not None:
+            return self.content
         with self.open() as file, os_errors(self.path):
             return file.read(limits.COMPANION)
 

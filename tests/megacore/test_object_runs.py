@@ -97,6 +97,11 @@ def test_the_objects_are_the_files_that_a_disk_would_have(
         ours = kept(at(folder, step))
         assert ours.keys() == theirs.keys() and len(ours) == 10
         assert all(ours[name] == theirs[name] for name in ours if name != "trainer.json")
+        copied = tmp_path / "copied" / at(folder, step).name
+        for name, data in ours.items():
+            (copied / name).parent.mkdir(parents=True, exist_ok=True)
+            (copied / name).write_bytes(data)
+    assert list(checkpoints.complete(tmp_path / "copied")) == [2, 4, 6] and Checkpoint.open(copied).index.step == 6
     assert not (tmp_path / "run").exists()
     assert {name.partition("/")[0] for name in straight} == {at(folder, step).name for step in (2, 4, 6)}  # no lock
 

@@ -217,8 +217,9 @@ def test_other_numbers_that_are_bad_again_are_the_hardware_s(recipe: str, tmp_pa
     assert error.value.status == exits.EVICT
 
 
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["disk", "store"])
 def test_the_run_goes_back_before_bad_data(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], elsewhere: bool
 ) -> None:
     """To the newest checkpoint, twice, leaving out all from there on."""
     plain = build.trainer_of
@@ -232,9 +233,11 @@ def test_the_run_goes_back_before_bad_data(
     monkeypatch.setattr(life, "trainer_of", poisoned)
 
     def files(name: str, *overrides: str) -> dict[str, bytes]:
-        setup = pretrain.check(recipe, [f"out={tmp_path / name}", *common, *overrides], 1, 1)
+        folder = tmp_path / name / "checkpoints"
+        url = [f"checkpoint.folder=file://{folder}"] if elsewhere else []
+        setup = pretrain.check(recipe, [f"out={tmp_path / name}", *common, *url, *overrides], 1, 1)
         assert pretrain.run(setup, torch.device("cpu")) == 6
-        path = checkpoints.path_of(checkpoints.folder_of(tmp_path / name), 6)
+        path = checkpoints.complete(folder)[6]
         tree = json.loads((path / "trainer.json").read_text())
         assert tree["skipped_samples"] == [[32, 48]] and tree["consumed_samples"] == 48
         return {each.name: each.read_bytes() for each in path.rglob("*.safetensors")}

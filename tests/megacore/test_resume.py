@@ -575,9 +575,37 @@ def test_a_folder_that_holds_a_run_is_gone_on_with_or_left_alone(recipe: str, si
     (problem,) = problems(recipe, f"out={six}", f"checkpoint.resume={path_of(six, 3)}")
     assert "is older than step-00000006" in problem
     pretrain.check(recipe, [f"out={six}", f"checkpoint.resume={path_of(six, 6)}", "train.steps=6"], 1, 1)
-    (tmp_path / "metrics.jsonl").touch()
-    (problem,) = problems(recipe, f"out={tmp_path}", f"checkpoint.resume={path_of(six, 6)}", "train.steps=6")
+    others = [f"out={tmp_path}", f"checkpoint.resume={path_of(six, 6)}", "train.steps=8"]
+    (tmp_path / "metrics.jsonl").write_text('{"step": 2, "loss": 2.0}\n')
+    (problem,) = problems(recipe, *others)
     assert "is not a checkpoint of it" in problem
+    # One that began so, and ended before its first checkpoint, begins so again.
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "loss": 2.0}\n')
+    pretrain.check(recipe, others, 1, 1)
+    train(recipe, [*others, "checkpoint.at_end=true"])
+    (problem,) = problems(recipe, *others)
+    assert "is not a checkpoint of it" in problem
+
+
+def test_records_of_a_run_whose_checkpoints_are_not_found_are_kept(
+    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    often = [f"out={tmp_path}", "checkpoint.every=2", "checkpoint.resume=auto", "log.tensorboard=false", *OFF]
+    for number in range(1, 4):
+        setup = pretrain.check(recipe, often, 1, 1)
+        assert pretrain.run(setup, torch.device("cpu")) == 5
+        before = metrics.read(tmp_path / "metrics.jsonl")
+        assert [each["step"] for each in before] == [1, 2, 3, 4, 5]
+        if number == 1:
+            pretrain.run(pretrain.check(recipe, often, 1, 1), torch.device("cpu"))
+            assert "metrics.jsonl.1" not in capsys.readouterr().out and not (tmp_path / "metrics.jsonl.1").exists()
+        else:
+            assert (
+                f"come to step 5, and none of its checkpoints is there: they are kept in metrics.jsonl.{number - 1}."
+                in (capsys.readouterr().out)
+            )
+        checkpoints.folder_of(tmp_path).rename(tmp_path / f"moved-{number}")
+    assert [each["step"] for each in metrics.read(tmp_path / "metrics.jsonl.2")] == [1, 2, 3, 4, 5]
 
 
 def test_what_cannot_be_started_from_is_named(recipe: str, six: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,8 @@ from pool import Pool
 
 from megacore import checkpoints
 from megacore.control import Control
-from megacore.run import build, save
+from megacore.recipe import ConfigError
+from megacore.run import build, life, save
 from megacore.run import train as pretrain
 from megacore.run.save import SaveError
 from megacore.run.trainer import Trainer
@@ -415,7 +417,9 @@ def test_a_run_that_has_gone_back_after_a_fault_leaves_its_checkpoints_as_they_a
     assert made.run() == 5
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
     trained = json.loads((checkpoints.path_of(checkpoints.folder_of(tmp_path), 5) / "trainer.json").read_text())
-    made.saver.save(5, {**trained, "recipe": {**trained["recipe"], "mesh": {"dp": 2}}})
+    batch = {**trained["recipe"]["batch"], "micro_size": 4}
+    moved = {"mesh": {"dp": 2}, "batch": batch} | {name: {} for name in ("context", "pipeline", "zero", "memory")}
+    made.saver.save(5, {**trained, "recipe": {**trained["recipe"], **moved}})
     made.saver.finish()
     assert files and files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
     with pytest.raises(SaveError, match=r"(?s)cannot save step 5: .* exists"):
@@ -507,6 +511,28 @@ def test_what_travels_with_a_model_outlives_the_checkpoint_that_a_run_began_from
     assert (tmp_path / "copies" / name).read_text() == '{"temperature": 0.5}'
 
 
+def test_a_checkpoint_may_go_once_a_run_has_begun_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run's, which removes it before this one has saved; who joins this run later starts from its newest."""
+    recipe, other = write_recipe(tmp_path), tmp_path / "other"
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
+    train(recipe, [f"out={other}", "train.steps=3", "checkpoint.at_end=true", *QUIET])
+    plain = life.trainer_of
+
+    def removed(*given: Any) -> Trainer:
+        made = plain(*given)
+        shutil.rmtree(other)
+        return made
+
+    monkeypatch.setattr(life, "trainer_of", removed)
+    there = checkpoints.path_of(checkpoints.folder_of(other), 3)
+    begun = [f"out={tmp_path / 'run'}", f"checkpoint.resume={there}", "checkpoint.at_end=true", IMPATIENT, *QUIET]
+    assert pretrain.run(pretrain.check(recipe, begun, 1, 1), torch.device("cpu")) == 5
+    assert [each.read() for each in opened(tmp_path / "run", 5).companions().values()] == [b'{"temperature": 0.5}']
+    assert pretrain.check(recipe, begun, 1, 1, goes_on=True).start.progress.step == 5
+    with pytest.raises(ConfigError, match="other"):
+        pretrain.check(recipe, [*begun, f"out={tmp_path / 'new'}"], 1, 1, goes_on=True)
+
+
 def test_the_rest_of_a_checkpoint_is_in_nobody_s_way(recipe: str, tmp_path: Path) -> None:
     """A folder of its name without an index is no checkpoint; what is in it is kept."""
     rest = checkpoints.path_of(checkpoints.folder_of(tmp_path), 5)
@@ -573,6 +599,19 @@ def test_a_run_that_is_not_finite_any_more_is_not_saved_and_what_was_is(
 
 
 # -- signals
+
+
+def test_who_ends_a_run_does_not_wait_for_an_evaluation_to_have_it_saved(recipe: str, tmp_path: Path) -> None:
+    made = trainer(recipe, [f"out={tmp_path}", "checkpoint.every=1000", "evaluate.every=3", "train.precision=fp32"])
+    on_step(made, lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == 3 else None)
+    evaluate = made.validation_loss
+
+    def seen() -> float:
+        assert saved(tmp_path) == [3]
+        return evaluate()
+
+    made.validation_loss = seen  # type: ignore[method-assign]
+    assert made.run() == 3
 
 
 def signalled(recipe: str, overrides: list[str], number: int, rank: int, step: int) -> int:

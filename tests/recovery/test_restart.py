@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -16,11 +17,14 @@ import pytest
 from engine import train, write_recipe
 
 from megacore import checkpoints, exits
+from megacore.data.skipped import SkippedSamples
 from megacore.recipe import load
 from megacore.recovery import incidents
 from megacore.recovery.events import Event
 from megacore.run import launch as program
 from megacore.run import metrics
+from megacore.run.progress import Progress, document
+from parallel.weights.layout import MeshShape
 
 LAST = 200
 STEPS = [f"train.steps={LAST}", "checkpoint.every=8", "evaluate.every=0", "checkpoint.at_end=true"]
@@ -225,6 +229,24 @@ def test_a_fault_of_steps_that_are_done_again_is_where_the_ranks_are(tmp_path: P
     has_come_to(37)
     answers.answer(replace(KILLED, step=None))
     assert incidents.read(tmp_path / "run")[-1].event.step == 38
+
+
+def test_faults_between_two_records_are_where_the_ranks_are(tmp_path: Path) -> None:
+    """Three at other steps do not end the run; the samples are those of the step, without those that are left out."""
+    config = load(write_recipe(tmp_path), [f"out={tmp_path / 'run'}", "log.every=10"])
+    folder = checkpoints.path_of(checkpoints.folder_of(tmp_path / "run"), 1)
+    folder.mkdir(parents=True)
+    (folder / "index.json").touch()
+    progress = Progress(1, 8, 64, 1, skipped_samples=SkippedSamples.of([(10, 110)]))
+    (folder / "trainer.json").write_text(json.dumps(document(progress, 0.1, config, MeshShape())))
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 10, "loss": 2.0}\n')
+    answers = program._Answers(config, 0, {0: 2}, 1)
+    answers.began = 0.0
+    for at, first in (12, 188), (15, 212), (19, 244):
+        answers.step_now = partial(int, at)
+        assert answers.answer(replace(KILLED, step=None)).action == "replace"
+        event = incidents.read(tmp_path / "run")[-1].event
+        assert (event.step, event.samples) == (at, (first, first + 8))
 
 
 def test_the_node_that_leads_is_not_left_out(tmp_path: Path) -> None:
