@@ -57,7 +57,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
         StoreError: what the run starts from is damaged.
     """
     start = setup.start
-    _agree(control, start, kernels.chosen(mesh.device, setup.config.train.compile))
+    _agree(control, setup, kernels.chosen(mesh.device, setup.config.train.compile))
     trainer = empty_trainer_of(setup, mesh, control)
     load_into(start, trainer.model.parameters, trainer.step.optimizer, setup.config.train.seed, control)
     return trainer
@@ -107,6 +107,7 @@ def empty_trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
         saver,
         start.progress,
         None,
+        setup.corpora.identities,
     )
 
 
@@ -240,10 +241,10 @@ def _adapters(config: Config, start: Start, control: Control) -> Adapters | None
     return adapters
 
 
-def _agree(control: Control, start: Start, chosen: str) -> None:
+def _agree(control: Control, setup: Setup, chosen: str) -> None:
     """Raise what any rank has found. Each has looked for itself; a folder that only some of them see would break the
     run much later, and kernels that only some of them have would wait for other messages."""
-    step = start.progress.step
+    start, step = setup.start, setup.start.progress.step
     least, most = -int(control.largest(-step)[0]), int(control.largest(step)[0])
     if least != most:
         problem = f"ranks have found checkpoints to resume from of steps {least} to {most}"
@@ -252,5 +253,8 @@ def _agree(control: Control, start: Start, chosen: str) -> None:
     if len(sources) > 1:
         found = ", ".join(sorted(map(str, sources)))
         raise ConfigError([f"checkpoint.init: ranks have found different checkpoints of one run ({found}): name one"])
+    if control.tell(len({*map(tuple, control.gather(setup.corpora.identities))}) > 1):
+        paths = ", ".join(corpus.path for corpus in setup.config.data.train)
+        raise ConfigError([f"data.train: ranks have found different tokens in {paths}: give all nodes the same files"])
     if len(various := control.tell(sorted({*control.gather(chosen)}))) > 1:
         raise ConfigError([f"ranks have chosen different kernels: make their machines alike ({'; '.join(various)})"])

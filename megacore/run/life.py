@@ -367,7 +367,15 @@ def _prepared(setup: Setup, mesh: Mesh) -> Setup:
         say(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.reason}")
     _note(config, out / "config.yaml")
     uneven = in_vain(config.batch.global_size, config.batch.micro_size, mesh.shape.data)
-    say("\n".join([*remarks(start, config, setup.model, mesh.shape), *setup.corpora.remarks, *uneven]))
+    say(
+        "\n".join(
+            [
+                *remarks(start, config, setup.model, mesh.shape, setup.corpora.identities),
+                *setup.corpora.remarks,
+                *uneven,
+            ]
+        )
+    )
     return setup.held()
 
 
