@@ -63,8 +63,13 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
     return trainer
 
 
-def empty_trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
+def empty_trainer_of(setup: Setup, mesh: Mesh, control: Control, base: int | None = None) -> Trainer:
     """Build the live parts of a run on this rank, whose state is still to come.
+
+    Args:
+        setup: The run.
+        mesh, control: Its groups.
+        base: The fingerprint of the model that it trains adapters of, where that has been read before.
 
     Raises:
         ConfigError: a rank cannot do what the config asks for.
@@ -76,7 +81,7 @@ def empty_trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
     gradients = _gradients(config, model)
     offload = _offload(config)
     optimizer = _optimizer(config, gradients, offload, control)
-    adapters = _adapters(config, start, control)
+    adapters = _adapters(config, start, control, base)
     state = TrainingState(
         model.parameters,
         optimizer,
@@ -223,7 +228,7 @@ def _offload(config: Config) -> Offload | None:
     return Offload(Path(section.offload_folder) if section.offload_folder else None, section.offload_buffer << 20)
 
 
-def _adapters(config: Config, start: Start, control: Control) -> Adapters | None:
+def _adapters(config: Config, start: Start, control: Control, known: int | None) -> Adapters | None:
     """Return the adapters of a run and what they belong to, if it trains some.
 
     Raises:
@@ -232,8 +237,8 @@ def _adapters(config: Config, start: Start, control: Control) -> Adapters | None
     lora, base = config.tuning.lora, start.source
     if lora is None or base is None:
         return None
-    adapters = Adapters(lora, str(base.path), fingerprint(base, control))
-    if start.adapters is not None:
+    adapters = Adapters(lora, str(base.path), fingerprint(base, control) if known is None else known)
+    if start.adapters is not None and known is None:
         try:
             check_fingerprint(start.adapters, base.path, adapters.fingerprint)
         except StoreError as error:

@@ -107,7 +107,9 @@ class Held:
 def state_of(trainer: Trainer) -> Mapping[str, Any]:
     """Return what is known of the run at the step that a trainer's state is of, beside its tensors; as JSON."""
     stats = trainer.stats
+    adapters = trainer.saver.index.adapters
     return {
+        "base": adapters and adapters.fingerprint,
         "progress": asdict(trainer.start.at(trainer.done, trainer.config, trainer.step.optimizer.updates)),
         "incidents": [] if trainer.repetition is None else list(map(asdict, trainer.repetition.history)),
         "bad": trainer.repetition and trainer.repetition.bad and asdict(trainer.repetition.bad),
@@ -260,7 +262,7 @@ def _state(told: Sequence[Told], done: int) -> Mapping[str, Any]:
 def _empty(setup: Setup, mesh: Mesh, control: Control, state: Mapping[str, Any]) -> Trainer:
     """Return a trainer that goes on at a step, whose tensors are still to come."""
     progress = TypeAdapter(Progress).validate_python(state["progress"])
-    return empty_trainer_of(replace(setup, start=replace(setup.start, progress=progress)), mesh, control)
+    return empty_trainer_of(replace(setup, start=replace(setup.start, progress=progress)), mesh, control, state["base"])
 
 
 def _go_on(

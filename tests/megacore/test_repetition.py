@@ -335,6 +335,18 @@ def test_a_fault_does_not_make_a_step_that_is_done_again_new(recipe: str, tmp_pa
     assert all(np.array_equal(value, plain.weights[name]) for name, value in found.weights.items())
 
 
+def test_a_fault_reads_no_base_of_adapters_anew(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has been read at the start, all of it, and is in memory."""
+    run(recipe, [f"out={tmp_path / 'base'}", "train.steps=3", "checkpoint.at_end=true", "evaluate.every=0"])
+    base = checkpoints.path_of(checkpoints.folder_of(tmp_path / "base"), 3)
+    overrides = [f"out={tmp_path / 'run'}", f"checkpoint.init={base}", "lora.rank=2", "lora.targets=[mlp]"]
+    made = trainer(recipe, [*overrides, "model=null", "checkpoint.every=0", "evaluate.every=0"])
+    adapters = made.saver.index.adapters
+    monkeypatch.setattr(build, "fingerprint", lambda *_: pytest.fail("the base is read once more"))
+    again = recovered_from(recipe, [*overrides, "model=null", "checkpoint.every=0", "evaluate.every=0"], made, done=2)
+    assert adapters is not None and again.saver.index.adapters == adapters and again.run() == 5
+
+
 # -- spikes
 
 SPIKES = ["train.steps=44", "optimizer.lr=1e-4", "checkpoint.every=0", "evaluate.every=0", "schedule.warmup_steps=0"]
