@@ -86,7 +86,7 @@ class Examples:
 
     @property
     def identity(self) -> str:
-        """That of their tokens."""
+        """The identity of their tokens."""
         return self._dataset.identity
 
     def example(self, index: int) -> tuple[Integers, npt.NDArray[np.bool_]]:

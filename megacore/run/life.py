@@ -399,7 +399,7 @@ def _recall(trainer: Trainer, control: Control) -> None:
         records = [asdict(each) for each in spikes.records]
         # What was done again is this launch's business: it has new means for that.
         answered = [
-            asdict(each)
+            asdict(replace(each, life=each.life or "an earlier launch"))
             for each in incidents.read(out)
             if each.decision.action == "end"
             or (each.decision.action in ("skip", "go_back") and (each.event.step or 0) <= step)
