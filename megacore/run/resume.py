@@ -322,6 +322,11 @@ def _differences(start: Start, config: Config, model: ModelConfig, mesh: MeshSha
         was, now = _flat(start.trainer["recipe"]), _flat(_plain(recipe(config, mesh)))
         changed = [key for key in now if key in was and now[key] != was[key]]
         lines += [f"  {key} is {now[key]}, and was {brief(was[key])}" for key in changed if key.startswith(_TOLD)]
+        if start.progress.updates and any(key in ("train.only", "train.freeze") for key in changed):
+            lines.append(
+                f"  what is trained from here on only has moments of 0 and the bias correction of step "
+                f"{start.progress.updates:,}: its first steps are larger. Begin by checkpoint.init to count anew"
+            )
         if _drops(model) and any(key.startswith(_LAYOUT) for key in changed):
             lines.append("  the layout or microbatch has changed: dropout draws other masks than it would have drawn")
     return lines
