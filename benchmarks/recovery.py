@@ -335,9 +335,9 @@ class FaultyRun(ABC):
 
 
 class InPlace(FaultyRun):
-    """Megacore, a launcher for each node."""
+    """Megacore, a launcher for each node; no node is left out for what strikes it here, as by none of the others."""
 
-    overrides = ("recovery.in_place=true",)
+    overrides = ("recovery.in_place=true", "recovery.node_failures=null")
 
     def command(self, node: int) -> list[str]:
         given = [f"out={self.out}", f"train.steps={self.steps}", f"checkpoint.export={self.out / 'exported'}"]
@@ -384,7 +384,7 @@ class InPlace(FaultyRun):
 class Restart(InPlace):
     """Megacore, one launcher for all ranks, which start again from the newest checkpoint."""
 
-    overrides, launchers = ("recovery.in_place=false",), 1
+    overrides, launchers = ("recovery.in_place=false", "recovery.node_failures=null"), 1
 
     def environment(self, node: int) -> dict[str, str]:
         return {"NPROC_PER_NODE": str(NODES)}
