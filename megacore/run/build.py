@@ -246,6 +246,17 @@ def _adapters(config: Config, start: Start, control: Control, known: int | None)
     return adapters
 
 
+def agree_on_data(control: Control, setup: Setup) -> None:
+    """Raise ConfigError on all ranks where some have found other tokens than the rest: a sample is to be the same
+    whoever takes it."""
+    found = control.gather(setup.corpora.identities)
+    if others := control.tell([rank for rank, here in enumerate(found) if here != found[0]]):
+        paths, who = ", ".join(corpus.path for corpus in setup.config.data.train), ", ".join(map(str, others[:8]))
+        raise ConfigError(
+            [f"data.train: {paths} hold other tokens on ranks {who} than on rank 0: give all nodes the same files"]
+        )
+
+
 def _agree(control: Control, setup: Setup, chosen: str) -> None:
     """Raise what any rank has found. Each has looked for itself; a folder that only some of them see would break the
     run much later, and kernels that only some of them have would wait for other messages."""
@@ -258,8 +269,6 @@ def _agree(control: Control, setup: Setup, chosen: str) -> None:
     if len(sources) > 1:
         found = ", ".join(sorted(map(str, sources)))
         raise ConfigError([f"checkpoint.init: ranks have found different checkpoints of one run ({found}): name one"])
-    if control.tell(len({*map(tuple, control.gather(setup.corpora.identities))}) > 1):
-        paths = ", ".join(corpus.path for corpus in setup.config.data.train)
-        raise ConfigError([f"data.train: ranks have found different tokens in {paths}: give all nodes the same files"])
+    agree_on_data(control, setup)
     if len(various := control.tell(sorted({*control.gather(chosen)}))) > 1:
         raise ConfigError([f"ranks have chosen different kernels: make their machines alike ({'; '.join(various)})"])

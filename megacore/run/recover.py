@@ -23,7 +23,7 @@ from megacore.recovery.policy import Incident
 from megacore.recovery.protocol import Commit, Resolution, Status, resolve, sources, that_count
 from megacore.recovery.spikes import Seen, Spikes
 from megacore.run import image
-from megacore.run.build import empty_trainer_of
+from megacore.run.build import agree_on_data, empty_trainer_of
 from megacore.run.check import Setup
 from megacore.run.copies import CopiedImage, Copies
 from megacore.run.progress import Progress
@@ -172,7 +172,9 @@ def recovered(
 
     Raises:
         StateLost: nobody has the state of some rank.
+        ConfigError: a rank that has come has other data.
     """
+    agree_on_data(control, setup)
     if any(each.going_back for each in told):
         raise StateLost("ranks were going back to a checkpoint")
     both = [(each if each.world is not None else None, each.forming) for each in told]

@@ -24,7 +24,9 @@ from megacore.data.corpus import Corpus as Facts
 from megacore.recipe import ConfigError, load
 from megacore.run import build, capacity, life, metrics
 from megacore.run import train as pretrain
+from megacore.run.copies import Copies
 from megacore.run.interrupt import Interrupt
+from megacore.run.recover import Held, recovered
 from megacore.run.resume import Start
 from megacore.run.trainer import Trainer
 from models.registry import configure
@@ -290,9 +292,19 @@ def different_kernels() -> str:
     return "no error"
 
 
+TWO = MeshShape(dp=2)
+
+
 def different_data(recipe: str, corpora: list[str]) -> str:
     with pytest.raises(ConfigError) as error:
         trainer(recipe, [f"data.train={corpora[torch.distributed.get_rank()]}"])
+    setup, mesh = (
+        pretrain.check(recipe, [f"data.train={corpora[torch.distributed.get_rank()]}"], 2, 2),
+        Mesh.create(TWO),
+    )
+    with pytest.raises(ConfigError) as later:  # of a node that has come
+        recovered(setup, mesh, Control.create(mesh), Held(Copies()), [])
+    assert str(later.value) == str(error.value)
     return str(error.value)
 
 
@@ -303,7 +315,7 @@ def test_ranks_with_different_data_do_not_start(pool: Pool, recipe: str, tmp_pat
     data[data.size // 2] ^= 1
     data.flush()
     for said in pool.run(2, different_data, recipe, corpora):
-        assert "data.train: ranks have found different tokens in " in said and "all nodes the same files" in said
+        assert " hold other tokens on ranks 1 than on rank 0: give" in said and "all nodes the same files" in said
 
 
 def test_ranks_with_different_kernels_do_not_start(pool: Pool) -> None:
