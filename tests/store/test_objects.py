@@ -7,10 +7,10 @@ import errno
 import sys
 import uuid
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 from faulty import Faulty
@@ -79,7 +79,9 @@ def test_a_url_holds_a_name_and_nothing_else(url: str) -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for package, scheme in ("s3fs", "s3"), ("gcsfs", "gs"):
         monkeypatch.setitem(sys.modules, package, None)
-        monkeypatch.delitem(fsspec.registry._registry, scheme, raising=False)  # where it was imported before
+        monkeypatch.delitem(
+            import_module("fsspec.registry")._registry, scheme, raising=False
+        )  # where it was imported before
     for url, package, extra in (("s3://bucket/a", "s3fs", "s3"), ("gs://bucket/a", "gcsfs", "gcs")):
         with pytest.raises(StoreError, match=rf"{url} needs the package {package}: pip install 'megacore\[{extra}\]'"):
             place(url).exists()
