@@ -604,25 +604,18 @@ def planned(folder: Path, ours: WayCosts) -> str:
         "--mtbf": node_s / 86400,
         "--hardware": len(lost) / len(got),
         "--away": statistics.median(each.back_s for each in lost),
-        "--cost": f"restart={statistics.median(each.pause_s for each in lead)}",
     }
-    given = [text for name, value in options.items() for text in (name, str(value))]
-    given += [
-        "--apart",
-        "--incidents",
-        str(next(iter(ours.runs))),
-        "--gpu",
-        "cpu",
-        "--gpus-per-node",
-        "1",
-        "--world",
-        str(NODES),
-    ]
+    pauses = {"restart": lead, "rebuild": ours.faults("rank", "node")}
+    costs = {name: statistics.median(each.pause_s for each in those) for name, those in pauses.items()}
+    costs["detect"] = 0.001  # which is in them
+    given = [text for name, value in options.items() for text in (name, f"{value:.3g}")]
+    given += [text for name, value in costs.items() for text in ("--cost", f"{name}={value:.3g}")]
+    given += ["--apart", "--gpu", "cpu", "--gpus-per-node", "1", "--world", str(NODES)]
     plan = [sys.executable, "-m", "tools.main", "plan", str(folder / "recipe.yaml"), "--goodput", "--json", *given]
     tree = json.loads(subprocess.run(plan, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
     (level,) = [each for each in tree["levels"] if each["level"] == "in place, from replicas"]
     return (
-        f"megacore plan --goodput {' '.join(given[:9])} ...: {level['simulated']:.1%} simulated; measured "
+        f"megacore plan --goodput {' '.join(given)}: {level['simulated']:.1%} simulated; measured "
         f"{ours.goodput:.1%}, {100 * (level['simulated'] - ours.goodput):+.1f} points"
     )
 
