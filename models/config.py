@@ -220,8 +220,9 @@ class ModelConfig(ABC):
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Return the ``config.json`` that means the same."""
-        # Where nothing is said of padding, the default of transformers' class would come back.
-        head = {"architectures": [self.architecture], "model_type": self.family, "pad_token_id": None}
+        # Where nothing is said of these, the defaults of transformers' class would come back: tokens of its tokenizer.
+        tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        head = {"architectures": [self.architecture], "model_type": self.family, **tokens}
         return head | self._write() | dict(self.fixed)
 
     @classmethod
