@@ -178,7 +178,7 @@ def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
             f"{checkpoint.path}: peft takes adapters of {', '.join(mistaken)} for those of {family}'s experts: merge "
             f"them by --to hf --base {adapters.base}, or train without them in lora.targets"
         )
-    if _is_part_of(adapters.base):
+    if is_part_of(adapters.base):
         raise StoreError(
             f"{checkpoint.path}: {adapters.base} is a larger model of which {family} is a part, and peft would find no "
             f"linear of these names in it: merge them by --to hf --base {adapters.base}"
@@ -201,7 +201,7 @@ def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
     }
 
 
-def _is_part_of(base: str) -> bool:
+def is_part_of(base: str) -> bool:
     """Return whether the model of a folder is a part of what the folder holds, as far as it is there to be asked."""
     try:
         return unwrapped(read_json(Path(base) / CONFIG, Path(base)))[1] is not None

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megacore.config import Config, LoraConfig
+from megacore.config import CheckpointConfig, Config, LoraConfig
 from megacore.control import Control
 from megacore.run.resume import Start, remarks
 from megacore.store.checkpoint import Checkpoint
@@ -277,6 +277,11 @@ def test_adapters_of_a_part_of_their_base_are_merged_alone(
     said = refused(capsys, checkpoint, tmp_path / "peft", "--to", "peft")
     assert "of which gemma3_text is a part, and peft would find no linear of these names" in said
     assert f"--to hf --base {folder}" in said and not (tmp_path / "peft").exists()
+    config = Config(
+        lora=LoraConfig(rank=2, alpha=1.0, targets=("attn",)), checkpoint=CheckpointConfig(init=str(folder))
+    )
+    (told,) = remarks(Start(), config, configure({"config": str(folder)}), MeshShape())
+    assert f"gemma3_text is a part of the larger model of {folder}" in told
 
 
 @pytest.mark.parametrize(("targets", "count"), [(("attn", "mlp.shared.down"), 1), (("attn", "experts"), 0)])
