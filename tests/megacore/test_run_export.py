@@ -51,6 +51,22 @@ def test_the_dtype_is_that_of_the_run_and_not_of_its_start(tmp_path: Path) -> No
     assert json.loads((second / "config.json").read_text())["dtype"] == "float32"
 
 
+def test_a_run_that_is_started_again_when_all_is_done_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A scheduler may do so where it has not heard of the end; what was exported stays."""
+    out, made = tmp_path / "run", tmp_path / "hf"
+    again = [recipe_of(tmp_path), f"out={out}", f"checkpoint.export={made}", "checkpoint.resume=auto"]
+    assert pretrain.main(again) == 0
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in made.iterdir()}
+    assert "stays as it is" not in capsys.readouterr().out
+    assert pretrain.main(again) == 0
+    assert f"{made} (it is there already, and stays as it is)" in capsys.readouterr().out
+    assert before == {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in made.iterdir()}
+    assert pretrain.main([*again, "train.steps=3"]) == 2
+    assert "exists and is not empty" in capsys.readouterr().err
+
+
 def test_what_is_not_finished_is_not_exported(tmp_path: Path) -> None:
     made = tmp_path / "hf"
     config = load(recipe_of(tmp_path), [f"out={tmp_path / 'run'}", f"checkpoint.export={made}"])
