@@ -15,6 +15,7 @@ from megacore.data.skipped import in_words
 from megacore.recipe import load
 from megacore.run.progress import DATA, Progress, recipe
 from megacore.say import brief
+from megacore.store.adapters import is_part_of
 from megacore.store.checkpoint import TRAINER, Checkpoint
 from megacore.store.companions import TEMPLATES, TEXT, Companion
 from megacore.store.companions import companions as beside
@@ -258,6 +259,11 @@ def _only_merged(config: Config, model: ModelConfig) -> Iterator[str]:
         yield (
             f"The adapters can be merged (--to hf --base), not exported by --to peft: peft takes those of "
             f"{', '.join(mistaken)} for those of {model.family}'s experts. Leave them out of lora.targets for that."
+        )
+    if lora and is_part_of(base := str(config.checkpoint.init)):
+        yield (
+            f"The adapters can be merged (--to hf --base), not exported by --to peft: {model.family} is a part of the "
+            f"larger model of {base}, in which peft would find no linear of their names."
         )
 
 
