@@ -142,8 +142,9 @@ def test_published_files_mean_what_they_mean_to_transformers(name: str) -> None:
 
 
 BESIDE: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_special": 0, "output_past": True, "predict_special_tokens": True},  # gpt2-medium, gpt2-xl
-    "nemotron": {"kv_channels": 128},  # Minitron-4B
+    "gpt2": {"n_special": 0, "output_past": True, "predict_special_tokens": True},
+    "gpt_neox": {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
+    "nemotron": {"kv_channels": 128},
     "cohere2": {"_sliding_window_pattern": 4},  # as transformers 4.53 saved it
 }
 
