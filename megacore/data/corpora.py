@@ -183,6 +183,13 @@ def facts(corpus: CorpusConfig) -> Corpus | None:
     return Corpus.beside(Path(corpus.path))
 
 
+def end_of_text(config: Config) -> int | None:
+    """Return the token that ends each document of all corpora to train on; None where they have none, or several."""
+    known = [facts(corpus) for corpus in config.data.train if not corpus.has_examples]
+    found = {each.end_of_document if each else None for each in known}
+    return found.pop() if len(found) == 1 else None
+
+
 def vocabulary_problems(config: Config, vocab_size: int) -> Iterator[str]:
     """Yield the corpora with token ids that the model does not have."""
     for key, corpora in (("data.train", config.data.train), ("data.validation", config.data.validation)):

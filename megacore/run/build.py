@@ -11,6 +11,7 @@ from megacore import checkpoints
 from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batches
+from megacore.data.corpora import end_of_text
 from megacore.data.samples import Source
 from megacore.hardware import peak_tflops
 from megacore.recipe import ConfigError
@@ -184,10 +185,13 @@ def _optimizer(config: Config, gradients: Gradients, offload: Offload | None, co
 def _saver(setup: Setup, state: TrainingState, adapters: Adapters | None, control: Control) -> Saver:
     """Build what saves checkpoints; room for states on disk is taken at once."""
     config, start = setup.config, setup.start
+    raw = raw_of(setup.model, start.source)
+    if start.source is None and (end := end_of_text(config)) is not None:
+        raw = {**raw, "eos_token_id": end}
     saver = Saver(
         checkpoints.folder_of(config.out, config.checkpoint.folder),
         state,
-        with_dtype(raw_of(setup.model, start.source), NAMES[DTYPES[config.train.precision]]),
+        with_dtype(raw, NAMES[DTYPES[config.train.precision]]),
         setup.companions,
         control,
         Retention(config.checkpoint.keep, config.checkpoint.keep_every),
