@@ -375,36 +375,32 @@ def _prepared(setup: Setup, mesh: Mesh) -> Setup:
         say(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.reason}")
     _note(config, out / "config.yaml")
     uneven = in_vain(config.batch.global_size, config.batch.micro_size, mesh.shape.data)
-    say(
-        "\n".join(
-            [
-                *remarks(start, config, setup.model, mesh.shape, setup.corpora.identities),
-                *setup.corpora.remarks,
-                *uneven,
-            ]
-        )
-    )
+    said = remarks(start, config, setup.model, mesh.shape, setup.corpora.identities)
+    say("\n".join([*said, *setup.corpora.remarks, *uneven]))
     return setup.held()
 
 
 def _recall(trainer: Trainer, control: Control) -> None:
     """Have a run that goes on know of spikes and of samples that were left out, as if it had never ended."""
     out, step = Path(trainer.config.out), trainer.start.step
-    records, answered = list[Any](), list[Any]()
-    if trainer.mesh.rank == 0 and step:
+
+    def known() -> tuple[list[Any], list[Any]]:
         spikes = Spikes()
+        if trainer.mesh.rank > 0 or not step:
+            return [], []
         for each in metrics.newest(out / metrics.METRICS, _RECALLED):
             if "loss" in each and each["step"] <= step:
                 spikes = spikes.after(each["step"], each["lr"], {name: each[name] or 0.0 for name in LEAST})
-        records = [asdict(each) for each in spikes.records]
-        # What was done again is this launch's business: it has new means for that.
         answered = [
-            asdict(replace(each, life=each.life or "an earlier launch"))
+            replace(each, life=each.life or "an earlier launch")
             for each in incidents.read(out)
+            # A repetition is each launch's own business: it has means of its own for that.
             if each.decision.action == "end"
             or (each.decision.action in ("skip", "go_back") and (each.event.step or 0) <= step)
         ]
-    records, answered = control.tell([records, answered])
+        return list(map(asdict, spikes.records)), list(map(asdict, answered))
+
+    records, answered = control.tell(control.attempt(known))
     trainer.knows(Spikes(TypeAdapter(tuple[Seen, ...]).validate_python(records)))
     if trainer.repetition is not None:
         trainer.repetition.history += TypeAdapter(list[Incident]).validate_python(answered)

@@ -281,7 +281,7 @@ def _in_file(config: Config) -> bool:
 
 def _trainer(config: Config, mesh: Mesh) -> Trainer:
     """As a rank makes it, but for data, checkpoints and initial values."""
-    corpora: Any = SimpleNamespace(train=None, validation=None, batches=lambda *arguments: MagicMock())
+    corpora: Any = SimpleNamespace(train=None, validation=None, identities=[], batches=lambda *arguments: MagicMock())
     setup = Setup(config, configure(config.model), corpora, Start())
     with (
         patch.object(build, "load_into", lambda *arguments: None),

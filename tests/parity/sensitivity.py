@@ -1484,7 +1484,7 @@ FAULTS = (
     ),
     fault(
         "damaged checkpoints are passed over and left in the way",
-        "life._prepare",
+        "life._prepared",
         "checkpoints.set_aside(each.path)",
         "each.path",
         "test_a_run_goes_on_from_the_newest_whole_checkpoint[cut]",
@@ -1492,7 +1492,7 @@ FAULTS = (
     fault(
         "a lock that can be had is trusted on any machine",
         "RunLock.take",
-        "local and (found.machine, found.out) == (here.machine, here.out)",
+        "local and found.is_as(here)",
         "local",
         "test_a_lock_that_can_be_had_counts_only_when_the_heartbeat_stands_still",
     ),
