@@ -335,9 +335,9 @@ class FaultyRun(ABC):
 
 
 class InPlace(FaultyRun):
-    """Megacore, a launcher for each node."""
+    """Megacore, a launcher for each node; no node is left out for what strikes it here, as by none of the others."""
 
-    overrides = ("recovery.in_place=true",)
+    overrides = ("recovery.in_place=true", "recovery.node_failures=null")
 
     def command(self, node: int) -> list[str]:
         given = [f"out={self.out}", f"train.steps={self.steps}", f"checkpoint.export={self.out / 'exported'}"]
@@ -384,7 +384,7 @@ class InPlace(FaultyRun):
 class Restart(InPlace):
     """Megacore, one launcher for all ranks, which start again from the newest checkpoint."""
 
-    overrides, launchers = ("recovery.in_place=false",), 1
+    overrides, launchers = ("recovery.in_place=false", "recovery.node_failures=null"), 1
 
     def environment(self, node: int) -> dict[str, str]:
         return {"NPROC_PER_NODE": str(NODES)}
@@ -592,26 +592,31 @@ def table(ways: Sequence[WayCosts], ended: Sequence[tuple[str, ...]]) -> str:
 
 
 def planned(folder: Path, ours: WayCosts) -> str:
-    """Return the goodput that `megacore plan` expects of ours, beside the measured one, where nodes and the lead were
-    lost: with their rate, the seconds that a node was away, and the costs of recovery and restart that were met."""
+    """Return the goodput that `megacore plan` simulates of ours, beside the measured one, where nodes and the lead were
+    lost: with their rate while all nodes were there, for none strikes before, the seconds that a node was away, and
+    the costs of recovery and restart that were met."""
     got, lost, lead = ours.faults(), ours.faults("node", "lead"), ours.faults("lead")
     if not lead:
         return ""
-    node_s = sum(cost.whole_s for cost in ours.runs.values()) * NODES / len(got)
+    whole_s = sum(cost.whole_s for cost in ours.runs.values())
+    node_s = (whole_s - sum(each.back_s for each in got)) * NODES / len(got)
     options = {
         "--mtbf": node_s / 86400,
         "--hardware": len(lost) / len(got),
         "--away": statistics.median(each.back_s for each in lost),
-        "--cost": f"restart={statistics.median(each.pause_s for each in lead)}",
     }
-    given = [text for name, value in options.items() for text in (name, str(value))]
-    given += ["--incidents", str(next(iter(ours.runs))), "--gpu", "cpu", "--gpus-per-node", "1", "--world", str(NODES)]
+    pauses = {"restart": lead, "rebuild": ours.faults("rank", "node")}
+    costs = {name: statistics.median(each.pause_s for each in those) for name, those in pauses.items()}
+    costs["detect"] = 0.001  # which is in them
+    given = [text for name, value in options.items() for text in (name, f"{value:.3g}")]
+    given += [text for name, value in costs.items() for text in ("--cost", f"{name}={value:.3g}")]
+    given += ["--apart", "--gpu", "cpu", "--gpus-per-node", "1", "--world", str(NODES)]
     plan = [sys.executable, "-m", "tools.main", "plan", str(folder / "recipe.yaml"), "--goodput", "--json", *given]
     tree = json.loads(subprocess.run(plan, cwd=ROOT, check=True, capture_output=True, text=True).stdout)
     (level,) = [each for each in tree["levels"] if each["level"] == "in place, from replicas"]
     return (
-        f"megacore plan --goodput {' '.join(given[:8])} ...: {level['goodput']:.1%} expected, {level['simulated']:.1%} "
-        f"simulated; measured {ours.goodput:.1%}, {100 * (level['goodput'] - ours.goodput):+.1f} points"
+        f"megacore plan --goodput {' '.join(given)}: {level['simulated']:.1%} simulated; measured "
+        f"{ours.goodput:.1%}, {100 * (level['simulated'] - ours.goodput):+.1f} points"
     )
 
 

@@ -436,6 +436,9 @@ class RecoveryConfig:
     """The share of a step's time that copies of what no other rank has may take: so often are they made."""
     max_restarts: Annotated[Int, AT_LEAST_0] = 3
     """Restarts of all ranks, from the newest whole checkpoint, before the run ends with status 75; 0: none."""
+    node_failures: Annotated[Int, COUNTED] | None = 2
+    """Failures of a node within an hour with which it is left out, for its hardware may be at fault, or with which the
+    run ends with status 76 where it cannot go on without it; null: any number."""
     skip_samples: SampleRanges = ()
     """Ranges of the numbers of training samples that are left out, `a-b` or [a, b] for a to b - 1; the samples after
     them take their place. A run keeps its ranges wherever it goes on."""

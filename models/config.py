@@ -121,6 +121,8 @@ class ModelConfig(ABC):
     architecture: ClassVar[str]
     harmless: ClassVar[frozenset[str]] = frozenset()
     fixed: ClassVar[Mapping[str, Any]] = {}
+    # What is said of all that is written, whatever was read.
+    written: ClassVar[Mapping[str, Any]] = {}
     # Hugging Face's tensors: what their names start with (and a dot), unless the base model was saved by itself; the
     # embedding and the head, which are one tensor where they are tied; what older versions left that is no weight.
     base_model_prefix: ClassVar[str]
@@ -220,9 +222,10 @@ class ModelConfig(ABC):
 
     def to_hugging_face(self) -> dict[str, Any]:
         """Return the ``config.json`` that means the same."""
-        # Where nothing is said of padding, the default of transformers' class would come back.
-        head = {"architectures": [self.architecture], "model_type": self.family, "pad_token_id": None}
-        return head | self._write() | dict(self.fixed)
+        # Where nothing is said of these, the defaults of transformers' class would come back: tokens of its tokenizer.
+        tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+        head = {"architectures": [self.architecture], "model_type": self.family, **tokens}
+        return head | self._write() | dict(self.fixed) | dict(self.written)
 
     @classmethod
     def _read(cls, config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -150,8 +150,9 @@ def upcycling(
     given |= {field: True for field in ("norm_topk_prob",) if field in read}
     given |= {field: hidden for axis, field in kind.axes.items() if axis == "shared_mlp"}
     made = kind.from_hugging_face({**given, "model_type": kind.family})
-    kept = {field: value for field, value in given.items() if field not in read and field != "architectures"}
-    found = Upcycling(dense, {**kept, **made.to_hugging_face()}, granularity)
+    named = {"architectures", "model_type"} | read
+    kept = {field: value for field, value in given.items() if field not in named}
+    found = Upcycling(dense, {**made.to_hugging_face(), **kept}, granularity)
     if problems := list(found.problems()):
         raise ModelConfigError(dense.family, problems)
     return found

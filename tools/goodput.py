@@ -70,6 +70,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="until another node takes its place (600); a day where it is repaired",
     )
     group.add_argument(
+        "--apart",
+        action="store_true",
+        help="simulate faults that wait until all nodes are there, as those of a test do",
+    )
+    group.add_argument(
         "--cost", type=_cost, action="append", default=[], metavar="NAME=S", help=f"seconds of {', '.join(COSTS)}"
     )
     group.add_argument("--incidents", type=Path, metavar="OUT", help="take what the faults of this run have cost")
@@ -164,7 +169,9 @@ class Outlook:
         else:
             node_s = arguments.mtbf * DAY_S if arguments.mtbf else LLAMA_3 * 8 / per_node
         usual = FaultRates()
-        rates = FaultRates(node_s, arguments.hardware or usual.hardware, arguments.away or usual.away_s)
+        rates = FaultRates(
+            node_s, arguments.hardware or usual.hardware, arguments.away or usual.away_s, arguments.apart
+        )
         bare, copied = Survival.of(setting, per_node, copies=False), Survival.of(setting, per_node)
         image = max(image_bytes(setting, shares))
         costs, sources = _costs(config, cluster, step_s, beside, image)

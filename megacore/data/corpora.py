@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -31,13 +32,19 @@ EXAMPLES = "examples"
 class Corpora:
     """The samples to train on, and those held out (None without any); each endless, in a fixed order.
 
-    separate: whether documents are kept apart. remarks: lines for the user about the data.
+    separate: whether documents are kept apart. remarks: lines for the user about the data. corpora: those to train on.
     """
 
     train: Source
     validation: Source | None
     separate: bool = False
     remarks: tuple[str, ...] = ()
+    corpora: tuple[IndexedDataset | Examples, ...] = ()
+
+    @cached_property
+    def identities(self) -> list[str]:
+        """The digest of each corpus to train on: tells whether a run goes on with the tokens that it began with."""
+        return [corpus.identity for corpus in self.corpora]
 
     @classmethod
     def open(
@@ -64,8 +71,8 @@ class Corpora:
         parts = samples.parts if order == ORDER else first_order.parts
         train: list[Source] = []
         held_out: list[Source] = []
-        for corpus in data.train:
-            dataset = IndexedDataset(Path(corpus.path), checked)
+        opened = tuple(IndexedDataset(Path(corpus.path), checked) for corpus in data.train)
+        for corpus, dataset in zip(data.train, opened, strict=True):
             kept, held = parts(dataset, data.sequence_length, data.seed, _held_out(config), corpus.path, corpus.least)
             train.append(kept)
             held_out += [held] if held else []
@@ -75,7 +82,8 @@ class Corpora:
             )[0]
             for each in data.validation
         ]
-        return cls._blended(config, train, validation or held_out, data.within_documents)
+        made = cls._blended(config, train, validation or held_out, data.within_documents)
+        return replace(made, corpora=opened)
 
     @classmethod
     def look(cls, config: Config, model: ModelFiles) -> Iterator[str]:
@@ -113,8 +121,8 @@ class Corpora:
 
         train: list[Source] = []
         held_out: list[Source] = []
-        for corpus in data.train:
-            examples = prepared(corpus)
+        known = tuple(prepared(corpus) for corpus in data.train)
+        for corpus, examples in zip(data.train, known, strict=True):
             chats = int(examples.chats.max(initial=-1)) + 1
             split = split_documents(chats, _held_out(config), data.seed)  # the examples of a chat are on one side
             kept, held = (np.flatnonzero(np.isin(examples.chats, side)) for side in (split.train, split.validation))
@@ -125,7 +133,8 @@ class Corpora:
         for corpus in data.validation:
             examples = prepared(corpus)
             validation.append(packed(examples, np.arange(examples.count), "to validate on", corpus))
-        return replace(cls._blended(config, train, validation or held_out, separate=True), remarks=tuple(remarks))
+        made = cls._blended(config, train, validation or held_out, separate=True)
+        return replace(made, remarks=tuple(remarks), corpora=known)
 
     @classmethod
     def _blended(cls, config: Config, train: list[Source], held_out: list[Source], separate: bool) -> Corpora:
@@ -172,6 +181,13 @@ def _blend(sources: list[Source], corpora: tuple[CorpusConfig, ...]) -> Source:
 def facts(corpus: CorpusConfig) -> Corpus | None:
     """Return the facts that `megacore tokenize` has written about a corpus; None for token files of other origin."""
     return Corpus.beside(Path(corpus.path))
+
+
+def end_of_text(config: Config) -> int | None:
+    """Return the token that ends each document of all corpora to train on; None where they have none, or several."""
+    known = [facts(corpus) for corpus in config.data.train if not corpus.has_examples]
+    found = {each.end_of_document if each else None for each in known}
+    return found.pop() if len(found) == 1 else None
 
 
 def vocabulary_problems(config: Config, vocab_size: int) -> Iterator[str]:

@@ -84,6 +84,11 @@ class Examples:
             raise InputError(f"{folder} is not as it was prepared: remove it ({error})") from error
         self.count, self.lengths = self._dataset.documents, self._dataset.document_lengths()
 
+    @property
+    def identity(self) -> str:
+        """The identity of their tokens."""
+        return self._dataset.identity
+
     def example(self, index: int) -> tuple[Integers, npt.NDArray[np.bool_]]:
         """Return the tokens [lengths[index]] of an example, and which of them count."""
         dataset = self._dataset

@@ -16,6 +16,7 @@ import struct
 from bisect import bisect_left, bisect_right
 from contextlib import ExitStack
 from dataclasses import dataclass
+from hashlib import blake2b
 from io import BufferedWriter
 from pathlib import Path
 from types import TracebackType
@@ -36,6 +37,8 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 CHUNK = 2**18
 """Entries of an index that are held in memory together."""
+PAGE, PAGES = 2**12, 16
+"""Bytes of a page, and the pages of a file, by which it is known again."""
 
 
 def token_dtype(vocabulary: int) -> np.dtype[Any]:
@@ -264,6 +267,18 @@ class IndexedDataset:
         self.bounds = np.frombuffer(raw, "<i8", bounds, HEADER.size + 12 * sequences)
         self._bytes = np.memmap(data, mode="r", dtype=np.uint8) if data.stat().st_size else np.empty(0, np.uint8)
         self.scattered = "" if checked else self._check(index, data)
+
+    @property
+    def identity(self) -> str:
+        """The digest of the sizes and of some pages of both files, which are the same wherever they lie."""
+        hasher = blake2b(
+            repr((self.dtype.str, self.sequences, self.documents, self._bytes.size)).encode(), digest_size=8
+        )
+        for data in (self._bytes, self.lengths.view(np.uint8)):
+            last = max(0, data.size - PAGE)
+            for at in sorted({last * page // (PAGES - 1) for page in range(PAGES)}):
+                hasher.update(data[at : at + PAGE].tobytes())
+        return hasher.hexdigest()
 
     def _check(self, index: Path, data: Path) -> str:
         """Read all entries, by chunks, so that their memory does not grow with the corpus -> what is scattered."""

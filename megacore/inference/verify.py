@@ -28,6 +28,7 @@ from megacore.store.folder import SafetensorsFolder
 from megacore.store.strict_json import StoreError
 from models.assemble import Model
 from models.decoder import Microbatch
+from models.wrappers import WRAPPERS
 from parallel.choices import ContextExchange
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh
@@ -281,7 +282,9 @@ def transformers_model(pair: Pair) -> nn.Module:
     schema, dtypes = pair.folder.config.schema, pair.dtypes()
     model: nn.Module = pretrained.model(pair.folder.path, dtype=torch.float32)
     model.eval()
+    prefixes = {wrapper.prefix for wrapper in WRAPPERS.values()}
     parameters = pretrained.parameters(model)
+    parameters |= {name.removeprefix(prefix): each for prefix in prefixes for name, each in parameters.items()}
     with torch.no_grad():
         for stored in pair.folder.stored():
             _round(parameters[stored.name], *dtypes[whole_name(schema, stored), stored.labels[0]])

@@ -42,11 +42,13 @@ class FaultRates:
         node_s: Mean seconds from one fault of a node to the next.
         hardware: The share of faults that take the node away.
         away_s: Seconds until another node takes its place.
+        apart: Whether a simulated fault waits until the run has got over the last one and all nodes are there.
     """
 
     node_s: float = LLAMA_3
     hardware: float = HARDWARE
     away_s: float = 600.0
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -337,6 +339,8 @@ class _FaultyRun:
         for _ in range(count):
             if self.left <= 0:
                 break
+            if self.faults.apart:
+                self._train(max(self.away, default=self.clock))
             self._train(self.clock + self.chance.expovariate(self.nodes / self.faults.node_s))
             self._recover()
         trained = self.place * self.interval / self.segment * (1 - self.level.slowed)
@@ -397,7 +401,7 @@ class _FaultyRun:
 
     def _passed(self, seconds: float) -> tuple[int, bool] | None:
         """Let time pass in which nothing is trained -> the fault that breaks in, if one does."""
-        fault = self.chance.expovariate(self.nodes / self.faults.node_s)
+        fault = math.inf if self.faults.apart else self.chance.expovariate(self.nodes / self.faults.node_s)
         self.clock += min(fault, seconds)
         while self.away and self.away[0] <= self.clock:
             heapq.heappop(self.away)

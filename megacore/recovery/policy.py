@@ -95,6 +95,7 @@ class Budgets:
         go_back: Whether bad data are answered by going back.
         nodes: The nodes that there are.
         least_nodes: The fewest that the run goes on with.
+        node_failures: Failures of a node within an hour with which it is left out; None for any number.
     """
 
     life: str = ""
@@ -107,6 +108,7 @@ class Budgets:
     go_back: bool = False
     nodes: int = 1
     least_nodes: int = 1
+    node_failures: int | None = 2
 
 
 LADDERS: Mapping[Kind, tuple[Action, ...]] = {
@@ -146,7 +148,6 @@ OUTSIDE = ("start", "recover")
 
 TRIES = 3
 """Runs that a step may end."""
-FAILURES = 2
 HOUR_S = 3600.0
 """A node that fails so often within so many seconds is left out."""
 WINDOW = 100
@@ -176,7 +177,7 @@ def decide(event: Event, history: Sequence[Incident], budgets: Budgets) -> Decis
         return case.end(f"{case.step} was bad with other samples too: it is not the data", exits.FAILED)
     if event.kind == "unrepeatable" and event.rank is None:
         return Decision("tell", "nobody knows whose part of the step differed")
-    if case.failures >= FAILURES:
+    if budgets.node_failures is not None and case.failures >= budgets.node_failures:
         if case.lacks("evict") is None:
             return case.take("evict", f"node {event.node} has failed {case.failures} times within an hour")
         return case.end(f"node {event.node} has failed {case.failures} times within an hour", exits.EVICT)

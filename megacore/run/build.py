@@ -11,6 +11,7 @@ from megacore import checkpoints
 from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batches
+from megacore.data.corpora import end_of_text
 from megacore.data.samples import Source
 from megacore.hardware import peak_tflops
 from megacore.recipe import ConfigError
@@ -57,14 +58,19 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
         StoreError: what the run starts from is damaged.
     """
     start = setup.start
-    _agree(control, start, kernels.chosen(mesh.device, setup.config.train.compile))
+    _agree(control, setup, kernels.chosen(mesh.device, setup.config.train.compile))
     trainer = empty_trainer_of(setup, mesh, control)
     load_into(start, trainer.model.parameters, trainer.step.optimizer, setup.config.train.seed, control)
     return trainer
 
 
-def empty_trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
+def empty_trainer_of(setup: Setup, mesh: Mesh, control: Control, base: int | None = None) -> Trainer:
     """Build the live parts of a run on this rank, whose state is still to come.
+
+    Args:
+        setup: The run.
+        mesh, control: Its groups.
+        base: The fingerprint of the model that it trains adapters of, where that has been read before.
 
     Raises:
         ConfigError: a rank cannot do what the config asks for.
@@ -76,7 +82,7 @@ def empty_trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
     gradients = _gradients(config, model)
     offload = _offload(config)
     optimizer = _optimizer(config, gradients, offload, control)
-    adapters = _adapters(config, start, control)
+    adapters = _adapters(config, start, control, base)
     state = TrainingState(
         model.parameters,
         optimizer,
@@ -107,6 +113,7 @@ def empty_trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
         saver,
         start.progress,
         None,
+        setup.corpora.identities,
     )
 
 
@@ -178,10 +185,13 @@ def _optimizer(config: Config, gradients: Gradients, offload: Offload | None, co
 def _saver(setup: Setup, state: TrainingState, adapters: Adapters | None, control: Control) -> Saver:
     """Build what saves checkpoints; room for states on disk is taken at once."""
     config, start = setup.config, setup.start
+    raw = raw_of(setup.model, start.source)
+    if start.source is None and (end := end_of_text(config)) is not None:
+        raw = {**raw, "eos_token_id": end}
     saver = Saver(
         checkpoints.folder_of(config.out, config.checkpoint.folder),
         state,
-        with_dtype(raw_of(setup.model, start.source), NAMES[DTYPES[config.train.precision]]),
+        with_dtype(raw, NAMES[DTYPES[config.train.precision]]),
         setup.companions,
         control,
         Retention(config.checkpoint.keep, config.checkpoint.keep_every),
@@ -222,7 +232,7 @@ def _offload(config: Config) -> Offload | None:
     return Offload(Path(section.offload_folder) if section.offload_folder else None, section.offload_buffer << 20)
 
 
-def _adapters(config: Config, start: Start, control: Control) -> Adapters | None:
+def _adapters(config: Config, start: Start, control: Control, known: int | None) -> Adapters | None:
     """Return the adapters of a run and what they belong to, if it trains some.
 
     Raises:
@@ -231,8 +241,8 @@ def _adapters(config: Config, start: Start, control: Control) -> Adapters | None
     lora, base = config.tuning.lora, start.source
     if lora is None or base is None:
         return None
-    adapters = Adapters(lora, str(base.path), fingerprint(base, control))
-    if start.adapters is not None:
+    adapters = Adapters(lora, str(base.path), fingerprint(base, control) if known is None else known)
+    if start.adapters is not None and known is None:
         try:
             check_fingerprint(start.adapters, base.path, adapters.fingerprint)
         except StoreError as error:
@@ -240,10 +250,21 @@ def _adapters(config: Config, start: Start, control: Control) -> Adapters | None
     return adapters
 
 
-def _agree(control: Control, start: Start, chosen: str) -> None:
+def agree_on_data(control: Control, setup: Setup) -> None:
+    """Raise ConfigError on all ranks where some have found other tokens than the rest: a sample is to be the same
+    whoever takes it."""
+    found = control.gather(setup.corpora.identities)
+    if others := control.tell([rank for rank, here in enumerate(found) if here != found[0]]):
+        paths, who = ", ".join(corpus.path for corpus in setup.config.data.train), ", ".join(map(str, others[:8]))
+        raise ConfigError(
+            [f"data.train: {paths} hold other tokens on ranks {who} than on rank 0: give all nodes the same files"]
+        )
+
+
+def _agree(control: Control, setup: Setup, chosen: str) -> None:
     """Raise what any rank has found. Each has looked for itself; a folder that only some of them see would break the
     run much later, and kernels that only some of them have would wait for other messages."""
-    step = start.progress.step
+    start, step = setup.start, setup.start.progress.step
     least, most = -int(control.largest(-step)[0]), int(control.largest(step)[0])
     if least != most:
         problem = f"ranks have found checkpoints to resume from of steps {least} to {most}"
@@ -252,5 +273,6 @@ def _agree(control: Control, start: Start, chosen: str) -> None:
     if len(sources) > 1:
         found = ", ".join(sorted(map(str, sources)))
         raise ConfigError([f"checkpoint.init: ranks have found different checkpoints of one run ({found}): name one"])
+    agree_on_data(control, setup)
     if len(various := control.tell(sorted({*control.gather(chosen)}))) > 1:
         raise ConfigError([f"ranks have chosen different kernels: make their machines alike ({'; '.join(various)})"])

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from megacore import checkpoints
+from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.store.adapters import to_peft
 from megacore.store.checkpoint import Checkpoint
@@ -30,6 +31,8 @@ def export(config: Config, last: int) -> str:
     folder = checkpoints.folder_of(config.out, config.checkpoint.folder)
     if last < config.train.steps:
         return f"  not exported     {target} (step {last} of {config.train.steps})"
+    if config.checkpoint.resume == AUTO and target.is_dir() and any(target.iterdir()):
+        return f"  not exported     {target} (it is there already, and stays as it is)"
     checkpoint = checkpoints.complete(folder).get(last)
     if checkpoint is None:
         raise StoreError(f"cannot export to {target}: there is no checkpoint of step {last} in {folder}")

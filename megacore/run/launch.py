@@ -359,6 +359,7 @@ class _Answers:
             max_restarts=self._config.recovery.max_restarts,
             in_place=in_place,
             max_recoveries=self._config.recovery.max_recoveries,
+            node_failures=self._config.recovery.node_failures,
             resumable=section.on and own,
             nodes=len(self._nodes),
             least_nodes=len(self._nodes) if node == 0 else self._least,  # without the one that leads there is no run

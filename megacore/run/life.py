@@ -10,13 +10,15 @@ import gc
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from megacore import checkpoints, open_files
 from megacore.checkpoints import AUTO
@@ -26,9 +28,12 @@ from megacore.data.batches import in_vain
 from megacore.launcher import gpus
 from megacore.rank import STORE, Here, join, parted, parts
 from megacore.recipe import ConfigError, changed
+from megacore.recovery import incidents
 from megacore.recovery.channel import Agent, overrides_here
 from megacore.recovery.phases import Beat
+from megacore.recovery.policy import Incident
 from megacore.recovery.protocol import Status
+from megacore.recovery.spikes import LEAST, Seen, Spikes
 from megacore.run import metrics
 from megacore.run.build import trainer_of
 from megacore.run.check import Setup, files_of
@@ -51,6 +56,8 @@ from parallel import kernels
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape
 
+_RECALLED = 1 << 19
+"""Bytes of records that are read for the spikes: more of them than are remembered."""
 TOLD_WITHIN_S = 0.5
 """The time within which the agent tells of the end of a rank."""
 
@@ -205,6 +212,7 @@ class Life:
         if mesh.rank == 0 and (chosen := kernels.chosen(self.device, self.setup.config.train.compile)):
             say(chosen)
         self._open_log(trainer, control, trainer.start.step)
+        _recall(trainer, control)
         return trainer
 
     def _recovered(self, mesh: Mesh, control: Control, told: Sequence[Told], generation: int) -> Trainer:
@@ -367,8 +375,39 @@ def _prepared(setup: Setup, mesh: Mesh) -> Setup:
         say(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.reason}")
     _note(config, out / "config.yaml")
     uneven = in_vain(config.batch.global_size, config.batch.micro_size, mesh.shape.data)
-    say("\n".join([*remarks(start, config, setup.model, mesh.shape), *setup.corpora.remarks, *uneven]))
+    say(
+        "\n".join(
+            [
+                *remarks(start, config, setup.model, mesh.shape, setup.corpora.identities),
+                *setup.corpora.remarks,
+                *uneven,
+            ]
+        )
+    )
     return setup.held()
+
+
+def _recall(trainer: Trainer, control: Control) -> None:
+    """Have a run that goes on know of spikes and of samples that were left out, as if it had never ended."""
+    out, step = Path(trainer.config.out), trainer.start.step
+    records, answered = list[Any](), list[Any]()
+    if trainer.mesh.rank == 0 and step:
+        spikes = Spikes()
+        for each in metrics.newest(out / metrics.METRICS, _RECALLED):
+            if "loss" in each and each["step"] <= step:
+                spikes = spikes.after(each["step"], each["lr"], {name: each[name] or 0.0 for name in LEAST})
+        records = [asdict(each) for each in spikes.records]
+        # What was done again is this launch's business: it has new means for that.
+        answered = [
+            asdict(replace(each, life=each.life or "an earlier launch"))
+            for each in incidents.read(out)
+            if each.decision.action == "end"
+            or (each.decision.action in ("skip", "go_back") and (each.event.step or 0) <= step)
+        ]
+    records, answered = control.tell([records, answered])
+    trainer.knows(Spikes(TypeAdapter(tuple[Seen, ...]).validate_python(records)))
+    if trainer.repetition is not None:
+        trainer.repetition.history += TypeAdapter(list[Incident]).validate_python(answered)
 
 
 def _keep_records(config: Config) -> None:

@@ -63,6 +63,10 @@ class Holder:
     beat: int = 0
     out: str = ""
 
+    def is_as(self, other: Holder) -> bool:
+        """Return whether both are of one machine, or container of it, and one folder."""
+        return (self.host, self.machine, self.out) == (other.host, other.machine, other.out)
+
     @classmethod
     def here(cls, out: str = "") -> Holder:
         now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -146,7 +150,7 @@ class RunLock:
             out.mkdir(parents=True, exist_ok=True)
             file, local = _open(path)
             found = read(path)
-            if found is not None and not (local and (found.machine, found.out) == (here.machine, here.out)):
+            if found is not None and not (local and found.is_as(here)):
                 tell(f"{out} was held by {found}; waiting for {STALE * interval_s:g} s to see whether it still is")
                 if _is_alive(path, found, STALE * interval_s, interval_s / 4):
                     if file is not None:

@@ -9,6 +9,7 @@ import math
 import os
 import sys
 import time
+import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from megacore.recovery.policy import Decision
 from megacore.say import err, harmless, say
 from megacore.store.files import append, open_file
 from megacore.store.publish import replace_file
+from megacore.store.strict_json import read_file
 from megacore.store.tensors import os_errors
 
 METRICS, PICTURE = "metrics.jsonl", "loss.png"
@@ -161,11 +163,21 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    def __init__(self, project: str, config: Config) -> None:
+    """A run there, which goes on where the run that it shows does; its name is kept in the folder."""
+
+    def __init__(self, project: str, config: Config, after: int) -> None:
         import wandb
         import yaml
 
-        self._run = wandb.init(project=project, dir=config.out, config=yaml.safe_load(config.to_yaml()))
+        kept = Path(config.out) / "wandb" / "run-id"
+        found = read_file(kept, kept.parent).decode("ascii", "replace") if after and kept.exists() else ""
+        name = found or uuid.uuid4().hex[:8]
+        told = yaml.safe_load(config.to_yaml())
+        self._run = wandb.init(project=project, dir=config.out, config=told, id=name, resume="allow")
+        if not found:
+            with os_errors(kept):
+                kept.parent.mkdir(exist_ok=True)
+            replace_file(kept, name.encode())
 
     def go_on(self, after: int, covered: int) -> None:
         """Do nothing: it takes no step twice."""
@@ -273,7 +285,7 @@ class Log:
         if config.log.tensorboard:
             self._sinks.append(TensorBoard(self._out / "tensorboard"))
         if config.log.wandb is not None:
-            self._sinks.append(WeightsAndBiases(config.log.wandb, config))
+            self._sinks.append(WeightsAndBiases(config.log.wandb, config, after))
         self.go_on(after, saved)
 
     def go_on(self, after: int, saved: int = 0) -> None:

@@ -614,10 +614,21 @@ def _unusable_export(config: Config) -> Iterator[str]:
     if Path(config.out).resolve().is_relative_to(folder.resolve()):
         yield f"{key} ({folder}) holds out ({config.out}): choose a folder in it, or beside it"
     elif folder.is_dir() and any(folder.iterdir()):
+        if _is_done(config):  # and was ended when it had made it, or while it told so
+            return
         yield f"{key} ({folder}) exists and is not empty: choose another folder, or remove it"
     else:
         # Where it is an empty folder, it is replaced: what must be writable is the folder around it.
         yield from _cannot_be_made(key, folder.parent if folder.is_dir() else folder)
+
+
+def _is_done(config: Config) -> bool:
+    """Return whether a run goes on by itself from the checkpoint of its last step."""
+    try:
+        steps = checkpoints.complete(checkpoints.folder_of(config.out, config.checkpoint.folder))
+    except StoreError:  # which is said elsewhere
+        return False
+    return config.checkpoint.resume == AUTO and max(steps, default=0) >= config.train.steps
 
 
 def _unusable_folder(config: Config) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any
@@ -20,6 +20,7 @@ _FIELDS = {"step": "step", "samples": "consumed_samples", "tokens": "tokens", "u
 """{field of Progress: its name in the file}."""
 _ORDER = "data_order"
 _SKIPPED = "skipped_samples"
+DATA = "data"
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,10 @@ def recipe(config: Config, mesh: MeshShape) -> dict[str, Any]:
     return asdict(replace(config, mesh=MeshConfig(**{dim: mesh[dim] for dim in mesh.DIMS})))
 
 
-def document(progress: Progress, lr: float, config: Config, mesh: MeshShape) -> dict[str, Any]:
-    """Return a ``trainer.json``.
+def document(
+    progress: Progress, lr: float, config: Config, mesh: MeshShape, data: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return a ``trainer.json``; data: the identity of each corpus to train on.
 
     There is no state of random numbers: samples and masks are functions of the seeds in the recipe, the step and the
     sample. ``lr`` was the learning rate of the last step; the recipe says how it goes on.
@@ -132,6 +135,7 @@ def document(progress: Progress, lr: float, config: Config, mesh: MeshShape) -> 
         **{name: getattr(progress, field) for field, name in _FIELDS.items()},
         _ORDER: progress.order,
         **({_SKIPPED: [list(each) for each in progress.skipped_samples]} if progress.skipped_samples else {}),
+        DATA: list(data),
         "lr": lr,
         "scaler": progress.scaler,
         "recipe": recipe(config, mesh),

@@ -23,7 +23,7 @@ from megacore.recovery.policy import Incident
 from megacore.recovery.protocol import Commit, Resolution, Status, resolve, sources, that_count
 from megacore.recovery.spikes import Seen, Spikes
 from megacore.run import image
-from megacore.run.build import empty_trainer_of
+from megacore.run.build import agree_on_data, empty_trainer_of
 from megacore.run.check import Setup
 from megacore.run.copies import CopiedImage, Copies
 from megacore.run.progress import Progress
@@ -107,7 +107,9 @@ class Held:
 def state_of(trainer: Trainer) -> Mapping[str, Any]:
     """Return what is known of the run at the step that a trainer's state is of, beside its tensors; as JSON."""
     stats = trainer.stats
+    adapters = trainer.saver.index.adapters
     return {
+        "base": adapters and adapters.fingerprint,
         "progress": asdict(trainer.start.at(trainer.done, trainer.config, trainer.step.optimizer.updates)),
         "incidents": [] if trainer.repetition is None else list(map(asdict, trainer.repetition.history)),
         "bad": trainer.repetition and trainer.repetition.bad and asdict(trainer.repetition.bad),
@@ -170,7 +172,9 @@ def recovered(
 
     Raises:
         StateLost: nobody has the state of some rank.
+        ConfigError: a rank that has come has other data.
     """
+    agree_on_data(control, setup)
     if any(each.going_back for each in told):
         raise StateLost("ranks were going back to a checkpoint")
     both = [(each if each.world is not None else None, each.forming) for each in told]
@@ -260,7 +264,7 @@ def _state(told: Sequence[Told], done: int) -> Mapping[str, Any]:
 def _empty(setup: Setup, mesh: Mesh, control: Control, state: Mapping[str, Any]) -> Trainer:
     """Return a trainer that goes on at a step, whose tensors are still to come."""
     progress = TypeAdapter(Progress).validate_python(state["progress"])
-    return empty_trainer_of(replace(setup, start=replace(setup.start, progress=progress)), mesh, control)
+    return empty_trainer_of(replace(setup, start=replace(setup.start, progress=progress)), mesh, control, state["base"])
 
 
 def _go_on(

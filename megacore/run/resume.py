@@ -13,8 +13,9 @@ from megacore.config import Config
 from megacore.data import tokenizer
 from megacore.data.skipped import in_words
 from megacore.recipe import load
-from megacore.run.progress import Progress, recipe
+from megacore.run.progress import DATA, Progress, recipe
 from megacore.say import brief
+from megacore.store.adapters import is_part_of
 from megacore.store.checkpoint import TRAINER, Checkpoint
 from megacore.store.companions import TEMPLATES, TEXT, Companion
 from megacore.store.companions import companions as beside
@@ -242,11 +243,12 @@ def _misfits(model: ModelConfig, source: WeightFolder) -> Iterator[str]:
 # -- what is said before it goes on
 
 
-def remarks(start: Start, config: Config, model: ModelConfig, mesh: MeshShape) -> list[str]:
+def remarks(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, data: Sequence[str] = ()) -> list[str]:
     """Return the differences to where the weights come from, the samples that are left out, whether replicas are
-    compared in vain, and adapters that can only be merged, a line each."""
-    lines = *_differences(start, config, model, mesh), *_left_out(start.progress), *_uncompared(config, model, mesh)
-    return [limits.cut(line) for line in (*lines, *_only_merged(config, model))]
+    compared in vain, and adapters that can only be merged, a line each; data: the identity of each corpus."""
+    lines = *_differences(start, config, model, mesh), *_reordered(start, config, data), *_left_out(start.progress)
+    lines += *_uncompared(config, model, mesh), *_only_merged(config, model)
+    return [limits.cut(line) for line in lines]
 
 
 def _only_merged(config: Config, model: ModelConfig) -> Iterator[str]:
@@ -257,6 +259,11 @@ def _only_merged(config: Config, model: ModelConfig) -> Iterator[str]:
         yield (
             f"The adapters can be merged (--to hf --base), not exported by --to peft: peft takes those of "
             f"{', '.join(mistaken)} for those of {model.family}'s experts. Leave them out of lora.targets for that."
+        )
+    if lora and is_part_of(base := str(config.checkpoint.init)):
+        yield (
+            f"The adapters can be merged (--to hf --base), not exported by --to peft: {model.family} is a part of the "
+            f"larger model of {base}, in which peft would find no linear of their names."
         )
 
 
@@ -274,6 +281,32 @@ def _uncompared(config: Config, model: ModelConfig, mesh: MeshShape) -> Iterator
             f"recovery.compare_every ({every}) compares nothing: no rank holds the same states as another "
             f"(mesh.dp={mesh.dp}{split})"
         )
+
+
+def _reordered(start: Start, config: Config, data: Sequence[str]) -> Iterator[str]:
+    """Yield that a run goes on with other samples, or the same in another order, than it began with."""
+    if start.trainer is None:
+        return
+    held = start.trainer.get(DATA)
+    before, here = (held, data) if held and data else (None, None)  # older checkpoints have none
+    for corpus, one, other in zip(config.data.train, before or (), here or (), strict=False):
+        if one != other:
+            yield f"  {corpus.path} holds other tokens than those that the run was trained on"
+    if _order(start.trainer["recipe"], before) != _order(_plain(asdict(config)), here):
+        yield (
+            "  samples come in another order from here on: some of those that were trained on in this epoch may come "
+            "again, and others never"
+        )
+
+
+def _order(tree: Mapping[str, Any], identities: Sequence[str] | None) -> list[Any]:
+    """Return what the order of the samples hangs on, of a recipe in JSON and the identities of its corpora."""
+    data, chat = tree.get("data", {}), tree.get("chat", {})
+    corpora = data.get("train", [])
+    held_out = None if data.get("validation") else data.get("validation_fraction")
+    known = [each.get("path") for each in corpora] if identities is None else list(identities)
+    sizes = [(each.get("weight"), each.get("least")) for each in corpora]
+    return [known, sizes, held_out, data.get("sequence_length"), data.get("seed"), chat.get("pack")]
 
 
 def _left_out(progress: Progress) -> Iterator[str]:
@@ -295,6 +328,11 @@ def _differences(start: Start, config: Config, model: ModelConfig, mesh: MeshSha
         was, now = _flat(start.trainer["recipe"]), _flat(_plain(recipe(config, mesh)))
         changed = [key for key in now if key in was and now[key] != was[key]]
         lines += [f"  {key} is {now[key]}, and was {brief(was[key])}" for key in changed if key.startswith(_TOLD)]
+        if start.progress.updates and any(key in ("train.only", "train.freeze") for key in changed):
+            lines.append(
+                f"  what is trained from here on only has moments of 0 and the bias correction of step "
+                f"{start.progress.updates:,}: its first steps are larger. Begin by checkpoint.init to count anew"
+            )
         if _drops(model) and any(key.startswith(_LAYOUT) for key in changed):
             lines.append("  the layout or microbatch has changed: dropout draws other masks than it would have drawn")
     return lines
@@ -304,6 +342,8 @@ _TOLD = (
     "data.",
     "batch.global_size",
     "loss.",
+    "chat.",
+    "experts.",
     "optimizer.",
     "schedule.",
     "lora.",
@@ -312,6 +352,7 @@ _TOLD = (
     "train.only",
     "train.freeze",
     "train.precision",
+    "checkpoint.keep",
 )
 _LAYOUT = ("mesh.", "pipeline.", "batch.")
 

@@ -101,6 +101,7 @@ class Trainer:
         saver: Writes checkpoints.
         start: The progress of the run so far.
         log: The log that metrics go to, on rank 0.
+        data: The identity of each corpus to train on.
     """
 
     config: Config
@@ -114,6 +115,7 @@ class Trainer:
     saver: Saver
     start: Progress
     log: Log | None
+    data: Sequence[str] = ()
     interrupt: Interrupt = field(default_factory=Interrupt)
     at: int = field(default=0, init=False)
     """The step that is being done."""
@@ -325,7 +327,9 @@ class Trainer:
         self.step.beat.enter("save")
         done = self.start.at(step, self.config, self.step.optimizer.updates, self.step.scaler.state())
         self._tolerate(self.saver.finish)
-        self._tolerate(lambda: self.saver.save(step, progress.document(done, lr, self.config, self.mesh.shape)))
+        self._tolerate(
+            lambda: self.saver.save(step, progress.document(done, lr, self.config, self.mesh.shape, self.data))
+        )
         self.interrupt.save = False  # not before: after a fault it is asked for still
         if not self.config.checkpoint.background:
             self._tolerate(self.saver.finish)

@@ -21,12 +21,14 @@ from megacore.store.computed import Computed
 from megacore.store.convert import FolderPlan, StateFiles, expected, tensors, to_hugging_face
 from megacore.store.dtypes import as_dtype
 from megacore.store.folder import SafetensorsFolder, WeightFolder
-from megacore.store.hugging_face import ADAPTER
+from megacore.store.hugging_face import ADAPTER, CONFIG
 from megacore.store.index import Adapters
 from megacore.store.stream import File, Read, assemble
 from megacore.store.strict_json import StoreError, read_json
 from megacore.store.tensors import DTYPES, TensorFile
+from models.config import ModelConfigError
 from models.lora import factors, mistaken_by_peft, targets
+from models.wrappers import unwrapped
 from parallel.weights.fingerprint import Logical, combined
 from parallel.weights.schema import Schema
 from parallel.weights.transfer import Stored, hugging_face, plan
@@ -176,6 +178,11 @@ def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
             f"{checkpoint.path}: peft takes adapters of {', '.join(mistaken)} for those of {family}'s experts: merge "
             f"them by --to hf --base {adapters.base}, or train without them in lora.targets"
         )
+    if is_part_of(adapters.base):
+        raise StoreError(
+            f"{checkpoint.path}: {adapters.base} is a larger model of which {family} is a part, and peft would find no "
+            f"linear of these names in it: merge them by --to hf --base {adapters.base}"
+        )
     parameters = sorted(linear.hf_name for linear in chosen if linear.is_parameter)
     return {
         "peft_type": "LORA",
@@ -192,6 +199,14 @@ def _config(checkpoint: WeightFolder, adapters: Adapters) -> dict[str, object]:
         "init_lora_weights": True,
         "inference_mode": True,
     }
+
+
+def is_part_of(base: str) -> bool:
+    """Return whether the model of a folder is a part of what the folder holds, as far as it is there to be asked."""
+    try:
+        return unwrapped(read_json(Path(base) / CONFIG, Path(base)))[1] is not None
+    except (StoreError, ModelConfigError, AttributeError):
+        return False
 
 
 # -- merged

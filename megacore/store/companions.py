@@ -53,7 +53,7 @@ class Companion:
     Args:
         path: Its path.
         root: The folder that its links may not leave; None where the user has named the file.
-        content: What it holds, once that was read.
+        content: Its content, once that was read.
     """
 
     path: Path

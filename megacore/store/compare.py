@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -91,7 +91,8 @@ def compare(folders: Folders, jobs: int, progress: OnBytes = silent) -> Differen
 def config_differences(one: ModelConfig, other: ModelConfig) -> dict[str, Both]:
     """Return {field: values of both} of all that a config means, where they differ."""
     ours, theirs = ({"model_type": config.family} | asdict(config) for config in (one, other))
-    found = {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs}}
+    told = {field.name for config in (one, other) for field in fields(config) if not field.compare}
+    found = {name: (ours.get(name), theirs.get(name)) for name in {**ours, **theirs} if name not in told}
     return {name: both for name, both in found.items() if both[0] != both[1]}
 
 

@@ -89,9 +89,9 @@ def config_json(raw: Mapping[str, Any]) -> bytes:
     Args:
         raw: Fields of a config of one of the families.
     """
-    architecture = family(raw["model_type"]).config.architecture
+    kind = family(raw["model_type"]).config
     raw = {key: value for key, value in raw.items() if key not in CODE}
-    return _json({**raw, "architectures": raw.get("architectures") or [architecture]})
+    return _json({**raw, **kind.written, "architectures": raw.get("architectures") or [kind.architecture]})
 
 
 def with_dtype(raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ class Cohere2Config(CommandConfig, PatternedConfig):
     # What transformers does not read: it says what all models of the family are.
     harmless: ClassVar[frozenset[str]] = frozenset(
         {
+            "_sliding_window_pattern",
             "cache_implementation",
             "layer_switch",
             "model_max_length",

@@ -19,6 +19,8 @@ class DeepseekV3Config(DeepseekConfig):
     family: ClassVar[str] = "deepseek_v3"
     architecture: ClassVar[str] = "DeepseekV3ForCausalLM"
     fixed: ClassVar[Mapping[str, Any]] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+    # Layers that are not read are not there: who looked for them would find nothing.
+    written: ClassVar[Mapping[str, Any]] = {"num_nextn_predict_layers": 0}
     correction: ClassVar[str] = "mlp.gate.e_score_correction_bias"
 
     moe_intermediate_size: int = 2048
@@ -55,10 +57,6 @@ class DeepseekV3Config(DeepseekConfig):
     @property
     def left_out(self) -> tuple[str, ...]:
         return tuple(f"model.layers.{self.num_hidden_layers + i}." for i in range(self.num_nextn_predict_layers))
-
-    def to_hugging_face(self) -> dict[str, Any]:
-        # What is written beside this has none of those layers: who looked for them there would find nothing.
-        return super().to_hugging_face() | {"num_nextn_predict_layers": 0}
 
     @classmethod
     def draw(cls, rng: Random, *, layers: int, vocab: int, positions: int, tp: int) -> dict[str, Any]:

@@ -27,7 +27,10 @@ class Gpt2Config(ModelConfig):
         {
             "gradient_checkpointing",
             "n_ctx",
+            "n_special",
+            "output_past",
             "pad_token_id",
+            "predict_special_tokens",
             "reorder_and_upcast_attn",
             "summary_activation",
             "summary_first_dropout",

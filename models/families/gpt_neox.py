@@ -23,7 +23,9 @@ class GptNeoxConfig(DecoderConfig):
     eps: ClassVar[str] = "layer_norm_eps"
     base_model_prefix: ClassVar[str] = "gpt_neox"
     tied: ClassVar[tuple[str, str]] = ("gpt_neox.embed_in.weight", "embed_out.weight")
-    harmless: ClassVar[frozenset[str]] = frozenset({"classifier_dropout"})
+    harmless: ClassVar[frozenset[str]] = frozenset(
+        {"attention_probs_dropout_prob", "classifier_dropout", "hidden_dropout_prob"}
+    )
     # The causal mask and its fill value, and rotary frequencies.
     ignored: ClassVar[tuple[str, ...]] = tuple(
         f"gpt_neox.layers.{{layer}}.attention.{name}" for name in ("bias", "masked_bias", "rotary_emb.inv_freq")

@@ -17,6 +17,7 @@ from parallel.weights.schema import Param
 class NemotronConfig(DecoderConfig):
     family: ClassVar[str] = "nemotron"
     architecture: ClassVar[str] = "NemotronForCausalLM"
+    harmless: ClassVar[frozenset[str]] = frozenset({"kv_channels"})  # which the class does not read
     eps: ClassVar[str] = "norm_eps"
     rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.5)
 

@@ -181,6 +181,20 @@ def test_faults_that_come_faster_than_a_level_recovers_leave_nothing(
 
 
 @pytest.mark.quick
+def test_faults_that_wait_until_all_nodes_are_there() -> None:
+    """Between two of them stand the recovery of the first, its node's absence, and then the time that faults take."""
+    s = setting("mesh.dp=8")
+    where = Survival.of(s, 1, copies=False)
+    level = next(each for each in protections(COSTS, where, Survival.of(s, 1), None, replica=1) if each.survival)
+    often = FaultRates(8 * 10.0, 0.0, apart=True)
+    seen = simulate(level, 8, often, COSTS, 600.0)
+    least, most = ((10 - lost) / (10 + level.in_place_s) for lost in (COSTS.step / 2 + 0.2, 0.0))
+    assert least < seen.share < most and simulate(level, 8, replace(often, apart=False), COSTS, 600.0).share < least / 2
+    seldom = FaultRates(8 * 10.0, 1.0, DAY_S, apart=True)
+    assert abs(simulate(level, 8, seldom, COSTS, 600.0).share - 7 / 8) < 0.02
+
+
+@pytest.mark.quick
 def test_each_level_is_worth_more_than_the_one_before() -> None:
     s = setting("mesh.dp=24", "mesh.tp=2", "zero.shard=optimizer")
     levels = protections(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import engine
 import pytest
@@ -241,6 +243,23 @@ def test_what_a_checkpoint_covers_stays_and_is_not_written_again(tmp_path: Path)
     with Log(config, after=2, saved=6) as log:  # or does it all again
         steps(log, 3, 7)
     assert there("metrics.jsonl") == whole and len(there("experts.jsonl")) == 7
+
+
+def test_what_w_and_b_shows_goes_on_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that begins anew in the folder is another one there."""
+    begun = list[dict[str, object]]()
+
+    def init(**given: object) -> SimpleNamespace:
+        begun.append(given)
+        return SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    config = Config(out=str(tmp_path), train=TrainConfig(steps=4), log=LogConfig(wandb="project"))
+    for after in (0, 2, 3, 0, 1):
+        with Log(config, after) as log:
+            log.write(after + 1, TRAINED)
+    first, second, third, anew, last = (given["id"] for given in begun)
+    assert first == second == third and anew == last != first and {given["resume"] for given in begun} == {"allow"}
 
 
 def test_without_tensorboard_there_is_none(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from device_store import device_store
-from engine import GPT2, RECIPE, VOCAB, write_corpus, write_recipe
+from engine import GPT2, RECIPE, VOCAB, trainer, write_corpus, write_recipe
 from PIL import Image
 from pool import Pool
 
@@ -23,7 +24,9 @@ from megacore.data.corpus import Corpus as Facts
 from megacore.recipe import ConfigError, load
 from megacore.run import build, capacity, life, metrics
 from megacore.run import train as pretrain
+from megacore.run.copies import Copies
 from megacore.run.interrupt import Interrupt
+from megacore.run.recover import Held, recovered
 from megacore.run.resume import Start
 from megacore.run.trainer import Trainer
 from models.registry import configure
@@ -282,10 +285,37 @@ def test_one_rank_of_several_writes(pool: Pool, tmp_path: Path) -> None:
 def different_kernels() -> str:
     mesh = Mesh.create(MeshShape(dp=2))
     try:
-        build._agree(Control.create(mesh), Start(), f"Kernels: those of {mesh.rank}")
+        setup: Any = SimpleNamespace(start=Start(), corpora=SimpleNamespace(identities=[]))
+        build._agree(Control.create(mesh), setup, f"Kernels: those of {mesh.rank}")
     except ConfigError as error:
         return str(error)
     return "no error"
+
+
+TWO = MeshShape(dp=2)
+
+
+def different_data(recipe: str, corpora: list[str]) -> str:
+    with pytest.raises(ConfigError) as error:
+        trainer(recipe, [f"data.train={corpora[torch.distributed.get_rank()]}"])
+    setup, mesh = (
+        pretrain.check(recipe, [f"data.train={corpora[torch.distributed.get_rank()]}"], 2, 2),
+        Mesh.create(TWO),
+    )
+    with pytest.raises(ConfigError) as later:  # of a node that has come
+        recovered(setup, mesh, Control.create(mesh), Held(Copies()), [])
+    assert str(later.value) == str(error.value)
+    return str(error.value)
+
+
+def test_ranks_with_different_data_do_not_start(pool: Pool, recipe: str, tmp_path: Path) -> None:
+    """Of the same size, as of a file that only some nodes have made anew."""
+    corpora = [write_corpus(tmp_path / name) for name in ("one", "other")]
+    data = np.memmap(f"{corpora[1]}.bin", np.uint16, "r+")
+    data[data.size // 2] ^= 1
+    data.flush()
+    for said in pool.run(2, different_data, recipe, corpora):
+        assert " hold other tokens on ranks 1 than on rank 0: give" in said and "all nodes the same files" in said
 
 
 def test_ranks_with_different_kernels_do_not_start(pool: Pool) -> None:

@@ -335,6 +335,18 @@ def test_a_fault_does_not_make_a_step_that_is_done_again_new(recipe: str, tmp_pa
     assert all(np.array_equal(value, plain.weights[name]) for name, value in found.weights.items())
 
 
+def test_a_fault_reads_no_base_of_adapters_anew(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has been read at the start, all of it, and is in memory."""
+    run(recipe, [f"out={tmp_path / 'base'}", "train.steps=3", "checkpoint.at_end=true", "evaluate.every=0"])
+    base = checkpoints.path_of(checkpoints.folder_of(tmp_path / "base"), 3)
+    overrides = [f"out={tmp_path / 'run'}", f"checkpoint.init={base}", "lora.rank=2", "lora.targets=[mlp]"]
+    made = trainer(recipe, [*overrides, "model=null", "checkpoint.every=0", "evaluate.every=0"])
+    adapters = made.saver.index.adapters
+    monkeypatch.setattr(build, "fingerprint", lambda *_: pytest.fail("the base is read once more"))
+    again = recovered_from(recipe, [*overrides, "model=null", "checkpoint.every=0", "evaluate.every=0"], made, done=2)
+    assert adapters is not None and again.saver.index.adapters == adapters and again.run() == 5
+
+
 # -- spikes
 
 SPIKES = ["train.steps=44", "optimizer.lr=1e-4", "checkpoint.every=0", "evaluate.every=0", "schedule.warmup_steps=0"]
@@ -359,6 +371,44 @@ def test_a_spike_of_the_hardware_leaves_no_trace_and_one_of_data_is_left_out(rec
     assert kinds(told) == [("spike", "repeat"), ("bad_data", "skip")]
     without, none = run(recipe, [f"out={tmp_path / 'without'}", *common, "recovery.skip_samples=[320-328]"])
     assert_same(found, without)
+
+
+def test_a_run_that_is_started_again_knows_what_a_spike_is(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, out = build.trainer_of, tmp_path / "run"
+
+    def poisoned(setup: pretrain.Setup, mesh: Mesh, control: Control) -> engine.Trainer:
+        poison_samples(new := made(setup, mesh, control), [325], 1e3)
+        return new
+
+    monkeypatch.setattr(life, "trainer_of", poisoned)
+    common = [*SPIKES, f"out={out}", "checkpoint.at_end=true", "schedule.name=constant"]
+    for steps in 38, 44:
+        setup = pretrain.check(recipe, [*common, f"train.steps={steps}", "checkpoint.resume=auto"], 1, 1)
+        assert pretrain.run(setup, torch.device("cpu")) == steps
+    assert [(each.event.kind, each.event.step) for each in incidents.read(out)] == [("spike", 41)]
+
+
+def test_a_run_that_is_started_again_knows_what_it_has_left_out(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = build.trainer_of
+
+    def poisoned(setup: pretrain.Setup, mesh: Mesh, control: Control) -> engine.Trainer:
+        poison_samples(new := made(setup, mesh, control), [12, 33], torch.nan)
+        return new
+
+    monkeypatch.setattr(life, "trainer_of", poisoned)
+    common = [*REPEAT, f"out={tmp_path}", "optimizer.max_skipped=1", "checkpoint.resume=auto", "checkpoint.at_end=true"]
+    setup = pretrain.check(recipe, [*common, "train.steps=3"], 1, 1)
+    assert pretrain.run(setup, torch.device("cpu")) == 3
+    setup = pretrain.check(recipe, [*common, "train.steps=6"], 1, 1)
+    with pytest.raises(NonFinite, match="1 of 100 steps are left out already"):
+        pretrain.run(setup, torch.device("cpu"))
+    # Somebody has read why: there is room again.
+    setup = pretrain.check(recipe, [*common, "train.steps=6"], 1, 1)
+    assert pretrain.run(setup, torch.device("cpu")) == 6
 
 
 def test_a_run_that_has_recovered_or_gone_back_knows_what_a_spike_is(

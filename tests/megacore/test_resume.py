@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from device_store import device_store
-from engine import GPT2, LENGTH, LLAMA, RECIPE, VOCAB, Result, train, trainer, weights, write_recipe
+from engine import GPT2, LENGTH, LLAMA, RECIPE, VOCAB, Result, train, trainer, weights, write_corpus, write_recipe
 from pool import Pool
 
 from megacore import checkpoints
@@ -446,7 +446,7 @@ def test_a_model_that_is_another_one_is_refused_and_each_difference_named(recipe
 
 def said(recipe: str, *overrides: str, mesh: MeshShape = ONE) -> list[str]:
     setup = pretrain.check(recipe, overrides, mesh.world, mesh.world)
-    return remarks(setup.start, setup.config, setup.model, mesh)
+    return remarks(setup.start, setup.config, setup.model, mesh, setup.corpora.identities)
 
 
 def test_what_has_changed_is_said_in_a_line_each(recipe: str, six: Path, tmp_path: Path) -> None:
@@ -461,6 +461,7 @@ def test_what_has_changed_is_said_in_a_line_each(recipe: str, six: Path, tmp_pat
         "  batch.global_size is 4, and was 8",
         "  optimizer.lr is 0.5, and was 0.01",
         "  schedule.warmup_steps is 1, and was 2",
+        REORDERED,
     ]
     # What the file says of the run before is told in its line, and does nothing to a terminal.
     evil = shutil.copytree(path_of(six, 3), tmp_path / "evil")
@@ -476,6 +477,39 @@ def test_what_has_changed_is_said_in_a_line_each(recipe: str, six: Path, tmp_pat
     assert (first, dropout) == (resuming, "  model.attention_dropout is 0.1, and was 0.0")
     assert "dropout draws other masks" in masks
     assert len(said(recipe, *same, "model.attention_dropout=0.1")) == 2
+
+
+REORDERED = (
+    "  samples come in another order from here on: some of those that were trained on in this epoch may come again, "
+    "and others never"
+)
+
+
+def test_other_tokens_or_another_order_are_said(recipe: str, tmp_path: Path) -> None:
+    """The same tokens elsewhere are the same; others of the same size at the same place are not."""
+    first, second = write_corpus(tmp_path / "first"), write_corpus(tmp_path / "second", 80)
+    both = f"data.train=[{{path: {first}}}, {{path: {second}, weight: 2}}]"
+    train(recipe, [f"out={tmp_path / 'run'}", both, "train.steps=6", "checkpoint.every=3", *OFF])
+    same = ["train.steps=6", f"checkpoint.resume={path_of(tmp_path / 'run', 3)}", f"out={tmp_path / 'next'}"]
+    assert len(said(recipe, *same, both)) == 1
+    for suffix in ".bin", ".idx":
+        shutil.copy(f"{second}{suffix}", tmp_path / f"moved{suffix}")
+    moved, listed = said(recipe, *same, both.replace("second", "moved"))[1:], "  data.train is"
+    assert len(moved) == 1 and moved[0].startswith(listed)
+    weighted = said(recipe, *same, both.replace("weight: 2", "weight: 3"))[1:]
+    assert weighted[0].startswith(listed) and weighted[1:] == [REORDERED]
+    data = np.memmap(f"{second}.bin", np.uint16, "r+")
+    data[-1] ^= 1
+    data.flush()
+    assert said(recipe, *same, both)[1:] == [
+        f"  {second} holds other tokens than those that the run was trained on",
+        REORDERED,
+    ]
+    trainer = path_of(tmp_path / "run", 3) / "trainer.json"
+    tree = json.loads(trainer.read_text())
+    del tree["data"]  # as of a version that did not write it
+    trainer.write_text(json.dumps(tree))
+    assert len(said(recipe, *same, both)) == 1
 
 
 def test_without_a_model_the_checkpoint_s_is_taken(six: Path, tmp_path: Path) -> None:

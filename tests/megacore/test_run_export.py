@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine import LLAMA, RECIPE, trainer, write_recipe
+from engine import LLAMA, RECIPE, VOCAB, trainer, write_recipe
 
+from megacore.data.corpus import Corpus
 from megacore.recipe import load
 from megacore.run import train as pretrain
 from megacore.run.export import export
@@ -41,6 +42,26 @@ def test_the_export_is_what_the_converter_makes(tmp_path: Path, capsys: pytest.C
     assert str(AutoModelForCausalLM.from_pretrained(made).dtype) == "torch.bfloat16"
 
 
+def test_it_ends_texts_by_the_token_that_ended_them_in_the_corpus(tmp_path: Path) -> None:
+    """Also where the run went on in between, and of a model that came with one of its own by that."""
+    from transformers import AutoConfig, GenerationConfig
+
+    recipe, out = recipe_of(tmp_path), tmp_path / "run"
+    Corpus("corpus", 60, 1440, 5000, 3.5, VOCAB, 7, 4.0, 0, 0).write(tmp_path)
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert pretrain.main([recipe, f"out={out}", f"checkpoint.export={first}"]) == 0
+    started = ["train.steps=3", "model=null", f"checkpoint.export={second}"]
+    (first / "config.json").write_text(
+        json.dumps(json.loads((first / "config.json").read_text()) | {"eos_token_id": 9})
+    )
+    assert pretrain.main([recipe, f"out={tmp_path / 'next'}", f"checkpoint.init={first}", *started]) == 0
+    assert json.loads((second / "config.json").read_text())["eos_token_id"] == 9
+    third = ["train.steps=3", "checkpoint.resume=auto", f"checkpoint.export={tmp_path / 'third'}"]
+    assert pretrain.main([recipe, f"out={out}", *third]) == 0
+    made = GenerationConfig.from_model_config(AutoConfig.from_pretrained(tmp_path / "third"))
+    assert (made.bos_token_id, made.eos_token_id) == (None, 7)
+
+
 def test_the_dtype_is_that_of_the_run_and_not_of_its_start(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     first, second = tmp_path / "first", tmp_path / "second"
@@ -49,6 +70,22 @@ def test_the_dtype_is_that_of_the_run_and_not_of_its_start(tmp_path: Path) -> No
     assert pretrain.main([recipe, f"out={tmp_path / 'b'}", *started, f"checkpoint.export={second}"]) == 0
     assert {entry.dtype for entry in TensorFile.open(second / "model.safetensors").entries.values()} == {"F32"}
     assert json.loads((second / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_run_that_is_started_again_when_all_is_done_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A scheduler may do so where it has not heard of the end; what was exported stays."""
+    out, made = tmp_path / "run", tmp_path / "hf"
+    again = [recipe_of(tmp_path), f"out={out}", f"checkpoint.export={made}", "checkpoint.resume=auto"]
+    assert pretrain.main(again) == 0
+    before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in made.iterdir()}
+    assert "stays as it is" not in capsys.readouterr().out
+    assert pretrain.main(again) == 0
+    assert f"{made} (it is there already, and stays as it is)" in capsys.readouterr().out
+    assert before == {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in made.iterdir()}
+    assert pretrain.main([*again, "train.steps=3"]) == 2
+    assert "exists and is not empty" in capsys.readouterr().err
 
 
 def test_what_is_not_finished_is_not_exported(tmp_path: Path) -> None:

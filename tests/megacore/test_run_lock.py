@@ -75,6 +75,13 @@ def elsewhere() -> Holder:
     return replace(Holder.here(), host="node7", machine="another", pid=77)
 
 
+def test_containers_of_a_machine_are_not_one(tmp_path: Path) -> None:
+    """They may see the same folder of an object store, and each an `out` of its own by the same name."""
+    here = Holder.here("/run")
+    assert here.is_as(Holder.here("/run")) and not here.is_as(Holder.here("/other"))
+    assert not here.is_as(replace(here, host="pod-b")) and not here.is_as(replace(here, machine="another"))
+
+
 def write(path: Path, record: Holder) -> None:
     path.write_text(json.dumps(asdict(record)))
 

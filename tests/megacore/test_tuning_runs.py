@@ -15,10 +15,12 @@ from megacore.checkpoints import folder_of, path_of
 from megacore.inference.load import model_from
 from megacore.recipe import ConfigError
 from megacore.run import train as pretrain
+from megacore.run.resume import remarks
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.open import open_folder, open_model
 from megacore.store.strict_json import StoreError
 from parallel.mesh import Mesh
+from parallel.weights.layout import MeshShape
 
 LORA = ["lora.rank=2", "lora.alpha=8", "lora.targets=[q_proj,attn.qkv.v,mlp]"]
 
@@ -168,3 +170,21 @@ def test_a_run_with_a_frozen_stage_goes_on_in_another_layout(
     (one,) = pool.run(1, train, recipe, [*more[:-2], *resumed, "mesh.pp=1"])
     rtol = 1e-9 if precision == "fp64" else 1e-2
     np.testing.assert_allclose(one.values("loss"), two[0].values("loss")[2:], rtol=rtol)
+
+
+def test_what_was_frozen_before_is_trained_and_said(folder: Path, tmp_path: Path) -> None:
+    """Its moments begin at 0 in the middle of a run: AdamW divides the first by less than at a beginning."""
+    recipe = str(folder / "recipe.yaml")
+    more = ["checkpoint.every=2", f"checkpoint.init={base(folder)}", "train.steps=4"]
+    first = train(recipe, [f"out={tmp_path / 'first'}", *more, "train.freeze=[layers.0]"])
+    resumed = [f"checkpoint.resume={path_of(folder_of(tmp_path / 'first'), 2)}", "train.steps=4"]
+    for out, key in ("same", "train.freeze=[layers.0]"), ("more", "train.freeze=[]"):
+        setup = pretrain.check(recipe, [f"out={tmp_path / out}", *resumed, key], 1, 1)
+        said = "\n".join(remarks(setup.start, setup.config, setup.model, MeshShape()))
+        assert ("the bias correction of step 2: its first steps are larger" in said) == (out == "more")
+    found, before = (
+        train(recipe, [f"out={tmp_path / 'more'}", *resumed]),
+        Checkpoint.open(path_of(folder_of(tmp_path / "first"), 4)),
+    )
+    frozen = [name for name in found.weights if name in before.index.frozen]
+    assert frozen and not any(np.array_equal(found.weights[name], first.weights[name]) for name in frozen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from families import random_model, small
 from safetensors.torch import load_file, save_file
 from test_transformers import theirs_of
 
+from megacore.store.compare import config_differences
+from megacore.store.export import config_json
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfigError, active_parameters
 from models.registry import configure, family
 
+FURTHER = "num_nextn_predict_layers"
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 
 REFUSED = [
@@ -71,7 +75,9 @@ def test_layers_that_predict_further_tokens_are_told_and_left_out(tmp_path: Path
         f"{tmp_path}: only the model without layers that predict further tokens is read; 2 tensors of model.layers.3 "
         "are left out"
     )
-    assert folder.config.to_hugging_face()["num_nextn_predict_layers"] == 0  # of what is written, which has none
+    for written in (folder.config.to_hugging_face(), json.loads(config_json({**folder.raw, FURTHER: 1}))):
+        assert written[FURTHER] == 0  # of what is written, which has none
+        assert not config_differences(folder.config, family("deepseek_v3").config.from_hugging_face(written))
     save_file(tensors | {"model.layers.4.eh_proj.weight": torch.zeros(2)}, file, {"format": "pt"})
     with pytest.raises(StoreError, match=r"1 tensors are not of this model: model\.layers\.4\.eh_proj\.weight"):
         HuggingFace.open(tmp_path)

@@ -6,6 +6,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+from families import small
 from transformers import CONFIG_MAPPING
 
 from models.config import ModelConfigError
@@ -138,6 +139,20 @@ def test_published_files_mean_what_they_mean_to_transformers(name: str) -> None:
     theirs = CONFIG_MAPPING[config["model_type"]].from_dict(deepcopy(config))
     assert ours == kind.from_hugging_face(theirs.to_dict())
     assert ours.schema.parameters == parameters
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_special": 0, "output_past": True, "predict_special_tokens": True},
+    "gpt_neox": {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
+    "nemotron": {"kv_channels": 128},
+    "cohere2": {"_sliding_window_pattern": 4},  # as transformers 4.53 saved it
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_what_published_files_say_beside_changes_nothing(name: str) -> None:
+    read, plain = family(name).config.from_hugging_face, small(name).to_dict()
+    assert read(plain | BESIDE[name]) == read(plain)
 
 
 def test_one_rope_of_olmo_3_is_refused() -> None:

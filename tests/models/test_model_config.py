@@ -13,7 +13,7 @@ import torch
 from families import drawn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig, GPT2Config, LlamaConfig
 
 from models.assemble import Model
 from models.config import (
@@ -94,6 +94,10 @@ THEIRS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 
 
+NULL_ENDS = ("glm", "glm4")
+"""Whose class takes an ``eos_token_id`` of null for its own."""
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("case", THEIRS)
 def test_their_config_comes_and_goes(case: str) -> None:
@@ -105,6 +109,9 @@ def test_their_config_comes_and_goes(case: str) -> None:
     json.dumps(written)
     again = kind(**written)
     fields = theirs.to_dict() | {"architectures": [ours.architecture]}
+    fields |= dict.fromkeys(("bos_token_id", "eos_token_id"))  # which nobody knows
+    if ours.family in NULL_ENDS:
+        fields["eos_token_id"] = kind().eos_token_id
     for size in ("head_dim", "num_key_value_heads"):
         if fields.get(size, 0) is None:
             del fields[size]  # what it is then, we say
@@ -145,6 +152,16 @@ def test_what_is_left_out_means_what_transformers_takes_it_for(name: str, times:
 def test_no_padding_is_said(name: str) -> None:
     """Else the default of transformers' class comes back, which may lie beyond the vocabulary."""
     assert configure(drawn(name, pad_token_id=None)).to_hugging_face()["pad_token_id"] is None
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_token_of_another_tokenizer_ends_a_text(name: str, tmp_path: Path) -> None:
+    """Of a model that was not read from a folder, nobody knows the tokens; transformers' class has some of its own."""
+    if name in NULL_ENDS:
+        pytest.skip("its class takes null for its own")
+    (tmp_path / "config.json").write_text(json.dumps(configure(drawn(name)).to_hugging_face()))
+    made = GenerationConfig.from_model_config(AutoConfig.from_pretrained(tmp_path))
+    assert (made.bos_token_id, made.eos_token_id) == (None, None)
 
 
 def test_old_spelling_of_rope() -> None:

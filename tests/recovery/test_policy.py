@@ -118,6 +118,9 @@ def test_a_node_that_fails_twice_within_an_hour_is_left_out() -> None:
     assert actions([events[0], replace(events[1], node=1)], Budgets(nodes=4)) == ["replace", "replace"]
     end = answers(events, Budgets(nodes=4, least_nodes=4))[1]
     assert (end.action, end.status_on(2), end.status_on(0)) == ("end", exits.EVICT, exits.RETRY)
+    more = [*events, killed(9, node=2, at=3600.0)]
+    assert actions(more, Budgets(nodes=4, node_failures=3)) == ["replace", "replace", "evict"]
+    assert actions(more, Budgets(nodes=4, node_failures=None)) == ["replace"] * 3
 
 
 def test_a_node_that_is_gone_is_done_without_while_there_are_means() -> None:

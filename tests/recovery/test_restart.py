@@ -251,9 +251,12 @@ def test_faults_between_two_records_are_where_the_ranks_are(tmp_path: Path) -> N
 
 def test_the_node_that_leads_is_not_left_out(tmp_path: Path) -> None:
     config = load(write_recipe(tmp_path), [f"out={tmp_path / 'run'}"])
-    for node, action in (1, "evict"), (0, "end"):
+    for node, action, most in (1, "evict", 2), (0, "end", 2), (0, "replace", 3), (0, "replace", None):
+        config = replace(
+            config, recovery=replace(config.recovery, node_failures=most), out=f"{tmp_path / 'run'}-{node}{most}"
+        )
         answers = program._Answers(config, 0, {0: 1, 1: 1}, 1)
         answers.hosts.update({0: "a", 1: "b"})
         events = [replace(KILLED, rank=node, node=node, step=step) for step in (3, 8)]
         assert [answers.answer(event).action for event in events] == ["replace", action]
-    assert [each.event.host for each in incidents.read(tmp_path / "run")] == ["b", "b", "a", "a"]
+        assert [each.event.host for each in incidents.read(Path(config.out))] == ["ab"[node]] * 2

@@ -7,6 +7,7 @@ import errno
 import sys
 import uuid
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,11 @@ def test_a_url_holds_a_name_and_nothing_else(url: str) -> None:
 
 @pytest.mark.quick
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for package in ("s3fs", "gcsfs"):
+    for package, scheme in ("s3fs", "s3"), ("gcsfs", "gs"):
         monkeypatch.setitem(sys.modules, package, None)
+        monkeypatch.delitem(
+            import_module("fsspec.registry")._registry, scheme, raising=False
+        )  # where it was imported before
     for url, package, extra in (("s3://bucket/a", "s3fs", "s3"), ("gs://bucket/a", "gcsfs", "gcs")):
         with pytest.raises(StoreError, match=rf"{url} needs the package {package}: pip install 'megacore\[{extra}\]'"):
             place(url).exists()

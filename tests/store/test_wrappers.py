@@ -16,7 +16,7 @@ from megacore.store.hugging_face import HuggingFace
 from megacore.store.strict_json import StoreError
 from models.config import ModelConfigError
 from models.registry import configure
-from tools import convert
+from tools import convert, verify
 
 TEXT = {
     "vocab_size": 43,
@@ -55,6 +55,7 @@ def test_the_text_model_is_read_and_comes_out_by_itself(tmp_path: Path, capsys: 
     assert convert.main([str(tmp_path / "hf"), str(tmp_path / "ours"), "--tp", "2"]) == 0
     said = capsys.readouterr().err
     assert f"only its text model is read; {len(outside)} tensors of multi_modal_projector, vision_tower are" in said
+    assert verify.main([str(tmp_path / "ours"), str(tmp_path / "hf")]) == 0
     assert convert.main([str(tmp_path / "ours"), str(tmp_path / "text"), "--to", "hf"]) == 0
     text = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
     tokens = torch.arange(12)[None] % 43

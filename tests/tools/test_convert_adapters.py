@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megacore.config import Config, LoraConfig
+from megacore.config import CheckpointConfig, Config, LoraConfig
 from megacore.control import Control
 from megacore.run.resume import Start, remarks
 from megacore.store.checkpoint import Checkpoint
@@ -264,6 +264,24 @@ def test_what_peft_would_load_wrongly_is_refused(
     said = refused(capsys, checkpoint, tmp_path / "peft", "--to", "peft")
     assert "adapters of mlp.shared_experts.down_proj for those of deepseek_v3's experts" in said
     assert f"--to hf --base {folder}" in said and not (tmp_path / "peft").exists()
+
+
+def test_adapters_of_a_part_of_their_base_are_merged_alone(
+    tmp_path: Path, not_durable: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a model that also sees the linears have other names: peft would warn, and leave the model as it is."""
+    folder = model_folder(tmp_path, drawn("gemma3_text", 3, layers=4, vocab=61), torch.float32)
+    checkpoint = adapted(folder, tmp_path / "ckpt", Lora(2, 1.0, ("attn",)))
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": raw}))
+    said = refused(capsys, checkpoint, tmp_path / "peft", "--to", "peft")
+    assert "of which gemma3_text is a part, and peft would find no linear of these names" in said
+    assert f"--to hf --base {folder}" in said and not (tmp_path / "peft").exists()
+    config = Config(
+        lora=LoraConfig(rank=2, alpha=1.0, targets=("attn",)), checkpoint=CheckpointConfig(init=str(folder))
+    )
+    (told,) = remarks(Start(), config, configure({"config": str(folder)}), MeshShape())
+    assert f"gemma3_text is a part of the larger model of {folder}" in told
 
 
 @pytest.mark.parametrize(("targets", "count"), [(("attn", "mlp.shared.down"), 1), (("attn", "experts"), 0)])
