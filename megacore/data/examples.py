@@ -35,7 +35,7 @@ from megacore.store.files import open_lock
 from megacore.store.publish import publish, write_file
 from megacore.store.strict_json import StoreError, read_json
 
-FORMAT = 2
+FORMAT = 3
 NAME, FACTS = "examples", "examples.json"
 LISTED = 10  # bad lines that are spelled out
 WORKER = 2**23  # bytes of a file that are worth a process more

@@ -224,8 +224,15 @@ def _table_rows(piece: FileRange) -> Iterator[Record]:
         row = sum(file.metadata.row_group(group).num_rows for group in range(piece.start))
         for batch in _batches(file, piece):
             for values in batch.to_pylist():
-                yield Record(values, piece.path, row=row, size=batch.nbytes // batch.num_rows)
+                yield Record(_without_nulls(values), piece.path, row=row, size=batch.nbytes // batch.num_rows)
                 row += 1
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of a table whose objects have their own fields alone: a table gives each those of all others."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
 
 
 def _batches(file: Any, piece: FileRange, columns: list[str] | None = None) -> Iterator[Any]:

@@ -205,6 +205,13 @@ def test_rows_of_tables_are_the_same_examples_and_are_named_by_number(tmp_path: 
         prepared(bad, files)
 
 
+def test_calls_in_tables_have_no_arguments_of_other_calls(tmp_path: Path) -> None:
+    calls = [{"name": "weather", "arguments": {"city": "Rome"}}, {"name": "sum", "arguments": {"of": [1, 2]}}]
+    rows = [{"messages": [{"role": "assistant", "tool_calls": [{"function": call}]}]} for call in calls]
+    (piece,) = text.cut(write_parquet(tmp_path / "a.parquet", rows, group=2))
+    assert [row.values for row in text.rows(piece) if isinstance(row, text.Record)] == rows
+
+
 def test_a_tokenizer_that_the_model_is_too_small_for_is_named(tmp_path: Path, files: ModelFiles) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", SIZES[0])
     most = prepared(path, files).facts.vocabulary
