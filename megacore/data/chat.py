@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megacore.say import brief
+
 TrainOn = Literal["assistant", "last", "all"]
 Span = tuple[int, int]
 """Characters [start, stop)."""
@@ -15,6 +17,8 @@ Render = Callable[[Sequence[Message], list[Any] | None, bool], tuple[str, list[S
 """(messages, tools, whether the assistant is prompted at the end) -> text, what the template marks as generated."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+WEIGHT = "weight"
+"""Of a message: 0 where a turn of the assistant is not to be learned."""
 LEARNED = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """The keys of what the assistant says beside its content."""
 _WRITTEN = "what the chat template writes"
@@ -71,6 +75,7 @@ def passages(row: Mapping[str, Any], template: Callable[[], Template], train_on:
         BadExample: it is none.
     """
     present = {key: value for key, value in row.items() if value is not None}
+    _nothing_is_passed_over(present)
     if "messages" in present:
         return _chat(_messages(present["messages"]), _tools(present.get("tools")), template(), train_on)
     if "completion" in present:
@@ -90,6 +95,16 @@ def passages(row: Mapping[str, Any], template: Callable[[], Template], train_on:
 
 
 # -- what a row says
+
+
+def _nothing_is_passed_over(present: Mapping[str, Any]) -> None:
+    """Raise BadExample where a row says more of its text than would be read; of other things it may say anything."""
+    if "messages" in present:
+        for key, way_out in (("system", "make it the first message"), ("chat_template_kwargs", "leave them out")):
+            if present.get(key):
+                raise BadExample(f"has {key!r} beside 'messages', which is not read: {way_out}")
+    elif present.get("prompt") and present.get("text") and "completion" not in present:
+        raise BadExample("has 'prompt' and 'text': name what answers the prompt 'completion'")
 
 
 def _text(value: object, what: str) -> str:
@@ -128,6 +143,8 @@ def _message(name: str, value: object) -> Message:
     content = _text(message.get("content"), f"the content of {name}")
     if role == "assistant" and not calls and not content.strip():
         raise BadExample(f"{name}: the assistant says nothing")
+    if (weight := message.get(WEIGHT, 1)) not in (0, 1):
+        raise BadExample(f"{name} has the {WEIGHT} {brief(weight)}: choose 1, or 0 for a turn that does not count")
     return message
 
 
@@ -150,9 +167,13 @@ def _tools(value: object) -> list[Any] | None:
 
 def _chat(messages: list[Message], tools: list[Any] | None, template: Template, train_on: TrainOn) -> list[Passage]:
     """Return the chat up to the last turn of the assistant, and to each that no later text has as it is generated."""
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    spoken = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = [index for index in spoken if messages[index].get(WEIGHT, 1)]
+    messages = [{key: value for key, value in message.items() if key != WEIGHT} for message in messages]
     made: list[Passage] = []
     if train_on == "all":
+        if turns != spoken:
+            raise BadExample(f"a turn has the {WEIGHT} 0, and all tokens count: choose another chat.train_on")
         text = _text(template.render(messages, tools, False)[0], _WRITTEN)
         ends = turns[-1:] == [len(messages) - 1] and _closed(text, 0, template) is None
         made.append(Passage(text, [(0, len(text))], templated=True, ends=ends))
@@ -166,7 +187,8 @@ def _chat(messages: list[Message], tools: list[Any] | None, template: Template, 
             else:
                 made[-1].spans[:0] = shared
     else:
-        raise BadExample("has no turn of the assistant, and nothing else counts")
+        whose = f"counted turn of the assistant (all have the {WEIGHT} 0)" if spoken else "turn of the assistant"
+        raise BadExample(f"has no {whose}, and nothing else counts")
     if tools and _same(made[0].text, messages, None, template):
         raise BadExample(_unwritten("the example", "tools"))
     return made[::-1]

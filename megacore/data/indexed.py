@@ -314,6 +314,11 @@ class IndexedDataset:
                 f"{index} has sequences of {total} tokens in all, and {data.name} holds {size // width}: they overlap, "
                 "or the data is truncated or another's"
             )
+        if not scattered and self.sequences and end < size:
+            raise ValueError(
+                f"{index} tells of the first {end} bytes of {data.name}, which has {size}: one of the two is another's, "
+                "or the index is of an earlier time"
+            )
         return scattered
 
     def start(self, document: int) -> int:

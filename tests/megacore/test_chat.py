@@ -73,6 +73,29 @@ def test_what_the_assistant_generates_counts_and_nothing_else(spelled: Any, fami
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_turn_of_weight_0_is_not_learned(spelled: Any, family: str) -> None:
+    """It stands in the text of the turns after it, as those that count do."""
+    messages, tokenizer = CHATS["three"], spelled(family)
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+
+    def weighted(weights: dict[int, int]) -> dict[str, Any]:
+        return {"messages": [m | ({"weight": weights[n]} if n in weights else {}) for n, m in enumerate(messages)]}
+
+    others, plain = dict.fromkeys(turns, 0), {"messages": messages}
+    only_last, only_first = others | {turns[-1]: 1}, others | {turns[0]: 1}
+    last = counted_texts(tokenizer, plain, "last")
+    assert counted_texts(tokenizer, weighted(only_last)) == last
+    assert counted_texts(tokenizer, weighted(only_last), "last") == last
+    cut = {"messages": messages[: turns[0] + 1]}
+    assert counted_texts(tokenizer, weighted(only_first)) == counted_texts(tokenizer, cut)
+    assert counted_texts(tokenizer, weighted({turns[0]: 1}), "all") == counted_texts(tokenizer, plain, "all")
+    with pytest.raises(BadExample, match=r"has no counted turn of the assistant \(all have the weight 0\)"):
+        passages(weighted(others), lambda: tokenizer.template, "assistant")
+    with pytest.raises(BadExample, match="a turn has the weight 0, and all tokens count"):
+        passages(weighted(only_last), lambda: tokenizer.template, "all")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_inference(spelled: Any, family: str) -> None:
     """What transformers makes of the chat, up to the last token that counts; and what it marks, where it can."""
     tokenizer, messages = spelled(family), CHATS["three"]
@@ -177,6 +200,10 @@ def message(**values: object) -> dict[str, object]:
         (message(role="user", content="x"), "has no turn of the assistant"),
         ({**message(role="assistant", content="x"), "tools": "[f"}, "tools is text that is not JSON"),
         ({**message(role="assistant", content="x"), "tools": "{}"}, "tools is a dict, not a list of objects"),
+        (message(role="assistant", content="x", weight=0.5), "message 2 has the weight 0.5: choose 1, or 0"),
+        ({**message(role="assistant", content="x"), "system": "be brief"}, "has 'system' beside 'messages'"),
+        ({**message(role="assistant", content="x"), "chat_template_kwargs": {"a": 1}}, "has 'chat_template_kwargs'"),
+        ({"prompt": "x", "text": "y"}, "has 'prompt' and 'text': name what answers the prompt 'completion'"),
         ({"prompt": "x", "completion": ""}, "the completion is empty"),
         ({"prompt": ["x"], "completion": "y"}, "prompt is a list, not text"),
         ({"prompt": "x", "completion": 3}, "completion is a int, not text"),
