@@ -151,6 +151,15 @@ def test_a_bad_index_is_named(tmp_path, case):
         IndexedDataset(tmp_path / "a")
 
 
+def test_an_index_of_less_than_its_data_is_named(tmp_path):
+    """As of a file that was made anew, and whose index is the old one."""
+    write(tmp_path / "a", [[[1, 2, 3]], [[4]]])
+    with (tmp_path / "a.bin").open("ab") as file:
+        file.write(b"\x05\x00")
+    with pytest.raises(ValueError, match=r"a\.idx tells of the first 8 bytes of a\.bin, which has 10: one of the two"):
+        IndexedDataset(tmp_path / "a")
+
+
 def test_truncated_data_is_named(tmp_path):
     write(tmp_path / "a", CORPUS)
     (tmp_path / "a.bin").write_bytes((tmp_path / "a.bin").read_bytes()[:-1])
