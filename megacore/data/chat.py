@@ -18,7 +18,7 @@ Render = Callable[[Sequence[Message], list[Any] | None, bool], tuple[str, list[S
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 WEIGHT = "weight"
-"""Of a message: 0 where a turn of the assistant is not to be learned."""
+"""The field of a message that is 0 where a turn of the assistant is not to be learned."""
 LEARNED = ("tool_calls", "reasoning_content", "reasoning", "thinking")
 """The keys of what the assistant says beside its content."""
 _WRITTEN = "what the chat template writes"

@@ -316,8 +316,8 @@ class IndexedDataset:
             )
         if not scattered and self.sequences and end < size:
             raise ValueError(
-                f"{index} tells of the first {end} bytes of {data.name}, which has {size}: one of the two is another's, "
-                "or the index is of an earlier time"
+                f"{index} tells of the first {end} bytes of {data.name}, which has {size}: one of the two is "
+                "another's, or the index is of an earlier time"
             )
         return scattered
 

@@ -156,7 +156,9 @@ def test_an_index_of_less_than_its_data_is_named(tmp_path):
     write(tmp_path / "a", [[[1, 2, 3]], [[4]]])
     with (tmp_path / "a.bin").open("ab") as file:
         file.write(b"\x05\x00")
-    with pytest.raises(ValueError, match=r"a\.idx tells of the first 8 bytes of a\.bin, which has 10: one of the two"):
+    with pytest.raises(
+        ValueError, match=r"a\.idx tells of the first 8 bytes of a\.bin, which has 10: one of the two is another"
+    ):
         IndexedDataset(tmp_path / "a")
 
 
