@@ -47,8 +47,8 @@ from torch import Tensor
 from benchmarks.interleaved import free_port
 from benchmarks.steps import DTYPES, LR
 from benchmarks.workload import HEAP
-from megacore.run.optimizer import Optimizer
-from megacore.run.step import TrainStep
+from megacore.training.optimizer import Optimizer
+from megacore.training.step import TrainStep
 from models.assemble import Model
 from models.context import CausalAttention, DocumentAttention, MaskedAttention
 from models.decoder import Microbatch

@@ -22,8 +22,8 @@ from benchmarks import steps
 from benchmarks.finetune_work import LORA, LR, Work
 from megacore.control import Control
 from megacore.data.packing import Packed
-from megacore.run import build, metrics
-from megacore.run import train as pretrain
+from megacore.training import build, metrics
+from megacore.training import train as pretrain
 from parallel.mesh import Mesh
 
 MODES = ("full", "lora")

@@ -15,8 +15,8 @@ import torch
 
 from benchmarks import steps
 from benchmarks.workload import WORKLOADS, Workload
-from megacore.run.optimizer import Optimizer
-from megacore.run.step import TrainStep
+from megacore.training.optimizer import Optimizer
+from megacore.training.step import TrainStep
 from models.assemble import Model
 from models.decoder import Microbatch
 from models.stages import layout_of

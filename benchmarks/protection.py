@@ -28,7 +28,7 @@ import yaml
 
 from benchmarks.processes import family
 from benchmarks.recovery import ROOT, write_corpus
-from megacore.run.launch import VARIABLES
+from megacore.training.launch import VARIABLES
 
 LIMIT_S = 900.0
 PROTECTIONS: Mapping[str, Sequence[str]] = {
@@ -44,7 +44,7 @@ ON, OFF = ("recovery.compare_every=20",), ("recovery.compare_every=0", "recovery
 def command(way: str, given: Sequence[str]) -> list[str]:
     if way == "torchrun":
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        return [*torchrun, "--max-restarts", "1000", "-m", "megacore.run.train", *given]
+        return [*torchrun, "--max-restarts", "1000", "-m", "megacore.training.train", *given]
     return [sys.executable, "-m", "tools.main", "train", *given]
 
 

@@ -33,11 +33,11 @@ from torch import Tensor
 
 from megacore import checkpoints
 from megacore.control import Control
-from megacore.run.optimizer import Optimizer
-from megacore.run.save import Retention, Saver, TrainingState
-from megacore.run.states.device_store import DeviceStore
-from megacore.run.states.store import MOMENTS
-from megacore.run.step import TrainStep
+from megacore.training.optimizer import Optimizer
+from megacore.training.save import Retention, Saver, TrainingState
+from megacore.training.states.device_store import DeviceStore
+from megacore.training.states.store import MOMENTS
+from megacore.training.step import TrainStep
 from models.assemble import Model
 from models.decoder import Microbatch
 from models.registry import configure

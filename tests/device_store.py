@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megacore.run.optimizer import Optimizer
-from megacore.run.states.device_store import DeviceStore
+from megacore.training.optimizer import Optimizer
+from megacore.training.states.device_store import DeviceStore
 
 
 def device_store(optimizer: Optimizer) -> DeviceStore:

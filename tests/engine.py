@@ -15,9 +15,9 @@ import yaml
 
 from megacore.control import Control
 from megacore.data.indexed import IndexedWriter
-from megacore.run import build, metrics
-from megacore.run import train as pretrain
-from megacore.run.trainer import Trainer
+from megacore.training import build, metrics
+from megacore.training import train as pretrain
+from megacore.training.trainer import Trainer
 from parallel.mesh import Mesh
 
 VOCAB = 61

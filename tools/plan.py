@@ -27,8 +27,8 @@ from megacore.plan.state import Shares
 from megacore.plan.step_time import Cluster, Estimate, estimate
 from megacore.plan.traffic import Traffic, traffic
 from megacore.recipe import ConfigError, load
-from megacore.run.problems import problems
 from megacore.say import err, say, say_data
+from megacore.training.problems import problems
 from models.config import ModelConfig, ModelConfigError, active_parameters, parameters_in_words
 from models.registry import configure
 from tools import folders

@@ -16,9 +16,9 @@ from megacore.config import Config
 from megacore.recipe import ConfigError, load
 from megacore.recovery import incidents
 from megacore.recovery.policy import Incident
-from megacore.run import lock, metrics
 from megacore.say import brief, err, say, say_data
 from megacore.store.strict_json import StoreError
+from megacore.training import lock, metrics
 
 RECIPE = "config.yaml"
 _SHOWN = 5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megacore.run.launch import run
+from megacore.training.launch import run
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.rows import Machine, Row, failed, number, skipped
-from megacore.run.optimizer import Optimizer
-from megacore.run.scaler import UNSCALED, Scaling
-from megacore.run.states.offload import Offload
-from megacore.run.step import TrainStep
+from megacore.training.optimizer import Optimizer
+from megacore.training.scaler import UNSCALED, Scaling
+from megacore.training.states.offload import Offload
+from megacore.training.step import TrainStep
 from models.assemble import Model
 from models.decoder import Losses, Microbatch
 from models.lora import Lora

@@ -45,8 +45,8 @@ def pretraining(machine: Machine) -> Iterator[Row]:
         from megacore import checkpoints
         from megacore.data.indexed import IndexedWriter
         from megacore.plan.of_config import setting_of
-        from megacore.run import metrics
-        from megacore.run import train as pretrain
+        from megacore.training import metrics
+        from megacore.training import train as pretrain
     except ImportError as error:
         yield skipped("pretraining", error)
         return

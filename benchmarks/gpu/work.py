@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megacore.plan.setting import Setting, Widths
-from megacore.run.optimizer import Optimizer
-from megacore.run.step import TrainStep
+from megacore.training.optimizer import Optimizer
+from megacore.training.step import TrainStep
 from models.assemble import Model
 from models.config import ModelConfig
 from models.decoder import Losses, Microbatch

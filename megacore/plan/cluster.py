@@ -251,7 +251,7 @@ def _save(setting: Setting, per_node: int, storage: Storage, interval: float | N
 
 
 def _resume(setting: Setting, cluster: Cluster, storage: Storage) -> Resume:
-    """Return the costs of a resume as `megacore.run.load` does it: masters of what is trained, other weights, then
+    """Return the costs of a resume as `megacore.training.load` does it: masters of what is trained, other weights, then
     moments."""
     layout, states = setting.layout, _states(setting)
     frozen = setting.frozen

@@ -30,23 +30,23 @@ from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batch
 from megacore.recipe import load
-from megacore.run import build
-from megacore.run.check import Setup
-from megacore.run.resume import Start
-from megacore.run.trainer import Trainer
-from megacore.run.trouble import Trouble
 from megacore.store.direct import aligned_memory
+from megacore.training import build
+from megacore.training.check import Setup
+from megacore.training.resume import Start
+from megacore.training.trainer import Trainer
+from megacore.training.trouble import Trouble
 from models.registry import configure
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh
 
 READS: Mapping[str, Any] = {
     # The CPU is to update: it must know whether to and what to divide by, and have the gradients.
-    "megacore/run/states/offload.py:OffloadedStore.update": 1.0,
+    "megacore/training/states/offload.py:OffloadedStore.update": 1.0,
 }
 """{where a step may ask the device for a number: the answer}."""
 DOWNLOADS = frozenset(
-    {"megacore/run/states/offload.py:OffloadedStore._send", "parallel/memory/offload.py:HostMemory.send"}
+    {"megacore/training/states/offload.py:OffloadedStore._send", "parallel/memory/offload.py:HostMemory.send"}
 )
 """Where a step may copy to the host: gradients that the CPU updates by, activations that are kept there."""
 ONCE = frozenset({"models/rope.py:tables"})

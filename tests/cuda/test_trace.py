@@ -21,7 +21,7 @@ from pool import TIMEOUT_S, forkserver
 from steps import CASES, HOW, Case, Launches, excess, read
 from torch import Tensor, nn
 
-from megacore.run.trainer import Trainer
+from megacore.training.trainer import Trainer
 from parallel.kernels import grouped
 from parallel.kernels.choice import has_triton
 

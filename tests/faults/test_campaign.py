@@ -10,7 +10,7 @@ import pytest
 from campaign import COMMON, LAYOUTS, drawn, kinds_of, play
 from engine import RECIPE, write_recipe
 
-from megacore.run.check import check
+from megacore.training.check import check
 
 ROTATION = int(os.environ.get("MEGACORE_ROTATION", "0"))
 OWN = ("slow", "poisoned", "disk")

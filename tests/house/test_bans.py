@@ -90,11 +90,11 @@ def test_the_house_keeps_to_it() -> None:
     ],
 )
 def test_what_is_banned(text: str) -> None:
-    assert len(list(bans(text, "megacore/run/trainer.py"))) == 1
+    assert len(list(bans(text, "megacore/training/trainer.py"))) == 1
 
 
 @pytest.mark.parametrize(
     "text", ['open(path, "xb")', 'names["w"].open(1)', "path.open()", 'gzip.open(path, "rb")', "a.copy()"]
 )
 def test_what_is_not(text: str) -> None:
-    assert not list(bans(text, "megacore/run/trainer.py"))
+    assert not list(bans(text, "megacore/training/trainer.py"))

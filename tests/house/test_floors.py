@@ -44,8 +44,8 @@ MEETS = "megacore.recovery.rendezvous"
 WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
     "parallel",
     "parallel.random",
-    "megacore.run.check",
-    "megacore.run.launch",
+    "megacore.training.check",
+    "megacore.training.launch",
     "megacore.exits",
     "megacore.launcher",
     "megacore.rank",
@@ -119,7 +119,7 @@ def reached(*names: str) -> set[str]:
 def test_a_bare_step_needs_torch_and_little_else() -> None:
     """Images with GPUs have torch, and often neither pydantic nor omegaconf: recipes alone need them."""
     found = reached(
-        "megacore.run.step",
+        "megacore.training.step",
         "megacore.hardware",
         # Kernels in Triton are imported where it is.
         *(name for name in MODULES if not name.startswith(("megacore", "tools", "parallel.kernels.fused"))),
@@ -129,7 +129,7 @@ def test_a_bare_step_needs_torch_and_little_else() -> None:
     assert others - sys.stdlib_module_names == {"torch", "numpy", "einops", "fsspec"}
 
 
-TRAINING = {f"megacore.run.{name}" for name in ("load", "optimizer", "resume", "save", "step", "train", "trainer")}
+TRAINING = {f"megacore.training.{name}" for name in ("load", "optimizer", "resume", "save", "step", "train", "trainer")}
 INFERENCE = [name for name in MODULES if name.startswith("megacore.inference")]
 
 
@@ -138,7 +138,7 @@ INFERENCE = [name for name in MODULES if name.startswith("megacore.inference")]
 )
 def test_who_reads_weights_imports_nothing_of_training(name: str) -> None:
     """Loading lives below both: who generates, evaluates, exports or inspects waits for no optimizer and no run."""
-    training = TRAINING | {other for other in MODULES if other.startswith("megacore.run.states.")}
+    training = TRAINING | {other for other in MODULES if other.startswith("megacore.training.states.")}
     assert not reached(name) & training
 
 

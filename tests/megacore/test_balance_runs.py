@@ -18,11 +18,11 @@ from test_resume import path_of, whole
 
 from megacore.data.batches import Batch
 from megacore.inference.load import model_from
-from megacore.run import loads as loads_of
-from megacore.run import metrics
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.convert import to_hugging_face
 from megacore.store.open import open_model
+from megacore.training import loads as loads_of
+from megacore.training import metrics
 from parallel.balance import NONE, Loads
 from parallel.mesh import Mesh
 

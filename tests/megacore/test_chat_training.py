@@ -22,9 +22,9 @@ from megacore.control import Control
 from megacore.data.blend import Blend
 from megacore.data.packing import Packed
 from megacore.recipe import ConfigError
-from megacore.run import build
-from megacore.run import train as pretrain
-from megacore.run.resume import companions
+from megacore.training import build
+from megacore.training import train as pretrain
+from megacore.training.resume import companions
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh
 

@@ -10,7 +10,7 @@ import pytest
 from megacore import recipe as recipe_module
 from megacore.config import RANGES, SECTIONS, Config, CorpusConfig, MeshConfig, parts
 from megacore.recipe import ConfigError, load, processes
-from megacore.run.problems import problems, surroundings
+from megacore.training.problems import problems, surroundings
 from models.registry import configure
 from parallel.weights.schema import Param, Schema
 
@@ -367,7 +367,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "megacore.run.problems.importlib.util.find_spec", lambda name: None if name == "wandb" else object()
+        "megacore.training.problems.importlib.util.find_spec", lambda name: None if name == "wandb" else object()
     )
     return tmp_path
 

@@ -17,8 +17,8 @@ from megacore.data.corpus import CORPUS, Corpus
 from megacore.data.first_order import ShuffledDocuments
 from megacore.data.indexed import IndexedDataset, IndexedWriter
 from megacore.data.samples import ORDER, Source, split_documents
-from megacore.run.progress import Progress
 from megacore.store.strict_json import StoreError
+from megacore.training.progress import Progress
 
 FACTS = Corpus("corpus", 60, 1440, 5000, 3.5, VOCAB, None, 4.0, 0, 0)
 

@@ -15,13 +15,13 @@ from pool import Pool
 from megacore import checkpoints, exits
 from megacore.inference.load import model_from
 from megacore.recipe import ConfigError
-from megacore.run import metrics
-from megacore.run import train as pretrain
 from megacore.store import load
 from megacore.store.audit import DamageError
 from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
+from megacore.training import metrics
+from megacore.training import train as pretrain
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape
 from tools import main

@@ -11,9 +11,9 @@ from engine import LLAMA, RECIPE, Result, train, trainer, write_recipe
 from pool import Pool
 from test_resume import TOLERANCE, path_of, relative, whole
 
-from megacore.run import metrics
 from megacore.store import audit
 from megacore.store.checkpoint import Checkpoint
+from megacore.training import metrics
 from parallel.weights.layout import MeshShape
 from parallel.weights.schema import EXPERT_TENSOR_PARALLEL, SPLIT
 from tools import convert, reshard

@@ -23,9 +23,9 @@ HANG = """
 import os, re, signal, sys, time
 from pathlib import Path
 from megacore.data.batches import Batches
-from megacore.run import train
-from megacore.run.step import TrainStep
-from megacore.run.trainer import Asked, Trainer
+from megacore.training import train
+from megacore.training.step import TrainStep
+from megacore.training.trainer import Asked, Trainer
 
 kind, *arguments = sys.argv[1:]
 

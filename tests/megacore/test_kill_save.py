@@ -19,9 +19,9 @@ from engine import RECIPE, write_recipe
 from pool import Pool, forkserver
 
 from megacore import checkpoints
-from megacore.run import train as pretrain
 from megacore.store import audit, shares
 from megacore.store.checkpoint import Checkpoint
+from megacore.training import train as pretrain
 
 PRECISE = ["train.precision=fp32", "evaluate.every=0", "log.every=1000", "schedule.name=constant"]
 RANKS = 2

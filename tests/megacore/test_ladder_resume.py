@@ -13,7 +13,7 @@ from pool import Pool
 
 from megacore import checkpoints
 from megacore.config import Config, MeshConfig, ZeroConfig
-from megacore.run.problems import problems
+from megacore.training.problems import problems
 from models.registry import configure
 
 RUNGS = ("none", "optimizer", "gradients", "parameters")

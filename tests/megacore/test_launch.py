@@ -18,8 +18,8 @@ from engine import LLAMA, write_recipe
 from megacore.launcher import Node, gpus, threads
 from megacore.recipe import ConfigError, load
 from megacore.recovery.members import Came, Members
-from megacore.run import launch as program
-from megacore.run import resume
+from megacore.training import launch as program
+from megacore.training import resume
 from models.registry import configure
 
 ROOT = Path(__file__).parents[2]
@@ -152,7 +152,7 @@ def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str], given: list
 def test_a_run_is_started_on_as_many_ranks_as_its_mesh_takes(launched: Launched, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     status, given = launched(recipe, f"out={tmp_path / 'run'}", "mesh.tp=2", MALLOC_TRIM_THRESHOLD_="5")
-    assert status == 7 and given["module"] == "megacore.run.train" and given["node"] == Node(2)
+    assert status == 7 and given["module"] == "megacore.training.train" and given["node"] == Node(2)
     assert given["arguments"] == [recipe, f"out={tmp_path / 'run'}", "mesh.tp=2"] and given["shutdown_s"] == 600
     assert given["environment"].items() >= threads(2).items()
     assert given["environment"]["MALLOC_TRIM_THRESHOLD_"] == "5"

@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 
 from megacore.config import ScheduleConfig
-from megacore.run.lr import decay_steps, learning_rate
+from megacore.training.lr import decay_steps, learning_rate
 
 Name = Literal["cosine", "linear", "wsd", "constant"]
 

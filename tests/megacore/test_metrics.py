@@ -16,9 +16,9 @@ from engine import LENGTH, train, trainer, write_recipe
 from PIL import Image
 
 from megacore.config import Config, LogConfig, TrainConfig
-from megacore.run import metrics
-from megacore.run.metrics import Log
 from megacore.store.strict_json import StoreError
+from megacore.training import metrics
+from megacore.training.metrics import Log
 from models.config import flops_per_token
 from models.registry import configure
 

@@ -13,10 +13,10 @@ from pool import Pool
 
 from megacore.config import Config
 from megacore.recipe import ConfigError, changed, load
-from megacore.run import capacity, layouts
-from megacore.run.layouts import overrides_of_nodes
-from megacore.run.problems import problems
-from megacore.run.step import Stats
+from megacore.training import capacity, layouts
+from megacore.training.layouts import overrides_of_nodes
+from megacore.training.problems import problems
+from megacore.training.step import Stats
 from models.registry import configure
 
 

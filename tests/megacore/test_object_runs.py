@@ -25,10 +25,6 @@ from pool import Pool, forkserver
 
 from megacore import checkpoints
 from megacore.recipe import ConfigError
-from megacore.run import train as pretrain
-from megacore.run.lock import LOCK, RunLock, read
-from megacore.run.resume import again
-from megacore.run.save import SaveError
 from megacore.store import folder as store_folder
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.index import INDEX
@@ -36,6 +32,10 @@ from megacore.store.objects import ObjectPath, place
 from megacore.store.publish import write_file
 from megacore.store.stream import assemble
 from megacore.store.strict_json import StoreError
+from megacore.training import train as pretrain
+from megacore.training.lock import LOCK, RunLock, read
+from megacore.training.resume import again
+from megacore.training.save import SaveError
 from parallel.weights.layout import Layout, MeshShape
 from parallel.weights.transfer import native, plan
 

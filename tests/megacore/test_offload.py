@@ -23,14 +23,14 @@ from megacore import checkpoints
 from megacore.config import Config, MemoryConfig, ZeroConfig
 from megacore.plan.setting import SHARDS
 from megacore.recipe import load
-from megacore.run import capacity
-from megacore.run.optimizer import Optimizer
-from megacore.run.problems import problems, surroundings
-from megacore.run.states import window_stores
-from megacore.run.states.offload import Offload, OffloadedStore
-from megacore.run.states.store import MASTER
-from megacore.run.states.window_stores import BUFFERS, FileWindows
-from megacore.run.states.windows import ALIGNED, cut
+from megacore.training import capacity
+from megacore.training.optimizer import Optimizer
+from megacore.training.problems import problems, surroundings
+from megacore.training.states import window_stores
+from megacore.training.states.offload import Offload, OffloadedStore
+from megacore.training.states.store import MASTER
+from megacore.training.states.window_stores import BUFFERS, FileWindows
+from megacore.training.states.windows import ALIGNED, cut
 from models.registry import configure
 from parallel.choices import ZeroShard
 from parallel.gradients.reduce import Gradients

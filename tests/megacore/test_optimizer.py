@@ -8,7 +8,7 @@ from device_store import device_store
 from pool import Pool
 from torch import nn
 
-from megacore.run.optimizer import Optimizer
+from megacore.training.optimizer import Optimizer
 from parallel.gradients.buckets import WholeSpan
 from parallel.gradients.reduce import Gradients
 from parallel.mesh import Mesh

@@ -27,7 +27,7 @@ from megacore.plan.state import Shares, StateBytes, state, state_of
 from megacore.plan.step_time import Cluster, MatMul, estimate
 from megacore.plan.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic
 from megacore.recipe import load
-from megacore.run.problems import problems
+from megacore.training.problems import problems
 from models.config import flops_per_token
 from models.lora import Lora
 from models.registry import configure

@@ -24,7 +24,7 @@ from megacore.plan.state import Shares
 from megacore.plan.step_time import Cluster, Estimate, estimate
 from megacore.plan.traffic import HEADS, traffic
 from megacore.recipe import load
-from megacore.run.problems import problems
+from megacore.training.problems import problems
 from models.config import looks
 from models.registry import configure
 from models.stages import layout_of

@@ -26,9 +26,9 @@ from megacore.plan.cluster import start_up
 from megacore.plan.memory import TERMS, Memory, memory
 from megacore.plan.setting import SHARDS, Setting, Widths
 from megacore.plan.state import Shares
-from megacore.run.optimizer import Optimizer
-from megacore.run.states.store import MOMENTS
-from megacore.run.step import TrainStep
+from megacore.training.optimizer import Optimizer
+from megacore.training.states.store import MOMENTS
+from megacore.training.step import TrainStep
 from models.assemble import Model
 from models.config import ModelConfigError, flops_per_token
 from models.decoder import Losses, Microbatch

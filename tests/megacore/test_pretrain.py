@@ -22,13 +22,13 @@ from pool import Pool
 from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
 from megacore.recipe import ConfigError, load
-from megacore.run import build, capacity, life, metrics
-from megacore.run import train as pretrain
-from megacore.run.copies import Copies
-from megacore.run.interrupt import Interrupt
-from megacore.run.recover import Held, recovered
-from megacore.run.resume import Start
-from megacore.run.trainer import Trainer
+from megacore.training import build, capacity, life, metrics
+from megacore.training import train as pretrain
+from megacore.training.copies import Copies
+from megacore.training.interrupt import Interrupt
+from megacore.training.recover import Held, recovered
+from megacore.training.resume import Start
+from megacore.training.trainer import Trainer
 from models.registry import configure
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape
@@ -389,7 +389,7 @@ def test_a_signal_ends_a_run_after_its_step(recipe: str, tmp_path: Path, number:
     command = [
         sys.executable,
         "-m",
-        "megacore.run.train",
+        "megacore.training.train",
         recipe,
         f"out={out}",
         "train.steps=100000",
@@ -443,7 +443,7 @@ def test_a_second_ctrl_c_without_a_launcher_is_a_line(
 def test_a_signal_to_torchrun_ends_all_ranks_after_the_same_step(recipe: str, tmp_path: Path) -> None:
     """Another launcher than ours; `test_start.py` has ours."""
     out = tmp_path / "run"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.run.train"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.training.train"]
     process = start([sys.executable, *torchrun, recipe, f"out={out}", "train.steps=100000", "mesh.tp=2"])
     try:
         await_records(process, out, 3)
@@ -462,7 +462,7 @@ def test_an_error_on_one_rank_ends_all_of_them_and_is_seen(recipe: str, tmp_path
     stand_in = tmp_path / "path" / "wandb"
     stand_in.mkdir(parents=True)
     (stand_in / "__init__.py").write_text("def init(**_):\n    raise RuntimeError('no such project')\n")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.run.train"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.training.train"]
     command = [sys.executable, *torchrun, recipe, f"out={tmp_path / 'run'}", "mesh.tp=2", "log.wandb=project"]
     process = start(command, PYTHONPATH=str(stand_in.parent))
     try:

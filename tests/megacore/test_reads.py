@@ -15,11 +15,11 @@ from engine import RECIPE, trainer, write_recipe
 from pool import Pool
 
 from megacore import checkpoints
-from megacore.run import train as pretrain
 from megacore.store import load, shares
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
+from megacore.training import train as pretrain
 from tools import reshard
 
 PRECISION = ["train.precision=bf16", "evaluate.every=0"]

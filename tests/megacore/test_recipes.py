@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megacore.recipe import load
-from megacore.run.problems import problems
+from megacore.training.problems import problems
 from models.registry import configure
 from models.stages import layout_of
 

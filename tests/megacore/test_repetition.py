@@ -20,12 +20,12 @@ from megacore.control import Control
 from megacore.recovery import incidents
 from megacore.recovery.events import Event
 from megacore.recovery.policy import Decision
-from megacore.run import build, life
-from megacore.run import train as pretrain
-from megacore.run.copies import Copies
-from megacore.run.recover import Held, Told, let_go, recovered
-from megacore.run.resume import Start
-from megacore.run.trouble import NonFinite, UnsoundHardware
+from megacore.training import build, life
+from megacore.training import train as pretrain
+from megacore.training.copies import Copies
+from megacore.training.recover import Held, Told, let_go, recovered
+from megacore.training.resume import Start
+from megacore.training.trouble import NonFinite, UnsoundHardware
 from models.decoder import Microbatch
 from parallel.mesh import Mesh
 from parallel.pipeline.schedules import Kind

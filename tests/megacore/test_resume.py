@@ -24,15 +24,15 @@ from megacore.data.first_order import ShuffledDocuments
 from megacore.data.samples import Samples
 from megacore.inference.load import model_from
 from megacore.recipe import ConfigError, load
-from megacore.run import metrics
-from megacore.run import train as pretrain
-from megacore.run.progress import Progress
-from megacore.run.resume import find, model_of, raw_of, remarks
-from megacore.run.save import TrainingState
-from megacore.run.trainer import Trainer
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
+from megacore.training import metrics
+from megacore.training import train as pretrain
+from megacore.training.progress import Progress
+from megacore.training.resume import find, model_of, raw_of, remarks
+from megacore.training.save import TrainingState
+from megacore.training.trainer import Trainer
 from models.decoder import Microbatch
 from models.registry import configure
 from models.stages import layout_of

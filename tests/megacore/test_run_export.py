@@ -11,10 +11,10 @@ from engine import LLAMA, RECIPE, VOCAB, trainer, write_recipe
 
 from megacore.data.corpus import Corpus
 from megacore.recipe import load
-from megacore.run import train as pretrain
-from megacore.run.export import export
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
+from megacore.training import train as pretrain
+from megacore.training.export import export
 from models.decoder import Microbatch
 from tools import convert
 

@@ -17,12 +17,12 @@ from engine import train, write_recipe
 from pool import Pool
 
 from megacore.recipe import ConfigError
-from megacore.run import lock as run_lock
-from megacore.run import metrics
-from megacore.run import train as pretrain
-from megacore.run.lock import LOCK, Holder, RunLock, holder, read
 from megacore.store import lock
 from megacore.store.strict_json import StoreError
+from megacore.training import lock as run_lock
+from megacore.training import metrics
+from megacore.training import train as pretrain
+from megacore.training.lock import LOCK, Holder, RunLock, holder, read
 
 QUICK = 0.02
 """Seconds between two heartbeats of the tests; others wait for STALE times as long."""
@@ -168,7 +168,7 @@ def test_a_second_run_changes_nothing(
     with RunLock.take(out):
         with pytest.raises(ConfigError, match=r"out \(.*\) is held by a run, process \d+ on .* choose another out="):
             pretrain.check(recipe, arguments[1:], 1, 1)
-        monkeypatch.setattr("megacore.run.problems.holder", lambda out: None)
+        monkeypatch.setattr("megacore.training.problems.holder", lambda out: None)
         assert pretrain.main(arguments) == 1
         assert "is held by a run, process" in capsys.readouterr().err
         (out / LOCK).unlink()
@@ -190,7 +190,7 @@ def test_a_second_run_changes_nothing(
 
 def refused(recipe: str, overrides: list[str]) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megacore.run.problems.holder", lambda out: None)  # it was taken since
+        patch.setattr("megacore.training.problems.holder", lambda out: None)  # it was taken since
         setup = pretrain.check(recipe, overrides, 2, 2)
     with pytest.raises(StoreError) as error:
         pretrain.run(setup, torch.device("cpu"))

@@ -23,15 +23,15 @@ from pool import Pool
 from megacore import checkpoints
 from megacore.control import Control
 from megacore.recipe import ConfigError
-from megacore.run import build, life, save
-from megacore.run import train as pretrain
-from megacore.run.save import SaveError
-from megacore.run.trainer import Trainer
-from megacore.run.trouble import NonFinite
 from megacore.store import audit, publish
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
+from megacore.training import build, life, save
+from megacore.training import train as pretrain
+from megacore.training.save import SaveError
+from megacore.training.trainer import Trainer
+from megacore.training.trouble import NonFinite
 from models.decoder import Microbatch
 from parallel.mesh import Mesh
 from parallel.weights.layout import Layout, MeshShape
@@ -386,7 +386,7 @@ def fails_for_a_while(recipe: str, overrides: list[str], rank: int, times: int) 
         return plain(*arguments)
 
     told: list[str] = []
-    with mock.patch.object(save, "write", burning), mock.patch("megacore.run.trainer._AGAIN_S", 1):
+    with mock.patch.object(save, "write", burning), mock.patch("megacore.training.trainer._AGAIN_S", 1):
         if made.log is not None:
             made.log.tell = told.append  # type: ignore[assignment, method-assign]
         return made.run(), told

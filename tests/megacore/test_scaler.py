@@ -15,11 +15,11 @@ from pool import Pool
 from torch import Tensor
 
 from megacore import checkpoints
-from megacore.run import progress
-from megacore.run.progress import is_scaler_state
-from megacore.run.scaler import UNSCALED, Scaler, Scaling
-from megacore.run.trouble import NonFinite
 from megacore.store.strict_json import StoreError
+from megacore.training import progress
+from megacore.training.progress import is_scaler_state
+from megacore.training.scaler import UNSCALED, Scaler, Scaling
+from megacore.training.trouble import NonFinite
 
 FP16 = ["train.precision=fp16", "evaluate.every=0"]
 CPU = torch.device("cpu")

@@ -16,10 +16,10 @@ from pool import Pool
 from megacore import checkpoints
 from megacore.data.batches import TokenError
 from megacore.data.skipped import SkippedSamples, in_recipe, in_words
-from megacore.run import train as pretrain
-from megacore.run.progress import Progress
-from megacore.run.resume import remarks
 from megacore.store.strict_json import StoreError
+from megacore.training import train as pretrain
+from megacore.training.progress import Progress
+from megacore.training.resume import remarks
 
 RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda at: (at[0], at[0] + at[1])), max_size=5)
 SKIP = "recovery.skip_samples=[3-5,[16,24],30-31]"

@@ -24,7 +24,7 @@ from megacore import exits
 from megacore.rank import parted
 from megacore.recovery.hangs import PATIENT
 from megacore.recovery.phases import BEAT, read
-from megacore.run import train as pretrain
+from megacore.training import train as pretrain
 from parallel.collectives import all_reduce_
 from parallel.layers.linear import ColumnParallelLinear
 from parallel.mesh import Mesh

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from device_store import device_store
 from engine import GPT2, LENGTH, LLAMA, VOCAB
 
-from megacore.run.optimizer import Optimizer
-from megacore.run.step import TrainStep, evaluate
+from megacore.training.optimizer import Optimizer
+from megacore.training.step import TrainStep, evaluate
 from models.assemble import Model
 from models.decoder import Losses, Microbatch
 from models.registry import configure

@@ -17,9 +17,9 @@ from device_store import device_store
 from engine import GPT2, LLAMA, RECIPE, Result, train, trainer, weights, write_recipe
 from pool import Pool
 
-from megacore.run.interrupt import Interrupt
-from megacore.run.step import Stats, TrainStep
-from megacore.run.trouble import NonFinite, Trouble
+from megacore.training.interrupt import Interrupt
+from megacore.training.step import Stats, TrainStep
+from megacore.training.trouble import NonFinite, Trouble
 from models import assemble
 from models.decoder import Microbatch
 from parallel.gradients.buckets import WholeSpan
@@ -488,7 +488,7 @@ def test_all_ranks_collect_garbage_at_the_same_steps(recipe: str, monkeypatch: p
         return backward(microbatches)
 
     monkeypatch.setattr(made.step, "backward", noted)
-    monkeypatch.setattr("megacore.run.trainer.COLLECT_EVERY", 2)
+    monkeypatch.setattr("megacore.training.trainer.COLLECT_EVERY", 2)
     monkeypatch.setattr(gc, "collect", seen.append)
     made.run()
     assert seen == [False, False, 1, False, False, 1, False] and gc.isenabled()

@@ -14,11 +14,11 @@ from pool import Pool
 from megacore.checkpoints import folder_of, path_of
 from megacore.inference.load import model_from
 from megacore.recipe import ConfigError
-from megacore.run import train as pretrain
-from megacore.run.resume import remarks
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.open import open_folder, open_model
 from megacore.store.strict_json import StoreError
+from megacore.training import train as pretrain
+from megacore.training.resume import remarks
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape
 

@@ -17,8 +17,8 @@ from pool import Pool
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megacore.rank import Here, join
-from megacore.run.optimizer import Optimizer
-from megacore.run.step import TrainStep
+from megacore.training.optimizer import Optimizer
+from megacore.training.step import TrainStep
 from models.assemble import Model
 from models.decoder import Microbatch
 from models.registry import configure

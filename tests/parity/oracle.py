@@ -21,9 +21,9 @@ from torch import Tensor
 
 from megacore.data.batches import Batches
 from megacore.data.samples import Sample
-from megacore.run.optimizer import Optimizer
-from megacore.run.states.offload import Offload
-from megacore.run.step import TrainStep, evaluate
+from megacore.training.optimizer import Optimizer
+from megacore.training.states.offload import Offload
+from megacore.training.step import TrainStep, evaluate
 from models.assemble import Model
 from models.config import ModelConfig
 from models.decoder import Losses, Microbatch

@@ -1277,7 +1277,7 @@ FAULTS = (
     ),
     fault(
         "a run that goes on corrects its moments' bias as in the first step",
-        "megacore.run.load.load",
+        "megacore.training.load.load",
         "optimizer.updates = start.progress.updates",
         "",
         "test_another_layout_goes_on_with_the_same_numbers[tp4]",

@@ -15,9 +15,9 @@ from oracle import LENGTH, Case, Run, expected, gradient_arrays, lively, microba
 from pool import Pool
 from torch import Tensor
 
-from megacore.run.optimizer import Optimizer
-from megacore.run.scaler import UNSCALED, Scaling
-from megacore.run.step import TrainStep, counted_tokens, evaluate
+from megacore.training.optimizer import Optimizer
+from megacore.training.scaler import UNSCALED, Scaling
+from megacore.training.step import TrainStep, counted_tokens, evaluate
 from models.assemble import Model
 from models.decoder import Microbatch
 from models.moe import MixtureOfExperts

@@ -18,10 +18,10 @@ from pool import Pool
 from test_layouts import CASES, LLAMA
 from torch import Tensor
 
-from megacore.run.optimizer import Optimizer
-from megacore.run.states.offload import Offload
-from megacore.run.states.store import MOMENTS
-from megacore.run.step import TrainStep
+from megacore.training.optimizer import Optimizer
+from megacore.training.states.offload import Offload
+from megacore.training.states.store import MOMENTS
+from megacore.training.step import TrainStep
 from models.assemble import Model
 from models.stages import layout_of
 from parallel.choices import ZeroShard

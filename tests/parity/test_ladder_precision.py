@@ -14,9 +14,9 @@ from pool import Pool
 from test_layouts import BIASES, GPT2, LLAMA, NO_DROPOUT
 from torch import Tensor
 
-from megacore.run.optimizer import Optimizer
-from megacore.run.scaler import UNSCALED, Scaling
-from megacore.run.step import Stats, TrainStep
+from megacore.training.optimizer import Optimizer
+from megacore.training.scaler import UNSCALED, Scaling
+from megacore.training.step import Stats, TrainStep
 from models.assemble import Model
 from models.stages import layout_of
 from parallel.choices import ZeroShard

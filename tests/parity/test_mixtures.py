@@ -35,7 +35,7 @@ from pool import Pool
 from test_layouts import LLAMA
 from torch import Tensor
 
-from megacore.run.states.offload import Offload
+from megacore.training.states.offload import Offload
 from models.assemble import Model
 from models.context import CausalAttention, Context
 from models.registry import FAMILIES, configure

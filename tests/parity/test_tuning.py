@@ -14,8 +14,8 @@ from pool import Pool
 from test_layouts import BIASES, GPT2, LLAMA, NO_DROPOUT
 from torch import Tensor, nn
 
-from megacore.run.optimizer import Optimizer
-from megacore.run.step import TrainStep
+from megacore.training.optimizer import Optimizer
+from megacore.training.step import TrainStep
 from models.assemble import Model
 from models.lora import Lora
 from models.registry import FAMILIES, configure

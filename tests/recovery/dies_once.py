@@ -6,8 +6,8 @@ import sys
 from typing import Any
 
 from megacore.rank import Here
-from megacore.run import train
-from megacore.run.step import TrainStep
+from megacore.training import train
+from megacore.training.step import TrainStep
 
 STEP = 6
 

@@ -13,7 +13,7 @@ from pool import Pool
 from worlds import World, take_part
 
 from megacore import checkpoints
-from megacore.run import lock, metrics
+from megacore.training import lock, metrics
 
 COMMON = ["train.steps=6", "checkpoint.at_end=true", "checkpoint.every=3", "checkpoint.keep=null", "evaluate.every=3"]
 PLACES = ["wall_seconds", "goodput", "time", "seconds_per_step", "tokens_per_second", "tflops_per_device", "mfu"]

@@ -8,12 +8,12 @@ from engine import RECIPE, trainer, write_recipe
 from pool import Pool
 
 from megacore.recovery.corruption import Corrupted, outvoted
-from megacore.run import image
-from megacore.run import train as pretrain
-from megacore.run.checksums import checksum
-from megacore.run.replicas import compare_replicas
-from megacore.run.resume import remarks
-from megacore.run.trainer import Trainer
+from megacore.training import image
+from megacore.training import train as pretrain
+from megacore.training.checksums import checksum
+from megacore.training.replicas import compare_replicas
+from megacore.training.resume import remarks
+from megacore.training.trainer import Trainer
 
 
 def flip(made: Trainer, named: int) -> str:

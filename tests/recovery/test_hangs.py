@@ -269,7 +269,7 @@ STACKS = '''Thread 0x01 (most recent call first):
 Current thread 0x02 (most recent call first):
   File "{file}", line 84 in {name}
   File "{outer}", line 319 in _take
-  File "/x/megacore/run/trainer.py", line 12 in run
+  File "/x/megacore/training/trainer.py", line 12 in run
 '''  # fmt: skip
 
 

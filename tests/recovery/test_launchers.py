@@ -14,9 +14,9 @@ from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.exits import MISUSED
 from megacore.rank import restarts
-from megacore.run.resume import again
-from megacore.run.train import main
 from megacore.store.index import INDEX
+from megacore.training.resume import again
+from megacore.training.train import main
 
 sys.path.append(str(Path(__file__).parents[1] / "megacore"))
 from engine import train, write_recipe

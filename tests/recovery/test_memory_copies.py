@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megacore.run.copies import CopiedImage, Copies, checksum_of
+from megacore.training.copies import CopiedImage, Copies, checksum_of
 from parallel.mesh import ALONE
 
 

@@ -25,7 +25,7 @@ from megacore.rank import STORE, Here, join
 from megacore.recovery import incidents
 from megacore.recovery.channel import Agent, Channel
 from megacore.recovery.phases import read
-from megacore.run import metrics
+from megacore.training import metrics
 
 ROOT = Path(__file__).parents[2]
 STEPS = ["train.steps=60", "evaluate.every=0", "checkpoint.at_end=true", "train.timeout=0.5"]

@@ -13,10 +13,10 @@ from engine import GPT2, RECIPE, Result, trainer, write_recipe
 from pool import Pool
 
 from megacore.recovery.corruption import Corrupted, at_fault
-from megacore.run import recompute
-from megacore.run import train as pretrain
-from megacore.run.replicas import compare_replicas
-from megacore.run.trainer import Trainer
+from megacore.training import recompute
+from megacore.training import train as pretrain
+from megacore.training.replicas import compare_replicas
+from megacore.training.trainer import Trainer
 from models.decoder import Microbatch
 from parallel.pipeline.schedules import Kind
 

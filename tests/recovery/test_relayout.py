@@ -27,13 +27,13 @@ from pool import Pool
 
 from megacore.control import Control
 from megacore.recovery.protocol import Status
-from megacore.run import image, recover
-from megacore.run.check import Setup, check
-from megacore.run.copies import Copies
-from megacore.run.recover import Held, Told, hand_over, let_go, recovered
-from megacore.run.relayout import LiveFolder, within
-from megacore.run.trainer import Asked, Trainer
 from megacore.store.tensors import DTYPES
+from megacore.training import image, recover
+from megacore.training.check import Setup, check
+from megacore.training.copies import Copies
+from megacore.training.recover import Held, Told, hand_over, let_go, recovered
+from megacore.training.relayout import LiveFolder, within
+from megacore.training.trainer import Asked, Trainer
 from parallel.mesh import Mesh
 from parallel.weights.pattern import Piece
 from parallel.weights.transfer import native, strided

@@ -21,9 +21,9 @@ from megacore.data.skipped import SkippedSamples
 from megacore.recipe import load
 from megacore.recovery import incidents
 from megacore.recovery.events import Event
-from megacore.run import launch as program
-from megacore.run import metrics
-from megacore.run.progress import Progress, document
+from megacore.training import launch as program
+from megacore.training import metrics
+from megacore.training.progress import Progress, document
 from parallel.weights.layout import MeshShape
 
 LAST = 200

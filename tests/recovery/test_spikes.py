@@ -11,7 +11,7 @@ import pytest
 
 from megacore.config import ScheduleConfig
 from megacore.recovery.spikes import FIRST, WINDOW, Spike, Spikes
-from megacore.run.lr import learning_rate
+from megacore.training.lr import learning_rate
 
 STEPS = 10_000
 Curve = npt.NDArray[np.float64]

@@ -13,9 +13,9 @@ from megacore.recipe import load
 from megacore.recovery import incidents
 from megacore.recovery.events import Event
 from megacore.recovery.policy import Budgets, Decision, decide
-from megacore.run import metrics
-from megacore.run.lock import RunLock
-from megacore.run.metrics import WallClock
+from megacore.training import metrics
+from megacore.training.lock import RunLock
+from megacore.training.metrics import WallClock
 from tools.main import main
 
 

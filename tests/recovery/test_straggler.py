@@ -20,7 +20,7 @@ from megacore.recovery.nvml import gpu_in_words
 from megacore.recovery.phases import Beat, Phase, Reading, beat_of, queued_s, read
 from megacore.recovery.straggler import STEPS, Stragglers
 from megacore.recovery.watch import HangWatch
-from megacore.run.save import Snapshot
+from megacore.training.save import Snapshot
 from parallel.weights.layout import MeshShape
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +107,7 @@ def test_a_rank_that_begins_anew_is_measured_anew() -> None:
 
 SLOW = """
 import os, sys, time
-from megacore.run import train
+from megacore.training import train
 from parallel.pipeline.run import Pipeline
 
 plain = Pipeline.train

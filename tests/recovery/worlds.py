@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from megacore.rank import STORE
 from megacore.recovery.channel import OVERRIDES, Agent, Channel, Dismissed
-from megacore.run import train as pretrain
-from megacore.run.step import Stats
-from megacore.run.trainer import Trainer
+from megacore.training import train as pretrain
+from megacore.training.step import Stats
+from megacore.training.trainer import Trainer
 
 LATE_S = 0.1
 """The time between the first process that hears of a pause and the others."""

@@ -19,10 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megacore.config import CheckpointConfig, Config, LoraConfig
 from megacore.control import Control
-from megacore.run.resume import Start, remarks
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.load import Loader
+from megacore.training.resume import Start, remarks
 from models.assemble import Model
 from models.decoder import Microbatch
 from models.lora import Lora, linears, mistaken_by_peft

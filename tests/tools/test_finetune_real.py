@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from megacore.run import metrics
+from megacore.training import metrics
 from tools import convert
 
 pytestmark = pytest.mark.slow

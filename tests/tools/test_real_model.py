@@ -22,9 +22,9 @@ import yaml
 from pool import Pool
 
 from megacore.control import Control
-from megacore.run import build, metrics
-from megacore.run import train as pretrain
 from megacore.store.tensors import TensorFile
+from megacore.training import build, metrics
+from megacore.training import train as pretrain
 from parallel.mesh import Mesh
 from tools import convert, generate, reshard, tokenize, verify
 

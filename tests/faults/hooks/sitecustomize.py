@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = os.environ.get("FAULTS")
-STEP, TRAINER, LIFE = "megacore.run.step", "megacore.run.trainer", "megacore.run.life"
+STEP, TRAINER, LIFE = "megacore.training.step", "megacore.training.trainer", "megacore.training.life"
 
 
 def _tell() -> None:
@@ -77,7 +77,7 @@ def _flips_a_weight(call: Any, step: Any, *given: Any) -> Any:
 
 
 def _flips_a_moment(call: Any, step: Any, *given: Any) -> Any:
-    from megacore.run.states.store import MOMENTS
+    from megacore.training.states.store import MOMENTS
 
     _flip(step.optimizer.store.of(step.gradients.parts[0], MOMENTS[1])[...])
     return call(step, *given)
@@ -141,7 +141,7 @@ FAULTS: dict[str, tuple[str, str, str, Callable[..., Any]]] = {
     "flip a weight": (STEP, "TrainStep", "backward", _flips_a_weight),
     "flip a moment": (STEP, "TrainStep", "backward", _flips_a_moment),
     "flip a gradient": (STEP, "TrainStep", "update", _flips_a_gradient),
-    "flip a copy": ("megacore.run.copies", "Copies", "begin", _flips_a_copy),
+    "flip a copy": ("megacore.training.copies", "Copies", "begin", _flips_a_copy),
     "NaN once": ("parallel.pipeline.run", "Pipeline", "train", _is_no_number),
 }
 """{kind: the function that it replaces, once}."""

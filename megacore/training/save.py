@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megacore import checkpoints
 from megacore.control import Control
-from megacore.run.optimizer import Optimizer
 from megacore.say import err
 from megacore.store.checkpoint import COMPANIONS, TRAINER
 from megacore.store.companions import Companion, copy_companion
@@ -31,6 +30,7 @@ from megacore.store.shares import FileContents, share_out
 from megacore.store.stream import File, write
 from megacore.store.stream import Tensor as Written
 from megacore.store.strict_json import StoreError, read_json
+from megacore.training.optimizer import Optimizer
 from parallel.gradients.buckets import Take, all_of_it
 from parallel.parameters import Parameters, view
 from parallel.weights.layout import Layout

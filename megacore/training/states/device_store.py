@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megacore.run.states.store import MASTER, Rule
+from megacore.training.states.store import MASTER, Rule
 from parallel import kernels
 from parallel.gradients.buckets import OwnedShard
 
@@ -48,7 +48,8 @@ class Nothing:
 
 
 class DeviceStore:
-    """A :class:`~megacore.run.states.store.StateStore` on the device: one fused kernel for everything, no host asked.
+    """A :class:`~megacore.training.states.store.StateStore` on the device: one fused kernel for everything, and no host
+    is asked.
 
     Args:
         parts: The parts that are updated.

@@ -22,18 +22,18 @@ from torch import Tensor
 from megacore.config import Config
 from megacore.control import Control
 from megacore.recovery.protocol import Sources, Way
-from megacore.run import image
-from megacore.run.check import Setup
-from megacore.run.copies import Copies
-from megacore.run.image import Bytes, ImageRange
-from megacore.run.load import load
-from megacore.run.resume import Start
-from megacore.run.trainer import Trainer
 from megacore.store.folder import WeightFolder
 from megacore.store.index import Index, on_disk
 from megacore.store.stream import Read
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
+from megacore.training import image
+from megacore.training.check import Setup
+from megacore.training.copies import Copies
+from megacore.training.image import Bytes, ImageRange
+from megacore.training.load import load
+from megacore.training.resume import Start
+from megacore.training.trainer import Trainer
 from models.stages import layout_of
 from parallel.choices import ZeroShard
 from parallel.copies import identical

@@ -34,23 +34,23 @@ from megacore.recovery.phases import Beat
 from megacore.recovery.policy import Incident
 from megacore.recovery.protocol import Status
 from megacore.recovery.spikes import LEAST, Seen, Spikes
-from megacore.run import metrics
-from megacore.run.build import trainer_of
-from megacore.run.check import Setup, files_of
-from megacore.run.interrupt import Interrupt
-from megacore.run.lock import RunLock
-from megacore.run.problems import problems
-from megacore.run.recover import Held, StateLost, Told, hand_over, keep_copies, let_go, recovered
-from megacore.run.replicas import compare_replicas
-from megacore.run.resume import Damaged, Start, find, remarks
-from megacore.run.trainer import Paused, Trainer
-from megacore.run.trouble import GoBack
 from megacore.say import say
 from megacore.store.audit import DamageError
 from megacore.store.objects import place
 from megacore.store.publish import replace_file
 from megacore.store.strict_json import StoreError, read_file
 from megacore.store.tensors import os_errors
+from megacore.training import metrics
+from megacore.training.build import trainer_of
+from megacore.training.check import Setup, files_of
+from megacore.training.interrupt import Interrupt
+from megacore.training.lock import RunLock
+from megacore.training.problems import problems
+from megacore.training.recover import Held, StateLost, Told, hand_over, keep_copies, let_go, recovered
+from megacore.training.replicas import compare_replicas
+from megacore.training.resume import Damaged, Start, find, remarks
+from megacore.training.trainer import Paused, Trainer
+from megacore.training.trouble import GoBack
 from models.config import ModelConfig, flops_per_token, parameters_in_words
 from parallel import kernels
 from parallel.mesh import Mesh

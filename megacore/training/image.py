@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.run.save import NAMES, WEIGHTS
-from megacore.run.states.store import MASTER, MOMENTS
-from megacore.run.trainer import Trainer
+from megacore.training.save import NAMES, WEIGHTS
+from megacore.training.states.store import MASTER, MOMENTS
+from megacore.training.trainer import Trainer
 from parallel.gradients.buckets import Elements, OwnedShard
 
 OWN = "whether the loss of the rank was finite"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megacore.control import Control
-from megacore.run.optimizer import Optimizer
-from megacore.run.resume import Start
 from megacore.store.index import MASTER, MOMENTS
 from megacore.store.load import Loader
+from megacore.training.optimizer import Optimizer
+from megacore.training.resume import Start
 from parallel.parameters import Parameters
 
 

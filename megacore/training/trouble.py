@@ -15,7 +15,7 @@ from megacore.control import Control
 from megacore.data.skipped import SkippedSamples
 from megacore.recovery.events import Event, Kind
 from megacore.recovery.policy import WINDOW, Budgets, Decision, Incident, decide
-from megacore.run.step import Stats
+from megacore.training.step import Stats
 
 
 class NonFinite(RuntimeError):

@@ -13,7 +13,6 @@ from megacore.config import Config
 from megacore.data import tokenizer
 from megacore.data.skipped import in_words
 from megacore.recipe import load
-from megacore.run.progress import DATA, Progress, recipe
 from megacore.say import brief
 from megacore.store.adapters import is_part_of
 from megacore.store.checkpoint import TRAINER, Checkpoint
@@ -24,6 +23,7 @@ from megacore.store.index import INDEX, MOMENTS, VersionError
 from megacore.store.objects import place
 from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
+from megacore.training.progress import DATA, Progress, recipe
 from models import lora as lora_of
 from models.config import ModelConfig, ModelConfigError
 from models.lora import Lora

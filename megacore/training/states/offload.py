@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megacore.run.states.store import MASTER, MOMENTS, Rule
-from megacore.run.states.window_stores import BUFFERS, FileWindows, HostWindows, WindowStore
-from megacore.run.states.windows import ALIGNED, Segment, Window, cut
+from megacore.training.states.store import MASTER, MOMENTS, Rule
+from megacore.training.states.window_stores import BUFFERS, FileWindows, HostWindows, WindowStore
+from megacore.training.states.windows import ALIGNED, Segment, Window, cut
 from parallel.gradients.buckets import Elements, OwnedShard
 from parallel.kernels.narrow_adamw import Step, update
 
@@ -75,7 +75,7 @@ class _Staging:
 
 
 class OffloadedStore:
-    """A :class:`~megacore.run.states.store.StateStore` that is not on the device.
+    """A :class:`~megacore.training.states.store.StateStore` that is not on the device.
 
     Args:
         parts: The parts that are updated.
@@ -126,7 +126,7 @@ class OffloadedStore:
                 self.of(part, MASTER)[...] = part.data
 
     def update(self, lr: float, go: Tensor, divisor: Tensor | None) -> None:
-        """Update as :class:`~megacore.run.states.store.StateStore` says. The host waits for the device, as it
+        """Update as :class:`~megacore.training.states.store.StateStore` says. The host waits for the device, as it
         computes."""
         # One number tells both: it is 0 where nothing changes.
         divided_by = float((go if divisor is None else torch.where(go, divisor, go)).item())

@@ -16,8 +16,8 @@ from megacore.plan.fit import fit
 from megacore.plan.of_config import alone, overrides, setting_of
 from megacore.plan.step_time import Cluster
 from megacore.recipe import ConfigError, changed
-from megacore.run.capacity import capacity_problems, host_memory
-from megacore.run.problems import problems
+from megacore.training.capacity import capacity_problems, host_memory
+from megacore.training.problems import problems
 from models.config import ModelConfig
 
 KEYS = (

@@ -63,7 +63,7 @@ VARIABLES = {
 }
 """Variables of the environment of each rank, where it does not say otherwise."""
 
-MODULE = "megacore.run.train"
+MODULE = "megacore.training.train"
 """The module that each rank runs."""
 IMPORTED_LATE = "torch._dynamo"
 """The module that the first optimizer of a rank imports, in a second."""
@@ -88,7 +88,7 @@ def _run(command: str, given: Sequence[str], stack: ExitStack) -> int:
     outlive()
     try:
         if _number("RESTART_COUNT", 0, 0):
-            from megacore.run.resume import again
+            from megacore.training.resume import again
 
             overrides = again(recipe, overrides)
         config = load(recipe, overrides)
@@ -106,7 +106,7 @@ def _run(command: str, given: Sequence[str], stack: ExitStack) -> int:
             template = RankTemplate((MODULE, IMPORTED_LATE), {**os.environ, **environment})
             stack.callback(template.end)
         layouts = _layouts(config, least, most, here)
-        from megacore.run.check import check  # imports much, which a typo need not wait for
+        from megacore.training.check import check  # imports much, which a typo need not wait for
 
         first, later = [*overrides, *layouts.get(most, ())], node.index > 0
         problems = _without_a_model(config) if command == "finetune" else []
@@ -146,8 +146,8 @@ def _layouts(config: Config, least: int, most: int, processes: int) -> Mapping[i
     """
     if least == most:
         return {}
-    from megacore.run.layouts import overrides_of_nodes  # imports much
-    from megacore.run.resume import find, model_of
+    from megacore.training.layouts import overrides_of_nodes  # imports much
+    from megacore.training.resume import find, model_of
     from models.config import ModelConfigError
 
     try:
@@ -371,7 +371,7 @@ class _Answers:
 
     def _located(self, fault: Event, began: float) -> Event:
         """Return a fault with the step that was being done, as far as the files of the run tell."""
-        from megacore.run.metrics import METRICS  # imports much
+        from megacore.training.metrics import METRICS  # imports much
 
         path = self._out / METRICS
         try:
@@ -388,13 +388,13 @@ class _Answers:
 
     def _newest(self) -> int:
         """Return the step of the newest record, 0 where there is none."""
-        from megacore.run import metrics  # imports much
+        from megacore.training import metrics  # imports much
 
         return max((record["step"] for record in metrics.newest(self._out / metrics.METRICS)), default=0)
 
     def _samples(self, step: int) -> tuple[int, int] | None:
         """Return the samples [first, end) of a step."""
-        from megacore.run.progress import Progress  # imports much
+        from megacore.training.progress import Progress  # imports much
 
         progress, steps = Progress(), self._checkpoints()
         if steps:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from megacore.run.states.device_store import DeviceStore, Nothing
-from megacore.run.states.offload import Offload, OffloadedStore
-from megacore.run.states.store import MASTER, MOMENTS, Rule, StateStore
+from megacore.training.states.device_store import DeviceStore, Nothing
+from megacore.training.states.offload import Offload, OffloadedStore
+from megacore.training.states.store import MASTER, MOMENTS, Rule, StateStore
 from parallel.gradients.buckets import Elements, OwnedShard, Take, all_of_it
 from parallel.gradients.reduce import Gradients
 

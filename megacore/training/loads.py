@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from megacore.run.metrics import Record
+from megacore.training.metrics import Record
 from parallel.balance import Coefficients, Loads
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from megacore.config import Config
-from megacore.run.metrics import Record
+from megacore.training.metrics import Record
 from models.config import ModelConfig, flops_per_token
 from parallel.mesh import Mesh
 

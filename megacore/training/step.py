@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megacore.recovery.phases import UNHEARD, Beat, Phase
-from megacore.run.optimizer import Optimizer
-from megacore.run.scaler import UNSCALED, Scaler, Scaling
+from megacore.training.optimizer import Optimizer
+from megacore.training.scaler import UNSCALED, Scaler, Scaling
 from models.decoder import Microbatch
 from parallel.balance import Balance
 from parallel.collectives import all_reduce_

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megacore.recovery.corruption import Corrupted, at_fault
 from megacore.recovery.hangs import listed
-from megacore.run.checksums import checksum
-from megacore.run.step import PHASES, TrainStep, counted_and_routed, counted_tokens
-from megacore.run.trainer import Trainer
+from megacore.training.checksums import checksum
+from megacore.training.step import PHASES, TrainStep, counted_and_routed, counted_tokens
+from megacore.training.trainer import Trainer
 from models.decoder import Microbatch
 
 

@@ -16,13 +16,13 @@ from pathlib import Path
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.config import EXAMPLES, RANGES, Bound, Config, ContextConfig, CorpusConfig, ExpertsConfig
-from megacore.run.lock import held, holder
-from megacore.run.lr import decay_steps
 from megacore.say import brief
 from megacore.store.files import leaves
 from megacore.store.index import INDEX
 from megacore.store.objects import ObjectPath, place
 from megacore.store.strict_json import StoreError, read_json
+from megacore.training.lock import held, holder
+from megacore.training.lr import decay_steps
 from models import lora, names
 from models.config import ModelConfig
 from models.tuning import EVERYTHING

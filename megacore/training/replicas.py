@@ -13,12 +13,12 @@ from functools import partial
 import torch
 
 from megacore.recovery.corruption import Corrupted, outvoted
-from megacore.run import image
-from megacore.run.check import Setup
-from megacore.run.checksums import checksum
-from megacore.run.recompute import recompute
-from megacore.run.recover import identical_ranks
-from megacore.run.trainer import Trainer
+from megacore.training import image
+from megacore.training.check import Setup
+from megacore.training.checksums import checksum
+from megacore.training.recompute import recompute
+from megacore.training.recover import identical_ranks
+from megacore.training.trainer import Trainer
 from parallel.rank_sets import RankSet
 
 

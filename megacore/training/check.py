@@ -12,11 +12,11 @@ from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.model_tokenizer import ModelFiles
 from megacore.launcher import gpus, memory_of_gpus
 from megacore.recipe import ConfigError, load
-from megacore.run.capacity import capacity_problems
-from megacore.run.problems import problems, readable, surroundings
-from megacore.run.resume import Start, companions, find, model_of, raw_of
 from megacore.store.companions import Companion
 from megacore.store.strict_json import StoreError
+from megacore.training.capacity import capacity_problems
+from megacore.training.problems import problems, readable, surroundings
+from megacore.training.resume import Start, companions, find, model_of, raw_of
 from models.config import ModelConfig, ModelConfigError
 
 

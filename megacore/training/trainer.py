@@ -22,16 +22,16 @@ from megacore.recovery.events import KINDS, Event
 from megacore.recovery.incidents import counted
 from megacore.recovery.policy import ACTIONS, Budgets, Decision, decide
 from megacore.recovery.spikes import Spikes
-from megacore.run import loads, progress
-from megacore.run.copies import Copies
-from megacore.run.interrupt import Interrupt
-from megacore.run.lr import learning_rate
-from megacore.run.meter import Meter
-from megacore.run.metrics import Log, Record
-from megacore.run.progress import Progress
-from megacore.run.save import SaveError, Saver
-from megacore.run.step import Stats, TrainStep, evaluate
-from megacore.run.trouble import (
+from megacore.training import loads, progress
+from megacore.training.copies import Copies
+from megacore.training.interrupt import Interrupt
+from megacore.training.lr import learning_rate
+from megacore.training.meter import Meter
+from megacore.training.metrics import Log, Record
+from megacore.training.progress import Progress
+from megacore.training.save import SaveError, Saver
+from megacore.training.step import Stats, TrainStep, evaluate
+from megacore.training.trouble import (
     WINDOW,
     Again,
     BadStep,

@@ -109,7 +109,7 @@ class Progress:
 
 
 def is_scaler_state(value: Any) -> bool:
-    """Return whether something that was read is a state of :meth:`~megacore.run.scaler.Scaler.state`."""
+    """Return whether something that was read is a state of :meth:`~megacore.training.scaler.Scaler.state`."""
     if value is None:
         return True
     if not isinstance(value, Mapping):

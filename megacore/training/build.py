@@ -15,21 +15,21 @@ from megacore.data.corpora import end_of_text
 from megacore.data.samples import Source
 from megacore.hardware import peak_tflops
 from megacore.recipe import ConfigError
-from megacore.run.check import Setup
-from megacore.run.load import load as load_into
-from megacore.run.meter import Meter
-from megacore.run.optimizer import Optimizer
-from megacore.run.resume import Start, raw_of
-from megacore.run.save import NAMES, Retention, Saver, TrainingState
-from megacore.run.scaler import UNSCALED, Scaling
-from megacore.run.states.offload import Offload
-from megacore.run.step import TrainStep
-from megacore.run.trainer import Trainer
 from megacore.store.adapters import check_fingerprint
 from megacore.store.export import with_dtype
 from megacore.store.index import Adapters
 from megacore.store.load import fingerprint
 from megacore.store.strict_json import StoreError
+from megacore.training.check import Setup
+from megacore.training.load import load as load_into
+from megacore.training.meter import Meter
+from megacore.training.optimizer import Optimizer
+from megacore.training.resume import Start, raw_of
+from megacore.training.save import NAMES, Retention, Saver, TrainingState
+from megacore.training.scaler import UNSCALED, Scaling
+from megacore.training.states.offload import Offload
+from megacore.training.step import TrainStep
+from megacore.training.trainer import Trainer
 from models.assemble import Model
 from models.decoder import Losses
 from models.stages import layout_of

@@ -1,4 +1,4 @@
-"""Pretrain what a recipe describes: ``python -m megacore.run.train RECIPE [overrides]`` is one rank of the run.
+"""Pretrain what a recipe describes: ``python -m megacore.training.train RECIPE [overrides]`` is one rank of the run.
 
 launch/pretrain.sh starts them, and so may torchrun. Everything that can be wrong with a run is found before a process
 group starts, and said once, by the first rank of each node.
@@ -28,18 +28,18 @@ from megacore.recipe import ConfigError
 from megacore.recovery import collectives, incidents
 from megacore.recovery.channel import Agent, Dismissed, overrides_here
 from megacore.recovery.phases import BEAT
-from megacore.run import metrics
-from megacore.run.check import Setup, check, files_of
-from megacore.run.copies import Copies
-from megacore.run.export import export
-from megacore.run.life import Life
-from megacore.run.recover import Held
-from megacore.run.resume import again
-from megacore.run.save import SaveError
-from megacore.run.trouble import NonFinite
 from megacore.say import err, outlive, say
 from megacore.store.audit import DamageError
 from megacore.store.strict_json import StoreError
+from megacore.training import metrics
+from megacore.training.check import Setup, check, files_of
+from megacore.training.copies import Copies
+from megacore.training.export import export
+from megacore.training.life import Life
+from megacore.training.recover import Held
+from megacore.training.resume import again
+from megacore.training.save import SaveError
+from megacore.training.trouble import NonFinite
 
 
 def run(
@@ -78,7 +78,7 @@ def run(
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0].startswith("-"):
-        err("usage: megacore.run.train RECIPE [section.key=value ...]")
+        err("usage: megacore.training.train RECIPE [section.key=value ...]")
         return exits.MISUSED
     outlive()
     here, agent = Here.now(), Agent.here()

@@ -22,18 +22,18 @@ from megacore.control import Control
 from megacore.recovery.policy import Incident
 from megacore.recovery.protocol import Commit, Resolution, Status, resolve, sources, that_count
 from megacore.recovery.spikes import Seen, Spikes
-from megacore.run import image
-from megacore.run.build import agree_on_data, empty_trainer_of
-from megacore.run.check import Setup
-from megacore.run.copies import CopiedImage, Copies
-from megacore.run.progress import Progress
-from megacore.run.relayout import Left, World, move
-from megacore.run.save import NAMES
-from megacore.run.step import Stats
-from megacore.run.trainer import Trainer
-from megacore.run.trouble import BadStep
 from megacore.store.dtypes import FLOATS
 from megacore.store.strict_json import StoreError
+from megacore.training import image
+from megacore.training.build import agree_on_data, empty_trainer_of
+from megacore.training.check import Setup
+from megacore.training.copies import CopiedImage, Copies
+from megacore.training.progress import Progress
+from megacore.training.relayout import Left, World, move
+from megacore.training.save import NAMES
+from megacore.training.step import Stats
+from megacore.training.trainer import Trainer
+from megacore.training.trouble import BadStep
 from parallel.copies import holders, refuges
 from parallel.mesh import Group, Mesh
 
