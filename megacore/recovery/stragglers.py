@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from megacore.recovery.events import Event
+from megacore.incidents import Incident
+from megacore.recovery.beats import Phase, Reading
 from megacore.recovery.nvml import gpu_in_words
-from megacore.recovery.phases import Phase, Reading
 from parallel.weights.layout import MeshShape
 
 CAUSES: Mapping[Phase, str] = {
@@ -34,14 +34,8 @@ SHARE = 0.1
 
 @dataclass
 class _Rank:
-    """The moving averages of a rank.
-
-    Args:
-        last: The reading when its step had last changed.
-        seconds: {cause: seconds of a step}.
-        above: The looks in a row that it was above the median.
-        named: Whether that was told.
-    """
+    """The moving averages of a rank: seconds of a step by cause, since the reading when its step had last changed; the
+    looks in a row that it was above the median, and whether that was told."""
 
     last: Reading
     seconds: dict[str, float] = field(default_factory=dict)
@@ -57,7 +51,7 @@ class _Rank:
         steps, spent = reading.step - self.last.step, dict.fromkeys(CAUSES.values(), 0.0)
         for phase, cause in CAUSES.items():
             spent[cause] += reading.busy.get(phase, 0.0) - self.last.busy.get(phase, 0.0)
-        if steps < 0 or min(spent.values()) < 0:  # another process, or steps that are done again
+        if steps < 0:  # they are done again
             self.last, self.seconds, self.above = reading, {}, 0
         if steps <= 0:
             return False
@@ -74,40 +68,39 @@ class Stragglers:
 
     Args:
         shape: The mesh.
-        tell: Is given the event of a rank that is slow.
+        report: Is given the incident of a rank that is slow.
         gpu: Tells of a GPU of this machine, by its number, in a few words; ranks have them in their order.
     """
 
     shape: MeshShape
-    tell: Callable[[Event], object]
+    report: Callable[[Incident], object]
     gpu: Callable[[int], str] = gpu_in_words
     _ranks: dict[int, _Rank] = field(default_factory=dict, init=False)
 
     def see(self, readings: Mapping[int, Reading]) -> None:
         """Take a look at the ranks that live."""
         self._ranks = {rank: self._ranks.get(rank, _Rank(reading)) for rank, reading in readings.items()}
-        moved = [rank for rank, reading in readings.items() if self._ranks[rank].see(reading)]
-        for rank in moved:
-            self._judge(rank)
+        for rank in [rank for rank, reading in readings.items() if self._ranks[rank].see(reading)]:
+            peers = [other for other in self.shape.along(rank, "dp", "tp") if other in self._ranks]
+            self._judge(rank, peers, self._ranks[rank])
 
-    def _judge(self, rank: int) -> None:
-        peers = [other for other in self.shape.along(rank, "dp", "tp") if other in self._ranks]
+    def _judge(self, rank: int, peers: list[int], one: _Rank) -> None:
         usual = statistics.median_low([self._ranks[other].total for other in peers])
-        one = self._ranks[rank]
         if len(peers) < 2 or not usual or one.total < (1 + ABOVE) * usual:
             one.above, one.named = 0, one.named and bool(usual) and one.total > (1 + ABOVE / 2) * usual
             return
         one.above += 1
-        if one.above >= STEPS and not one.named:
-            one.named = True
-            cause = max(one.seconds, key=lambda each: one.seconds[each] - self._usual(peers, each))
-            detail = (
-                f"{cause}: {one.seconds[cause]:.3g} s a step, where {self._usual(peers, cause):.3g} s are usual; "
-                f"{one.total / usual - 1:.0%} above the median of ranks {', '.join(map(str, peers))}"
-            )
-            if gpu := self.gpu(sorted(self._ranks).index(rank)):
-                detail = f"{detail}; {gpu}"
-            self.tell(Event("straggler", rank, step=one.last.step, detail=detail))
-
-    def _usual(self, peers: list[int], cause: str) -> float:
-        return statistics.median_low([self._ranks[other].seconds.get(cause, 0.0) for other in peers])
+        if one.above < STEPS or one.named:
+            return
+        one.named = True
+        each = {
+            cause: statistics.median_low([self._ranks[other].seconds.get(cause, 0.0) for other in peers])
+            for cause in one.seconds
+        }
+        cause = max(one.seconds, key=lambda cause: one.seconds[cause] - each[cause])
+        detail = (
+            f"{cause}: {one.seconds[cause]:.3g} s a step, where {each[cause]:.3g} s are usual; "
+            f"{one.total / usual - 1:.0%} above the median of ranks {', '.join(map(str, peers))}"
+        )
+        gpu = self.gpu(sorted(self._ranks).index(rank))
+        self.report(Incident("straggler", detail="; ".join(filter(None, (detail, gpu))), rank=rank, step=one.last.step))

@@ -1,0 +1,145 @@
+"""The collectives that a rank has entered, asked for by its agent where no step is done. No torch is imported.
+
+A thread of the rank sleeps at a pipe in the agent's folder, and answers with a file from torch's flight recorder, which
+counts the collectives of each group, on gloo (but for messages between two) as on NCCL. Its main thread may wait for
+others meanwhile. A rank that is stopped, or whose interpreter is held, does not answer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_PENDING = 4
+"""The pending collectives of a group that are told: the first ones, for the others come after them."""
+_ALIKE = ("all_reduce", "broadcast", "reduce")
+"""The kinds that all ranks of a group call with as many numbers of one type."""
+
+
+@dataclass(frozen=True)
+class GroupLog:
+    """The collectives of one group that a rank has entered.
+
+    Args:
+        ranks: The group's.
+        last: The number of the newest one; the first is 1.
+        kind: Its kind, "all_reduce" say.
+        pending: {number: (kind, size)} of those that have not ended, the first few; the size is "2 Double" say, of a
+            kind that all ranks call with as many numbers, else nothing.
+    """
+
+    ranks: tuple[int, ...]
+    last: int
+    kind: str
+    pending: Mapping[int, tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank has answered.
+
+    Args:
+        groups: {group: its collectives}.
+        device: The last step that its device has done of those that it was late with; -1 where there is none.
+    """
+
+    groups: Mapping[str, GroupLog]
+    device: int = -1
+
+
+def answer(folder: Path, device_step: Callable[[], int] = lambda: -1) -> None:
+    """Start the thread of this rank that answers its agent; none where one runs, or the disk has no room.
+
+    Args:
+        folder: The agent's.
+        device_step: Returns the field ``device`` of the :class:`Answer`.
+    """
+    with suppress(OSError):
+        asked, answered = _files(folder, os.getpid())
+        os.mkfifo(asked)
+        pipe = os.open(asked, os.O_RDWR)  # so that it never ends, whoever opens and closes it
+        arguments = pipe, answered, device_step
+        threading.Thread(target=_answer, args=arguments, name="flight-recorder", daemon=True).start()
+
+
+def ask(folder: Path, pid: int) -> bool:
+    """Ask the process of a rank -> whether it may answer."""
+    asked, answered = _files(folder, pid)
+    try:
+        answered.unlink(missing_ok=True)
+        pipe = os.open(asked, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:  # it does not listen yet, or not any more
+        return False
+    with suppress(OSError):  # it has not read what it was asked before
+        os.write(pipe, b"?")
+    os.close(pipe)
+    return True
+
+
+def read(folder: Path, pid: int) -> Answer | None:
+    """Read what the process of a rank has answered to :func:`ask`; None where it has not yet."""
+    try:
+        told = json.loads(_files(folder, pid)[1].read_bytes())
+    except (OSError, ValueError):
+        return None
+    groups = {
+        name: GroupLog(tuple(ranks), last, kind, {number: (called, size) for number, called, size in pending})
+        for name, (ranks, last, kind, pending) in told["groups"].items()
+    }
+    return Answer(groups, told["device"])
+
+
+def _files(folder: Path, pid: int) -> tuple[Path, Path]:
+    return folder / f"ask-{pid}", folder / f"answer-{pid}"
+
+
+def _answer(pipe: int, answered: Path, device_step: Callable[[], int]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the main thread
+    new = answered.with_name(f".{answered.name}.new")
+    while os.read(pipe, 64):
+        with suppress(Exception):  # whatever befalls it, the run goes on without an answer
+            new.write_text(json.dumps({"device": device_step(), "groups": groups()}))
+            new.replace(answered)
+
+
+def groups() -> dict[str, tuple[list[int], int, str, list[tuple[int, str, str]]]]:
+    """Return {group: (ranks, last, kind, pending)} of this process as the flight recorder has it, for JSON."""
+    torch, made = (
+        sys.modules.get(name) for name in ("torch._C._distributed_c10d", "torch.distributed.distributed_c10d")
+    )
+    if torch is None or made is None:
+        return {}
+    try:
+        ranks = {made._world.pg_names[group]: sorted(found) for group, found in [*made._world.pg_group_ranks.items()]}
+    except (AttributeError, KeyError):  # another torch, or groups that are being made
+        ranks = {}
+    entered: dict[str, list[Mapping[str, Any]]] = {}
+    for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if (trace := getattr(torch, dump, None)) is not None:
+            for entry in json.loads(trace()).get("entries", ()):
+                if not entry["is_p2p"]:
+                    entered.setdefault(entry["process_group"][0], []).append(entry)
+    return {name: (ranks.get(name, []), *_log(entries)) for name, entries in entered.items()}
+
+
+def _log(entries: Iterable[Mapping[str, Any]]) -> tuple[int, str, list[tuple[int, str, str]]]:
+    """Return the number and the kind of the newest collective of a group, and the pending ones."""
+    calls = {entry["collective_seq_id"]: entry for entry in entries}
+    pending = [(number, *_call(entry)) for number, entry in sorted(calls.items()) if not entry["retired"]]
+    return max(calls), _call(calls[max(calls)])[0], pending[:_PENDING]
+
+
+def _call(entry: Mapping[str, Any]) -> tuple[str, str]:
+    """Return ("all_reduce", "2 Double") of an entry of "gloo:all_reduce"."""
+    kind = str(entry["profiling_name"]).rpartition(":")[2]
+    tensors = zip(entry["input_sizes"], entry["input_dtypes"], strict=True) if kind in _ALIKE else ()
+    return kind, ", ".join(f"{math.prod(sizes)} {of}" for sizes, of in tensors)
