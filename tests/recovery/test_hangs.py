@@ -405,7 +405,7 @@ def test_who_stands_is_told_at_doubled_times_until_a_step_is_done(scene: Scene) 
     assert not scene.asks
     scene.passes(500.0)
     times = [int(time) for line in scene.lines for time in re.findall(r"No step for (\d+) s", line)]
-    assert times == [60, 120, 240, 480] and scene.asks == 4
+    assert times == [60, 120, 240, 480]
     assert scene.lines[0].startswith(
         "\nNo step for 60 s: rank 1 (dp=1) has been in `log` of step 5 for 60 s; rank 0 waits in `all_reduce_` "
         "(parallel/collectives.py:84)"

@@ -46,8 +46,8 @@ def test_a_run_is_told_while_it_runs_and_after_it_has_died(
     (out / "config.yaml").write_text(load(recipe, overrides).to_yaml())
     capsys.readouterr()
     (out / "run.lock").write_bytes(lock)  # as one that was killed leaves it
-    said = Incident("killed", "restart", "SIG\x1bKILL", "restart 1 of 3", rank=1, node=0, step=4, at=0.5)
-    incidents.write(out, said)
+    killed = Incident("killed", "restart", "SIG\x1bKILL", "restart 1 of 3", rank=1, node=0, step=4, at=0.5)
+    incidents.write(out, killed)
     incidents.went_on(out, 2, 3.0)
     said = shown(capsys, str(out))
     assert said["held by"].startswith("nobody on this machine; process ") and said["held by"].endswith("runs elsewhere")
@@ -67,7 +67,7 @@ def test_a_run_is_told_while_it_runs_and_after_it_has_died(
 
 def test_who_stands_is_told_until_there_is_a_newer_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "hangs").mkdir()
-    text = "no step for 61 s: rank 3 has been in `save` of step 812 for 61 s; ranks 0-2 wait in all_reduce 9 of dp"
+    text = "no step for 61 s: rank 3 has been in `save` of step 9 for 61 s; ranks 0-2 wait in all_reduce 9 of dp"
     now_of(tmp_path).write_text(json.dumps({"at": time.time() - 30, "step": 812, "text": text}))
     path = tmp_path / metrics.METRICS
     path.write_text(json.dumps({"step": 811, "loss": 1.0}) + "\n")
