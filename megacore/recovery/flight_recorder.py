@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,10 @@ _PENDING = 4
 _ALIKE = ("all_reduce", "broadcast", "reduce")
 """The kinds that all ranks of a group call with as many numbers of one type."""
 
+Call = tuple[str, str]
+"""A collective as a rank has called it: ("all_reduce", "2 Double"); of a kind that ranks may call with more or fewer
+numbers no size."""
+
 
 @dataclass(frozen=True)
 class GroupLog:
@@ -33,24 +37,19 @@ class GroupLog:
         ranks: The group's.
         last: The number of the newest one; the first is 1.
         kind: Its kind, "all_reduce" say.
-        pending: {number: (kind, size)} of those that have not ended, the first few; the size is "2 Double" say, of a
-            kind that all ranks call with as many numbers, else nothing.
+        pending: {number: call} of those that have not ended, the first few.
     """
 
     ranks: tuple[int, ...]
     last: int
     kind: str
-    pending: Mapping[int, tuple[str, str]]
+    pending: Mapping[int, Call]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank has answered.
-
-    Args:
-        groups: {group: its collectives}.
-        device: The last step that its device has done of those that it was late with; -1 where there is none.
-    """
+    """The collectives of each group, and the last step that the device has done of those that it was late with; -1
+    where there is none."""
 
     groups: Mapping[str, GroupLog]
     device: int = -1
@@ -113,32 +112,26 @@ def _answer(pipe: int, answered: Path, device_step: Callable[[], int]) -> None:
 
 def groups() -> dict[str, tuple[list[int], int, str, list[tuple[int, str, str]]]]:
     """Return {group: (ranks, last, kind, pending)} of this process as the flight recorder has it, for JSON."""
-    torch, made = (
-        sys.modules.get(name) for name in ("torch._C._distributed_c10d", "torch.distributed.distributed_c10d")
-    )
+    torch, made = map(sys.modules.get, ("torch._C._distributed_c10d", "torch.distributed.distributed_c10d"))
     if torch is None or made is None:
         return {}
-    try:
-        ranks = {made._world.pg_names[group]: sorted(found) for group, found in [*made._world.pg_group_ranks.items()]}
-    except (AttributeError, KeyError):  # another torch, or groups that are being made
-        ranks = {}
-    entered: dict[str, list[Mapping[str, Any]]] = {}
+    world = made._world
+    ranks = {world.pg_names[group]: sorted(found) for group, found in [*world.pg_group_ranks.items()]}
+    calls: dict[str, dict[int, tuple[Call, bool]]] = {}
     for dump in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if (trace := getattr(torch, dump, None)) is not None:
-            for entry in json.loads(trace()).get("entries", ()):
-                if not entry["is_p2p"]:
-                    entered.setdefault(entry["process_group"][0], []).append(entry)
-    return {name: (ranks.get(name, []), *_log(entries)) for name, entries in entered.items()}
+        trace = json.loads(getattr(torch, dump)()) if hasattr(torch, dump) else {}
+        for entry in trace.get("entries", ()):
+            if not entry["is_p2p"]:
+                of_group = calls.setdefault(entry["process_group"][0], {})
+                of_group[entry["collective_seq_id"]] = _call(entry), entry["retired"]
+    found = {}
+    for name, entered in calls.items():
+        pending = [(number, *call) for number, (call, ended) in sorted(entered.items()) if not ended]
+        found[name] = ranks.get(name, []), max(entered), entered[max(entered)][0][0], pending[:_PENDING]
+    return found
 
 
-def _log(entries: Iterable[Mapping[str, Any]]) -> tuple[int, str, list[tuple[int, str, str]]]:
-    """Return the number and the kind of the newest collective of a group, and the pending ones."""
-    calls = {entry["collective_seq_id"]: entry for entry in entries}
-    pending = [(number, *_call(entry)) for number, entry in sorted(calls.items()) if not entry["retired"]]
-    return max(calls), _call(calls[max(calls)])[0], pending[:_PENDING]
-
-
-def _call(entry: Mapping[str, Any]) -> tuple[str, str]:
+def _call(entry: Mapping[str, Any]) -> Call:
     """Return ("all_reduce", "2 Double") of an entry of "gloo:all_reduce"."""
     kind = str(entry["profiling_name"]).rpartition(":")[2]
     tensors = zip(entry["input_sizes"], entry["input_dtypes"], strict=True) if kind in _ALIKE else ()

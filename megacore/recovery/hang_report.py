@@ -13,9 +13,9 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megacore.incidents import Incident
@@ -24,7 +24,7 @@ from megacore.rank import stacks_of
 from megacore.recovery import flight_recorder
 from megacore.recovery.beats import UNBORN, Reading, beat_of, read
 from megacore.recovery.flight_recorder import Answer
-from megacore.recovery.standing import Doing, Verdict, Witness, doing, judge, sentence
+from megacore.recovery.standing import Witness, doing, judge, where
 from megacore.recovery.stragglers import Stragglers
 from megacore.say import err
 from megacore.store.files import replacing
@@ -148,12 +148,10 @@ class HangReport:
         """Return where the ranks are, in one line."""
         if not self._seen:
             return "no rank runs here"
-        at = dict[str, list[int]]()
-        for rank, (reading, stood) in sorted(self._seen.items()):
-            at.setdefault(f"`{reading.phase}` of step {reading.step} for {stood:.0f} s", []).append(rank)
         done = min(reading.done for reading, _ in self._seen.values())
-        where = "; ".join(f"{listed(ranks)} in {where}" for where, ranks in at.items())
-        return f"{f'step {done} is done' if done >= 0 else 'no step is done yet'}: {where}"
+        seen = {rank: Witness(*each) for rank, each in sorted(self._seen.items())}
+        told = f"step {done} is done" if done >= 0 else "no step is done yet"
+        return f"{told}; {where(seen, seen, self.shape, self.node)}"
 
     def show(self) -> None:
         """Say where every rank is, with its stacks, in a thread: ranks that are stopped are waited for."""
@@ -170,7 +168,7 @@ class HangReport:
 
     def _in_background(self, do: Callable[[], object]) -> threading.Thread:
         def in_turn() -> None:
-            with self._turn:
+            with self._turn, suppress(OSError):  # the agent's folder may be gone
                 do()
 
         made = threading.Thread(target=in_turn, name="hang-report", daemon=True)
@@ -192,26 +190,24 @@ class HangReport:
         """Ask the ranks, and say who stands, unless one has moved meanwhile, or may well take its time."""
         ranks, before, looks = self._ranks, dict(self._seen), self._looks
         stacks, answers = self._asked(ranks)
-        devices = {rank: max(each.device, before[rank][0].device) for rank, each in answers.items()}
         if self._ranks is not ranks or any(
             _place(read(beat_of(self.folder, pid)) or UNBORN) != _place(before[rank][0]) for rank, pid in ranks.items()
         ):
             return
-        known, self._devices = self._devices, devices
-        if any(step > known.get(rank, before[rank][0].device) for rank, step in devices.items()):
-            return  # a device has done a step that its host is ahead of
-        seen = dict[int, Witness]()
+        seen, earlier, self._devices = dict[int, Witness](), self._devices, {}
         for rank, (reading, stood) in before.items():
-            does: tuple[Doing, str] = ("is stopped", "") if _is_stopped(ranks[rank]) else doing(stacks.get(rank, ""))
-            seen[rank] = Witness(reading, stood, *does, groups=answers[rank].groups if rank in answers else {})
-        verdict = judge(seen, self.shape is not None and len(seen) == self.shape.world)
-        if looks == 1 and any(seen[rank].may_take for rank in verdict.stands):
-            return
-        self._say(verdict, seen, stacks)
+            answer = answers.get(rank, Answer({}))
+            self._devices[rank] = device = max(reading.device, answer.device)
+            does = ("is stopped", "") if _is_stopped(ranks[rank]) else doing(stacks.get(rank, ""))
+            seen[rank] = Witness(replace(reading, device=device), stood, *does, groups=answer.groups)
+        if any(device > earlier.get(rank, before[rank][0].device) for rank, device in self._devices.items()):
+            return  # a device has done a step that its host is ahead of
+        stands, text = judge(seen, self.shape, self.node)
+        if looks > 1 or not any(seen[rank].may_take for rank in stands):
+            self._say(stands, text, seen, stacks)
 
-    def _say(self, verdict: Verdict, seen: Mapping[int, Witness], stacks: Mapping[int, str]) -> None:
-        still = min(each.stood for each in seen.values())
-        text = f"no step for {still:.0f} s: {sentence(verdict, seen, self.shape, self.node)}"
+    def _say(self, stands: Sequence[int], text: str, seen: Mapping[int, Witness], stacks: Mapping[int, str]) -> None:
+        text = f"no step for {min(each.stood for each in seen.values()):.0f} s: {text}"
         now, step = now_of(self.out, self.node), min(each.reading.step for each in seen.values())
         path = now.with_name(f"{time.strftime('%Y-%m-%dT%H-%M-%S')}{now.stem.removeprefix('now')}.txt")
         self._told = True
@@ -223,25 +219,15 @@ class HangReport:
             with path.open("x") as report:
                 report.write(self._full(text, seen, stacks))
 
-        where = f"; {path} has the stacks of all" if self._within(write) else ""
-        self._found.append(
-            Incident(
-                "stands_still",
-                detail=text,
-                reason="a collective's timeout ends it, if it is none",
-                rank=verdict.stands[0] if len(verdict.stands) == 1 else None,
-                host=self.node,
-                step=step,
-            )
-        )
-        err(f"\n{text[0].upper()}{text[1:]}{where}")
+        more = f"; {path} has the stacks of all" if self._within(write) else ""
+        rank = stands[0] if len(stands) == 1 else None
+        self._found.append(Incident("stands_still", detail=text, rank=rank, host=self.node, step=step))
+        err(f"\n{text[0].upper()}{text[1:]}{more}")
 
     def _full(self, text: str, seen: Mapping[int, Witness], stacks: Mapping[int, str]) -> str:
-        lines = [text, "", "rank                                step  phase      done  seconds  does", ""]
+        lines = [text, "", f"{'rank':<32}{'step':>8}  phase      done  seconds  does", ""]
         for rank, each in sorted(seen.items()):
-            done = (
-                each.reading.done if each.reading.device < 0 else max(each.reading.device, self._devices.get(rank, -1))
-            )
+            done = each.reading.done if each.reading.device < 0 else each.reading.device
             at = f"{each.reading.step:>8}  {each.reading.phase:<8}  {done:>5}  {each.stood:>7.1f}"
             lines.append(f"{place(rank, self.shape, self.node):<32}{at}  {each.doing} {each.call}".rstrip())
         lines += ["", "The last collective of each group, as torch's flight recorder has it:", ""]
@@ -249,10 +235,8 @@ class HangReport:
             for name, log in each.groups.items():
                 calls = (f"{kind} {number}{size and f' of {size}'}" for number, (kind, size) in log.pending.items())
                 state = f"; not ended: {', '.join(calls)}" if log.pending else ""
-                members = f" ({listed(log.ranks)})" if log.ranks else ""
-                lines.append(
-                    f"rank {rank}, {along(log.ranks, self.shape) or name}{members}: {log.kind} {log.last}{state}"
-                )
+                members = f"{along(log.ranks, self.shape) or name} ({listed(log.ranks)})"
+                lines.append(f"rank {rank}, {members}: {log.kind} {log.last}{state}")
             if not each.groups:
                 lines.append(f"rank {rank} has told of none")
         for rank in sorted(seen):

@@ -46,7 +46,9 @@ def test_a_run_tells_where_it_is(folder: Path, not_durable: None) -> None:
     train(write_recipe(folder), overrides, callbacks=[beats])
     for phase, reading in told:
         assert (reading.phase, reading.device) == (phase, -1)
-        assert reading.step - max(reading.done, 0) == (phase in ("data", "forward", "backward", "reduce", "update")), phase
+        assert reading.step - max(reading.done, 0) == (phase in ("data", "forward", "backward", "reduce", "update")), (
+            phase
+        )
     assert {phase for phase, _ in told} > {"data", "forward", "backward", "reduce", "update", "save", "evaluate", "end"}
     last = seen(folder)
     assert (last.step, last.done, last.phase) == (4, 4, "end") and 0 < last.slowest < 60 and last.longest > 0

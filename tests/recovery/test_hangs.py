@@ -27,7 +27,7 @@ from megacore.recovery import beats, flight_recorder, hang_report
 from megacore.recovery.beats import PHASES, Beat, Phase, Reading, beat_of, read
 from megacore.recovery.flight_recorder import GroupLog
 from megacore.recovery.hang_report import LEAST_S, START_S, HangReport, bound_s, now_of, standing
-from megacore.recovery.standing import Doing, Witness, doing, judge, sentence
+from megacore.recovery.standing import Witness, doing, judge
 from parallel.weights.layout import MeshShape
 
 ROOT = Path(__file__).parents[2]
@@ -121,94 +121,82 @@ def test_the_recorder_s_newest_collectives_are_answered(tmp_path: Path) -> None:
     assert not flight_recorder.ask(tmp_path, 1)
 
 
-def test_pending_collectives_have_numbers_and_sizes() -> None:
-    entries = [
-        {
-            "profiling_name": f"gloo:{kind}",
-            "input_sizes": [[3, 2]],
-            "input_dtypes": ["Double"],
-            "collective_seq_id": number,
-            "retired": number < 3,
-        }
-        for number, kind in enumerate(("barrier", "all_reduce", "all_reduce", "all_gather"), 1)
-    ]
-    pending = [(3, "all_reduce", "6 Double"), (4, "all_gather", "")]  # ranks may gather more or fewer
-    assert flight_recorder._log(entries) == (4, "all_gather", pending)
+def test_calls_have_sizes_where_all_ranks_have_as_many_numbers() -> None:
+    entry = {"profiling_name": "gloo:all_reduce", "input_sizes": [[3, 2]], "input_dtypes": ["Double"]}
+    assert flight_recorder._call(entry) == ("all_reduce", "6 Double")
+    assert flight_recorder._call(entry | {"profiling_name": "nccl:all_gather"}) == ("all_gather", "")
 
 
 # -- the judge
 
 
 def rank(
-    phase: Phase,
-    does: Doing = "works",
-    step: int = 40,
-    groups: Mapping[str, GroupLog] | None = None,
-    device: int = -1,
-    first: bool = False,
+    phase: Phase, does: str = "works", step: int = 40, groups: Mapping[str, GroupLog] | None = None, device: int = -1
 ) -> Witness:
     call = "`take` (pipeline/run.py:84)" if does == "waits" else ""
-    busy = dict.fromkeys(PHASES, 0.0 if first else 1.0)
-    return Witness(Reading(step, phase, 1.0, step - 1, device, 0.2, 0.0, busy), 61.0, does, call, groups or {})
+    return Witness(Reading(step, phase, 1.0, step - 1, device, 0.2, 0.0, {}), 61.0, does, call, groups or {})
 
 
-def group(last: int, *pending: int, ranks: tuple[int, ...] = (0, 1), call: str = "all_reduce") -> dict[str, GroupLog]:
-    return {"7": GroupLog(ranks, last, "all_reduce", dict.fromkeys(pending, (call, "")))}
+def group(last: int, *pending: int, ranks: tuple[int, ...] = (0, 1), size: str = "") -> dict[str, GroupLog]:
+    return {"7": GroupLog(ranks, last, "all_reduce", dict.fromkeys(pending, ("all_reduce", size)))}
 
 
-def said(*ranks: Witness, shape: MeshShape, whole: bool = True, node: str = "") -> str:
-    seen = dict(enumerate(ranks))
-    return sentence(judge(seen, whole), seen, shape, node)
+def said(*ranks: Witness, shape: MeshShape, node: str = "") -> str:
+    return judge(dict(enumerate(ranks)), shape, node)[1]
+
+
+def stands(*ranks: Witness, world: int = 2) -> tuple[int, ...]:
+    return judge(dict(enumerate(ranks)), MeshShape(dp=world))[0]
 
 
 def test_who_waits_for_nobody_stands_whatever_its_phase() -> None:
     waits = [rank("reduce", "waits", groups=group(812, 812, ranks=(3, 4, 5) if i > 2 else (0, 1, 2))) for i in range(5)]
     for phase in PHASES:
         assert said(*waits, rank(phase), shape=MeshShape(pp=2, tp=3), node="c") == (
-            f"rank 5 (pp=1 tp=2, node c) has been in `{phase}` of step 40 for 61 s; "
-            "ranks 0-4 wait in all_reduce 812 of tp"
+            f"rank 5 (pp=1 tp=2, node c) in `{phase}` of step 40 for 61 s; ranks 0-4 waiting in all_reduce 812 of tp"
         )
-    two = rank("update", "waits"), rank("data"), rank("forward", "compiles"), rank("data"), rank("log", "is stopped")
-    assert said(*two, shape=MeshShape(dp=5)) == (
-        "ranks 1, 3 have been in `data` of step 40 for 61 s; rank 2 (dp=2) has been in `forward` of step 40 for 61 s, "
-        "compiling; rank 4 (dp=4) has been in `log` of step 40 for 61 s, stopped by a signal; rank 0 waits in `take` "
-        "(pipeline/run.py:84)"
+    some = rank("update", "waits"), rank("data"), rank("forward", "compiles"), rank("data"), rank("log", "is stopped")
+    assert said(*some, shape=MeshShape(dp=5)) == (
+        "ranks 1, 3 in `data` of step 40 for 61 s; rank 2 (dp=2) in `forward` of step 40 for 61 s, compiling; rank 4 "
+        "(dp=4) in `log` of step 40 for 61 s, stopped by a signal; rank 0 waiting in `take` (pipeline/run.py:84)"
     )
 
 
 def test_who_has_left_out_a_collective() -> None:
     behind, ahead = rank("update", "waits", groups=group(812, 812)), rank("forward", "waits", 41, group(811))
     assert said(behind, ahead, shape=MeshShape(dp=2)) == (
-        "rank 1 (dp=1) has left out all_reduce 812 of dp, and waits too; rank 0 waits in all_reduce 812 of dp; "
-        "rank 1 waits in `take` (pipeline/run.py:84)"
+        "rank 1 (dp=1) has left out all_reduce 812 of dp; rank 0 waiting in all_reduce 812 of dp; "
+        "rank 1 waiting in `take` (pipeline/run.py:84)"
     )
     for other in (
         rank("backward", "waits", groups=group(811)),  # it has still to come: another message is slow
         rank("forward", "waits", 41, group(812, 812)),  # both are in it
         rank("forward", "waits", 41),  # the recorder has forgotten the group
     ):
-        assert judge({0: behind, 1: other}, True).stands == ()
-    assert judge({0: behind, 1: ahead}, False).stands == ()  # another machine may come
-    assert said(behind, behind, shape=MeshShape(dp=4), whole=False) == "ranks 0-1 wait in all_reduce 812 of ranks 0-1"
+        assert stands(behind, other) == ()
+    assert stands(behind, ahead, world=4) == ()  # other machines may come
+    assert said(behind, behind, shape=MeshShape(dp=4)) == "ranks 0-1 waiting in all_reduce 812 of ranks 0-1"
 
 
 def test_who_has_called_another_collective() -> None:
-    loss, norm = group(812, 812, ranks=(0, 1, 2)), group(812, 812, ranks=(0, 1, 2), call="barrier")
-    ranks = rank("reduce", "waits", groups=loss), rank("reduce", "waits", groups=norm)
-    assert said(*ranks, ranks[0], shape=MeshShape(dp=3)) == (
-        "ranks 0, 2 called all_reduce as number 812 of dp while rank 1 (dp=1) called barrier as number 812 of dp"
+    ranks = (0, 1, 2)
+    loss, norm = (rank("reduce", "waits", groups=group(812, 812, ranks=ranks, size=f"{n} Double")) for n in (1, 2))
+    assert said(loss, norm, loss, shape=MeshShape(dp=3)) == (
+        "number 812 of dp is all_reduce of 1 Double on ranks 0, 2, but all_reduce of 2 Double on rank 1"
     )
-    assert judge(dict(enumerate((*ranks, ranks[0]))), True).stands == (1,)
-    assert judge({0: ranks[0], 1: rank("data")}, True).stands == (1,)
+    assert stands(loss, norm, loss) == (1,)
+    assert stands(loss, rank("data"), loss) == (1,)  # who works has still to call it
 
 
 def test_the_host_of_a_gpu_may_stand_anywhere() -> None:
     """It waits for its device, which waits in a collective: who has not entered that stands."""
-    waits, late = group(812, 812), group(811)
-    on_gpu = rank("log", groups=waits, device=38), rank("forward", groups=late, device=38)
-    assert judge(dict(enumerate(on_gpu)), True).stands == (1,)
-    on_cpu = rank("log", groups=waits), rank("forward", groups=late)
-    assert judge(dict(enumerate(on_cpu)), True).stands == (0, 1)
+    for device, found in (38, (1,)), (-1, (0, 1)):
+        waits, late = (rank("log", groups=groups, device=device) for groups in (group(812, 812), group(811)))
+        assert stands(waits, late) == found
+    text = said(
+        *(rank("log", groups=groups, device=38) for groups in (group(812, 812), group(811))), shape=MeshShape(dp=2)
+    )
+    assert text == "rank 1 (dp=1) in `log` of step 40 for 61 s; rank 0 waiting in all_reduce 812 of dp"
 
 
 STACKS = '''Thread 0x01 (most recent call first):
@@ -407,7 +395,7 @@ def test_who_stands_is_told_at_doubled_times_until_a_step_is_done(scene: Scene) 
     times = [int(time) for line in scene.lines for time in re.findall(r"No step for (\d+) s", line)]
     assert times == [60, 120, 240, 480]
     assert scene.lines[0].startswith(
-        "\nNo step for 60 s: rank 1 (dp=1) has been in `log` of step 5 for 60 s; rank 0 waits in `all_reduce_` "
+        "\nNo step for 60 s: rank 1 (dp=1) in `log` of step 5 for 60 s; rank 0 waiting in `all_reduce_` "
         "(parallel/collectives.py:84)"
     )
     assert [(each.kind, each.action, each.rank, each.step) for each in scene.incidents] == [
@@ -435,7 +423,7 @@ def test_other_processes_are_looked_at_anew(scene: Scene, tmp_path: Path) -> Non
     scene.passes(START_S - 1)
     assert not scene.asks
     scene.passes(2.0)
-    assert "ranks 0-1 have been in `start` of step 0" in scene.lines[0]
+    assert "ranks 0-1 in `start` of step 0" in scene.lines[0]
 
 
 def test_who_moves_while_it_is_asked_is_not_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,7 +458,7 @@ def test_where_the_ranks_are_in_one_line(scene: Scene) -> None:
     scene.passes(3.0)
     assert (
         scene.report.brief()
-        == "step 1 is done: rank 0 in `update` of step 1 for 3 s; rank 1 in `log` of step 1 for 3 s"
+        == "step 1 is done; rank 0 (dp=0) in `update` of step 1 for 3 s; rank 1 (dp=1) in `log` of step 1 for 3 s"
     )
 
 
@@ -535,8 +523,8 @@ def test_ranks_that_wait_in_a_collective_are_told_and_live(
         assert len(incidents) == times and longest < 0.5
         return incidents[-1].detail
 
-    sleeps = r"no step for \d s: rank 1 \(dp=1\) has been in `forward` of step 3 for \d s"
-    assert re.fullmatch(f"{sleeps}; rank 0 waits in all_reduce 3 of dp", told(1))
+    sleeps = r"no step for \d s: rank 1 \(dp=1\) in `forward` of step 3 for \d s"
+    assert re.fullmatch(f"{sleeps}; rank 0 waiting in all_reduce 3 of dp", told(1))
     (path,) = (tmp_path / "run" / "hangs").glob("*.txt")
     text = path.read_text()
     assert re.search(r"The stacks of rank 1:\n(.*\n)*.* in sleeps\n", text), text
@@ -550,7 +538,7 @@ def test_ranks_that_wait_in_a_collective_are_told_and_live(
         shown += capfd.readouterr().err
     assert f"\nrank 1 (dp=1) (process {ranks[1]}) stands here:\n" in shown and " in sleeps\n" in shown
     os.kill(ranks[1], signal.SIGSTOP)
-    assert told(2).endswith("stopped by a signal; rank 0 waits in all_reduce 3 of dp")
+    assert told(2).endswith("stopped by a signal; rank 0 waiting in all_reduce 3 of dp")
     assert [process.poll() for process in processes.values()] == [None, None]
 
 
