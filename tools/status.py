@@ -39,7 +39,7 @@ class RunState:
         checkpoint: The newest checkpoint.
         unlisted: Why it is not known which checkpoints there are; nothing where it is.
         age_s: Seconds since the newest record.
-        stands: What was said of ranks that stand, and of no step since; a sentence for each node.
+        stands: The sentence of each node on which ranks stand, where no step was done since.
         incidents: The incidents, the oldest first.
     """
 

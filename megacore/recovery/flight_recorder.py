@@ -1,6 +1,6 @@
 """The collectives that a rank has entered, asked for by its agent where no step is done. No torch is imported.
 
-A thread of the rank sleeps at a pipe in the agent's folder, and answers with a file from torch's flight recorder, which
+A thread of the rank sleeps at a socket in the agent's folder, and answers with a file from torch's flight recorder. It
 counts the collectives of each group, on gloo (but for messages between two) as on NCCL. Its main thread may wait for
 others meanwhile. A rank that is stopped, or whose interpreter is held, does not answer.
 """
@@ -11,6 +11,7 @@ import json
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -18,6 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from megacore.store.files import replacing
 
 _PENDING = 4
 """The pending collectives of a group that are told: the first ones, for the others come after them."""
@@ -56,7 +59,7 @@ class Answer:
 
 
 def answer(folder: Path, device_step: Callable[[], int] = lambda: -1) -> None:
-    """Start the thread of this rank that answers its agent; none where one runs, or the disk has no room.
+    """Start the thread of this rank that answers its agent; none where one runs, or the path is too long for a socket.
 
     Args:
         folder: The agent's.
@@ -64,9 +67,9 @@ def answer(folder: Path, device_step: Callable[[], int] = lambda: -1) -> None:
     """
     with suppress(OSError):
         asked, answered = _files(folder, os.getpid())
-        os.mkfifo(asked)
-        pipe = os.open(asked, os.O_RDWR)  # so that it never ends, whoever opens and closes it
-        arguments = pipe, answered, device_step
+        listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        listening.bind(str(asked))
+        arguments = listening, answered, device_step
         threading.Thread(target=_answer, args=arguments, name="flight-recorder", daemon=True).start()
 
 
@@ -75,12 +78,10 @@ def ask(folder: Path, pid: int) -> bool:
     asked, answered = _files(folder, pid)
     try:
         answered.unlink(missing_ok=True)
-        pipe = os.open(asked, os.O_WRONLY | os.O_NONBLOCK)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
+            asking.sendto(b"?", socket.MSG_DONTWAIT, str(asked))
     except OSError:  # it does not listen yet, or not any more
         return False
-    with suppress(OSError):  # it has not read what it was asked before
-        os.write(pipe, b"?")
-    os.close(pipe)
     return True
 
 
@@ -101,13 +102,11 @@ def _files(folder: Path, pid: int) -> tuple[Path, Path]:
     return folder / f"ask-{pid}", folder / f"answer-{pid}"
 
 
-def _answer(pipe: int, answered: Path, device_step: Callable[[], int]) -> None:
+def _answer(listening: socket.socket, answered: Path, device_step: Callable[[], int]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # they are for the main thread
-    new = answered.with_name(f".{answered.name}.new")
-    while os.read(pipe, 64):
-        with suppress(Exception):  # whatever befalls it, the run goes on without an answer
-            new.write_text(json.dumps({"device": device_step(), "groups": groups()}))
-            new.replace(answered)
+    while listening.recv(1):
+        with suppress(Exception), replacing(answered, durable=False) as file:  # it is not what a run may end by
+            file.write(json.dumps({"device": device_step(), "groups": groups()}).encode())
 
 
 def groups() -> dict[str, tuple[list[int], int, str, list[tuple[int, str, str]]]]:

@@ -1,4 +1,4 @@
-"""Who stands where while no step is done: said, never ended. The end of a hang is the timeout of a collective.
+"""Reports of who stands where while no step is done. They end nobody: the end of a hang is a collective's timeout.
 
 The agent looks at the beats of its ranks several times a second. Where none of them has moved for long, it asks for
 stacks and collectives, in a thread of its own, and says in one line who stands and who waits for it.

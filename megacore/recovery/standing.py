@@ -1,4 +1,4 @@
-"""Who stands and who waits for it, by what an agent has seen while no step was done: pure functions. No torch."""
+"""Pure functions that say who stands and who waits for it, by what an agent saw while no step was done. No torch."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def judge(seen: Mapping[int, Witness], shape: MeshShape | None, node: str = "") 
             text = (
                 f"number {awaited.number} of {along(awaited.ranks, shape) or awaited.group} is {', but '.join(kinds)}"
             )
-            return tuple(min(called.values(), key=lambda ranks: len(ranks))), text
+            return min(map(tuple, called.values()), key=len), text
     stands = [rank for rank, each in sorted(seen.items()) if each.doing != "waits"]
     # A GPU's host may stand anywhere while it waits for its device, which waits for those that have yet to enter.
     free = [rank for rank in stands if seen[rank].reading.device < 0 or not any(_late(seen[rank], seen))]

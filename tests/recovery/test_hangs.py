@@ -506,7 +506,7 @@ def processes(tmp_path: Path) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
-def test_ranks_that_wait_in_a_collective_are_told_and_live(
+def test_ranks_that_stand_are_told_and_live(
     tmp_path: Path, processes: dict[int, subprocess.Popen[bytes]], capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In order: asleep, stopped."""
