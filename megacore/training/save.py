@@ -54,6 +54,24 @@ class SaveError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Contents:
+    """All that a checkpoint of a run holds, as this rank has it.
+
+    Args:
+        state: The tensors that this rank holds.
+        raw: Fields of the model's Hugging Face config.
+        companions: {name: file} of what travels with the model.
+        adapters, frozen: The fields of :class:`~megacore.store.index.Index`.
+    """
+
+    state: TrainingState
+    raw: Mapping[str, Any]
+    companions: Mapping[str, Companion]
+    adapters: Adapters | None = None
+    frozen: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Retention:
     """The checkpoints that a run keeps: the newest checkpoints (None: all of them), and those of every so many steps
     (0: no others)."""
@@ -250,28 +268,16 @@ class Saver:
 
     Args:
         folder: The folder of the run's checkpoints.
-        state: The tensors that this rank holds.
-        raw: Fields of the model's Hugging Face config.
-        companions: {name: file} of what travels with the model.
+        contents: All that a checkpoint of the run holds.
         control: The messages between the ranks.
         kept: The checkpoints that stay.
-        adapters, frozen: The fields of :class:`~megacore.store.index.Index`.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        state: TrainingState,
-        raw: Mapping[str, Any],
-        companions: Mapping[str, Companion],
-        control: Control,
-        kept: Retention,
-        adapters: Adapters | None = None,
-        frozen: frozenset[str] = frozenset(),
-    ) -> None:
+    def __init__(self, folder: Path, contents: Contents, control: Control, kept: Retention) -> None:
         self.folder = folder
-        self._state, self._companions = state, companions
-        self.index = Index(raw, on_disk(state.layout), tuple(state.dtypes), None, {}, adapters, frozen)
+        self._state, self._companions = state, _ = contents.state, contents.companions
+        index = Index(contents.raw, on_disk(state.layout), tuple(state.dtypes), None, {})
+        self.index = replace(index, adapters=contents.adapters, frozen=contents.frozen)
         self._control, self._kept = control, kept
         self._snapshot: Snapshot | None = None
         self._saving: _Saving | None = None
