@@ -179,7 +179,8 @@ class Outlook:
         costs = replace(costs, **given)
         every = costs.every(arguments.overhead or config.recovery.overhead)
         interval = beside.save.interval
-        own = goodput(beside.nodes, rates, costs, every, interval) if interval else None
+        kept = every if config.recovery.memory else 0
+        own = goodput(beside.nodes, rates, costs, kept, interval) if interval else None
         return cls(
             beside.ranks,
             beside.nodes,
@@ -294,9 +295,8 @@ def _levels(x: Outlook) -> Iterator[str]:
     if stuck := [name for name, each in x.levels.items() if each.share < STUCK]:
         yield f"  {' and '.join(stuck)}: faults come faster than these recover, and the run gets nowhere."
     if x.own:
-        yield f"  With checkpoints in memory, and on disk as the recipe has it, every {_duration(x.own.interval)}: " + (
-            f"{x.own.share:.2%}."
-        )
+        without = " without checkpoints in memory," * (x.own.from_disk == 1)
+        yield f"  As the recipe has it,{without} with one on disk every {_duration(x.own.interval)}: {x.own.share:.2%}."
     best = best_interval(1 / x.run_s, x.costs.copy)
     yield f"  The best interval of those in memory would be {max(1, round(best / x.costs.step)):,} steps (Daly)."
 

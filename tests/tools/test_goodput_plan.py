@@ -37,11 +37,13 @@ def test_the_plan_tells_what_is_left(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "the run every 6.8 years" in said
     assert "Two are kept, and two of another node" in said
     assert all(f"\n  {level}  " in said for level in LEVELS)
-    assert "on disk as the recipe has it, every " in said
+    assert "As the recipe has it, with one on disk every " in said
     assert picture.read_bytes().startswith(b"\x89PNG")
+    memory = printed(capsys, "recovery.memory=false", "checkpoint.every=50")
+    assert "As the recipe has it, without checkpoints in memory, with one on disk every " in memory
     alone = printed(capsys, "--gpus-per-node", "4", "checkpoint.every=0")
     assert "After 0.78 of all faults the run goes on from disk, for the one node is lost" in alone
-    assert "as the recipe has it" not in alone
+    assert "As the recipe" not in alone
 
 
 def test_what_a_run_has_met_replaces_what_is_assumed(
