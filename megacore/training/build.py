@@ -25,7 +25,7 @@ from megacore.training.load import load as load_into
 from megacore.training.meter import Meter
 from megacore.training.optimizer import Optimizer
 from megacore.training.resume import Start, raw_of
-from megacore.training.save import NAMES, Retention, Saver, TrainingState
+from megacore.training.save import NAMES, Contents, Retention, Saver, TrainingState
 from megacore.training.scaler import UNSCALED, Scaling
 from megacore.training.states.offload import Offload
 from megacore.training.step import TrainStep
@@ -190,13 +190,15 @@ def _saver(setup: Setup, state: TrainingState, adapters: Adapters | None, contro
         raw = {**raw, "eos_token_id": end}
     saver = Saver(
         checkpoints.folder_of(config.out, config.checkpoint.folder),
-        state,
-        with_dtype(raw, NAMES[DTYPES[config.train.precision]]),
-        setup.companions,
+        Contents(
+            state,
+            with_dtype(raw, NAMES[DTYPES[config.train.precision]]),
+            setup.companions,
+            adapters,
+            config.tuning.frozen(setup.model.schema) if adapters is None else frozenset(),
+        ),
         control,
         Retention(config.checkpoint.keep, config.checkpoint.keep_every),
-        adapters,
-        config.tuning.frozen(setup.model.schema) if adapters is None else frozenset(),
     )
     if config.memory.offload_folder is not None and config.checkpoint.on:
         saver.reserve()

@@ -340,10 +340,8 @@ class Trainer:
         Raises:
             SaveError: saves have failed for ``checkpoint.patience`` hours.
         """
-        waited = self.saver.waited_s
         try:
             save()
-            self.step.beat.waited(self.saver.waited_s - waited)
         except SaveError as error:  # on every rank
             hours = self.control.largest((self.saver.failing_s or 0.0) / 3600)[0]
             patience = self.config.checkpoint.patience
