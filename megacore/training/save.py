@@ -57,10 +57,11 @@ class SaveError(RuntimeError):
 @dataclass(frozen=True)
 class Retention:
     """The checkpoints that a run keeps: the newest checkpoints (None: all of them), and those of every so many steps
-    (0: no others)."""
+    (0: no others); ``ahead``: others go before the next one is written, rather than once it is there."""
 
     newest: int | None
     every: int
+    ahead: bool = False
 
 
 class TrainingState:
@@ -164,13 +165,15 @@ class Snapshot:
             for part in share_out(disk, held, len(replicas))[replicas.index(mesh.rank)]
         ]
         self.copied_s = self.cpu_s = 0.0
+        self._unsound = torch.zeros((), dtype=torch.bool, pin_memory=on_device)
         self._begun, self._taken = (torch.cuda.Event(enable_timing=True) if on_device else None for _ in range(2))
         # What is split is put together by messages, in whose queues those of the next step would wait for the copies.
         self._beside = torch.cuda.Stream(self._device) if on_device and not state.optimizer.is_split else None
 
-    def take(self) -> None:
-        """Copy what is to be written. On a GPU the host does not wait: a stream beside that of the steps copies, and
+    def take(self, unsound: Tensor | None = None) -> None:
+        """Copy what is to be written, and whether it is unsound. On a GPU the host does not wait: a stream beside that of the steps copies, and
         the next update comes after it; where the state is split over ranks, all that follows does."""
+        self._unsound.fill_(False) if unsound is None else self._unsound.copy_(unsound, non_blocking=True)
         if self._begun is None or self._taken is None:
             self._take()
             return
@@ -180,6 +183,16 @@ class Snapshot:
             self._take()
             self._taken.record()
         self.state.optimizer.update_after(self._taken)
+
+    @property
+    def is_unsound(self) -> bool:
+        """Whether what was taken is; known once it is written."""
+        return bool(self._unsound)
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether a device copies beside its steps."""
+        return self._beside is not None
 
     def _take(self) -> None:
         wanted = {
@@ -261,7 +274,7 @@ def _copies(
 
 
 @dataclass
-class _Future:
+class Future:
     """A function that runs in a thread; its result and its exception stay until they are asked for."""
 
     do: Callable[[], Any]
@@ -287,7 +300,7 @@ class _Saving:
     step: int
     trainer: Mapping[str, Any]
     publication: Publication | Upload | None
-    work: _Future | None
+    work: Future | None
     publishing: bool = False
 
 
@@ -316,26 +329,29 @@ class Saver:
         self._snapshot: Snapshot | None = None
         self._saving: _Saving | None = None
         self._failing_since: float | None = None
+        self.published: int | None = None
+        """The step of the last checkpoint that is published; None since another one has begun."""
 
-    def save(self, step: int, trainer: Mapping[str, Any]) -> None:
+    def save(self, step: int, trainer: Mapping[str, Any], unsound: Tensor | None = None) -> None:
         """Take the state as it is and begin to write it; waits for an earlier save first. A checkpoint that is there
         already is left as it is: the run had come so far before, and has gone back after a fault.
 
         Args:
             step: The last step that was done.
             trainer: The fields of ``trainer.json``.
+            unsound: A bool on the device, the same on all ranks: whether it is not to be published in the end.
 
         Raises:
             SaveError: it cannot begin, for want of room say, or the earlier one failed.
         """
         self.finish()
-        snapshot = self.reserve()
+        self.published, snapshot = None, self.reserve()
         publication, begun = None, dict[str, str]()
         if self._publishes:
             try:
                 if not self._has(step, trainer):
                     # A folder of its own has room for what this machine writes: the caller has seen to it.
-                    publication = checkpoints.begin(self.folder, step, 0 if self._several else self._bytes)
+                    publication = checkpoints.begin(self.folder, step, 0 if self._several else self.bytes)
                     begun = {"folder": str(publication.folder)}
             except (StoreError, OSError) as error:
                 begun = {"error": str(error)}
@@ -346,11 +362,17 @@ class Saver:
                 publication.abandon()
             raise self._failed(f"cannot save step {step}: {errors[0]}")
         if not begun:
-            self._failing_since = None
+            self._failing_since, self.published = None, step
             return
         folder = place(begun["folder"])
-        snapshot.take()
-        self._saving = _Saving(step, trainer, publication, _Future(lambda: snapshot.write(folder)))
+        snapshot.take(unsound)
+
+        def work() -> list[Wrote]:
+            if publication is not None and self._kept.ahead and self._kept.newest is not None:
+                checkpoints.prune(self.folder, self._kept.newest - 1, self._kept.every)
+            return snapshot.write(folder)
+
+        self._saving = _Saving(step, trainer, publication, Future(work))
 
     @property
     def _publishes(self) -> bool:
@@ -423,12 +445,14 @@ class Saver:
         if failed:
             self._fail(saving)
         elif not busy and saving.publishing:
-            self._saving = self._failing_since = None
+            self._saving, self._failing_since, self.published = None, None, saving.step
+        elif not busy and self.reserve().is_unsound:
+            self.abandon()
         elif not busy:
             result = saving.work.result if saving.work else None
             written = self._control.exchange(result) if self._several else self._control.gather(result)
             saving.publishing = True
-            saving.work = _Future(lambda: self._publish(saving, written)) if saving.publication else None
+            saving.work = Future(lambda: self._publish(saving, written)) if saving.publication else None
 
     def abandon(self) -> None:
         """Give up the save in the background, if there is one that is not published yet; all ranks do so."""
@@ -458,7 +482,7 @@ class Saver:
         raise self._failed("\n".join([f"cannot save step {saving.step}:", *said]))
 
     @cached_property
-    def _bytes(self) -> int:
+    def bytes(self) -> int:
         """Return the bytes of all tensors of a checkpoint, on all ranks."""
         index = self.index
         places = [index.layout.mesh.place(rank) for rank in range(index.layout.mesh.world)]
@@ -503,6 +527,8 @@ class Saver:
         self._copy_companions(folder / COMPANIONS)
         write_file(folder / INDEX, index.to_json())
         publication.finish()
+        if self._kept.ahead:
+            return
         try:
             checkpoints.prune(self.folder, self._kept.newest, self._kept.every)
         except (OSError, StoreError) as error:  # this one is there
