@@ -429,17 +429,12 @@ class RecoveryConfig:
     recompute_every: Annotated[Int, AT_LEAST_0] = 0
     """Steps after which replicas compute the same microbatch, of each in its turn, and compare its loss and gradients
     bit for bit, without a replica each rank with itself: it finds what computes wrong; 0: never."""
-    in_place: Bool = True
-    """Whether ranks that end are replaced while the others keep their state, on one machine without GPUs."""
-    max_recoveries: Annotated[Int, AT_LEAST_0] = 100
-    """Recoveries in place, before all ranks start again."""
-    overhead: Annotated[Float, ABOVE_0] = 0.01
-    """The share of a step's time that copies of what no other rank has may take: so often are they made."""
     max_restarts: Annotated[Int, AT_LEAST_0] = 3
-    """Restarts of all ranks, from the newest whole checkpoint, before the run ends with status 75; 0: none."""
-    node_failures: Annotated[Int, COUNTED] | None = 2
-    """Failures of a node within an hour with which it is left out, for its hardware may be at fault, or with which the
-    run ends with status 76 where it cannot go on without it; null: any number."""
+    """Restarts of all ranks in a row with no new step between them, before the run ends with status 75; 0: none."""
+    memory: Bool = True
+    """Whether checkpoints are kept in host memory too, where there is room, for all ranks to start again from."""
+    overhead: Annotated[Float, ABOVE_0] = 0.01
+    """The share of the time that checkpoints in memory may take: so often are they made."""
     skip_samples: SampleRanges = ()
     """Ranges of the numbers of training samples that are left out, `a-b` or [a, b] for a to b - 1; the samples after
     them take their place. A run keeps its ranges wherever it goes on."""

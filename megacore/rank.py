@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 from megacore import exits
-from megacore.recovery.corruption import Corrupted
+from megacore.training.corruption import Corrupted
 
 STORE = "MEGACORE_STORE"
 """The variable that names the place where ranks find each other: a file, on one machine, or ``tcp://HOST:PORT/PREFIX``,

@@ -18,11 +18,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from io import FileIO
 from pathlib import Path
-
-from torch import Tensor
 
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
@@ -30,6 +29,7 @@ from megacore.config import Config
 from megacore.control import Control
 from megacore.recovery import partners
 from megacore.recovery.partners import HeldFiles
+from megacore.say import say
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.files import open_lock
 from megacore.store.lock import flock, is_at
@@ -38,9 +38,10 @@ from megacore.store.strict_json import StoreError, read_file
 from megacore.store.tensors import free_bytes, os_errors
 from megacore.training import progress
 from megacore.training.capacity import free_memory
+from megacore.training.check import Setup
 from megacore.training.resume import Start, go_on
 from megacore.training.save import Future, Retention, SaveError, Saver
-from megacore.training.step import Stats
+from megacore.training.step import Phase
 from megacore.training.trainer import Callback, Trainer
 from parallel.mesh import Group
 
@@ -91,95 +92,110 @@ def sweep(user: Path, older_than_s: float, but: str = "", only: str = "*") -> No
                         shutil.rmtree(folder)
 
 
+def known_as(config: Config) -> tuple[str, str]:
+    """Return the number of a run, and that of another one in whose place it begins, if there is one.
+
+    Raises:
+        StoreError: it cannot be noted in the folder of the run.
+    """
+    path, before = Path(config.out) / RUN_ID, ""
+    if path.exists():
+        noted = read_file(path, path.parent, 99).decode(errors="replace").strip()
+        before = noted if re.fullmatch("[0-9a-f]{32}", noted) else ""
+    if before and config.checkpoint.resume == AUTO:
+        return before, ""
+    known = secrets.token_hex(16)
+    with os_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, known.encode() + b"\n")
+    return known, before
+
+
+def _opened(config: Config, path: Path, checked: bool) -> Start:
+    found = go_on(config, Checkpoint.open(path, checked), checked)
+    return replace(found, progress=found.progress.without(config.recovery.skip_samples))
+
+
 class MemoryCheckpoints(Callback):
     """Saves into memory, and finds there what a run that is started again goes on from. It stands after what saves to
     disk: the end of the run takes the folder away.
 
     Args:
-        config: The config of the run.
-        data: The identity of each corpus to train on.
         node: The number of successive ranks that share a machine.
         root: The file system in memory.
         clock: Tells seconds.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        data: Sequence[str],
-        node: int,
-        root: Path = MEMORY,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config, self._data, self._node, self._root, self._clock = config, data, node, root, clock
+    def __init__(self, node: int, root: Path = MEMORY, clock: Callable[[], float] = time.monotonic) -> None:
+        self._node, self._root, self._clock = node, root, clock
         self.folder: Path | None = None
         """The folder of the run's checkpoints in memory; None where there can be none."""
-        self._off = False
+        self._data: Sequence[str] = ()
         self._held: FileIO | None = None
         self._saver: Saver | None = None
         self._partners: Group | None = None
         self._sending: Future | None = None
-        self._stats: Stats | None = None
         self._costs = deque[float](maxlen=2)
-        self._begun = self._blocked_s = self._step_s = self._last = self._due = 0.0
-        self._failing = False
+        self._asked = self._begun = self._blocked_s = self._step_s = self._last = self._due = 0.0
+        self._looked = self._is_next = self._failing = self._ended = False
 
     # -- at a start
 
-    def on_find(self, start: Start, control: Control) -> Start:
-        """Return the newest state in memory that is newer, where the run goes on by itself (``checkpoint.resume=auto``).
+    def on_find(self, setup: Setup, start: Start, control: Control) -> Start:
+        """Return the newest state in memory, if it is newer and the run goes on by itself (``checkpoint.resume=auto``).
 
-        Where that turns out to be damaged while it is loaded, it is to be asked again, with a ``start.damaged`` that
-        names it: then an older one is found, or none. What is named and lies in memory is removed, and not named in the
-        start that is returned.
+        One that ``start.damaged`` names is removed, and an older one is found, or none.
         """
-        if self.folder is None and not self._off:
+        self._data = setup.corpora.identities
+        if not self._looked:
+            self._looked = True
             try:
-                self._open(control)
+                self._open(setup.config, control)
             except StoreError as error:
-                self._off = True
-                start = replace(start, said=(*start.said, f"{_NONE}: {error}"))
-        if self.folder is None or self._config.checkpoint.resume != AUTO:
+                self._say(control, f"{_NONE}: {error}")
+        if self.folder is None or setup.config.checkpoint.resume != AUTO:
             return start
-        ours = [each for each in start.damaged if each.path.parent.name == self.folder.name]
-        start = replace(start, damaged=tuple(each for each in start.damaged if each not in ours))
-        said, refused = list[str](), {each.path.name for each in ours}
-        said += [f"A checkpoint in memory is passed over: {each.reason}" for each in ours]
-        found = self._found(start, control, refused, said)
-        return replace(found, damaged=start.damaged, said=(*said, *found.said))
+        return self._found(self.folder, setup.config, start, control)
 
-    def _found(self, start: Start, control: Control, refused: set[str], said: list[str]) -> Start:
-        folder, first = self.folder, self._is_first(control)
-        assert folder is not None
+    def _found(self, folder: Path, config: Config, start: Start, control: Control) -> Start:
+        first, refused = self._is_first(control), {each.path.name for each in start.damaged if self._has(each.path)}
 
         def look() -> list[HeldFiles]:
-            if first:
-                remove_leftovers(folder)
-                for name in refused:
-                    shutil.rmtree(folder / name, ignore_errors=True)
-            return partners.held(folder) if first else []
+            if not first:
+                return []
+            remove_leftovers(folder)
+            for name in refused:
+                shutil.rmtree(folder / name, ignore_errors=True)
+            return partners.held(folder)
 
-        told = [[HeldFiles(**each) for each in of] for of in control.exchange(partners.as_json(control.attempt(look)))]
-        told = [told[ranks[0]] for ranks in partners.machines(control.mesh.shape.world, self._node)]
+        told = control.exchange([asdict(each) for each in control.attempt(look)])
+        there = [[HeldFiles(**each) for each in told[ranks[0]]] for ranks in self._machines(control)]
         found, last = start, start.progress.step
-        for step, index in partners.whole(told):
+        for step, index in partners.whole(there):
+            path = checkpoints.path_of(folder, step)
             if step <= start.progress.step:
                 break
             try:
-                partners.bring(folder, step, index, told, control, self._node)
-                # Many machines together have all files: what each has of them was looked at above.
-                path = checkpoints.path_of(folder, step)
-                found = control.attempt(lambda path=path: go_on(self._config, Checkpoint.open(path, not first), not first))
-                without = found.progress.without(self._config.recovery.skip_samples)
-                found, last = replace(found, progress=without), step
-                break
+                partners.bring(path, index, there, self._machines(control), control)
+                newer = control.attempt(partial(_opened, config, path, not first))
             except StoreError as error:
-                said.append(f"A checkpoint in memory is passed over: {error}")
-        self.drop_after(last, control)
+                self._say(control, f"A checkpoint in memory is passed over: {error}")
+                continue
+            found = replace(newer, damaged=start.damaged)
+            last = step
+            break
+        self._drop_after(last, control)
         return found
 
-    def drop_after(self, step: int, control: Control) -> None:
-        """Remove checkpoints after a step that the run goes on from in another way; all ranks call this."""
+    def _has(self, path: Path) -> bool:
+        """Return whether this is a checkpoint in the memory of a machine."""
+        return self.folder is not None and path.parent.name == self.folder.name
+
+    def _machines(self, control: Control) -> list[range]:
+        return partners.machines(control.mesh.shape.world, self._node)
+
+    def _drop_after(self, step: int, control: Control) -> None:
+        """Remove checkpoints of later steps than that which the run goes on from."""
         if self._saver is not None:
             self._saver.abandon()
         if self._sending is not None:
@@ -191,14 +207,14 @@ class MemoryCheckpoints(Callback):
                     shutil.rmtree(path, ignore_errors=True)
         control.largest()
 
-    def _open(self, control: Control) -> None:
+    def _open(self, config: Config, control: Control) -> None:
         """Make the folder of the run on each machine, and hold it on each rank.
 
         Raises:
             StoreError: one of them cannot; on all ranks.
         """
         first, user = self._is_first(control), self._root / f"megacore-{os.geteuid()}"
-        known, before = control.tell(control.attempt(self._known if control.mesh.rank == 0 else lambda: ("", "")))
+        known, before = control.tell(control.attempt(lambda: known_as(config) if control.mesh.rank == 0 else None))
         folder = user / known
 
         def make() -> None:
@@ -221,21 +237,6 @@ class MemoryCheckpoints(Callback):
         self._held = control.attempt(hold)
         self.folder = folder
 
-    def _known(self) -> tuple[str, str]:
-        """Return the number of the run, and that of another one in whose place it begins."""
-        path = Path(self._config.out) / RUN_ID
-        before = ""
-        if path.exists():
-            before = read_file(path, path.parent).decode(errors="replace").strip()
-            before = before if re.fullmatch("[0-9a-f]{32}", before) else ""
-        if before and self._config.checkpoint.resume == AUTO:
-            return before, ""
-        known = secrets.token_hex(16)
-        with os_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, known.encode() + b"\n")
-        return known, before
-
     def _is_first(self, control: Control) -> bool:
         return control.mesh.rank % self._node == 0
 
@@ -255,10 +256,10 @@ class MemoryCheckpoints(Callback):
                 raise SaveError(found[0])
             saver.reserve()
         except SaveError as error:
-            self._tell(run, f"{_NONE}: {error}")
+            run.tell(f"{_NONE}: {error}")
             return
         if several:
-            self._partners = run.mesh.host_group(partners.partners(world, self._node))
+            self._partners = run.mesh.host_group(partners.partners(self._machines(control)))
         self._saver, self._last = saver, self._clock()
 
     def _lack(self, whole: int, world: int) -> str | None:
@@ -275,17 +276,16 @@ class MemoryCheckpoints(Callback):
                 return f"they need {spelled(files + here)} of memory, and {spelled(free + there)} are to spare"
         return None
 
-    def on_step(self, run: Trainer, stats: Stats) -> None:
-        self._stats = stats
-
     def ask(self, run: Trainer) -> Mapping[str, float]:
         if self._saver is None:
             return {}
+        self._asked = self._clock()
         busy, failed = self._saver.news()
         if self._sending is not None:
             busy = self._sending.thread.is_alive()
             failed = not busy and self._sending.error is not None
-        return {"memory.busy": busy, "memory.failed": failed, "memory.wait": self._clock() < self._due}
+        waits, due = self._asked < self._due, self._is_next and not run.is_last
+        return {"memory.busy": busy, "memory.failed": failed, "memory.wait": waits, "look": due, "keep": due}
 
     def on_answers(self, run: Trainer, largest: Mapping[str, float]) -> None:
         saver, now = self._saver, self._clock()
@@ -295,56 +295,69 @@ class MemoryCheckpoints(Callback):
         busy, failed, wait = (bool(largest[f"memory.{key}"]) for key in ("busy", "failed", "wait"))
         try:
             if run.pausing:  # the run goes on from here
-                self._finish(run, saver)
-                if saver.published != run.step:
-                    self._save(run, saver)
-                    self._finish(run, saver)
+                self._save_at_once(run, saver)
             elif saver.is_saving:
                 saver.advance(busy, failed)
                 self._send(run, saver)
             elif self._sending is not None:
                 if not busy:
                     self._end_sending(run, failed)
-            elif not (wait or run.is_last):
-                self._blocked_s, self._begun = 0.0, now
+            elif self._is_next:
+                # On a CPU bad steps are looked for, and replicas compared, while nothing else is done.
+                self._begun = self._asked if run.mesh.device.type == "cpu" else now
+                self._blocked_s = now - self._begun
                 self._save(run, saver)
             self._blocked_s += self._clock() - now
             if self._begun and not saver.is_saving and self._sending is None:
                 self._reckon(run, saver)
         except SaveError as error:  # on every rank
-            self._due = self._clock() + RETRY_S
-            if not self._failing:
-                self._tell(run, f"{error}\nThe run goes on; memory is tried again in {RETRY_S / 60:g} minutes")
-            self._failing, self._begun = True, 0.0
+            self._fail(run, error)
+        self._is_next = not (wait or self._begun or run.is_last)
+
+    def on_rewind(self, run: Trainer) -> None:
+        self._drop_after(run.step, run.control)
+        self._begun, self._is_next = 0.0, False
+        if self._saver is not None and run.pausing:
+            try:
+                self._save_at_once(run, self._saver)
+            except SaveError as error:
+                self._fail(run, error)
+
+    def on_error(self, run: Trainer, error: BaseException) -> None:
+        self._ended = False
 
     def on_end(self, run: Trainer) -> None:
-        """Remove the folder: what is to be had of the run is on disk. Where the ranks pause, they go on from it."""
-        if self.folder is None or run.pausing:
-            return
+        """Wait for what is under way. The folder goes with the end of the run, after all callbacks have done theirs."""
         if self._saver is not None:
             self._saver.abandon()
         if self._sending is not None:
             self._sending.thread.join()
-        run.control.largest()
-        if self._is_first(run.control):
+        self._ended = not run.pausing
+
+    def on_phase(self, run: Trainer, phase: Phase) -> None:
+        if phase == "end" and self._ended and self.folder is not None and self._is_first(run.control):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _save(self, run: Trainer, saver: Saver) -> None:
-        assert self.folder is not None
         run.enter("save")
         document = progress.document(run.progress, run.lr, run.config, run.mesh.shape, self._data)
         run.call("on_save", document)
-        saver.save(run.step, document, self._unsound(run))
-        if self._is_first(run.control):
+        saver.save(run.step, document)
+        if self.folder is not None and self._is_first(run.control):
             with suppress(OSError):
                 os.utime(self.folder)
 
-    def _unsound(self, run: Trainer) -> Tensor | None:
-        """Return whether this step, whose update was left out, is to be done again; a bool on the device."""
-        if self._stats is None or self._config.optimizer.non_finite == "skip":
-            return run.vetoed
-        bad = ~(self._stats.finite | self._stats.overflow)
-        return bad if run.vetoed is None else bad | run.vetoed
+    def _save_at_once(self, run: Trainer, saver: Saver) -> None:
+        self._finish(run, saver)
+        if saver.published != run.step:
+            self._save(run, saver)
+            self._finish(run, saver)
+
+    def _fail(self, run: Trainer, error: SaveError) -> None:
+        self._due = self._clock() + RETRY_S
+        if not self._failing:
+            run.tell(f"{error}\nThe run goes on; memory is tried again in {RETRY_S / 60:g} minutes")
+        self._failing, self._begun = True, 0.0
 
     def _finish(self, run: Trainer, saver: Saver) -> None:
         """Wait until what is under way is whole, at partners too."""
@@ -363,7 +376,7 @@ class MemoryCheckpoints(Callback):
         path, group = checkpoints.path_of(self.folder, saver.published), self._partners
         own = [each.file.path for each in saver.reserve().written]
         rank = run.mesh.rank
-        self._sending = Future(lambda: partners.exchange(path, own, rank, group, self._node))
+        self._sending = Future(lambda: partners.exchange(path, own, rank, group, self._machines(run.control)))
 
     def _end_sending(self, run: Trainer, failed: bool) -> None:
         assert self._sending is not None
@@ -381,9 +394,9 @@ class MemoryCheckpoints(Callback):
         if run.mesh.device.type == "cpu":  # whose cores would do something else
             cost += snapshot.cpu_s * min(self._node, shape.world) / len(os.sched_getaffinity(0))
         self._costs.append(cost)
-        self._due = self._begun + sum(self._costs) / len(self._costs) / self._config.recovery.overhead
+        self._due = self._begun + sum(self._costs) / len(self._costs) / run.config.recovery.overhead
         self._begun, self._failing = 0.0, False
 
-    def _tell(self, run: Trainer, text: str) -> None:
-        if run.mesh.rank == 0:
-            run.tell(text)
+    def _say(self, control: Control, text: str) -> None:
+        if control.mesh.rank == 0:
+            say(text)

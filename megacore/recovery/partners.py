@@ -1,4 +1,4 @@
-"""Files between the memories of several machines: to a partner beside the steps, and to whoever lacks them at a start."""
+"""Files between the memories of machines: to a partner beside the steps, to whoever lacks them at a start."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -33,25 +33,26 @@ def machines(world: int, node: int) -> list[range]:
     return [range(first, min(first + node, world)) for first in range(0, world, node)]
 
 
-def partners(world: int, node: int) -> list[tuple[int, ...]]:
+def partners(there: Sequence[range]) -> list[tuple[int, ...]]:
     """Return sets of ranks that keep each other's files: those of the same number on two machines, or on the last three
     of an odd number; where one has fewer ranks, some of its have more to keep."""
-    there, found = machines(world, node), list[tuple[int, ...]]()
+    found = list[tuple[int, ...]]()
     while there:
-        together, there = (there, []) if len(there) <= 3 else (there[:2], there[2:])
+        together, there = (there, ()) if len(there) <= 3 else (there[:2], there[2:])
         width = min(map(len, together))
         found += [tuple(rank for ranks in together for rank in ranks[k::width]) for k in range(width)]
     return found
 
 
-def keeper(rank: int, group: Sequence[int], node: int) -> int:
+def keeper(rank: int, group: Sequence[int], there: Sequence[range]) -> int:
     """Return the rank of a set that keeps the files of another one of it: the first on the next machine."""
-    there = sorted({each // node for each in group})
-    following = there[(there.index(rank // node) + 1) % len(there)]
-    return next(each for each in group if each // node == following)
+    of = {each: next(number for number, ranks in enumerate(there) if each in ranks) for each in group}
+    numbers = sorted({*of.values()})
+    following = numbers[(numbers.index(of[rank]) + 1) % len(numbers)]
+    return next(each for each in group if of[each] == following)
 
 
-def exchange(folder: Path, own: Sequence[str], rank: int, group: Group, node: int) -> None:
+def exchange(folder: Path, own: Sequence[str], rank: int, group: Group, there: Sequence[range]) -> None:
     """Send the files that this rank has written to the rank that keeps them, and take those of others; all ranks of a
     set do so, each in a thread of its own.
 
@@ -61,7 +62,7 @@ def exchange(folder: Path, own: Sequence[str], rank: int, group: Group, node: in
     """
     problems = list[str]()
     for sender in group.ranks:
-        to = keeper(sender, group.ranks, node)
+        to = keeper(sender, group.ranks, there)
         if rank == sender != to:
             problems += send(folder, own, to, group)
         elif rank == to != sender:
@@ -81,18 +82,19 @@ def send(folder: Path, names: Sequence[str], to: int, group: Group) -> list[str]
     dist.send(head, to, group=group.process_group)
     buffer = torch.zeros(_CHUNK, dtype=torch.uint8)
     for name, size in sizes.items():
+        left = size
         try:
             with os_errors(folder / name), open_file(folder / name, folder) as file:
                 for part in _parts(buffer, size):
                     if file.readinto(part.numpy()) < len(part):  # type: ignore[arg-type]  # a numpy array is a buffer
                         raise StoreError(f"{folder / name}: has fewer than its {size} bytes")
                     dist.send(part, to, group=group.process_group)
-                    size -= len(part)
+                    left -= len(part)
         except StoreError as error:
             problems.append(str(error))
-            for part in _parts(buffer, size):
+            for part in _parts(buffer, left):
                 dist.send(part, to, group=group.process_group)
-        dist.send(torch.tensor(size), to, group=group.process_group)
+        dist.send(torch.tensor(left), to, group=group.process_group)
     return problems
 
 
@@ -103,7 +105,7 @@ def receive(folder: Path, sender: int, group: Group) -> list[str]:
     head, buffer = torch.empty(int(length), dtype=torch.uint8), torch.empty(_CHUNK, dtype=torch.uint8)
     dist.recv(head, sender, group=group.process_group)
     for name, size in json.loads(head.numpy().tobytes()).items():
-        path = folder / name
+        path, left = folder / name, size
         new = path.with_name(f".{path.name}.new")
         try:
             with os_errors(path, size):
@@ -114,11 +116,11 @@ def receive(folder: Path, sender: int, group: Group) -> list[str]:
                     file.truncate(size)
                     for part in _parts(buffer, size):
                         dist.recv(part, sender, group=group.process_group)
-                        size -= len(part)
+                        left -= len(part)
                         file.write(part.numpy())  # type: ignore[arg-type]  # a numpy array is a buffer
         except StoreError as error:
             problems.append(str(error))
-            for part in _parts(buffer, size):
+            for part in _parts(buffer, left):
                 dist.recv(part, sender, group=group.process_group)
         dist.recv(length, sender, group=group.process_group)
         with suppress(OSError):
@@ -144,12 +146,14 @@ class HeldFiles:
 
     Args:
         step: Its step.
+        name: The name of its folder.
         index: What tells its index from others of that step.
         files: The files that are there.
         lacking: Those that the index names, and that are not.
     """
 
     step: int
+    name: str
     index: str
     files: Sequence[str]
     lacking: Sequence[str]
@@ -164,7 +168,7 @@ def held(folder: Path) -> list[HeldFiles]:
             there = {str(file.relative_to(path)): file.stat().st_size for file in path.rglob("*") if file.is_file()}
             lacking = [name for name, record in records.items() if there.get(name) != record.size]
             digest = hashlib.sha256(read_file(path / INDEX, path)).hexdigest()[:_SHORT]
-            found.append(HeldFiles(step, digest, sorted({*there} - {*lacking}), lacking))
+            found.append(HeldFiles(step, path.name, digest, sorted({*there} - {*lacking}), lacking))
     return found
 
 
@@ -179,39 +183,43 @@ def whole(told: Sequence[Sequence[HeldFiles]]) -> list[tuple[int, str]]:
     return found
 
 
-def bring(folder: Path, step: int, index: str, told: Sequence[Sequence[HeldFiles]], control: Control, node: int) -> None:
+def bring(
+    path: Path, index: str, held: Sequence[Sequence[HeldFiles]], there: Sequence[range], control: Control
+) -> None:
     """Bring to each machine the files of a checkpoint that it lacks, from one that has them; all ranks call this.
 
     Args:
-        folder: The folder of this machine's checkpoints.
-        step, index: The checkpoint, one of :func:`whole`.
-        told: What the machines have.
+        path: Its folder on this machine.
+        index: What tells it from others of its name, as of :func:`whole`.
+        held: What each machine has.
+        there: The ranks of each.
         control: The messages between the ranks.
-        node: The number of successive ranks that share a machine.
 
     Raises:
         StoreError: a machine has no room, say; on all ranks.
     """
-    first = [ranks[0] for ranks in machines(control.mesh.shape.world, node)]
-    there = [{name for each in of if (each.step, each.index) == (step, index) for name in each.files} for of in told]
+    names = [
+        {name for each in of if (each.name, each.index) == (path.name, index) for name in each.files} for of in held
+    ]
     moves = dict[tuple[int, int], list[str]]()
-    for number, name in enumerate(sorted(set().union(*there), key=lambda name: (name == INDEX, name))):
-        having = [machine for machine, names in enumerate(there) if name in names]
-        for machine in range(len(first)):
+    for number, name in enumerate(sorted(set().union(*names), key=lambda name: (name == INDEX, name))):
+        having = [machine for machine, files in enumerate(names) if name in files]
+        for machine in range(len(there)):
             if machine not in having:
                 moves.setdefault((having[number % len(having)], machine), []).append(name)
     if not moves:
         return
-    group, rank, path = control.mesh.host_group([tuple(first)]), control.mesh.rank, checkpoints.path_of(folder, step)
+    first, rank = [ranks[0] for ranks in there], control.mesh.rank
+    group = control.mesh.host_group([tuple(first)])
     problems = list[str]()
-    if rank in first and INDEX not in there[first.index(rank)]:
+    if rank in first and INDEX not in names[first.index(rank)]:
         with os_errors(path):
             shutil.rmtree(path, ignore_errors=True)  # another one of this step
             path.mkdir(0o700)
     # In one order everywhere: whoever sends is waited for. The index goes last, and makes a checkpoint of the folder.
-    for (source, target), names in sorted(moves.items(), key=lambda move: (INDEX in move[1], move[0])):
+    for (source, target), files in sorted(moves.items(), key=lambda move: (INDEX in move[1], move[0])):
         if rank == first[source]:
-            problems += send(path, names, first[target], group)
+            problems += send(path, files, first[target], group)
         elif rank == first[target]:
             problems += receive(path, first[source], group)
 
@@ -220,7 +228,3 @@ def bring(folder: Path, step: int, index: str, told: Sequence[Sequence[HeldFiles
             raise StoreError("\n".join(problems))
 
     control.attempt(end)
-
-
-def as_json(of: Sequence[HeldFiles]) -> list[Mapping[str, object]]:
-    return [asdict(each) for each in of]

@@ -63,7 +63,7 @@ VARIABLES = {
 }
 """Variables of the environment of each rank, where it does not say otherwise."""
 
-MODULE = "megacore.training.train"
+MODULE = "megacore.training"
 """The module that each rank runs."""
 IMPORTED_LATE = "torch._dynamo"
 """The module that the first optimizer of a rank imports, in a second."""

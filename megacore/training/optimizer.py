@@ -92,6 +92,15 @@ class Optimizer:
         over = ((norm + _AWAY_FROM_0) / self.clip).clamp_(min=1)
         return (over if scale is None else over * scale).to(torch.float32)
 
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Begin anew: no update has been done, and the moments are 0."""
+        self.updates = 0
+        for part in self._gradients.parts:
+            for state in MOMENTS:
+                moments = self.store.of(part, state)
+                moments[...] = torch.zeros_like(moments[...])
+
     # -- the state, by the names and in the shapes of the parameters
 
     @property

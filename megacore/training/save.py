@@ -55,6 +55,24 @@ class SaveError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Contents:
+    """All that a checkpoint of a run holds, as this rank has it.
+
+    Args:
+        state: The tensors that this rank holds.
+        raw: Fields of the model's Hugging Face config.
+        companions: {name: file} of what travels with the model.
+        adapters, frozen: The fields of :class:`~megacore.store.index.Index`.
+    """
+
+    state: TrainingState
+    raw: Mapping[str, Any]
+    companions: Mapping[str, Companion]
+    adapters: Adapters | None = None
+    frozen: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Retention:
     """The checkpoints that a run keeps: the newest checkpoints (None: all of them), and those of every so many steps
     (0: no others); ``ahead``: others go before the next one is written, rather than once it is there."""
@@ -94,24 +112,6 @@ class TrainingState:
             self.optimizer.read_weight(name, host, take)
         else:
             self.optimizer.read_into(state, name, host, take)
-
-
-@dataclass(frozen=True)
-class Contents:
-    """All that a checkpoint of a run holds.
-
-    Args:
-        state: The tensors that this rank holds.
-        raw: Fields of the model's Hugging Face config.
-        companions: {name: file} of what travels with the model.
-        adapters, frozen: The fields of :class:`~megacore.store.index.Index`.
-    """
-
-    state: TrainingState
-    raw: Mapping[str, Any]
-    companions: Mapping[str, Companion]
-    adapters: Adapters | None = None
-    frozen: frozenset[str] = frozenset()
 
 
 def _of_any_layout(trainer: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -165,15 +165,13 @@ class Snapshot:
             for part in share_out(disk, held, len(replicas))[replicas.index(mesh.rank)]
         ]
         self.copied_s = self.cpu_s = 0.0
-        self._unsound = torch.zeros((), dtype=torch.bool, pin_memory=on_device)
         self._begun, self._taken = (torch.cuda.Event(enable_timing=True) if on_device else None for _ in range(2))
         # What is split is put together by messages, in whose queues those of the next step would wait for the copies.
         self._beside = torch.cuda.Stream(self._device) if on_device and not state.optimizer.is_split else None
 
-    def take(self, unsound: Tensor | None = None) -> None:
-        """Copy what is to be written, and whether it is unsound. On a GPU the host does not wait: a stream beside that of the steps copies, and
+    def take(self) -> None:
+        """Copy what is to be written. On a GPU the host does not wait: a stream beside that of the steps copies, and
         the next update comes after it; where the state is split over ranks, all that follows does."""
-        self._unsound.fill_(False) if unsound is None else self._unsound.copy_(unsound, non_blocking=True)
         if self._begun is None or self._taken is None:
             self._take()
             return
@@ -183,11 +181,6 @@ class Snapshot:
             self._take()
             self._taken.record()
         self.state.optimizer.update_after(self._taken)
-
-    @property
-    def is_unsound(self) -> bool:
-        """Whether what was taken is; known once it is written."""
-        return bool(self._unsound)
 
     @property
     def is_beside(self) -> bool:
@@ -332,14 +325,13 @@ class Saver:
         self.published: int | None = None
         """The step of the last checkpoint that is published; None since another one has begun."""
 
-    def save(self, step: int, trainer: Mapping[str, Any], unsound: Tensor | None = None) -> None:
+    def save(self, step: int, trainer: Mapping[str, Any]) -> None:
         """Take the state as it is and begin to write it; waits for an earlier save first. A checkpoint that is there
         already is left as it is: the run had come so far before, and has gone back after a fault.
 
         Args:
             step: The last step that was done.
             trainer: The fields of ``trainer.json``.
-            unsound: A bool on the device, the same on all ranks: whether it is not to be published in the end.
 
         Raises:
             SaveError: it cannot begin, for want of room say, or the earlier one failed.
@@ -365,7 +357,7 @@ class Saver:
             self._failing_since, self.published = None, step
             return
         folder = place(begun["folder"])
-        snapshot.take(unsound)
+        snapshot.take()
 
         def work() -> list[Wrote]:
             if publication is not None and self._kept.ahead and self._kept.newest is not None:
@@ -446,8 +438,6 @@ class Saver:
             self._fail(saving)
         elif not busy and saving.publishing:
             self._saving, self._failing_since, self.published = None, None, saving.step
-        elif not busy and self.reserve().is_unsound:
-            self.abandon()
         elif not busy:
             result = saving.work.result if saving.work else None
             written = self._control.exchange(result) if self._several else self._control.gather(result)
