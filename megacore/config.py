@@ -232,7 +232,7 @@ class OptimizerConfig:
     """Whether the update is made on fp32 copies of the weights."""
     moments: Moments = "fp32"
     """`fp32`: as wide as what is updated; `bf16`: rounded after each step."""
-    non_finite: Literal["stop", "skip", "repeat"] = "stop"
+    non_finite: Literal["stop", "skip", "repeat"] = "repeat"
     """Whether a NaN or infinity in loss or gradient stops the run, or skips the step, which then changes nothing, or
     the step is repeated: where it is bad again, its samples are left out (`recovery.skip_samples`), and it is done with
     those after them."""
