@@ -84,6 +84,8 @@ def live(recipe: str, overrides: list[str], root: Path, at: int = 0, pauses: boo
             assert memory._saver is not None
             memory._saver.abandon()  # by now a kill has ended what was under way
     assert memory.folder is not None
+    if world > 1:
+        dist.barrier()
     return ends.first, list(checkpoints.complete(memory.folder)), ends.weights, ends.told
 
 
