@@ -293,6 +293,7 @@ class MemoryCheckpoints(Callback):
             return
         self._step_s, self._last = now - self._last, now
         busy, failed, wait = (bool(largest[f"memory.{key}"]) for key in ("busy", "failed", "wait"))
+        was_idle = not (self._begun or self._is_next)  # else it is not known here yet when the next one is due
         try:
             if run.pausing:  # the run goes on from here
                 self._save_at_once(run, saver)
@@ -312,7 +313,7 @@ class MemoryCheckpoints(Callback):
                 self._reckon(run, saver)
         except SaveError as error:  # on every rank
             self._fail(run, error)
-        self._is_next = not (wait or self._begun or run.is_last)
+        self._is_next = was_idle and not (wait or self._begun or run.is_last)
 
     def on_rewind(self, run: Trainer) -> None:
         self._drop_after(run.step, run.control)
@@ -335,8 +336,11 @@ class MemoryCheckpoints(Callback):
         self._ended = not run.pausing
 
     def on_phase(self, run: Trainer, phase: Phase) -> None:
-        if phase == "end" and self._ended and self.folder is not None and self._is_first(run.control):
+        if phase != "end" or self.folder is None or self._held is None:
+            return
+        if self._ended and self._is_first(run.control):
             shutil.rmtree(self.folder, ignore_errors=True)
+        self._held.close()
 
     def _save(self, run: Trainer, saver: Saver) -> None:
         run.enter("save")
