@@ -246,7 +246,7 @@ def remarks(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, d
     """Return the differences to where the weights come from, the samples that are left out, and adapters that can only
     be merged, a line each; data: the identity of each corpus."""
     lines = *_differences(start, config, model, mesh), *_reordered(start, config, data), *_left_out(start.progress)
-    lines += _only_merged(config, model)
+    lines = *lines, *_only_merged(config, model)
     return [limits.cut(line) for line in lines]
 
 
