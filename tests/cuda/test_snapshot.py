@@ -1,4 +1,4 @@
-"""Copies of the state on fake CUDA: they go beside the steps, the host waits for nothing, and the next update for them."""
+"""Copies of the state on fake CUDA: beside the steps; the host waits for nothing, the next update for them."""
 
 from __future__ import annotations
 
