@@ -354,7 +354,7 @@ def as_data(x: Outlook) -> Mapping[str, Any]:
         "sources": x.sources,
         "checkpoint": {"of_rank": x.of_rank, "of_node": x.of_node, "every": x.every},
         "own": x.own and _goodput(x.own),
-        "levels": [{"level": name} | _goodput(each) for name, each in x.levels.items()],
+        "levels": [{"level": name, **_goodput(each)} for name, each in x.levels.items()],
     }
 
 
