@@ -31,6 +31,7 @@ from megacore.training.callbacks.recompute import Recompute
 from megacore.training.callbacks.repeat_steps import RepeatSteps
 from megacore.training.callbacks.replicas import Replicas
 from megacore.training.callbacks.report import Report
+from megacore.training.callbacks.shard_checksums import ShardChecksums
 from megacore.training.callbacks.signals import Signals
 from megacore.training.callbacks.tell_spikes import TellSpikes
 from megacore.training.check import Setup
@@ -116,7 +117,7 @@ def _callbacks(
     if optimizer.non_finite == "repeat":
         bad = RepeatSteps(checkpoints_on_disk, spikes if config.recovery.spikes else None)
     peak = config.log.peak_tflops or peak_tflops(mesh.device, DTYPES[config.train.precision])
-    made: list[Callback] = [Signals(), spikes, bad, Recompute(), Replicas(), *given]
+    made: list[Callback] = [Signals(), spikes, bad, Recompute(), Replicas(), ShardChecksums(), *given]
     made += [Metrics(Meter(config, setup.model, mesh, peak, setup.start.progress.step)), Incidents()]
     made += [checkpoints_on_disk]
     if setup.corpora.validation:

@@ -102,7 +102,7 @@ def _find(config: Config, damaged: tuple[Damaged, ...], checked: bool) -> Start:
     if section.resume is None:
         return _from(section.init, checked)
     if section.resume != AUTO:
-        return _go_on(config, Checkpoint.open(checkpoints.newest_of(place(section.resume)), checked), checked)
+        return go_on(config, Checkpoint.open(checkpoints.newest_of(place(section.resume)), checked), checked)
     folder = checkpoints.folder_of(config.out, section.folder)
     for path in reversed(checkpoints.named(folder).values()):
         if any(path == each.path for each in damaged):
@@ -114,7 +114,7 @@ def _find(config: Config, damaged: tuple[Damaged, ...], checked: bool) -> Start:
         except StoreError as error:
             damaged = (*damaged, Damaged(path, str(error)))
         else:
-            return replace(_go_on(config, checkpoint, checked), damaged=damaged)
+            return replace(go_on(config, checkpoint, checked), damaged=damaged)
     if any((each.path / INDEX).exists() for each in damaged):
         listed = "\n".join(each.reason for each in damaged)
         raise StoreError(
@@ -144,7 +144,8 @@ def _from(init: str | None, checked: bool) -> Start:
     return Start(open_folder(place(init), checked=checked)) if init else Start()
 
 
-def _go_on(config: Config, checkpoint: Checkpoint, checked: bool) -> Start:
+def go_on(config: Config, checkpoint: Checkpoint, checked: bool) -> Start:
+    """Return the start of a run that goes on from a checkpoint; errors as of :func:`find`."""
     lora = config.tuning.lora
     if lora is not None:
         return _go_on_with_adapters(lora, config.checkpoint.init, checkpoint, checked)

@@ -136,7 +136,7 @@ def test_a_checkpoint_holds_the_run(recipe: str, tmp_path: Path) -> None:
 
 def shares(recipe: str, overrides: list[str]) -> tuple[list[str], list[str]]:
     made = trainer(recipe, overrides, log=True)
-    snapshots = save.Snapshot(made.saver._state)
+    snapshots = save.Snapshot(made.saver._contents.state)
     made.run()
     held = [each.state for each in snapshots.written if {s.stored.name for s in each.file.tensors} == {*each.host}]
     return sorted(each.state for each in snapshots.written), sorted(held)
@@ -216,7 +216,7 @@ def test_the_thread_that_writes_waits_on_the_device_of_its_rank(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each thread of CUDA begins on GPU 0."""
-    snapshot = save.Snapshot(trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET]).saver._state)
+    snapshot = save.Snapshot(trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET]).saver._contents.state)
     snapshot.take()
     did = list[object]()
 
@@ -224,10 +224,13 @@ def test_the_thread_that_writes_waits_on_the_device_of_its_rank(
         def synchronize(self) -> None:
             did.append("waited")
 
+        def elapsed_time(self, later: object) -> float:
+            return 1500.0
+
     monkeypatch.setattr(torch.cuda, "set_device", did.append)
     device = snapshot._device = torch.device("cuda", 3)
-    snapshot._taken = Taken()  # type: ignore[assignment]
-    assert snapshot.write(tmp_path) and did == [device, "waited"]
+    snapshot._begun = snapshot._taken = Taken()  # type: ignore[assignment]
+    assert snapshot.write(tmp_path) and did == [device, "waited"] and snapshot.copied_s == 1.5
 
 
 def test_when_it_saves(recipe: str, tmp_path: Path) -> None:
