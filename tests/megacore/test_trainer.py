@@ -275,7 +275,7 @@ def interrupted(recipe: str, overrides: list[str], rank: int, step: int) -> tupl
         signals.stop |= made.step == step and made.mesh.rank == rank
         return plain(*given)
 
-    made.train_step.backward = asked  # type: ignore[method-assign]
+    made.train_step.backward = asked  # type: ignore[assignment, method-assign]
     return engine.result(made, made.fit()), signals.stop
 
 

@@ -11,12 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megacore import checkpoints, exits
+from megacore import checkpoints, exits, incidents
 from megacore.control import Control
 from megacore.data.skipped import SampleRange, in_recipe
 from megacore.incidents import KINDS, Action, Incident, Kind
@@ -26,7 +27,7 @@ from megacore.store.objects import place
 from megacore.store.strict_json import StoreError
 from megacore.training.callbacks.bad_steps import WINDOW, BadSteps, NonFinite, bounds
 from megacore.training.load import load
-from megacore.training.resume import Damaged, Start, find
+from megacore.training.resume import Damaged, Start, find, remarks
 from megacore.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -109,7 +110,15 @@ class RepeatSteps(BadSteps):
         """The steps whose samples were left out."""
 
     def on_resume(self, run: Trainer, document: Mapping[str, Any]) -> None:
-        self._left_out = list(document.get(LEFT_OUT, []))
+        """Know of the steps that were left out before, but for those that a run has ended for: their reasons were read."""
+
+        def ended() -> int:
+            found = incidents.read(Path(run.config.out)) if run.mesh.rank == 0 else []
+            return max((each.step or 0 for each in found if (each.kind, each.action) == ("bad_data", "end")), default=0)
+
+        if held := document.get(LEFT_OUT, []):
+            last = run.control.tell(run.control.attempt(ended))
+            self._left_out = [step for step in held if step >= last]
 
     def on_save(self, run: Trainer, document: dict[str, Any]) -> None:
         if self._left_out:
@@ -237,7 +246,7 @@ class RepeatSteps(BadSteps):
         if run.mesh.rank == 0:
             for each in start.damaged:
                 say(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.reason}")
-            say("\n".join(start.said))
+            say("\n".join(remarks(start, run.config, run.model.config, run.mesh.shape)))
         self._begin(run, start.progress.skipped)
 
 
