@@ -107,7 +107,7 @@ class RepeatSteps(BadSteps):
         """The steps whose samples were left out."""
 
     def on_resume(self, run: Trainer, document: Mapping[str, Any]) -> None:
-        """Know of the steps that were left out before, but for those that a run has ended for: somebody has read why."""
+        """Know of the steps that were left out, but for those before one that ended the run: somebody has read why."""
 
         def ended() -> int:
             found = incidents.read(Path(run.config.out)) if run.mesh.rank == 0 else []
