@@ -134,7 +134,7 @@ def of(made: Trainer, kind: type[Kind]) -> Kind:
 
 def fit(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> int:
     """A whole run on this rank, with its folder, its records and its report -> the last step."""
-    return main.fit(checked(recipe, overrides)[0], torch.device("cpu"), Here.now(), callbacks)
+    return main.fit(checked(recipe, overrides)[0], torch.device("cpu"), Here.now(), callbacks).step
 
 
 def weights(made: Trainer) -> dict[str, np.ndarray]:

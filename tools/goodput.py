@@ -297,8 +297,9 @@ def _levels(x: Outlook) -> Iterator[str]:
     if x.own:
         without = " without checkpoints in memory," * (x.own.from_disk == 1)
         yield f"  As the recipe has it,{without} with one on disk every {_duration(x.own.interval)}: {x.own.share:.2%}."
-    best = best_interval(1 / x.run_s, x.costs.copy)
-    yield f"  The best interval of those in memory would be {max(1, round(best / x.costs.step)):,} steps (Daly)."
+    best = max(1, round(best_interval(1 / x.run_s, x.costs.copy) / x.costs.step))
+    share = goodput(x.nodes, x.rates, x.costs, best).share
+    yield f"  One in memory every {best:,} step{'s' * (best > 1)} would be best (Daly): {share:.2%}."
 
 
 def _paid(x: Outlook) -> Iterator[str]:
@@ -353,7 +354,7 @@ def as_data(x: Outlook) -> Mapping[str, Any]:
         "sources": x.sources,
         "checkpoint": {"of_rank": x.of_rank, "of_node": x.of_node, "every": x.every},
         "own": x.own and _goodput(x.own),
-        "levels": [{"level": name} | _goodput(each) for name, each in x.levels.items()],
+        "levels": [{"level": name, **_goodput(each)} for name, each in x.levels.items()],
     }
 
 

@@ -147,7 +147,7 @@ class MemoryCheckpoints(Callback):
         One that ``start.damaged`` names is removed, and an older one is found, or none.
         """
         self._data = setup.corpora.identities
-        if not self._looked:
+        if not self._looked and setup.config.recovery.memory:
             self._looked = True
             try:
                 self._open(setup.config, control)

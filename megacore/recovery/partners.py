@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,10 @@ from megacore import checkpoints
 from megacore.control import Control
 from megacore.store.files import open_file
 from megacore.store.index import INDEX, read_index
+from megacore.store.publish import spelled
 from megacore.store.strict_json import StoreError, read_file
-from megacore.store.tensors import os_errors
+from megacore.store.tensors import free_bytes, os_errors
+from megacore.training.capacity import free_memory
 from parallel.mesh import Group
 
 _CHUNK = 16 << 20
@@ -142,20 +144,20 @@ def _parts(buffer: Tensor, size: int) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class HeldFiles:
-    """What a machine has of a checkpoint.
+    """The part of a checkpoint that a machine has.
 
     Args:
         step: Its step.
         name: The name of its folder.
-        index: What tells its index from others of that step.
-        files: The files that are there.
+        index: A digest of its index, which tells it from others of that step.
+        files: {file that is there: its bytes}.
         lacking: Those that the index names, and that are not.
     """
 
     step: int
     name: str
     index: str
-    files: Sequence[str]
+    files: Mapping[str, int]
     lacking: Sequence[str]
 
 
@@ -168,7 +170,9 @@ def held(folder: Path) -> list[HeldFiles]:
             there = {str(file.relative_to(path)): file.stat().st_size for file in path.rglob("*") if file.is_file()}
             lacking = [name for name, record in records.items() if there.get(name) != record.size]
             digest = hashlib.sha256(read_file(path / INDEX, path)).hexdigest()[:_SHORT]
-            found.append(HeldFiles(step, path.name, digest, sorted({*there} - {*lacking}), lacking))
+            found.append(
+                HeldFiles(step, path.name, digest, {name: there[name] for name in there.keys() - {*lacking}}, lacking)
+            )
     return found
 
 
@@ -190,19 +194,19 @@ def bring(
 
     Args:
         path: Its folder on this machine.
-        index: What tells it from others of its name, as of :func:`whole`.
-        held: What each machine has.
+        index: The digest of its index, as of :func:`whole`.
+        held: The parts of checkpoints that each machine has.
         there: The ranks of each.
         control: The messages between the ranks.
 
     Raises:
         StoreError: a machine has no room, say; on all ranks.
     """
-    names = [
-        {name for each in of if (each.name, each.index) == (path.name, index) for name in each.files} for of in held
-    ]
+    alike = [[each for each in of if (each.name, each.index) == (path.name, index)] for of in held]
+    sizes = {name: size for of in alike for each in of for name, size in each.files.items()}
+    names = [{name for each in of for name in each.files} for of in alike]
     moves = dict[tuple[int, int], list[str]]()
-    for number, name in enumerate(sorted(set().union(*names), key=lambda name: (name == INDEX, name))):
+    for number, name in enumerate(sorted(sizes, key=lambda name: (name == INDEX, name))):
         having = [machine for machine, files in enumerate(names) if name in files]
         for machine in range(len(there)):
             if machine not in having:
@@ -211,11 +215,21 @@ def bring(
         return
     first, rank = [ranks[0] for ranks in there], control.mesh.rank
     group = control.mesh.host_group([tuple(first)])
+
+    def make_room() -> None:
+        if rank not in first:
+            return
+        lacking = sizes.keys() - names[first.index(rank)]
+        needed, free = sum(sizes[name] for name in lacking), free_memory()
+        if needed > (room := min(free_bytes(path.parent), needed if free is None else free)):
+            raise StoreError(f"{path}: needs {spelled(needed)}, and {spelled(max(0, room))} of memory are to spare")
+        if INDEX in lacking:
+            with os_errors(path):
+                shutil.rmtree(path, ignore_errors=True)  # another one of this step
+                path.mkdir(0o700)
+
+    control.attempt(make_room)
     problems = list[str]()
-    if rank in first and INDEX not in names[first.index(rank)]:
-        with os_errors(path):
-            shutil.rmtree(path, ignore_errors=True)  # another one of this step
-            path.mkdir(0o700)
     # In one order everywhere: whoever sends is waited for. The index goes last, and makes a checkpoint of the folder.
     for (source, target), files in sorted(moves.items(), key=lambda move: (INDEX in move[1], move[0])):
         if rank == first[source]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -36,6 +37,7 @@ from megacore.training.callbacks.signals import Signals
 from megacore.training.callbacks.tell_spikes import TellSpikes
 from megacore.training.check import Setup
 from megacore.training.load import load as load_into
+from megacore.training.lr import learning_rate
 from megacore.training.meter import Meter
 from megacore.training.microbatches import Uploader
 from megacore.training.optimizer import Optimizer
@@ -95,7 +97,8 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     batches = _batches(setup, setup.corpora.train, mesh, model).without(start.progress.skipped_samples)
     callbacks = _callbacks(setup, contents, mesh, model, control, given)
     upload = Uploader(config, mesh, model)
-    return Trainer(config, mesh, model, step, batches, upload, control, contents, start, callbacks)
+    rate = partial(learning_rate, schedule=config.schedule, base=config.optimizer.lr, total_steps=config.train.steps)
+    return Trainer(config, mesh, model, step, batches, upload, rate, control, contents, start, callbacks)
 
 
 def _batches(setup: Setup, source: Source, mesh: Mesh, model: Model) -> Batches:

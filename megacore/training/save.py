@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,11 +31,13 @@ from megacore.store.shares import FileContents, share_out
 from megacore.store.stream import File, write
 from megacore.store.stream import Tensor as Written
 from megacore.store.strict_json import StoreError, read_json
-from megacore.training.optimizer import Optimizer
 from parallel.gradients.buckets import Take, all_of_it
 from parallel.parameters import Parameters, view
 from parallel.weights.layout import Layout
 from parallel.weights.transfer import Stored, native, plan
+
+if TYPE_CHECKING:
+    from megacore.training.optimizer import Optimizer
 
 WEIGHTS = STATES[0]
 _ALIGNED = 64

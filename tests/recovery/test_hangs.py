@@ -11,8 +11,11 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from io import BytesIO
 from pathlib import Path
 from types import FrameType
 
@@ -25,7 +28,7 @@ from megacore.places import along, listed, place
 from megacore.rank import stacks_of
 from megacore.recovery import beats, flight_recorder, hang_report
 from megacore.recovery.beats import PHASES, Beat, Phase, Reading, beat_of, read
-from megacore.recovery.flight_recorder import GroupLog
+from megacore.recovery.flight_recorder import Answer, GroupLog
 from megacore.recovery.hang_report import LEAST_S, START_S, HangReport, bound_s, now_of, standing
 from megacore.recovery.standing import Witness, doing, judge
 from parallel.weights.layout import MeshShape
@@ -252,6 +255,7 @@ class Scene:
     def __init__(self, folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> None:
         self.clock, self.incidents, self.lines = clock, list[Incident](), list[str]()
         self.stacks = dict.fromkeys(range(ranks), STACKS.format(file="/x/a.py", outer="/x/a.py", name="f"))
+        self.answers = dict[int, Answer]()
         self.asks = 0
         self.out = folder / "run"
         monkeypatch.setattr(hang_report.time, "monotonic", clock)
@@ -262,9 +266,9 @@ class Scene:
         self.beats = [Beat(beat_of(folder, pid)) for pid in self.ranks.values()]
         self.step = 0
 
-    def _asked(self, ranks: Mapping[int, int]) -> tuple[dict[int, str], dict[int, object]]:
+    def _asked(self, ranks: Mapping[int, int]) -> tuple[dict[int, str], dict[int, Answer]]:
         self.asks += 1
-        return dict(self.stacks), {}
+        return dict(self.stacks), dict(self.answers)
 
     def waits(self, rank: int) -> None:
         self.stacks[rank] = STACKS.format(file="/x/parallel/collectives.py", outer="/x/a.py", name="all_reduce_")
@@ -440,15 +444,42 @@ def test_who_moves_while_it_is_asked_is_not_told(scene: Scene, monkeypatch: pyte
     assert scene.asks == 1 and not scene.lines
 
 
-def test_a_disk_that_does_not_answer_is_not_waited_for(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_report, "WRITE_S", 0.1)
+def test_a_device_that_its_host_is_ahead_of_may_go_on(scene: Scene) -> None:
+    """It has done steps since the host stood, and then since it was last asked."""
     for _ in range(5):
         scene.does()
-    scene.out.mkdir()
-    os.mkfifo(scene.out / "hangs")  # no folder
+    for beat in scene.beats:
+        beat.device_did(3)
+    scene.answers = {0: Answer({}, 4), 1: Answer({}, -1)}
     scene.passes(61.0)
+    scene.answers[1] = Answer({}, 4)
+    scene.passes(60.0)
+    assert scene.asks == 2 and not scene.lines
+    scene.passes(120.0)
+    assert scene.asks == 3 and len(scene.lines) == 1
+
+
+def test_a_disk_that_does_not_answer_is_not_waited_for(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(hang_report, "WRITE_S", 0.1)
+    monkeypatch.setattr(hang_report, "replacing", lambda *_, **__: nullcontext(BytesIO()) if answers.wait(20) else None)
+    for _ in range(5):
+        scene.does()
+    began = time.time()
+    scene.passes(61.0)
+    answers.set()
     (line,) = scene.lines
-    assert "stacks" not in line and len(scene.incidents) == 1
+    assert "stacks" not in line and len(scene.incidents) == 1 and time.time() < began + 10
+
+
+def test_a_slow_rank_is_told_of_by_its_beat(scene: Scene) -> None:
+    for step in range(80):
+        for beat, seconds in zip(scene.beats, (0.1, 0.3), strict=True):
+            beat.enter("forward", step)
+            scene.clock.now += 4 * seconds
+            beat.enter("log")
+        scene.report.poll(scene.ranks)
+    assert [(each.kind, each.action, each.rank) for each in scene.incidents] == [("straggler", "tell", 1)]
 
 
 def test_where_the_ranks_are_in_one_line(scene: Scene) -> None:
@@ -507,11 +538,15 @@ def processes(tmp_path: Path) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
 def test_ranks_that_stand_are_told_and_live(
-    tmp_path: Path, processes: dict[int, subprocess.Popen[bytes]], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    processes: dict[int, subprocess.Popen[bytes]],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In order: asleep, stopped."""
+    monkeypatch.setattr(hang_report, "LEAST_S", 0.5)
     incidents, ranks = list[Incident](), {rank: process.pid for rank, process in processes.items()}
-    report = HangReport(tmp_path / "run", tmp_path, MeshShape(dp=2), "", incidents.append, least_s=0.5)
+    report = HangReport(tmp_path / "run", tmp_path, MeshShape(dp=2), "", incidents.append)
 
     def told(times: int, stopped: bool = False) -> str:
         deadline, longest = time.monotonic() + 60, 0.0

@@ -38,6 +38,7 @@ def test_the_plan_tells_what_is_left(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "Two are kept, and two of another node" in said
     assert all(f"\n  {level}  " in said for level in LEVELS)
     assert "As the recipe has it, with one on disk every " in said
+    assert " would be best (Daly): " in said
     assert picture.read_bytes().startswith(b"\x89PNG")
     memory = printed(capsys, "recovery.memory=false", "checkpoint.every=50")
     assert "As the recipe has it, without checkpoints in memory, with one on disk every " in memory
