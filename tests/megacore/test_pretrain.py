@@ -28,7 +28,7 @@ from megacore.training.callbacks.metrics import Metrics
 from megacore.training.callbacks.signals import Signals
 from megacore.training.check import check
 from megacore.training.resume import Start
-from megacore.training.start import _headline
+from megacore.training.start import headline
 from megacore.training.trainer import Trainer
 from models.registry import configure
 from parallel.mesh import Mesh
@@ -266,7 +266,7 @@ def test_a_run_without_facts_and_evaluation_reports_what_there_is(
 def test_the_first_line_says_how_sequences_are_split(recipe: str, cp: int, overrides: list[str], said: str) -> None:
     setup = check(recipe, [f"mesh.cp={cp}", "train.precision=bf16", *overrides], cp, 1)
     mesh: Any = SimpleNamespace(shape=MeshShape(cp=cp), device=torch.device("cpu"))
-    assert _headline(setup.config, setup.model, mesh).count(said) == 1
+    assert headline(setup.config, setup.model, mesh).count(said) == 1
 
 
 def test_one_rank_of_several_writes(pool: Pool, tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_non_finite_loss_ends_with_status_1_and_the_reason(
         next(iter(made.model.parameters.values())).data.view(-1)[:16] = float("nan")
         return made
 
-    monkeypatch.setattr("megacore.training.start.trainer_of", poisoned)
+    monkeypatch.setattr("megacore.training.main.trainer_of", poisoned)
     assert main.main([recipe, f"out={tmp_path / 'run'}", "optimizer.non_finite=stop"]) == 1
     shown = capsys.readouterr()
     assert "step 1, samples 0 to 7 of the training data: the loss is not finite on rank 0" in shown.err
@@ -354,7 +354,7 @@ def test_skipped_steps_are_in_the_progress_and_in_the_report(
         monkeypatch.setattr(pipeline, "train", lambda batch, scale, *more: train(batch, scale * torch.nan))
         return made
 
-    monkeypatch.setattr("megacore.training.start.trainer_of", poisoned)
+    monkeypatch.setattr("megacore.training.main.trainer_of", poisoned)
     arguments = [recipe, "optimizer.non_finite=skip", "train.precision=fp32"]
     assert main.main([*arguments, f"out={tmp_path / 'run'}"]) == 0
     shown = capsys.readouterr()
