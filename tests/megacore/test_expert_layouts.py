@@ -69,7 +69,7 @@ def test_a_run_goes_on_with_the_same_numbers_wherever_experts_lie(
 def saved_in_parts(recipe: str, overrides: list[str]) -> None:
     """Three steps, saved as a small model and as one of which each share is worth a writer."""
     made = trainer(recipe, ["train.steps=3", "checkpoint.every=0", "evaluate.every=0", *overrides])
-    made.run()
+    made.fit()
     made.saver.save(2, {"step": 2})
     made.saver.finish()
     with mock.patch("megacore.store.shares.SHARE_BYTES", 1):

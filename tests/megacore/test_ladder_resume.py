@@ -40,7 +40,7 @@ def stopped(recipe: str, overrides: list[str], last: int) -> Result:
     from engine import result, trainer
 
     made = trainer(recipe, overrides, log=True)
-    plain, count = made.step.backward, made.start.step
+    plain, count = made.train_step.backward, made.start.step
 
     def backward(microbatches: Any) -> Any:
         nonlocal count
@@ -48,8 +48,8 @@ def stopped(recipe: str, overrides: list[str], last: int) -> Result:
         made.interrupt.asked = count == last
         return plain(microbatches)
 
-    made.step.backward = backward  # type: ignore[method-assign]
-    return result(made, made.run())
+    made.train_step.backward = backward  # type: ignore[method-assign]
+    return result(made, made.fit())
 
 
 def path_of(out: Path, step: int) -> Path:

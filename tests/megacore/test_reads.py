@@ -19,7 +19,7 @@ from megacore.store import load, shares
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
-from megacore.training import train as pretrain
+from megacore.training.check import check
 from tools import reshard
 
 PRECISION = ["train.precision=bf16", "evaluate.every=0"]
@@ -134,7 +134,7 @@ def goes_on(recipe: str, overrides: list[str]) -> tuple[set[str], set[str]]:
         return plain(path, root)
 
     with mock.patch.object(TensorFile, "open", noted), contextlib.redirect_stdout(io.StringIO()):
-        setup = pretrain.check(recipe, overrides, dist.get_world_size(), 2, checked=rank % 2 > 0, led=rank > 0)
+        setup = check(recipe, overrides, dist.get_world_size(), 2, checked=rank % 2 > 0, led=rank > 0)
         dist.barrier()
         before = {*opened}
         opened.clear()
