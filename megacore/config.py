@@ -425,10 +425,14 @@ class RecoveryConfig:
     """The faults that a run gets over by itself, and the data that it leaves out."""
 
     compare_every: Annotated[Int, AT_LEAST_0] = 100
-    """Steps after which replicas compare their weights and states bit for bit, as before each save; 0: never."""
+    """Steps after which ranks that hold the same weights and states compare them bit for bit, as before each save; 0:
+    never."""
     recompute_every: Annotated[Int, AT_LEAST_0] = 0
     """Steps after which replicas compute the same microbatch, of each in its turn, and compare its loss and gradients
     bit for bit, without a replica each rank with itself: it finds what computes wrong; 0: never."""
+    checksums: Annotated[Float, BELOW_1] = 0.005
+    """The share of a step's time in which what one rank alone holds, in turns, is compared with what its last update
+    has left there; 0: none."""
     max_restarts: Annotated[Int, AT_LEAST_0] = 3
     """Restarts of all ranks in a row with no new step between them, before the run ends with status 75; 0: none."""
     memory: Bool = True

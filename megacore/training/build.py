@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,10 +32,12 @@ from megacore.training.callbacks.recompute import Recompute
 from megacore.training.callbacks.repeat_steps import RepeatSteps
 from megacore.training.callbacks.replicas import Replicas
 from megacore.training.callbacks.report import Report
+from megacore.training.callbacks.shard_checksums import ShardChecksums
 from megacore.training.callbacks.signals import Signals
 from megacore.training.callbacks.tell_spikes import TellSpikes
 from megacore.training.check import Setup
 from megacore.training.load import load as load_into
+from megacore.training.lr import learning_rate
 from megacore.training.meter import Meter
 from megacore.training.microbatches import Uploader
 from megacore.training.optimizer import Optimizer
@@ -94,7 +97,8 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     batches = _batches(setup, setup.corpora.train, mesh, model).without(start.progress.skipped_samples)
     callbacks = _callbacks(setup, contents, mesh, model, control, given)
     upload = Uploader(config, mesh, model)
-    return Trainer(config, mesh, model, step, batches, upload, control, contents, start, callbacks)
+    rate = partial(learning_rate, schedule=config.schedule, base=config.optimizer.lr, total_steps=config.train.steps)
+    return Trainer(config, mesh, model, step, batches, upload, rate, control, contents, start, callbacks)
 
 
 def _batches(setup: Setup, source: Source, mesh: Mesh, model: Model) -> Batches:
@@ -116,7 +120,7 @@ def _callbacks(
     if optimizer.non_finite == "repeat":
         bad = RepeatSteps(checkpoints_on_disk, spikes if config.recovery.spikes else None)
     peak = config.log.peak_tflops or peak_tflops(mesh.device, DTYPES[config.train.precision])
-    made: list[Callback] = [Signals(), spikes, bad, Recompute(), Replicas(), *given]
+    made: list[Callback] = [Signals(), spikes, bad, Recompute(), Replicas(), ShardChecksums(), *given]
     made += [Metrics(Meter(config, setup.model, mesh, peak, setup.start.progress.step)), Incidents()]
     made += [checkpoints_on_disk]
     if setup.corpora.validation:

@@ -25,13 +25,15 @@ from megacore.recipe import ConfigError
 from megacore.say import err, outlive, say
 from megacore.store.audit import DamageError
 from megacore.store.strict_json import StoreError
+from megacore.training import start
+from megacore.training.build import trainer_of
 from megacore.training.callbacks.bad_steps import NonFinite
 from megacore.training.check import Setup, check, files_of
 from megacore.training.export import export
 from megacore.training.resume import again
 from megacore.training.save import SaveError
-from megacore.training.start import begin
-from megacore.training.trainer import Callback
+from megacore.training.trainer import Callback, Trainer
+from parallel import kernels
 from parallel.mesh import Mesh
 
 
@@ -95,9 +97,33 @@ def fit(setup: Setup, device: torch.device, here: Here, callbacks: Sequence[Call
     """
     world = dist.get_world_size() if dist.is_initialized() else 1
     config = setup.config
+    mesh = Mesh.create(config.mesh.shape(world), device, timedelta(minutes=config.train.timeout))
+    control = Control.create(mesh, here.local_world)
+    setup = start.agreed(setup, control)
     with ExitStack() as stack:
-        mesh = Mesh.create(config.mesh.shape(world), device, timedelta(minutes=config.train.timeout))
-        return begin(setup, mesh, Control.create(mesh, here.local_world), callbacks, stack).fit()
+        control.attempt(lambda: start.hold(config, stack) if mesh.rank == 0 else None)
+        if mesh.rank == 0:
+            say(start.headline(config, setup.model, mesh))
+        trainer = loaded(setup, mesh, control, callbacks)
+        if mesh.rank == 0 and (chosen := kernels.chosen(device, config.train.compile)):
+            say(chosen)
+        return trainer.fit()
+
+
+def loaded(setup: Setup, mesh: Mesh, control: Control, callbacks: Sequence[Callback] = ()) -> Trainer:
+    """Return the trainer of a run, with the newest state that is whole.
+
+    Raises:
+        ConfigError: the ranks have found different things, or one of them cannot do what the config asks for.
+        StoreError: what the run is to start from is damaged, and there is nothing else.
+    """
+    while True:
+        newest = start.newest(setup, callbacks, control)
+        try:
+            return trainer_of(newest, mesh, control, callbacks)
+        except DamageError as error:  # on all ranks
+            damage = error.with_traceback(None)  # which holds half a trainer
+        setup = start.instead_of(setup, newest, damage, control)
 
 
 def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
@@ -20,43 +20,17 @@ from megacore.store.objects import place
 from megacore.store.publish import replace_file
 from megacore.store.strict_json import read_file
 from megacore.store.tensors import os_errors
-from megacore.training.build import trainer_of
-from megacore.training.check import Setup
 from megacore.training.lock import RunLock
 from megacore.training.resume import Damaged, Start, find, remarks
-from megacore.training.trainer import Callback, Trainer
+from megacore.training.trainer import Callback
 from models.config import ModelConfig, flops_per_token, parameters_in_words
-from parallel import kernels
 from parallel.mesh import Mesh
 
-
-def begin(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callback], stack: ExitStack) -> Trainer:
-    """Return the trainer of a run, whose state is loaded; all ranks call this.
-
-    Args:
-        setup: The run, as this rank has checked it.
-        mesh, control: Its groups.
-        given: What is to happen beside the steps, besides all that the config asks for.
-        stack: Lets go of the folder of the run.
-
-    Raises:
-        ConfigError: the ranks have found different things, or one of them cannot do what the config asks for.
-        StoreError: another run holds the folder, or what the run is to start from is damaged.
-    """
-    setup = _led(setup, control)
-    control.attempt(lambda: _hold(stack, setup.config) if mesh.rank == 0 else None)
-    if mesh.rank == 0:
-        say(_headline(setup.config, setup.model, mesh))
-    otherwise = None
-    if setup.config.checkpoint.resume == AUTO:
-        otherwise = partial(find, setup.config, checked=mesh.rank > 0)
-    trainer = _loaded(setup, mesh, control, given, otherwise)
-    if mesh.rank == 0 and (chosen := kernels.chosen(mesh.device, setup.config.train.compile)):
-        say(chosen)
-    return trainer
+if TYPE_CHECKING:
+    from megacore.training.check import Setup
 
 
-def _led(setup: Setup, control: Control) -> Setup:
+def agreed(setup: Setup, control: Control) -> Setup:
     """Return a run that starts where rank 0 has found that it can: it alone has looked at all files of checkpoints."""
     told = control.tell([[str(each.path), each.reason] for each in setup.start.damaged])
     damaged = tuple(Damaged(place(path), reason) for path, reason in told)
@@ -68,7 +42,47 @@ def _led(setup: Setup, control: Control) -> Setup:
     return setup.at(control.attempt(start))
 
 
-def _hold(stack: ExitStack, config: Config) -> None:
+def newest(setup: Setup, given: Sequence[Callback], control: Control) -> Setup:
+    """Return a run that starts from the newest state that a callback knows of, with its folder in order and what its
+    saves take from there.
+
+    Raises:
+        StoreError: something cannot be read or written; on all ranks.
+    """
+    start = setup.start
+    for callback in given:
+        start = callback.on_find(setup, start, control)
+    found = setup.at(start)
+    return control.attempt(lambda: _prepared(found, control.mesh) if control.mesh.rank == 0 else found)
+
+
+def instead_of(setup: Setup, used: Setup, error: DamageError, control: Control) -> Setup:
+    """Return a run that starts from something else than what has turned out to be damaged while it was loaded.
+
+    Args:
+        setup: The run, as its checkpoints on disk say.
+        used: The one whose start is damaged, of :func:`newest`.
+        error: The damage, on all ranks.
+        control: The messages between the ranks.
+
+    Raises:
+        DamageError: there is nothing else.
+    """
+    at, config = used.start.adapters or used.start.source, setup.config
+    damaged = Damaged(error.path, str(error))
+    if at is None or error.path != at.path:
+        raise error
+    gc.collect()  # the half of a trainer that there is: modules and hooks refer to each other
+    if used.start.source is not setup.start.source or used.start.adapters is not setup.start.adapters:
+        # A callback's, which is told that this one is of no use.
+        return setup.at(replace(setup.start, damaged=(*setup.start.damaged, damaged)))
+    if config.checkpoint.resume != AUTO:
+        raise error
+    found = control.attempt(lambda: find(config, (damaged,), checked=control.mesh.rank > 0))
+    return agreed(setup.at(found), control)
+
+
+def hold(config: Config, stack: ExitStack) -> None:
     """Hold the run's folder, and that of its checkpoints where it is elsewhere; what a holder that died was writing is
     removed."""
     out = Path(config.out)
@@ -77,44 +91,6 @@ def _hold(stack: ExitStack, config: Config) -> None:
         stack.enter_context(RunLock.take(place(config.checkpoint.folder), by=out))
     with os_errors(out):
         checkpoints.clean(checkpoints.folder_of(out, config.checkpoint.folder))
-
-
-def _loaded(
-    setup: Setup,
-    mesh: Mesh,
-    control: Control,
-    given: Sequence[Callback],
-    otherwise: Callable[[tuple[Damaged, ...]], Start] | None,
-) -> Trainer:
-    """Return the trainer of a run, from the newest state that is whole.
-
-    Args:
-        setup, mesh, control, given: As of :func:`begin`.
-        otherwise: Finds another start where the checkpoint turns out to be damaged while it is loaded, which is set
-            aside; None where there is no other.
-
-    Raises:
-        StoreError: what the run is to start from is damaged, and there is nothing else.
-    """
-    start = setup.start
-    for callback in given:
-        start = callback.on_find(setup, start, control)
-    newest = setup.at(start)
-    prepared = control.attempt(lambda: _prepared(newest, mesh) if mesh.rank == 0 else newest)
-    try:
-        return trainer_of(prepared, mesh, control, given)
-    except DamageError as error:
-        used = start.adapters or start.source
-        if used is None or error.path != used.path or (otherwise is None and start is setup.start):
-            raise
-        damaged = Damaged(error.path, str(error))
-    gc.collect()  # the half of a trainer that there is: modules and hooks refer to each other
-    if start is not setup.start:  # a callback's, which knows now that this one is of no use
-        other = replace(setup.start, damaged=(*setup.start.damaged, damaged))
-        return _loaded(setup.at(other), mesh, control, given, otherwise)
-    assert otherwise is not None
-    found = control.attempt(lambda: otherwise((damaged,)))
-    return _loaded(_led(setup.at(found), control), mesh, control, given, otherwise)
 
 
 def _prepared(setup: Setup, mesh: Mesh) -> Setup:
@@ -133,7 +109,7 @@ def _prepared(setup: Setup, mesh: Mesh) -> Setup:
     return setup.held()
 
 
-def _headline(config: Config, model: ModelConfig, mesh: Mesh) -> str:
+def headline(config: Config, model: ModelConfig, mesh: Mesh) -> str:
     sizes = " x ".join(f"{dim}={mesh.shape[dim]}" for dim in mesh.shape.DIMS)
     context = config.context.over(mesh.shape.cp, model.drops_attention)
     if context.size > 1:

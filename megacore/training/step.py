@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from megacore.training.optimizer import Optimizer
 from megacore.training.scaler import UNSCALED, Scaler, Scaling
 from models.decoder import Microbatch
 from parallel.balance import Balance
@@ -20,6 +19,9 @@ from parallel.labels import IGNORE
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.pipeline.schedules import Kind
+
+if TYPE_CHECKING:
+    from megacore.training.optimizer import Optimizer
 
 Phase = Literal["data", "forward", "backward", "reduce", "update", "log", "save", "evaluate", "end"]
 """The phases of a rank: ``data`` while it waits for a batch, ``log`` while it reads and writes metrics, ``end`` after

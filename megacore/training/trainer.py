@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +15,16 @@ from megacore.control import Control
 from megacore.data.batches import Batches, prefetch
 from megacore.incidents import Incident
 from megacore.say import harmless
-from megacore.training.load import load
-from megacore.training.lr import learning_rate
-from megacore.training.microbatches import Uploader
-from megacore.training.progress import Progress
-from megacore.training.resume import Start
-from megacore.training.save import Contents
-from megacore.training.step import Phase, Stats, TrainStep
-from models.assemble import Model
-from parallel.mesh import Mesh
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the loop calls what it is given
     from megacore.training.check import Setup
+    from megacore.training.microbatches import Uploader
+    from megacore.training.progress import Progress
+    from megacore.training.resume import Start
+    from megacore.training.save import Contents
+    from megacore.training.step import Phase, Stats, TrainStep
+    from models.assemble import Model
+    from parallel.mesh import Mesh
 
 
 class Callback:
@@ -99,6 +97,7 @@ class Trainer:
         train_step: Loss, gradients and update of a global batch.
         batches: This rank's training batches.
         upload: Makes microbatches on the device.
+        learning_rate: Gives the learning rate of a step.
         control: The messages between the ranks in host memory.
         contents: All that a checkpoint of the run holds.
         origin: The start of the run in this process.
@@ -111,6 +110,7 @@ class Trainer:
     train_step: TrainStep
     batches: Batches
     upload: Uploader
+    learning_rate: Callable[[int], float]
     control: Control
     contents: Contents
     origin: Start
@@ -220,19 +220,6 @@ class Trainer:
         """
         self._back_to = step, start or self.start
 
-    def restore(self, start: Start) -> None:
-        """Fill the weights and the optimizer from a checkpoint, and go on from there; all ranks do so.
-
-        Raises:
-            DamageError, StoreError: it cannot be used; the state is neither the one nor the other.
-        """
-        optimizer = self.train_step.optimizer
-        optimizer.forget()
-        load(start, self.model.parameters, optimizer, self.config.train.seed, self.control)
-        self.train_step.gradients.updated()
-        self.train_step.scaler.load(start.progress.scaler)
-        self.rewind(start.progress.step, start.progress)
-
     def fail(self, error: Exception) -> None:
         """End the run with an error that all ranks have found after the same step."""
         self.failure = error
@@ -264,7 +251,7 @@ class Trainer:
     @property
     def lr(self) -> float:
         """The learning rate of this step."""
-        return learning_rate(self.step, self.config.schedule, self.config.optimizer.lr, self.config.train.steps)
+        return self.learning_rate(self.step)
 
     @property
     def position(self) -> Progress:

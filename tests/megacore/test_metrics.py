@@ -66,7 +66,7 @@ def test_every_record_has_the_promised_numbers(recipe: str, tmp_path: Path) -> N
 def test_utilisation_is_unknown_where_the_peak_is(recipe: str, tmp_path: Path) -> None:
     made = trainer(recipe, [f"out={tmp_path / 'run'}", "train.steps=3"], log=True)
     made.meter.peak_tflops = None
-    records = engine.result(made, made.run()).records
+    records = engine.result(made, made.fit()).records
     assert records[0]["mfu"] is None and records[0]["tflops_per_device"] is not None
 
 
@@ -80,7 +80,7 @@ def test_time_of_evaluation_is_not_counted(recipe: str, tmp_path: Path) -> None:
         return 0.0
 
     made.validation_loss = slow  # type: ignore[method-assign]
-    result = engine.result(made, made.run())
+    result = engine.result(made, made.fit())
     elapsed = time.perf_counter() - started
     counted = sum(2 * seconds for seconds in result.values("seconds_per_step"))
     assert 0 < counted < elapsed - 4 * 0.5

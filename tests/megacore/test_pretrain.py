@@ -16,6 +16,9 @@ import pytest
 import torch
 from device_store import device_store
 from engine import GPT2, RECIPE, VOCAB, trainer, write_corpus, write_recipe
+from megacore.training.copies import Copies
+from megacore.training.interrupt import Interrupt
+from megacore.training.recover import Held, recovered
 from PIL import Image
 from pool import Pool
 
@@ -24,9 +27,6 @@ from megacore.data.corpus import Corpus as Facts
 from megacore.recipe import ConfigError, load
 from megacore.training import build, capacity, life, metrics
 from megacore.training import train as pretrain
-from megacore.training.copies import Copies
-from megacore.training.interrupt import Interrupt
-from megacore.training.recover import Held, recovered
 from megacore.training.resume import Start
 from megacore.training.trainer import Trainer
 from models.registry import configure
@@ -331,8 +331,8 @@ def test_the_recipe_s_loss_and_optimizer_arrive(recipe: str) -> None:
     made = build.trainer_of(pretrain.check(recipe, overrides, 1, 1), mesh, Control.create(mesh))
     head = made.model.chunks[-1].head
     assert head is not None and (head.losses.label_smoothing, head.losses.z_loss) == (0.1, 0.01)
-    assert made.step.pipeline.schedule == "gpipe" and len(made.model.chunks) == 2
-    adamw, clip = device_store(made.step.optimizer).adamw, made.step.optimizer.clip
+    assert made.train_step.pipeline.schedule == "gpipe" and len(made.model.chunks) == 2
+    adamw, clip = device_store(made.train_step.optimizer).adamw, made.train_step.optimizer.clip
     assert {(group["betas"], group["eps"]) for group in adamw.param_groups} == {((0.8, 0.9), 1e-5)}
     assert clip is None and made.meter.peak_tflops == 3.5
 
@@ -364,8 +364,8 @@ def test_skipped_steps_are_in_the_progress_and_in_the_report(
 
     def poisoned(*arguments: object) -> Trainer:
         made = plain(*arguments)  # type: ignore[arg-type]
-        train = made.step.pipeline.train
-        monkeypatch.setattr(made.step.pipeline, "train", lambda batch, scale, *more: train(batch, scale * torch.nan))
+        train = made.train_step.pipeline.train
+        monkeypatch.setattr(made.train_step.pipeline, "train", lambda batch, scale, *more: train(batch, scale * torch.nan))
         return made
 
     monkeypatch.setattr(life, "trainer_of", poisoned)
@@ -389,7 +389,7 @@ def test_a_signal_ends_a_run_after_its_step(recipe: str, tmp_path: Path, number:
     command = [
         sys.executable,
         "-m",
-        "megacore.training.train",
+        "megacore.training",
         recipe,
         f"out={out}",
         "train.steps=100000",
@@ -443,7 +443,7 @@ def test_a_second_ctrl_c_without_a_launcher_is_a_line(
 def test_a_signal_to_torchrun_ends_all_ranks_after_the_same_step(recipe: str, tmp_path: Path) -> None:
     """Another launcher than ours; `test_start.py` has ours."""
     out = tmp_path / "run"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.training.train"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.training"]
     process = start([sys.executable, *torchrun, recipe, f"out={out}", "train.steps=100000", "mesh.tp=2"])
     try:
         await_records(process, out, 3)
@@ -462,7 +462,7 @@ def test_an_error_on_one_rank_ends_all_of_them_and_is_seen(recipe: str, tmp_path
     stand_in = tmp_path / "path" / "wandb"
     stand_in.mkdir(parents=True)
     (stand_in / "__init__.py").write_text("def init(**_):\n    raise RuntimeError('no such project')\n")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.training.train"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.training"]
     command = [sys.executable, *torchrun, recipe, f"out={tmp_path / 'run'}", "mesh.tp=2", "log.wandb=project"]
     process = start(command, PYTHONPATH=str(stand_in.parent))
     try:

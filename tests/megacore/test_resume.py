@@ -117,9 +117,9 @@ def test_it_goes_on_where_it_was_stopped(recipe: str, six: Path, tmp_path: Path)
     """In the same folder, its log cut back to the checkpoint: as if it had never stopped."""
     overrides = [f"out={tmp_path / 'run'}", "train.steps=6", "checkpoint.every=3", "checkpoint.resume=auto"]
     made = trainer(recipe, overrides, log=True)
-    made.step.backward = stop_at(made, 5)  # type: ignore[method-assign]
+    made.train_step.backward = stop_at(made, 5)  # type: ignore[method-assign]
     with pytest.raises(InterruptedError):
-        made.run()
+        made.fit()
     assert [record["step"] for record in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4]
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # killed while it wrote
@@ -135,7 +135,7 @@ def test_it_goes_on_where_it_was_stopped(recipe: str, six: Path, tmp_path: Path)
 
 
 def stop_at(made: Trainer, step: int) -> Any:
-    plain, count = made.step.backward, made.start.step
+    plain, count = made.train_step.backward, made.start.step
 
     def backward(microbatches: list[Microbatch]) -> Any:
         nonlocal count
@@ -151,7 +151,7 @@ def stop_at(made: Trainer, step: int) -> Any:
 def test_a_run_that_is_over_does_nothing(recipe: str, six: Path, tmp_path: Path) -> None:
     made = trainer(recipe, [f"out={tmp_path}", "train.steps=6", f"checkpoint.resume={path_of(six, 6)}"])
     before = weights(made)
-    assert made.run() == 6
+    assert made.fit() == 6
     assert all(np.array_equal(value, before[name]) for name, value in weights(made).items())
 
 
@@ -237,14 +237,14 @@ def test_the_middle_of_the_second_epoch_goes_on_on_another_layout(pool: Pool, re
 def test_another_batch_size_goes_on_with_the_next_sample(recipe: str, six: Path, tmp_path: Path) -> None:
     overrides = [f"out={tmp_path / 'run'}", f"checkpoint.resume={path_of(six, 3)}", "batch.global_size=4"]
     made = trainer(recipe, [*overrides, "train.steps=5", "checkpoint.at_end=true", *OFF], log=True)
-    plain, seen = made.step.backward, list[list[int]]()
+    plain, seen = made.train_step.backward, list[list[int]]()
 
     def backward(microbatches: list[Microbatch]) -> Any:
         seen.extend(batch.tokens.tolist() for batch in microbatches)
         return plain(microbatches)
 
-    made.step.backward = backward  # type: ignore[assignment, method-assign]
-    made.run()
+    made.train_step.backward = backward  # type: ignore[assignment, method-assign]
+    made.fit()
     samples = made.batches._source
     assert seen == [samples.sample(index).tokens[:-1].tolist() for index in range(24, 32)]
     told = json.loads((path_of(tmp_path / "run", 5) / "trainer.json").read_text())
@@ -262,7 +262,7 @@ def test_the_samples_go_on_in_the_order_that_the_run_began_in(recipe: str, six: 
     overrides = [f"out={tmp_path / 'run'}", "train.steps=4", "checkpoint.at_end=true", *OFF]
     new, made = (trainer(recipe, [*overrides, f"checkpoint.resume={path}"]) for path in (path_of(six, 3), old))
     assert isinstance(new.batches._source, Samples) and isinstance(made.batches._source, ShuffledDocuments)
-    made.run()
+    made.fit()
     again = trainer(recipe, [*overrides, "checkpoint.resume=auto", "train.steps=5"])
     assert isinstance(again.batches._source, ShuffledDocuments)
 
@@ -280,31 +280,31 @@ def test_masters_are_the_weights_of_a_wider_run_and_the_other_way_round(recipe: 
     rounded = {name: torch.from_numpy(value).bfloat16().double().numpy() for name, value in exact.items()}
     assert all(np.array_equal(value, rounded[name]) for name, value in weights(made).items())
     assert any(not np.array_equal(value, rounded[name]) for name, value in exact.items())
-    names = {id(part): part.span.name for part in made.step.gradients.parts if isinstance(part, WholeSpan)}
-    for target in device_store(made.step.optimizer).targets:
+    names = {id(part): part.span.name for part in made.train_step.gradients.parts if isinstance(part, WholeSpan)}
+    for target in device_store(made.train_step.optimizer).targets:
         assert np.array_equal(target.tensor.double().numpy(), exact[names[id(target.part)]])
     # Without masters, in bf16 alone.
     pure = ["train.precision=bf16", "optimizer.master_weights=false", *common]
     made = trainer(recipe, [f"checkpoint.resume={path_of(narrow, 2)}", *pure])
-    assert TrainingState(made.model.parameters, made.step.optimizer).dtypes.keys() == {
+    assert TrainingState(made.model.parameters, made.train_step.optimizer).dtypes.keys() == {
         "weights",
         "exp_avg",
         "exp_avg_sq",
     }
-    assert all(target.tensor.dtype == torch.bfloat16 for target in device_store(made.step.optimizer).targets)
+    assert all(target.tensor.dtype == torch.bfloat16 for target in device_store(made.train_step.optimizer).targets)
 
 
 def skipping(recipe: str, overrides: list[str], step: int) -> Result:
     made = trainer(recipe, overrides, log=True)
-    plain, count = made.step.pipeline.train, made.start.step
+    plain, count = made.train_step.pipeline.train, made.start.step
 
     def poisoned(microbatches: list[Microbatch], scale: torch.Tensor, *enter: Any) -> torch.Tensor:
         nonlocal count
         count += 1
         return plain(microbatches, scale * torch.nan if count == step else scale, *enter)
 
-    made.step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
-    last = made.run()
+    made.train_step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
+    last = made.fit()
     return Result(last, metrics.read(Path(made.config.out) / metrics.METRICS), weights(made))
 
 
@@ -353,9 +353,9 @@ def test_a_hugging_face_folder_starts_at_the_loss_that_transformers_computes(
     labels = torch.from_numpy(np.concatenate([batch.labels for batch in batches]))
     logits = theirs(tokens).logits
     want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
-    stats = made.step.backward(made._microbatches(batches, 1))
+    stats = made.train_step.backward(made.upload(batches, 1))
     assert stats.loss.item() == pytest.approx(want, rel=1e-6)  # rope in fp32 on their side
-    assert made.start == Progress() and made.run() == 5
+    assert made.start == Progress() and made.fit() == 5
 
 
 def shards(recipe: str, overrides: list[str]) -> dict[str, np.ndarray]:
@@ -365,10 +365,10 @@ def shards(recipe: str, overrides: list[str]) -> dict[str, np.ndarray]:
 def test_weights_start_on_any_layout(pool: Pool, recipe: str, six: Path, folder: Path) -> None:
     for source in (folder, path_of(six, 6)):
         made = trainer(recipe, [f"checkpoint.init={source}"])
-        assert made.start == Progress() and made.step.optimizer.updates == 0
+        assert made.start == Progress() and made.train_step.optimizer.updates == 0
         assert not any(
-            device_store(made.step.optimizer).adamw.state[t.tensor]["exp_avg"].any()
-            for t in device_store(made.step.optimizer).targets
+            device_store(made.train_step.optimizer).adamw.state[t.tensor]["exp_avg"].any()
+            for t in device_store(made.train_step.optimizer).targets
         )
         one, layout = weights(made), made.model.parameters.layout
         mesh = MeshShape(tp=2, pp=2)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from engine import GPT2, RECIPE, train, trainer, write_recipe
+from megacore.training.trouble import NonFinite
 from pool import Pool
 
 from megacore import checkpoints
@@ -31,7 +32,6 @@ from megacore.training import build, life, save
 from megacore.training import train as pretrain
 from megacore.training.save import SaveError
 from megacore.training.trainer import Trainer
-from megacore.training.trouble import NonFinite
 from models.decoder import Microbatch
 from parallel.mesh import Mesh
 from parallel.weights.layout import Layout, MeshShape
@@ -136,8 +136,8 @@ def test_a_checkpoint_holds_the_run(recipe: str, tmp_path: Path) -> None:
 
 def shares(recipe: str, overrides: list[str]) -> tuple[list[str], list[str]]:
     made = trainer(recipe, overrides, log=True)
-    snapshots = save.Snapshot(made.saver._state)
-    made.run()
+    snapshots = save.Snapshot(made.saver._contents.state)
+    made.fit()
     held = [each.state for each in snapshots.written if {s.stored.name for s in each.file.tensors} == {*each.host}]
     return sorted(each.state for each in snapshots.written), sorted(held)
 
@@ -160,7 +160,7 @@ def saved_twice(recipe: str, overrides: list[str]) -> tuple[int, int]:
     """Three steps, saved as a small model and as one of which each share is worth a writer -> (bytes of this rank's
     tensors in the second, of the host memory for them)."""
     made = trainer(recipe, ["train.steps=3", "checkpoint.every=0", *overrides])
-    made.run()
+    made.fit()
     made.saver.save(2, {"step": 2})
     made.saver.finish()
     with mock.patch("megacore.store.shares.SHARE_BYTES", 1):
@@ -216,7 +216,7 @@ def test_the_thread_that_writes_waits_on_the_device_of_its_rank(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each thread of CUDA begins on GPU 0."""
-    snapshot = save.Snapshot(trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET]).saver._state)
+    snapshot = save.Snapshot(trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET]).saver._contents.state)
     snapshot.take()
     did = list[object]()
 
@@ -224,10 +224,13 @@ def test_the_thread_that_writes_waits_on_the_device_of_its_rank(
         def synchronize(self) -> None:
             did.append("waited")
 
+        def elapsed_time(self, later: object) -> float:
+            return 1500.0
+
     monkeypatch.setattr(torch.cuda, "set_device", did.append)
     device = snapshot._device = torch.device("cuda", 3)
-    snapshot._taken = Taken()  # type: ignore[assignment]
-    assert snapshot.write(tmp_path) and did == [device, "waited"]
+    snapshot._begun = snapshot._taken = Taken()  # type: ignore[assignment]
+    assert snapshot.write(tmp_path) and did == [device, "waited"] and snapshot.copied_s == 1.5
 
 
 def test_when_it_saves(recipe: str, tmp_path: Path) -> None:
@@ -280,7 +283,7 @@ def test_training_goes_on_while_what_was_is_written(recipe: str, tmp_path: Path,
             assert checkpoints.complete(made.saver.folder) == {} and slow.begun == 1
 
     made.saver.save = noted  # type: ignore[method-assign]
-    assert made.run() == 6 and len(seen) == 6
+    assert made.fit() == 6 and len(seen) == 6
     assert saved(out) == [2]
     assert any(not np.array_equal(at_2[name], now) for name, now in engine.weights(made).items())
     for (_, name), bits in arrays(opened(out, 2), "weights").items():
@@ -304,14 +307,14 @@ def test_a_checkpoint_that_is_to_go_stays_until_its_successor_is_there(
 
 def on_step(made: Trainer, act: Callable[[int], object]) -> list[int]:
     """Does something in the middle of each step; the steps that were begun."""
-    plain, seen = made.step.backward, list[int]()
+    plain, seen = made.train_step.backward, list[int]()
 
     def backward(microbatches: list[Microbatch]) -> Any:
         seen.append(made.start.step + len(seen) + 1)
         act(seen[-1])
         return plain(microbatches)
 
-    made.step.backward = backward  # type: ignore[assignment, method-assign]
+    made.train_step.backward = backward  # type: ignore[assignment, method-assign]
     return seen
 
 
@@ -354,7 +357,7 @@ def fails(recipe: str, overrides: list[str], rank: int) -> tuple[str, int]:
     seen = waits_for_its_saves(made)
     burning = StoreError("the disk is on fire") if made.mesh.rank == rank else None
     with mock.patch.object(save, "write", side_effect=burning, wraps=save.write), pytest.raises(SaveError) as error:
-        made.run()
+        made.fit()
     return str(error.value), len(seen)
 
 
@@ -389,7 +392,7 @@ def fails_for_a_while(recipe: str, overrides: list[str], rank: int, times: int) 
     with mock.patch.object(save, "write", burning), mock.patch("megacore.training.trainer._AGAIN_S", 1):
         if made.log is not None:
             made.log.tell = told.append  # type: ignore[assignment, method-assign]
-        return made.run(), told
+        return made.fit(), told
 
 
 def test_a_save_that_fails_is_told_and_tried_again_at_the_next_interval(
@@ -414,7 +417,7 @@ def test_a_save_that_fails_is_told_and_tried_again_at_the_next_interval(
 def test_a_run_that_has_gone_back_after_a_fault_leaves_its_checkpoints_as_they_are(recipe: str, tmp_path: Path) -> None:
     """It comes to the same step once more, maybe on another layout; another run that comes there is told."""
     made = trainer(recipe, [f"out={tmp_path}", "checkpoint.at_end=true", *QUIET])
-    assert made.run() == 5
+    assert made.fit() == 5
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
     trained = json.loads((checkpoints.path_of(checkpoints.folder_of(tmp_path), 5) / "trainer.json").read_text())
     batch = {**trained["recipe"]["batch"], "micro_size": 4}
@@ -444,7 +447,7 @@ def test_patience_ends(recipe: str, tmp_path: Path) -> None:
     broken = mock.patch.object(save, "write", side_effect=StoreError("the disk is on fire"))
     slow = mock.patch.object(save.Saver, "failing_s", property(failing))
     with broken, slow, pytest.raises(SaveError, match=r"Saves have failed for 1\.5 h \(checkpoint\.patience=1\)"):
-        made.run()
+        made.fit()
     assert len(begun) == 5
 
 
@@ -452,13 +455,13 @@ def test_who_ends_a_run_that_cannot_be_saved_does_not_wait(recipe: str, tmp_path
     made = trainer(recipe, [f"out={tmp_path}", "checkpoint.every=100", *QUIET])
     on_step(made, lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == 3 else None)
     with mock.patch.object(save, "write", side_effect=StoreError("no")), pytest.raises(SaveError, match="step 3 could"):
-        made.run()
+        made.fit()
 
 
 def no_room(recipe: str, overrides: list[str]) -> str:
     made = trainer(recipe, [*overrides, IMPATIENT])
     with mock.patch.object(publish, "free_bytes", return_value=1000), pytest.raises(SaveError) as error:
-        made.run()
+        made.fit()
     return str(error.value)
 
 
@@ -583,7 +586,7 @@ def test_a_run_that_is_not_finite_any_more_is_not_saved_and_what_was_is(
     """With a record only at the end, the weights stand still from step 3 on: they are not those of step 4."""
     out = tmp_path / "run"
     made = trainer(recipe, [f"out={out}", "checkpoint.every=2", "log.every=100", *QUIET])
-    plain, count = made.step.pipeline.train, 0
+    plain, count = made.train_step.pipeline.train, 0
 
     def poisoned(microbatches: list[Microbatch], scale: torch.Tensor, enter: Any) -> torch.Tensor:
         nonlocal count
@@ -592,9 +595,9 @@ def test_a_run_that_is_not_finite_any_more_is_not_saved_and_what_was_is(
             threading.Timer(0.2, slow.go.set).start()  # what was saved is still being written when this step ends
         return plain(microbatches, scale * torch.nan if count == 3 else scale, enter)
 
-    made.step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
+    made.train_step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
     with pytest.raises(NonFinite, match="step 3"):
-        made.run()
+        made.fit()
     assert count == 4 and saved(out) == [2]
 
 
@@ -611,13 +614,13 @@ def test_who_ends_a_run_does_not_wait_for_an_evaluation_to_have_it_saved(recipe:
         return evaluate()
 
     made.validation_loss = seen  # type: ignore[method-assign]
-    assert made.run() == 3
+    assert made.fit() == 3
 
 
 def signalled(recipe: str, overrides: list[str], number: int, rank: int, step: int) -> int:
     made = trainer(recipe, overrides)
     on_step(made, lambda now: os.kill(os.getpid(), number) if now == step and made.mesh.rank == rank else None)
-    return made.run()
+    return made.fit()
 
 
 @pytest.mark.parametrize(

@@ -6,20 +6,23 @@ import gc
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from types import MethodType
-from typing import Any
+from types import MethodType, SimpleNamespace
+from typing import Any, cast
 
 import engine
 import numpy as np
 import pytest
 import torch
 from device_store import device_store
-from engine import GPT2, LLAMA, RECIPE, Result, train, trainer, weights, write_recipe
+from engine import GPT2, LLAMA, RECIPE, Result, of, train, trainer, weights, write_recipe
 from pool import Pool
 
-from megacore.training.interrupt import Interrupt
-from megacore.training.step import Stats, TrainStep
-from megacore.training.trouble import NonFinite, Trouble
+from megacore.data.batches import Batch
+from megacore.training.callbacks.bad_steps import BadSteps, NonFinite
+from megacore.training.callbacks.evaluation import Evaluation
+from megacore.training.callbacks.signals import Signals
+from megacore.training.progress import Progress
+from megacore.training.step import Stats
 from models import assemble
 from models.decoder import Microbatch
 from parallel.gradients.buckets import WholeSpan
@@ -75,8 +78,7 @@ def test_the_loss_is_of_other_data_in_every_step_and_validation_of_none_of_it(re
     made = trainer(recipe, [])
     seen = {bytes(b.tokens) for step in range(5) for b in made.batches.microbatches(step)}
     assert len(seen) == 5 * 8
-    assert made.held_out is not None
-    held_out = {bytes(b.tokens) for b in made.held_out.microbatches(0)}
+    held_out = {bytes(b.tokens) for b in of(made, Evaluation)._held_out.microbatches(0)}
     assert held_out and not held_out & seen
 
 
@@ -91,6 +93,8 @@ def test_documents_are_kept_apart_when_asked(recipe: str) -> None:
 
 
 # -- non-finite numbers
+
+STOP = "optimizer.non_finite=stop"
 
 
 def poison(made: engine.Trainer, steps: set[int]) -> None:
@@ -130,14 +134,14 @@ def stop_at(recipe: str, overrides: list[str], rank: int, steps: set[int], befor
 @pytest.mark.parametrize("every", [1, 4], ids=["at-once", "at-the-next-record"])
 def test_a_loss_that_is_no_number_stops_and_the_weights_are_those_before(recipe: str, every: int) -> None:
     """Later steps are finite again: with a record only every 4 steps they must not move the weights either."""
-    message, untouched, moved = stop_at(recipe, [f"log.every={every}"], 0, {3}, before=2)
+    message, untouched, moved = stop_at(recipe, [STOP, f"log.every={every}"], 0, {3}, before=2)
     assert message.startswith("step 3, samples 16 to 23 of the training data: the loss is not finite on rank 0 (")
     assert "optimizer.non_finite=skip" in message
     assert untouched and moved
 
 
 def test_all_ranks_stop_together_and_name_the_one(pool: Pool, recipe: str) -> None:
-    overrides = ["mesh.tp=2", "mesh.pp=2", "log.every=2"]
+    overrides = [STOP, "mesh.tp=2", "mesh.pp=2", "log.every=2"]
     # Rank 3 is on the last stage, where losses are.
     for message, untouched, moved in pool.run(4, stop_at, recipe, overrides, 3, {3}, 2):
         assert message.startswith("step 3, samples 16 to 23 of the training data: the loss is not finite on rank 3 (")
@@ -146,7 +150,7 @@ def test_all_ranks_stop_together_and_name_the_one(pool: Pool, recipe: str) -> No
 
 
 def test_a_gradient_alone_is_told_from_a_loss(recipe: str) -> None:
-    made = trainer(recipe, [])
+    made = trainer(recipe, [STOP])
     name, parameter = next(iter(made.model.parameters.items()))
     parameter.register_hook(lambda gradient: gradient * torch.inf)
     with pytest.raises(NonFinite, match=r"step 1, .*the loss is finite on every rank, the gradient is not"):
@@ -156,12 +160,12 @@ def test_a_gradient_alone_is_told_from_a_loss(recipe: str) -> None:
 
 def test_a_loss_alone_does_not_update_either(recipe: str) -> None:
     """A loss can be infinite where its gradient is finite."""
-    made = trainer(recipe, ["train.steps=3"])
+    made = trainer(recipe, [STOP, "train.steps=3"])
     start = weights(made)
     plain = made.train_step.backward
 
-    def infinite(microbatches: list[Microbatch]) -> object:
-        stats = plain(microbatches)
+    def infinite(*given: Any) -> Stats:
+        stats = plain(*given)
         stats.loss.fill_(torch.inf)
         stats.own_loss.fill_(torch.inf)
         return stats
@@ -211,11 +215,14 @@ def stats_of(loss: float, overflow: bool = False) -> Stats:
 @pytest.mark.quick
 def test_skipped_steps_are_forgotten_after_a_hundred_and_overflows_do_not_count() -> None:
     def ended(allowed: int | None, period: int, overflow: bool = False) -> tuple[int, int]:
-        trouble = Trouble.none(torch.device("cpu"), allowed, skipped_before=7)
-        for step in range(1, 1001):
-            bad = step % period == 0
-            trouble.note(step, stats_of(torch.nan if bad and not overflow else 1.0, bad and overflow))
-        return int(trouble.first), int(trouble.skipped) - 7
+        steps, mesh = BadSteps(allowed), SimpleNamespace(device=torch.device("cpu"))
+        run = SimpleNamespace(start=Progress(step=7), mesh=mesh, step=0, veto=lambda flag: None)
+        steps.on_start(cast(engine.Trainer, run))
+        for run.step in range(1, 1001):
+            bad = run.step % period == 0
+            stats = stats_of(torch.nan if bad and not overflow else 1.0, bad and overflow)
+            steps.on_gradients(cast(engine.Trainer, run), stats)
+        return int(steps._first), int(steps._skipped) - 7
 
     assert ended(10, 10) == (0, 100)  # 10 of any 100, for ever
     assert ended(10, 9) == (99, 111)  # the 11th, 88 steps after the first
@@ -246,7 +253,8 @@ def test_a_skipped_step_changes_nothing(recipe: str) -> None:
 def test_the_utilisation_is_never_above_1_without_a_word(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], peak: str
 ) -> None:
-    records = train(recipe, [f"out={tmp_path / 'run'}", f"log.peak_tflops={peak}"]).records
+    made = trainer(recipe, [f"out={tmp_path / 'run'}", f"log.peak_tflops={peak}"], log=True)
+    records = engine.result(made, made.fit()).records
     known = [record["mfu"] for record in records if "loss" in record]
     said = capsys.readouterr().err.count("mfu is null from here on")
     if peak == "1":
@@ -261,16 +269,14 @@ def test_the_utilisation_is_never_above_1_without_a_word(
 def interrupted(recipe: str, overrides: list[str], rank: int, step: int) -> tuple[Result, bool]:
     """A run in which one rank is asked to end during a step; and whether it was asked itself."""
     made = trainer(recipe, overrides, log=True)
-    plain, count = TrainStep.backward, 0
+    plain, signals = made.train_step.backward, of(made, Signals)
 
-    def asked(microbatches: list[Microbatch]) -> object:
-        nonlocal count
-        count += 1
-        made.interrupt.asked |= count == step and made.mesh.rank == rank
-        return plain(made.train_step, microbatches)
+    def asked(*given: Any) -> Stats:
+        signals.stop |= made.step == step and made.mesh.rank == rank
+        return plain(*given)
 
     made.train_step.backward = asked  # type: ignore[assignment, method-assign]
-    return engine.result(made, made.fit()), made.interrupt.asked
+    return engine.result(made, made.fit()), signals.stop
 
 
 def test_one_rank_that_is_asked_to_end_ends_all_after_that_step(
@@ -287,16 +293,18 @@ def test_one_rank_that_is_asked_to_end_ends_all_after_that_step(
 
 
 @pytest.mark.parametrize("passed_on", [signal.SIGINT, signal.SIGTERM])
-def test_the_two_signals_of_one_ctrl_c_ask_for_one_orderly_end(passed_on: signal.Signals) -> None:
+def test_the_two_signals_of_one_ctrl_c_ask_for_one_orderly_end(recipe: str, passed_on: signal.Signals) -> None:
     """The terminal sends one to everybody, and the launcher passes its own on."""
-    interrupt = Interrupt()
+    signals, made = Signals(), trainer(recipe)
+    signals.on_start(made)
     try:
-        with interrupt.listening():
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(passed_on)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(passed_on)
     except KeyboardInterrupt:
         pytest.fail("the second signal has ended the run at once")
-    assert interrupt.asked
+    finally:
+        signals.on_end(made)
+    assert signals.stop
 
 
 # -- dropout
@@ -311,7 +319,11 @@ def losses_of_one_batch(recipe: str, overrides: list[str], seeds: list[int]) -> 
     """Of the same batch and weights under several steps' masks."""
     made = trainer(recipe, overrides)
     batch = made.batches.microbatches(0)
-    return [made.train_step.backward(made.upload(batch, seed)).loss.item() for seed in seeds]
+    return [loss_of(made, batch, seed) for seed in seeds]
+
+
+def loss_of(made: engine.Trainer, batch: Sequence[Batch], seed: int) -> float:
+    return made.train_step.backward(made.upload(batch, seed), made.enter).loss.item()
 
 
 @pytest.mark.parametrize(
@@ -341,12 +353,12 @@ def test_masks_differ_between_steps_microbatches_and_ranks(pool: Pool, dropout: 
 
 def test_evaluation_drops_nothing_and_training_goes_on_dropping(dropout: str) -> None:
     made = trainer(dropout, [])
-    assert made.validation_loss() == made.validation_loss()
+    evaluation = of(made, Evaluation)
+    assert evaluation.loss(made) == evaluation.loss(made)
     plain = trainer(dropout, ["model.resid_pdrop=0.0", "model.embd_pdrop=0.0", "model.attn_pdrop=0.0"])
-    assert made.validation_loss() == plain.validation_loss()
+    assert evaluation.loss(made) == of(plain, Evaluation).loss(plain)
     batch = made.batches.microbatches(0)
-    dropped = made.train_step.backward(made.upload(batch, 1)).loss.item()
-    assert dropped != plain.step.backward(plain._microbatches(batch, 1)).loss.item()
+    assert loss_of(made, batch, 1) != loss_of(plain, batch, 1)
 
 
 # -- the optimizer as the recipe describes it
@@ -390,7 +402,7 @@ def test_clipping_bounds_the_norm_that_the_optimizer_sees(recipe: str) -> None:
             seen.append(torch.stack([gradient.norm() for gradient in gradients]).norm())
 
         adamw.register_step_post_hook(spy)
-        stats = made.step(made.upload(made.batches.microbatches(0), 1), 1e-2)
+        stats = made.train_step(made.upload(made.batches.microbatches(0), 1), 1e-2)
         return stats.grad_norm.item(), seen[0].item()
 
     logged, seen = gradient_norms("null")
@@ -443,7 +455,7 @@ def test_masters_are_fp32_and_the_weights_their_rounding(recipe: str) -> None:
         assert torch.equal(target.tensor.to(torch.bfloat16), target.part.data)
     assert any(not torch.equal(t.tensor, t.part.data.float()) for t in device_store(made.train_step.optimizer).targets)
     pure = trainer(recipe, ["train.precision=bf16", "optimizer.master_weights=false"])
-    assert {target.tensor.dtype for target in device_store(pure.step.optimizer).targets} == {torch.bfloat16}
+    assert {target.tensor.dtype for target in device_store(pure.train_step.optimizer).targets} == {torch.bfloat16}
 
 
 # -- memory
@@ -483,12 +495,12 @@ def test_all_ranks_collect_garbage_at_the_same_steps(recipe: str, monkeypatch: p
     made, seen = trainer(recipe, ["train.steps=5", "evaluate.every=0"]), list[bool | int]()
     backward = made.train_step.backward
 
-    def noted(microbatches: Sequence[Microbatch]) -> Stats:
+    def noted(*given: Any) -> Stats:
         seen.append(gc.isenabled())
-        return backward(microbatches)
+        return backward(*given)
 
     monkeypatch.setattr(made.train_step, "backward", noted)
-    monkeypatch.setattr("megacore.training.trainer.COLLECT_EVERY", 2)
+    monkeypatch.setattr("megacore.training.callbacks.garbage.EVERY", 2)
     monkeypatch.setattr(gc, "collect", seen.append)
     made.fit()
     assert seen == [False, False, 1, False, False, 1, False] and gc.isenabled()

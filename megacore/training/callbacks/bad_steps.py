@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from torch import Tensor
 from megacore import exits
 from megacore.data.skipped import SampleRange, in_words
 from megacore.incidents import Incident, counted
-from megacore.training.step import Stats
 from megacore.training.trainer import Callback, Trainer
 from parallel.collectives import all_reduce_
+
+if TYPE_CHECKING:
+    from megacore.training.step import Stats
 
 WINDOW = 100
 """Steps among which ``optimizer.max_skipped`` may be left out."""

@@ -20,6 +20,8 @@ class Incidents(Callback):
     def on_incident(self, run: Trainer, incident: Incident) -> None:
         if self._writer is not None:
             self._writer.write(incident)
+            if incident.action != "tell" and self._went_on_after is None:
+                self._went_on_after = run.step
 
     def on_rewind(self, run: Trainer) -> None:
         self._went_on_after = run.step
@@ -27,8 +29,9 @@ class Incidents(Callback):
     def on_log(self, run: Trainer, record: dict[str, Any]) -> None:
         """Say once that the run goes on, as soon as another step is done."""
         if self._writer is not None and "loss" in record:
-            after, self._went_on_after = self._went_on_after, None
-            if after is not None:
+            after = self._went_on_after
+            if after is not None and run.step > after:
+                self._went_on_after = None
                 self._writer.went_on(after, time.time())
             self._writer.catch_up()
 

@@ -11,12 +11,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megacore import checkpoints, exits
+from megacore import checkpoints, exits, incidents
 from megacore.control import Control
 from megacore.data.skipped import SampleRange, in_recipe
 from megacore.incidents import KINDS, Action, Incident, Kind
@@ -25,11 +26,14 @@ from megacore.store.audit import DamageError
 from megacore.store.objects import place
 from megacore.store.strict_json import StoreError
 from megacore.training.callbacks.bad_steps import WINDOW, BadSteps, NonFinite, bounds
-from megacore.training.callbacks.checkpoints import Checkpoints
-from megacore.training.callbacks.tell_spikes import TellSpikes
-from megacore.training.resume import Damaged, Start, find
-from megacore.training.step import Stats
+from megacore.training.load import load
+from megacore.training.resume import Damaged, Start, find, remarks
 from megacore.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from megacore.training.callbacks.checkpoints import Checkpoints
+    from megacore.training.callbacks.tell_spikes import TellSpikes
+    from megacore.training.step import Stats
 
 TRIES = 3
 """A step that is bad with so many different samples is not bad for its samples."""
@@ -106,7 +110,15 @@ class RepeatSteps(BadSteps):
         """The steps whose samples were left out."""
 
     def on_resume(self, run: Trainer, document: Mapping[str, Any]) -> None:
-        self._left_out = list(document.get(LEFT_OUT, []))
+        """Know of the steps that were left out before, but for those that a run has ended for: their reasons were read."""
+
+        def ended() -> int:
+            found = incidents.read(Path(run.config.out)) if run.mesh.rank == 0 else []
+            return max((each.step or 0 for each in found if (each.kind, each.action) == ("bad_data", "end")), default=0)
+
+        if held := document.get(LEFT_OUT, []):
+            last = run.control.tell(run.control.attempt(ended))
+            self._left_out = [step for step in held if step >= last]
 
     def on_save(self, run: Trainer, document: dict[str, Any]) -> None:
         if self._left_out:
@@ -228,7 +240,7 @@ class RepeatSteps(BadSteps):
         while True:
             start = run.control.attempt(partial(_before, run, step, stop, damaged))
             try:
-                run.restore(start)
+                restore(run, start)
             except DamageError as error:
                 damaged = (*start.damaged, Damaged(error.path, str(error)))
                 continue
@@ -236,8 +248,22 @@ class RepeatSteps(BadSteps):
         if run.mesh.rank == 0:
             for each in start.damaged:
                 say(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.reason}")
-            say("\n".join(start.said))
+            say("\n".join(remarks(start, run.config, run.model.config, run.mesh.shape)))
         self._begin(run, start.progress.skipped)
+
+
+def restore(run: Trainer, start: Start) -> None:
+    """Fill the weights and the optimizer of a run from a checkpoint, and go on from there; all ranks do so.
+
+    Raises:
+        DamageError, StoreError: it cannot be used; the state is neither the one nor the other.
+    """
+    optimizer = run.train_step.optimizer
+    optimizer.forget()
+    load(start, run.model.parameters, optimizer, run.config.train.seed, run.control)
+    run.train_step.gradients.updated()
+    run.train_step.scaler.load(start.progress.scaler)
+    run.rewind(start.progress.step, start.progress)
 
 
 def _before(run: Trainer, step: int, stop: int, damaged: Sequence[Damaged]) -> Start:

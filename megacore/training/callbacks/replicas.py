@@ -1,7 +1,8 @@
-"""Replicas compared: ranks that hold the same state must have it to the bit, or memory or a unit is at fault.
+"""Replicas compared: ranks that hold the same elements must have them to the bit, or memory or a unit is at fault.
 
-Of three or more the one that differs is known, of two it is not. Its gradients have been in the sums of all since, so
-all go back to the newest checkpoint, which was written when they still agreed.
+What is the same follows from the layout: replicas of dp hold the same matrices, ranks of tp and cp the same norms, the
+ends of a pipeline the same tied table. Of three or more the one that differs is known, of two it is not. Its gradients
+have been in the sums of all since, so all go back to the newest checkpoint, which was written when they still agreed.
 """
 
 from __future__ import annotations
@@ -13,84 +14,81 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
+from megacore.places import listed
 from megacore.store.index import MASTER, MOMENTS
 from megacore.training.checksums import checksum
 from megacore.training.corruption import Corrupted, outvoted
 from megacore.training.trainer import Callback, Trainer
-from parallel.copies import identical
-from parallel.gradients.buckets import Elements
-from parallel.rank_sets import RankSet
+from parallel.gradients.buckets import Elements, WholeSpan, spans_of
+from parallel.rank_sets import RankSet, groups_of
 
 
 class Replicas(Callback):
     """Compares after every ``recovery.compare_every`` steps, and before what the steps have come to is kept."""
 
-    def __init__(self) -> None:
-        self._alike: Mapping[int, RankSet] = {}
-
-    def on_start(self, run: Trainer) -> None:
-        zero = run.config.zero
-        alike = identical(run.model.parameters.layout, zero.shard, zero.replicas)
-        self._alike = alike if any(len(ranks) > 1 for ranks in alike.values()) else {}
-
     def on_answers(self, run: Trainer, largest: Mapping[str, float]) -> None:
         every = run.config.recovery.compare_every
-        if self._alike and every and (run.step % every == 0 or largest["keep"]):
-            compare(run, self._alike)
+        if every and run.mesh.shape.world > 1 and (run.step % every == 0 or largest["keep"]):
+            compare(run)
 
 
-def compare(run: Trainer, alike: Mapping[int, RankSet]) -> None:
+def compare(run: Trainer) -> None:
     """Compare the states of all ranks after a step; this waits for the device.
 
-    Args:
-        run: This rank's.
-        alike: {rank: the ranks whose state is the same}.
-
     Raises:
-        Corrupted: on the ranks that differ from most of their replicas, and on all replicas where no most agree.
+        Corrupted: some differ; on all ranks.
     """
     run.enter("log")
-    control, rank = run.control, run.mesh.rank
-    named = [(name, checksum(each[...])) for name, each in state_of(run)]
-    sums: list[int] = torch.stack([each.to(run.mesh.device) for _, each in named]).tolist()
-    whole = control.exchange(hashlib.blake2b(str(sums).encode(), digest_size=8).hexdigest())
-    if all(len({whole[each] for each in ranks}) == 1 for ranks in alike.values()):
+    control = run.control
+    here = list(held(run))
+    sums: list[int] = torch.stack([checksum(each[...]).to(run.mesh.device) for _, _, each in here]).tolist()
+    named = dict[RankSet, list[tuple[str, int]]]()
+    for (ranks, name, _), each in zip(here, sums, strict=True):
+        if len(ranks) > 1:
+            named.setdefault(ranks, []).append((name, each))
+    told = [
+        {tuple(map(int, key.split())): digest for key, digest in each.items()}
+        for each in control.exchange({_spell(ranks): _digest(each) for ranks, each in named.items()})
+    ]
+    differing = sorted({ranks for each in told for ranks in each if len({told[other][ranks] for other in ranks}) > 1})
+    if not differing:
         return
-    replicas = alike[rank]
-    values = {each: whole[each] for each in replicas}
-    told: list[list[int]] = control.exchange(sums if len(set(values.values())) > 1 else None)
+    theirs = control.exchange({_spell(ranks): each for ranks, each in named.items() if ranks in differing})
+    ranks = differing[0]
+    values = {each: told[each][ranks] for each in ranks}
     wrong = outvoted(values)
-    if wrong is not None and rank not in wrong:
-        return
-    other = next(each for each in replicas if values[each] != values[rank] and each not in (wrong or ()))
-    differ = [name for (name, _), ours, theirs in zip(named, sums, told[other], strict=True) if ours != theirs]
-    where = f"{_some(differ)} after step {run.step}"
+    one = wrong[0] if wrong else ranks[0]
+    other = next(each for each in ranks if values[each] != values[one] and each not in (wrong or ()))
+    pairs = zip(*(theirs[each][_spell(ranks)] for each in (one, other)), strict=True)
+    where = f"{_some([name for (name, ours), (_, right) in pairs if ours != right])} after step {run.step}"
     if wrong is None:
-        raise Corrupted(f"ranks {_listed(replicas)} differ in {where}, and nobody knows which is right", None)
-    most = [each for each in replicas if each not in wrong]
-    raise Corrupted(f"rank {rank} differs from its replicas, ranks {_listed(most)}, in {where}", rank)
+        raise Corrupted(f"{listed(ranks)} differ in {where}, and nobody knows which is right", None)
+    most = listed([each for each in ranks if each not in wrong])
+    text = f"{listed(wrong)} differ{'s' * (len(wrong) == 1)} from {most}, which hold the same, in {where}"
+    raise Corrupted(text, wrong[0] if len(wrong) == 1 else None)
 
 
-def state_of(run: Trainer) -> Iterator[tuple[str, Elements]]:
-    """Yield (name for people, tensor) of all that this rank's part of a run consists of between two steps, in one order
-    on ranks of one layout; of split parameters a rank has its shard alone. They share the memory of the run."""
-    step = run.train_step
-    store, gradients = step.optimizer.store, step.gradients
-    names = {part: span.name for part, span, _, _ in gradients.owned()}
-    trained = set(gradients.parts)
-    for part in gradients.parts:
-        name = names.get(part, "parameters")
-        yield name, part.data
-        for state in (MASTER, *MOMENTS) if store.masters else MOMENTS:
-            yield f"{state} of {name}", store.of(part, state)
-    for part in dict.fromkeys(names):
-        if part not in trained:
-            yield names[part], part.data
-    split = {parameter for values in gradients.frozen for parameter in values.flat.parameters}
-    for name, parameter in run.model.parameters.items():
-        if not parameter.requires_grad and parameter not in split:
-            yield name, parameter.detach()
-    yield "the loss scale", _Scale(run)
+def held(run: Trainer) -> Iterator[tuple[RankSet, str, Elements]]:
+    """Yield (the ranks that hold the same, name for people, tensor) of all that this rank's part of a run consists of
+    between two steps, of each set of ranks in one order on all of them; of split parameters a rank has its shard alone.
+    The tensors share the memory of the run."""
+    step, shape, rank = run.train_step, run.mesh.shape, run.mesh.rank
+    store, gradients, split = step.optimizer.store, step.gradients, run.config.zero.replicas
+    trained, seen = set(gradients.parts), set[object]()
+    for part, span, _, _ in gradients.owned():
+        if part in seen:
+            continue
+        seen.add(part)
+        ranks = span.replicas if isinstance(part, WholeSpan) else groups_of(shape, span.replicas, split, rank)[1]
+        yield ranks, span.name, part.data
+        if part in trained:
+            for state in (MASTER, *MOMENTS) if store.masters else MOMENTS:
+                yield ranks, f"{state} of {span.name}", store.of(part, state)
+    flat = {parameter for values in gradients.frozen for parameter in values.flat.parameters}
+    for span in spans_of(run.model.parameters, trained=False):
+        if span.parameter not in flat:
+            yield span.replicas, span.name, span.data
+    yield tuple(range(shape.world)), "the loss scale", _Scale(run)
 
 
 class _Scale:
@@ -109,10 +107,14 @@ class _Scale:
         self._scaler.good_steps.copy_(values[1])
 
 
+def _digest(named: Sequence[tuple[str, int]]) -> str:
+    return hashlib.blake2b(str([each for _, each in named]).encode(), digest_size=8).hexdigest()
+
+
+def _spell(ranks: RankSet) -> str:
+    return " ".join(map(str, ranks))
+
+
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - 3} others" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
