@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from chats import FAMILIES, chat, write_jsonl, write_tokenizer
-from engine import LLAMA, RECIPE, Result, train, trainer
+from engine import LLAMA, RECIPE, Result, of, train, trainer
 from pool import Pool
 
 from megacore import checkpoints
@@ -23,6 +23,7 @@ from megacore.data.blend import Blend
 from megacore.data.packing import Packed
 from megacore.recipe import ConfigError
 from megacore.training import build
+from megacore.training.callbacks.evaluation import Evaluation
 from megacore.training.check import check
 from megacore.training.resume import companions
 from parallel.labels import IGNORE
@@ -147,18 +148,18 @@ def test_without_documents_kept_apart_it_would_be_another_loss(pool: Pool, folde
 
 
 def validation_loss(recipe: str) -> float:
-    return trainer(recipe, []).validation_loss()
+    made = trainer(recipe, [])
+    return of(made, Evaluation).loss(made)
 
 
 def test_the_validation_loss_is_one_mean_over_all_labels(pool: Pool, tmp_path: Path) -> None:
     """However unequally batches, ranks and microbatches have them."""
     recipe = write(tmp_path, chat={"pack": False}, batch={"global_size": 4}, evaluate={"batches": 3})
     made = trainer(recipe, [])
-    assert made.held_out is not None
     batches = list[list[torch.Tensor]]()
     for number in range(3):
         batches.append([])
-        for part in made.upload(made.held_out.microbatches(number), 0):
+        for part in made.upload(of(made, Evaluation)._held_out.microbatches(number), 0):
             logits = made.model.logits(replace(part, wanted=None))
             assert logits is not None
             losses = torch.nn.functional.cross_entropy(logits, part.labels, reduction="none")
