@@ -123,7 +123,7 @@ def of(made: Trainer, kind: type[Kind]) -> Kind:
 
 def fit(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> int:
     """A whole run of one process, with its folder, its records and its report -> the last step."""
-    return main.fit(check(recipe, overrides, 1, 1), torch.device("cpu"), Here.now(), callbacks)
+    return main.fit(check(recipe, overrides, 1, 1), torch.device("cpu"), Here.now(), callbacks).step
 
 
 def weights(made: Trainer) -> dict[str, np.ndarray]:

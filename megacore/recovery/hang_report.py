@@ -67,18 +67,17 @@ def standing(out: Path) -> list[tuple[float, str]]:
     return found
 
 
-def bound_s(readings: Collection[Reading], timeout_s: float = math.inf, least_s: float = LEAST_S) -> float:
+def bound_s(readings: Collection[Reading], timeout_s: float = math.inf) -> float:
     """Return the seconds for which ranks may stand before that is said.
 
     Args:
         readings: The beats of the ranks here.
         timeout_s: Seconds that a collective may take.
-        least_s: The fewest that it can be, where the timeout is long enough.
     """
     slowest = max((each.slowest for each in readings), default=0.0)
     longest = max((each.longest for each in readings), default=0.0)
     started = all(each.slowest for each in readings)
-    found = max(least_s, STEPS * slowest, ASIDE * longest) if started else max(least_s, START_S)
+    found = max(LEAST_S, STEPS * slowest, ASIDE * longest) if started else max(LEAST_S, START_S)
     return min(found, SHARE * timeout_s)
 
 
@@ -95,7 +94,6 @@ class HangReport:
         node: The name of this machine, where there are several.
         report: Is given the incidents, by :meth:`poll`.
         timeout_s: Seconds that a collective may take.
-        least_s: The seconds without a step after which it is said, at least.
     """
 
     out: Path
@@ -104,7 +102,6 @@ class HangReport:
     node: str
     report: Callable[[Incident], object]
     timeout_s: float = math.inf
-    least_s: float = LEAST_S
     _ranks: Mapping[int, int] = field(default_factory=dict, init=False)
     _seen: dict[int, tuple[Reading, float]] = field(default_factory=dict, init=False)
     """{rank: where it was seen, and for how many seconds}"""
@@ -139,7 +136,7 @@ class HangReport:
                 self._told = False
                 self._in_background(lambda: self._within(now_of(self.out, self.node).unlink))
         still = min((stood for _, stood in self._seen.values()), default=0.0)
-        bound = bound_s([reading for reading, _ in self._seen.values()], self.timeout_s, self.least_s)
+        bound = bound_s([reading for reading, _ in self._seen.values()], self.timeout_s)
         if still >= bound * 2**self._looks and not (self._looking is not None and self._looking.is_alive()):
             self._looks += 1
             self._looking = self._in_background(self._tell)

@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megacore import checkpoints, exits, open_files
+from megacore import checkpoints, exits, open_files, outcome
 from megacore.control import Control
 from megacore.data.batches import TokenError
 from megacore.hardware import claim
@@ -53,14 +53,14 @@ def train(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callba
     setup = checked(recipe, overrides, here)
     device = ready(setup, here)
     try:
-        last = fit(setup, device, here, callbacks)
+        run = fit(setup, device, here, callbacks)
     except (ConfigError, NonFinite, SaveError, StoreError):  # on every rank
         leave(here)
         raise
     leave(here)
     if here.rank == 0 and setup.config.checkpoint.export is not None:
-        say(export(setup.config, last))
-    return last
+        say(export(setup.config, run.step))
+    return run.step
 
 
 def checked(recipe: str, overrides: Sequence[str], here: Here) -> Setup:
@@ -88,8 +88,8 @@ def ready(setup: Setup, here: Here) -> torch.device:
     return device
 
 
-def fit(setup: Setup, device: torch.device, here: Here, callbacks: Sequence[Callback] = ()) -> int:
-    """Train a run on the processes of the group that there is -> the last step that was done.
+def fit(setup: Setup, device: torch.device, here: Here, callbacks: Sequence[Callback] = ()) -> Trainer:
+    """Train a run on the processes of the group that there is -> its trainer, after the last step.
 
     Raises:
         ConfigError: the ranks have found different checkpoints to start from, or different kernels.
@@ -107,7 +107,8 @@ def fit(setup: Setup, device: torch.device, here: Here, callbacks: Sequence[Call
         trainer = loaded(setup, mesh, control, callbacks)
         if mesh.rank == 0 and (chosen := kernels.chosen(device, config.train.compile)):
             say(chosen)
-        return trainer.fit()
+        trainer.fit()
+        return trainer
 
 
 def loaded(setup: Setup, mesh: Mesh, control: Control, callbacks: Sequence[Callback] = ()) -> Trainer:
@@ -147,9 +148,9 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
             err(error)
         return exits.MISUSED
     device = ready(setup, here)
-    status, last, damaged = exits.DONE, 0, None
+    status, run, damaged = exits.DONE, None, None
     try:
-        last = fit(setup, device, here, callbacks)
+        run = fit(setup, device, here, callbacks)
     except ConfigError as error:  # on every rank
         status = exits.MISUSED
         if here.rank == 0:
@@ -161,6 +162,7 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
             err(error)
     except TokenError as error:  # on this rank alone: the others wait for it, until the launcher ends them
         err(f"rank {here.rank}: {error}")
+        outcome.tell(exits.FAILED)
         os._exit(exits.FAILED)
     except KeyboardInterrupt:  # the second one: under the launcher it ends all ranks itself
         err("Interrupted again: ended at once, without a checkpoint.")
@@ -168,12 +170,17 @@ def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
     # While the others wait, for the launcher ends one that is left over.
     if here.rank == 0 and damaged is not None and (other := checkpoints.instead_of(damaged)):
         err(other)
+    exports = here.rank == 0 and run is not None and not run.pausing and run.config.checkpoint.export is not None
+    stopped = run is not None and run.stopping and run.step < run.config.train.steps
+    if not exports:  # before a library can abort this process, which has nothing more to do
+        outcome.tell(status, stopped, paused=run is not None and run.pausing)
     leave(here)
     # After the group's end, so that no other rank waits for it: an export of many bytes may outlast their patience.
-    if here.rank == 0 and status == exits.DONE and setup.config.checkpoint.export is not None:
+    if exports and run is not None:
         try:
-            say(export(setup.config, last))
+            say(export(run.config, run.step))
         except StoreError as error:
             status = exits.FAILED
             err(error)
+        outcome.tell(status, stopped)
     return status

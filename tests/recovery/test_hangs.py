@@ -538,11 +538,15 @@ def processes(tmp_path: Path) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
 def test_ranks_that_stand_are_told_and_live(
-    tmp_path: Path, processes: dict[int, subprocess.Popen[bytes]], capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    processes: dict[int, subprocess.Popen[bytes]],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In order: asleep, stopped."""
+    monkeypatch.setattr(hang_report, "LEAST_S", 0.5)
     incidents, ranks = list[Incident](), {rank: process.pid for rank, process in processes.items()}
-    report = HangReport(tmp_path / "run", tmp_path, MeshShape(dp=2), "", incidents.append, least_s=0.5)
+    report = HangReport(tmp_path / "run", tmp_path, MeshShape(dp=2), "", incidents.append)
 
     def told(times: int, stopped: bool = False) -> str:
         deadline, longest = time.monotonic() + 60, 0.0

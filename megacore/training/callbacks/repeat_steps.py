@@ -110,7 +110,7 @@ class RepeatSteps(BadSteps):
         """The steps whose samples were left out."""
 
     def on_resume(self, run: Trainer, document: Mapping[str, Any]) -> None:
-        """Know of the steps that were left out before, but for those that a run has ended for: their reasons were read."""
+        """Know of the steps that were left out before, but for those that a run has ended for: somebody has read it."""
 
         def ended() -> int:
             found = incidents.read(Path(run.config.out)) if run.mesh.rank == 0 else []
