@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import numpy as np
 import torch
 import yaml
+from tqdm import tqdm
 
 from megacore.control import Control
 from megacore.data.indexed import IndexedWriter
@@ -20,7 +22,7 @@ from megacore.training import build, main, metrics
 from megacore.training.callbacks.incidents import Incidents
 from megacore.training.callbacks.metrics import Metrics
 from megacore.training.callbacks.report import Report
-from megacore.training.check import check
+from megacore.training.check import Setup, check
 from megacore.training.trainer import Callback, Trainer
 from parallel.mesh import Mesh
 
@@ -99,14 +101,20 @@ class Result:
         return [value for _, value in metrics.curve(self.records, key)]
 
 
-def trainer(
-    recipe: str, overrides: Sequence[str] = (), log: bool = False, callbacks: Sequence[Callback] = ()
-) -> Trainer:
-    """The trainer of this rank, as a run makes it; without ``log`` it writes no records, and it never reports."""
+def checked(recipe: str, overrides: Sequence[str] = ()) -> tuple[Setup, int]:
+    """A run as this rank has checked it, and the number of ranks."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     setup = check(recipe, overrides, world, world)
     if world > 1:
         torch.distributed.barrier()  # in a real run every rank checks before the process group starts
+    return setup, world
+
+
+def trainer(
+    recipe: str, overrides: Sequence[str] = (), log: bool = False, callbacks: Sequence[Callback] = ()
+) -> Trainer:
+    """The trainer of this rank, as a run makes it; without ``log`` it writes no records, and it never reports."""
+    setup, world = checked(recipe, overrides)
     mesh = Mesh.create(setup.config.mesh.shape(world))
     made = build.trainer_of(setup, mesh, Control.create(mesh), callbacks)
     left_out = (Report,) if log else (Report, Metrics, Incidents)
@@ -122,8 +130,8 @@ def of(made: Trainer, kind: type[Kind]) -> Kind:
 
 
 def fit(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> int:
-    """A whole run of one process, with its folder, its records and its report -> the last step."""
-    return main.fit(check(recipe, overrides, 1, 1), torch.device("cpu"), Here.now(), callbacks).step
+    """A whole run on this rank, with its folder, its records and its report -> the last step."""
+    return main.fit(checked(recipe, overrides)[0], torch.device("cpu"), Here.now(), callbacks).step
 
 
 def weights(made: Trainer) -> dict[str, np.ndarray]:
@@ -142,5 +150,5 @@ def result(made: Trainer, last: int) -> Result:
 def train(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> Result:
     """A run on this rank."""
     made = trainer(recipe, overrides, log=True, callbacks=callbacks)
-    with contextlib.redirect_stderr(io.StringIO()):  # the progress bar
+    with mock.patch.object(metrics, "tqdm", partial(tqdm, file=io.StringIO())):
         return result(made, made.fit())

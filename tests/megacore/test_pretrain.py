@@ -25,8 +25,13 @@ from pool import Pool
 from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
 from megacore.recipe import ConfigError, load
+<<<<<<< HEAD
 from megacore.training import build, capacity, life, metrics
 from megacore.training import train as pretrain
+=======
+from megacore.training import build, capacity, life, main, metrics
+from megacore.training.check import check
+>>>>>>> testsa
 from megacore.training.resume import Start
 from megacore.training.trainer import Trainer
 from models.registry import configure
@@ -44,7 +49,7 @@ def recipe(tmp_path: Path) -> str:
 
 def problems(recipe: str, *overrides: str, world: int = 1) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as error:
-        pretrain.check(recipe, overrides, world, world)
+        check(recipe, overrides, world, world)
     return error.value.problems
 
 
@@ -52,7 +57,7 @@ def problems(recipe: str, *overrides: str, world: int = 1) -> tuple[str, ...]:
 
 
 def test_a_good_recipe_is_read(recipe: str) -> None:
-    setup = pretrain.check(recipe, ["mesh.tp=2"], 2, 2)
+    setup = check(recipe, ["mesh.tp=2"], 2, 2)
     config, corpora = setup.config, setup.corpora
     assert config.mesh.tp == 2 and setup.model == configure(config.model)
     assert corpora.validation is not None and len(corpora.train.sample(0).tokens) == 9
@@ -75,7 +80,7 @@ def test_the_model_s_problems_are_named_as_such(recipe: str) -> None:
 
 def test_a_vocabulary_below_the_corpus_s_is_found(recipe: str, tmp_path: Path) -> None:
     FACTS.write(tmp_path)
-    pretrain.check(recipe, [], 1, 1)
+    check(recipe, [], 1, 1)
     (problem,) = problems(recipe, f"model.vocab_size={VOCAB - 1}")
     assert "set model.vocab_size to 61 or more" in problem
 
@@ -124,17 +129,17 @@ def test_damaged_data_is_found_beside_what_else_is_wrong(recipe: str, tmp_path: 
 def test_a_model_that_cannot_fit_is_found(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its state alone, of all ranks here: 8 bytes each of weight, gradient and two moments."""
     needed = 32 * configure(load(recipe).model).schema.parameters
-    pretrain.check(recipe, [], 1, 1)
+    check(recipe, [], 1, 1)
     monkeypatch.setattr(capacity, "host_memory", lambda: needed)
-    pretrain.check(recipe, [], 1, 1)
+    check(recipe, [], 1, 1)
     monkeypatch.setattr(capacity, "host_memory", lambda: needed - 1)
     (problem,) = problems(recipe)
     assert "the 1 process here" in problem and "model.vocab_size" in problem and "megacore plan" in problem
     # Two ranks hold it twice; where one of them is elsewhere, or each holds half, there is room.
     monkeypatch.setattr(capacity, "host_memory", lambda: 2 * needed - 1)
     assert problems(recipe, "mesh.dp=2", world=2)
-    pretrain.check(recipe, ["mesh.dp=2"], 2, 1)
-    pretrain.check(recipe, ["mesh.pp=2"], 2, 2)
+    check(recipe, ["mesh.dp=2"], 2, 1)
+    check(recipe, ["mesh.pp=2"], 2, 2)
     monkeypatch.undo()
     assert any("GB" in problem for problem in problems(recipe, "model.vocab_size=100000000000"))
 
@@ -146,9 +151,9 @@ def test_inputs_of_blocks_must_fit_the_host(recipe: str, monkeypatch: pytest.Mon
     tokens = config.batch.micro_size * config.data.sequence_length
     needed = 32 * model.schema.parameters + 8 * tokens * model.sizes["layer"] * model.sizes["embed"]
     monkeypatch.setattr(capacity, "host_memory", lambda: needed)
-    pretrain.check(recipe, ["memory.offload_activations=true"], 1, 1)
+    check(recipe, ["memory.offload_activations=true"], 1, 1)
     monkeypatch.setattr(capacity, "host_memory", lambda: needed - 1)
-    pretrain.check(recipe, [], 1, 1)
+    check(recipe, [], 1, 1)
     (problem,) = problems(recipe, "memory.offload_activations=true")
     assert "mesh.cp" in problem
 
@@ -187,17 +192,17 @@ def test_problems_end_the_program_with_status_2_and_nothing_is_written(
 ) -> None:
     out = tmp_path / "run"
     arguments = [recipe, f"out={out}", "train.steps=0", "data.train=nowhere"]
-    assert pretrain.main(arguments) == 2
+    assert main.main(arguments) == 2
     shown = capsys.readouterr()
     assert "2 problems in the config" in shown.err and not shown.out
     assert not out.exists()
     # The other ranks of a node leave it to its first one to say so.
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    assert pretrain.main(arguments) == 2
+    assert main.main(arguments) == 2
     assert "2 problems in the config" in capsys.readouterr().err
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert pretrain.main(arguments) == 2
+    assert main.main(arguments) == 2
     assert capsys.readouterr() == ("", "")
 
 
@@ -209,7 +214,7 @@ def test_a_wrong_model_does_not_hide_what_else_is_wrong(recipe: str) -> None:
 
 
 def test_a_recipe_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pretrain.main([]) == 2
+    assert main.main([]) == 2
     assert "usage" in capsys.readouterr().err
 
 
@@ -219,7 +224,7 @@ def test_a_recipe_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_leaves_what_it_says(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     FACTS.write(tmp_path)
     out = tmp_path / "new" / "run"
-    assert pretrain.main([recipe, f"out={out}", "train.precision=fp32"]) == 0
+    assert main.main([recipe, f"out={out}", "train.precision=fp32"]) == 0
     shown = capsys.readouterr().out
     config = load(recipe, [f"out={out}", "train.precision=fp32"])
     assert load(out / "config.yaml") == config
@@ -238,7 +243,7 @@ def test_a_run_leaves_what_it_says(recipe: str, tmp_path: Path, capsys: pytest.C
     assert "unigram entropy  4.0625" in shown
     assert all(str(out / name) in shown for name in ("config.yaml", "loss.png", "metrics.jsonl"))
     # A second run does not write over it.
-    assert pretrain.main([recipe, f"out={out}"]) == 2
+    assert main.main([recipe, f"out={out}"]) == 2
     assert "already holds a run" in capsys.readouterr().err
 
 
@@ -246,7 +251,7 @@ def test_a_run_without_facts_and_evaluation_reports_what_there_is(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [f"out={tmp_path / 'run'}", "evaluate.every=0", "log.every=2", "batch.micro_size=3"]
-    assert pretrain.main([recipe, *given]) == 0
+    assert main.main([recipe, *given]) == 0
     shown = capsys.readouterr().out
     assert "a step computes 9 sequences, 1 of them blank (11%); none is with 6 or 9" in shown
     assert "(the last 3 records)" in shown
@@ -255,7 +260,7 @@ def test_a_run_without_facts_and_evaluation_reports_what_there_is(
 
 def run_here(recipe: str, overrides: list[str]) -> None:
     world = torch.distributed.get_world_size()
-    pretrain.run(pretrain.check(recipe, overrides, world, world), torch.device("cpu"))
+    pretrain.run(check(recipe, overrides, world, world), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -268,7 +273,7 @@ def run_here(recipe: str, overrides: list[str]) -> None:
     ],
 )
 def test_the_first_line_says_how_sequences_are_split(recipe: str, cp: int, overrides: list[str], said: str) -> None:
-    setup = pretrain.check(recipe, [f"mesh.cp={cp}", "train.precision=bf16", *overrides], cp, 1)
+    setup = check(recipe, [f"mesh.cp={cp}", "train.precision=bf16", *overrides], cp, 1)
     mesh: Any = SimpleNamespace(shape=MeshShape(cp=cp), device=torch.device("cpu"))
     assert life._headline(setup.config, setup.model, mesh).count(said) == 1
 
@@ -299,7 +304,7 @@ def different_data(recipe: str, corpora: list[str]) -> str:
     with pytest.raises(ConfigError) as error:
         trainer(recipe, [f"data.train={corpora[torch.distributed.get_rank()]}"])
     setup, mesh = (
-        pretrain.check(recipe, [f"data.train={corpora[torch.distributed.get_rank()]}"], 2, 2),
+        check(recipe, [f"data.train={corpora[torch.distributed.get_rank()]}"], 2, 2),
         Mesh.create(TWO),
     )
     with pytest.raises(ConfigError) as later:  # of a node that has come
@@ -328,7 +333,7 @@ def test_the_recipe_s_loss_and_optimizer_arrive(recipe: str) -> None:
     overrides = ["loss.label_smoothing=0.1", "loss.z_loss=0.01", "optimizer.betas=[0.8,0.9]", "optimizer.eps=1e-5"]
     overrides += ["optimizer.clip=null", "pipeline.schedule=gpipe", "pipeline.chunks=2", "log.peak_tflops=3.5"]
     mesh = Mesh.single()
-    made = build.trainer_of(pretrain.check(recipe, overrides, 1, 1), mesh, Control.create(mesh))
+    made = build.trainer_of(check(recipe, overrides, 1, 1), mesh, Control.create(mesh))
     head = made.model.chunks[-1].head
     assert head is not None and (head.losses.label_smoothing, head.losses.z_loss) == (0.1, 0.01)
     assert made.train_step.pipeline.schedule == "gpipe" and len(made.model.chunks) == 2
@@ -351,7 +356,7 @@ def test_a_non_finite_loss_ends_with_status_1_and_the_reason(
         return made
 
     monkeypatch.setattr(life, "trainer_of", poisoned)
-    assert pretrain.main([recipe, f"out={tmp_path / 'run'}"]) == 1
+    assert main.main([recipe, f"out={tmp_path / 'run'}"]) == 1
     shown = capsys.readouterr()
     assert "step 1, samples 0 to 7 of the training data: the loss is not finite on rank 0" in shown.err
     assert "Done" not in shown.out
@@ -370,11 +375,11 @@ def test_skipped_steps_are_in_the_progress_and_in_the_report(
 
     monkeypatch.setattr(life, "trainer_of", poisoned)
     arguments = [recipe, "optimizer.non_finite=skip", "train.precision=fp32"]
-    assert pretrain.main([*arguments, f"out={tmp_path / 'run'}"]) == 0
+    assert main.main([*arguments, f"out={tmp_path / 'run'}"]) == 0
     shown = capsys.readouterr()
     assert "skipped steps    5 of 5, which changed nothing" in shown.out
     assert "skipped=5" in shown.err
-    assert pretrain.main([*arguments, f"out={tmp_path / 'other'}", "optimizer.max_skipped=3"]) == 1
+    assert main.main([*arguments, f"out={tmp_path / 'other'}", "optimizer.max_skipped=3"]) == 1
     shown = capsys.readouterr()
     assert (
         "step 4, samples 24 to 31" in shown.err
@@ -434,7 +439,7 @@ def test_a_second_ctrl_c_without_a_launcher_is_a_line(
     monkeypatch.setattr(pretrain, "run", interrupted)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as ended:
-        pretrain.main([recipe, f"out={tmp_path / 'run'}"])
+        main.main([recipe, f"out={tmp_path / 'run'}"])
     assert ended.value.code == 130
     assert capfd.readouterr().err == "Interrupted again: ended at once, without a checkpoint.\n"
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,8 +18,12 @@ import engine
 import numpy as np
 import pytest
 import torch
+<<<<<<< HEAD
 from engine import GPT2, RECIPE, train, trainer, write_recipe
 from megacore.training.trouble import NonFinite
+=======
+from engine import GPT2, RECIPE, fit, of, train, trainer, write_recipe
+>>>>>>> testsa
 from pool import Pool
 
 from megacore import checkpoints
@@ -28,9 +33,13 @@ from megacore.store import audit, publish
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
-from megacore.training import build, life, save
-from megacore.training import train as pretrain
-from megacore.training.save import SaveError
+from megacore.training import save, start
+from megacore.training.callbacks.bad_steps import NonFinite
+from megacore.training.callbacks.checkpoints import Checkpoints
+from megacore.training.callbacks.evaluation import Evaluation
+from megacore.training.check import check
+from megacore.training.save import SaveError, Saver
+from megacore.training.step import Stats
 from megacore.training.trainer import Trainer
 from models.decoder import Microbatch
 from parallel.mesh import Mesh
@@ -51,6 +60,10 @@ def saved(out: Path) -> list[int]:
     found = list(checkpoints.complete(folder))
     assert sorted(path.name for path in folder.glob("*")) == [f"step-{step:08d}" for step in found]
     return found
+
+
+def saver_of(made: Trainer) -> Saver:
+    return of(made, Checkpoints)._saver
 
 
 def opened(out: Path, step: int) -> Checkpoint:
@@ -136,7 +149,7 @@ def test_a_checkpoint_holds_the_run(recipe: str, tmp_path: Path) -> None:
 
 def shares(recipe: str, overrides: list[str]) -> tuple[list[str], list[str]]:
     made = trainer(recipe, overrides, log=True)
-    snapshots = save.Snapshot(made.saver._contents.state)
+    snapshots = save.Snapshot(made.contents.state)
     made.fit()
     held = [each.state for each in snapshots.written if {s.stored.name for s in each.file.tensors} == {*each.host}]
     return sorted(each.state for each in snapshots.written), sorted(held)
@@ -161,14 +174,15 @@ def saved_twice(recipe: str, overrides: list[str]) -> tuple[int, int]:
     tensors in the second, of the host memory for them)."""
     made = trainer(recipe, ["train.steps=3", "checkpoint.every=0", *overrides])
     made.fit()
-    made.saver.save(2, {"step": 2})
-    made.saver.finish()
+    saver = saver_of(made)
+    saver.save(2, {"step": 2})
+    saver.finish()
     with mock.patch("megacore.store.shares.SHARE_BYTES", 1):
-        made.saver._snapshot = None
-        made.saver.save(3, {"step": 3})
-    made.saver.finish()
-    assert made.saver._snapshot is not None
-    written = made.saver._snapshot.written
+        saver._snapshot = None
+        saver.save(3, {"step": 3})
+    saver.finish()
+    assert saver._snapshot is not None
+    written = saver._snapshot.written
     tensors = [(each, tensor) for each in written for tensor in each.file.tensors]
     wrote = sum(math.prod(t.stored.shape) * DTYPES[t.dtype].itemsize for _, t in tensors)
     return wrote, sum(host.nbytes for each in written for host in each.host.values())
@@ -202,12 +216,12 @@ def test_every_rank_writes_its_part_of_a_large_model(
 def test_later_saves_do_not_go_through_the_layout_again(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET])
-    made.saver.save(1, {"step": 1})
-    made.saver.finish()
+    saver = saver_of(trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET]))
+    saver.save(1, {"step": 1})
+    saver.finish()
     monkeypatch.setattr(Layout, "shards", None)
-    made.saver.save(2, {"step": 2})
-    made.saver.finish()
+    saver.save(2, {"step": 2})
+    saver.finish()
     monkeypatch.undo()
     assert saved(tmp_path / "run") == [1, 2]
 
@@ -216,7 +230,7 @@ def test_the_thread_that_writes_waits_on_the_device_of_its_rank(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each thread of CUDA begins on GPU 0."""
-    snapshot = save.Snapshot(trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET]).saver._contents.state)
+    snapshot = save.Snapshot(trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET]).contents.state)
     snapshot.take()
     did = list[object]()
 
@@ -274,15 +288,16 @@ def test_training_goes_on_while_what_was_is_written(recipe: str, tmp_path: Path,
     made = trainer(recipe, [*overrides, *QUIET])
     seen = on_step(made, lambda step: slow.go.set() if step == 4 else None)
     at_2: dict[str, np.ndarray] = {}
-    plain = made.saver.save
+    saver = saver_of(made)
+    plain = saver.save
 
     def noted(step: int, trainer: Mapping[str, Any]) -> None:
         if step == 2:
             at_2.update(engine.weights(made))
             plain(step, trainer)
-            assert checkpoints.complete(made.saver.folder) == {} and slow.begun == 1
+            assert checkpoints.complete(saver.folder) == {} and slow.begun == 1
 
-    made.saver.save = noted  # type: ignore[method-assign]
+    saver.save = noted  # type: ignore[method-assign]
     assert made.fit() == 6 and len(seen) == 6
     assert saved(out) == [2]
     assert any(not np.array_equal(at_2[name], now) for name, now in engine.weights(made).items())
@@ -309,22 +324,22 @@ def on_step(made: Trainer, act: Callable[[int], object]) -> list[int]:
     """Does something in the middle of each step; the steps that were begun."""
     plain, seen = made.train_step.backward, list[int]()
 
-    def backward(microbatches: list[Microbatch]) -> Any:
+    def backward(*given: Any) -> Stats:
         seen.append(made.start.step + len(seen) + 1)
         act(seen[-1])
-        return plain(microbatches)
+        return plain(*given)
 
     made.train_step.backward = backward  # type: ignore[assignment, method-assign]
     return seen
 
 
 def test_a_second_save_waits_for_the_first(recipe: str, tmp_path: Path, slow: Slow) -> None:
-    made = trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET])
-    made.saver.save(1, {"step": 1})
+    saver = saver_of(trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET]))
+    saver.save(1, {"step": 1})
     threading.Timer(0.3, slow.go.set).start()
-    made.saver.save(2, {"step": 2})
-    assert saved_names(made.saver.folder)[-1] == "step-00000001"
-    made.saver.finish()
+    saver.save(2, {"step": 2})
+    assert saved_names(saver.folder)[-1] == "step-00000001"
+    saver.finish()
     assert saved(tmp_path / "run") == [1, 2]
 
 
@@ -341,9 +356,11 @@ def test_a_last_step_that_is_one_of_the_interval_is_saved_once(recipe: str, tmp_
 def waits_for_its_saves(made: Trainer) -> list[int]:
     """A run that is at most one step further when a save in the background has ended -> the steps it will begin."""
 
+    saver = saver_of(made)
+
     def wait(step: int) -> None:
-        if made.saver._saving and made.saver._saving.work:
-            made.saver._saving.work.thread.join()
+        if saver._saving and saver._saving.work:
+            saver._saving.work.thread.join()
 
     return on_step(made, wait)
 
@@ -389,9 +406,8 @@ def fails_for_a_while(recipe: str, overrides: list[str], rank: int, times: int) 
         return plain(*arguments)
 
     told: list[str] = []
-    with mock.patch.object(save, "write", burning), mock.patch("megacore.training.trainer._AGAIN_S", 1):
-        if made.log is not None:
-            made.log.tell = told.append  # type: ignore[assignment, method-assign]
+    with mock.patch.object(save, "write", burning), mock.patch("megacore.training.callbacks.checkpoints.AGAIN_S", 1):
+        made.tell = told.append  # type: ignore[assignment, method-assign]
         return made.fit(), told
 
 
@@ -422,11 +438,12 @@ def test_a_run_that_has_gone_back_after_a_fault_leaves_its_checkpoints_as_they_a
     trained = json.loads((checkpoints.path_of(checkpoints.folder_of(tmp_path), 5) / "trainer.json").read_text())
     batch = {**trained["recipe"]["batch"], "micro_size": 4}
     moved = {"mesh": {"dp": 2}, "batch": batch} | {name: {} for name in ("context", "pipeline", "zero", "memory")}
-    made.saver.save(5, {**trained, "recipe": {**trained["recipe"], **moved}})
-    made.saver.finish()
+    saver = saver_of(made)
+    saver.save(5, {**trained, "recipe": {**trained["recipe"], **moved}})
+    saver.finish()
     assert files and files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
     with pytest.raises(SaveError, match=r"(?s)cannot save step 5: .* exists"):
-        made.saver.save(5, {**trained, "lr": 0.5})
+        saver.save(5, {**trained, "lr": 0.5})
 
 
 def test_the_end_of_a_run_is_saved_again_and_again(recipe: str, tmp_path: Path) -> None:
@@ -502,15 +519,17 @@ def test_what_travels_with_a_model_outlives_the_checkpoint_that_a_run_began_from
     train(recipe, [*often, "train.steps=3"])
     (tmp_path / "recipe" / "generation_config.json").unlink()
     again = [*often, "train.steps=5", "checkpoint.resume=auto"]
-    setup = pretrain.check(recipe, again, 1, 1)
+    setup = check(recipe, again, 1, 1)
     train(recipe, again)
     assert saved(run) == [5]
     name = "generation_config.json"
     held = checkpoints.path_of(checkpoints.folder_of(run), 5) / "tokenizer" / name
     assert held.read_text() == '{"temperature": 0.5}'
-    # What a process that goes on after a fault builds anew, where its first checkpoint is no more.
-    made = build.empty_trainer_of(setup, Mesh.single(), Control.create(Mesh.single()))
-    made.saver._copy_companions(tmp_path / "copies")
+    # A process that does not hold them takes those of the newest checkpoint, where its first one is no more.
+    made = trainer(recipe, again)
+    saver = saver_of(made)
+    saver._contents = replace(made.contents, companions=setup.companions)
+    saver._copy_companions(tmp_path / "copies")
     assert (tmp_path / "copies" / name).read_text() == '{"temperature": 0.5}'
 
 
@@ -519,21 +538,21 @@ def test_a_checkpoint_may_go_once_a_run_has_begun_from_it(tmp_path: Path, monkey
     recipe, other = write_recipe(tmp_path), tmp_path / "other"
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
     train(recipe, [f"out={other}", "train.steps=3", "checkpoint.at_end=true", *QUIET])
-    plain = life.trainer_of
+    plain = start.trainer_of
 
     def removed(*given: Any) -> Trainer:
         made = plain(*given)
         shutil.rmtree(other)
         return made
 
-    monkeypatch.setattr(life, "trainer_of", removed)
+    monkeypatch.setattr(start, "trainer_of", removed)
     there = checkpoints.path_of(checkpoints.folder_of(other), 3)
     begun = [f"out={tmp_path / 'run'}", f"checkpoint.resume={there}", "checkpoint.at_end=true", IMPATIENT, *QUIET]
-    assert pretrain.run(pretrain.check(recipe, begun, 1, 1), torch.device("cpu")) == 5
+    assert fit(recipe, begun) == 5
     assert [each.read() for each in opened(tmp_path / "run", 5).companions().values()] == [b'{"temperature": 0.5}']
-    assert pretrain.check(recipe, begun, 1, 1, goes_on=True).start.progress.step == 5
+    assert check(recipe, begun, 1, 1, goes_on=True).start.progress.step == 5
     with pytest.raises(ConfigError, match="other"):
-        pretrain.check(recipe, [*begun, f"out={tmp_path / 'new'}"], 1, 1, goes_on=True)
+        check(recipe, [*begun, f"out={tmp_path / 'new'}"], 1, 1, goes_on=True)
 
 
 def test_the_rest_of_a_checkpoint_is_in_nobody_s_way(recipe: str, tmp_path: Path) -> None:
@@ -585,7 +604,7 @@ def test_a_run_that_is_not_finite_any_more_is_not_saved_and_what_was_is(
 ) -> None:
     """With a record only at the end, the weights stand still from step 3 on: they are not those of step 4."""
     out = tmp_path / "run"
-    made = trainer(recipe, [f"out={out}", "checkpoint.every=2", "log.every=100", *QUIET])
+    made = trainer(recipe, [f"out={out}", "optimizer.non_finite=stop", "checkpoint.every=2", "log.every=100", *QUIET])
     plain, count = made.train_step.pipeline.train, 0
 
     def poisoned(microbatches: list[Microbatch], scale: torch.Tensor, enter: Any) -> torch.Tensor:
@@ -607,13 +626,14 @@ def test_a_run_that_is_not_finite_any_more_is_not_saved_and_what_was_is(
 def test_who_ends_a_run_does_not_wait_for_an_evaluation_to_have_it_saved(recipe: str, tmp_path: Path) -> None:
     made = trainer(recipe, [f"out={tmp_path}", "checkpoint.every=1000", "evaluate.every=3", "train.precision=fp32"])
     on_step(made, lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == 3 else None)
-    evaluate = made.validation_loss
+    evaluation = of(made, Evaluation)
+    evaluate = evaluation.loss
 
-    def seen() -> float:
+    def seen(run: Trainer) -> float:
         assert saved(tmp_path) == [3]
-        return evaluate()
+        return evaluate(run)
 
-    made.validation_loss = seen  # type: ignore[method-assign]
+    evaluation.loss = seen  # type: ignore[method-assign]
     assert made.fit() == 3
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from megacore import checkpoints
 from megacore.store.strict_json import StoreError
 from megacore.training import progress
+from megacore.training.callbacks.bad_steps import NonFinite
 from megacore.training.progress import is_scaler_state
 from megacore.training.scaler import UNSCALED, Scaler, Scaling
 
@@ -242,7 +243,7 @@ def test_the_scale_changes_nothing_but_what_would_have_vanished(recipe: str) -> 
 
     def after(scale: float, *overrides: str) -> tuple[list[Tensor], dict[str, np.ndarray]]:
         made = trainer(recipe, [*FP16, f"loss_scale.initial={scale}", *overrides])
-        stats = [made.step(made.upload(made.batches.microbatches(step), 1), 1e-2) for step in range(3)]
+        stats = [made.train_step(made.upload(made.batches.microbatches(step), 1), 1e-2) for step in range(3)]
         return [value for each in stats for value in (each.loss, each.grad_norm)], weights(made)
 
     for clip in ("0.1", "null"):
@@ -260,7 +261,7 @@ def test_the_optimizer_sees_gradients_without_the_scale(recipe: str, clip: str) 
     found = []
     for precision in ("fp16", "fp32"):
         made = trainer(recipe, [f"train.precision={precision}", f"optimizer.clip={clip}"])
-        made.step(made.upload(made.batches.microbatches(0), 1), 1e-2)
+        made.train_step(made.upload(made.batches.microbatches(0), 1), 1e-2)
         state = device_store(made.train_step.optimizer).adamw.state
         found.append([state[target.tensor]["exp_avg"].clone() for target in device_store(made.train_step.optimizer).targets])
     for narrow, wide in zip(*found, strict=True):

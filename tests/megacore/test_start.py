@@ -24,7 +24,7 @@ from megacore import exits
 from megacore.rank import parted
 from megacore.recovery.hangs import PATIENT
 from megacore.recovery.phases import BEAT, read
-from megacore.training import train as pretrain
+from megacore.training import main
 from parallel.collectives import all_reduce_
 from parallel.layers.linear import ColumnParallelLinear
 from parallel.mesh import Mesh
@@ -152,6 +152,6 @@ def test_the_world_waits_as_long_as_the_recipe_says(tmp_path: Path, monkeypatch:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(Stop):
-            pretrain.main(arguments)
+            main.main(arguments)
         assert seen["init_method"] == method and (seen["rank"], seen["world_size"]) == (1, 2)
         assert seen["timeout"] == timedelta(minutes=3.5) and seen["backend"] == "gloo"

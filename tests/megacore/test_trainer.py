@@ -253,8 +253,7 @@ def test_a_skipped_step_changes_nothing(recipe: str) -> None:
 def test_the_utilisation_is_never_above_1_without_a_word(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], peak: str
 ) -> None:
-    made = trainer(recipe, [f"out={tmp_path / 'run'}", f"log.peak_tflops={peak}"], log=True)
-    records = engine.result(made, made.fit()).records
+    records = train(recipe, [f"out={tmp_path / 'run'}", f"log.peak_tflops={peak}"]).records
     known = [record["mfu"] for record in records if "loss" in record]
     said = capsys.readouterr().err.count("mfu is null from here on")
     if peak == "1":

@@ -36,7 +36,7 @@ class Checkpoints(Callback):
         if failed:  # to tell it waits for disks
             run.enter("save")
         self._tolerate(run, lambda: self._saver.advance(busy, failed))
-        if self._is_due(run) or largest.get("save.wanted"):
+        if run.failure is None and (self._is_due(run) or largest.get("save.wanted")):
             self._save(run)
             self._unsaved = run.is_last
 
@@ -62,7 +62,8 @@ class Checkpoints(Callback):
         document = progress.document(run.progress, run.lr, run.config, run.mesh.shape, self._data)
         run.call("on_save", document)
         self._tolerate(run, self._saver.finish)
-        self._tolerate(run, lambda: self._saver.save(run.step, document))
+        if run.failure is None:
+            self._tolerate(run, lambda: self._saver.save(run.step, document))
         if run.stopping or not run.config.checkpoint.background:  # nobody who asks for the end waits for more than this
             self._tolerate(run, self._saver.finish)
 
