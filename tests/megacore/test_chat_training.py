@@ -230,8 +230,7 @@ def test_several_files_are_blended(recipe: str, tmp_path: Path) -> None:
 def test_examples_of_a_least_length_alone(recipe: str, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "mixed.jsonl", *rows(12), *({"text": "word " * (9 * n)} for n in range(1, 7)))
     whole, some = (
-        check(recipe, [f"data.train=[{{path: {path}, least: {least}}}]"], 1, 1).corpora.train
-        for least in (0, 20)
+        check(recipe, [f"data.train=[{{path: {path}, least: {least}}}]"], 1, 1).corpora.train for least in (0, 20)
     )
     assert isinstance(whole, Packed) and isinstance(some, Packed)
     long = whole._chosen[whole._examples.lengths[whole._chosen] >= 20]

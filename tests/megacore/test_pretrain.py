@@ -25,13 +25,8 @@ from pool import Pool
 from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
 from megacore.recipe import ConfigError, load
-<<<<<<< HEAD
-from megacore.training import build, capacity, life, metrics
-from megacore.training import train as pretrain
-=======
 from megacore.training import build, capacity, life, main, metrics
 from megacore.training.check import check
->>>>>>> testsa
 from megacore.training.resume import Start
 from megacore.training.trainer import Trainer
 from models.registry import configure

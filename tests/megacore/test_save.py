@@ -18,12 +18,7 @@ import engine
 import numpy as np
 import pytest
 import torch
-<<<<<<< HEAD
-from engine import GPT2, RECIPE, train, trainer, write_recipe
-from megacore.training.trouble import NonFinite
-=======
 from engine import GPT2, RECIPE, fit, of, train, trainer, write_recipe
->>>>>>> testsa
 from pool import Pool
 
 from megacore import checkpoints

@@ -11,7 +11,6 @@ import pytest
 import torch
 from device_store import device_store
 from engine import Result, train, trainer, weights, write_recipe
-from megacore.training.trouble import NonFinite
 from pool import Pool
 from torch import Tensor
 
