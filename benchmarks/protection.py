@@ -28,7 +28,7 @@ import yaml
 
 from benchmarks.processes import family
 from benchmarks.recovery import ROOT, write_corpus
-from megacore.training.launch import VARIABLES
+from megacore.launcher.command import VARIABLES
 
 LIMIT_S = 900.0
 PROTECTIONS: Mapping[str, Sequence[str]] = {

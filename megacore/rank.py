@@ -1,17 +1,16 @@
 """One process of several: who it is, how it joins the others, and what is left of it when they are gone.
 
-``python -m megacore.rank FOLDER LAUNCHER MODULE ARGUMENT...`` is how :mod:`megacore.launcher` starts a rank: it runs
-the module in a process that dies with the launcher and can be asked where it stands. Under torchrun a module runs as
-well, without either.
+:func:`main` is what :mod:`megacore.recovery.agent` forks: it runs a module in a process that dies with the launcher,
+can be asked where it stands, and says how it ends. Under torchrun a module runs as well, without any of it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import faulthandler
-import json
+import multiprocessing
+import multiprocessing.connection
 import os
-import re
 import runpy
 import signal
 import socket
@@ -19,22 +18,25 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-from megacore import exits
-from megacore.training.corruption import Corrupted
+from megacore import exits, outcome
+from megacore.corruption import Corrupted
+from megacore.outcome import AGENT, Outcome
+from megacore.say import err
 
 STORE = "MEGACORE_STORE"
-"""The variable that names the place where ranks find each other: a file, on one machine, or ``tcp://HOST:PORT/PREFIX``,
-a store that an agent hosts, in which every generation has a prefix."""
+"""The variable that names the place where ranks find each other: ``tcp://HOST:PORT/PREFIX``, a store that an agent
+hosts, in which every start of the ranks has a prefix of its own, or a file."""
 
 BEGAN = "MEGACORE_BEGAN"
 """The variable that says when the launcher of a run began, in seconds since 1970."""
@@ -58,11 +60,6 @@ CRASHED = 70
 def stacks_of(folder: Path, process: int) -> Path:
     """Return the file in the launcher's folder that the process of a rank writes its stacks to, on SIGUSR2."""
     return folder / f"stacks-{process}"
-
-
-def report_of(folder: Path, process: int) -> Path:
-    """Return the file that says why the process of a rank could not talk to the others any more."""
-    return folder / f"report-{process}"
 
 
 @dataclass(frozen=True)
@@ -124,19 +121,6 @@ def join(here: Here, kind: str, timeout: timedelta) -> None:
     )
 
 
-def parts(store: str | None) -> None:
-    """Free all ranks that wait for another in :func:`join`, where they meet in a file: a read of it fails from here on.
-
-    torch waits for a file that is gone, but not for one that cannot be opened. Who waits in the store of an agent is
-    freed by the end of its connection.
-    """
-    if store is not None and not store.startswith("tcp://") and not os.path.islink(store):
-        with suppress(FileExistsError):
-            with suppress(FileNotFoundError):
-                os.remove(store)
-            os.symlink(store, store)
-
-
 def _met_at(place: str, timeout: timedelta) -> Store:
     """Return the part of an agent's store that ``tcp://HOST:PORT/PREFIX`` names."""
     from torch.distributed import PrefixStore, TCPStore
@@ -185,40 +169,83 @@ def leave(here: Here) -> None:
 
 # -- under the launcher
 
+BLOCKED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""The signals that ranks block from their first instruction on; a module unblocks those that it wants, and none is
+lost."""
 _LONGEST = 300  # characters of an exception that are reported
 
 
-def main() -> None:
-    folder, launcher, module, *arguments = sys.argv[1:]
-    die_with(int(launcher))
-    stacks = stacks_of(Path(folder), os.getpid()).open("x")
-    faulthandler.register(signal.SIGUSR2, stacks, all_threads=True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
-    sys.argv[1:] = arguments
+def main(folder: Path, module: str, arguments: Sequence[str], variables: Mapping[str, str]) -> None:
+    """Run a module as the main one of this process, which was forked for it, and end.
+
+    Args:
+        folder: The folder of the agent.
+        module: The module.
+        arguments: Its arguments.
+        variables: All variables of its environment.
+    """
+    os.environ.clear()
+    os.environ.update({**variables, AGENT: str(folder)})
+    _die_with_launcher()
+    faulthandler.register(signal.SIGUSR2, stacks_of(folder, os.getpid()).open("w"), all_threads=True)
+    signal.pthread_sigmask(signal.SIG_SETMASK, BLOCKED)
+    sys.argv[:] = [module, *arguments]
+    # Nothing is imported from the working folder, which may be one that was downloaded.
+    wanted = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:] = [each for each in sys.path if each and (each != os.getcwd() or each in wanted)]
+    for name in (module, f"{module}.__main__"):  # which has been imported, and is run anew
+        sys.modules.pop(name, None)
+    status = _status_of(folder, module)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)  # without the destructors of libraries, which may abort
+
+
+def _status_of(folder: Path, module: str) -> int:
+    """Run a module, and say how it ends, if it has not -> its exit status."""
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+        status = exits.DONE
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            err(end.code)
+        status = end.code if isinstance(end.code, int) else exits.DONE if end.code is None else exits.FAILED
     except Exception as error:
-        report = parted(error) if isinstance(error, RuntimeError) else None
-        with report_of(Path(folder), os.getpid()).open("x") as file:
-            json.dump(report or _reported(error), file)
-        if report is None:
-            _crash()
-        sys.stdout.flush()
-        os._exit(LOST)  # without the destructors of what is broken
+        word = parted(error) if isinstance(error, RuntimeError) else None
+        if word is None:
+            traceback.print_exc()
+            word = _reported(error)
+        outcome.write(word)
+        return word.status
+    if outcome.read(folder, os.getpid()) is None:
+        outcome.write(Outcome(status, stopped=None))
+    return status
 
 
-def _reported(error: Exception) -> dict[str, Any]:
-    """Return the report of an error that this rank ends with."""
-    corrupted = {"kind": "corrupted", "rank": error.rank} if isinstance(error, Corrupted) else {}
-    return {"raised": f"{type(error).__name__}: {error}"[:_LONGEST], **corrupted}
+def _reported(error: Exception) -> Outcome:
+    """Return the word about an error that this rank ends with."""
+    text = f"{type(error).__name__}: {error}"[:_LONGEST]
+    if isinstance(error, Corrupted):
+        return Outcome(CRASHED, kind="corrupted", detail=text, rank=error.rank)
+    return Outcome(CRASHED, kind="raised", detail=text)
 
 
-def _crash() -> NoReturn:
-    """End with what is known of an error that nobody has foreseen; the others may go on without this process."""
-    traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(CRASHED)
+def _die_with_launcher() -> None:
+    """Let this process be killed when the launcher ends: the forkserver, whose child it is, ends with that."""
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    if sys.platform == "linux":
+        die_with(os.getppid())
+        if not launcher.is_alive():  # the forkserver may have ended before
+            os.kill(os.getpid(), signal.SIGKILL)
+    else:
+
+        def outlive() -> None:
+            multiprocessing.connection.wait([launcher.sentinel])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=outlive, name="launcher", daemon=True).start()
 
 
 def die_with(parent: int) -> None:
@@ -238,19 +265,10 @@ def _outlive(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def parted(error: RuntimeError) -> dict[str, Any] | None:
-    """Return the report of an error that comes from another rank, which is late or gone; None for any other."""
+def parted(error: RuntimeError) -> Outcome | None:
+    """Return the word about an error that comes from another rank, which is late or gone; None for any other."""
     calls = traceback.extract_tb(error.__traceback__)
     if not calls[-1].filename.endswith(WAITING):
         return None
-    text = str(error).partition("\n")[0]
-    return {
-        "waited": re.search("[Tt]imed? ?out", text) is not None,
-        "where": "".join(f" {note}" for note in getattr(error, "__notes__", ())),
-        "error": text,
-        "stack": "".join(traceback.format_list(calls)),
-    }
-
-
-if __name__ == "__main__":
-    main()
+    where = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
+    return Outcome(LOST, kind="lost_contact", detail=f"{str(error).partition(chr(10))[0]}{where}"[:_LONGEST])

@@ -36,7 +36,7 @@ _COMMAND = "; ".join(
         "import sys",
         "from megacore.rank import die_with",
         "die_with(int(sys.argv.pop(1)))",
-        "from megacore.training.launch import run",
+        "from megacore.launcher.command import run",
         "sys.exit(run('train', sys.argv[1:]))",
     )
 )

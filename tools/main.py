@@ -49,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if argv is None:  # this process is the command's own
                 # Those that it starts import nothing from the working folder, which may be one that was downloaded.
                 os.environ["PYTHONSAFEPATH"] = "1"
+                for number in (signal.SIGUSR1, signal.SIGUSR2):  # which ask for something, before anybody can give it
+                    if signal.getsignal(number) == signal.SIG_DFL:
+                        signal.signal(number, lambda *_: None)
             status: int = importlib.import_module(COMMANDS[command][0]).main(arguments[1:])
         finally:
             sys.stdout.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from megacore.training.launch import run
+from megacore.launcher.command import run
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,16 +1,20 @@
-"""The folder of an agent for temporary files, and those that agents which were killed have left. No torch."""
+"""The folder of an agent for temporary files, and those that agents which were killed have left. No torch.
+
+They lie in one folder for each user. Others may make files of any name beside it, so that nothing is opened before it
+is known to be this user's own.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-PREFIX = "megacore-"
 HELD = "held"
 """The file that an agent holds a lock on for as long as it lives."""
 
@@ -19,16 +23,32 @@ HELD = "held"
 def temporary_folder() -> Iterator[Path]:
     """Make a folder that only this user can enter, and remove it after the block; what agents of this user have left
     that were killed is removed before it."""
-    for held in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{HELD}"):
-        _remove_if_left(held)
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as made, Path(made, "new").open("x") as file:
+    own = _own_folder()
+    if own is not None:
+        for folder in own.iterdir():
+            _remove_if_left(folder)
+    prefix = "agent-" if own else "megacore-"
+    fresh = tempfile.TemporaryDirectory(prefix=prefix, dir=own, ignore_cleanup_errors=True)
+    with fresh as made, Path(made, "new").open("x") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         Path(file.name).rename(Path(made, HELD))  # not before: nobody finds it without its lock
         yield Path(made)
 
 
-def _remove_if_left(held: Path) -> None:
-    with suppress(OSError), held.open() as file:
-        if os.lstat(held.parent).st_uid == os.fstat(file.fileno()).st_uid == os.getuid():
+def _own_folder() -> Path | None:
+    """Return the folder of this user; None where another one has taken its name."""
+    path = Path(tempfile.gettempdir(), f"megacore-{os.getuid()}")
+    with suppress(FileExistsError):
+        path.mkdir(0o700)
+    found = path.lstat()
+    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return path if own else None
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Remove the folder of an agent that does not live any more."""
+    with suppress(OSError):
+        number = os.open(folder / HELD, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(number, "rb+", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(held.parent, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,229 +1,486 @@
-"""torch's elastic rendezvous, by which the nodes of a run agree who takes part: imported where there are several.
+"""The places where the agents of a run agree who takes part, and where their ranks find each other.
 
-A *round* is closed once the least number of nodes has come and a last call is over. Who comes later waits until all
-that are in a round leave it and join the next one, which their ranks do not notice.
+One node alone has a store on its loopback interface. On several, torch's ``DynamicRendezvousHandler`` agrees on the
+nodes of a *round*, over a store that the first node hosts. Whoever finds that a round is over, a rank having died, a
+node coming or leaving, names the next one; all see its name within a second, and join it. Each round has a state of its
+own. So a node that is gone is in no later one, no sign of life is needed, and neither a launcher that stands still for
+a minute nor clocks that differ do any harm.
+
+torch keeps the state of a rendezvous as a pickle, which runs code where it is read. It is signed here, with a secret
+that all nodes know, and read after that was verified.
 """
 
 from __future__ import annotations
 
-import logging
+import hmac
 import os
+import platform
+import secrets
 import socket
+import stat
 import threading
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta, tzinfo
-from typing import Any
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
     RendezvousTimeoutError,
-    dynamic_rendezvous,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousTimeout,
+)
 
-from megacore.recovery.channel import _connections
+from megacore import exits
+from megacore.recipe import ConfigError
+from megacore.say import err
 
-LAST_CALL_S = 1.0
-"""The time for more than the least number of nodes. torch's 30 s are for machines that boot; who comes later is let in
-while the others train."""
-NO_CALL_S = 1e-6
-"""The time where nobody else is to come."""
-NEXT_CALL_S = 2.0
-"""The time for all that have left a round to be in the next one: each looks once a second."""
-JOIN_S = 10.0
-"""The time after which a node that is in no round says so."""
-KEEP_ALIVE_S = 1
-KEEP_ALIVES = 3
-"""A node that dies in a round is dropped after so many intervals without a sign; the next round waits for that."""
-STORE_S = 10.0
-"""The time for an answer of the store, which is a few numbers away: it has them all in memory."""
-
-
-def host_store(host: str, port: int, listening: int) -> TCPStore:
-    """Serve a store on the descriptor of a socket that listens at the host's port, which it takes over."""
-    wait = timedelta(seconds=STORE_S)
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening, timeout=wait)
+Reason = Literal["begins", "fault", "joins", "leaves"]
+"""Why a round begins."""
+LAST_CALL_S = 2.0
+"""The time for more than the least number of nodes to be in a round; who comes later has it begin anew."""
+LOOK_S = 0.5
+"""The time between two looks at the name of the round."""
+LEAVES_S = 1.5
+"""The time for others to say as well that they leave: of a run that is asked to end on all nodes, no node leaves."""
+ANSWER_S = 5.0
+"""The time for an answer of the store that may also be done without."""
+STORE_S = 60.0
+"""The time for an answer of the store that may not."""
+ALIVE_S = 3600
+"""The time between two signs of life of torch's, which nobody needs."""
+SECRET, SECRET_FILE = "MEGACORE_SECRET", "MEGACORE_SECRET_FILE"
+_ROUND, _END = "megacore/round", "megacore/end"
 
 
-def ask_store(host: str, port: int, key: str) -> tuple[TCPStore, bytes]:
-    """Connect to a store -> (it, what stands under a key).
+class EndedError(Exception):
+    """The run ends.
 
-    Raises:
-        RuntimeError: what listens there is no store, or one without this key.
+    Args:
+        status: The status of this node.
+        why: A sentence about it, if there is something to say.
     """
 
-    def ask() -> None:
-        try:
-            store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_S))
-            answer.set_result((store, store.get(key)))
-        except RuntimeError as error:
-            answer.set_exception(error)
+    def __init__(self, status: int, why: str = "") -> None:
+        super().__init__(why)
+        self.status = status
 
-    answer = Future[tuple[TCPStore, bytes]]()
-    # In a thread of its own: torch would wait for ever for what listens and says nothing.
-    thread = threading.Thread(target=ask, name=f"ask {port}", daemon=True)
-    thread.start()
-    try:
-        return answer.result(STORE_S + 1)
-    except TimeoutError:
-        # A process that ends while torch waits in a thread is aborted.
-        for number in _connections():
-            with suppress(OSError), socket.socket(fileno=os.dup(number)) as end:
-                if end.family in (socket.AF_INET, socket.AF_INET6) and end.getpeername()[1] == port:
-                    end.shutdown(socket.SHUT_RDWR)
-        thread.join(1.0)
-        raise RuntimeError("it says nothing") from None
+
+class ForgedError(RendezvousError):
+    """The state of a rendezvous is not signed with the secret of this run."""
+
+
+class Meeting(RendezvousHandler):
+    """The rounds of a run on one node, and what those on several have in common."""
+
+    started = False
+    """Whether ranks have been started before; after a round it is true of all nodes if it was of one."""
+
+    def __init__(self) -> None:
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # torch hosts a store of its own for ranks
+        listening = socket.create_server(("127.0.0.1", 0))
+        self._host, self._port = "127.0.0.1", listening.getsockname()[1]
+        self._store = _hosted(self._host, self._port, listening)
+        self._round = 0
+
+    def get_backend(self) -> str:
+        return "megacore"
+
+    def get_run_id(self) -> str:
+        return "megacore"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Return the next round."""
+        self._round += 1
+        store = PrefixStore(f"agent-{self._round}", self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._host, self._port))
+
+    def num_nodes_waiting(self) -> int:
+        """Return 0: the agent asks :attr:`over` instead, which also tells why."""
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def shutdown(self) -> bool:
+        return True
+
+    @property
+    def place(self) -> str:
+        """The place where the ranks of this round find each other, as :data:`megacore.rank.STORE` has it."""
+        return f"tcp://{self._host}:{self._port}/{self._round}"
+
+    @property
+    def over(self) -> Reason | None:
+        """Why this round is over, if another node says that it is."""
+        return None
+
+    def renew(self, reason: Reason) -> bool:
+        """Begin the next round, for all nodes -> whether it is the first to have found that this one is over."""
+        return True
+
+    def may_leave(self) -> bool:
+        """Return whether the run goes on without this node."""
+        return False
+
+    def end(self, status: int) -> None:
+        """Tell all nodes that the run ends."""
+
+    def ended(self, ask: bool = False) -> int | None:
+        """Return the status that the run ends with, if another node says that it does.
+
+        Args:
+            ask: Whether to ask now; else it is what was known a moment ago.
+        """
+        return None
 
 
 @dataclass(frozen=True)
-class Round:
-    """A round: its number, and the number of its nodes."""
-
-    number: int
-    nodes: int
-
-
-class Rendezvous:
-    """The rounds of the rendezvous of a run, as one node sees them; all of it is for one thread.
+class Nodes:
+    """The nodes of a run, and this one among them.
 
     Args:
-        store: The store that the lead hosts.
-        run_id: The name of the run.
-        least: The least number of nodes of a round.
-        late: Whether more than those may come.
-        address: An address of this machine.
-        clock: The time of the lead less this machine's monotonic one, in seconds.
-        stopped: Says whether this node asks for no more.
-        entered: Is told when this node has entered its first round, which no other can close without it.
+        least: The least number that it goes on with.
+        most: The most.
+        index: The number of this one; 0 hosts the store.
+        host: The host of the first one.
+        port: The port of the store there.
     """
 
-    def __init__(
-        self,
-        store: TCPStore,
-        run_id: str,
-        least: int,
-        late: bool,
-        address: str,
-        clock: float,
-        stopped: Callable[[], bool],
-        entered: Callable[[], None] = lambda: None,
-    ) -> None:
-        # What it warns of, a lead that is gone say, is told by who sees it first: the agent.
-        logging.getLogger("torch.distributed.elastic.rendezvous").setLevel(logging.ERROR)
-        # torch compares times that the nodes took, each by its own clock: one that is 4 s off, or is set while it runs,
-        # would drop all others from every round.
-        _LeadsClock.ahead = clock
-        vars(dynamic_rendezvous)["datetime"] = _LeadsClock
-        # It looks at the whole stack, twice for each sign of life, to name what it records nowhere.
-        vars(dynamic_rendezvous)["get_method_name"] = lambda: ""
-        self._timeout = _Timeout(LAST_CALL_S if late else NO_CALL_S)
-        closed = self._closed = threading.Event()  # the backend keeps no more: this is to free the store
-        self._handler = DynamicRendezvousHandler.from_backend(
-            run_id,
-            _Bootstrap(),
-            _Stoppable(store, run_id, lambda: closed.is_set() or stopped(), entered),
-            least,
-            # Who is too many is the lead's to say: torch would let whoever is quicker in, newcomers before members.
-            max_nodes=1 << 16,
-            local_addr=address,
-            timeout=self._timeout,
-            keep_alive_interval=KEEP_ALIVE_S,
-            keep_alive_max_attempt=KEEP_ALIVES,
-        )
+    least: int
+    most: int
+    index: int
+    host: str
+    port: int
 
-    def join(self) -> Round | None:
-        """Leave the round that this node is in, and join the next one -> it; None if there is none within
-        :data:`JOIN_S`, and within a second once stopped.
 
-        Raises:
-            RendezvousError: the store is gone.
-        """
-        try:
-            info = self._handler.next_rendezvous()
-        except (RendezvousTimeoutError, RendezvousClosedError):
-            return None
-        self._timeout.last_call_s = NEXT_CALL_S
-        return Round(int(info.store.get(_Bootstrap.ROUND)), info.world_size)
+class SeveralNodes(Meeting):
+    """The rounds of a run on several nodes.
 
-    def is_over(self, made: Round) -> bool:
-        """Return whether nodes wait for the next round, or are in it: one whose nodes have all been silent for too long
-        is over, and who comes then waits for nobody.
+    Args:
+        nodes: The nodes.
+        secret: The secret that they share.
+        patience_s: Seconds that are waited for enough of them.
+        heed: Is called while it is waited, and raises :class:`EndedError` where a signal asks for the end.
+
+    Raises:
+        ConfigError: the store cannot be hosted.
+    """
+
+    def __init__(self, nodes: Nodes, secret: bytes, patience_s: float, heed: Callable[[], None]) -> None:
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self._nodes, self._secret, self._patience_s, self._heed = nodes, secret, patience_s, heed
+        self._own: TCPStore | None = None
+        if nodes.index == 0:
+            self._own = self._serve()
+        self._agents: TCPStore | None = None
+        """The store as the thread of the agent asks it: a client waits for one answer at a time."""
+        self._handler: DynamicRendezvousHandler | None = None
+        self._name = ""
+        self._members, self._rank = 0, 0
+        self._seen: tuple[str, int | None] = "", None
+        self._closed = threading.Event()
+        threading.Thread(target=self._look, name="rendezvous", daemon=True).start()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Join the next round -> it.
 
         Raises:
-            RendezvousError: the store is gone, or this node has stopped.
+            EndedError: too few nodes came, a signal asks for the end, another node says that the run ends, or somebody
+                has meddled with the rendezvous.
         """
-        return self._handler.num_nodes_waiting() > 0 or self._handler._state_holder.state.round != made.number
-
-    def close(self) -> None:
-        """Give no more signs of life: the others drop this node from its round."""
-        self._closed.set()
-        self._handler.shutdown()  # which would close it for all, did the backend pass that on
-
-
-class _Timeout(RendezvousTimeout):
-    """torch's timeouts, of which the last call changes."""
-
-    def __init__(self, last_call_s: float) -> None:
-        super().__init__(join=timedelta(seconds=JOIN_S))
-        self.last_call_s = last_call_s
+        until, told = time.monotonic() + self._patience_s, ""
+        while True:
+            try:
+                return self._patiently(lambda: self._join(until), None)
+            except ForgedError as error:
+                raise EndedError(exits.FAILED, str(error)) from None
+            except RendezvousTimeoutError:
+                why = f"fewer than {self._nodes.least} nodes"
+            except RendezvousClosedError:
+                why = "no place in a round yet"
+            except (RendezvousError, RuntimeError, ValueError) as error:
+                self._agents, why = None, f"no answer of the rendezvous at {self._address}"
+                if told != why:
+                    told = why
+                    err(f"{why} ({str(error).partition(chr(10))[0]}): it is tried again for {self._patience_s:g} s")
+            if (status := self.ended()) is not None:
+                raise EndedError(status, "the run has ended on the other nodes")
+            if time.monotonic() > until:
+                raise EndedError(exits.RETRY, f"{why} after {self._patience_s / 60:g} min (train.timeout)")
+            self._heed()
+            time.sleep(LOOK_S)
 
     @property
-    def last_call(self) -> timedelta:
-        return timedelta(seconds=self.last_call_s)
+    def place(self) -> str:
+        return f"tcp://{self._address}/{self._name}"
 
+    @property
+    def over(self) -> Reason | None:
+        name = self._seen[0]
+        return None if name in ("", self._name) else _reason(name)
 
-class _Stoppable(C10dRendezvousBackend):
-    """torch's backend of a node, which asks for nothing any more once that has stopped."""
+    def renew(self, reason: Reason) -> bool:
+        named = _named(reason)
+        found = self._asked(lambda store: store.compare_set(_ROUND, self._name, named))
+        return found is None or found.decode() == named
 
-    def __init__(self, store: TCPStore, run_id: str, stopped: Callable[[], bool], entered: Callable[[], None]) -> None:
-        super().__init__(store, run_id)
-        self._stopped, self._entered = stopped, entered
+    def may_leave(self) -> bool:
+        if self._nodes.index == 0 or self._members <= self._nodes.least:
+            return False
+        key = f"{self._name}/leaving"
+        if self._asked(lambda store: store.add(key, 1)) is None:
+            return False
+        time.sleep(LEAVES_S)
+        leaving = self._asked(lambda store: store.add(key, 0))
+        return leaving is not None and self._members - leaving >= self._nodes.least
 
-    def get_state(self) -> tuple[bytes, Any] | None:
-        self._unless_stopped()
-        return super().get_state()
+    def end(self, status: int) -> None:
+        self._asked(lambda store: store.compare_set(_END, "", str(status)))
 
-    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        self._unless_stopped()
-        made = super().set_state(state, token)
-        if made is not None and made[-1]:  # the first thing that a node says is that it is there
-            self._entered()
-        return made
+    def ended(self, ask: bool = False) -> int | None:
+        found = self._asked(_end_of) if ask else None
+        return self._seen[1] if found is None else found
 
-    def _unless_stopped(self) -> None:
-        if self._stopped():
+    def shutdown(self) -> bool:
+        """Leave the rounds for good; the first node not before the others have seen that the run ends."""
+        if self._own is not None and self.ended(ask=True) is not None:
+            time.sleep(4 * LOOK_S)
+        self._closed.set()
+        self._handler = None
+        return True
+
+    @property
+    def _address(self) -> str:
+        return f"{self._nodes.host}:{self._nodes.port}"
+
+    def _serve(self) -> TCPStore:
+        nodes = self._nodes
+        try:
+            dual = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if dual else socket.AF_INET
+            listening = socket.create_server(("", nodes.port), family=family, backlog=4096, dualstack_ipv6=dual)
+        except OSError as error:
+            raise ConfigError([f"MASTER_PORT ({nodes.port}): {error.strerror}: choose another one"]) from None
+        return _hosted("127.0.0.1", nodes.port, listening)
+
+    def _client(self) -> TCPStore:
+        nodes = self._nodes
+        host = "127.0.0.1" if self._own is not None else nodes.host
+        patience = timedelta(seconds=STORE_S)
+        return TCPStore(host, nodes.port, is_master=False, timeout=patience, wait_for_workers=False)
+
+    def _join(self, until: float) -> RendezvousInfo:
+        """Join the round that is open, or have one begin."""
+        self._handler, nodes = None, self._nodes
+        store = self._agents = self._agents or self._client()
+        name = self._now(store)
+        if store.check([f"{name}/formed"]):
+            if int(store.get(f"{name}/formed")) >= nodes.most and name != self._name:
+                raise RendezvousClosedError
+            store.compare_set(_ROUND, name, _named("fault" if name == self._name else "joins"))
+            name = self._now(store)
+        left = max(1.0, until - time.monotonic())
+        self._handler = DynamicRendezvousHandler.from_backend(
+            name,
+            store,
+            SignedBackend(store, name, self._secret, lambda: self._goes_on(store, name)),
+            nodes.least,
+            nodes.most,
+            # torch ranks nodes by this name
+            local_addr=f"{nodes.index:06}-{platform.node()}-{secrets.token_hex(4)}",
+            timeout=RendezvousTimeout(join=timedelta(seconds=left), last_call=timedelta(seconds=LAST_CALL_S)),
+            keep_alive_interval=ALIVE_S,
+            keep_alive_max_attempt=1000,
+        )
+        info = self._handler.next_rendezvous()
+        try:
+            if info.rank == 0:
+                store.set(f"{name}/formed", str(info.world_size))
+            store.set(f"{name}/started/{info.rank}", str(int(self.started)))
+            found = store.multi_get([f"{name}/started/{rank}" for rank in range(info.world_size)])
+        except RuntimeError:  # one of its nodes is gone
+            store.compare_set(_ROUND, name, _named("fault"))
+            raise
+        self._name, self._members, self._rank = name, info.world_size, info.rank
+        self._seen, self.started = (name, self._seen[1]), any(int(each) for each in found)
+        return info
+
+    def _now(self, store: Store) -> str:
+        """Return the name of the round that is open; whoever asks first names it."""
+        return str(store.compare_set(_ROUND, "", _named("begins")).decode())
+
+    def _goes_on(self, store: Store, name: str) -> None:
+        """Raise RendezvousClosedError where a round is joined that another has followed, or by who has gone."""
+        if self._closed.is_set() or self._now(store) != name or _end_of(store) is not None:
             raise RendezvousClosedError
 
+    def _look(self) -> None:
+        """See which round there is, and whether the run ends, until this node leaves; in a thread of its own."""
+        store: TCPStore | None = None
+        while not self._closed.wait(LOOK_S):
+            try:
+                store = store or self._client()
+                self._seen = self._now(store), _end_of(store)
+            except RuntimeError:
+                store = None
 
-class _Bootstrap(Store):
-    """The answers to torch's question after each round: where its first node hosts a store, which nothing here uses.
+    def _asked(self, question: Callable[[Store], Any]) -> Any:
+        """Return the store's answer to a question; None where there is none in time."""
 
-    With a store that others fill, all nodes would wait 60 s for a first node that has died since, and then end.
+        def ask() -> Any:
+            store = self._agents or self._client()
+            return question(store)
+
+        try:
+            return self._patiently(ask, ANSWER_S)
+        except (RendezvousError, RuntimeError, TimeoutError):
+            self._agents = None
+            return None
+
+    def _patiently(self, function: Callable[[], Any], limit_s: float | None) -> Any:
+        """Return what a function does in a thread of its own; meanwhile signals are heeded where there is no limit."""
+        answer = Future[Any]()
+
+        def run() -> None:
+            try:
+                answer.set_result(function())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=run, name="rendezvous asks", daemon=True).start()
+        until = time.monotonic() + (limit_s or 0)
+        while not answer.done():
+            if limit_s is None:
+                self._heed()
+            elif time.monotonic() > until:
+                raise TimeoutError
+            wait([answer], 0.05)
+        return answer.result()
+
+
+class SignedBackend(RendezvousBackend):
+    """torch's state of one round, signed.
+
+    Args:
+        store: The store that holds it.
+        name: The name of the round.
+        secret: The secret that all nodes know.
+        goes_on: Raises where it is not to be joined any more.
     """
 
-    ROUND = "round"
+    _NONE = "none"
 
-    def set(self, key: str, value: object) -> None:
-        pass
+    def __init__(self, store: Store, name: str, secret: bytes, goes_on: Callable[[], None] = lambda: None) -> None:
+        self._store, self._key, self._goes_on = store, f"{name}/state", goes_on
+        self._secret = hmac.digest(secret, name.encode(), "sha256")
+        store.compare_set(self._key, "", self._NONE)
 
-    def get(self, key: str) -> bytes:
-        """Return the answer; the handler puts ``torch.rendezvous.RUN.ROUND/`` before each key."""
-        prefix, _, name = key.rpartition("/")
-        known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", self.ROUND: prefix.rpartition(".")[2]}
-        return known[name].encode()
+    @property
+    def name(self) -> str:
+        return "signed"
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        """Return the state and its token, if there is one.
+
+        Raises:
+            ForgedError: it is not signed with the secret.
+            RuntimeError: the store does not answer.
+        """
+        self._goes_on()
+        return self._read(self._store.get(self._key))
+
+    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
+        """Write a state if none was written since the token's -> the one that stands now, its token, and whether it
+        is this one.
+
+        Raises:
+            ForgedError: the one that stands is not signed with the secret.
+            RuntimeError: the store does not answer.
+        """
+        self._goes_on()
+        written = b64encode(hmac.digest(self._secret, state, "sha256") + state)
+        known = token.decode() if isinstance(token, bytes) else self._NONE
+        stands = self._store.compare_set(self._key, known, written.decode())
+        found = self._read(stands)
+        return None if found is None else (*found, stands == written)
+
+    def _read(self, data: bytes) -> tuple[bytes, bytes] | None:
+        if data == self._NONE.encode():
+            return None
+        try:
+            signed = b64decode(data, validate=True)
+        except ValueError:
+            signed = b""
+        signature, state = signed[:32], signed[32:]
+        if not hmac.compare_digest(signature, hmac.digest(self._secret, state, "sha256")):
+            raise ForgedError(
+                "the state of the rendezvous is not signed with the secret of this run: nodes of another one meet at "
+                "this port, or somebody has written there. Choose another MASTER_PORT, and give all nodes the same "
+                f"{SECRET} or {SECRET_FILE} (by default rendezvous.secret in the run's folder, which they share)"
+            )
+        return state, data
 
 
-class _LeadsClock(datetime):
-    """The lead's clock, told from this machine's monotonic one."""
+def secret_of(out: Path) -> bytes:
+    """Return the secret of a run: from the environment, or from a file, which the first node makes.
 
-    ahead = 0.0
+    Raises:
+        ConfigError: it cannot be read or made, or others may read it.
+    """
+    if text := os.environ.get(SECRET):
+        return text.encode()
+    path = Path(os.environ.get(SECRET_FILE) or out / "rendezvous.secret")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not os.path.lexists(path):
+            new = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+                file.write(secrets.token_hex(32))
+            with suppress(FileExistsError):
+                os.link(new, path)  # whole, or that of another node
+            new.unlink()
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+                raise ConfigError([f"{path}: must be a file that only this user may read (chmod 600)"])
+            if secret := file.read().strip():
+                return bytes(secret)
+    except OSError as error:
+        raise ConfigError([f"{path}: {error.strerror}: set {SECRET} or {SECRET_FILE}"]) from None
+    raise ConfigError([f"{path}: it is empty: remove it, or set {SECRET}"])
 
-    @classmethod
-    def now(cls, tz: tzinfo | None = None) -> datetime:  # type: ignore[override]
-        return datetime.fromtimestamp(time.monotonic() + cls.ahead, tz)
+
+def _hosted(host: str, port: int, listening: socket.socket) -> TCPStore:
+    """Return the store of a socket that listens, which it takes over."""
+    patience, given = timedelta(seconds=STORE_S), listening.detach()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=given, timeout=patience)
+
+
+def _named(reason: Reason) -> str:
+    """Return the name of a new round, which no other has, of this run or another."""
+    return f"{secrets.token_hex(8)}-{reason}"
+
+
+def _reason(name: str) -> Reason:
+    return next((each for each in get_args(Reason) if name.endswith(f"-{each}")), "fault")
+
+
+def _end_of(store: Store) -> int | None:
+    return int(store.get(_END)) if store.check([_END]) else None

@@ -14,10 +14,10 @@ from types import EllipsisType
 import torch
 from torch import Tensor
 
+from megacore.corruption import Corrupted, outvoted
 from megacore.places import listed
 from megacore.store.index import MASTER, MOMENTS
 from megacore.training.checksums import checksum
-from megacore.training.corruption import Corrupted, outvoted
 from megacore.training.trainer import Callback, Trainer
 from parallel.gradients.buckets import Elements, WholeSpan, spans_of
 from parallel.rank_sets import RankSet, groups_of

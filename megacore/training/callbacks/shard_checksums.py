@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from megacore.corruption import Corrupted
 from megacore.training.callbacks.replicas import held
 from megacore.training.checksums import checksum
-from megacore.training.corruption import Corrupted
 from megacore.training.step import Stats
 from megacore.training.trainer import Callback, Trainer
 from parallel.gradients.buckets import Elements

@@ -1,0 +1,289 @@
+"""The commands `megacore train` and `megacore finetune`: read a recipe, check the run, start its ranks on this machine.
+
+A recipe is read before anything that is slow to import, so that a typo is said at once. One agent looks after the ranks
+of a machine (:mod:`megacore.recovery.agent`), on one machine and on many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megacore import checkpoints, exits
+from megacore.checkpoints import AUTO
+from megacore.config import Config
+from megacore.incidents import Incident
+from megacore.launcher.processes import IMPORTS, Node, gpus, prepare, threads
+from megacore.launcher.signals import noted
+from megacore.rank import BEGAN
+from megacore.recipe import ConfigError, changed, load, processes, recipes
+from megacore.recovery.folders import temporary_folder
+from megacore.say import err, outlive
+from megacore.store.strict_json import StoreError
+
+if TYPE_CHECKING:  # which import torch
+    from megacore.recovery.agent import Job
+    from megacore.recovery.hang_report import HangReport
+
+OPTIONS = {
+    "init": "take the weights of a Hugging Face folder or a checkpoint",
+    "resume": "go on with a run: a checkpoint, or auto for the newest of the run's own",
+    "export": "make a Hugging Face folder of the last checkpoint",
+}
+"""{key of the recipe's section checkpoint: what it is for}; ``--init FOLDER`` stands for ``checkpoint.init=FOLDER``."""
+
+# On a CPU, activations are large allocations that come and go each step. glibc would map and unmap each, and the kernel
+# would zero its pages each time: keep them in the heap instead.
+#
+# Tensor, data and pipeline parallel messages each have a CUDA stream. With fewer hardware queues than streams a message
+# that waits could hold up the kernels that it waits for. So could the first use of a kernel, were it loaded only then:
+# that waits for the device. And so does memory that is freed because what is free is in pieces, none large enough:
+# segments that expand are not in pieces.
+VARIABLES = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "CUDA_MODULE_LOADING": "EAGER",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+}
+"""Variables of the environment of each rank, where it does not say otherwise."""
+
+MODULE = "megacore.training"
+"""The module that each rank runs."""
+PRELOADED = ("megacore.training.main", "megacore.recovery.protection")
+"""The modules that it imports, which a rank that is started again does not import again."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, as this machine is to take part in it.
+
+    Args:
+        given: The recipe and its overrides.
+        config: Its config.
+        node: The processes of this machine among those of all.
+        least: The least number of nodes that it goes on with.
+        layouts: {number of nodes: more overrides}, where it may change.
+        environment: More variables for its ranks.
+        shutdown_s: Seconds that the signal to end leaves them.
+    """
+
+    given: Sequence[str]
+    config: Config
+    node: Node
+    least: int
+    layouts: Mapping[int, Sequence[str]]
+    environment: Mapping[str, str]
+    shutdown_s: float
+
+    def arguments(self, nodes: int, again: bool) -> list[str]:
+        """Return the arguments of a rank.
+
+        Args:
+            nodes: The number of nodes that have come together.
+            again: Whether the run was started before: it goes on from the newest of its own checkpoints.
+
+        Raises:
+            ConfigError: the recipe cannot be read any more.
+        """
+        from megacore.training.resume import again as going_on  # imports much
+
+        recipe, *overrides = [*self.given, *self.layouts.get(nodes, ())]
+        return [recipe, *(going_on(recipe, overrides) if again else overrides)]
+
+    def job(self) -> Job:
+        """Return what the agent of this machine runs."""
+        from megacore.recovery.agent import Job
+
+        return Job(
+            MODULE,
+            self.arguments,
+            self.node.processes,
+            self.environment,
+            self.shutdown_s,
+            self.config.recovery.max_restarts,
+            self.least,
+            Path(self.config.out),
+            self.watch,
+        )
+
+    def watch(self, folder: Path, nodes: int, report: Callable[[Incident], object]) -> HangReport:
+        """Return what tells where the ranks of this machine stand, on a number of nodes."""
+        from megacore.recovery.hang_report import HangReport
+
+        config, world = self.config, nodes * self.node.processes
+        shape = changed(config, self.layouts.get(nodes, ())).mesh.shape(world)
+        name = platform.node() if nodes > 1 else ""
+        return HangReport(Path(config.out), folder, shape, name, report, 60 * config.train.timeout)
+
+
+def run(command: str, given: Sequence[str]) -> int:
+    """Run what `megacore COMMAND` was given on this machine -> its exit status."""
+    recipe, overrides = arguments(command, given)
+    with noted() as arrived:
+        outlive()
+        try:
+            return _launched(_checked(command, recipe, overrides), arrived)
+        except ConfigError as error:
+            err(error)
+            return exits.MISUSED
+
+
+def _checked(command: str, recipe: str, overrides: list[str]) -> Run:
+    """Return the run that a command describes, with nothing wrong that can be known before it starts.
+
+    Raises:
+        ConfigError: all that is wrong.
+    """
+    if _number("RESTART_COUNT", 0, 0):
+        from megacore.training.resume import again
+
+        overrides = again(recipe, overrides)
+    config = load(recipe, overrides)
+    least, most = nodes_of(os.environ.get("NNODES") or "1")
+    here = _number("NPROC_PER_NODE", 1, 0) or processes(config, most, gpus())
+    node = Node(here)
+    if most > 1:
+        index, master = _several(least, most)
+        node = Node(here, most, index, master)
+    shutdown_s = _number("SHUTDOWN_TIMEOUT", 0, 600)
+    variables = {name: os.environ.get(name, value) for name, value in VARIABLES.items()}
+    environment = {**variables, **threads(here), **node.network, BEGAN: str(time.time())}
+    prepare((*IMPORTS, *PRELOADED), environment)  # which imports while this process checks
+    layouts = _layouts(config, least, most, here)
+    from megacore.training.check import check  # imports much, which a typo need not wait for
+
+    first, later = [*overrides, *layouts.get(most, ())], node.index > 0
+    problems = _without_a_model(config) if command == "finetune" else []
+    try:
+        check(recipe, first, node.world, here, led=later, goes_on=later and bool(layouts))
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return Run([recipe, *overrides], config, node, least, layouts, environment, shutdown_s)
+
+
+def _launched(run: Run, arrived: list[int]) -> int:
+    """Run the ranks of this machine -> exit status.
+
+    Raises:
+        ConfigError: the nodes cannot meet.
+    """
+    from megacore.recovery.agent import Agent, heed
+    from megacore.recovery.rendezvous import Meeting, Nodes, SeveralNodes, secret_of
+
+    node, out = run.node, Path(run.config.out)
+    with temporary_folder() as folder:
+        if node.master is None:
+            meeting = Meeting()
+        else:
+            nodes = Nodes(run.least, node.nodes, node.index, *node.master)
+            patience_s = 60 * run.config.train.timeout
+            meeting = SeveralNodes(nodes, secret_of(out), patience_s, lambda: heed(arrived))
+        status = Agent(run.job(), meeting, folder, arrived).launch()
+    with suppress(OSError):
+        (out / f"drain-{platform.node()}").unlink(missing_ok=True)  # this node may come again
+    return status
+
+
+def _layouts(config: Config, least: int, most: int, processes: int) -> Mapping[int, Sequence[str]]:
+    """Return {number of nodes: the overrides by which a recipe fits them}, where the number may change.
+
+    Raises:
+        ConfigError: no layout fits some of them, or there is no model.
+    """
+    if least == most:
+        return {}
+    from megacore.training.layouts import overrides_of_nodes  # imports much
+    from megacore.training.resume import find, model_of
+    from models.config import ModelConfigError
+
+    try:
+        model = model_of(config, find(config, checked=True).source)
+    except StoreError as error:
+        raise ConfigError([f"checkpoint: {error}"]) from error
+    except ModelConfigError as error:
+        raise ConfigError([f"model: {problem}" for problem in error.problems]) from error
+    return overrides_of_nodes(config, model, least, most, processes)
+
+
+def arguments(command: str, given: Sequence[str]) -> tuple[str, list[str]]:
+    """Return the recipe and all of its overrides from a command's arguments; ends the process if they are unclear."""
+    names = [name for name in OPTIONS if name != "export" or command == "finetune"]
+    parser = argparse.ArgumentParser(prog=f"megacore {command}", allow_abbrev=False)
+    parser.add_argument("recipe", help=f"a file, or one that comes along: {', '.join(recipes())}")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the recipe")
+    for name in names:
+        metavar = "auto|CHECKPOINT" if name == "resume" else "FOLDER"
+        parser.add_argument(f"--{name}", metavar=metavar, help=f"{OPTIONS[name]}: checkpoint.{name}={metavar}")
+    parsed = vars(parser.parse_intermixed_args(given))
+    options = [f"checkpoint.{name}={parsed[name]}" for name in names if parsed[name] is not None]
+    return parsed["recipe"], [*parsed["overrides"], *options]
+
+
+def _without_a_model(config: Config) -> list[str]:
+    """Return the problem of fine-tuning that would begin with random weights, if it is one."""
+    section = config.checkpoint
+    going_on = section.resume is not None and (
+        section.resume != AUTO or checkpoints.complete(checkpoints.folder_of(Path(config.out), section.folder))
+    )
+    if section.init is not None or going_on:
+        return []
+    return [
+        "finetune starts from a model that there is: name its Hugging Face folder or checkpoint by --init FOLDER "
+        "(`megacore train` starts from random weights)"
+    ]
+
+
+def _several(least: int, most: int) -> tuple[int, tuple[str, int]]:
+    """Return the place of this machine among several, as the environment says it -> its number, and the host and
+    the port of the first one.
+
+    Raises:
+        ConfigError: it does not say enough.
+    """
+    host, index = os.environ.get("MASTER_ADDR"), _number("NODE_RANK", 0, -1)
+    if least < most:
+        if host is None:
+            raise ConfigError([f"NNODES={least}:{most} also needs MASTER_ADDR, the host of the node with NODE_RANK=0"])
+        index = index if index >= 0 else most  # one of those that come and go
+    elif host is None or not 0 <= index < most:
+        raise ConfigError(
+            [f"NNODES={most} also needs MASTER_ADDR, the host of node 0, and NODE_RANK, 0 to {most - 1} on each"]
+        )
+    return index, (host, _number("MASTER_PORT", 1, 29500))
+
+
+def nodes_of(text: str) -> tuple[int, int]:
+    """Return the least and the most nodes that NNODES says: "4", or "2:8".
+
+    Raises:
+        ConfigError: it says neither.
+    """
+    least, _, most = text.partition(":")
+    numbers = [int(each) for each in (least, most or least) if each.isdecimal()]
+    if len(numbers) < 2 or not 1 <= numbers[0] <= numbers[1]:
+        raise ConfigError([f"NNODES ({text}): must be a whole number from 1 on, or a range LEAST:MOST"])
+    return numbers[0], numbers[1]
+
+
+def _number(name: str, least: int, default: int) -> int:
+    """Return the number that a variable of the environment holds.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    text = os.environ.get(name)
+    if not text:
+        return default
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError([f"{name} ({text}): must be a whole number from {least} on"])
+    return int(text)
