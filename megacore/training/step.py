@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -51,12 +52,12 @@ class Stats:
     overflow: Tensor
     squares: Tensor
 
-    @property
+    @cached_property
     def finite(self) -> Tensor:
         """Whether the loss and the gradient norm are finite, a bool scalar."""
         return torch.isfinite(self.loss) & torch.isfinite(self.grad_norm)
 
-    @property
+    @cached_property
     def outcome(self) -> Tensor:
         """The loss, the norm, and this rank's parts of the loss and of the squares, fp64 [4]: what another try must
         give again, bit for bit."""

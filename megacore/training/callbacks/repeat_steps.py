@@ -140,6 +140,8 @@ class RepeatSteps(BadSteps):
             self._set_limits(run)
 
     def _halts(self, stats: Stats) -> Tensor:
+        if self._spikes is None:
+            return super()._halts(stats)
         return super()._halts(stats) | ((stats.outcome[:2] > self._limits).any() & stats.finite)
 
     def _note(self, now: Tensor, stats: Stats) -> None:

@@ -9,13 +9,12 @@ import engine
 import numpy as np
 import pytest
 import torch
-from engine import GPT2, RECIPE, Result, trainer, write_recipe
+from engine import GPT2, RECIPE, Result, of, trainer, write_recipe
 from pool import Pool
 
-from megacore.recovery.corruption import Corrupted, at_fault
-from megacore.training import recompute
-from megacore.training import train as pretrain
-from megacore.training.replicas import compare_replicas
+from megacore.training.callbacks import recompute
+from megacore.training.callbacks.recompute import Recompute
+from megacore.training.corruption import Corrupted, at_fault
 from megacore.training.trainer import Trainer
 from models.decoder import Microbatch
 from parallel.pipeline.schedules import Kind
@@ -31,16 +30,9 @@ EVERY = [
 ]
 
 
-def comparing(recipe: str, overrides: list[str], world: int) -> Trainer:
-    setup = pretrain.check(recipe, overrides, world, world)
-    made = trainer(recipe, overrides, log=True)
-    compare_replicas(setup, made)
-    return made
-
-
-def run(recipe: str, overrides: list[str], world: int) -> tuple[Result, int]:
+def run(recipe: str, overrides: list[str]) -> tuple[Result, int]:
     """What a run comes to, and the microbatches that were computed for comparison."""
-    made, count = comparing(recipe, overrides, world), [0]
+    made, count = trainer(recipe, overrides, log=True), [0]
     computed = recompute.computed
 
     def counted(*given: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,7 +43,7 @@ def run(recipe: str, overrides: list[str], world: int) -> tuple[Result, int]:
 
     recompute.computed = counted  # type: ignore[assignment]
     try:
-        return engine.result(made, made.run()), count[0]
+        return engine.result(made, made.fit()), count[0]
     finally:
         recompute.computed = computed
 
@@ -76,7 +68,7 @@ def test_it_leaves_no_trace(
     recipe = write_recipe(tmp_path, RECIPE | {"model": model or RECIPE["model"]})
     on = [f"out={tmp_path / 'on'}", *EVERY, *overrides]
     off = [f"out={tmp_path / 'off'}", *EVERY, *overrides, "recovery.recompute_every=0"]
-    found, plain = (pool.run(world, run, recipe, each, world) for each in (on, off))
+    found, plain = (pool.run(world, run, recipe, each) for each in (on, off))
     for (one, count), (other, none) in zip(found, plain, strict=True):
         assert count == (2 if "mesh.dp=2" in overrides else 4) and none == 0
         for key in ("loss", "grad_norm"):
@@ -86,7 +78,7 @@ def test_it_leaves_no_trace(
 
 def broken(made: Trainer, calls: Callable[[int], bool], where: str) -> None:
     """Have this rank compute wrong by a bit in some of the calls of its pipeline, counted from 1."""
-    plain, count = made.step.pipeline.train, 0
+    plain, count = made.train_step.pipeline.train, 0
     parameter = next(each for name, each in made.model.parameters.items() if "down" in name)
     bad = [False]
 
@@ -104,25 +96,26 @@ def broken(made: Trainer, calls: Callable[[int], bool], where: str) -> None:
         wrong.view(-1)[7] = torch.nextafter(wrong.view(-1)[7], wrong.new_tensor(1.0))
         return wrong if bad[0] and where == "gradients" else gradient
 
-    made.step.pipeline.train = train  # type: ignore[assignment, method-assign]
+    made.train_step.pipeline.train = train  # type: ignore[assignment, method-assign]
     parameter.register_hook(hook)
 
 
-def said(recipe: str, overrides: list[str], world: int, rank: int, first: int, every: int, where: str) -> list[str]:
+def said(recipe: str, overrides: list[str], rank: int, first: int, every: int, where: str) -> list[str]:
     """What this rank says, where calls from ``first`` on go wrong: each ``every``th of ``rank``, or of all if < 0."""
-    made, heard = comparing(recipe, overrides, world), list[str]()
-    check = made.recompute
+    made, heard = trainer(recipe, overrides), list[str]()
+    callback = of(made, Recompute)
+    compare = callback._compare
 
-    def noted(step: int) -> None:
+    def noted(run: Trainer) -> None:
         try:
-            check(step)
+            compare(run)
         except Corrupted as error:
             heard.append(f"{error.rank}: {error}")
 
-    made.recompute = noted
+    callback._compare = noted  # type: ignore[method-assign]
     if rank in (made.mesh.rank, -1):
         broken(made, lambda call: call >= first and (call - first) % every == 0, where)
-    made.run()
+    made.fit()
     return heard
 
 
@@ -130,7 +123,7 @@ def said(recipe: str, overrides: list[str], world: int, rank: int, first: int, e
 def test_of_three_replicas_the_one_that_computes_wrong_is_named(pool: Pool, tmp_path: Path, where: str) -> None:
     recipe = write_recipe(tmp_path, RECIPE)
     given = [f"out={tmp_path / 'run'}", *EVERY, "mesh.dp=3", "batch.global_size=6", "recovery.recompute_every=2"]
-    found = pool.run(3, said, recipe, given, 3, 1, 2, 1, where)
+    found = pool.run(3, said, recipe, given, 1, 2, 1, where)
     assert found[0] == found[2] == []
     text = f"computed other bits of the {where} of a microbatch of step 2 (of dp=1)"
     assert found[1] == [f"1: rank 1 {text} than its replicas, ranks 0, 2"]
@@ -139,10 +132,10 @@ def test_of_three_replicas_the_one_that_computes_wrong_is_named(pool: Pool, tmp_
 def test_of_two_replicas_one_that_does_not_repeat_itself_is_named(pool: Pool, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, RECIPE)
     given = [f"out={tmp_path / 'run'}", *EVERY, "mesh.dp=2", "recovery.recompute_every=2"]
-    found = pool.run(2, said, recipe, given, 2, 1, 2, 10, "gradients")
+    found = pool.run(2, said, recipe, given, 1, 2, 10, "gradients")
     text = "computed other bits of the gradients of a microbatch of step 2 (of dp=1)"
     assert found == [[], [f"1: rank 1 {text} than its replicas, rank 0"]]
-    found = pool.run(2, said, recipe, [*given, f"out={tmp_path / 'again'}"], 2, 1, 2, 1, "gradients")
+    found = pool.run(2, said, recipe, [*given, f"out={tmp_path / 'again'}"], 1, 2, 1, "gradients")
     assert found == [[f"None: ranks 0-1 each {text}, and nobody knows which is right"]] * 2
 
 
@@ -150,12 +143,12 @@ def test_without_a_replica_a_rank_is_compared_with_itself(tmp_path: Path) -> Non
     recipe = write_recipe(tmp_path, RECIPE)
     given = [f"out={tmp_path / 'run'}", *EVERY, "recovery.recompute_every=2"]
     text = "computed other bits of the loss of a microbatch of step 2 (of dp=0) when it was computed again"
-    assert said(recipe, given, 1, 0, 3, 10, "loss") == [f"0: rank 0 {text}"]
+    assert said(recipe, given, 0, 3, 10, "loss") == [f"0: rank 0 {text}"]
 
 
 def test_kernels_that_do_not_repeat_are_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path, RECIPE)
-    assert said(recipe, [f"out={tmp_path / 'run'}", *EVERY], 1, 0, 1, 1, "noise") == []
+    assert said(recipe, [f"out={tmp_path / 'run'}", *EVERY], 0, 1, 1, "noise") == []
     told = "no rank comes to the same bits twice, for which kernels must repeat bitwise: recovery.recompute_every"
     assert capfd.readouterr().err.count(told) == 1
 
