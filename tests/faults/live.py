@@ -58,7 +58,7 @@ class Live:
         path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         environment = {**os.environ, **self.environment, "PYTHONPATH": path, "CAMPAIGN": json.dumps(self.what)}
         environment |= {"NPROC_PER_NODE": str(self.world), "OMP_NUM_THREADS": "1"}
-        arguments = [self.recipe, f"out={self.out}", *COMMON, *self.overrides, *more]
+        arguments = ["train", self.recipe, f"out={self.out}", *COMMON, *self.overrides, *more]
         self.out.parent.mkdir(parents=True, exist_ok=True)
         with open(f"{self.out}.log", "ab") as log:
             self.process = subprocess.Popen(
@@ -102,6 +102,12 @@ class Live:
         """Return the step after which each process of a rank went on."""
         path = self.out / "pids" / f"rank-{rank}"
         return [int(line.split()[1]) for line in path.read_text().splitlines()]
+
+    def heeds(self, number: int) -> bool:
+        """Return whether the launcher handles a signal."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        (caught,) = (line.split()[1] for line in status.splitlines() if line.startswith("SigCgt"))
+        return bool(int(caught, 16) >> (number - 1) & 1)
 
     def until(self, holds: Callable[[], bool]) -> None:
         """Wait until something holds, or the run has ended."""

@@ -36,7 +36,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ends_well(run: Live, recipe: str, cache: Path, layout: str) -> None:
     assert run.wait() == 0, run.said[-3000:]
-    assert run.starts() == [0] and run.incidents == [], run.said[-3000:]
+    assert run.starts() == [0] and run.incidents == [], (run.incidents, run.said[-3000:])
     assert run.state() == calm(recipe, cache, layout)
 
 
@@ -151,7 +151,7 @@ def test_questions_of_the_first_seconds_end_nothing(
 ) -> None:
     run = live(recipe, tmp_path / "run", "dp")
     with run.running():
-        time.sleep(0.25)  # Python itself needs a moment before it can take any
+        run.until(lambda: run.heeds(number))  # Python itself needs a moment before it can take any
         asking = threading.Event()
 
         def ask() -> None:
