@@ -56,6 +56,8 @@ PATIENCE_S = 1.0
 """A second Ctrl-C within it is the first one still: wrappers pass on what the terminal has sent to all."""
 BACKOFF_S, LONGEST_S = 1.0, 60.0
 """The seconds before the second restart in a row, which double for each further one, and the most."""
+TOLD_S = 2.0
+"""The seconds in which all nodes see what one has said."""
 DRAIN_LOOK_S = 1.0
 PAUSE = "pause"
 """The file in the agent's folder that asks the ranks to end after their step, to be started again on other nodes."""
@@ -170,6 +172,8 @@ class Agent(SimpleElasticAgent):
             self._status = end.status
             if str(end):
                 err(str(end))
+            if self._nodes > 1 and self._node == 0:  # which hosts what the others are to read
+                time.sleep(TOLD_S)
         except ConfigError:
             self._meeting.end(exits.MISUSED)
             raise

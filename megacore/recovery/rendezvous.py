@@ -259,9 +259,7 @@ class SeveralNodes(Meeting):
         return self._seen[1] if found is None else found
 
     def shutdown(self) -> bool:
-        """Leave the rounds for good; the first node not before the others have seen that the run ends."""
-        if self._own is not None and self.ended(ask=True) is not None:
-            time.sleep(4 * LOOK_S)
+        """Leave the rounds for good."""
         self._closed.set()
         self._handler = None
         return True
