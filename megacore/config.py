@@ -232,7 +232,7 @@ class OptimizerConfig:
     """Whether the update is made on fp32 copies of the weights."""
     moments: Moments = "fp32"
     """`fp32`: as wide as what is updated; `bf16`: rounded after each step."""
-    non_finite: Literal["stop", "skip", "repeat"] = "stop"
+    non_finite: Literal["stop", "skip", "repeat"] = "repeat"
     """Whether a NaN or infinity in loss or gradient stops the run, or skips the step, which then changes nothing, or
     the step is repeated: where it is bad again, its samples are left out (`recovery.skip_samples`), and it is done with
     those after them."""
@@ -425,21 +425,20 @@ class RecoveryConfig:
     """The faults that a run gets over by itself, and the data that it leaves out."""
 
     compare_every: Annotated[Int, AT_LEAST_0] = 100
-    """Steps after which replicas compare their weights and states bit for bit, as before each save; 0: never."""
+    """Steps after which ranks that hold the same weights and states compare them bit for bit, as before each save; 0:
+    never."""
     recompute_every: Annotated[Int, AT_LEAST_0] = 0
     """Steps after which replicas compute the same microbatch, of each in its turn, and compare its loss and gradients
     bit for bit, without a replica each rank with itself: it finds what computes wrong; 0: never."""
-    in_place: Bool = True
-    """Whether ranks that end are replaced while the others keep their state, on one machine without GPUs."""
-    max_recoveries: Annotated[Int, AT_LEAST_0] = 100
-    """Recoveries in place, before all ranks start again."""
-    overhead: Annotated[Float, ABOVE_0] = 0.01
-    """The share of a step's time that copies of what no other rank has may take: so often are they made."""
+    checksums: Annotated[Float, BELOW_1] = 0.005
+    """The share of a step's time in which what one rank alone holds, in turns, is compared with what its last update
+    has left there; 0: none."""
     max_restarts: Annotated[Int, AT_LEAST_0] = 3
-    """Restarts of all ranks, from the newest whole checkpoint, before the run ends with status 75; 0: none."""
-    node_failures: Annotated[Int, COUNTED] | None = 2
-    """Failures of a node within an hour with which it is left out, for its hardware may be at fault, or with which the
-    run ends with status 76 where it cannot go on without it; null: any number."""
+    """Restarts of all ranks in a row with no new step between them, before the run ends with status 75; 0: none."""
+    memory: Bool = True
+    """Whether checkpoints are kept in host memory too, where there is room, for all ranks to start again from."""
+    overhead: Annotated[Float, ABOVE_0] = 0.01
+    """The share of the time that checkpoints in memory may take: so often are they made."""
     skip_samples: SampleRanges = ()
     """Ranges of the numbers of training samples that are left out, `a-b` or [a, b] for a to b - 1; the samples after
     them take their place. A run keeps its ranges wherever it goes on."""

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 from megacore import exits, outcome
+from megacore.corruption import Corrupted
 from megacore.outcome import AGENT, Outcome
-from megacore.recovery.corruption import Corrupted
 from megacore.say import err
 
 STORE = "MEGACORE_STORE"
@@ -185,7 +185,7 @@ def main(folder: Path, module: str, arguments: Sequence[str], variables: Mapping
         variables: All variables of its environment.
     """
     os.environ.clear()
-    os.environ.update({**variables, AGENT: str(folder), "MEGACORE_BEAT": str(folder / f"beat-{os.getpid()}")})
+    os.environ.update({**variables, AGENT: str(folder)})
     _die_with_launcher()
     faulthandler.register(signal.SIGUSR2, stacks_of(folder, os.getpid()).open("w"), all_threads=True)
     signal.pthread_sigmask(signal.SIG_SETMASK, BLOCKED)

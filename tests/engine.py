@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from unittest import mock
 
 import numpy as np
 import torch
 import yaml
+from tqdm import tqdm
 
 from megacore.control import Control
 from megacore.data.indexed import IndexedWriter
-from megacore.training import build, metrics
-from megacore.training import train as pretrain
-from megacore.training.trainer import Trainer
+from megacore.rank import Here
+from megacore.training import build, main, metrics
+from megacore.training.callbacks.incidents import Incidents
+from megacore.training.callbacks.metrics import Metrics
+from megacore.training.callbacks.report import Report
+from megacore.training.check import Setup, check
+from megacore.training.trainer import Callback, Trainer
 from parallel.mesh import Mesh
+
+Kind = TypeVar("Kind", bound=Callback)
 
 VOCAB = 61
 LENGTH = 8
@@ -93,34 +101,57 @@ class Result:
         return [value for _, value in metrics.curve(self.records, key)]
 
 
-def trainer(recipe: str, overrides: Sequence[str], log: bool = False) -> Trainer:
-    """The trainer of this rank, as ``pretrain.run`` makes it."""
+def checked(recipe: str, overrides: Sequence[str] = ()) -> tuple[Setup, int]:
+    """A run as this rank has checked it, and the number of ranks."""
     world = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    setup = pretrain.check(recipe, overrides, world, world)
+    setup = check(recipe, overrides, world, world)
     if world > 1:
         torch.distributed.barrier()  # in a real run every rank checks before the process group starts
+    return setup, world
+
+
+def trainer(
+    recipe: str, overrides: Sequence[str] = (), log: bool = False, callbacks: Sequence[Callback] = ()
+) -> Trainer:
+    """The trainer of this rank, as a run makes it; without ``log`` it writes no records, and it never reports."""
+    setup, world = checked(recipe, overrides)
     mesh = Mesh.create(setup.config.mesh.shape(world))
-    made = build.trainer_of(setup, mesh, Control.create(mesh))
-    if mesh.rank != 0 or not log:
-        return made
-    Path(setup.config.out).mkdir(parents=True, exist_ok=True)
-    with contextlib.redirect_stderr(io.StringIO()):  # the progress bar
-        return replace(made, log=metrics.Log(setup.config, setup.start.progress.step))
+    made = build.trainer_of(setup, mesh, Control.create(mesh), callbacks)
+    left_out = (Report,) if log else (Report, Incidents)
+    made.callbacks = [each for each in made.callbacks if not isinstance(each, left_out)]
+    if not log:
+        looks = of(made, Metrics)
+        looks.on_start = lambda run: looks._meter.begin(run.step)  # type: ignore[method-assign]
+    if mesh.rank == 0 and log:
+        Path(setup.config.out).mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def of(made: Trainer, kind: type[Kind]) -> Kind:
+    """The callback of a kind."""
+    return next(each for each in made.callbacks if isinstance(each, kind))
+
+
+def fit(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> int:
+    """A whole run on this rank, with its folder, its records and its report -> the last step."""
+    return main.fit(checked(recipe, overrides)[0], torch.device("cpu"), Here.now(), callbacks).step
 
 
 def weights(made: Trainer) -> dict[str, np.ndarray]:
     found = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in made.model.parameters.items()}
     for name, weight in found.items():
-        made.step.optimizer.read_weight(name, weight)
+        made.train_step.optimizer.read_weight(name, weight)
     return {name: weight.double().numpy() for name, weight in found.items()}
 
 
 def result(made: Trainer, last: int) -> Result:
     path = Path(made.config.out) / metrics.METRICS
-    return Result(last, metrics.read(path) if made.log else [], weights(made))
+    logs = any(isinstance(each, Incidents) for each in made.callbacks)
+    return Result(last, metrics.read(path) if logs and made.mesh.rank == 0 else [], weights(made))
 
 
-def train(recipe: str, overrides: Sequence[str] = ()) -> Result:
+def train(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> Result:
     """A run on this rank."""
-    made = trainer(recipe, overrides, log=True)
-    return result(made, made.run())
+    made = trainer(recipe, overrides, log=True, callbacks=callbacks)
+    with mock.patch.object(metrics, "tqdm", partial(tqdm, file=io.StringIO())):
+        return result(made, made.fit())

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from megacore import incidents
 from megacore.config import Config
+from megacore.incidents import Incident
 from megacore.pictures import pyplot, save
 from megacore.plan.cluster import Overheads
 from megacore.plan.efficiency import LINKS
@@ -21,34 +23,22 @@ from megacore.plan.goodput import (
     FaultCosts,
     FaultRates,
     Goodput,
-    Protection,
-    Simulated,
     best_interval,
-    curves,
-    daly,
     goodput,
+    levels,
     per_device,
-    protections,
-    simulate,
-    with_best_spares,
-    young,
 )
 from megacore.plan.setting import Setting
-from megacore.plan.state import Shares
 from megacore.plan.step_time import Cluster
-from megacore.plan.survival import OVERHEAD, PeerCopies, PieceHolders, Survival, image_bytes, piece_holders
 from megacore.recipe import ConfigError
-from megacore.recovery import incidents
-from megacore.recovery.policy import Incident
 from tools.tables import table
 
-NOTICE_S, DETECT_S, PROCESSES_S, TOGETHER_S = 1800.0, 3.0, 60.0, 1.0
+NOTICE_S, DETECT_S, PROCESSES_S = 1800.0, 3.0, 60.0
 COSTS = tuple(each.name for each in fields(FaultCosts) if each.name != "step")
-IN_PLACE = ("rebuild", "replace", "evict")
 LARGEST = 4096
+"""Nodes up to which curves are drawn, at least."""
 STUCK = 0.01
 """The goodput below which a run gets nowhere."""
-"""Nodes up to which curves are drawn, at least."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -70,16 +60,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="until another node takes its place (600); a day where it is repaired",
     )
     group.add_argument(
-        "--apart",
-        action="store_true",
-        help="simulate faults that wait until all nodes are there, as those of a test do",
+        "--together",
+        type=_share,
+        metavar="X",
+        help="share of the faults that take a node and the one that keeps its copy; by default as if they were "
+        "independent",
     )
     group.add_argument(
         "--cost", type=_cost, action="append", default=[], metavar="NAME=S", help=f"seconds of {', '.join(COSTS)}"
     )
-    group.add_argument("--incidents", type=Path, metavar="OUT", help="take what the faults of this run have cost")
+    group.add_argument("--incidents", type=Path, metavar="OUT", help="take what the restarts of this run have cost")
     group.add_argument(
-        "--overhead", type=_share, default=OVERHEAD, metavar="X", help="share of a step for copies (%(default)s)"
+        "--overhead", type=_share, metavar="X", help="share of the time for checkpoints in memory (recovery.overhead)"
     )
     group.add_argument("--picture", type=Path, metavar="FILE", help="draw goodput over nodes: a PNG")
 
@@ -118,27 +110,24 @@ class Outlook:
     """The goodput of a run, and all that it was computed from.
 
     Args:
+        devices, nodes: Those of the run.
         rates: The faults of nodes.
         costs: Seconds that things cost.
         sources: {cost: where it is from}.
-        bare, copied: The places of the images of all ranks, without copies and with them.
-        copies: The cost of copies, where there are any.
-        image: The largest image of a rank, in bytes.
-        pieces: The holders of each piece.
-        levels: The goodput of each level, and the simulated one.
-        per_node: Devices of a node.
+        of_rank, of_node: Bytes of a checkpoint, of the rank and of the node that write most of it.
+        every: Steps from one checkpoint in memory to the next.
+        own: The goodput with the recipe's own interval of checkpoints on disk; None where it has none.
     """
 
+    devices: int
+    nodes: int
     rates: FaultRates
     costs: FaultCosts
     sources: Mapping[str, str]
-    bare: Survival
-    copied: Survival
-    copies: PeerCopies | None
-    image: int
-    pieces: Sequence[PieceHolders]
-    levels: Sequence[tuple[Goodput, Simulated]]
-    per_node: int
+    of_rank: int
+    of_node: int
+    every: int
+    own: Goodput | None
 
     @classmethod
     def of(
@@ -161,87 +150,95 @@ class Outlook:
             beside: The costs of starting, saving and resuming.
 
         Raises:
-            ConfigError: the run named has had no faults that it has got over.
+            ConfigError: the run named has had no fault after which it went on.
         """
-        per_node, shares, mesh = cluster.device.per_node, Shares.of(setting), setting.layout.mesh
+        per_node = cluster.device.per_node
         if arguments.faults:
             node_s = per_device(arguments.faults, per_node)
         else:
             node_s = arguments.mtbf * DAY_S if arguments.mtbf else LLAMA_3 * 8 / per_node
         usual = FaultRates()
         rates = FaultRates(
-            node_s, arguments.hardware or usual.hardware, arguments.away or usual.away_s, arguments.apart
+            node_s,
+            arguments.hardware or usual.hardware,
+            arguments.away or usual.away_s,
+            setting.layout.mesh.dp > 1,
+            arguments.together,
         )
-        bare, copied = Survival.of(setting, per_node, copies=False), Survival.of(setting, per_node)
-        image = max(image_bytes(setting, shares))
-        costs, sources = _costs(config, cluster, step_s, beside, image)
+        costs, sources = _costs(config, setting, cluster, step_s, beside)
         given = dict(arguments.cost)
         if arguments.incidents:
             measured = measured_costs(incidents.read(arguments.incidents))
             if not measured:
                 raise ConfigError(
-                    [f"--incidents {arguments.incidents}: it has no fault that was got over: leave it out"]
+                    [f"--incidents {arguments.incidents}: it has no restart after which it went on: leave it out"]
                 )
             sources |= dict.fromkeys(measured, f"measured in {arguments.incidents}")
             given = {**measured, **given}
         sources |= dict.fromkeys(dict(arguments.cost), "given")
         costs = replace(costs, **given)
-        copies = PeerCopies.of(setting, shares, copied, cluster, step_s, arguments.overhead)
-        replica = mesh.world / mesh.dp / per_node if mesh.dp > 1 else bare.nodes
-        levels = []
-        for level in protections(costs, bare, copied, copies, replica):
-            best = with_best_spares if level.name == LEVELS[-1] else goodput
-            expected = best(level, bare.nodes, rates, costs)
-            seen = simulate(expected.protection, bare.nodes, rates, costs, expected.interval)
-            levels.append((expected, seen))
-        pieces = tuple(piece_holders(setting, shares))
-        return cls(rates, costs, sources, bare, copied, copies, image, pieces, levels, per_node)
+        every = costs.every(arguments.overhead or config.recovery.overhead)
+        interval = beside.save.interval
+        kept = every if config.recovery.memory else 0
+        own = goodput(beside.nodes, rates, costs, kept, interval) if interval else None
+        return cls(
+            beside.ranks,
+            beside.nodes,
+            rates,
+            costs,
+            sources,
+            beside.save.busiest,
+            beside.save.busiest_node,
+            every,
+            own,
+        )
 
     @property
-    def protections(self) -> list[Protection]:
-        return [expected.protection for expected, _ in self.levels]
+    def levels(self) -> Mapping[str, Goodput]:
+        return dict(levels(self.nodes, self.rates, self.costs, self.every))
 
     @property
     def run_s(self) -> float:
         """Mean seconds from one fault of the run to the next."""
-        return self.rates.node_s / self.bare.nodes
+        return self.rates.node_s / self.nodes
 
 
 def measured_costs(met: Sequence[Incident]) -> Mapping[str, float]:
-    """Return {cost: its median among the incidents of a run that were got over}, of those that it has met."""
-    seen = [each.seen_after for each in met if each.seen_after is not None]
-    lost = {
-        name: [each.seconds_lost for each in met if each.decision.action in actions and each.seconds_lost is not None]
-        for name, actions in (("rebuild", IN_PLACE), ("restart", ("restart",)))
-    }
-    found = {name: statistics.median(some) for name, some in lost.items() if some}
-    return {**found, "detect": statistics.median(seen)} if found and seen else found
+    """Return {cost: its median among the restarts of a run after which it went on}, of those that it has met."""
+    lost = [each.seconds_lost for each in met if each.action == "restart" and each.seconds_lost is not None]
+    return {"restart": statistics.median(lost), "load_memory": 0.0} if lost else {}
 
 
 def _costs(
-    config: Config, cluster: Cluster, step_s: float, beside: Overheads, image: int
+    config: Config, setting: Setting, cluster: Cluster, step_s: float, beside: Overheads
 ) -> tuple[FaultCosts, dict[str, str]]:
     groups, device, background = beside.start.seconds or 0.0, cluster.device, config.checkpoint.background
-    to_host = beside.save.busiest / device.host
-    moved = image / min(device.network * LINKS, device.host)
+    written, loaded = beside.save.busiest, beside.resume
+    to_host = written / device.host
+    send = written / min(device.network * LINKS, device.host) if beside.nodes > 1 else 0.0
+    shared = loaded.received / cluster.bandwidth(setting.layout.mesh, "dp x cp")
     costs = FaultCosts(
-        NOTICE_S,
-        DETECT_S,
-        PROCESSES_S + groups + beside.resume.seconds,
-        TOGETHER_S + groups + moved,
-        to_host if background else beside.save.seconds,
-        beside.save.seconds if background else 0.0,
-        step_s,
+        notice=NOTICE_S,
+        detect=DETECT_S,
+        restart=PROCESSES_S + groups,
+        load_memory=send + max(loaded.busiest / device.cpu, shared),
+        load_disk=loaded.seconds,
+        copy=to_host,
+        send=send,
+        stall=to_host if background else beside.save.seconds,
+        publish=beside.save.seconds if background else 0.0,
+        step=step_s,
     )
     sources = {
         "notice": "assumed: half an hour until somebody has seen it",
-        "detect": "four processes on a small machine",
-        "restart": f"assumed {PROCESSES_S:g} s for processes, planned {_seconds(groups)} for groups and "
-        f"{_seconds(beside.resume.seconds)} for loading",
-        "rebuild": f"assumed {TOGETHER_S:g} s to agree, planned {_seconds(groups)} for groups and "
-        f"{_seconds(moved)} for an image",
+        "detect": "assumed: an end is seen at once, a node that is gone after seconds",
+        "restart": f"assumed {PROCESSES_S:g} s for processes, planned {_seconds(groups)} for groups",
+        "load_memory": "planned: what the newcomer gets from another node, then a load at the speed of memory",
+        "load_disk": "planned: a load",
+        "copy": "planned: a copy to the host, as if none of it were hidden",
+        "send": "planned: what a rank keeps, over the network",
         "stall": f"planned: {'a copy to the host' if background else 'the whole save'}",
-        "publish": "planned: a save",
+        "publish": "planned: a save" if background else "",
     }
     return costs, sources
 
@@ -251,100 +248,58 @@ def _costs(
 
 def show(x: Outlook) -> str:
     """Return the outlook as tables."""
-    sections = (_faults(x), _survival(x), _levels(x), _paid(x))
-    return "\n\n".join("\n".join(section) for section in sections)
+    return "\n\n".join("\n".join(section) for section in (_faults(x), _memory(x), _levels(x), _paid(x)))
 
 
 def _faults(x: Outlook) -> Iterator[str]:
-    nodes, rates, devices = x.bare.nodes, x.rates, len(x.bare.alike)
-    a_day = DAY_S / rates.node_s / x.per_node
+    rates = x.rates
+    a_day = DAY_S / rates.node_s / (x.devices / x.nodes)
     yield (
-        f"Faults: {devices:,} devices on {nodes:,} node{'s' * (nodes > 1)}; a node is faulty every "
+        f"Faults: {x.devices:,} devices on {x.nodes:,} node{'s' * (x.nodes > 1)}; a node is faulty every "
         f"{rates.node_s / DAY_S:,.1f} days ({a_day:.3%} of all devices in a day), the run every {_duration(x.run_s)}"
     )
-    if rates == FaultRates(LLAMA_3 * 8 / x.per_node):
+    if rates == replace(FaultRates(LLAMA_3 * 8 * x.nodes / x.devices), elastic=rates.elastic):
         yield "  As Llama 3's 16,384 GPUs: 419 in 54 days, 78 % of them hardware (arXiv 2407.21783, 3.3.4)."
     yield (
         f"  {rates.hardware:.0%} of them take the node away, until another takes its place after "
-        f"{_duration(rates.away_s)}; after the others processes are started again."
+        f"{_duration(rates.away_s)}: {'the others train on' if rates.elastic else 'the others wait'}."
     )
 
 
-def _survival(x: Outlook) -> Iterator[str]:
-    bare, copied = x.bare, x.copied
-    single = [each for each in x.pieces if each.state == 1]
-    yield "What is lost with a node, of weights that are trained, their masters and moments"
-    yield f"  {len(bare.images):,} different images of up to {_gb(x.image)} GB on {len(bare.alike):,} ranks."
-    if single:
-        weights = sum(each.values == 1 for each in single)
-        names = ", ".join(dict.fromkeys(each.name for each in single[:3])) + (", ..." if len(single) > 3 else "")
-        yield (
-            f"  One rank alone has the state of {len(single)} of {len(x.pieces)} kinds of pieces ({names}), and the "
-            f"values of {weights}."
-        )
-    alone = sum(map(bool, bare.one_node.values()))
+def _memory(x: Outlook) -> Iterator[str]:
+    kept = x.of_node * (4 if x.nodes > 1 else 2)
+    took = x.costs.copy / (x.every * x.costs.step)
+    yield "Checkpoints in memory"
     yield (
-        f"  {alone:,} of {bare.nodes:,} nodes have images that no other node has"
-        + (f", node 0 {len(bare.one_node[0])} of them." if alone else ".")
+        f"  Up to {_gb(x.of_rank)} GB of a rank, every {x.every:,} step{'s' * (x.every > 1)}, which takes {took:.2%} "
+        f"of the time. Two are kept{', and two of another node' * (x.nodes > 1)}: up to {_gb(kept)} GB of a node."
     )
-    yield f"  From replicas alone: {_at_once(bare)}"
-    if x.copies:
-        y = x.copies
-        rarer = max(y.every, round(young(1 / x.run_s, y.seconds) / x.costs.step))
-        yield f"  With copies on other nodes: {_at_once(copied)}"
-        yield (
-            f"  {y.ranks:,} ranks send up to {_gb(max(y.sizes))} GB each, {y.seconds:,.2f} s over the network: every "
-            f"{y.every} step{'s' * (y.every > 1)}, which takes {y.seconds / (y.every * x.costs.step):.2%} of the time; "
-            f"for so rare faults every {rarer:,} would be best."
-        )
-    elif bare.nodes > 1:
-        yield "  Copies on other nodes are not needed: every image is on two nodes."
-
-
-def _at_once(where: Survival) -> str:
-    safe = where.any_at_once
-    if where.nodes == 1:
-        return "all is lost with the one node."
-    if safe == 0:
-        return f"{sum(len(nodes) == 1 for nodes in where.fatal):,} of {where.nodes:,} nodes may not end."
-    fatal, first = where.fatal_share(safe + 1), where.fatal[0]
-    shown = ", ".join(map(str, sorted(first)[:4])) + (", ..." if len(first) > 4 else "")
-    return (
-        f"any {safe} node{'s' * (safe > 1)} may end at once; of {safe + 1} at once {fatal:.2g} of all sets may not "
-        f"(as {shown})."
-    )
+    gone = x.levels[LEVELS[-1]].from_disk
+    why = "a node and the one that keeps its copy are lost together" if x.nodes > 1 else "the one node is lost"
+    yield f"  After {gone:.2g} of all faults the run goes on from disk, for {why}: every {_duration(x.run_s / gone)}."
 
 
 def _levels(x: Outlook) -> Iterator[str]:
-    yield "Goodput: the share of the time of all nodes, spares included, that trains"
+    yield "Goodput: the share of the time of all nodes that goes into steps that count"
     rows = [
         (
-            each.protection.name,
+            name,
             f"{each.share:.2%}",
-            f"{seen.share:.2%}",
-            f"{seen.error:.2%}",
             f"{each.interval:,.0f}",
             f"{max(1, round(each.interval / x.costs.step)):,}",
-            f"{each.on_disk:.1%}",
-            str(each.protection.spares),
+            f"{each.from_disk:.2%}",
         )
-        for each, seen in x.levels
+        for name, each in x.levels.items()
     ]
-    yield table(("level", "expected", "simulated", "error", "save every s", "steps", "from disk", "spares"), rows)
-    if stuck := [each.protection.name for each, _ in x.levels if each.share < STUCK]:
+    yield table(("level", "goodput", "save on disk every s", "steps", "from disk"), rows)
+    if stuck := [name for name, each in x.levels.items() if each.share < STUCK]:
         yield f"  {' and '.join(stuck)}: faults come faster than these recover, and the run gets nowhere."
-    rate, stall = 1 / x.run_s, x.costs.stall
-    yield (
-        f"  Where each fault ends in a restart, the best interval is {best_interval(rate, stall):,.0f} s, by Young "
-        f"{young(rate, stall):,.0f} and by Daly {daly(rate, stall):,.0f}; none is shorter than a save lasts."
-    )
-    most, away = x.levels[-1][0], x.rates.away_s
-    if away < DAY_S:
-        slow = with_best_spares(most.protection, x.bare.nodes, replace(x.rates, away_s=DAY_S), x.costs)
-        yield (
-            f"  {most.protection.spares} spares are worth having where another node comes after {_duration(away)}, "
-            f"{slow.protection.spares} where it takes a day."
-        )
+    if x.own:
+        without = " without checkpoints in memory," * (x.own.from_disk == 1)
+        yield f"  As the recipe has it,{without} with one on disk every {_duration(x.own.interval)}: {x.own.share:.2%}."
+    best = max(1, round(best_interval(1 / x.run_s, x.costs.copy) / x.costs.step))
+    share = goodput(x.nodes, x.rates, x.costs, best).share
+    yield f"  One in memory every {best:,} step{'s' * (best > 1)} would be best (Daly): {share:.2%}."
 
 
 def _paid(x: Outlook) -> Iterator[str]:
@@ -353,7 +308,7 @@ def _paid(x: Outlook) -> Iterator[str]:
 
 
 def _duration(seconds: float) -> str:
-    for unit, size in (("days", DAY_S), ("hours", 3600.0), ("minutes", 60.0)):
+    for unit, size in (("years", 365 * DAY_S), ("days", DAY_S), ("hours", 3600.0), ("minutes", 60.0)):
         if seconds >= 2 * size:
             return f"{seconds / size:,.1f} {unit}"
     return f"{seconds:,.0f} s"
@@ -368,14 +323,13 @@ def _gb(size: float) -> str:
 
 
 def draw(x: Outlook, picture: Path) -> None:
-    """Draw goodput over numbers of nodes, a curve for each level."""
+    """Draw goodput over numbers of nodes, a curve for each level; the costs stay those of the run."""
     plot = pyplot()
-    sizes = [math.ceil(x.protections[-1].replica)]
-    while sizes[-1] < max(LARGEST, x.bare.nodes):
-        sizes.append(sizes[-1] * 2)
+    sizes = [2**power for power in range(math.ceil(math.log2(max(LARGEST, x.nodes))) + 1)]
+    shares = [dict(levels(nodes, x.rates, x.costs, x.every)) for nodes in sizes]
     figure, axes = plot.subplots(figsize=(7, 4.4), layout="constrained")
-    for name, shares in curves(x.protections, sizes, x.rates, x.costs):
-        axes.plot(sizes, [100 * share for share in shares], "--" if name == LEVELS[-1] else "-", marker=".", label=name)
+    for name in LEVELS:
+        axes.plot(sizes, [100 * each[name].share for each in shares], marker=".", label=name)
     axes.set(
         xlabel=f"nodes, each faulty every {x.rates.node_s / DAY_S:,.0f} days",
         ylabel="goodput, %",
@@ -398,25 +352,11 @@ def as_data(x: Outlook) -> Mapping[str, Any]:
         "faults": asdict(x.rates) | {"run_s": x.run_s},
         "costs": asdict(x.costs),
         "sources": x.sources,
-        "images": len(x.bare.images),
-        "image": x.image,
-        "pieces": [asdict(piece) for piece in x.pieces],
-        "any_at_once": {"replicas": x.bare.any_at_once, "copies": x.copied.any_at_once},
-        "fatal": {
-            name: [sorted(nodes) for nodes in where.fatal]
-            for name, where in (("replicas", x.bare), ("copies", x.copied))
-        },
-        "copies": x.copies and asdict(x.copies),
-        "levels": [
-            {
-                "level": each.protection.name,
-                "goodput": each.share,
-                "simulated": seen.share,
-                "error": seen.error,
-                "interval": each.interval,
-                "on_disk": each.on_disk,
-                "spares": each.protection.spares,
-            }
-            for each, seen in x.levels
-        ],
+        "checkpoint": {"of_rank": x.of_rank, "of_node": x.of_node, "every": x.every},
+        "own": x.own and _goodput(x.own),
+        "levels": [{"level": name, **_goodput(each)} for name, each in x.levels.items()],
     }
+
+
+def _goodput(each: Goodput) -> Mapping[str, float]:
+    return {"goodput": each.share, "interval": each.interval, "from_disk": each.from_disk}

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megacore import checkpoints, exits
+from megacore import checkpoints, exits, incidents
 from megacore.config import Config
+from megacore.incidents import Incident
 from megacore.recipe import ConfigError, load
-from megacore.recovery import incidents
-from megacore.recovery.policy import Incident
+from megacore.recovery.hang_report import standing
 from megacore.say import brief, err, say, say_data
 from megacore.store.strict_json import StoreError
 from megacore.training import lock, metrics
@@ -39,6 +39,7 @@ class RunState:
         checkpoint: The newest checkpoint.
         unlisted: Why it is not known which checkpoints there are; nothing where it is.
         age_s: Seconds since the newest record.
+        stands: The sentence of each node on which ranks stand, where no step was done since.
         incidents: The incidents, the oldest first.
     """
 
@@ -51,6 +52,7 @@ class RunState:
     checkpoint: Path | None
     unlisted: str
     age_s: float | None
+    stands: tuple[str, ...]
     incidents: tuple[Incident, ...]
 
     @classmethod
@@ -72,7 +74,7 @@ class RunState:
         records = metrics.newest(path)
         kinds = ([each for each in records if key in each] for key in ("loss", "validation_loss"))
         training, evaluation = (each[-1] if each else None for each in kinds)
-        age = max(0.0, time.time() - path.stat().st_mtime) if records else None
+        written, now = path.stat().st_mtime if records else 0.0, time.time()
         newest = saved[max(saved)] if saved else None
         named, steps = lock.read(out / lock.LOCK), recipe.train.steps if recipe else None
         return cls(
@@ -84,7 +86,8 @@ class RunState:
             evaluation=evaluation,
             checkpoint=newest,
             unlisted=unlisted,
-            age_s=age,
+            age_s=max(0.0, now - written) if records else None,
+            stands=tuple(f"{text} ({_ago(now - at)} ago)" for at, text in standing(out) if at > written),
             incidents=befell,
         )
 
@@ -99,6 +102,7 @@ class RunState:
         named = f"; {self.named} has died, or runs elsewhere" if self.named else ""
         yield f"held by      {self.holder or f'nobody on this machine{named}'}"
         yield f"step         {self._step()}"
+        yield from (f"stands       {each}" for each in self.stands)
         if self.training is not None:
             yield f"loss         {_number(self.training.get('loss'), '.4f')}{self._held_out()}"
             yield f"rate         {_number(self.training.get('tokens_per_second'), ',.0f')} tokens/s"
@@ -142,17 +146,17 @@ def _ago(seconds: float) -> str:
 
 def _line(incident: Incident) -> str:
     """Return an incident in a line."""
-    event, decision = incident.event, incident.decision
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event.at))
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(incident.at))
     who = ", ".join(
         f"{name} {value}"
-        for name, value in (("rank", event.rank), ("node", event.node), ("step", event.step))
+        for name, value in (("rank", incident.rank), ("node", incident.node), ("step", incident.step))
         if value is not None
     )
     steps, seconds = incident.steps_lost, incident.seconds_lost
     cost = "" if seconds is None else f"; {seconds:.1f} s and {incidents.counted(steps or 0, 'step')} lost"
-    detail = f" ({brief(event.detail)})" if event.detail else ""
-    return f"{when} UTC  {event.kind}{detail}, {who or 'unknown'} -> {decision.action}: {brief(decision.reason)}{cost}"
+    detail = f" ({brief(incident.detail)})" if incident.detail else ""
+    reason = f": {brief(incident.reason)}" if incident.reason else ""
+    return f"{when} UTC  {incident.kind}{detail}, {who or 'unknown'} -> {incident.action}{reason}{cost}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

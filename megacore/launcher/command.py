@@ -10,7 +10,7 @@ import argparse
 import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,16 +19,18 @@ from typing import TYPE_CHECKING
 from megacore import checkpoints, exits
 from megacore.checkpoints import AUTO
 from megacore.config import Config
+from megacore.incidents import Incident
 from megacore.launcher.processes import IMPORTS, Node, gpus, prepare, threads
 from megacore.launcher.signals import noted
 from megacore.rank import BEGAN
-from megacore.recipe import ConfigError, load, processes, recipes
+from megacore.recipe import ConfigError, changed, load, processes, recipes
 from megacore.recovery.folders import temporary_folder
 from megacore.say import err, outlive
 from megacore.store.strict_json import StoreError
 
 if TYPE_CHECKING:  # which import torch
     from megacore.recovery.agent import Job
+    from megacore.recovery.hang_report import HangReport
 
 OPTIONS = {
     "init": "take the weights of a Hugging Face folder or a checkpoint",
@@ -53,8 +55,10 @@ VARIABLES = {
 }
 """Variables of the environment of each rank, where it does not say otherwise."""
 
-MODULE = "megacore.training.train"
+MODULE = "megacore.training"
 """The module that each rank runs."""
+PRELOADED = ("megacore.training.main", "megacore.recovery.protection")
+"""The modules that it imports, which a rank that is started again does not import again."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,17 @@ class Run:
             self.config.recovery.max_restarts,
             self.least,
             Path(self.config.out),
+            self.watch,
         )
+
+    def watch(self, folder: Path, nodes: int, report: Callable[[Incident], object]) -> HangReport:
+        """Return what tells where the ranks of this machine stand, on a number of nodes."""
+        from megacore.recovery.hang_report import HangReport
+
+        config, world = self.config, nodes * self.node.processes
+        shape = changed(config, self.layouts.get(nodes, ())).mesh.shape(world)
+        name = platform.node() if nodes > 1 else ""
+        return HangReport(Path(config.out), folder, shape, name, report, 60 * config.train.timeout)
 
 
 def run(command: str, given: Sequence[str]) -> int:
@@ -142,7 +156,7 @@ def _checked(command: str, recipe: str, overrides: list[str]) -> Run:
     shutdown_s = _number("SHUTDOWN_TIMEOUT", 0, 600)
     variables = {name: os.environ.get(name, value) for name, value in VARIABLES.items()}
     environment = {**variables, **threads(here), **node.network, BEGAN: str(time.time())}
-    prepare((*IMPORTS, MODULE), environment)  # which imports while this process checks
+    prepare((*IMPORTS, *PRELOADED), environment)  # which imports while this process checks
     layouts = _layouts(config, least, most, here)
     from megacore.training.check import check  # imports much, which a typo need not wait for
 

@@ -40,7 +40,7 @@ from megacore.launcher.processes import unnamed_main
 from megacore.launcher.signals import ENDS
 from megacore.outcome import Outcome
 from megacore.recipe import ConfigError
-from megacore.recovery.phases import beat_of, read
+from megacore.recovery.beats import beat_of, read
 from megacore.recovery.rendezvous import EndedError, Meeting
 from megacore.say import brief, err
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,16 +22,31 @@ from megacore.store.export import with_dtype
 from megacore.store.index import Adapters
 from megacore.store.load import fingerprint
 from megacore.store.strict_json import StoreError
+from megacore.training.callbacks.bad_steps import BadSteps
+from megacore.training.callbacks.checkpoints import Checkpoints
+from megacore.training.callbacks.evaluation import Evaluation
+from megacore.training.callbacks.garbage import Garbage
+from megacore.training.callbacks.incidents import Incidents
+from megacore.training.callbacks.metrics import Metrics
+from megacore.training.callbacks.recompute import Recompute
+from megacore.training.callbacks.repeat_steps import RepeatSteps
+from megacore.training.callbacks.replicas import Replicas
+from megacore.training.callbacks.report import Report
+from megacore.training.callbacks.shard_checksums import ShardChecksums
+from megacore.training.callbacks.signals import Signals
+from megacore.training.callbacks.tell_spikes import TellSpikes
 from megacore.training.check import Setup
 from megacore.training.load import load as load_into
+from megacore.training.lr import learning_rate
 from megacore.training.meter import Meter
+from megacore.training.microbatches import Uploader
 from megacore.training.optimizer import Optimizer
 from megacore.training.resume import Start, raw_of
-from megacore.training.save import NAMES, Retention, Saver, TrainingState
+from megacore.training.save import NAMES, Contents, Retention, Saver, TrainingState
 from megacore.training.scaler import UNSCALED, Scaling
 from megacore.training.states.offload import Offload
 from megacore.training.step import TrainStep
-from megacore.training.trainer import Trainer
+from megacore.training.trainer import Callback, Trainer
 from models.assemble import Model
 from models.decoder import Losses
 from models.stages import layout_of
@@ -50,71 +67,65 @@ DTYPES = {
 }
 
 
-def trainer_of(setup: Setup, mesh: Mesh, control: Control) -> Trainer:
-    """Build the live parts of a run on this rank, its model initialised or loaded; it logs nothing.
+def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callback] = ()) -> Trainer:
+    """Build the live parts of a run on this rank, its model initialised or loaded.
+
+    Args:
+        setup: The run.
+        mesh, control: Its groups.
+        given: What is to happen beside the steps, besides all that the config asks for.
 
     Raises:
         ConfigError: the ranks have found different things, or one of them cannot do what the config asks for.
         StoreError: what the run starts from is damaged.
     """
-    start = setup.start
-    _agree(control, setup, kernels.chosen(mesh.device, setup.config.train.compile))
-    trainer = empty_trainer_of(setup, mesh, control)
-    load_into(start, trainer.model.parameters, trainer.step.optimizer, setup.config.train.seed, control)
-    return trainer
-
-
-def empty_trainer_of(setup: Setup, mesh: Mesh, control: Control, base: int | None = None) -> Trainer:
-    """Build the live parts of a run on this rank, whose state is still to come.
-
-    Args:
-        setup: The run.
-        mesh, control: Its groups.
-        base: The fingerprint of the model that it trains adapters of, where that has been read before.
-
-    Raises:
-        ConfigError: a rank cannot do what the config asks for.
-    """
     config, start, schema = setup.config, setup.start, setup.model.schema
+    _agree(control, setup, kernels.chosen(mesh.device, config.train.compile))
     chunks, layers = config.pipeline.chunks, config.pipeline.layers_per_stage
     layout = layout_of(setup.model, mesh.shape, chunks, layers, config.tuning, config.mesh.split)
     model = _model(setup, layout, mesh, control)
     gradients = _gradients(config, model)
     offload = _offload(config)
     optimizer = _optimizer(config, gradients, offload, control)
-    adapters = _adapters(config, start, control, base)
-    state = TrainingState(
-        model.parameters,
-        optimizer,
-        offload.folder if offload else None,
-        replace(layout, schema=config.tuning.kept(schema)),
-    )
-    saver = _saver(setup, state, adapters, control)
+    folder = offload.folder if offload else None
+    state = TrainingState(model.parameters, optimizer, folder, replace(layout, schema=config.tuning.kept(schema)))
+    contents = _contents(setup, state, _adapters(config, start, control))
     pipeline = Pipeline(mesh, model.chunks, DTYPES[config.train.precision], config.pipeline.schedule)
     step = TrainStep(mesh, pipeline, gradients, optimizer, _scaling(config), model.balance)
     step.scaler.load(start.progress.scaler)
+    load_into(start, model.parameters, optimizer, config.train.seed, control)
+    batches = _batches(setup, setup.corpora.train, mesh, model).without(start.progress.skipped_samples)
+    callbacks = _callbacks(setup, contents, mesh, model, control, given)
+    upload = Uploader(config, mesh, model)
+    rate = partial(learning_rate, schedule=config.schedule, base=config.optimizer.lr, total_steps=config.train.steps)
+    return Trainer(config, mesh, model, step, batches, upload, rate, control, contents, start, callbacks)
 
-    def batches(source: Source) -> Batches:
-        vocabulary, place = setup.model.vocab_size, mesh.place
-        return setup.corpora.batches(
-            source, config, mesh.data_rank, mesh.shape.data, vocabulary, model.context, place.cp
-        )
 
-    peak = config.log.peak_tflops or peak_tflops(mesh.device, DTYPES[config.train.precision])
-    return Trainer(
-        config,
-        mesh,
-        model,
-        step,
-        batches(setup.corpora.train).without(start.progress.skipped_samples),
-        batches(setup.corpora.validation) if setup.corpora.validation else None,
-        Meter(config, setup.model, mesh, peak, start.progress.step),
-        control,
-        saver,
-        start.progress,
-        None,
-        setup.corpora.identities,
+def _batches(setup: Setup, source: Source, mesh: Mesh, model: Model) -> Batches:
+    vocabulary = setup.model.vocab_size
+    return setup.corpora.batches(
+        source, setup.config, mesh.data_rank, mesh.shape.data, vocabulary, model.context, mesh.place.cp
     )
+
+
+def _callbacks(
+    setup: Setup, contents: Contents, mesh: Mesh, model: Model, control: Control, given: Sequence[Callback]
+) -> list[Callback]:
+    """Return what happens beside the steps, in its order: what decides whether a step stands, what others bring along,
+    what shows the step, what keeps it."""
+    config, optimizer = setup.config, setup.config.optimizer
+    checkpoints_on_disk = Checkpoints(_saver(config, contents, control), setup.corpora.identities)
+    spikes = TellSpikes()
+    bad: Callback = BadSteps(optimizer.max_skipped if optimizer.non_finite == "skip" else 0)
+    if optimizer.non_finite == "repeat":
+        bad = RepeatSteps(checkpoints_on_disk, spikes if config.recovery.spikes else None)
+    peak = config.log.peak_tflops or peak_tflops(mesh.device, DTYPES[config.train.precision])
+    made: list[Callback] = [Signals(), spikes, bad, Recompute(), Replicas(), ShardChecksums(), *given]
+    made += [Metrics(Meter(config, setup.model, mesh, peak, setup.start.progress.step)), Incidents()]
+    made += [checkpoints_on_disk]
+    if setup.corpora.validation:
+        made.append(Evaluation(_batches(setup, setup.corpora.validation, mesh, model)))
+    return [*made, Garbage(), Report()]
 
 
 def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:
@@ -182,22 +193,20 @@ def _optimizer(config: Config, gradients: Gradients, offload: Offload | None, co
         raise ConfigError([f"memory.offload_folder: {error}"]) from error
 
 
-def _saver(setup: Setup, state: TrainingState, adapters: Adapters | None, control: Control) -> Saver:
-    """Build what saves checkpoints; room for states on disk is taken at once."""
+def _contents(setup: Setup, state: TrainingState, adapters: Adapters | None) -> Contents:
+    """Return all that checkpoints hold."""
     config, start = setup.config, setup.start
     raw = raw_of(setup.model, start.source)
     if start.source is None and (end := end_of_text(config)) is not None:
         raw = {**raw, "eos_token_id": end}
-    saver = Saver(
-        checkpoints.folder_of(config.out, config.checkpoint.folder),
-        state,
-        with_dtype(raw, NAMES[DTYPES[config.train.precision]]),
-        setup.companions,
-        control,
-        Retention(config.checkpoint.keep, config.checkpoint.keep_every),
-        adapters,
-        config.tuning.frozen(setup.model.schema) if adapters is None else frozenset(),
-    )
+    frozen = config.tuning.frozen(setup.model.schema) if adapters is None else frozenset[str]()
+    return Contents(state, with_dtype(raw, NAMES[DTYPES[config.train.precision]]), setup.companions, adapters, frozen)
+
+
+def _saver(config: Config, contents: Contents, control: Control) -> Saver:
+    """Build what saves checkpoints; room for states on disk is taken at once."""
+    kept = Retention(config.checkpoint.keep, config.checkpoint.keep_every)
+    saver = Saver(checkpoints.folder_of(config.out, config.checkpoint.folder), contents, control, kept)
     if config.memory.offload_folder is not None and config.checkpoint.on:
         saver.reserve()
     return saver
@@ -232,7 +241,7 @@ def _offload(config: Config) -> Offload | None:
     return Offload(Path(section.offload_folder) if section.offload_folder else None, section.offload_buffer << 20)
 
 
-def _adapters(config: Config, start: Start, control: Control, known: int | None) -> Adapters | None:
+def _adapters(config: Config, start: Start, control: Control) -> Adapters | None:
     """Return the adapters of a run and what they belong to, if it trains some.
 
     Raises:
@@ -241,8 +250,8 @@ def _adapters(config: Config, start: Start, control: Control, known: int | None)
     lora, base = config.tuning.lora, start.source
     if lora is None or base is None:
         return None
-    adapters = Adapters(lora, str(base.path), fingerprint(base, control) if known is None else known)
-    if start.adapters is not None and known is None:
+    adapters = Adapters(lora, str(base.path), fingerprint(base, control))
+    if start.adapters is not None:
         try:
             check_fingerprint(start.adapters, base.path, adapters.fingerprint)
         except StoreError as error:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from megacore.control import Control
 from megacore.store.index import MASTER, MOMENTS
 from megacore.store.load import Loader
-from megacore.training.optimizer import Optimizer
-from megacore.training.resume import Start
 from parallel.parameters import Parameters
+
+if TYPE_CHECKING:
+    from megacore.training.optimizer import Optimizer
+    from megacore.training.resume import Start
 
 
 def load(start: Start, parameters: Parameters, optimizer: Optimizer, seed: int, control: Control) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -31,29 +30,23 @@ class Meter:
         self._world, self._device = mesh.shape.world, mesh.device
         self._is_told = config.log.peak_tflops is not None
         self.peak_tflops = peak_tflops
-        self.last_step, self.seconds = step, 0.0
-        self._recorded: tuple[float, int] | None = None
-        self.begin()
+        self.begin(step)
 
-    def begin(self) -> None:
-        """Count from here on, beside the seconds that there are since the last record."""
-        self._since = time.perf_counter() - self.seconds
+    def begin(self, step: int) -> None:
+        """Count from here on, after this step."""
+        self._last_step, self._since, self._paused = step, time.perf_counter(), 0.0
 
-    def advance(self) -> None:
-        """Count from the last record on: all that follows its step is done."""
-        if self._recorded is not None:
-            (self._since, self.last_step), self._recorded = self._recorded, None
-
-    def end(self) -> None:
-        """Count no more."""
-        self.seconds = time.perf_counter() - self._since
+    def go_back(self, step: int) -> None:
+        """Count from here on where the last record is of a step that is to be done again."""
+        if step < self._last_step:
+            self.begin(step)
 
     def record(self, step: int, tell: Callable[[str], object]) -> Record:
         """Return what is recorded of the throughput up to a step, which the device has done; ``tell`` what is wrong
         with the peak."""
         now = time.perf_counter()
-        steps, seconds = step - self.last_step, now - self._since
-        self._recorded = now, step
+        steps, seconds = step - self._last_step, now - self._since
+        self._since, self._last_step = now, step
         speed = steps * self._tokens_per_step / seconds
         tflops = speed * self._flops / self._world / 1e12
         if self.peak_tflops is not None and tflops > self.peak_tflops:
@@ -66,17 +59,15 @@ class Meter:
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
         }
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave the time that passes inside uncounted."""
+    def pause(self) -> None:
+        """Leave uncounted what comes from here on."""
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the steps before it are
-        before = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - before
-        self._since += seconds
-        if self._recorded is not None:
-            self._recorded = self._recorded[0] + seconds, self._recorded[1]
+            torch.cuda.synchronize(self._device)  # the steps before it are done
+        self._paused = time.perf_counter()
+
+    def go_on(self) -> None:
+        """Count again, after :meth:`pause`."""
+        self._since += time.perf_counter() - self._paused
 
     def _exceeded(self, tflops: float, peak: float, step: int) -> str:
         of = (

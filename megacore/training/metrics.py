@@ -3,17 +3,15 @@ model with experts experts.jsonl."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
-import sys
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from io import RawIOBase
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,10 +20,7 @@ from tqdm import tqdm
 
 from megacore import pictures
 from megacore.config import Config
-from megacore.recovery.events import Event
-from megacore.recovery.incidents import IncidentWriter
-from megacore.recovery.policy import Decision
-from megacore.say import err, harmless, say
+from megacore.say import err
 from megacore.store.files import append, open_file
 from megacore.store.publish import replace_file
 from megacore.store.strict_json import read_file
@@ -41,85 +36,42 @@ _HISTORY = 32 << 20
 Record = Mapping[str, float | int | None]
 
 
-def _are_numbers(values: Collection[object]) -> bool:
-    return all(isinstance(value, int | float | None) for value in values)
-
-
-def _are_loads(values: Collection[object]) -> bool:
-    """Return whether a line says of a step which layers have experts, and how many tokens each was sent."""
-    match list(values):
-        case [int(), list(layers), list(counts)]:
-            rows = [layers, *counts]
-            return len(layers) == len(counts) and all(
-                isinstance(row, list) and all(isinstance(number, int) for number in row) for row in rows
-            )
-    return False
-
-
 class Sink(Protocol):
-    def go_on(self, after: int, covered: int) -> None:
-        """Take what follows a step, which comes before anything is written.
-
-        Args:
-            after: The step.
-            covered: The last step whose records stay, where there are later ones already.
-        """
-
     def write(self, step: int, record: Record) -> None: ...
 
     def close(self) -> None: ...
 
 
 class JsonLines:
-    """One line of JSON for each record, written at once. JSON has no NaN: a number that is not finite is null.
+    """One line of JSON for each record, added at once. JSON has no NaN: a number that is not finite is null.
 
     A full disk does not end a run: the lines that it does not take are kept, and written as soon as it does.
 
     Args:
         path: The file.
         tell: Says that the disk does not take them.
-        are: Whether these are the values of a record.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        tell: Callable[[str], object] = err,
-        are: Callable[[Collection[object]], bool] = _are_numbers,
-    ) -> None:
-        self._path, self._tell, self._are, self._told = path, tell, are, False
+    def __init__(self, path: Path, tell: Callable[[str], object] = err) -> None:
+        self._path, self._tell, self._told = path, tell, False
         self._kept = list[bytes]()
         self._begun = 0
         """Bytes of the first of them that are in the file already."""
-        self._there = set[tuple[int, frozenset[str]]]()
-        """Step and keys of the lines that are not written again."""
-        self._file = _added_to(path)
-
-    def go_on(self, after: int, covered: int) -> None:
-        if dropped := drop_after(self._path, covered, self._are):
-            say(f"{self._path}: {dropped} lines were no records and are dropped.")
-        self._file.close()
-        self._file = _added_to(self._path)
-        self._kept = [line for line in self._kept if json.loads(line)["step"] <= covered]
-        self._begun = 0  # what was begun was cut, and is dropped
-        self._there = {_kind(line) for line in [*read(self._path), *self.kept] if line["step"] > after}
+        with os_errors(path):
+            cut = path.exists() and _is_cut(path)
+            self._file = append(path).detach()
+        if cut:
+            self._kept.append(b"\n")
 
     def write(self, step: int, record: Record) -> None:
         plain = {key: value if value is not None and math.isfinite(value) else None for key, value in record.items()}
         self.add({"step": step, **plain})
 
     def add(self, line: Mapping[str, Any]) -> None:
-        if _kind(line) in self._there:
-            return
         self._kept.append(json.dumps(line, allow_nan=False).encode() + b"\n")
         if (why := self._flush()) and not self._told:
             self._tell(f"{self._path}: {why}: its lines are kept until they can be written; make room")
         self._told = bool(why)
-
-    @property
-    def kept(self) -> list[dict[str, Any]]:
-        """The lines that the disk has not taken."""
-        return [json.loads(line) for line in self._kept]
 
     def close(self) -> None:
         if why := self._flush():
@@ -141,16 +93,10 @@ class JsonLines:
 
 
 class TensorBoard:
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._writer: Any = None
-
-    def go_on(self, after: int, covered: int) -> None:
+    def __init__(self, folder: Path, after: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.close()
-        later = covered + 1 if covered or self._writer else None
-        self._writer = SummaryWriter(str(self._folder), purge_step=later)
+        self._writer: Any = SummaryWriter(str(folder), purge_step=after + 1 if after else None)
 
     def write(self, step: int, record: Record) -> None:
         for key, value in record.items():
@@ -158,8 +104,7 @@ class TensorBoard:
                 self._writer.add_scalar(key, value, step)
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
 
 class WeightsAndBiases:
@@ -179,9 +124,6 @@ class WeightsAndBiases:
                 kept.parent.mkdir(exist_ok=True)
             replace_file(kept, name.encode())
 
-    def go_on(self, after: int, covered: int) -> None:
-        """Do nothing: it takes no step twice."""
-
     def write(self, step: int, record: Record) -> None:
         self._run.log({key: value for key, value in record.items() if value is not None}, step=step)
 
@@ -195,11 +137,6 @@ class ProgressBar:
     def __init__(self, total: int, first: int = 0) -> None:
         self._bar = tqdm(initial=first, total=total, unit="step", dynamic_ncols=True, mininterval=0.5)
 
-    def go_on(self, after: int, covered: int) -> None:
-        if after != self._bar.n:
-            self._bar.initial = self._bar.n = self._bar.last_print_n = after
-            self._bar.start_t = self._bar.last_print_t = time.time()
-
     def write(self, step: int, record: Record) -> None:
         self._bar.update(step - self._bar.n)
         if "validation_loss" in record:
@@ -209,9 +146,6 @@ class ProgressBar:
             shown = {"loss": f"{record['loss']:.4f}", "tokens/s": f"{record['tokens_per_second']:,.0f}"}
             shown |= {"skipped": f"{record['skipped_steps']:,}"} if record["skipped_steps"] else {}
             self._bar.set_postfix(shown, refresh=False)
-
-    def tell(self, text: str) -> None:
-        self._bar.write(harmless(text), file=sys.stderr)
 
     def close(self) -> None:
         self._bar.close()
@@ -234,6 +168,11 @@ class WallClock:
     before: float
     since: float
     step: int
+    counted: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=1 << 12))
+    """(step, useful) at the last records, to go back to."""
+
+    def __post_init__(self) -> None:
+        self.counted.append((self.step, self.useful))
 
     @classmethod
     def of(cls, records: Sequence[Record], after: int, began: float) -> WallClock:
@@ -258,128 +197,90 @@ class WallClock:
         """Count the steps until this one -> what is recorded of it."""
         self.useful += (step - self.step) * seconds_per_step
         self.step, now = step, time.time()
+        self.counted.append((step, self.useful))
         wall = self.before + max(0.0, now - self.since)
         goodput = max(0.0, min(1.0, self.useful / wall)) if wall else 1.0
         return {"time": now, "wall_seconds": wall, "goodput": goodput}
 
+    def go_back(self, step: int) -> None:
+        """Do not count steps after this one, which are to be done again."""
+        while len(self.counted) > 1 and self.counted[-1][0] > step:
+            self.counted.pop()
+        self.step, self.useful = self.counted[-1]
+
 
 class Log:
-    """All sinks of a run; only rank 0 has one. A context manager.
+    """All sinks of a run; only rank 0 has one. Records are added: of a step that stands twice, for a run has gone back,
+    the last one counts (:func:`standing`).
 
     Args:
         config: The config of the run.
-        after: The step after which it goes on; lines of later ones are dropped.
+        after: The step after which it goes on.
         began: The time when the launch of the run began, in seconds since 1970; None for now.
-        saved: The step of a checkpoint that it has already, and would go on from if it ended now: where that is a later
-            one, the lines up to there stay, and are not written again.
+        tell: Says what must not be overlooked.
     """
 
-    def __init__(self, config: Config, after: int = 0, began: float | None = None, saved: int = 0) -> None:
-        self._out, self._began = Path(config.out), time.time() if began is None else began
-        self._written = dict[tuple[str, ...], int]()
-        self._bar = ProgressBar(config.train.steps, after)
-        self._incidents = IncidentWriter(self._out, self.tell)
-        self._metrics = JsonLines(self._out / METRICS, self.tell)
+    def __init__(
+        self,
+        config: Config,
+        after: int = 0,
+        began: float | None = None,
+        tell: Callable[[str], object] = err,
+    ) -> None:
+        self._out, self._tell = Path(config.out), tell
+        so_far = newest(self._out / METRICS, _HISTORY)
+        self._clock = WallClock.of(so_far, after, time.time() if began is None else began)
+        self._sinks: list[Sink] = [JsonLines(self._out / METRICS, tell), ProgressBar(config.train.steps, after)]
         self._loads: JsonLines | None = None
-        self._sinks: list[Sink] = [self._metrics, self._bar]
         if config.log.tensorboard:
-            self._sinks.append(TensorBoard(self._out / "tensorboard"))
+            self._sinks.append(TensorBoard(self._out / "tensorboard", after))
         if config.log.wandb is not None:
             self._sinks.append(WeightsAndBiases(config.log.wandb, config, after))
-        self.go_on(after, saved)
-
-    def go_on(self, after: int, saved: int = 0) -> None:
-        """Write what follows a step from now on, with what the disk has not taken yet of what stays; arguments as
-        above."""
-        self._after, self._goes_on, covered = after, False, max(after, saved)
-        so_far = [*newest(self._out / METRICS, _HISTORY), *self._metrics.kept]
-        self._clock = WallClock.of(so_far, after, self._began)
-        self._written.clear()
-        if self._loads is None and (self._out / EXPERTS).exists():
-            self._loads = self._experts()
-        for sink in self._all():
-            sink.go_on(after, covered)
-
-    def _experts(self) -> JsonLines:
-        return JsonLines(self._out / EXPERTS, self.tell, _are_loads)
-
-    def _all(self) -> list[Sink]:
-        return [*self._sinks, *([self._loads] if self._loads else [])]
 
     def write(self, step: int, record: Record) -> None:
-        """Write a record, once: what follows a step may be done again after a fault."""
-        if self._written.get(tuple(record)) == step:
-            return
-        self._written[tuple(record)] = step
         if (seconds := record.get("seconds_per_step")) is not None:
             record = {**record, **self._clock.count(step, seconds)}
-            self._go_on()
         for sink in self._sinks:
             sink.write(step, record)
-
-    def _go_on(self) -> None:
-        """Add to the incidents of the run, once, that it goes on, and what the disk has not taken before."""
-        if not self._goes_on:
-            self._goes_on = True
-            self._incidents.went_on(self._after, time.time())
-        self._incidents.catch_up()
 
     def write_loads(self, step: int, layers: Sequence[int], counts: Sequence[Sequence[int]]) -> None:
         """Write how many tokens of a step each expert of these layers was sent: counts [layers, experts]."""
         if self._loads is None:
-            self._loads = self._experts()
+            self._loads = JsonLines(self._out / EXPERTS, self._tell)
         self._loads.add({"step": step, "layers": list(layers), "counts": [list(each) for each in counts]})
 
-    def report(self, event: Event, decision: Decision) -> None:
-        """Add an event that the ranks have answered by themselves to the incidents of the run."""
-        self._incidents.write(event, decision)
-        if decision.action != "tell" and event.step is not None:
-            self._after, self._goes_on = event.step - 1, False
+    def go_back(self, step: int) -> None:
+        """Do not count the time of steps after this one, which are to be done again."""
+        self._clock.go_back(step)
 
-    def tell(self, text: str) -> None:
-        """Say something that must not be overlooked, above the progress bar."""
-        self._bar.tell(text)
-
-    def __enter__(self) -> Log:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         with ExitStack() as stack:
-            stack.callback(self._incidents.catch_up)
-            for sink in self._all():
+            for sink in (*self._sinks, *([self._loads] if self._loads else [])):
                 stack.callback(sink.close)
 
 
-def _kind(line: Mapping[str, Any]) -> tuple[int, frozenset[str]]:
-    """Return what tells a line from others: its step, and of what it speaks."""
-    return line["step"], frozenset(line)
-
-
-def set_aside(out: Path) -> str:
-    """Rename the records of a run, so that another begins there and nothing is lost -> their new names.
-
-    Raises:
-        StoreError: they cannot be renamed.
-    """
-    number = next(
-        n for n in itertools.count(1) if not any((out / f"{name}.{n}").exists() for name in (METRICS, EXPERTS))
-    )
-    made = list[str]()
-    for name in METRICS, EXPERTS:
-        if (out / name).exists():
-            with os_errors(out / name):
-                (out / name).rename(out / f"{name}.{number}")
-            made.append(f"{name}.{number}")
-    return " and ".join(made)
-
-
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl, or the lines of an experts.jsonl; none where there is no file."""
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+    """Return the lines that stand of a metrics.jsonl or an experts.jsonl; none where there is no file."""
+    return standing(filter(None, map(_line, path.read_bytes().splitlines()))) if path.exists() else []
+
+
+def standing(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines of the steps that a run has done at last: where it has gone back, those of the steps that were
+    done again go, and of later ones."""
+    kept = list[dict[str, Any]]()
+    for line in lines:
+        before, at = line["step"], len(kept)
+        while at and kept[at - 1]["step"] >= before:
+            at -= 1
+            if kept[at]["step"] > before or ("loss" in kept[at]) == ("loss" in line):
+                del kept[at:]
+        kept.append(line)
+    return kept
 
 
 def newest(path: Path, most: int = 1 << 16) -> list[dict[str, Any]]:
-    """Return the records in the last bytes of a metrics.jsonl, which may be cut; none where there is no file.
+    """Return the records in the last bytes of a metrics.jsonl, which may be cut, those that do not stand among them;
+    none where there is no file.
 
     Raises:
         StoreError: it cannot be read.
@@ -389,47 +290,37 @@ def newest(path: Path, most: int = 1 << 16) -> list[dict[str, Any]]:
     with os_errors(path), open_file(path, path.parent) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - most))
         lines = file.read().splitlines()
-    return [json.loads(line) for line in lines if _step(line, _are_numbers) is not None]
+    return list(filter(None, map(_line, lines)))
 
 
-def drop_after(path: Path, step: int, are: Callable[[Collection[object]], bool] = _are_numbers) -> int:
-    """Drop the records of later steps from a file of lines of JSON, and lines that are no records.
-
-    Args:
-        path: The file.
-        step: The last step that stays.
-        are: Whether these are the values of a record.
-
-    Returns:
-        How many lines were no records; a last one that was not written to its end does not count.
-    """
-    if not path.exists():
-        return 0
-    with os_errors(path), open_file(path, path.parent) as file:
-        lines = file.read().splitlines(keepends=True)
-    steps = [_step(line, are) if line.endswith(b"\n") else None for line in lines]
-    kept = [line for line, at in zip(lines, steps, strict=True) if at is not None and at <= step]
-    if kept != lines[: len(kept)]:
-        replace_file(path, b"".join(kept))
-    elif kept != lines:  # in place, for which a full disk needs no room
-        with os_errors(path), append(path) as file:
-            file.truncate(sum(map(len, kept)))
-    return sum(at is None for line, at in zip(lines, steps, strict=True) if line.endswith(b"\n"))
-
-
-def _added_to(path: Path) -> RawIOBase:
-    with os_errors(path):
-        return append(path).detach()
-
-
-def _step(line: bytes, are: Callable[[Collection[object]], bool]) -> int | None:
-    """Return the step of a line's record; None if the line is none."""
+def _line(line: bytes) -> dict[str, Any] | None:
+    """Return what a line says; None where it is cut, or no line of ours."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    step = record.get("step") if isinstance(record, dict) and are(record.values()) else None
-    return step if isinstance(step, int) else None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return None
+    values = record.values()
+    return record if all(isinstance(value, int | float | None) for value in values) or _are_loads(values) else None
+
+
+def _are_loads(values: Iterable[object]) -> bool:
+    """Return whether these are the values of a line of :meth:`Log.write_loads`."""
+    match list(values):
+        case [int(), list(layers), list(counts)]:
+            rows = [layers, *counts]
+            return len(layers) == len(counts) and all(
+                isinstance(row, list) and row and all(isinstance(number, int) for number in row) for row in rows
+            )
+    return False
+
+
+def _is_cut(path: Path) -> bool:
+    with open_file(path, path.parent) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read(1) not in (b"", b"\n")
 
 
 def curve(records: Sequence[Record], key: str) -> list[tuple[float, float]]:

@@ -53,6 +53,7 @@ class Optimizer:
             else OffloadedStore(gradients.parts, self._rule, gradients.parameters.dtype, device, offload)
         )
         self._names = tuple(dict.fromkeys(span.name for span in gradients.spans))
+        self._after: torch.cuda.Event | None = None
 
     @torch.no_grad()
     def step(self, lr: float, norm: Tensor, go: Tensor | None = None, scale: Tensor | None = None) -> None:
@@ -70,7 +71,19 @@ class Optimizer:
     @torch.no_grad()
     def update(self, lr: float, norm: Tensor, go: Tensor | None = None, scale: Tensor | None = None) -> None:
         """Update what this rank owns, without a message to anybody: the first part of :meth:`step`."""
+        if self._after is not None:
+            self._after.wait()
+            self._after = None
         self.store.update(lr, torch.isfinite(norm) if go is None else go, self._divisor(norm, scale))
+
+    def update_after(self, event: torch.cuda.Event) -> None:
+        """Have the next update wait for an event, on the device: until then what it changes is being copied."""
+        self._after = event
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks have states of one parameter between them, so that it takes messages to read them."""
+        return self._gradients.splits
 
     def _divisor(self, norm: Tensor, scale: Tensor | None) -> Tensor | None:
         """Return the divisor of the gradients: clipping and the loss scale, in the fp32 that kernels take."""
@@ -78,6 +91,15 @@ class Optimizer:
             return scale
         over = ((norm + _AWAY_FROM_0) / self.clip).clamp_(min=1)
         return (over if scale is None else over * scale).to(torch.float32)
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Begin anew: no update has been done, and the moments are 0."""
+        self.updates = 0
+        for part in self._gradients.parts:
+            for state in MOMENTS:
+                moments = self.store.of(part, state)
+                moments[...] = torch.zeros_like(moments[...])
 
     # -- the state, by the names and in the shapes of the parameters
 

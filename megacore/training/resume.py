@@ -28,9 +28,7 @@ from models import lora as lora_of
 from models.config import ModelConfig, ModelConfigError
 from models.lora import Lora
 from models.registry import configure, family
-from models.stages import layout_of
 from parallel import limits
-from parallel.copies import identical
 from parallel.weights.fingerprint import spell
 from parallel.weights.layout import MeshShape
 
@@ -102,7 +100,7 @@ def _find(config: Config, damaged: tuple[Damaged, ...], checked: bool) -> Start:
     if section.resume is None:
         return _from(section.init, checked)
     if section.resume != AUTO:
-        return _go_on(config, Checkpoint.open(checkpoints.newest_of(place(section.resume)), checked), checked)
+        return go_on(config, Checkpoint.open(checkpoints.newest_of(place(section.resume)), checked), checked)
     folder = checkpoints.folder_of(config.out, section.folder)
     for path in reversed(checkpoints.named(folder).values()):
         if any(path == each.path for each in damaged):
@@ -114,7 +112,7 @@ def _find(config: Config, damaged: tuple[Damaged, ...], checked: bool) -> Start:
         except StoreError as error:
             damaged = (*damaged, Damaged(path, str(error)))
         else:
-            return replace(_go_on(config, checkpoint, checked), damaged=damaged)
+            return replace(go_on(config, checkpoint, checked), damaged=damaged)
     if any((each.path / INDEX).exists() for each in damaged):
         listed = "\n".join(each.reason for each in damaged)
         raise StoreError(
@@ -144,7 +142,8 @@ def _from(init: str | None, checked: bool) -> Start:
     return Start(open_folder(place(init), checked=checked)) if init else Start()
 
 
-def _go_on(config: Config, checkpoint: Checkpoint, checked: bool) -> Start:
+def go_on(config: Config, checkpoint: Checkpoint, checked: bool) -> Start:
+    """Return the start of a run that goes on from a checkpoint; errors as of :func:`find`."""
     lora = config.tuning.lora
     if lora is not None:
         return _go_on_with_adapters(lora, config.checkpoint.init, checkpoint, checked)
@@ -244,10 +243,10 @@ def _misfits(model: ModelConfig, source: WeightFolder) -> Iterator[str]:
 
 
 def remarks(start: Start, config: Config, model: ModelConfig, mesh: MeshShape, data: Sequence[str] = ()) -> list[str]:
-    """Return the differences to where the weights come from, the samples that are left out, whether replicas are
-    compared in vain, and adapters that can only be merged, a line each; data: the identity of each corpus."""
+    """Return the differences to where the weights come from, the samples that are left out, and adapters that can only
+    be merged, a line each; data: the identity of each corpus."""
     lines = *_differences(start, config, model, mesh), *_reordered(start, config, data), *_left_out(start.progress)
-    lines += *_uncompared(config, model, mesh), *_only_merged(config, model)
+    lines = *lines, *_only_merged(config, model)
     return [limits.cut(line) for line in lines]
 
 
@@ -264,22 +263,6 @@ def _only_merged(config: Config, model: ModelConfig) -> Iterator[str]:
         yield (
             f"The adapters can be merged (--to hf --base), not exported by --to peft: {model.family} is a part of the "
             f"larger model of {base}, in which peft would find no linear of their names."
-        )
-
-
-def _uncompared(config: Config, model: ModelConfig, mesh: MeshShape) -> Iterator[str]:
-    """Yield that ``recovery.compare_every`` finds nothing, where there are several ranks and none has a replica."""
-    every = config.recovery.compare_every
-    if not every or mesh.world == 1:
-        return
-    layout = layout_of(
-        model, mesh, config.pipeline.chunks, config.pipeline.layers_per_stage, config.tuning, config.mesh.split
-    )
-    if all(len(same) == 1 for same in identical(layout, config.zero.shard, config.zero.replicas).values()):
-        split = f", zero.shard={config.zero.shard}" if mesh.dp > 1 else ""
-        yield (
-            f"recovery.compare_every ({every}) compares nothing: no rank holds the same states as another "
-            f"(mesh.dp={mesh.dp}{split})"
         )
 
 

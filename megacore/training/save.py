@@ -7,10 +7,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,18 +31,20 @@ from megacore.store.shares import FileContents, share_out
 from megacore.store.stream import File, write
 from megacore.store.stream import Tensor as Written
 from megacore.store.strict_json import StoreError, read_json
-from megacore.training.optimizer import Optimizer
 from parallel.gradients.buckets import Take, all_of_it
 from parallel.parameters import Parameters, view
 from parallel.weights.layout import Layout
 from parallel.weights.transfer import Stored, native, plan
 
+if TYPE_CHECKING:
+    from megacore.training.optimizer import Optimizer
+
 WEIGHTS = STATES[0]
 _ALIGNED = 64
 _MOVES = ("mesh", "context", "pipeline", "zero", "memory", "checkpoint")
 """The sections that say how a run is laid out and kept, as the size of its microbatches does."""
-_ABANDONED_S = 10.0
-"""The seconds for which a save that is given up may end by itself."""
+_JOBS = 2
+"""Threads that write."""
 NAMES = {getattr(torch, kind): name for name, kind in FLOATS.items()}
 """{torch's dtype: its name in a file}."""
 
@@ -54,12 +57,31 @@ class SaveError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Contents:
+    """All that a checkpoint of a run holds, as this rank has it.
+
+    Args:
+        state: The tensors that this rank holds.
+        raw: Fields of the model's Hugging Face config.
+        companions: {name: file} of what travels with the model.
+        adapters, frozen: The fields of :class:`~megacore.store.index.Index`.
+    """
+
+    state: TrainingState
+    raw: Mapping[str, Any]
+    companions: Mapping[str, Companion]
+    adapters: Adapters | None = None
+    frozen: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Retention:
     """The checkpoints that a run keeps: the newest checkpoints (None: all of them), and those of every so many steps
-    (0: no others)."""
+    (0: no others); ``ahead``: others go before the next one is written, rather than once it is there."""
 
     newest: int | None
     every: int
+    ahead: bool = False
 
 
 class TrainingState:
@@ -79,7 +101,7 @@ class TrainingState:
         folder: Path | None = None,
         layout: Layout | None = None,
     ) -> None:
-        self.parameters, self._optimizer, self.folder = parameters, optimizer, folder
+        self.parameters, self.optimizer, self.folder = parameters, optimizer, folder
         self.layout = layout or parameters.layout
         weights = {shard.name: parameters[shard.name].dtype for shard in self.layout.shards(parameters.mesh.place)}
         there = {WEIGHTS: weights, **optimizer.states()}
@@ -89,9 +111,9 @@ class TrainingState:
         """Copy a tensor, or what is taken of it; all ranks do so for all states and names in one order, with None where
         it is not wanted."""
         if state == WEIGHTS:
-            self._optimizer.read_weight(name, host, take)
+            self.optimizer.read_weight(name, host, take)
         else:
-            self._optimizer.read_into(state, name, host, take)
+            self.optimizer.read_into(state, name, host, take)
 
 
 def _of_any_layout(trainer: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -118,7 +140,13 @@ class _Written:
 
 
 class Snapshot:
-    """This rank's share of a checkpoint's files, and host memory for it that is kept from save to save."""
+    """This rank's share of a checkpoint's files, and host memory for it that is kept from save to save.
+
+    Attributes:
+        written: The files.
+        copied_s: The seconds that the device took for the last copy of them.
+        cpu_s: The seconds of CPU time that it then took to write them.
+    """
 
     def __init__(self, state: TrainingState) -> None:
         parameters = state.parameters
@@ -138,10 +166,30 @@ class Snapshot:
             self._written(part, file_name(part.state, place, part.number), on_device)
             for part in share_out(disk, held, len(replicas))[replicas.index(mesh.rank)]
         ]
-        self._taken = torch.cuda.Event() if on_device else None
+        self.copied_s = self.cpu_s = 0.0
+        self._begun, self._taken = (torch.cuda.Event(enable_timing=True) if on_device else None for _ in range(2))
+        # What is split is put together by messages, in whose queues those of the next step would wait for the copies.
+        self._beside = torch.cuda.Stream(self._device) if on_device and not state.optimizer.is_split else None
 
     def take(self) -> None:
-        """Copy what is to be written. On a GPU the host does not wait: later steps come after it in the stream."""
+        """Copy what is to be written. On a GPU the host does not wait: a stream beside that of the steps copies, and
+        the next update comes after it; where the state is split over ranks, all that follows does."""
+        if self._begun is None or self._taken is None:
+            self._take()
+            return
+        self._begun.record()
+        with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
+            self._begun.wait()
+            self._take()
+            self._taken.record()
+        self.state.optimizer.update_after(self._taken)
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether a device copies beside its steps."""
+        return self._beside is not None
+
+    def _take(self) -> None:
         wanted = {
             (each.state, tensor.stored.name): (each.host[tensor.stored.name], tensor.stored)
             for each in self.written
@@ -151,19 +199,25 @@ class Snapshot:
             for name in dtypes:
                 host, stored = wanted.get((state, name), (None, self._held[name]))
                 self.state.read_into(state, name, host, _slice(self._held[name], stored))
-        if self._taken is not None:
-            self._taken.record()
 
     def write(self, folder: Path) -> list[Wrote]:
         """Write what was taken."""
-        if self._taken is not None:
+        if self._begun is not None and self._taken is not None:
             # This is a thread of its own, which would wait through a context on GPU 0, and take memory for it there.
             torch.cuda.set_device(self._device)
             self._taken.synchronize()
-        files = [each.file for each in self.written]
+            self.copied_s = self._begun.elapsed_time(self._taken) / 1000
+        files, spent = [each.file for each in self.written], dict[int, float]()
+
+        def note(written: int) -> None:
+            spent[threading.get_ident()] = time.thread_time()
+
         fingerprints = (
-            upload(folder, files, self.schema) if isinstance(folder, ObjectPath) else write(folder, files, self.schema)
+            upload(folder, files, self.schema)
+            if isinstance(folder, ObjectPath)
+            else write(folder, files, self.schema, _JOBS, note)
         )
+        self.cpu_s = sum(spent.values())
         return [
             (file.path, file.size, fingerprints[file.path], {name: astuple(cut) for name, cut in each.ranges.items()})
             for file, each in zip(files, self.written, strict=True)
@@ -215,7 +269,7 @@ def _copies(
 
 
 @dataclass
-class _Future:
+class Future:
     """A function that runs in a thread; its result and its exception stay until they are asked for."""
 
     do: Callable[[], Any]
@@ -241,7 +295,7 @@ class _Saving:
     step: int
     trainer: Mapping[str, Any]
     publication: Publication | Upload | None
-    work: _Future | None
+    work: Future | None
     publishing: bool = False
 
 
@@ -250,34 +304,28 @@ class Saver:
 
     Args:
         folder: The folder of the run's checkpoints.
-        state: The tensors that this rank holds.
-        raw: Fields of the model's Hugging Face config.
-        companions: {name: file} of what travels with the model.
+        contents: All that they hold.
         control: The messages between the ranks.
         kept: The checkpoints that stay.
-        adapters, frozen: The fields of :class:`~megacore.store.index.Index`.
+        node: The number of successive ranks that share the folder, where it is in the memory of each machine: the first
+            of them publishes what they have written, with the index of all files. None for a folder of all ranks.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        state: TrainingState,
-        raw: Mapping[str, Any],
-        companions: Mapping[str, Companion],
-        control: Control,
-        kept: Retention,
-        adapters: Adapters | None = None,
-        frozen: frozenset[str] = frozenset(),
+        self, folder: Path, contents: Contents, control: Control, kept: Retention, node: int | None = None
     ) -> None:
-        self.folder = folder
-        self._state, self._companions = state, companions
-        self.index = Index(raw, on_disk(state.layout), tuple(state.dtypes), None, {}, adapters, frozen)
-        self._control, self._kept = control, kept
+        self.folder, self._contents = folder, contents
+        layout, dtypes = on_disk(contents.state.layout), tuple(contents.state.dtypes)
+        self.index = Index(contents.raw, layout, dtypes, None, {}, contents.adapters, contents.frozen)
+        self._control, self._kept, self._several = control, kept, node is not None
+        rank, world = control.mesh.rank, control.mesh.shape.world
+        first = rank - rank % (node or world)
+        self._sharing = range(first, min(first + (node or world), world))
         self._snapshot: Snapshot | None = None
         self._saving: _Saving | None = None
         self._failing_since: float | None = None
-        self.waited_s = 0.0
-        """The seconds for which this rank has waited for the files that it writes."""
+        self.published: int | None = None
+        """The step of the last checkpoint that is published; None since another one has begun."""
 
     def save(self, step: int, trainer: Mapping[str, Any]) -> None:
         """Take the state as it is and begin to write it; waits for an earlier save first. A checkpoint that is there
@@ -291,24 +339,38 @@ class Saver:
             SaveError: it cannot begin, for want of room say, or the earlier one failed.
         """
         self.finish()
-        snapshot = self.reserve()
+        self.published, snapshot = None, self.reserve()
         publication, begun = None, dict[str, str]()
-        if self._control.mesh.rank == 0:
+        if self._publishes:
             try:
                 if not self._has(step, trainer):
-                    publication = checkpoints.begin(self.folder, step, self._bytes)
+                    # A folder of its own has room for what this machine writes: the caller has seen to it.
+                    publication = checkpoints.begin(self.folder, step, 0 if self._several else self.bytes)
                     begun = {"folder": str(publication.folder)}
             except (StoreError, OSError) as error:
                 begun = {"error": str(error)}
-        begun = self._control.tell(begun)
+        told = self._control.exchange(begun) if self._several else [self._control.tell(begun)]
+        begun = told[self._sharing[0]] if self._several else told[0]
+        if errors := [each["error"] for each in told if "error" in each]:
+            if publication is not None:
+                publication.abandon()
+            raise self._failed(f"cannot save step {step}: {errors[0]}")
         if not begun:
-            self._failing_since = None
+            self._failing_since, self.published = None, step
             return
-        if "error" in begun:
-            raise self._failed(f"cannot save step {step}: {begun['error']}")
         folder = place(begun["folder"])
         snapshot.take()
-        self._saving = _Saving(step, trainer, publication, _Future(lambda: snapshot.write(folder)))
+
+        def work() -> list[Wrote]:
+            if publication is not None and self._kept.ahead and self._kept.newest is not None:
+                checkpoints.prune(self.folder, self._kept.newest - 1, self._kept.every)
+            return snapshot.write(folder)
+
+        self._saving = _Saving(step, trainer, publication, Future(work))
+
+    @property
+    def _publishes(self) -> bool:
+        return self._control.mesh.rank == self._sharing[0]
 
     def _has(self, step: int, trainer: Mapping[str, Any]) -> bool:
         """Return whether this run has a checkpoint of a step already, on whatever layout it was then."""
@@ -326,10 +388,21 @@ class Saver:
         """
         if self._snapshot is None:
             try:
-                self._snapshot = self._control.attempt(lambda: Snapshot(self._state))
+                self._snapshot = self._control.attempt(self._reserved)
             except StoreError as error:
                 raise self._failed(f"cannot copy the state to save it: {error}") from error
         return self._snapshot
+
+    def _reserved(self) -> Snapshot:
+        try:
+            return Snapshot(self._contents.state)
+        except RuntimeError as error:  # of torch, where there is no memory that a GPU can copy to
+            raise StoreError(str(error)) from error
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way in the background; the same on all ranks."""
+        return self._saving is not None
 
     @property
     def failing_s(self) -> float | None:
@@ -366,34 +439,26 @@ class Saver:
         if failed:
             self._fail(saving)
         elif not busy and saving.publishing:
-            self._saving = self._failing_since = None
+            self._saving, self._failing_since, self.published = None, None, saving.step
         elif not busy:
-            written = self._control.gather(saving.work.result if saving.work else None)
+            result = saving.work.result if saving.work else None
+            written = self._control.exchange(result) if self._several else self._control.gather(result)
             saving.publishing = True
-            saving.work = _Future(lambda: self._publish(saving, written)) if saving.publication else None
+            saving.work = Future(lambda: self._publish(saving, written)) if saving.publication else None
 
-    def abandon(self) -> bool:
-        """Give up a save in the background, for it needs other ranks -> whether there was one that is not known to be
-        published: what rank 0 publishes needs nobody else."""
+    def abandon(self) -> None:
+        """Give up the save in the background, if there is one that is not published yet; all ranks do so."""
         saving, self._saving = self._saving, None
-        if saving is None:
-            return False
-        work = saving.work
-        if work is not None:  # a disk that does not answer is no reason to wait
-            work.thread.join(_ABANDONED_S)
-        ended = work is None or not work.thread.is_alive()
-        if saving.publication is not None and (ended or not saving.publishing):
-            saving.publication.abandon()  # nothing, if it is published
-        return not (saving.publication and saving.publishing and ended and work is not None and work.error is None)
+        if saving is not None and saving.work is not None:
+            saving.work.thread.join()
+        if saving is not None and saving.publication is not None:
+            saving.publication.abandon()
 
     def finish(self) -> None:
         """Wait until the save in the background is published, if there is one. Raises as :meth:`advance`."""
         while self._saving is not None:
             if self._saving.work is not None:
-                began = time.monotonic()
                 self._saving.work.thread.join()
-                # All ranks write as much, one of them publishes.
-                self.waited_s += 0.0 if self._saving.publishing else time.monotonic() - began
             busy, failed = self._control.largest(*self.news())
             self.advance(bool(busy), bool(failed))
 
@@ -409,12 +474,12 @@ class Saver:
         raise self._failed("\n".join([f"cannot save step {saving.step}:", *said]))
 
     @cached_property
-    def _bytes(self) -> int:
+    def bytes(self) -> int:
         """Return the bytes of all tensors of a checkpoint, on all ranks."""
         index = self.index
         places = [index.layout.mesh.place(rank) for rank in range(index.layout.mesh.world)]
         size = 0
-        for state, dtypes in self._state.dtypes.items():
+        for state, dtypes in self._contents.state.dtypes.items():
             shards = (shard for place in places for shard in index.layout.shards(place) if index.has(state, shard.name))
             # Where this rank has none of a state, it is as wide as it can be on others.
             size += sum(shard.numel for shard in shards) * next((dtype.itemsize for dtype in dtypes.values()), 8)
@@ -424,7 +489,7 @@ class Saver:
         """Copy what travels with the model from where the run began. That may be removed by now: a process that does
         not hold it takes what the newest checkpoint has of it."""
         folder.mkdir(exist_ok=True)
-        files = dict(self._companions)
+        files = dict(self._contents.companions)
         for newest in [*checkpoints.complete(self.folder).values()][-1:]:
             gone = [
                 name for name, companion in files.items() if companion.content is None and not companion.path.exists()
@@ -443,16 +508,19 @@ class Saver:
             for name, size, found, ranges in files
         }
         there = publication.sizes()
-        for name, record in records.items():
-            if there.get(name) != record.size:
-                raise StoreError(
-                    f"{folder / name}: another rank has written it, and it is not seen here: {publication.unseen}"
-                )
+        for rank in self._sharing:
+            for name, size, *_ in written[rank]:
+                if there.get(name) != size:
+                    raise StoreError(
+                        f"{folder / name}: another rank has written it, and it is not seen here: {publication.unseen}"
+                    )
         index = replace(self.index, step=saving.step, files=records)
         write_file(folder / TRAINER, json.dumps(saving.trainer, indent=1, allow_nan=False).encode() + b"\n")
         self._copy_companions(folder / COMPANIONS)
         write_file(folder / INDEX, index.to_json())
         publication.finish()
+        if self._kept.ahead:
+            return
         try:
             checkpoints.prune(self.folder, self._kept.newest, self._kept.every)
         except (OSError, StoreError) as error:  # this one is there

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from megacore.recovery.phases import UNHEARD, Beat, Phase
-from megacore.training.optimizer import Optimizer
 from megacore.training.scaler import UNSCALED, Scaler, Scaling
 from models.decoder import Microbatch
 from parallel.balance import Balance
@@ -20,6 +20,12 @@ from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
 from parallel.pipeline.schedules import Kind
 
+if TYPE_CHECKING:
+    from megacore.training.optimizer import Optimizer
+
+Phase = Literal["data", "forward", "backward", "reduce", "update", "log", "save", "evaluate", "end"]
+"""The phases of a rank: ``data`` while it waits for a batch, ``log`` while it reads and writes metrics, ``end`` after
+its last step."""
 PHASES: Mapping[Kind, Phase] = {"F": "forward", "B": "backward"}
 """The phase of each kind of action."""
 
@@ -46,29 +52,16 @@ class Stats:
     overflow: Tensor
     squares: Tensor
 
-    @property
+    @cached_property
     def finite(self) -> Tensor:
         """Whether the loss and the gradient norm are finite, a bool scalar."""
         return torch.isfinite(self.loss) & torch.isfinite(self.grad_norm)
 
-    @property
+    @cached_property
     def outcome(self) -> Tensor:
         """The loss, the norm, and this rank's parts of the loss and of the squares, fp64 [4]: what another try must
         give again, bit for bit."""
         return torch.stack([each.double() for each in (self.loss, self.grad_norm, self.own_loss, self.squares)])
-
-
-@dataclass(frozen=True)
-class Summed:
-    """The fields of :class:`Stats` that a rank has once its gradients are summed, before it has those of all ranks."""
-
-    tokens: Tensor
-    own_loss: Tensor
-    scale: Tensor
-    squares: Tensor
-
-    def stats(self, loss: Tensor, norm: Tensor, overflow: Tensor) -> Stats:
-        return Stats(loss, norm, self.tokens, self.own_loss, self.scale, overflow, self.squares)
 
 
 @dataclass
@@ -76,8 +69,7 @@ class TrainStep:
     """microbatches of this data-parallel rank, learning rate -> :class:`Stats`; the weights are updated.
 
     They stay as they are where the loss or the gradient norm is not finite, or ``halted`` (a bool scalar) is true: both
-    are decided on the device. ``scaling`` is that of the loss, ``balance`` that of the experts of the model, and
-    ``beat`` is told where the step is.
+    are decided on the device. ``scaling`` is that of the loss, ``balance`` that of the experts of the model.
     """
 
     mesh: Mesh
@@ -86,10 +78,7 @@ class TrainStep:
     optimizer: Optimizer
     scaling: Scaling = UNSCALED
     balance: Balance | None = None
-    beat: Beat = UNHEARD
     scaler: Scaler = field(init=False)
-    pending: Summed | None = field(default=None, init=False)
-    """The step whose gradients are summed here and whose update is to come: it needs nothing but its outcome."""
 
     def __post_init__(self) -> None:
         self.scaler = Scaler(self.scaling, self.mesh.device)
@@ -102,17 +91,18 @@ class TrainStep:
 
     def update(self, stats: Stats, lr: float, halted: Tensor | None = None) -> None:
         """Do the second half on this rank alone; parameters that are split are to be gathered after it."""
-        self.beat.enter("update")
         go = stats.finite if halted is None else stats.finite & ~halted
         self.optimizer.update(lr, stats.grad_norm, go, stats.scale if self.scaling.moves else None)
         if self.balance is not None:
             self.balance.move_biases(go)
         self.scaler.update(stats.loss, stats.grad_norm, halted)
-        self.pending = None
 
-    def backward(self, microbatches: Sequence[Microbatch]) -> Stats:
-        """Return the first half: loss, and gradients that are summed over their replicas; these are scaled."""
-        scale, self.pending = self.scaler.scale, None
+    def backward(
+        self, microbatches: Sequence[Microbatch], enter: Callable[[Phase], object] = lambda phase: None
+    ) -> Stats:
+        """Return the first half: loss, and gradients that are summed over their replicas; these are scaled. ``enter``
+        is told each phase before it."""
+        scale = self.scaler.scale
         self.gradients.begin(len(microbatches))
         if self.balance is None:
             tokens = counted_tokens(microbatches, self.mesh)
@@ -120,17 +110,16 @@ class TrainStep:
             tokens, sequences, routed = counted_and_routed(microbatches, self.mesh)
             self.balance.begin(len(microbatches), sequences, routed, scale)
             microbatches = [replace(each, number=number) for number, each in enumerate(microbatches)]
-        own = self.pipeline.train(microbatches, scale / tokens, lambda kind: self.beat.enter(PHASES[kind])) / scale
-        self.beat.enter("reduce")
+        own = self.pipeline.train(microbatches, scale / tokens, lambda kind: enter(PHASES[kind])) / scale
+        enter("reduce")
         self.gradients.finish()
         if self.balance is not None:
             self.balance.finish()
         squares = self.gradients.squares()
-        self.pending = Summed(tokens, own, scale, squares)
         # The norm comes last: whoever has it knows that every rank has summed all of its gradients, and that each can
         # do the rest alone.
         loss, norm = total_loss(own, self.mesh), self.gradients.norm(squares) / scale
-        return self.pending.stats(loss, norm, self.scaler.overflow(loss, norm))
+        return Stats(loss, norm, tokens, own, scale, self.scaler.overflow(loss, norm), squares)
 
 
 def evaluate(mesh: Mesh, pipeline: Pipeline, microbatches: Sequence[Microbatch]) -> tuple[Tensor, Tensor]:

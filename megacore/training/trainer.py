@@ -1,88 +1,91 @@
-"""The training loop: batches in, steps, evaluation and checkpoints at intervals, metrics out."""
+"""The training loop: batches in, steps; all else is a :class:`Callback`."""
 
 from __future__ import annotations
 
-import gc
-import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from megacore.config import Config
 from megacore.control import Control
-from megacore.data.batches import Batch, Batches, prefetch
-from megacore.data.skipped import SampleRange, in_recipe, in_words
-from megacore.hardware import peak_memory_gib
-from megacore.recovery.events import KINDS, Event
-from megacore.recovery.incidents import counted
-from megacore.recovery.policy import ACTIONS, Budgets, Decision, decide
-from megacore.recovery.spikes import Spikes
-from megacore.training import loads, progress
-from megacore.training.copies import Copies
-from megacore.training.interrupt import Interrupt
-from megacore.training.lr import learning_rate
-from megacore.training.meter import Meter
-from megacore.training.metrics import Log, Record
-from megacore.training.progress import Progress
-from megacore.training.save import SaveError, Saver
-from megacore.training.step import Stats, TrainStep, evaluate
-from megacore.training.trouble import (
-    WINDOW,
-    Again,
-    BadStep,
-    GoBack,
-    NonFinite,
-    Repetition,
-    StepResult,
-    Trouble,
-    UnsoundHardware,
-)
-from models.assemble import Model
-from models.decoder import Microbatch
-from parallel.collectives import all_reduce_
-from parallel.labels import with_labels
-from parallel.mesh import Mesh
-from parallel.random import key
+from megacore.data.batches import Batches, prefetch
+from megacore.incidents import Incident
+from megacore.say import harmless
+
+if TYPE_CHECKING:  # the loop calls what it is given
+    from megacore.training.check import Setup
+    from megacore.training.microbatches import Uploader
+    from megacore.training.progress import Progress
+    from megacore.training.resume import Start
+    from megacore.training.save import Contents
+    from megacore.training.step import Phase, Stats, TrainStep
+    from models.assemble import Model
+    from parallel.mesh import Mesh
 
 
-def perplexity(loss: float) -> float:
-    """Return the perplexity of a loss in nats per token; infinite where it has no float."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+class Callback:
+    """Something that happens beside the steps of a run; the methods here do nothing.
 
+    Every rank has the same callbacks in the same order and calls each method at the same step, so that a method may
+    talk to all ranks. The order is meaning: what decides whether a step stands comes before what keeps or shows it.
+    """
 
-_TOGETHER = 64
-"""The head computes tokens with a label alone, in multiples of so many on each rank, which suit products."""
+    def on_find(self, setup: Setup, start: Start, control: Control) -> Start:
+        """Return what the run goes on from: ``start``, or a newer state of it. Nothing is loaded yet; this is called
+        again where that state turns out to be damaged, which ``start.damaged`` then names."""
+        return start
 
+    def on_start(self, run: Trainer) -> None:
+        """The state is loaded; this process has done no step yet."""
 
-_AGAIN_S = 30
-"""Between two tries to save the end of a run."""
+    def on_step_begin(self, run: Trainer) -> None:
+        """Step ``run.step`` begins."""
 
-COLLECT_EVERY = 50
-"""Steps between collections of Python's garbage."""
+    def on_gradients(self, run: Trainer, stats: Stats) -> None:
+        """The gradients are summed, and nothing is updated yet: ``run.veto(flag)`` leaves the update out."""
 
+    def on_step(self, run: Trainer, stats: Stats) -> None:
+        """The weights are updated. ``stats`` are on the device: to read them is to wait for it."""
 
-@contextmanager
-def _collecting_together() -> Iterator[None]:
-    """Let Python collect no garbage by itself: a host stands still for it, each at another time, and all wait."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
+    def ask(self, run: Trainer) -> Mapping[str, float]:
+        """Return numbers of this rank after a step, always under the same keys. Those of all callbacks travel in one
+        message. Some keys are the trainer's own: a 1 from any rank under ``stop`` ends the run after this step; under
+        ``pause`` it ends this launch of its ranks, which others follow; ``look`` says that somebody is about to show
+        what the steps have come to, so that bad ones are looked for first, and ``keep`` that somebody is about to keep
+        it, so that it is compared first."""
+        return {}
 
+    def on_answers(self, run: Trainer, largest: Mapping[str, float]) -> None:
+        """The step is over, and ``largest`` has the largest of each number that any rank has asked, the same on all.
+        Callbacks behind one that calls ``run.rewind`` or ``run.fail`` do not hear of the step."""
 
-class Paused(Exception):  # no error: the run goes on
-    """The ranks end a generation after a step that all of them have done; what follows the step is still to be done."""
+    def on_log(self, run: Trainer, record: dict[str, Any]) -> None:
+        """A record of step ``run.step`` is about to be written: add to it, or look at it."""
+
+    def on_incident(self, run: Trainer, incident: Incident) -> None:
+        """Something has befallen the run."""
+
+    def on_save(self, run: Trainer, document: dict[str, Any]) -> None:
+        """A checkpoint of this step is about to be taken: add what is to be found when the run goes on from it."""
+
+    def on_resume(self, run: Trainer, document: Mapping[str, Any]) -> None:
+        """The run goes on from a checkpoint, to whose ``trainer.json`` :meth:`on_save` has added."""
+
+    def on_rewind(self, run: Trainer) -> None:
+        """The run goes on after the earlier step ``run.step``: what was kept of later ones does not count."""
+
+    def on_phase(self, run: Trainer, phase: Phase) -> None:
+        """This rank enters a phase."""
+
+    def on_error(self, run: Trainer, error: BaseException) -> None:
+        """The loop of this rank ends with an error: other ranks may be gone, so talk to nobody."""
+
+    def on_end(self, run: Trainer) -> None:
+        """The last step is done, on all ranks."""
 
 
 @dataclass
@@ -90,512 +93,173 @@ class Trainer:
     """A run on this rank.
 
     Args:
-        config: The config of the run.
-        mesh: The live mesh.
-        model: This rank's part of the model.
-        step: The training step over it.
+        config, mesh, model: The run, its groups, this rank's part of the model.
+        train_step: Loss, gradients and update of a global batch.
         batches: This rank's training batches.
-        held_out: Its validation batches, if there are any.
-        meter: Measures its throughput.
-        control: The messages between the ranks.
-        saver: Writes checkpoints.
-        start: The progress of the run so far.
-        log: The log that metrics go to, on rank 0.
-        data: The identity of each corpus to train on.
+        upload: Makes microbatches on the device.
+        learning_rate: Gives the learning rate of a step.
+        control: The messages between the ranks in host memory.
+        contents: All that a checkpoint of the run holds.
+        origin: The start of the run in this process.
+        callbacks: What happens beside the steps, in order.
     """
 
     config: Config
     mesh: Mesh
     model: Model
-    step: TrainStep
+    train_step: TrainStep
     batches: Batches
-    held_out: Batches | None
-    meter: Meter
+    upload: Uploader
+    learning_rate: Callable[[int], float]
     control: Control
-    saver: Saver
-    start: Progress
-    log: Log | None
-    data: Sequence[str] = ()
-    interrupt: Interrupt = field(default_factory=Interrupt)
-    at: int = field(default=0, init=False)
-    """The step that is being done."""
-    done: int = field(default=0, init=False)
-    """The last step whose update is in the state."""
-    stats: Stats | None = field(default=None, init=False)
-    """Those of that step, where it was done here."""
-    followed: int = field(default=0, init=False)
-    """The last step that all is done for that follows one: records, saves, evaluations."""
-    trouble: Trouble = field(init=False)
-    spikes: Spikes = field(default_factory=Spikes, init=False)
-    left_out: int = field(init=False)
-    """The steps that were left out until the last record."""
-    repetition: Repetition | None = field(default=None, init=False)
-    """The steps that are done again, where some are."""
-    generation: int = field(default=0, init=False)
-    """The generation of the groups that its messages go through."""
-    formed_in: int = field(default=0, init=False)
-    """The generation in which the world of its ranks was formed; 0: that in which the run began."""
-    committed_in: int = field(default=0, init=False)
-    """The generation in which the last step was done."""
-    rewound: bool = field(default=False, init=False)
-    """Whether the run has gone back after a fault, and no step has been done since."""
-    copies: Copies = field(default_factory=Copies, init=False)
-    pausing: Callable[[], bool] = field(default_factory=lambda: lambda: False, init=False)
-    """Says whether the generation is to end after a step, as far as it is known here."""
-    compare: Callable[[], None] = field(default_factory=lambda: lambda: None, init=False)
-    """Compares the state with that of its replicas, on all ranks."""
-    recompute: Callable[[int], None] = field(default_factory=lambda: lambda step: None, init=False)
-    """Compares what is computed for a step that is to come with what replicas compute, on all ranks."""
+    contents: Contents
+    origin: Start
+    callbacks: Sequence[Callback] = ()
+    start: Progress = field(init=False)
+    """The progress that samples and tokens are counted from."""
+    step: int = field(init=False)
+    """The step that is being done, or was done last."""
+    stopping: bool = field(default=False, init=False)
+    pausing: bool = field(default=False, init=False)
+    failure: Exception | None = field(default=None, init=False)
+    """What all ranks have found that ends the run."""
+    _vetoed: Tensor | None = field(default=None, init=False)
+    _back_to: tuple[int, Progress] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        config = self.config
-        if config.optimizer.non_finite == "repeat":
-            budgets = Budgets(max_skipped=config.optimizer.max_skipped, go_back=config.recovery.go_back)
-            self.repetition = Repetition(self.control, budgets)
-        self.trouble = self._no_trouble(self.start.skipped)
-        self.at = self.done = self.followed = self.start.step
-        self.left_out = self.start.skipped
-        self._unsaved: int | None = None
+        self.start = self.origin.progress
+        self.step = self.start.step
 
-    def run(self) -> int:
+    def fit(self) -> int:
         """Train -> the last step that was done.
 
         Raises:
-            NonFinite: with ``optimizer.non_finite=stop``, once a step has a loss or gradient that is not finite; with
-                ``skip``, once more than ``optimizer.max_skipped`` of the last ``WINDOW`` steps have; with ``repeat``,
-                once there is nothing left to leave out. The weights are those before that step.
-            SaveError: no checkpoint could be written for ``checkpoint.patience`` hours, or none before a signal ended
-                the run.
-            GoBack: the run is to go on from an earlier checkpoint.
-            Paused: the generation is to end.
+            Exception: what a callback has called :meth:`fail` with, on all ranks; anything else on this one.
         """
-        with self.interrupt.listening():
-            try:
-                return self._steps()
-            except (NonFinite, GoBack):  # on every rank
-                self._tolerate(self.saver.finish)
-                raise
-            except RuntimeError as error:
-                error.add_note(f"at step {self.at}")  # where a rank that waits in vain says so
-                raise
-            finally:
-                self.step.beat.enter("end")
+        try:
+            self._check_callbacks()
+            if self.origin.trainer is not None:
+                self.call("on_resume", self.origin.trainer)
+            self.call("on_start")
+            while not self.is_last:
+                self._steps()
+                if self._back_to is not None:
+                    (self.step, self.start), self._back_to = self._back_to, None
+                    self.batches = self.batches.without(self.start.skipped_samples)
+                    self.call("on_rewind")
+            self.call("on_end")
+            if self.failure is not None:
+                raise self.failure
+        except BaseException as error:
+            error.add_note(f"at step {self.step}")
+            for callback in self.callbacks:
+                callback.on_error(self, error)
+            raise
+        finally:
+            self.enter("end")
+        return self.step
 
-    def _steps(self) -> int:
-        self.meter.begin()
-        while True:
-            try:
-                self._steps_after(self.done)
-                break
-            except Again:  # on every rank
-                self.go_back()
-        self.step.beat.enter("save")
-        self._tolerate(self.saver.finish)
-        if self._unsaved is not None and self.saver.failing_s is not None:
-            self._save_at_last(self._unsaved)
-        return self.done
+    def _steps(self) -> None:
+        """Do steps until the last one, or until the run goes back."""
+        with prefetch(self.batches.steps(self.position.samples)) as ahead:
+            self.enter("data")
+            for batch in ahead:
+                self.step += 1
+                self.call("on_step_begin")
+                self.enter("forward")
+                stats = self.train_step.backward(self.upload(batch, self.step), self.enter)
+                self._commit(stats)
+                self._agree()
+                if self._back_to is not None or self.is_last:
+                    return
+                self.enter("data")
 
-    def _steps_after(self, first: int) -> None:
-        """Do the steps after one, once all that follows that one is done."""
-        beat = self.step.beat
-        stopping = first >= self.config.train.steps
-        if self.stats is not None and self.followed < first:
-            stopping = self._follow(first, self.stats)
-        elif stopping and self._listen().save:  # a fault has cut the save of the last step
-            self._save(first, self.lr(first))
-            self._unsaved = first
-        if stopping:
-            return
-        samples = self.start.at(first, self.config).samples
-        with prefetch(self.batches.steps(samples)) as ahead, _collecting_together():
-            beat.enter("data", first + 1)
-            for step, batch in enumerate(ahead, start=first + 1):
-                beat.enter("forward")
-                self.at = step
-                if (every := self.config.recovery.recompute_every) and step % every == 0:
-                    self.recompute(step)
-                began = time.monotonic()
-                stats = self.step.backward(self._microbatches(batch, step))
-                self.update(step, stats)
-                self.step.gradients.updated()
-                self.copies.stepped(time.monotonic() - began)
-                if self._follow(step, stats):
-                    break
-                beat.enter("data", step + 1)
+    def _commit(self, stats: Stats) -> None:
+        """Do the second half of a step: no rank needs another for it, but to gather split parameters afterwards."""
+        self._vetoed = None
+        self.call("on_gradients", stats)
+        self.enter("update")
+        self.train_step.update(stats, self.lr, self._vetoed)
+        self.train_step.gradients.updated()
+        self.call("on_step", stats)
 
-    def microbatch_of(self, replica: int, step: int, number: int) -> Microbatch:
-        """Return a microbatch of a step as the rank of this place, but of another number along dp, has it; ``number``
-        goes around."""
-        shape = self.mesh.shape
-        batches = self.batches.of(replica * shape.ep + self.mesh.place.ep)
-        made = batches.microbatches_from(self.start.at(step - 1, self.config).samples)
-        at = number % len(made)
-        (found,) = self._microbatches(made[at : at + 1], step, at)
-        return replace(found, replica=replica)
+    def _agree(self) -> None:
+        """Ask all callbacks what this rank has to say, in one message to all ranks, and tell them what comes of it."""
+        asked = {"stop": 0.0, "pause": 0.0, "look": 0.0, "keep": 0.0}
+        for callback in self.callbacks:
+            for key, value in callback.ask(self).items():
+                asked[key] = max(value, asked.get(key, value))
+        largest = dict(zip(asked, self.control.largest(*asked.values()), strict=True))
+        self.stopping |= bool(largest["stop"])
+        self.pausing |= bool(largest["pause"])
+        for callback in self.callbacks:
+            callback.on_answers(self, largest)
+            if self._back_to is not None or self.failure is not None:
+                return
 
-    def lr(self, step: int) -> float:
-        """Return the learning rate of a step."""
-        return learning_rate(step, self.config.schedule, self.config.optimizer.lr, self.config.train.steps)
+    def _check_callbacks(self) -> None:
+        """Raise where ranks have other callbacks than rank 0: they would wait for other messages."""
+        names = [type(callback).__name__ for callback in self.callbacks]
+        for rank, theirs in enumerate(self.control.exchange(names)):
+            if theirs != names:
+                who = self.control.who(rank)
+                raise ValueError(f"{who} has the callbacks {theirs}, and this rank {names}: give all ranks the same")
 
-    def update(self, step: int, stats: Stats) -> None:
-        """Do the second half of a step, which needs no other rank: all or nothing of it is done."""
-        self.trouble.note(step, stats)  # before it: a step that spikes, finite as it is, changes nothing
-        self.step.update(stats, self.lr(step), self.trouble.halted)
-        self.done, self.stats, self.committed_in, self.rewound = step, stats, self.generation, False
+    # -- for callbacks
+
+    def veto(self, flag: Tensor) -> None:
+        """Leave the update of this step out where a bool on the device is true."""
+        self._vetoed = flag if self._vetoed is None else self._vetoed | flag
+
+    def rewind(self, step: int, start: Progress | None = None) -> None:
+        """Go on after an earlier step, whose state is that of now; all ranks say so after the same step.
+
+        Args:
+            step: The last step that counts.
+            start: The progress that samples are counted from, where some are left out from here on.
+        """
+        self._back_to = step, start or self.start
+
+    def fail(self, error: Exception) -> None:
+        """End the run with an error that all ranks have found after the same step."""
+        self.failure = error
+
+    def call(self, hook: str, *arguments: object) -> None:
+        """Call a method of all callbacks."""
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, *arguments)
+
+    def enter(self, phase: Phase) -> None:
+        """Tell all callbacks what this rank does from now on."""
+        for callback in self.callbacks:
+            callback.on_phase(self, phase)
+
+    def tell(self, text: str) -> None:
+        """Say something that must not be overlooked, once and above the progress bar; rank 0 does so."""
+        if self.mesh.rank == 0:
+            tqdm.write(harmless(text), file=sys.stderr)
+
+    def report(self, incident: Incident) -> None:
+        """Add an incident to those of the run; all ranks do so."""
+        self.call("on_incident", incident)
 
     @property
-    def is_halted(self) -> bool:
-        """Whether a bad step has halted the run that is to be done again; reading it waits for the device."""
-        return self.repetition is not None and bool(self.trouble.halted)
+    def is_last(self) -> bool:
+        """Whether no step follows this one."""
+        return self.stopping or self.pausing or self.failure is not None or self.step >= self.config.train.steps
 
-    def knows(self, spikes: Spikes) -> None:
-        """Go on with what a run knew of spikes after the last step that all is done for."""
-        self.spikes = spikes.until(self.followed)
-        self.trouble.limits = self._limits()
+    @property
+    def lr(self) -> float:
+        """The learning rate of this step."""
+        return self.learning_rate(self.step)
 
-    def go_back(self) -> None:
-        """Go back to before the bad step that has halted the run, if one has that is to be done again.
+    @property
+    def position(self) -> Progress:
+        """The samples and tokens until this step."""
+        return self.start.at(self.step, self.config)
 
-        The weights have not changed since, so this is where the run stands: after a fault, too, when ranks differ in
-        how many steps they have done in vain, and in whether they know of it.
-        """
-        if not self.is_halted:
-            return
-        assert self.trouble.outcome is not None
-        self.at = self.done = self.followed = int(self.trouble.first) - 1
-        self.stats = self.step.pending = None
-        self.trouble = self._no_trouble(int(self.trouble.outcome[-1]))
-
-    def _follow(self, step: int, stats: Stats) -> bool:
-        """Do what follows a step -> whether it was the last one."""
-        config, trouble, lr = self.config, self.trouble, self.lr(step)
-        asked = self._listen()
-        stopping = step == config.train.steps or asked.stop
-        if asked.pause and not stopping:
-            raise Paused
-        saving, evaluating = self._saves(step, asked.stop, asked.save), self._evaluates(step)
-        writing = step % config.log.every == 0 or stopping
-        if writing or saving or evaluating or self._repeats(step):
-            self.step.beat.enter("log")
-            self._check(trouble, stats)
-        if writing:
-            record = self._record(step, lr, stats, trouble)
-            self._write(step, record)
-            trouble.limits = self._look(step, lr, record)
-        if (every := config.recovery.compare_every) and (saving or step % every == 0):
-            self.compare()
-        if saving:
-            self._save(step, lr)
-        if saving and evaluating and asked.stop:  # whoever has asked for the end may not wait for an evaluation
-            self._tolerate(self.saver.finish)
-        if evaluating:
-            with self.meter.paused():
-                loss = self.validation_loss()
-                self._write(step, {"validation_loss": loss, "validation_perplexity": perplexity(loss)})
-        if step % COLLECT_EVERY == 0:
-            gc.collect(1)
-        self._unsaved = step if saving and stopping else None
-        self.meter.advance()
-        self.followed = step
-        return stopping
-
-    def validation_loss(self) -> float:
-        """Return the mean loss over the first ``evaluate.batches`` global batches held out; the same on every rank."""
-        assert self.held_out is not None
-        self.model.train(False)
-        losses, counts = [], []
-        for i in range(self.config.evaluate.batches):
-            self.step.beat.enter("evaluate")
-            loss, tokens = evaluate(self.mesh, self.step.pipeline, self._microbatches(self.held_out.microbatches(i), 0))
-            losses.append(loss * tokens)
-            counts.append(tokens)
-        self.model.train()
-        return (torch.stack(losses).sum() / torch.stack(counts).sum()).item()
-
-    def _evaluates(self, step: int) -> bool:
-        """Return whether an evaluation follows a step: at intervals and at the end, not when a signal interrupts."""
-        every = self.config.evaluate.every
-        return self.held_out is not None and bool(every) and (step % every == 0 or step == self.config.train.steps)
-
-    def _saves(self, step: int, stop: bool, asked: bool) -> bool:
-        """Return whether a step is saved: at intervals, at the end, before a signal ends the run, and when asked to."""
-        section = self.config.checkpoint
-        end = step == self.config.train.steps and section.at_end
-        return asked or end or (stop and section.on) or (section.every > 0 and step % section.every == 0)
-
-    def _save(self, step: int, lr: float) -> None:
-        self.step.beat.enter("save")
-        done = self.start.at(step, self.config, self.step.optimizer.updates, self.step.scaler.state())
-        self._tolerate(self.saver.finish)
-        self._tolerate(
-            lambda: self.saver.save(step, progress.document(done, lr, self.config, self.mesh.shape, self.data))
-        )
-        self.interrupt.save = False  # not before: after a fault it is asked for still
-        if not self.config.checkpoint.background:
-            self._tolerate(self.saver.finish)
-
-    def _tolerate(self, save: Callable[[], None]) -> None:
-        """Save, or say why not: the disk may have room again when the next save is due.
-
-        Raises:
-            SaveError: saves have failed for ``checkpoint.patience`` hours.
-        """
-        waited = self.saver.waited_s
-        try:
-            save()
-            self.step.beat.waited(self.saver.waited_s - waited)
-        except SaveError as error:  # on every rank
-            hours = self.control.largest((self.saver.failing_s or 0.0) / 3600)[0]
-            patience = self.config.checkpoint.patience
-            if hours >= patience:
-                said = f"Saves have failed for {hours:.2g} h (checkpoint.patience={patience:g}): the run ends"
-                raise SaveError(f"{error}\n{said}" if patience else str(error)) from error
-            event = Event("save_failed", step=self.done, detail=str(error), at=time.time())
-            self._report(event, decide(event, (), Budgets()))
-            self._say(f"{error}\nThe next save tries again, for {patience - hours:.2g} h (checkpoint.patience)")
-
-    def _save_at_last(self, step: int) -> None:
-        """Save what a run has come to, again and again: nobody else has it.
-
-        Raises:
-            SaveError: as of :meth:`_tolerate`, or a signal ends the run.
-        """
-        while self.saver.failing_s is not None:
-            for _ in range(_AGAIN_S):
-                time.sleep(1)
-                self.step.beat.enter("save")
-                if self.control.largest(self.interrupt.asked)[0]:
-                    raise SaveError(f"step {step} could not be saved before the run was ended; the reason stands above")
-            self._save(step, self.lr(step))
-            self._tolerate(self.saver.finish)
-
-    def _listen(self) -> Asked:
-        """Return what any rank is asked for: all must do it after the same step.
-
-        With it goes what the ranks must know of a save in the background, and of copies.
-        """
-        here, copies = Asked(self.interrupt.asked, self.interrupt.save, self.pausing()), self.copies
-        told = self.control.largest(*here, *self.saver.news(), copies.due(self.done), -copies.whole)
-        asked, news = Asked(*map(bool, told[:3])), tuple(map(bool, told[3:5]))
-        if news[-1]:  # it waits for disks
-            self.step.beat.enter("save")
-        self._tolerate(lambda: self.saver.advance(*news))
-        copies.settle(-int(told[6]))
-        if self.done >= told[5] and not asked.pause:
-            copies.begin(self.done)
-        return asked
-
-    def _microbatches(self, batches: Sequence[Batch], step: int, first: int = 0) -> list[Microbatch]:
-        """Make the microbatches of a step on the device, from its ``first`` on."""
-        shape, embed = self.mesh.shape, self.model.config.sizes["embed"]
-        made = []
-        for number, batch in enumerate(batches, first):
-            tokens, labels, positions = map(self._upload, (batch.tokens, batch.labels, batch.positions))
-            activation = (len(tokens) // shape.tp, embed)
-            seed = key(self.config.train.seed, step, number)
-            counted = with_labels(batch.labels.ravel(), _TOGETHER * shape.tp)
-            wanted = None if counted is None else self._upload(counted)
-            counts = self.model.balance is not None and batch.padding is not None
-            padding = self._upload(batch.padding) if counts else None
-            rows = self._upload(batch.rows) if batch.rows is not None and self.model.balance is not None else None
-            made.append(
-                Microbatch(
-                    tokens,
-                    labels,
-                    positions,
-                    self.config.batch.micro_size,
-                    activation,
-                    batch.documents,
-                    seed,
-                    wanted=wanted,
-                    padding=padding,
-                    split=batch.split,
-                    rows=rows,
-                    blank=batch.blank,
-                )
-            )
-        return made
-
-    def _upload(self, array: object) -> Tensor:
-        tensor = torch.as_tensor(array).flatten()
-        if self.mesh.device.type == "cuda":
-            tensor = tensor.pin_memory()  # a copy from pageable memory would wait for the device
-        return tensor.to(self.mesh.device, non_blocking=True)
-
-    # -- bad steps
-
-    def _no_trouble(self, skipped: int) -> Trouble:
-        section = self.config.optimizer
-        allowed = section.max_skipped if section.non_finite == "skip" else 0
-        trouble = Trouble.none(self.mesh.device, allowed, skipped, self.repetition is not None)
-        trouble.limits = self._limits()
-        return trouble
-
-    def _limits(self) -> Tensor | None:
-        """Return what a spike is above, [2], on the device, where such steps are repeated: not any more once there are
-        no means for it."""
-        history = [] if self.repetition is None else self.repetition.history
-        given_up = any(each.event.kind == "spike" and each.decision.action != "repeat" for each in history)
-        if given_up or not self.config.recovery.spikes:
-            return None
-        limits = self.spikes.limits
-        return torch.tensor([limits["loss"], limits["grad_norm"]], dtype=torch.float64, device=self.mesh.device)
-
-    def _look(self, step: int, lr: float, record: Record) -> Tensor | None:
-        """Note what was recorded of a step, and tell a spike where it begins; return the limits from here on."""
-        seen = {name: float(record[name] or 0) for name in ("loss", "grad_norm")}
-        if (found := self.spikes.found(seen)) and not self.spikes.spiking:
-            event = Event("spike", step=step, detail=", ".join(map(str, found)), at=time.time())
-            self._tell(event, decide(event, (), Budgets(repeats=False)))
-        if left_out := int(record["skipped_steps"] or 0) - self.left_out:
-            if not self.step.scaling.moves:  # else it may be the scale that was too large
-                said = f"{counted(left_out, 'step')} up to this one, which changed nothing"
-                event = Event("non_finite", step=step, detail=said, at=time.time())
-                self._report(event, Decision("skip", "optimizer.non_finite=skip"))
-            self.left_out += left_out
-        self.spikes = self.spikes.after(step, lr, seen)
-        return self._limits()
-
-    def _repeats(self, step: int) -> bool:
-        """Return whether a step is being done again, to be compared with what it came to before."""
-        return self.repetition is not None and self.repetition.bad is not None and self.repetition.bad.step == step
-
-    def _check(self, trouble: Trouble, stats: Stats) -> None:
-        """Look whether a step since the last look was bad.
-
-        Raises:
-            NonFinite: it ends the run.
-            Again: it, and those after it, are to be done again.
-            GoBack: so are those since the newest checkpoint before it.
-        """
-        step, repetition = int(trouble.first), self.repetition
-        if repetition is None:
-            if step:
-                event = Event("non_finite", step=step, samples=self._bounds(step), at=time.time())
-                self._report(event, decide(event, (), Budgets(repeats=False)))
-                raise NonFinite(self._in_words(step, trouble, self._way_out(trouble)))
-        elif self._repeats(self.at):
-            event, decision = repetition.compared(self._bad_step(self.at, stats.outcome))
-            self._tell(event, decision)
-            if not step:
-                return  # it is sound this time, and stands
-            if event.kind == "unrepeatable":
-                raise UnsoundHardware(
-                    f"step {step} was bad twice, with other numbers on the same data ({event.detail}): the hardware is "
-                    "at fault. The weights are those before this step"
-                )
-            if decision.samples is None:
-                left_out = in_recipe(self.start.skipped_samples) or "none"
-                raise NonFinite(
-                    self._in_words(step, trouble, f"or leave out others ({decision.reason}; left out: {left_out})")
-                )
-            if decision.action == "go_back":
-                raise GoBack(step, decision.samples[1], self.start.skipped_samples, repetition.history)
-            self._leave_out(decision.samples)
-            raise Again
-        elif step:
-            assert trouble.outcome is not None
-            event, decision = repetition.found(self._bad_step(step, trouble.outcome))
-            self._tell(event, decision)
-            if decision.action == "end":
-                raise NonFinite(self._in_words(step, trouble, f"or start again ({decision.reason})"))
-            raise Again
-
-    def _leave_out(self, samples: SampleRange) -> None:
-        """Cut samples from the order of the run, from the step on that is to be done again."""
-        skipped = self.start.skipped_samples | [samples]
-        self.start, self.batches = replace(self.start, skipped_samples=skipped), self.batches.without(skipped)
-
-    def _bad_step(self, step: int, outcome: Tensor) -> BadStep:
-        return BadStep(step, self._bounds(step), StepResult.of(outcome, self.control))
-
-    def _bounds(self, step: int) -> SampleRange:
-        """Return the first sample of a step and the one after its last."""
-        samples = self._samples(step)
-        return samples[0][0], samples[-1][1]
-
-    def _samples(self, step: int) -> list[SampleRange]:
-        first = self.start.at(step - 1, self.config).samples
-        return self.start.skipped_samples.samples(first, self.config.batch.global_size)
-
-    def _tell(self, event: Event, decision: Decision) -> None:
-        self._report(event, decision)
-        samples = f" (samples {in_recipe([event.samples])})" if event.samples else ""
-        said = f"{KINDS[event.kind]}: {event.detail}. {ACTIONS[decision.action].capitalize()}"
-        self._say(f"step {event.step}{samples}: {said}")
-
-    def _report(self, event: Event, decision: Decision) -> None:
-        if self.log is not None:
-            self.log.report(event, decision)
-
-    def _in_words(self, step: int, trouble: Trouble, way_out: str) -> str:
-        ranks = torch.zeros(self.mesh.shape.world, dtype=torch.int64, device=self.mesh.device)
-        ranks[self.mesh.rank] = trouble.here
-        found = all_reduce_(ranks, self.mesh.world).nonzero().flatten().tolist()
-        where = (
-            "the loss is not finite on " + ", ".join(f"rank {rank} ({self.mesh.shape.place(rank)})" for rank in found)
-            if found
-            else "loss or gradient norm are far above those before it"
-            if trouble.spiked
-            else "the loss is finite on every rank, the gradient is not" + self._at_the_smallest_scale()
-        )
-        return (
-            f"step {step}, samples {in_words(self._samples(step))} of the training data: {where}. The weights "
-            f"are those before this step. Lower optimizer.lr, look at these samples, {way_out}"
-        )
-
-    def _way_out(self, trouble: Trouble) -> str:
-        if not (allowed := trouble.allowed):
-            return "or go on without such steps by optimizer.non_finite=skip"
-        return (
-            f"or raise optimizer.max_skipped ({allowed}): with this one {allowed + 1} of the last {WINDOW} steps "
-            "were not finite, and left out"
-        )
-
-    def _at_the_smallest_scale(self) -> str:
-        scaling = self.step.scaling
-        return f" even at loss_scale.minimum ({scaling.minimum:g})" if scaling.moves else ""
-
-    # -- metrics
-
-    def _record(self, step: int, lr: float, stats: Stats, trouble: Trouble) -> Record:
-        loss, norm = stats.loss.item(), stats.grad_norm.item()  # waits for the step: only then is the clock right
-        return {
-            "loss": loss,
-            "grad_norm": norm,
-            "lr": lr,
-            "tokens": self.start.at(step, self.config).tokens,
-            **self.meter.record(step, self._say),
-            "peak_memory_gib": self.control.largest(peak_memory_gib(self.mesh.device))[0],
-            "skipped_steps": int(trouble.skipped),
-            **({"loss_scale": stats.scale.item()} if self.step.scaling.moves else {}),
-            **self._loads(step),
-        }
-
-    def _loads(self, step: int) -> Record:
-        """Return the loads of the experts of a step, if there are some, and write how many tokens each was sent."""
-        balance = self.step.balance
-        if balance is None:
-            return {}
-        found = balance.read(self.model.config.sizes["layer"])
-        if not found.layers:  # the step was done in groups that are gone
-            return {}
-        if self.log is not None:
-            self.log.write_loads(step, found.layers, found.counts.tolist())
-        return loads.record(found, balance.coefficients)
-
-    def _say(self, text: str) -> None:
-        if self.log is not None:
-            self.log.tell(text)
-
-    def _write(self, step: int, record: Record) -> None:
-        if self.log is not None:
-            self.log.write(step, record)
-
-
-class Asked(NamedTuple):
-    """The things that ranks are asked for after a step: to end, to save, to leave their groups."""
-
-    stop: bool
-    save: bool
-    pause: bool
+    @property
+    def progress(self) -> Progress:
+        """The progress until this step, for a checkpoint: this waits for the device."""
+        step = self.train_step
+        return self.start.at(self.step, self.config, step.optimizer.updates, step.scaler.state())

@@ -94,8 +94,8 @@ class Gradients:
         check_choice("shard", shard, get_args(ZeroShard))
         self.parameters, self.dtype = parameters, dtype
         self._mesh: Mesh = parameters.mesh
-        self._splits, self._reshards = shard != "none", shard == "parameters"
-        self._replicas = replicas if self._splits else None
+        self.splits, self._reshards = shard != "none", shard == "parameters"
+        self._replicas = replicas if self.splits else None
         self._keeps = shard in ("none", "optimizer")
         self._mesh.make_groups(divided(parameters.layout, self._replicas))
         self.spans = spans_of(parameters, trained=True)
@@ -108,7 +108,7 @@ class Gradients:
         self._owned: dict[str, list[WholeSpan | SplitSpan]] = {}
         modules = list(chunks)
         self._uses = Counter(parameter for module in modules for parameter in module.parameters())
-        if self._splits:
+        if self.splits:
             units = self._split(modules, bucket_bytes, OnHost(self._mesh.device) if offload else OnDevice())
         else:
             units = [[] for _ in modules]
@@ -321,7 +321,7 @@ class Gradients:
             host: The tensor that it goes to; None where it is not wanted.
             take: The part of it that goes there.
         """
-        if host is None and not self._splits:
+        if host is None and not self.splits:
             return
         collected = [(owned.span, owned.collect(of)) for owned in self._owned[name]]
         if host is None:

@@ -32,10 +32,10 @@ from megacore.data.batches import Batch
 from megacore.recipe import load
 from megacore.store.direct import aligned_memory
 from megacore.training import build
+from megacore.training.callbacks import shard_checksums
 from megacore.training.check import Setup
 from megacore.training.resume import Start
 from megacore.training.trainer import Trainer
-from megacore.training.trouble import Trouble
 from models.registry import configure
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh
@@ -46,9 +46,14 @@ READS: Mapping[str, Any] = {
 }
 """{where a step may ask the device for a number: the answer}."""
 DOWNLOADS = frozenset(
-    {"megacore/training/states/offload.py:OffloadedStore._send", "parallel/memory/offload.py:HostMemory.send"}
+    {
+        "megacore/training/states/offload.py:OffloadedStore._send",
+        "parallel/memory/offload.py:HostMemory.send",
+        "megacore/training/callbacks/shard_checksums.py:ShardChecksums.on_gradients",
+    }
 )
-"""Where a step may copy to the host: gradients that the CPU updates by, activations that are kept there."""
+"""Where a step may copy to the host: gradients that the CPU updates by, activations that are kept there, whether a
+shard has changed."""
 ONCE = frozenset({"models/rope.py:tables"})
 """Where the first step may wait for a copy to the device: of tables that are made once."""
 
@@ -133,6 +138,7 @@ CASES: Mapping[str, Case] = {
     "compiled, fp8": Case("train.compile=true train.precision=fp8", layers=2),
     "dp": Case("mesh.dp=2"),
     "dp, optimizer": Case("mesh.dp=2 zero.shard=optimizer"),
+    "dp, optimizer, checksums": Case("mesh.dp=2 zero.shard=optimizer recovery.checksums=0.005"),
     "dp, gradients": Case("mesh.dp=2 zero.shard=gradients"),
     "dp, parameters": Case("mesh.dp=2 zero.shard=parameters"),
     "dp, parameters, fp16": Case("mesh.dp=2 zero.shard=parameters train.precision=fp16"),
@@ -247,17 +253,21 @@ def trace(case: Case, steps: int, fault: Callable[[Trainer], None] = lambda trai
     watches = []
     torch._dynamo.reset()  # it compiles the same code for a few cases alone
     with tempfile.TemporaryDirectory() as folder, fake_cuda.fake_cuda(world, case.rank):
+        config = replace(config, out=folder)
         config = replace(config, memory=replace(config.memory, offload_folder=folder)) if _in_file(config) else config
         trainer = _trainer(config, Mesh.create(config.mesh.shape(world), DEVICE))
         fault(trainer)
-        trouble = Trouble.none(DEVICE, config.optimizer.max_skipped)
-        for number in range(1, steps + 1):
+        with patch.object(shard_checksums, "_seconds_per_byte", lambda device: 1e-30):  # all are watched in each step
+            trainer.call("on_start")
+        for trainer.step in range(1, steps + 1):
             batches = list(_batches(case, config))
-            with Watch(READS, DOWNLOADS, ONCE if number == 1 else frozenset()) as watch:
-                # As Trainer does it between two records.
-                stats = trainer.step(trainer._microbatches(batches, number), 1e-3, trouble.halted)
-                trouble.note(number, stats)
+            with Watch(READS, DOWNLOADS, ONCE if trainer.step == 1 else frozenset()) as watch:
+                # As Trainer._steps does it between two records.
+                trainer.call("on_step_begin")
+                trainer._commit(trainer.train_step.backward(trainer.upload(batches, trainer.step), trainer.enter))
+                trainer._agree()
             watches.append(watch)
+        trainer.call("on_error", RuntimeError())
     return watches, config.pipeline.chunks
 
 
@@ -269,7 +279,8 @@ def _config(case: Case) -> Config:
         else ["model.preset=llama-tiny"]
     )
     with tempfile.NamedTemporaryFile(suffix=".yaml") as recipe:
-        config = load(recipe.name, [*model, "data.sequence_length=32", "data.train=none", *overrides])
+        always = ["data.sequence_length=32", "data.train=none", "log.every=1000", "recovery.checksums=0"]
+        config = load(recipe.name, [*model, *always, *overrides])
     layers = case.layers * config.pipeline.chunks * config.mesh.pp
     key = "n_layer" if config.model.get("family") == "gpt2" else "num_hidden_layers"
     return replace(config, model=config.model | {key: layers})
@@ -285,7 +296,7 @@ def _trainer(config: Config, mesh: Mesh) -> Trainer:
     setup = Setup(config, configure(config.model), corpora, Start())
     with (
         patch.object(build, "load_into", lambda *arguments: None),
-        patch.object(build, "Saver", lambda *arguments: Mock()),
+        patch.object(build, "Saver", lambda *arguments: Mock(news=lambda: (False, False))),
         # What the buffer of a file holds does not matter, but that there is memory for it does.
         patch.object(torch.Tensor, "numpy", lambda tensor: aligned_memory(tensor.nbytes)),
     ):

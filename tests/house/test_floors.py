@@ -18,7 +18,6 @@ LOWER = {
             "budgets",
             "choices",
             "context_split",
-            "copies",
             "labels",
             "rank_sets",
             "routing",

@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from chats import FAMILIES, chat, write_jsonl, write_tokenizer
-from engine import LLAMA, RECIPE, Result, train, trainer
+from engine import LLAMA, RECIPE, Result, of, train, trainer
 from pool import Pool
 
 from megacore import checkpoints
@@ -23,7 +23,8 @@ from megacore.data.blend import Blend
 from megacore.data.packing import Packed
 from megacore.recipe import ConfigError
 from megacore.training import build
-from megacore.training import train as pretrain
+from megacore.training.callbacks.evaluation import Evaluation
+from megacore.training.check import check
 from megacore.training.resume import companions
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh
@@ -78,7 +79,7 @@ def write(folder: Path, **sections: dict[str, Any]) -> str:
 
 def problems(recipe: str, *overrides: str) -> str:
     with pytest.raises(ConfigError) as error:
-        pretrain.check(recipe, overrides, 1, 1)
+        check(recipe, overrides, 1, 1)
     return str(error.value)
 
 
@@ -125,21 +126,21 @@ def test_packed_examples_train_as_they_do_alone(pool: Pool, folder: Path, layout
 
 
 def test_the_rows_are_as_many_as_the_test_takes_them_for(recipe: str) -> None:
-    setup = pretrain.check(recipe, [], 1, 1)
+    setup = check(recipe, [], 1, 1)
     source = setup.corpora.train
     assert isinstance(source, Packed) and source.per_epoch == ROWS and setup.corpora.separate
-    alone = pretrain.check(recipe, ["chat.pack=false"], 1, 1).corpora.train
+    alone = check(recipe, ["chat.pack=false"], 1, 1).corpora.train
     assert isinstance(alone, Packed) and alone.per_epoch == EXAMPLES
 
 
 def test_without_documents_kept_apart_it_would_be_another_loss(pool: Pool, folder: Path) -> None:
     """Else equal losses would prove little."""
     alone = _alone(pool, folder)
-    setup = pretrain.check(str(folder / "recipe.yaml"), [f"batch.global_size={ROWS}", f"out={folder / 'joined'}"], 1, 1)
+    setup = check(str(folder / "recipe.yaml"), [f"batch.global_size={ROWS}", f"out={folder / 'joined'}"], 1, 1)
     object.__setattr__(setup.corpora, "separate", False)
     mesh = Mesh.single()
     made = build.trainer_of(setup, mesh, Control.create(mesh))
-    stats = made.step.backward(made._microbatches(made.batches.microbatches(0), 1))
+    stats = made.train_step.backward(made.upload(made.batches.microbatches(0), 1))
     assert abs(stats.loss.item() / alone.values("loss")[0] - 1) > 1e-4
 
 
@@ -147,18 +148,18 @@ def test_without_documents_kept_apart_it_would_be_another_loss(pool: Pool, folde
 
 
 def validation_loss(recipe: str) -> float:
-    return trainer(recipe, []).validation_loss()
+    made = trainer(recipe, [])
+    return of(made, Evaluation).loss(made)
 
 
 def test_the_validation_loss_is_one_mean_over_all_labels(pool: Pool, tmp_path: Path) -> None:
     """However unequally batches, ranks and microbatches have them."""
     recipe = write(tmp_path, chat={"pack": False}, batch={"global_size": 4}, evaluate={"batches": 3})
     made = trainer(recipe, [])
-    assert made.held_out is not None
     batches = list[list[torch.Tensor]]()
     for number in range(3):
         batches.append([])
-        for part in made._microbatches(made.held_out.microbatches(number), 0):
+        for part in made.upload(of(made, Evaluation)._held_out.microbatches(number), 0):
             logits = made.model.logits(replace(part, wanted=None))
             assert logits is not None
             losses = torch.nn.functional.cross_entropy(logits, part.labels, reduction="none")
@@ -193,7 +194,7 @@ def test_what_was_made_of_the_data_is_said(recipe: str, tmp_path: Path) -> None:
     long = {"text": "too long " * 40}
     write_jsonl(tmp_path / "more.jsonl", *rows(), "{", long)
     overrides = [f"data.train={tmp_path / 'more.jsonl'}", "data.validation=[]", "data.validation_fraction=0.3"]
-    said = pretrain.check(recipe, [*overrides, "chat.bad_lines=skip"], 1, 1).corpora.remarks
+    said = check(recipe, [*overrides, "chat.bad_lines=skip"], 1, 1).corpora.remarks
     assert said[0].startswith(f"{tmp_path / 'more.jsonl'}: 17 examples of ") and said[0].endswith(" of which count")
     assert said[1:3] == (
         f"  longer than {LENGTH + 1} tokens: 1 cut, 0 dropped",
@@ -208,35 +209,34 @@ def test_the_examples_of_a_chat_are_held_out_together(recipe: str, tmp_path: Pat
     """Each would else be seen in what another one is learned from."""
     (tmp_path / "chat_template.jinja").write_text(FAMILIES["thinking"].template)
     write_jsonl(tmp_path / "chats.jsonl", *({"messages": chat("hi", "hello", "and", "so")} for _ in range(12)))
-    corpora = pretrain.check(recipe, ["data.validation=[]", "data.validation_fraction=0.4"], 1, 1).corpora
+    corpora = check(recipe, ["data.validation=[]", "data.validation_fraction=0.4"], 1, 1).corpora
     sides = [source for source in (corpora.train, corpora.validation) if isinstance(source, Packed)]
     kept, held = (source._examples.chats[source._chosen].tolist() for source in sides)
     assert len(kept) + len(held) == 24 and held
     assert {*kept} | {*held} == {*range(12)} and not {*kept} & {*held}
     for seed in range(4):  # one at least, however small the fraction
         few = ["data.validation=[]", "data.validation_fraction=0.0001", f"data.seed={seed}"]
-        source = pretrain.check(recipe, few, 1, 1).corpora.validation
+        source = check(recipe, few, 1, 1).corpora.validation
         assert isinstance(source, Packed) and source._chosen.size == 2
 
 
 def test_several_files_are_blended(recipe: str, tmp_path: Path) -> None:
     other = write_jsonl(tmp_path / "other.jsonl", *rows(8))
     blend = [f"data.train=[{{path: {tmp_path / 'chats.jsonl'}, weight: 3}}, {other}]"]
-    train = pretrain.check(recipe, blend, 1, 1).corpora.train
+    train = check(recipe, blend, 1, 1).corpora.train
     assert isinstance(train, Blend) and len(train.sources) == 2
 
 
 def test_examples_of_a_least_length_alone(recipe: str, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "mixed.jsonl", *rows(12), *({"text": "word " * (9 * n)} for n in range(1, 7)))
     whole, some = (
-        pretrain.check(recipe, [f"data.train=[{{path: {path}, least: {least}}}]"], 1, 1).corpora.train
-        for least in (0, 20)
+        check(recipe, [f"data.train=[{{path: {path}, least: {least}}}]"], 1, 1).corpora.train for least in (0, 20)
     )
     assert isinstance(whole, Packed) and isinstance(some, Packed)
     long = whole._chosen[whole._examples.lengths[whole._chosen] >= 20]
     assert {*some._chosen.tolist()} == {*long.tolist()} and 0 < long.size < whole._chosen.size
     with pytest.raises(ConfigError, match=r"none of the \d+ document\(s\) of .*mixed.jsonl to train on has the 9999"):
-        pretrain.check(recipe, [f"data.train=[{{path: {path}, least: 9999}}]"], 1, 1)
+        check(recipe, [f"data.train=[{{path: {path}, least: 9999}}]"], 1, 1)
 
 
 def test_a_template_in_the_recipe_takes_the_place_of_the_models(recipe: str, tmp_path: Path) -> None:
@@ -244,8 +244,8 @@ def test_a_template_in_the_recipe_takes_the_place_of_the_models(recipe: str, tmp
     for name in ("additional_chat_templates/tool_use.jinja", "LICENSE"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("the model's, or that of the data")
-    setup = pretrain.check(recipe, [f"chat.template={tmp_path / 'mine.jinja'}"], 1, 1)
-    plain = pretrain.check(recipe, [], 1, 1)
+    setup = check(recipe, [f"chat.template={tmp_path / 'mine.jinja'}"], 1, 1)
+    plain = check(recipe, [], 1, 1)
     counts = [each.corpora.remarks[0] for each in (setup, plain)]
     assert counts[0] != counts[1]
     travels = companions(setup.start, setup.config)
@@ -314,9 +314,9 @@ def test_without_a_tokenizer_or_a_template_there_are_no_chats(recipe: str, tmp_p
 
 def test_the_check_of_the_launcher_prepares(recipe: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    pretrain.check(recipe, [f"out={out}"], 1, 1)
+    check(recipe, [f"out={out}"], 1, 1)
     (folder,) = (out / "examples").glob("[!.]*")
     assert json.loads((folder / "examples.json").read_text())["examples"] == EXAMPLES
     before = (folder / "examples.bin").stat().st_mtime_ns
-    pretrain.check(recipe, [f"out={out}"], 1, 1)
+    check(recipe, [f"out={out}"], 1, 1)
     assert (folder / "examples.bin").stat().st_mtime_ns == before

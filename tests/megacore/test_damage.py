@@ -21,7 +21,8 @@ from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
 from megacore.training import metrics
-from megacore.training import train as pretrain
+from megacore.training.check import check
+from megacore.training.main import main as pretrain
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape
 from tools import main
@@ -143,7 +144,7 @@ def test_a_rank_that_reads_something_else_is_found_though_the_files_are_sound(
 
 def going_on(recipe: str, out: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     """What a run in this folder says that goes on by itself."""
-    assert pretrain.main([recipe, f"out={out}", "checkpoint.resume=auto", *STEPS, *overrides]) == 0
+    assert pretrain([recipe, f"out={out}", "checkpoint.resume=auto", *STEPS, *overrides]) == 0
     return capsys.readouterr().out
 
 
@@ -227,7 +228,7 @@ def test_nothing_is_begun_anew_where_all_are_damaged(
         cut(at(out, step))
     bad_bit(at(out, 6))
     before = (out / "metrics.jsonl").read_bytes()
-    assert pretrain.main([recipe, f"out={out}", "checkpoint.resume=auto", *STEPS]) == 1
+    assert pretrain([recipe, f"out={out}", "checkpoint.resume=auto", *STEPS]) == 1
     said = capsys.readouterr().err
     assert "has no checkpoint that is whole" in said and "move" in said and "away to begin anew" in said
     assert names(out) == ["step-00000002", "step-00000004", "step-00000006"]
@@ -236,7 +237,7 @@ def test_nothing_is_begun_anew_where_all_are_damaged(
     cut(at(out, 6))
     each = r"step-00000006/index.json is not JSON: .*step-00000002/index.json is not JSON: "
     with pytest.raises(ConfigError, match=rf"(?s)has no checkpoint that is whole.*{each}"):
-        pretrain.check(recipe, [f"out={out}", "checkpoint.resume=auto", *STEPS], 1, 1)
+        check(recipe, [f"out={out}", "checkpoint.resume=auto", *STEPS], 1, 1)
 
 
 def test_the_rest_of_a_first_save_is_no_checkpoint(
@@ -254,7 +255,7 @@ def test_another_version_is_not_damage(recipe: str, out: Path) -> None:
     with pytest.raises(
         ConfigError, match="format version 9, and this release reads 1 and 2: use the one that wrote it"
     ):
-        pretrain.check(recipe, [f"out={out}", "checkpoint.resume=auto", *STEPS], 1, 1)
+        check(recipe, [f"out={out}", "checkpoint.resume=auto", *STEPS], 1, 1)
 
 
 def test_where_to_go_on_is_named(recipe: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,7 +264,7 @@ def test_where_to_go_on_is_named(recipe: str, out: Path, capsys: pytest.CaptureF
     flip(at(out, 6) / "weights/pp0-ep0-tp0.safetensors", TENSOR)
     bad_bit(at(out, 6))
     arguments = [recipe, f"out={out.with_name('new')}", f"checkpoint.resume={at(out, 6)}", *STEPS]
-    assert pretrain.main(arguments) == 1
+    assert pretrain(arguments) == 1
     said = capsys.readouterr().err
     assert f"{at(out, 6)} is damaged" in said and f"The newest whole checkpoint beside it is {at(out, 2)}" in said
     assert main.main(["evaluate", str(at(out, 6)), "--data", str(Path(recipe).with_name("corpus"))]) == 1
@@ -282,7 +283,7 @@ def test_fine_tuning_does_not_start_from_random_weights(
     recipe: str, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Which is told with what else is wrong; a run that goes on needs no model beside it."""
-    wrong = ["data.train=nowhere/corpus", "recovery.in_place=false"]
+    wrong = ["data.train=nowhere/corpus", "recovery.memory=false"]
     starts = {"--resume": f"{at(out, 4)}", "--init": f"{at(out, 4)}"}
     for more in ([], ["--resume", "auto", f"out={out}"], *([name, where] for name, where in starts.items())):
         assert main.main(["finetune", recipe, f"out={out.with_name('new')}", *wrong, *more]) == exits.MISUSED

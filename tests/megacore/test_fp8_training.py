@@ -55,7 +55,7 @@ def test_experts_stay_wide_beside_what_is_fp8(recipe: str, name: str, tmp_path: 
     assert not any("router" in each or "experts" in each for each in narrow)
     if name == "deepseek_v3":
         assert {"layers.1.attn.kv_a", "layers.1.attn.kv_b"} <= narrow
-    found = engine.result(made, made.run()).values("loss")
+    found = engine.result(made, made.fit()).values("loss")
     wide = train(path, [f"out={tmp_path / 'bf16'}", *short, "train.precision=bf16"]).values("loss")
     np.testing.assert_allclose(found, wide, rtol=FROM_BF16)
     assert found != wide and found[-1] < found[0]
@@ -112,7 +112,7 @@ def test_weights_and_masters_are_those_of_bf16_and_a_run_resumes(recipe: str, tm
     whole = train(recipe, [f"out={tmp_path / 'whole'}", *common])
     first = checkpoints.path_of(checkpoints.folder_of(str(tmp_path / "whole")), 2)
     made = trainer(recipe, [f"out={tmp_path / 'rest'}", f"checkpoint.resume={first}", *common], log=True)
-    assert {target.tensor.dtype for target in device_store(made.step.optimizer).targets} == {torch.float32}
-    rest = engine.result(made, made.run())
+    assert {target.tensor.dtype for target in device_store(made.train_step.optimizer).targets} == {torch.float32}
+    rest = engine.result(made, made.fit())
     assert rest.values("loss") == whole.values("loss")[2:]
     assert all(np.array_equal(value, rest.weights[name]) for name, value in whole.weights.items())

@@ -13,6 +13,7 @@ from pool import Pool
 
 from megacore import checkpoints
 from megacore.config import Config, MeshConfig, ZeroConfig
+from megacore.training.callbacks.signals import Signals
 from megacore.training.problems import problems
 from models.registry import configure
 
@@ -37,19 +38,19 @@ def climb(
 
 def stopped(recipe: str, overrides: list[str], last: int) -> Result:
     """A run that is asked to end after a step."""
-    from engine import result, trainer
+    from engine import of, result, trainer
 
     made = trainer(recipe, overrides, log=True)
-    plain, count = made.step.backward, made.start.step
+    plain, count = made.train_step.backward, made.start.step
 
-    def backward(microbatches: Any) -> Any:
+    def backward(*given: Any) -> Any:
         nonlocal count
         count += 1
-        made.interrupt.asked = count == last
-        return plain(microbatches)
+        of(made, Signals).stop = count == last
+        return plain(*given)
 
-    made.step.backward = backward  # type: ignore[method-assign]
-    return result(made, made.run())
+    made.train_step.backward = backward  # type: ignore[method-assign]
+    return result(made, made.fit())
 
 
 def path_of(out: Path, step: int) -> Path:

@@ -44,7 +44,7 @@ def masks(recipe: str, overrides: list[str]) -> list[Mask]:
     made = trainer(recipe, overrides)
     with Drawing() as drawing:
         for step in range(STEPS):
-            made.step.backward(made._microbatches(made.batches.microbatches(0), step))
+            made.train_step.backward(made.upload(made.batches.microbatches(0), step))
     return drawing.masks
 
 

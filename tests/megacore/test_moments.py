@@ -35,13 +35,13 @@ def test_a_run_resumes_bitwise(recipe: str, tmp_path: Path) -> None:
     whole = train(recipe, [f"out={tmp_path / 'whole'}", *NARROW])
     first = checkpoints.path_of(checkpoints.folder_of(str(tmp_path / "whole")), 3)
     made = trainer(recipe, [f"out={tmp_path / 'rest'}", f"checkpoint.resume={first}", *NARROW], log=True)
-    kept = made.step.optimizer.states()
+    kept = made.train_step.optimizer.states()
     assert {state: set(dtypes.values()) for state, dtypes in kept.items()} == {
         "master": {torch.float32},
         "exp_avg": {torch.bfloat16},
         "exp_avg_sq": {torch.bfloat16},
     }
-    rest = engine.result(made, made.run())
+    rest = engine.result(made, made.fit())
     assert rest.values("loss") == whole.values("loss")[3:]
     assert all(np.array_equal(value, rest.weights[name]) for name, value in whole.weights.items())
 

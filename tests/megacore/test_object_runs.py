@@ -32,7 +32,8 @@ from megacore.store.objects import ObjectPath, place
 from megacore.store.publish import write_file
 from megacore.store.stream import assemble
 from megacore.store.strict_json import StoreError
-from megacore.training import train as pretrain
+from megacore.training import main
+from megacore.training.check import check
 from megacore.training.lock import LOCK, RunLock, read
 from megacore.training.resume import again
 from megacore.training.save import SaveError
@@ -111,9 +112,7 @@ def test_a_run_starts_from_a_url_on_another_layout(
     recipe: str, folder: ObjectPath, tmp_path: Path, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = {"resume": f"resume={at(folder, 4)}", "resume of the folder": f"resume={folder}", "init": f"init={folder}"}
-    assert (
-        pretrain.main([recipe, f"out={tmp_path / 'run'}", f"checkpoint.{where[named]}", *STEPS, "train.steps=7"]) == 0
-    )
+    assert main.main([recipe, f"out={tmp_path / 'run'}", f"checkpoint.{where[named]}", *STEPS, "train.steps=7"]) == 0
     said = capsys.readouterr().out
     step = 4 if named == "resume" else 6
     assert (
@@ -199,7 +198,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint_of_a_store(
     overrides = [f"checkpoint.folder={folder}", *STEPS]
     with pytest.raises((ConfigError, StoreError), match=DAMAGE[damage]):
         train(recipe, [f"out={tmp_path / 'other'}", f"checkpoint.resume={six}", *STEPS])
-    assert pretrain.main([recipe, f"out={tmp_path / 'run'}", "checkpoint.resume=auto", *overrides]) == 0
+    assert main.main([recipe, f"out={tmp_path / 'run'}", "checkpoint.resume=auto", *overrides]) == 0
     said = capsys.readouterr().out
     (line,) = [line for line in said.splitlines() if line.startswith("Set aside as index.json.damaged: ")]
     assert str(six) in line and DAMAGE[damage] in said and "Resuming after step 4" in said
@@ -296,7 +295,7 @@ def test_a_kill_while_a_rank_uploads_leaves_the_older_one(
         process.join()
     names = {name.partition("/")[0] for name in folder.objects()}
     assert list(checkpoints.complete(folder)) == [2] and len(names) == 2  # and the half of another
-    assert pretrain.main([recipe, *overrides, "checkpoint.resume=auto"]) == 0
+    assert main.main([recipe, *overrides, "checkpoint.resume=auto"]) == 0
     assert "Resuming after step 2" in capsys.readouterr().out
     assert list(checkpoints.complete(folder)) == [2, 4, 6]
     assert not {path.name for path in folder.iterdir()} & (names - {at(folder, 2).name})
@@ -346,7 +345,7 @@ def test_a_second_run_is_refused(
     monkeypatch.setattr(RunLock, "take", lambda out, by=None: take(out, 0.02, by=by))
     overrides = [f"out={tmp_path / 'run'}", f"checkpoint.folder={folder}", *STEPS, "train.steps=8"]
     with take(folder, 0.02, by=tmp_path / "other"):
-        assert pretrain.main([recipe, *overrides, "checkpoint.resume=auto"]) == 1
+        assert main.main([recipe, *overrides, "checkpoint.resume=auto"]) == 1
     assert f"checkpoint.folder ({folder}) is held by a run" in capsys.readouterr().err
     assert list(checkpoints.complete(folder)) == [2, 4, 6]
 
@@ -386,7 +385,7 @@ def test_what_a_recipe_asks_for_is_looked_at_before(
 ) -> None:
     def problems(*overrides: str) -> str:
         with pytest.raises(ConfigError) as error:
-            pretrain.check(recipe, [f"out={tmp_path / 'run'}", *STEPS, *overrides], 1, 1)
+            check(recipe, [f"out={tmp_path / 'run'}", *STEPS, *overrides], 1, 1)
         return str(error.value)
 
     assert f"checkpoint.folder ({folder}) already holds a run" in problems(f"checkpoint.folder={folder}")
@@ -402,9 +401,9 @@ def test_what_a_recipe_asks_for_is_looked_at_before(
 def test_one_process_asks_the_store_for_all(recipe: str, tmp_path: Path, faults: Faulty) -> None:
     folder = ObjectPath(f"memory://{uuid.uuid4().hex}/run")
     given = [f"out={tmp_path / 'run'}", *STEPS, f"checkpoint.folder={folder}"]
-    pretrain.check(recipe, given, 1, 1)
+    check(recipe, given, 1, 1)
     assert faults.calls["find"] == 1
-    pretrain.check(recipe, given, 1, 1, led=True)
+    check(recipe, given, 1, 1, led=True)
     assert faults.calls["find"] == 1
 
 
@@ -432,7 +431,7 @@ def test_on_an_s3_server(recipe: str, tmp_path: Path, monkeypatch: pytest.Monkey
         assert isinstance(folder, ObjectPath)
         train(recipe, [f"out={tmp_path / 'run'}", *overrides, "train.steps=4"])
         flipped(at(folder, 4))
-        assert pretrain.main([recipe, f"out={tmp_path / 'new'}", *overrides, "checkpoint.resume=auto"]) == 0
+        assert main.main([recipe, f"out={tmp_path / 'new'}", *overrides, "checkpoint.resume=auto"]) == 0
         assert list(checkpoints.complete(folder)) == [2, 4, 6]
         assert not any("SECRET" in path.read_text("latin-1") for path in tmp_path.rglob("*") if path.is_file())
         (left,) = boto3.client("s3").list_multipart_uploads(Bucket="bucket")["Uploads"]

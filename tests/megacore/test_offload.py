@@ -286,7 +286,7 @@ def _files(folder: Path) -> list[Path]:
 
 def test_the_recipe_arrives(recipe: str, tmp_path: Path) -> None:
     made = trainer(recipe, run_of(tmp_path / "run", *offloaded(tmp_path / "scratch")))
-    store = made.step.optimizer.store
+    store = made.train_step.optimizer.store
     assert (
         isinstance(store, OffloadedStore)
         and isinstance(store._store, FileWindows)
@@ -294,19 +294,19 @@ def test_the_recipe_arrives(recipe: str, tmp_path: Path) -> None:
     )
     assert len(store._windows) > BUFFERS
     made = trainer(recipe, run_of(tmp_path / "run", "memory.offload_optimizer=host"))
-    store = made.step.optimizer.store
+    store = made.train_step.optimizer.store
     assert isinstance(store, OffloadedStore) and not isinstance(store._store, FileWindows)
 
 
 def test_an_overflow_leaves_everything_as_it_was(recipe: str, tmp_path: Path) -> None:
     changes = ["train.precision=fp16", f"loss_scale.initial={2.0**24}", *offloaded(tmp_path / "scratch")]
     made = trainer(recipe, run_of(tmp_path / "run", *changes))
-    batch = made._microbatches(made.batches.microbatches(0), 1)
+    batch = made.upload(made.batches.microbatches(0), 1)
     before = engine.weights(made)
-    assert made.step(batch, 1e-2).overflow and made.step.optimizer.updates == 0
+    assert made.train_step(batch, 1e-2).overflow and made.train_step.optimizer.updates == 0
     assert all(np.array_equal(value, before[name]) for name, value in engine.weights(made).items())
-    made.step.scaler.scale.fill_(1024.0)
-    assert made.step(batch, 1e-2).finite and made.step.optimizer.updates == 1
+    made.train_step.scaler.scale.fill_(1024.0)
+    assert made.train_step(batch, 1e-2).finite and made.train_step.optimizer.updates == 1
     assert any(not np.array_equal(value, before[name]) for name, value in engine.weights(made).items())
 
 

@@ -15,19 +15,20 @@ import numpy as np
 import pytest
 import torch
 from device_store import device_store
-from engine import GPT2, RECIPE, VOCAB, trainer, write_corpus, write_recipe
+from engine import GPT2, RECIPE, VOCAB, fit, of, trainer, write_corpus, write_recipe
 from PIL import Image
 from pool import Pool
 
 from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
 from megacore.recipe import ConfigError, load
-from megacore.training import build, capacity, life, metrics
-from megacore.training import train as pretrain
-from megacore.training.copies import Copies
-from megacore.training.interrupt import Interrupt
-from megacore.training.recover import Held, recovered
+from megacore.training import build, capacity, main, metrics
+from megacore.training.callbacks import signals
+from megacore.training.callbacks.metrics import Metrics
+from megacore.training.callbacks.signals import Signals
+from megacore.training.check import check
 from megacore.training.resume import Start
+from megacore.training.start import headline
 from megacore.training.trainer import Trainer
 from models.registry import configure
 from parallel.mesh import Mesh
@@ -44,7 +45,7 @@ def recipe(tmp_path: Path) -> str:
 
 def problems(recipe: str, *overrides: str, world: int = 1) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as error:
-        pretrain.check(recipe, overrides, world, world)
+        check(recipe, overrides, world, world)
     return error.value.problems
 
 
@@ -52,7 +53,7 @@ def problems(recipe: str, *overrides: str, world: int = 1) -> tuple[str, ...]:
 
 
 def test_a_good_recipe_is_read(recipe: str) -> None:
-    setup = pretrain.check(recipe, ["mesh.tp=2"], 2, 2)
+    setup = check(recipe, ["mesh.tp=2"], 2, 2)
     config, corpora = setup.config, setup.corpora
     assert config.mesh.tp == 2 and setup.model == configure(config.model)
     assert corpora.validation is not None and len(corpora.train.sample(0).tokens) == 9
@@ -75,7 +76,7 @@ def test_the_model_s_problems_are_named_as_such(recipe: str) -> None:
 
 def test_a_vocabulary_below_the_corpus_s_is_found(recipe: str, tmp_path: Path) -> None:
     FACTS.write(tmp_path)
-    pretrain.check(recipe, [], 1, 1)
+    check(recipe, [], 1, 1)
     (problem,) = problems(recipe, f"model.vocab_size={VOCAB - 1}")
     assert "set model.vocab_size to 61 or more" in problem
 
@@ -124,17 +125,17 @@ def test_damaged_data_is_found_beside_what_else_is_wrong(recipe: str, tmp_path: 
 def test_a_model_that_cannot_fit_is_found(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its state alone, of all ranks here: 8 bytes each of weight, gradient and two moments."""
     needed = 32 * configure(load(recipe).model).schema.parameters
-    pretrain.check(recipe, [], 1, 1)
+    check(recipe, [], 1, 1)
     monkeypatch.setattr(capacity, "host_memory", lambda: needed)
-    pretrain.check(recipe, [], 1, 1)
+    check(recipe, [], 1, 1)
     monkeypatch.setattr(capacity, "host_memory", lambda: needed - 1)
     (problem,) = problems(recipe)
     assert "the 1 process here" in problem and "model.vocab_size" in problem and "megacore plan" in problem
     # Two ranks hold it twice; where one of them is elsewhere, or each holds half, there is room.
     monkeypatch.setattr(capacity, "host_memory", lambda: 2 * needed - 1)
     assert problems(recipe, "mesh.dp=2", world=2)
-    pretrain.check(recipe, ["mesh.dp=2"], 2, 1)
-    pretrain.check(recipe, ["mesh.pp=2"], 2, 2)
+    check(recipe, ["mesh.dp=2"], 2, 1)
+    check(recipe, ["mesh.pp=2"], 2, 2)
     monkeypatch.undo()
     assert any("GB" in problem for problem in problems(recipe, "model.vocab_size=100000000000"))
 
@@ -146,9 +147,9 @@ def test_inputs_of_blocks_must_fit_the_host(recipe: str, monkeypatch: pytest.Mon
     tokens = config.batch.micro_size * config.data.sequence_length
     needed = 32 * model.schema.parameters + 8 * tokens * model.sizes["layer"] * model.sizes["embed"]
     monkeypatch.setattr(capacity, "host_memory", lambda: needed)
-    pretrain.check(recipe, ["memory.offload_activations=true"], 1, 1)
+    check(recipe, ["memory.offload_activations=true"], 1, 1)
     monkeypatch.setattr(capacity, "host_memory", lambda: needed - 1)
-    pretrain.check(recipe, [], 1, 1)
+    check(recipe, [], 1, 1)
     (problem,) = problems(recipe, "memory.offload_activations=true")
     assert "mesh.cp" in problem
 
@@ -187,17 +188,17 @@ def test_problems_end_the_program_with_status_2_and_nothing_is_written(
 ) -> None:
     out = tmp_path / "run"
     arguments = [recipe, f"out={out}", "train.steps=0", "data.train=nowhere"]
-    assert pretrain.main(arguments) == 2
+    assert main.main(arguments) == 2
     shown = capsys.readouterr()
     assert "2 problems in the config" in shown.err and not shown.out
     assert not out.exists()
     # The other ranks of a node leave it to its first one to say so.
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    assert pretrain.main(arguments) == 2
+    assert main.main(arguments) == 2
     assert "2 problems in the config" in capsys.readouterr().err
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert pretrain.main(arguments) == 2
+    assert main.main(arguments) == 2
     assert capsys.readouterr() == ("", "")
 
 
@@ -209,7 +210,7 @@ def test_a_wrong_model_does_not_hide_what_else_is_wrong(recipe: str) -> None:
 
 
 def test_a_recipe_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pretrain.main([]) == 2
+    assert main.main([]) == 2
     assert "usage" in capsys.readouterr().err
 
 
@@ -219,7 +220,7 @@ def test_a_recipe_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_leaves_what_it_says(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     FACTS.write(tmp_path)
     out = tmp_path / "new" / "run"
-    assert pretrain.main([recipe, f"out={out}", "train.precision=fp32"]) == 0
+    assert main.main([recipe, f"out={out}", "train.precision=fp32"]) == 0
     shown = capsys.readouterr().out
     config = load(recipe, [f"out={out}", "train.precision=fp32"])
     assert load(out / "config.yaml") == config
@@ -238,7 +239,7 @@ def test_a_run_leaves_what_it_says(recipe: str, tmp_path: Path, capsys: pytest.C
     assert "unigram entropy  4.0625" in shown
     assert all(str(out / name) in shown for name in ("config.yaml", "loss.png", "metrics.jsonl"))
     # A second run does not write over it.
-    assert pretrain.main([recipe, f"out={out}"]) == 2
+    assert main.main([recipe, f"out={out}"]) == 2
     assert "already holds a run" in capsys.readouterr().err
 
 
@@ -246,16 +247,11 @@ def test_a_run_without_facts_and_evaluation_reports_what_there_is(
     recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = [f"out={tmp_path / 'run'}", "evaluate.every=0", "log.every=2", "batch.micro_size=3"]
-    assert pretrain.main([recipe, *given]) == 0
+    assert main.main([recipe, *given]) == 0
     shown = capsys.readouterr().out
     assert "a step computes 9 sequences, 1 of them blank (11%); none is with 6 or 9" in shown
     assert "(the last 3 records)" in shown
     assert "validation" not in shown and "unigram" not in shown
-
-
-def run_here(recipe: str, overrides: list[str]) -> None:
-    world = torch.distributed.get_world_size()
-    pretrain.run(pretrain.check(recipe, overrides, world, world), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -268,15 +264,15 @@ def run_here(recipe: str, overrides: list[str]) -> None:
     ],
 )
 def test_the_first_line_says_how_sequences_are_split(recipe: str, cp: int, overrides: list[str], said: str) -> None:
-    setup = pretrain.check(recipe, [f"mesh.cp={cp}", "train.precision=bf16", *overrides], cp, 1)
+    setup = check(recipe, [f"mesh.cp={cp}", "train.precision=bf16", *overrides], cp, 1)
     mesh: Any = SimpleNamespace(shape=MeshShape(cp=cp), device=torch.device("cpu"))
-    assert life._headline(setup.config, setup.model, mesh).count(said) == 1
+    assert headline(setup.config, setup.model, mesh).count(said) == 1
 
 
 def test_one_rank_of_several_writes(pool: Pool, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, RECIPE | {"model": GPT2})
     overrides = [f"out={tmp_path / 'run'}", "mesh.pp=2", "mesh.tp=2", "train.precision=bf16"]
-    pool.run(4, run_here, recipe, overrides)
+    assert pool.run(4, fit, recipe, overrides) == [5] * 4
     out = tmp_path / "run"
     assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "loss.png", "metrics.jsonl"]
     assert [r["step"] for r in metrics.read(out / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4, 5, 5]
@@ -292,19 +288,9 @@ def different_kernels() -> str:
     return "no error"
 
 
-TWO = MeshShape(dp=2)
-
-
 def different_data(recipe: str, corpora: list[str]) -> str:
     with pytest.raises(ConfigError) as error:
         trainer(recipe, [f"data.train={corpora[torch.distributed.get_rank()]}"])
-    setup, mesh = (
-        pretrain.check(recipe, [f"data.train={corpora[torch.distributed.get_rank()]}"], 2, 2),
-        Mesh.create(TWO),
-    )
-    with pytest.raises(ConfigError) as later:  # of a node that has come
-        recovered(setup, mesh, Control.create(mesh), Held(Copies()), [])
-    assert str(later.value) == str(error.value)
     return str(error.value)
 
 
@@ -328,13 +314,13 @@ def test_the_recipe_s_loss_and_optimizer_arrive(recipe: str) -> None:
     overrides = ["loss.label_smoothing=0.1", "loss.z_loss=0.01", "optimizer.betas=[0.8,0.9]", "optimizer.eps=1e-5"]
     overrides += ["optimizer.clip=null", "pipeline.schedule=gpipe", "pipeline.chunks=2", "log.peak_tflops=3.5"]
     mesh = Mesh.single()
-    made = build.trainer_of(pretrain.check(recipe, overrides, 1, 1), mesh, Control.create(mesh))
+    made = build.trainer_of(check(recipe, overrides, 1, 1), mesh, Control.create(mesh))
     head = made.model.chunks[-1].head
     assert head is not None and (head.losses.label_smoothing, head.losses.z_loss) == (0.1, 0.01)
-    assert made.step.pipeline.schedule == "gpipe" and len(made.model.chunks) == 2
-    adamw, clip = device_store(made.step.optimizer).adamw, made.step.optimizer.clip
+    assert made.train_step.pipeline.schedule == "gpipe" and len(made.model.chunks) == 2
+    adamw, clip = device_store(made.train_step.optimizer).adamw, made.train_step.optimizer.clip
     assert {(group["betas"], group["eps"]) for group in adamw.param_groups} == {((0.8, 0.9), 1e-5)}
-    assert clip is None and made.meter.peak_tflops == 3.5
+    assert clip is None and of(made, Metrics)._meter.peak_tflops == 3.5
 
 
 # -- how a run ends
@@ -350,8 +336,8 @@ def test_a_non_finite_loss_ends_with_status_1_and_the_reason(
         next(iter(made.model.parameters.values())).data.view(-1)[:16] = float("nan")
         return made
 
-    monkeypatch.setattr(life, "trainer_of", poisoned)
-    assert pretrain.main([recipe, f"out={tmp_path / 'run'}"]) == 1
+    monkeypatch.setattr("megacore.training.main.trainer_of", poisoned)
+    assert main.main([recipe, f"out={tmp_path / 'run'}", "optimizer.non_finite=stop"]) == 1
     shown = capsys.readouterr()
     assert "step 1, samples 0 to 7 of the training data: the loss is not finite on rank 0" in shown.err
     assert "Done" not in shown.out
@@ -364,17 +350,17 @@ def test_skipped_steps_are_in_the_progress_and_in_the_report(
 
     def poisoned(*arguments: object) -> Trainer:
         made = plain(*arguments)  # type: ignore[arg-type]
-        train = made.step.pipeline.train
-        monkeypatch.setattr(made.step.pipeline, "train", lambda batch, scale, *more: train(batch, scale * torch.nan))
+        pipeline, train = made.train_step.pipeline, made.train_step.pipeline.train
+        monkeypatch.setattr(pipeline, "train", lambda batch, scale, *more: train(batch, scale * torch.nan))
         return made
 
-    monkeypatch.setattr(life, "trainer_of", poisoned)
+    monkeypatch.setattr("megacore.training.main.trainer_of", poisoned)
     arguments = [recipe, "optimizer.non_finite=skip", "train.precision=fp32"]
-    assert pretrain.main([*arguments, f"out={tmp_path / 'run'}"]) == 0
+    assert main.main([*arguments, f"out={tmp_path / 'run'}"]) == 0
     shown = capsys.readouterr()
     assert "skipped steps    5 of 5, which changed nothing" in shown.out
     assert "skipped=5" in shown.err
-    assert pretrain.main([*arguments, f"out={tmp_path / 'other'}", "optimizer.max_skipped=3"]) == 1
+    assert main.main([*arguments, f"out={tmp_path / 'other'}", "optimizer.max_skipped=3"]) == 1
     shown = capsys.readouterr()
     assert (
         "step 4, samples 24 to 31" in shown.err
@@ -389,7 +375,7 @@ def test_a_signal_ends_a_run_after_its_step(recipe: str, tmp_path: Path, number:
     command = [
         sys.executable,
         "-m",
-        "megacore.training.train",
+        "megacore.training",
         recipe,
         f"out={out}",
         "train.steps=100000",
@@ -410,19 +396,26 @@ def test_a_signal_ends_a_run_after_its_step(recipe: str, tmp_path: Path, number:
     assert (out / "loss.png").is_file()
 
 
-def test_only_a_second_sigint_ends_at_once() -> None:
+def test_only_a_second_sigint_ends_at_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM, however often, leaves the time that a checkpoint takes; one Ctrl-C may arrive twice."""
-    hasty, patient = Interrupt(patience_s=0.0), Interrupt(patience_s=60.0)
-    with patient.listening():
+    hasty, patient, made = Signals(), Signals(), trainer(recipe)
+    patient.on_start(made)
+    try:
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
             signal.raise_signal(number)
-    with hasty.listening():
+    finally:
+        patient.on_end(made)
+    monkeypatch.setattr(signals, "PATIENCE_S", 0.0)
+    hasty.on_start(made)
+    try:
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
             time.sleep(0.001)
-        assert hasty.asked and patient.asked
+        assert hasty.stop and patient.stop
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+    finally:
+        hasty.on_end(made)
 
 
 def test_a_second_ctrl_c_without_a_launcher_is_a_line(
@@ -431,10 +424,10 @@ def test_a_second_ctrl_c_without_a_launcher_is_a_line(
     def interrupted(*_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pretrain, "run", interrupted)
+    monkeypatch.setattr(main, "fit", interrupted)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as ended:
-        pretrain.main([recipe, f"out={tmp_path / 'run'}"])
+        main.main([recipe, f"out={tmp_path / 'run'}"])
     assert ended.value.code == 130
     assert capfd.readouterr().err == "Interrupted again: ended at once, without a checkpoint.\n"
 
@@ -443,7 +436,7 @@ def test_a_second_ctrl_c_without_a_launcher_is_a_line(
 def test_a_signal_to_torchrun_ends_all_ranks_after_the_same_step(recipe: str, tmp_path: Path) -> None:
     """Another launcher than ours; `test_start.py` has ours."""
     out = tmp_path / "run"
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.training.train"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.training"]
     process = start([sys.executable, *torchrun, recipe, f"out={out}", "train.steps=100000", "mesh.tp=2"])
     try:
         await_records(process, out, 3)
@@ -462,7 +455,7 @@ def test_an_error_on_one_rank_ends_all_of_them_and_is_seen(recipe: str, tmp_path
     stand_in = tmp_path / "path" / "wandb"
     stand_in.mkdir(parents=True)
     (stand_in / "__init__.py").write_text("def init(**_):\n    raise RuntimeError('no such project')\n")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.training.train"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "megacore.training"]
     command = [sys.executable, *torchrun, recipe, f"out={tmp_path / 'run'}", "mesh.tp=2", "log.wandb=project"]
     process = start(command, PYTHONPATH=str(stand_in.parent))
     try:

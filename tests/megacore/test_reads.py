@@ -11,15 +11,18 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from engine import RECIPE, trainer, write_recipe
+from engine import RECIPE, of, trainer, write_recipe
 from pool import Pool
 
 from megacore import checkpoints
+from megacore.rank import Here
 from megacore.store import load, shares
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
-from megacore.training import train as pretrain
+from megacore.training import main
+from megacore.training.callbacks.checkpoints import Checkpoints
+from megacore.training.check import check
 from tools import reshard
 
 PRECISION = ["train.precision=bf16", "evaluate.every=0"]
@@ -33,7 +36,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def saved(recipe: str, overrides: list[str]) -> None:
     with mock.patch.object(shares, "SHARE_BYTES", 1):
-        trainer(recipe, [*overrides, "checkpoint.at_end=true", *PRECISION], log=True).run()
+        trainer(recipe, [*overrides, "checkpoint.at_end=true", *PRECISION], log=True).fit()
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +68,9 @@ def resumed(recipe: str, overrides: list[str]) -> int:
 
     with mock.patch.object(load, "assemble", counting), mock.patch.object(shares, "SLICE", 100):
         made = trainer(recipe, [*overrides, "train.steps=9", *PRECISION])
-    made.saver.save(6, {"step": 6})
-    made.saver.finish()
+    saver = of(made, Checkpoints)._saver
+    saver.save(6, {"step": 6})
+    saver.finish()
     return count
 
 
@@ -134,11 +138,11 @@ def goes_on(recipe: str, overrides: list[str]) -> tuple[set[str], set[str]]:
         return plain(path, root)
 
     with mock.patch.object(TensorFile, "open", noted), contextlib.redirect_stdout(io.StringIO()):
-        setup = pretrain.check(recipe, overrides, dist.get_world_size(), 2, checked=rank % 2 > 0, led=rank > 0)
+        setup = check(recipe, overrides, dist.get_world_size(), 2, checked=rank % 2 > 0, led=rank > 0)
         dist.barrier()
         before = {*opened}
         opened.clear()
-        pretrain.run(setup, torch.device("cpu"))
+        main.fit(setup, torch.device("cpu"), Here.now())
     return before, {*opened}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,15 @@ import torch
 from engine import Result, trainer, write_recipe
 from pool import Pool
 
-from megacore import checkpoints, exits
-from megacore.control import Control
-from megacore.recovery import incidents
-from megacore.recovery.events import Event
-from megacore.recovery.policy import Decision
-from megacore.training import build, life
-from megacore.training import train as pretrain
-from megacore.training.copies import Copies
-from megacore.training.recover import Held, Told, let_go, recovered
+from megacore import checkpoints, exits, incidents
+from megacore.incidents import Incident
+from megacore.training import build, main
+from megacore.training.callbacks import repeat_steps
+from megacore.training.callbacks.bad_steps import NonFinite
+from megacore.training.callbacks.repeat_steps import UnsoundHardware
 from megacore.training.resume import Start
-from megacore.training.trouble import NonFinite, UnsoundHardware
+from megacore.training.trainer import Callback
 from models.decoder import Microbatch
-from parallel.mesh import Mesh
 from parallel.pipeline.schedules import Kind
 
 REPEAT = ["optimizer.non_finite=repeat", "train.steps=6", "checkpoint.every=3", "evaluate.every=0"]
@@ -40,61 +37,47 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def break_calls(made: engine.Trainer, calls: dict[int, float]) -> None:
     """Multiply the losses of this rank in some calls of the pipeline, which count from 1, whatever their step."""
-    plain, count = made.step.pipeline.train, 0
+    plain, count = made.train_step.pipeline.train, 0
 
     def broken(microbatches: list[Microbatch], scale: torch.Tensor, enter: Callable[[Kind], object]) -> torch.Tensor:
         nonlocal count
         count += 1
         return plain(microbatches, scale * calls.get(count, 1.0), enter)
 
-    made.step.pipeline.train = broken  # type: ignore[assignment, method-assign]
+    made.train_step.pipeline.train = broken  # type: ignore[assignment, method-assign]
 
 
 def poison_samples(made: engine.Trainer, samples: list[int], factor: float) -> None:
     """Multiply the losses of microbatches that hold some samples."""
-    plain = made.step.pipeline.train
+    plain = made.train_step.pipeline.train
     poisoned = {bytes(made.batches._source.sample(each).tokens[:-1]) for each in samples}
 
     def train(microbatches: list[Microbatch], scale: torch.Tensor, enter: Callable[[Kind], object]) -> torch.Tensor:
         rows = [bytes(row.numpy()) for each in microbatches for row in each.tokens.view(-1, engine.LENGTH)]
         return plain(microbatches, scale * factor if poisoned & set(rows) else scale, enter)
 
-    made.step.pipeline.train = train  # type: ignore[assignment, method-assign]
+    made.train_step.pipeline.train = train  # type: ignore[assignment, method-assign]
 
 
-Befell = list[tuple[Event, Decision]]
+class Heard(Callback):
+    """What befalls a run."""
+
+    def __init__(self) -> None:
+        self.told = list[Incident]()
+
+    def on_incident(self, run: engine.Trainer, incident: Incident) -> None:
+        self.told.append(incident)
 
 
-def heard(made: engine.Trainer) -> Befell:
-    """What it tells from now on."""
-    told, tell = Befell(), made._tell
+def poisoned_runs(monkeypatch: pytest.MonkeyPatch, samples: list[int], factor: float) -> None:
+    """Poison samples of all runs from here on."""
 
-    def hear(event: Event, decision: Decision) -> None:
-        told.append((event, decision))
-        tell(event, decision)
+    def poisoned(*given: Any) -> engine.Trainer:
+        made = build.trainer_of(*given)
+        poison_samples(made, samples, factor)
+        return made
 
-    made._tell = hear  # type: ignore[method-assign]
-    return told
-
-
-def recovered_from(
-    recipe: str, overrides: list[str], made: engine.Trainer, done: int, befell: int = 0
-) -> engine.Trainer:
-    """The trainer that goes on in place, where a fault ends the run after it has done a step and told of so many
-    events."""
-    told, listen = heard(made), made._listen
-
-    def broken() -> object:
-        if made.done == done and len(told) == befell:
-            raise RuntimeError("a fault")
-        return listen()
-
-    made._listen = broken  # type: ignore[method-assign, assignment]
-    with pytest.raises(RuntimeError, match="a fault"):
-        made.run()
-    held = Held(Copies(), made)
-    said = Told.from_json(json.loads(json.dumps(let_go(held, 0).to_json())))
-    return recovered(pretrain.check(recipe, overrides, 1, 1), made.mesh, made.control, held, [said])
+    monkeypatch.setattr(main, "trainer_of", poisoned)
 
 
 def run(
@@ -104,17 +87,18 @@ def run(
     rank: int = 0,
     poisoned: list[int] | None = None,
     factor: float = torch.nan,
-) -> tuple[Result, Befell]:
-    made = trainer(recipe, overrides, log=True)
-    told = heard(made)
+) -> tuple[Result, list[Incident]]:
+    heard = Heard()
+    made = trainer(recipe, overrides, log=True, callbacks=[heard])
     if calls and made.mesh.rank == rank:
         break_calls(made, calls)
     if poisoned:
         poison_samples(made, poisoned, factor)
-    found = engine.result(made, made.run())
-    if made.log is not None:
-        assert [(each.event, each.decision) for each in incidents.read(Path(made.config.out))] == told
-    return found, told
+    found = engine.result(made, made.fit())
+    if made.mesh.rank == 0:
+        new = {"number": 0, "recovered": None, "steps_lost": None, "seconds_lost": None}
+        assert [replace(each, **new) for each in incidents.read(Path(made.config.out))] == heard.told
+    return found, heard.told
 
 
 def assert_same(one: Result, other: Result) -> None:
@@ -123,8 +107,8 @@ def assert_same(one: Result, other: Result) -> None:
     assert all(np.array_equal(value, other.weights[name]) for name, value in one.weights.items())
 
 
-def kinds(told: Befell) -> list[tuple[str, str]]:
-    return [(event.kind, decision.action) for event, decision in told]
+def kinds(told: list[Incident]) -> list[tuple[str, str]]:
+    return [(each.kind, each.action) for each in told]
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp16"])
@@ -136,8 +120,8 @@ def test_a_step_that_is_bad_once_leaves_no_trace(recipe: str, tmp_path: Path, ev
     plain, _ = run(recipe, [f"out={tmp_path / 'plain'}", *common])
     found, told = run(recipe, [f"out={tmp_path / 'found'}", *common], {3: torch.nan})
     assert kinds(told) == [("non_finite", "repeat"), ("unrepeatable", "tell")]
-    assert [(event.step, event.samples) for event, _ in told] == [(3, (16, 24))] * 2
-    assert told[1][0].rank == 0 and "differed: rank 0" in told[1][0].detail
+    assert [(each.step, each.samples) for each in told] == [(3, (16, 24))] * 2
+    assert told[1].rank == 0 and "differed: rank 0" in told[1].detail
     assert [each.steps_lost for each in incidents.read(tmp_path / "found")] == [0, None]
     assert_same(found, plain)
     assert found.values("loss_scale") == plain.values("loss_scale")
@@ -156,7 +140,7 @@ def test_all_ranks_repeat_and_name_the_one(
     found = pool.run(world, run, recipe, [f"out={tmp_path / 'found'}", *common], {3: torch.nan}, 1)
     for (one, told), (other, _) in zip(found, plain, strict=True):
         assert kinds(told) == [("non_finite", "repeat"), ("unrepeatable", "tell")]
-        assert told[1][0].rank == known and "differed: rank 1 (" in told[1][0].detail
+        assert told[1].rank == known and "differed: rank 1 (" in told[1].detail
         assert told == found[0][1]
         assert_same(one, other)
 
@@ -190,7 +174,7 @@ def test_a_spent_budget_ends_with_the_samples(recipe: str, tmp_path: Path) -> No
     made = trainer(recipe, overrides)
     poison_samples(made, [12, 33], torch.nan)
     with pytest.raises(NonFinite) as error:
-        made.run()
+        made.fit()
     said = str(error.value)
     assert said.startswith("step 4, samples 32 to 39 of the training data: the loss is not finite on rank 0 (")
     assert "1 of 100 steps are left out already; left out: 8-16" in said
@@ -202,18 +186,19 @@ def test_steps_that_end_a_run_or_are_left_out_are_incidents(recipe: str, tmp_pat
         overrides = [f"out={tmp_path / choice}", *REPEAT, f"optimizer.non_finite={choice}"]
         made = trainer(recipe, overrides, log=True)
         break_calls(made, {3: torch.nan})
-        with pytest.raises(NonFinite) if choice == "stop" else nullcontext():
-            made.run()
+        with pytest.raises(NonFinite) if choice == "stop" else nullcontext() as error:
+            made.fit()
+        assert error is None or error.value.status == exits.FAILED
         (found,) = incidents.read(tmp_path / choice)
-        assert (found.event.kind, found.event.step, found.decision.action) == ("non_finite", 3, action)
-        assert found.decision.status == exits.FAILED and (found.recovered is None) == (choice == "stop")
+        assert (found.kind, found.step, found.action) == ("non_finite", 3, action)
+        assert (found.recovered is None) == (choice == "stop")
 
 
 def test_other_numbers_that_are_bad_again_are_the_hardware_s(recipe: str, tmp_path: Path) -> None:
     made = trainer(recipe, [f"out={tmp_path}", *REPEAT])
     break_calls(made, {3: torch.nan, 4: torch.inf})
     with pytest.raises(UnsoundHardware, match=r"step 3 was bad twice, .* differed: rank 0 \(") as error:
-        made.run()
+        made.fit()
     assert error.value.status == exits.EVICT
 
 
@@ -222,21 +207,13 @@ def test_the_run_goes_back_before_bad_data(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], elsewhere: bool
 ) -> None:
     """To the newest checkpoint, twice, leaving out all from there on."""
-    plain = build.trainer_of
-
-    def poisoned(setup: pretrain.Setup, mesh: Mesh, control: Control) -> engine.Trainer:
-        made = plain(setup, mesh, control)
-        poison_samples(made, [34, 41], torch.nan)
-        return made
-
     common = [*REPEAT, "checkpoint.every=2", "checkpoint.keep=null"]
-    monkeypatch.setattr(life, "trainer_of", poisoned)
+    poisoned_runs(monkeypatch, [34, 41], torch.nan)
 
     def files(name: str, *overrides: str) -> dict[str, bytes]:
         folder = tmp_path / name / "checkpoints"
         url = [f"checkpoint.folder=file://{folder}"] if elsewhere else []
-        setup = pretrain.check(recipe, [f"out={tmp_path / name}", *common, *url, *overrides], 1, 1)
-        assert pretrain.run(setup, torch.device("cpu")) == 6
+        assert engine.fit(recipe, [f"out={tmp_path / name}", *common, *url, *overrides]) == 6
         path = checkpoints.complete(folder)[6]
         tree = json.loads((path / "trainer.json").read_text())
         assert tree["skipped_samples"] == [[32, 48]] and tree["consumed_samples"] == 48
@@ -254,13 +231,8 @@ def test_the_run_goes_back_over_a_damaged_checkpoint(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, restarted: bool
 ) -> None:
     """To the one before it, and still without the samples that were found to be bad, and those before."""
-    plain, prepare = build.trainer_of, life._before
+    prepare = repeat_steps._before
     newest = checkpoints.path_of(checkpoints.folder_of(tmp_path / "found"), 4)
-
-    def poisoned(setup: pretrain.Setup, mesh: Mesh, control: Control) -> engine.Trainer:
-        made = plain(setup, mesh, control)
-        poison_samples(made, [34], torch.nan)
-        return made
 
     def damaged(*given: Any) -> Start:
         if damage == "a bit" and newest.exists():
@@ -272,79 +244,21 @@ def test_the_run_goes_back_over_a_damaged_checkpoint(
             (newest / "index.json").write_text("{")
         return prepare(*given)
 
-    monkeypatch.setattr(life, "trainer_of", poisoned)
+    poisoned_runs(monkeypatch, [34], torch.nan)
     common = [*REPEAT, "checkpoint.every=2", "checkpoint.keep=null"]
 
     def files(name: str, *overrides: str) -> dict[str, bytes]:
-        setup = pretrain.check(recipe, [f"out={tmp_path / name}", *common, *overrides], 1, 1)
-        assert pretrain.run(setup, torch.device("cpu")) == 6
+        assert engine.fit(recipe, [f"out={tmp_path / name}", *common, *overrides]) == 6
         path = checkpoints.path_of(checkpoints.folder_of(tmp_path / name), 6)
         tree = json.loads((path / "trainer.json").read_text())
         assert tree["skipped_samples"] == [[16, 40]] and tree["consumed_samples"] == 48
         return {each.name: each.read_bytes() for each in path.rglob("*.safetensors")}
 
     expected = files("plain", "recovery.skip_samples=[16-40]")
-    monkeypatch.setattr(life, "_before", damaged)
+    monkeypatch.setattr(repeat_steps, "_before", damaged)
     back = ["recovery.go_back=true", *(["checkpoint.resume=auto"] if restarted else [])]
     found = files("found", *back)
     assert found == expected and newest.with_name(f"{newest.name}.damaged").exists()
-
-
-@pytest.mark.parametrize(
-    ("calls", "poisoned", "fault", "version", "ranges"),
-    [({3: torch.nan}, None, 5, 2, ()), (None, [12], 4, 4, ((8, 16),))],
-    ids=["halted", "left-out"],
-)
-def test_a_fault_leaves_no_trace_either(
-    recipe: str,
-    tmp_path: Path,
-    calls: dict[int, float] | None,
-    poisoned: list[int] | None,
-    fault: int,
-    version: int,
-    ranges: tuple[tuple[int, int], ...],
-) -> None:
-    """A run that is halted stands before its bad step; what it leaves out by then goes on with it."""
-    common = [*REPEAT, "log.every=6", "checkpoint.every=0"]
-    overrides = [f"out={tmp_path}", *common, f"evaluate.every={2 if poisoned else 0}"]
-    made = trainer(recipe, overrides)
-    break_calls(made, calls or {})
-    poison_samples(made, poisoned or [], torch.nan)
-    again = recovered_from(recipe, overrides, made, fault, 2 * len(ranges))
-    assert again.done == version
-    assert again.start.skipped_samples.ranges == ranges and again.repetition is not None
-    assert len(again.repetition.history) == 2 * len(ranges)
-    poison_samples(again, poisoned or [], torch.nan)
-    skip = [f"recovery.skip_samples=[{a}-{b}]" for a, b in ranges]
-    plain, _ = run(recipe, [f"out={tmp_path / 'plain'}", *common, *skip])
-    found = engine.result(again, again.run())
-    assert all(np.array_equal(value, plain.weights[name]) for name, value in found.weights.items())
-
-
-def test_a_fault_does_not_make_a_step_that_is_done_again_new(recipe: str, tmp_path: Path) -> None:
-    """What it came to before goes on with the run, and is compared."""
-    overrides = [f"out={tmp_path / 'found'}", *REPEAT, "checkpoint.every=0"]
-    made = trainer(recipe, overrides)
-    break_calls(made, {3: torch.nan})
-    again = recovered_from(recipe, overrides, made, done=3, befell=1)
-    assert again.repetition is not None and again.repetition.bad is not None
-    told = heard(again)
-    found = engine.result(again, again.run())
-    assert kinds(told) == [("unrepeatable", "tell")]
-    plain, _ = run(recipe, [f"out={tmp_path / 'plain'}", *REPEAT, "checkpoint.every=0"])
-    assert all(np.array_equal(value, plain.weights[name]) for name, value in found.weights.items())
-
-
-def test_a_fault_reads_no_base_of_adapters_anew(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has been read at the start, all of it, and is in memory."""
-    run(recipe, [f"out={tmp_path / 'base'}", "train.steps=3", "checkpoint.at_end=true", "evaluate.every=0"])
-    base = checkpoints.path_of(checkpoints.folder_of(tmp_path / "base"), 3)
-    overrides = [f"out={tmp_path / 'run'}", f"checkpoint.init={base}", "lora.rank=2", "lora.targets=[mlp]"]
-    made = trainer(recipe, [*overrides, "model=null", "checkpoint.every=0", "evaluate.every=0"])
-    adapters = made.saver.index.adapters
-    monkeypatch.setattr(build, "fingerprint", lambda *_: pytest.fail("the base is read once more"))
-    again = recovered_from(recipe, [*overrides, "model=null", "checkpoint.every=0", "evaluate.every=0"], made, done=2)
-    assert adapters is not None and again.saver.index.adapters == adapters and again.run() == 5
 
 
 # -- spikes
@@ -357,7 +271,7 @@ def test_a_spike_is_told(recipe: str, tmp_path: Path) -> None:
     """Its steps stay; where it begins it is told, once."""
     found, told = run(recipe, [f"out={tmp_path}", *SPIKES], {41: 1e3, 42: 1e3})
     assert found.last == 44 and kinds(told) == [("spike", "tell")]
-    assert told[0][0].step == 41 and "grad_norm" in told[0][0].detail
+    assert told[0].step == 41 and "grad_norm" in told[0].detail
 
 
 def test_a_spike_of_the_hardware_leaves_no_trace_and_one_of_data_is_left_out(recipe: str, tmp_path: Path) -> None:
@@ -376,64 +290,31 @@ def test_a_spike_of_the_hardware_leaves_no_trace_and_one_of_data_is_left_out(rec
 def test_a_run_that_is_started_again_knows_what_a_spike_is(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, out = build.trainer_of, tmp_path / "run"
-
-    def poisoned(setup: pretrain.Setup, mesh: Mesh, control: Control) -> engine.Trainer:
-        poison_samples(new := made(setup, mesh, control), [325], 1e3)
-        return new
-
-    monkeypatch.setattr(life, "trainer_of", poisoned)
+    out = tmp_path / "run"
+    poisoned_runs(monkeypatch, [325], 1e3)
     common = [*SPIKES, f"out={out}", "checkpoint.at_end=true", "schedule.name=constant"]
     for steps in 38, 44:
-        setup = pretrain.check(recipe, [*common, f"train.steps={steps}", "checkpoint.resume=auto"], 1, 1)
-        assert pretrain.run(setup, torch.device("cpu")) == steps
-    assert [(each.event.kind, each.event.step) for each in incidents.read(out)] == [("spike", 41)]
+        assert engine.fit(recipe, [*common, f"train.steps={steps}", "checkpoint.resume=auto"]) == steps
+    assert [(each.kind, each.step) for each in incidents.read(out)] == [("spike", 41)]
 
 
 def test_a_run_that_is_started_again_knows_what_it_has_left_out(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = build.trainer_of
-
-    def poisoned(setup: pretrain.Setup, mesh: Mesh, control: Control) -> engine.Trainer:
-        poison_samples(new := made(setup, mesh, control), [12, 33], torch.nan)
-        return new
-
-    monkeypatch.setattr(life, "trainer_of", poisoned)
+    poisoned_runs(monkeypatch, [12, 33], torch.nan)
     common = [*REPEAT, f"out={tmp_path}", "optimizer.max_skipped=1", "checkpoint.resume=auto", "checkpoint.at_end=true"]
-    setup = pretrain.check(recipe, [*common, "train.steps=3"], 1, 1)
-    assert pretrain.run(setup, torch.device("cpu")) == 3
-    setup = pretrain.check(recipe, [*common, "train.steps=6"], 1, 1)
+    assert engine.fit(recipe, [*common, "train.steps=3"]) == 3
     with pytest.raises(NonFinite, match="1 of 100 steps are left out already"):
-        pretrain.run(setup, torch.device("cpu"))
+        engine.fit(recipe, common)
     # Somebody has read why: there is room again.
-    setup = pretrain.check(recipe, [*common, "train.steps=6"], 1, 1)
-    assert pretrain.run(setup, torch.device("cpu")) == 6
+    assert engine.fit(recipe, common) == 6
 
 
-def test_a_run_that_has_recovered_or_gone_back_knows_what_a_spike_is(
+def test_a_run_that_has_gone_back_knows_what_a_spike_is(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     common = [*SPIKES, "optimizer.non_finite=repeat", "recovery.spikes=true"]
-    plain, _ = run(recipe, [f"out={tmp_path / 'plain'}", *common])
-    overrides = [f"out={tmp_path / 'found'}", *common]
-    again = recovered_from(recipe, overrides, trainer(recipe, overrides), done=36)
-    break_calls(again, {5: 1e3})
-    told = heard(again)
-    found = engine.result(again, again.run())
-    assert [(event.step, event.kind, decision.action) for event, decision in told] == [
-        (41, "spike", "repeat"),
-        (41, "unrepeatable", "tell"),
-    ]
-    assert all(np.array_equal(value, plain.weights[name]) for name, value in found.weights.items())
-    made = build.trainer_of
-
-    def poisoned(setup: pretrain.Setup, mesh: Mesh, control: Control) -> engine.Trainer:
-        poison_samples(new := made(setup, mesh, control), [290, 340], 1e3)
-        return new
-
-    monkeypatch.setattr(life, "trainer_of", poisoned)
+    poisoned_runs(monkeypatch, [290, 340], 1e3)
     back = [*common, "recovery.go_back=true", "checkpoint.every=18"]
-    setup = pretrain.check(recipe, [f"out={tmp_path / 'back'}", *back], 1, 1)
-    assert pretrain.run(setup, torch.device("cpu")) == 44
+    assert engine.fit(recipe, [f"out={tmp_path / 'back'}", *back]) == 44
     assert capfd.readouterr().err.count(". Go back to the newest checkpoint before the step") == 2

@@ -15,7 +15,21 @@ import numpy as np
 import pytest
 import torch
 from device_store import device_store
-from engine import GPT2, LENGTH, LLAMA, RECIPE, VOCAB, Result, train, trainer, weights, write_corpus, write_recipe
+from engine import (
+    GPT2,
+    LENGTH,
+    LLAMA,
+    RECIPE,
+    VOCAB,
+    Result,
+    fit,
+    of,
+    train,
+    trainer,
+    weights,
+    write_corpus,
+    write_recipe,
+)
 from pool import Pool
 
 from megacore import checkpoints
@@ -27,12 +41,13 @@ from megacore.recipe import ConfigError, load
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
-from megacore.training import metrics
-from megacore.training import train as pretrain
+from megacore.training import main, metrics
+from megacore.training.callbacks.checkpoints import Checkpoints
+from megacore.training.check import check
 from megacore.training.progress import Progress
 from megacore.training.resume import find, model_of, raw_of, remarks
 from megacore.training.save import TrainingState
-from megacore.training.trainer import Trainer
+from megacore.training.step import Stats
 from models.decoder import Microbatch
 from models.registry import configure
 from models.stages import layout_of
@@ -114,12 +129,20 @@ def test_ten_steps_and_ten_are_twenty_bitwise(pool: Pool, tmp_path: Path, world:
 
 
 def test_it_goes_on_where_it_was_stopped(recipe: str, six: Path, tmp_path: Path) -> None:
-    """In the same folder, its log cut back to the checkpoint: as if it had never stopped."""
+    """In the same folder, its log read as if it had never stopped."""
     overrides = [f"out={tmp_path / 'run'}", "train.steps=6", "checkpoint.every=3", "checkpoint.resume=auto"]
     made = trainer(recipe, overrides, log=True)
-    made.step.backward = stop_at(made, 5)  # type: ignore[method-assign]
+    plain = made.train_step.backward
+
+    def stopped(*given: Any) -> Stats:
+        if made.step == 5:
+            of(made, Checkpoints)._saver.finish()
+            raise InterruptedError
+        return plain(*given)
+
+    made.train_step.backward = stopped  # type: ignore[assignment, method-assign]
     with pytest.raises(InterruptedError):
-        made.run()
+        made.fit()
     assert [record["step"] for record in metrics.read(tmp_path / "run" / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4]
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # killed while it wrote
@@ -134,24 +157,10 @@ def test_it_goes_on_where_it_was_stopped(recipe: str, six: Path, tmp_path: Path)
     assert list(checkpoints.complete(checkpoints.folder_of(tmp_path / "run"))) == [3, 6]
 
 
-def stop_at(made: Trainer, step: int) -> Any:
-    plain, count = made.step.backward, made.start.step
-
-    def backward(microbatches: list[Microbatch]) -> Any:
-        nonlocal count
-        count += 1
-        if count == step:
-            made.saver.finish()
-            raise InterruptedError
-        return plain(microbatches)
-
-    return backward
-
-
 def test_a_run_that_is_over_does_nothing(recipe: str, six: Path, tmp_path: Path) -> None:
     made = trainer(recipe, [f"out={tmp_path}", "train.steps=6", f"checkpoint.resume={path_of(six, 6)}"])
     before = weights(made)
-    assert made.run() == 6
+    assert made.fit() == 6
     assert all(np.array_equal(value, before[name]) for name, value in weights(made).items())
 
 
@@ -195,9 +204,9 @@ def test_another_layout_goes_on_with_the_same_numbers(
 
 def saved_again(recipe: str, overrides: list[str]) -> None:
     """What is loaded, as it is."""
-    made = trainer(recipe, overrides)
-    made.saver.save(4, {})
-    made.saver.finish()
+    saver = of(trainer(recipe, overrides), Checkpoints)._saver
+    saver.save(4, {})
+    saver.finish()
 
 
 def test_checkpoints_know_nothing_of_cp(pool: Pool, recipe: str, tmp_path: Path) -> None:
@@ -237,14 +246,14 @@ def test_the_middle_of_the_second_epoch_goes_on_on_another_layout(pool: Pool, re
 def test_another_batch_size_goes_on_with_the_next_sample(recipe: str, six: Path, tmp_path: Path) -> None:
     overrides = [f"out={tmp_path / 'run'}", f"checkpoint.resume={path_of(six, 3)}", "batch.global_size=4"]
     made = trainer(recipe, [*overrides, "train.steps=5", "checkpoint.at_end=true", *OFF], log=True)
-    plain, seen = made.step.backward, list[list[int]]()
+    plain, seen = made.train_step.backward, list[list[int]]()
 
-    def backward(microbatches: list[Microbatch]) -> Any:
+    def backward(microbatches: list[Microbatch], *given: Any) -> Stats:
         seen.extend(batch.tokens.tolist() for batch in microbatches)
-        return plain(microbatches)
+        return plain(microbatches, *given)
 
-    made.step.backward = backward  # type: ignore[assignment, method-assign]
-    made.run()
+    made.train_step.backward = backward  # type: ignore[assignment, method-assign]
+    made.fit()
     samples = made.batches._source
     assert seen == [samples.sample(index).tokens[:-1].tolist() for index in range(24, 32)]
     told = json.loads((path_of(tmp_path / "run", 5) / "trainer.json").read_text())
@@ -262,7 +271,7 @@ def test_the_samples_go_on_in_the_order_that_the_run_began_in(recipe: str, six: 
     overrides = [f"out={tmp_path / 'run'}", "train.steps=4", "checkpoint.at_end=true", *OFF]
     new, made = (trainer(recipe, [*overrides, f"checkpoint.resume={path}"]) for path in (path_of(six, 3), old))
     assert isinstance(new.batches._source, Samples) and isinstance(made.batches._source, ShuffledDocuments)
-    made.run()
+    made.fit()
     again = trainer(recipe, [*overrides, "checkpoint.resume=auto", "train.steps=5"])
     assert isinstance(again.batches._source, ShuffledDocuments)
 
@@ -280,31 +289,31 @@ def test_masters_are_the_weights_of_a_wider_run_and_the_other_way_round(recipe: 
     rounded = {name: torch.from_numpy(value).bfloat16().double().numpy() for name, value in exact.items()}
     assert all(np.array_equal(value, rounded[name]) for name, value in weights(made).items())
     assert any(not np.array_equal(value, rounded[name]) for name, value in exact.items())
-    names = {id(part): part.span.name for part in made.step.gradients.parts if isinstance(part, WholeSpan)}
-    for target in device_store(made.step.optimizer).targets:
+    names = {id(part): part.span.name for part in made.train_step.gradients.parts if isinstance(part, WholeSpan)}
+    for target in device_store(made.train_step.optimizer).targets:
         assert np.array_equal(target.tensor.double().numpy(), exact[names[id(target.part)]])
     # Without masters, in bf16 alone.
     pure = ["train.precision=bf16", "optimizer.master_weights=false", *common]
     made = trainer(recipe, [f"checkpoint.resume={path_of(narrow, 2)}", *pure])
-    assert TrainingState(made.model.parameters, made.step.optimizer).dtypes.keys() == {
+    assert TrainingState(made.model.parameters, made.train_step.optimizer).dtypes.keys() == {
         "weights",
         "exp_avg",
         "exp_avg_sq",
     }
-    assert all(target.tensor.dtype == torch.bfloat16 for target in device_store(made.step.optimizer).targets)
+    assert all(target.tensor.dtype == torch.bfloat16 for target in device_store(made.train_step.optimizer).targets)
 
 
 def skipping(recipe: str, overrides: list[str], step: int) -> Result:
     made = trainer(recipe, overrides, log=True)
-    plain, count = made.step.pipeline.train, made.start.step
+    plain, count = made.train_step.pipeline.train, made.start.step
 
     def poisoned(microbatches: list[Microbatch], scale: torch.Tensor, *enter: Any) -> torch.Tensor:
         nonlocal count
         count += 1
         return plain(microbatches, scale * torch.nan if count == step else scale, *enter)
 
-    made.step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
-    last = made.run()
+    made.train_step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
+    last = made.fit()
     return Result(last, metrics.read(Path(made.config.out) / metrics.METRICS), weights(made))
 
 
@@ -353,9 +362,9 @@ def test_a_hugging_face_folder_starts_at_the_loss_that_transformers_computes(
     labels = torch.from_numpy(np.concatenate([batch.labels for batch in batches]))
     logits = theirs(tokens).logits
     want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).item()
-    stats = made.step.backward(made._microbatches(batches, 1))
+    stats = made.train_step.backward(made.upload(batches, 1))
     assert stats.loss.item() == pytest.approx(want, rel=1e-6)  # rope in fp32 on their side
-    assert made.start == Progress() and made.run() == 5
+    assert made.start == Progress() and made.fit() == 5
 
 
 def shards(recipe: str, overrides: list[str]) -> dict[str, np.ndarray]:
@@ -365,10 +374,10 @@ def shards(recipe: str, overrides: list[str]) -> dict[str, np.ndarray]:
 def test_weights_start_on_any_layout(pool: Pool, recipe: str, six: Path, folder: Path) -> None:
     for source in (folder, path_of(six, 6)):
         made = trainer(recipe, [f"checkpoint.init={source}"])
-        assert made.start == Progress() and made.step.optimizer.updates == 0
+        assert made.start == Progress() and made.train_step.optimizer.updates == 0
         assert not any(
-            device_store(made.step.optimizer).adamw.state[t.tensor]["exp_avg"].any()
-            for t in device_store(made.step.optimizer).targets
+            device_store(made.train_step.optimizer).adamw.state[t.tensor]["exp_avg"].any()
+            for t in device_store(made.train_step.optimizer).targets
         )
         one, layout = weights(made), made.model.parameters.layout
         mesh = MeshShape(tp=2, pp=2)
@@ -384,7 +393,7 @@ def test_weights_start_on_any_layout(pool: Pool, recipe: str, six: Path, folder:
 
 def test_the_config_of_the_source_comes_along(recipe: str, folder: Path, six: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
-    setup = pretrain.check(recipe, [f"checkpoint.init={folder}"], 1, 1)
+    setup = check(recipe, [f"checkpoint.init={folder}"], 1, 1)
     assert raw_of(setup.model, setup.start.source) == {**raw, "max_position_embeddings": LENGTH}
     changed = replace(setup.model, attention_dropout=0.5)  # type: ignore[call-arg]
     assert raw_of(changed, setup.start.source) == {**raw, "attention_dropout": 0.5}
@@ -429,7 +438,7 @@ def test_a_rope_that_the_recipe_changes_is_written_as_the_source_spells_it(
 
 def problems(recipe: str, *overrides: str, world: int = 1) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as error:
-        pretrain.check(recipe, overrides, world, world)
+        check(recipe, overrides, world, world)
     return error.value.problems
 
 
@@ -445,7 +454,7 @@ def test_a_model_that_is_another_one_is_refused_and_each_difference_named(recipe
 
 
 def said(recipe: str, *overrides: str, mesh: MeshShape = ONE) -> list[str]:
-    setup = pretrain.check(recipe, overrides, mesh.world, mesh.world)
+    setup = check(recipe, overrides, mesh.world, mesh.world)
     return remarks(setup.start, setup.config, setup.model, mesh, setup.corpora.identities)
 
 
@@ -514,12 +523,12 @@ def test_other_tokens_or_another_order_are_said(recipe: str, tmp_path: Path) -> 
 
 def test_without_a_model_the_checkpoint_s_is_taken(six: Path, tmp_path: Path) -> None:
     bare = write_recipe(tmp_path, {**RECIPE, "model": {}})
-    setup = pretrain.check(bare, [f"checkpoint.resume={path_of(six, 3)}"], 1, 1)
+    setup = check(bare, [f"checkpoint.resume={path_of(six, 3)}"], 1, 1)
     assert setup.model == Checkpoint.open(path_of(six, 3)).config
     full = write_recipe(tmp_path)
-    assert pretrain.check(full, [f"checkpoint.init={path_of(six, 3)}", "model=null"], 1, 1).model == setup.model
+    assert check(full, [f"checkpoint.init={path_of(six, 3)}", "model=null"], 1, 1).model == setup.model
     bare = write_recipe(tmp_path, {**RECIPE, "model": {}})
-    changed = pretrain.check(bare, [f"checkpoint.init={path_of(six, 3)}", "model.attention_dropout=0.25"], 1, 1)
+    changed = check(bare, [f"checkpoint.init={path_of(six, 3)}", "model.attention_dropout=0.25"], 1, 1)
     assert changed.model == replace(setup.model, attention_dropout=0.25)  # type: ignore[call-arg]
     (problem,) = problems(bare)
     assert "--init FOLDER" in problem and "model.preset" in problem
@@ -565,7 +574,7 @@ def test_a_runs_folder_stands_for_its_newest_checkpoint(recipe: str, six: Path, 
         assert said(recipe, at, f"checkpoint.init={folder}") == [f"Starting from the weights of {path_of(six, 6)}."]
         resumed = said(recipe, at, f"checkpoint.resume={folder}", "train.steps=6")
         assert resumed[0].endswith(f"from {path_of(six, 6)}.") and "after step 6" in resumed[0]
-        own = pretrain.check(recipe, [f"out={six}", f"checkpoint.resume={folder}", "train.steps=6"], 1, 1)
+        own = check(recipe, [f"out={six}", f"checkpoint.resume={folder}", "train.steps=6"], 1, 1)
         assert own.start.progress.step == 6
     assert checkpoints.newest_of(path_of(six, 3)) == path_of(six, 3)
     checkpoints.folder_of(tmp_path).mkdir()
@@ -608,38 +617,27 @@ def test_a_folder_that_holds_a_run_is_gone_on_with_or_left_alone(recipe: str, si
     # From an older one of its own, the newer ones would be another run's.
     (problem,) = problems(recipe, f"out={six}", f"checkpoint.resume={path_of(six, 3)}")
     assert "is older than step-00000006" in problem
-    pretrain.check(recipe, [f"out={six}", f"checkpoint.resume={path_of(six, 6)}", "train.steps=6"], 1, 1)
+    check(recipe, [f"out={six}", f"checkpoint.resume={path_of(six, 6)}", "train.steps=6"], 1, 1)
     others = [f"out={tmp_path}", f"checkpoint.resume={path_of(six, 6)}", "train.steps=8"]
     (tmp_path / "metrics.jsonl").write_text('{"step": 2, "loss": 2.0}\n')
     (problem,) = problems(recipe, *others)
     assert "is not a checkpoint of it" in problem
     # One that began so, and ended before its first checkpoint, begins so again.
     (tmp_path / "metrics.jsonl").write_text('{"step": 7, "loss": 2.0}\n')
-    pretrain.check(recipe, others, 1, 1)
+    check(recipe, others, 1, 1)
     train(recipe, [*others, "checkpoint.at_end=true"])
     (problem,) = problems(recipe, *others)
     assert "is not a checkpoint of it" in problem
 
 
-def test_records_of_a_run_whose_checkpoints_are_not_found_are_kept(
-    recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    often = [f"out={tmp_path}", "checkpoint.every=2", "checkpoint.resume=auto", "log.tensorboard=false", *OFF]
-    for number in range(1, 4):
-        setup = pretrain.check(recipe, often, 1, 1)
-        assert pretrain.run(setup, torch.device("cpu")) == 5
-        before = metrics.read(tmp_path / "metrics.jsonl")
-        assert [each["step"] for each in before] == [1, 2, 3, 4, 5]
-        if number == 1:
-            pretrain.run(pretrain.check(recipe, often, 1, 1), torch.device("cpu"))
-            assert "metrics.jsonl.1" not in capsys.readouterr().out and not (tmp_path / "metrics.jsonl.1").exists()
-        else:
-            assert (
-                f"come to step 5, and none of its checkpoints is there: they are kept in metrics.jsonl.{number - 1}."
-                in (capsys.readouterr().out)
-            )
+def test_records_of_a_run_whose_checkpoints_are_not_found_are_kept(recipe: str, tmp_path: Path) -> None:
+    often = [f"out={tmp_path}", "checkpoint.every=2", "checkpoint.resume=auto", *OFF]
+    for number in (1, 2):
+        assert fit(recipe, often) == 5
+        path = tmp_path / "metrics.jsonl"
+        assert [each["step"] for each in metrics.read(path)] == [1, 2, 3, 4, 5]
+        assert len(path.read_text().splitlines()) == 5 * number
         checkpoints.folder_of(tmp_path).rename(tmp_path / f"moved-{number}")
-    assert [each["step"] for each in metrics.read(tmp_path / "metrics.jsonl.2")] == [1, 2, 3, 4, 5]
 
 
 def test_what_cannot_be_started_from_is_named(recipe: str, six: Path, tmp_path: Path) -> None:
@@ -690,11 +688,11 @@ def load_default() -> Any:
 
 def test_the_program_goes_on(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [recipe, f"out={tmp_path / 'run'}", "checkpoint.at_end=true", "checkpoint.resume=auto"]
-    assert pretrain.main([*arguments, "train.steps=3", "schedule.name=constant"]) == 0
+    assert main.main([*arguments, "train.steps=3", "schedule.name=constant"]) == 0
     shown = capsys.readouterr().out
     assert "the run starts afresh" in shown and f"checkpoint       {path_of(tmp_path / 'run', 3)}" in shown
     (checkpoints.folder_of(tmp_path / "run") / ".step-00000004.doomed").mkdir()
-    assert pretrain.main([*arguments, "train.steps=5", "schedule.name=constant"]) == 0
+    assert main.main([*arguments, "train.steps=5", "schedule.name=constant"]) == 0
     shown = capsys.readouterr().out
     assert "Resuming after step 3 (192 tokens)" in shown and "train.steps is 5, and was 3" in shown
     assert sorted(path.name for path in checkpoints.folder_of(tmp_path / "run").iterdir()) == [

@@ -13,7 +13,7 @@ from megacore.data.corpus import Corpus
 from megacore.recipe import load
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
-from megacore.training import train as pretrain
+from megacore.training import main
 from megacore.training.export import export
 from models.decoder import Microbatch
 from tools import convert
@@ -30,7 +30,7 @@ def test_the_export_is_what_the_converter_makes(tmp_path: Path, capsys: pytest.C
 
     out, made, converted = tmp_path / "run", tmp_path / "run" / "hf", tmp_path / "converted"
     recipe = recipe_of(tmp_path)
-    assert pretrain.main([recipe, f"out={out}", f"checkpoint.export={made}"]) == 0
+    assert main.main([recipe, f"out={out}", f"checkpoint.export={made}"]) == 0
     assert f"exported         {made}" in capsys.readouterr().out
     assert convert.main([str(out / "checkpoints" / "step-00000002"), str(converted), "--to", "hf"]) == 0
     assert sorted(path.name for path in made.iterdir()) == sorted(path.name for path in converted.iterdir())
@@ -49,15 +49,15 @@ def test_it_ends_texts_by_the_token_that_ended_them_in_the_corpus(tmp_path: Path
     recipe, out = recipe_of(tmp_path), tmp_path / "run"
     Corpus("corpus", 60, 1440, 5000, 3.5, VOCAB, 7, 4.0, 0, 0).write(tmp_path)
     first, second = tmp_path / "first", tmp_path / "second"
-    assert pretrain.main([recipe, f"out={out}", f"checkpoint.export={first}"]) == 0
+    assert main.main([recipe, f"out={out}", f"checkpoint.export={first}"]) == 0
     started = ["train.steps=3", "model=null", f"checkpoint.export={second}"]
     (first / "config.json").write_text(
         json.dumps(json.loads((first / "config.json").read_text()) | {"eos_token_id": 9})
     )
-    assert pretrain.main([recipe, f"out={tmp_path / 'next'}", f"checkpoint.init={first}", *started]) == 0
+    assert main.main([recipe, f"out={tmp_path / 'next'}", f"checkpoint.init={first}", *started]) == 0
     assert json.loads((second / "config.json").read_text())["eos_token_id"] == 9
     third = ["train.steps=3", "checkpoint.resume=auto", f"checkpoint.export={tmp_path / 'third'}"]
-    assert pretrain.main([recipe, f"out={out}", *third]) == 0
+    assert main.main([recipe, f"out={out}", *third]) == 0
     made = GenerationConfig.from_model_config(AutoConfig.from_pretrained(tmp_path / "third"))
     assert (made.bos_token_id, made.eos_token_id) == (None, 7)
 
@@ -65,9 +65,9 @@ def test_it_ends_texts_by_the_token_that_ended_them_in_the_corpus(tmp_path: Path
 def test_the_dtype_is_that_of_the_run_and_not_of_its_start(tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
     first, second = tmp_path / "first", tmp_path / "second"
-    assert pretrain.main([recipe, f"out={tmp_path / 'a'}", f"checkpoint.export={first}"]) == 0
+    assert main.main([recipe, f"out={tmp_path / 'a'}", f"checkpoint.export={first}"]) == 0
     started = ["model=null", f"checkpoint.init={first}", "train.precision=fp32", "train.steps=3"]
-    assert pretrain.main([recipe, f"out={tmp_path / 'b'}", *started, f"checkpoint.export={second}"]) == 0
+    assert main.main([recipe, f"out={tmp_path / 'b'}", *started, f"checkpoint.export={second}"]) == 0
     assert {entry.dtype for entry in TensorFile.open(second / "model.safetensors").entries.values()} == {"F32"}
     assert json.loads((second / "config.json").read_text())["dtype"] == "float32"
 
@@ -78,13 +78,13 @@ def test_a_run_that_is_started_again_when_all_is_done_is_done(
     """A scheduler may do so where it has not heard of the end; what was exported stays."""
     out, made = tmp_path / "run", tmp_path / "hf"
     again = [recipe_of(tmp_path), f"out={out}", f"checkpoint.export={made}", "checkpoint.resume=auto"]
-    assert pretrain.main(again) == 0
+    assert main.main(again) == 0
     before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in made.iterdir()}
     assert "stays as it is" not in capsys.readouterr().out
-    assert pretrain.main(again) == 0
+    assert main.main(again) == 0
     assert f"{made} (it is there already, and stays as it is)" in capsys.readouterr().out
     assert before == {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in made.iterdir()}
-    assert pretrain.main([*again, "train.steps=3"]) == 2
+    assert main.main([*again, "train.steps=3"]) == 2
     assert "exists and is not empty" in capsys.readouterr().err
 
 
@@ -100,7 +100,7 @@ def test_what_is_not_finished_is_not_exported(tmp_path: Path) -> None:
 def test_a_folder_that_has_come_in_between_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, made = tmp_path / "run", tmp_path / "hf"
     recipe = recipe_of(tmp_path)
-    assert pretrain.main([recipe, f"out={out}"]) == 0
+    assert main.main([recipe, f"out={out}"]) == 0
     made.mkdir()
     (made / "theirs").touch()
     with pytest.raises(StoreError, match=r"(?s)holds 1 files.*megacore convert .*step-00000002 .*hf --to hf"):
@@ -142,7 +142,7 @@ def test_a_model_of_twice_the_positions_is_what_transformers_makes_of_it(tmp_pat
 
     by_hand = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "original_max_position_embeddings": length}
     close(base, rope_parameters=by_hand, max_position_embeddings=2 * length)
-    run.run()
+    run.fit()
     assert convert.main([str(tmp_path / "run" / "checkpoints" / "step-00000001"), str(made), "--to", "hf"]) == 0
     assert json.loads((made / "config.json").read_text())["max_position_embeddings"] == 2 * length
     close(made)

@@ -16,12 +16,13 @@ import torch
 from engine import train, write_recipe
 from pool import Pool
 
+from megacore.rank import Here
 from megacore.recipe import ConfigError
 from megacore.store import lock
 from megacore.store.strict_json import StoreError
 from megacore.training import lock as run_lock
-from megacore.training import metrics
-from megacore.training import train as pretrain
+from megacore.training import main, metrics
+from megacore.training.check import check
 from megacore.training.lock import LOCK, Holder, RunLock, holder, read
 
 QUICK = 0.02
@@ -167,13 +168,13 @@ def test_a_second_run_changes_nothing(
     arguments = [recipe, f"out={out}", "checkpoint.resume=auto", "train.steps=9"]
     with RunLock.take(out):
         with pytest.raises(ConfigError, match=r"out \(.*\) is held by a run, process \d+ on .* choose another out="):
-            pretrain.check(recipe, arguments[1:], 1, 1)
+            check(recipe, arguments[1:], 1, 1)
         monkeypatch.setattr("megacore.training.problems.holder", lambda out: None)
-        assert pretrain.main(arguments) == 1
+        assert main.main(arguments) == 1
         assert "is held by a run, process" in capsys.readouterr().err
         (out / LOCK).unlink()
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
-    assert pretrain.main(arguments) == 0
+    assert main.main(arguments) == 0
     assert [step for step, _ in metrics.curve(metrics.read(out / "metrics.jsonl"), "loss")] == [
         1,
         2,
@@ -191,9 +192,9 @@ def test_a_second_run_changes_nothing(
 def refused(recipe: str, overrides: list[str]) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megacore.training.problems.holder", lambda out: None)  # it was taken since
-        setup = pretrain.check(recipe, overrides, 2, 2)
+        setup = check(recipe, overrides, 2, 2)
     with pytest.raises(StoreError) as error:
-        pretrain.run(setup, torch.device("cpu"))
+        main.fit(setup, torch.device("cpu"), Here.now())
     return str(error.value)
 
 

@@ -9,6 +9,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,7 @@ import engine
 import numpy as np
 import pytest
 import torch
-from engine import GPT2, RECIPE, train, trainer, write_recipe
+from engine import GPT2, RECIPE, fit, of, train, trainer, write_recipe
 from pool import Pool
 
 from megacore import checkpoints
@@ -27,11 +28,14 @@ from megacore.store import audit, publish
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
-from megacore.training import build, life, save
-from megacore.training import train as pretrain
-from megacore.training.save import SaveError
+from megacore.training import main, save
+from megacore.training.callbacks.bad_steps import NonFinite
+from megacore.training.callbacks.checkpoints import Checkpoints
+from megacore.training.callbacks.evaluation import Evaluation
+from megacore.training.check import check
+from megacore.training.save import SaveError, Saver
+from megacore.training.step import Stats
 from megacore.training.trainer import Trainer
-from megacore.training.trouble import NonFinite
 from models.decoder import Microbatch
 from parallel.mesh import Mesh
 from parallel.weights.layout import Layout, MeshShape
@@ -51,6 +55,10 @@ def saved(out: Path) -> list[int]:
     found = list(checkpoints.complete(folder))
     assert sorted(path.name for path in folder.glob("*")) == [f"step-{step:08d}" for step in found]
     return found
+
+
+def saver_of(made: Trainer) -> Saver:
+    return of(made, Checkpoints)._saver
 
 
 def opened(out: Path, step: int) -> Checkpoint:
@@ -136,8 +144,8 @@ def test_a_checkpoint_holds_the_run(recipe: str, tmp_path: Path) -> None:
 
 def shares(recipe: str, overrides: list[str]) -> tuple[list[str], list[str]]:
     made = trainer(recipe, overrides, log=True)
-    snapshots = save.Snapshot(made.saver._state)
-    made.run()
+    snapshots = save.Snapshot(made.contents.state)
+    made.fit()
     held = [each.state for each in snapshots.written if {s.stored.name for s in each.file.tensors} == {*each.host}]
     return sorted(each.state for each in snapshots.written), sorted(held)
 
@@ -160,15 +168,16 @@ def saved_twice(recipe: str, overrides: list[str]) -> tuple[int, int]:
     """Three steps, saved as a small model and as one of which each share is worth a writer -> (bytes of this rank's
     tensors in the second, of the host memory for them)."""
     made = trainer(recipe, ["train.steps=3", "checkpoint.every=0", *overrides])
-    made.run()
-    made.saver.save(2, {"step": 2})
-    made.saver.finish()
+    made.fit()
+    saver = saver_of(made)
+    saver.save(2, {"step": 2})
+    saver.finish()
     with mock.patch("megacore.store.shares.SHARE_BYTES", 1):
-        made.saver._snapshot = None
-        made.saver.save(3, {"step": 3})
-    made.saver.finish()
-    assert made.saver._snapshot is not None
-    written = made.saver._snapshot.written
+        saver._snapshot = None
+        saver.save(3, {"step": 3})
+    saver.finish()
+    assert saver._snapshot is not None
+    written = saver._snapshot.written
     tensors = [(each, tensor) for each in written for tensor in each.file.tensors]
     wrote = sum(math.prod(t.stored.shape) * DTYPES[t.dtype].itemsize for _, t in tensors)
     return wrote, sum(host.nbytes for each in written for host in each.host.values())
@@ -202,12 +211,12 @@ def test_every_rank_writes_its_part_of_a_large_model(
 def test_later_saves_do_not_go_through_the_layout_again(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET])
-    made.saver.save(1, {"step": 1})
-    made.saver.finish()
+    saver = saver_of(trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET]))
+    saver.save(1, {"step": 1})
+    saver.finish()
     monkeypatch.setattr(Layout, "shards", None)
-    made.saver.save(2, {"step": 2})
-    made.saver.finish()
+    saver.save(2, {"step": 2})
+    saver.finish()
     monkeypatch.undo()
     assert saved(tmp_path / "run") == [1, 2]
 
@@ -216,7 +225,7 @@ def test_the_thread_that_writes_waits_on_the_device_of_its_rank(
     recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each thread of CUDA begins on GPU 0."""
-    snapshot = save.Snapshot(trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET]).saver._state)
+    snapshot = save.Snapshot(trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET]).contents.state)
     snapshot.take()
     did = list[object]()
 
@@ -224,10 +233,13 @@ def test_the_thread_that_writes_waits_on_the_device_of_its_rank(
         def synchronize(self) -> None:
             did.append("waited")
 
+        def elapsed_time(self, later: object) -> float:
+            return 1500.0
+
     monkeypatch.setattr(torch.cuda, "set_device", did.append)
     device = snapshot._device = torch.device("cuda", 3)
-    snapshot._taken = Taken()  # type: ignore[assignment]
-    assert snapshot.write(tmp_path) and did == [device, "waited"]
+    snapshot._begun = snapshot._taken = Taken()  # type: ignore[assignment]
+    assert snapshot.write(tmp_path) and did == [device, "waited"] and snapshot.copied_s == 1.5
 
 
 def test_when_it_saves(recipe: str, tmp_path: Path) -> None:
@@ -271,16 +283,17 @@ def test_training_goes_on_while_what_was_is_written(recipe: str, tmp_path: Path,
     made = trainer(recipe, [*overrides, *QUIET])
     seen = on_step(made, lambda step: slow.go.set() if step == 4 else None)
     at_2: dict[str, np.ndarray] = {}
-    plain = made.saver.save
+    saver = saver_of(made)
+    plain = saver.save
 
     def noted(step: int, trainer: Mapping[str, Any]) -> None:
         if step == 2:
             at_2.update(engine.weights(made))
             plain(step, trainer)
-            assert checkpoints.complete(made.saver.folder) == {} and slow.begun == 1
+            assert checkpoints.complete(saver.folder) == {} and slow.begun == 1
 
-    made.saver.save = noted  # type: ignore[method-assign]
-    assert made.run() == 6 and len(seen) == 6
+    saver.save = noted  # type: ignore[method-assign]
+    assert made.fit() == 6 and len(seen) == 6
     assert saved(out) == [2]
     assert any(not np.array_equal(at_2[name], now) for name, now in engine.weights(made).items())
     for (_, name), bits in arrays(opened(out, 2), "weights").items():
@@ -304,24 +317,24 @@ def test_a_checkpoint_that_is_to_go_stays_until_its_successor_is_there(
 
 def on_step(made: Trainer, act: Callable[[int], object]) -> list[int]:
     """Does something in the middle of each step; the steps that were begun."""
-    plain, seen = made.step.backward, list[int]()
+    plain, seen = made.train_step.backward, list[int]()
 
-    def backward(microbatches: list[Microbatch]) -> Any:
+    def backward(*given: Any) -> Stats:
         seen.append(made.start.step + len(seen) + 1)
         act(seen[-1])
-        return plain(microbatches)
+        return plain(*given)
 
-    made.step.backward = backward  # type: ignore[assignment, method-assign]
+    made.train_step.backward = backward  # type: ignore[assignment, method-assign]
     return seen
 
 
 def test_a_second_save_waits_for_the_first(recipe: str, tmp_path: Path, slow: Slow) -> None:
-    made = trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET])
-    made.saver.save(1, {"step": 1})
+    saver = saver_of(trainer(recipe, [f"out={tmp_path / 'run'}", *QUIET]))
+    saver.save(1, {"step": 1})
     threading.Timer(0.3, slow.go.set).start()
-    made.saver.save(2, {"step": 2})
-    assert saved_names(made.saver.folder)[-1] == "step-00000001"
-    made.saver.finish()
+    saver.save(2, {"step": 2})
+    assert saved_names(saver.folder)[-1] == "step-00000001"
+    saver.finish()
     assert saved(tmp_path / "run") == [1, 2]
 
 
@@ -338,9 +351,11 @@ def test_a_last_step_that_is_one_of_the_interval_is_saved_once(recipe: str, tmp_
 def waits_for_its_saves(made: Trainer) -> list[int]:
     """A run that is at most one step further when a save in the background has ended -> the steps it will begin."""
 
+    saver = saver_of(made)
+
     def wait(step: int) -> None:
-        if made.saver._saving and made.saver._saving.work:
-            made.saver._saving.work.thread.join()
+        if saver._saving and saver._saving.work:
+            saver._saving.work.thread.join()
 
     return on_step(made, wait)
 
@@ -354,7 +369,7 @@ def fails(recipe: str, overrides: list[str], rank: int) -> tuple[str, int]:
     seen = waits_for_its_saves(made)
     burning = StoreError("the disk is on fire") if made.mesh.rank == rank else None
     with mock.patch.object(save, "write", side_effect=burning, wraps=save.write), pytest.raises(SaveError) as error:
-        made.run()
+        made.fit()
     return str(error.value), len(seen)
 
 
@@ -386,10 +401,9 @@ def fails_for_a_while(recipe: str, overrides: list[str], rank: int, times: int) 
         return plain(*arguments)
 
     told: list[str] = []
-    with mock.patch.object(save, "write", burning), mock.patch("megacore.training.trainer._AGAIN_S", 1):
-        if made.log is not None:
-            made.log.tell = told.append  # type: ignore[assignment, method-assign]
-        return made.run(), told
+    with mock.patch.object(save, "write", burning), mock.patch("megacore.training.callbacks.checkpoints.AGAIN_S", 1):
+        made.tell = told.append  # type: ignore[assignment, method-assign]
+        return made.fit(), told
 
 
 def test_a_save_that_fails_is_told_and_tried_again_at_the_next_interval(
@@ -414,16 +428,17 @@ def test_a_save_that_fails_is_told_and_tried_again_at_the_next_interval(
 def test_a_run_that_has_gone_back_after_a_fault_leaves_its_checkpoints_as_they_are(recipe: str, tmp_path: Path) -> None:
     """It comes to the same step once more, maybe on another layout; another run that comes there is told."""
     made = trainer(recipe, [f"out={tmp_path}", "checkpoint.at_end=true", *QUIET])
-    assert made.run() == 5
+    assert made.fit() == 5
     files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
     trained = json.loads((checkpoints.path_of(checkpoints.folder_of(tmp_path), 5) / "trainer.json").read_text())
     batch = {**trained["recipe"]["batch"], "micro_size": 4}
     moved = {"mesh": {"dp": 2}, "batch": batch} | {name: {} for name in ("context", "pipeline", "zero", "memory")}
-    made.saver.save(5, {**trained, "recipe": {**trained["recipe"], **moved}})
-    made.saver.finish()
+    saver = saver_of(made)
+    saver.save(5, {**trained, "recipe": {**trained["recipe"], **moved}})
+    saver.finish()
     assert files and files == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.safetensors")}
     with pytest.raises(SaveError, match=r"(?s)cannot save step 5: .* exists"):
-        made.saver.save(5, {**trained, "lr": 0.5})
+        saver.save(5, {**trained, "lr": 0.5})
 
 
 def test_the_end_of_a_run_is_saved_again_and_again(recipe: str, tmp_path: Path) -> None:
@@ -444,7 +459,7 @@ def test_patience_ends(recipe: str, tmp_path: Path) -> None:
     broken = mock.patch.object(save, "write", side_effect=StoreError("the disk is on fire"))
     slow = mock.patch.object(save.Saver, "failing_s", property(failing))
     with broken, slow, pytest.raises(SaveError, match=r"Saves have failed for 1\.5 h \(checkpoint\.patience=1\)"):
-        made.run()
+        made.fit()
     assert len(begun) == 5
 
 
@@ -452,13 +467,13 @@ def test_who_ends_a_run_that_cannot_be_saved_does_not_wait(recipe: str, tmp_path
     made = trainer(recipe, [f"out={tmp_path}", "checkpoint.every=100", *QUIET])
     on_step(made, lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == 3 else None)
     with mock.patch.object(save, "write", side_effect=StoreError("no")), pytest.raises(SaveError, match="step 3 could"):
-        made.run()
+        made.fit()
 
 
 def no_room(recipe: str, overrides: list[str]) -> str:
     made = trainer(recipe, [*overrides, IMPATIENT])
     with mock.patch.object(publish, "free_bytes", return_value=1000), pytest.raises(SaveError) as error:
-        made.run()
+        made.fit()
     return str(error.value)
 
 
@@ -499,15 +514,17 @@ def test_what_travels_with_a_model_outlives_the_checkpoint_that_a_run_began_from
     train(recipe, [*often, "train.steps=3"])
     (tmp_path / "recipe" / "generation_config.json").unlink()
     again = [*often, "train.steps=5", "checkpoint.resume=auto"]
-    setup = pretrain.check(recipe, again, 1, 1)
+    setup = check(recipe, again, 1, 1)
     train(recipe, again)
     assert saved(run) == [5]
     name = "generation_config.json"
     held = checkpoints.path_of(checkpoints.folder_of(run), 5) / "tokenizer" / name
     assert held.read_text() == '{"temperature": 0.5}'
-    # What a process that goes on after a fault builds anew, where its first checkpoint is no more.
-    made = build.empty_trainer_of(setup, Mesh.single(), Control.create(Mesh.single()))
-    made.saver._copy_companions(tmp_path / "copies")
+    # A process that does not hold them takes those of the newest checkpoint, where its first one is no more.
+    made = trainer(recipe, again)
+    saver = saver_of(made)
+    saver._contents = replace(made.contents, companions=setup.companions)
+    saver._copy_companions(tmp_path / "copies")
     assert (tmp_path / "copies" / name).read_text() == '{"temperature": 0.5}'
 
 
@@ -516,21 +533,21 @@ def test_a_checkpoint_may_go_once_a_run_has_begun_from_it(tmp_path: Path, monkey
     recipe, other = write_recipe(tmp_path), tmp_path / "other"
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
     train(recipe, [f"out={other}", "train.steps=3", "checkpoint.at_end=true", *QUIET])
-    plain = life.trainer_of
+    plain = main.trainer_of
 
     def removed(*given: Any) -> Trainer:
         made = plain(*given)
         shutil.rmtree(other)
         return made
 
-    monkeypatch.setattr(life, "trainer_of", removed)
+    monkeypatch.setattr(main, "trainer_of", removed)
     there = checkpoints.path_of(checkpoints.folder_of(other), 3)
     begun = [f"out={tmp_path / 'run'}", f"checkpoint.resume={there}", "checkpoint.at_end=true", IMPATIENT, *QUIET]
-    assert pretrain.run(pretrain.check(recipe, begun, 1, 1), torch.device("cpu")) == 5
+    assert fit(recipe, begun) == 5
     assert [each.read() for each in opened(tmp_path / "run", 5).companions().values()] == [b'{"temperature": 0.5}']
-    assert pretrain.check(recipe, begun, 1, 1, goes_on=True).start.progress.step == 5
+    assert check(recipe, begun, 1, 1, goes_on=True).start.progress.step == 5
     with pytest.raises(ConfigError, match="other"):
-        pretrain.check(recipe, [*begun, f"out={tmp_path / 'new'}"], 1, 1, goes_on=True)
+        check(recipe, [*begun, f"out={tmp_path / 'new'}"], 1, 1, goes_on=True)
 
 
 def test_the_rest_of_a_checkpoint_is_in_nobody_s_way(recipe: str, tmp_path: Path) -> None:
@@ -582,8 +599,8 @@ def test_a_run_that_is_not_finite_any_more_is_not_saved_and_what_was_is(
 ) -> None:
     """With a record only at the end, the weights stand still from step 3 on: they are not those of step 4."""
     out = tmp_path / "run"
-    made = trainer(recipe, [f"out={out}", "checkpoint.every=2", "log.every=100", *QUIET])
-    plain, count = made.step.pipeline.train, 0
+    made = trainer(recipe, [f"out={out}", "optimizer.non_finite=stop", "checkpoint.every=2", "log.every=100", *QUIET])
+    plain, count = made.train_step.pipeline.train, 0
 
     def poisoned(microbatches: list[Microbatch], scale: torch.Tensor, enter: Any) -> torch.Tensor:
         nonlocal count
@@ -592,9 +609,9 @@ def test_a_run_that_is_not_finite_any_more_is_not_saved_and_what_was_is(
             threading.Timer(0.2, slow.go.set).start()  # what was saved is still being written when this step ends
         return plain(microbatches, scale * torch.nan if count == 3 else scale, enter)
 
-    made.step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
+    made.train_step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
     with pytest.raises(NonFinite, match="step 3"):
-        made.run()
+        made.fit()
     assert count == 4 and saved(out) == [2]
 
 
@@ -604,20 +621,21 @@ def test_a_run_that_is_not_finite_any_more_is_not_saved_and_what_was_is(
 def test_who_ends_a_run_does_not_wait_for_an_evaluation_to_have_it_saved(recipe: str, tmp_path: Path) -> None:
     made = trainer(recipe, [f"out={tmp_path}", "checkpoint.every=1000", "evaluate.every=3", "train.precision=fp32"])
     on_step(made, lambda now: os.kill(os.getpid(), signal.SIGTERM) if now == 3 else None)
-    evaluate = made.validation_loss
+    evaluation = of(made, Evaluation)
+    evaluate = evaluation.loss
 
-    def seen() -> float:
+    def seen(run: Trainer) -> float:
         assert saved(tmp_path) == [3]
-        return evaluate()
+        return evaluate(run)
 
-    made.validation_loss = seen  # type: ignore[method-assign]
-    assert made.run() == 3
+    evaluation.loss = seen  # type: ignore[method-assign]
+    assert made.fit() == 3
 
 
 def signalled(recipe: str, overrides: list[str], number: int, rank: int, step: int) -> int:
     made = trainer(recipe, overrides)
     on_step(made, lambda now: os.kill(os.getpid(), number) if now == step and made.mesh.rank == rank else None)
-    return made.run()
+    return made.fit()
 
 
 @pytest.mark.parametrize(

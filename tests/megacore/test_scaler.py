@@ -17,11 +17,12 @@ from torch import Tensor
 from megacore import checkpoints
 from megacore.store.strict_json import StoreError
 from megacore.training import progress
+from megacore.training.callbacks.bad_steps import NonFinite
 from megacore.training.progress import is_scaler_state
 from megacore.training.scaler import UNSCALED, Scaler, Scaling
-from megacore.training.trouble import NonFinite
 
 FP16 = ["train.precision=fp16", "evaluate.every=0"]
+STOP = "optimizer.non_finite=stop"
 CPU = torch.device("cpu")
 
 
@@ -140,7 +141,7 @@ def whole(made: engine.Trainer) -> dict[str, np.ndarray]:
     """The weights, wherever the replicas keep them."""
     found = {name: torch.empty(p.shape, dtype=p.dtype) for name, p in made.model.parameters.items()}
     for name, host in found.items():
-        made.step.optimizer.read_weight(name, host)
+        made.train_step.optimizer.read_weight(name, host)
     return {name: host.numpy() for name, host in found.items()}
 
 
@@ -160,7 +161,7 @@ def with_overflow(recipe: str, overrides: list[str], rank: int, steps: set[int])
     if made.mesh.rank == rank:
         overflow(made, steps)
     moved, before = [], whole(made)
-    plain = made.step.gradients.updated
+    plain = made.train_step.gradients.updated
 
     def noted() -> None:
         nonlocal before
@@ -169,8 +170,8 @@ def with_overflow(recipe: str, overrides: list[str], rank: int, steps: set[int])
         moved.append(any(not np.array_equal(after[name], before[name]) for name in after))
         before = after
 
-    made.step.gradients.updated = noted  # type: ignore[method-assign]
-    last = made.run()
+    made.train_step.gradients.updated = noted  # type: ignore[method-assign]
+    last = made.fit()
     place = made.mesh.place
     return Seen((place.pp, place.tp), last, engine.result(made, last).records, moved, before)
 
@@ -206,20 +207,20 @@ def test_an_overflow_on_one_rank_skips_on_all(
 
 
 def test_a_gradient_that_is_never_finite_stops_at_the_smallest_scale(recipe: str) -> None:
-    made = trainer(recipe, [*FP16, "loss_scale.initial=4", "loss_scale.minimum=2", "train.steps=10"])
+    made = trainer(recipe, [*FP16, STOP, "loss_scale.initial=4", "loss_scale.minimum=2", "train.steps=10"])
     start = weights(made)
     overflow(made, set(range(1, 11)))
     with pytest.raises(NonFinite, match=r"step 2, .*the gradient is not even at loss_scale\.minimum \(2\)"):
-        made.run()
+        made.fit()
     assert all(np.array_equal(value, start[name]) for name, value in weights(made).items())
 
 
 def test_a_loss_that_is_not_finite_stops_whatever_the_scale(recipe: str) -> None:
-    made = trainer(recipe, FP16)
+    made = trainer(recipe, [*FP16, STOP])
     with torch.no_grad():
         next(iter(made.model.parameters.values())).fill_(torch.inf)
     with pytest.raises(NonFinite, match=r"step 1, .*the loss is not finite on rank 0"):
-        made.run()
+        made.fit()
 
 
 def losses(recipe: str, folder: Path, *overrides: str) -> Result:
@@ -242,7 +243,7 @@ def test_the_scale_changes_nothing_but_what_would_have_vanished(recipe: str) -> 
 
     def after(scale: float, *overrides: str) -> tuple[list[Tensor], dict[str, np.ndarray]]:
         made = trainer(recipe, [*FP16, f"loss_scale.initial={scale}", *overrides])
-        stats = [made.step(made._microbatches(made.batches.microbatches(step), 1), 1e-2) for step in range(3)]
+        stats = [made.train_step(made.upload(made.batches.microbatches(step), 1), 1e-2) for step in range(3)]
         return [value for each in stats for value in (each.loss, each.grad_norm)], weights(made)
 
     for clip in ("0.1", "null"):
@@ -260,9 +261,9 @@ def test_the_optimizer_sees_gradients_without_the_scale(recipe: str, clip: str) 
     found = []
     for precision in ("fp16", "fp32"):
         made = trainer(recipe, [f"train.precision={precision}", f"optimizer.clip={clip}"])
-        made.step(made._microbatches(made.batches.microbatches(0), 1), 1e-2)
-        state = device_store(made.step.optimizer).adamw.state
-        found.append([state[target.tensor]["exp_avg"].clone() for target in device_store(made.step.optimizer).targets])
+        made.train_step(made.upload(made.batches.microbatches(0), 1), 1e-2)
+        store = device_store(made.train_step.optimizer)
+        found.append([store.adamw.state[target.tensor]["exp_avg"].clone() for target in store.targets])
     for narrow, wide in zip(*found, strict=True):
         torch.testing.assert_close(narrow, wide, rtol=0, atol=0.01 * float(wide.abs().max()))
 
@@ -275,8 +276,8 @@ def test_the_scale_is_resumed_and_the_run_is_bitwise_the_same(recipe: str, tmp_p
     complete = train(recipe, [f"out={tmp_path / 'whole'}", *common])
     first = checkpoints.path_of(checkpoints.folder_of(str(tmp_path / "whole")), 3)
     made = trainer(recipe, [f"out={tmp_path / 'rest'}", f"checkpoint.resume={first}", *common], log=True)
-    assert made.step.scaler.state() == {"scale": 2.0**17, "good_steps": 1}
-    rest = engine.result(made, made.run())
+    assert made.train_step.scaler.state() == {"scale": 2.0**17, "good_steps": 1}
+    rest = engine.result(made, made.fit())
     for key in ("loss", "loss_scale", "grad_norm"):
         assert rest.values(key) == complete.values(key)[3:], key
     assert all(np.array_equal(value, rest.weights[name]) for name, value in complete.weights.items())
@@ -287,4 +288,4 @@ def test_a_run_of_another_precision_begins_anew(recipe: str, tmp_path: Path) -> 
     train(recipe, [f"out={tmp_path / 'bf16'}", "train.precision=bf16", *common])
     first = checkpoints.path_of(checkpoints.folder_of(str(tmp_path / "bf16")), 2)
     made = trainer(recipe, [f"checkpoint.resume={first}", "train.precision=fp16", *common])
-    assert made.step.scaler.state() == {"scale": 2.0**16, "good_steps": 0}
+    assert made.train_step.scaler.state() == {"scale": 2.0**16, "good_steps": 0}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine import Result, train, trainer, write_recipe
+from engine import Result, of, train, trainer, write_recipe
 from hypothesis import given
 from hypothesis import strategies as st
 from pool import Pool
@@ -16,8 +16,10 @@ from pool import Pool
 from megacore import checkpoints
 from megacore.data.batches import TokenError
 from megacore.data.skipped import SkippedSamples, in_recipe, in_words
+from megacore.recipe import ConfigError
 from megacore.store.strict_json import StoreError
-from megacore.training import train as pretrain
+from megacore.training.callbacks.evaluation import Evaluation
+from megacore.training.check import check
 from megacore.training.progress import Progress
 from megacore.training.resume import remarks
 
@@ -101,8 +103,7 @@ def test_a_step_is_of_the_samples_that_are_left_and_the_batch_stays_full(recipe:
     for step, samples in enumerate(wanted):
         tokens = np.concatenate([batch.tokens for batch in cut.batches.microbatches(step)])
         assert np.array_equal(tokens, [source.sample(n).tokens[:-1] for n in samples])
-    assert plain.held_out is not None and cut.held_out is not None
-    both = (made.held_out.microbatches(0) for made in (plain, cut) if made.held_out)
+    both = (of(made, Evaluation)._held_out.microbatches(0) for made in (plain, cut))
     assert all(np.array_equal(one.tokens, other.tokens) for one, other in zip(*both, strict=True))
 
 
@@ -146,14 +147,14 @@ def test_a_range_from_where_the_run_stands_is_as_if_it_had_been_there(recipe: st
 
 def test_what_was_trained_on_cannot_be_left_out(recipe: str, whole: tuple[Path, Result]) -> None:
     start = f"checkpoint.resume={path_of(whole[0], 3)}"
-    with pytest.raises(pretrain.ConfigError) as error:
-        pretrain.check(recipe, [start, "recovery.skip_samples=[14-33]", "train.steps=6"], 1, 1)
+    with pytest.raises(ConfigError) as error:
+        check(recipe, [start, "recovery.skip_samples=[14-33]", "train.steps=6"], 1, 1)
     said = "recovery.skip_samples (14-33): the run has been trained on samples 14 to 15, 24 to 29, 31 to 32 by step 3"
     assert said in str(error.value) and "leave out samples from 35 on" in str(error.value)
 
 
 def test_the_start_says_what_is_left_out(recipe: str, whole: tuple[Path, Result]) -> None:
-    setup = pretrain.check(recipe, [f"checkpoint.resume={path_of(whole[0], 3)}", "train.steps=6"], 1, 1)
+    setup = check(recipe, [f"checkpoint.resume={path_of(whole[0], 3)}", "train.steps=6"], 1, 1)
     said = remarks(setup.start, setup.config, setup.model, setup.config.mesh.shape(1))
     assert said[-1] == "11 samples of the training data are left out: 3 to 4, 16 to 23, 30."
     plain = replace(setup.start, progress=Progress())

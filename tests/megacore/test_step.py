@@ -19,6 +19,7 @@ from models.assemble import Model
 from models.decoder import Losses, Microbatch
 from models.registry import configure
 from models.stages import layout_of
+from parallel.gradients import reduce
 from parallel.gradients.reduce import Gradients
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh
@@ -179,3 +180,20 @@ def test_adamw_is_the_paper_s() -> None:
         step.optimizer.step(lr, stats.grad_norm)
     for name, parameter in model.parameters.items():
         torch.testing.assert_close(parameter.detach(), state[name][0], rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_a_message_of_another_sum_is_no_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo fills the beginning of a sum with a shorter message; the rest is what the memory held before, of the sum of
+    the last step at worst."""
+    gradients, before = made(LLAMA)[1].gradients, list[torch.Tensor]()
+
+    def all_reduce_(x: torch.Tensor, *_: object) -> torch.Tensor:
+        before.append(x.clone())
+        return x if len(before) < 3 else torch.stack([x[0] + 0.5, before[-2][1]])
+
+    monkeypatch.setattr(reduce, "all_reduce_", all_reduce_)
+    squares = torch.tensor(4.0, dtype=torch.float64)
+    assert [gradients.norm(squares).item() for _ in range(2)] == [2.0, 2.0]
+    with pytest.raises(RuntimeError, match="another rank was at another message"):
+        gradients.norm(squares)
+    assert squares == 4.0

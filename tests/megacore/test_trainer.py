@@ -6,20 +6,23 @@ import gc
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from types import MethodType
-from typing import Any
+from types import MethodType, SimpleNamespace
+from typing import Any, cast
 
 import engine
 import numpy as np
 import pytest
 import torch
 from device_store import device_store
-from engine import GPT2, LLAMA, RECIPE, Result, train, trainer, weights, write_recipe
+from engine import GPT2, LLAMA, RECIPE, Result, of, train, trainer, weights, write_recipe
 from pool import Pool
 
-from megacore.training.interrupt import Interrupt
-from megacore.training.step import Stats, TrainStep
-from megacore.training.trouble import NonFinite, Trouble
+from megacore.data.batches import Batch
+from megacore.training.callbacks.bad_steps import BadSteps, NonFinite
+from megacore.training.callbacks.evaluation import Evaluation
+from megacore.training.callbacks.signals import Signals
+from megacore.training.progress import Progress
+from megacore.training.step import Stats
 from models import assemble
 from models.decoder import Microbatch
 from parallel.gradients.buckets import WholeSpan
@@ -75,34 +78,35 @@ def test_the_loss_is_of_other_data_in_every_step_and_validation_of_none_of_it(re
     made = trainer(recipe, [])
     seen = {bytes(b.tokens) for step in range(5) for b in made.batches.microbatches(step)}
     assert len(seen) == 5 * 8
-    assert made.held_out is not None
-    held_out = {bytes(b.tokens) for b in made.held_out.microbatches(0)}
+    held_out = {bytes(b.tokens) for b in of(made, Evaluation)._held_out.microbatches(0)}
     assert held_out and not held_out & seen
 
 
 def test_documents_are_kept_apart_when_asked(recipe: str) -> None:
     made = trainer(recipe, ["data.within_documents=true"])
-    apart = made._microbatches(made.batches.microbatches(0), 1)
+    apart = made.upload(made.batches.microbatches(0), 1)
     assert all(batch.documents is not None for batch in apart)
     made = trainer(recipe, [])
-    joined = made._microbatches(made.batches.microbatches(0), 1)
+    joined = made.upload(made.batches.microbatches(0), 1)
     assert all(batch.documents is None for batch in joined)
     assert all(a.tokens.equal(b.tokens) for a, b in zip(apart, joined, strict=True))
 
 
 # -- non-finite numbers
 
+STOP = "optimizer.non_finite=stop"
+
 
 def poison(made: engine.Trainer, steps: set[int]) -> None:
     """A loss of NaN (and so its gradients) on this rank in some steps, by the scale that its losses are given."""
-    train_pipeline, count = made.step.pipeline.train, 0
+    train_pipeline, count = made.train_step.pipeline.train, 0
 
     def poisoned(microbatches: list[Microbatch], scale: torch.Tensor, *enter: Any) -> torch.Tensor:
         nonlocal count
         count += 1
         return train_pipeline(microbatches, scale * torch.nan if count in steps else scale, *enter)
 
-    made.step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
+    made.train_step.pipeline.train = poisoned  # type: ignore[assignment, method-assign]
 
 
 def stop_at(recipe: str, overrides: list[str], rank: int, steps: set[int], before: int) -> tuple[str, bool, bool]:
@@ -112,15 +116,15 @@ def stop_at(recipe: str, overrides: list[str], rank: int, steps: set[int], befor
     if made.mesh.rank == rank:
         poison(made, steps)
     history = [start]
-    plain = made.step.optimizer.update
+    plain = made.train_step.optimizer.update
 
     def recorded(lr: float, *others: torch.Tensor) -> None:
         plain(lr, *others)
         history.append(weights(made))
 
-    made.step.optimizer.update = recorded  # type: ignore[assignment, method-assign]
+    made.train_step.optimizer.update = recorded  # type: ignore[assignment, method-assign]
     with pytest.raises(NonFinite) as error:
-        made.run()
+        made.fit()
     assert len(history) > before + 1
     end = weights(made)
     same = all(np.array_equal(end[name], history[before][name]) for name in end)
@@ -130,14 +134,14 @@ def stop_at(recipe: str, overrides: list[str], rank: int, steps: set[int], befor
 @pytest.mark.parametrize("every", [1, 4], ids=["at-once", "at-the-next-record"])
 def test_a_loss_that_is_no_number_stops_and_the_weights_are_those_before(recipe: str, every: int) -> None:
     """Later steps are finite again: with a record only every 4 steps they must not move the weights either."""
-    message, untouched, moved = stop_at(recipe, [f"log.every={every}"], 0, {3}, before=2)
+    message, untouched, moved = stop_at(recipe, [STOP, f"log.every={every}"], 0, {3}, before=2)
     assert message.startswith("step 3, samples 16 to 23 of the training data: the loss is not finite on rank 0 (")
     assert "optimizer.non_finite=skip" in message
     assert untouched and moved
 
 
 def test_all_ranks_stop_together_and_name_the_one(pool: Pool, recipe: str) -> None:
-    overrides = ["mesh.tp=2", "mesh.pp=2", "log.every=2"]
+    overrides = [STOP, "mesh.tp=2", "mesh.pp=2", "log.every=2"]
     # Rank 3 is on the last stage, where losses are.
     for message, untouched, moved in pool.run(4, stop_at, recipe, overrides, 3, {3}, 2):
         assert message.startswith("step 3, samples 16 to 23 of the training data: the loss is not finite on rank 3 (")
@@ -146,29 +150,29 @@ def test_all_ranks_stop_together_and_name_the_one(pool: Pool, recipe: str) -> No
 
 
 def test_a_gradient_alone_is_told_from_a_loss(recipe: str) -> None:
-    made = trainer(recipe, [])
+    made = trainer(recipe, [STOP])
     name, parameter = next(iter(made.model.parameters.items()))
     parameter.register_hook(lambda gradient: gradient * torch.inf)
     with pytest.raises(NonFinite, match=r"step 1, .*the loss is finite on every rank, the gradient is not"):
-        made.run()
+        made.fit()
     assert torch.isfinite(parameter).all(), name
 
 
 def test_a_loss_alone_does_not_update_either(recipe: str) -> None:
     """A loss can be infinite where its gradient is finite."""
-    made = trainer(recipe, ["train.steps=3"])
+    made = trainer(recipe, [STOP, "train.steps=3"])
     start = weights(made)
-    plain = made.step.backward
+    plain = made.train_step.backward
 
-    def infinite(microbatches: list[Microbatch]) -> object:
-        stats = plain(microbatches)
+    def infinite(*given: Any) -> Stats:
+        stats = plain(*given)
         stats.loss.fill_(torch.inf)
         stats.own_loss.fill_(torch.inf)
         return stats
 
-    made.step.backward = infinite  # type: ignore[assignment, method-assign]
+    made.train_step.backward = infinite  # type: ignore[assignment, method-assign]
     with pytest.raises(NonFinite, match=r"step 1, .*rank 0"):
-        made.run()
+        made.fit()
     assert all(np.array_equal(value, start[name]) for name, value in weights(made).items())
 
 
@@ -176,7 +180,7 @@ def skip(recipe: str, overrides: list[str], steps: set[int]) -> Result:
     made = trainer(recipe, overrides, log=True)
     if made.mesh.rank == 0:
         poison(made, steps)
-    return engine.result(made, made.run())
+    return engine.result(made, made.fit())
 
 
 def test_skipping_goes_on_and_counts(pool: Pool, recipe: str, tmp_path: Path) -> None:
@@ -211,11 +215,14 @@ def stats_of(loss: float, overflow: bool = False) -> Stats:
 @pytest.mark.quick
 def test_skipped_steps_are_forgotten_after_a_hundred_and_overflows_do_not_count() -> None:
     def ended(allowed: int | None, period: int, overflow: bool = False) -> tuple[int, int]:
-        trouble = Trouble.none(torch.device("cpu"), allowed, skipped_before=7)
-        for step in range(1, 1001):
-            bad = step % period == 0
-            trouble.note(step, stats_of(torch.nan if bad and not overflow else 1.0, bad and overflow))
-        return int(trouble.first), int(trouble.skipped) - 7
+        steps, mesh = BadSteps(allowed), SimpleNamespace(device=torch.device("cpu"))
+        run = SimpleNamespace(start=Progress(step=7), mesh=mesh, step=0, veto=lambda flag: None)
+        steps.on_start(cast(engine.Trainer, run))
+        for run.step in range(1, 1001):
+            bad = run.step % period == 0
+            stats = stats_of(torch.nan if bad and not overflow else 1.0, bad and overflow)
+            steps.on_gradients(cast(engine.Trainer, run), stats)
+        return int(steps._first), int(steps._skipped) - 7
 
     assert ended(10, 10) == (0, 100)  # 10 of any 100, for ever
     assert ended(10, 9) == (99, 111)  # the 11th, 88 steps after the first
@@ -228,14 +235,14 @@ def test_a_skipped_step_changes_nothing(recipe: str) -> None:
     """Neither weights nor moments: going on with the data of the steps that were not skipped gives the same."""
 
     def batches(made: engine.Trainer, step: int) -> list[Microbatch]:
-        return made._microbatches(made.batches.microbatches(step), 1)
+        return made.upload(made.batches.microbatches(step), 1)
 
     with_gap, without = trainer(recipe, []), trainer(recipe, [])
     poison(with_gap, {2})
     for step in range(4):
-        with_gap.step(batches(with_gap, step), 1e-2)
+        with_gap.train_step(batches(with_gap, step), 1e-2)
         if step != 1:
-            without.step(batches(without, step), 1e-2)
+            without.train_step(batches(without, step), 1e-2)
     assert all(np.array_equal(value, weights(without)[name]) for name, value in weights(with_gap).items())
 
 
@@ -261,16 +268,14 @@ def test_the_utilisation_is_never_above_1_without_a_word(
 def interrupted(recipe: str, overrides: list[str], rank: int, step: int) -> tuple[Result, bool]:
     """A run in which one rank is asked to end during a step; and whether it was asked itself."""
     made = trainer(recipe, overrides, log=True)
-    plain, count = TrainStep.backward, 0
+    plain, signals = made.train_step.backward, of(made, Signals)
 
-    def asked(microbatches: list[Microbatch]) -> object:
-        nonlocal count
-        count += 1
-        made.interrupt.asked |= count == step and made.mesh.rank == rank
-        return plain(made.step, microbatches)
+    def asked(*given: Any) -> Stats:
+        signals.stop |= made.step == step and made.mesh.rank == rank
+        return plain(*given)
 
-    made.step.backward = asked  # type: ignore[assignment, method-assign]
-    return engine.result(made, made.run()), made.interrupt.asked
+    made.train_step.backward = asked  # type: ignore[assignment, method-assign]
+    return engine.result(made, made.fit()), signals.stop
 
 
 def test_one_rank_that_is_asked_to_end_ends_all_after_that_step(
@@ -287,16 +292,18 @@ def test_one_rank_that_is_asked_to_end_ends_all_after_that_step(
 
 
 @pytest.mark.parametrize("passed_on", [signal.SIGINT, signal.SIGTERM])
-def test_the_two_signals_of_one_ctrl_c_ask_for_one_orderly_end(passed_on: signal.Signals) -> None:
+def test_the_two_signals_of_one_ctrl_c_ask_for_one_orderly_end(recipe: str, passed_on: signal.Signals) -> None:
     """The terminal sends one to everybody, and the launcher passes its own on."""
-    interrupt = Interrupt()
+    signals, made = Signals(), trainer(recipe)
+    signals.on_start(made)
     try:
-        with interrupt.listening():
-            signal.raise_signal(signal.SIGINT)
-            signal.raise_signal(passed_on)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(passed_on)
     except KeyboardInterrupt:
         pytest.fail("the second signal has ended the run at once")
-    assert interrupt.asked
+    finally:
+        signals.on_end(made)
+    assert signals.stop
 
 
 # -- dropout
@@ -311,7 +318,11 @@ def losses_of_one_batch(recipe: str, overrides: list[str], seeds: list[int]) -> 
     """Of the same batch and weights under several steps' masks."""
     made = trainer(recipe, overrides)
     batch = made.batches.microbatches(0)
-    return [made.step.backward(made._microbatches(batch, seed)).loss.item() for seed in seeds]
+    return [loss_of(made, batch, seed) for seed in seeds]
+
+
+def loss_of(made: engine.Trainer, batch: Sequence[Batch], seed: int) -> float:
+    return made.train_step.backward(made.upload(batch, seed), made.enter).loss.item()
 
 
 @pytest.mark.parametrize(
@@ -332,7 +343,7 @@ def test_masks_differ_between_steps_microbatches_and_ranks(pool: Pool, dropout: 
     first, second, again = losses_of_one_batch(dropout, [], [1, 2, 1])
     assert first == again != second
     made = trainer(dropout, ["batch.global_size=2"])
-    one, other = made._microbatches([made.batches.microbatches(0)[0]] * 2, 1)
+    one, other = made.upload([made.batches.microbatches(0)[0]] * 2, 1)
     assert one.seed != other.seed
     # Ranks that compute other heads and tokens draw other masks, so another layout gives other numbers.
     tp = pool.run(2, losses_of_one_batch, dropout, ["mesh.tp=2"], [1])
@@ -341,12 +352,12 @@ def test_masks_differ_between_steps_microbatches_and_ranks(pool: Pool, dropout: 
 
 def test_evaluation_drops_nothing_and_training_goes_on_dropping(dropout: str) -> None:
     made = trainer(dropout, [])
-    assert made.validation_loss() == made.validation_loss()
+    evaluation = of(made, Evaluation)
+    assert evaluation.loss(made) == evaluation.loss(made)
     plain = trainer(dropout, ["model.resid_pdrop=0.0", "model.embd_pdrop=0.0", "model.attn_pdrop=0.0"])
-    assert made.validation_loss() == plain.validation_loss()
+    assert evaluation.loss(made) == of(plain, Evaluation).loss(plain)
     batch = made.batches.microbatches(0)
-    dropped = made.step.backward(made._microbatches(batch, 1)).loss.item()
-    assert dropped != plain.step.backward(plain._microbatches(batch, 1)).loss.item()
+    assert loss_of(made, batch, 1) != loss_of(plain, batch, 1)
 
 
 # -- the optimizer as the recipe describes it
@@ -357,11 +368,11 @@ def test_norms_and_biases_do_not_decay(recipe: str) -> None:
     made = trainer(recipe, overrides)
     decays = {
         id(tensor): group["weight_decay"]
-        for group in device_store(made.step.optimizer).adamw.param_groups
+        for group in device_store(made.train_step.optimizer).adamw.param_groups
         for tensor in group["params"]
     }
-    names = {id(part): part.span.name for part in made.step.gradients.parts if isinstance(part, WholeSpan)}
-    found = {names[id(t.part)]: decays.pop(id(t.tensor)) for t in device_store(made.step.optimizer).targets}
+    names = {id(part): part.span.name for part in made.train_step.gradients.parts if isinstance(part, WholeSpan)}
+    found = {names[id(t.part)]: decays.pop(id(t.tensor)) for t in device_store(made.train_step.optimizer).targets}
     assert not decays
     assert len(found) == len(made.model.parameters)
     for name, decay in found.items():
@@ -372,9 +383,9 @@ def test_norms_and_biases_do_not_decay(recipe: str) -> None:
 def test_decay_shrinks_what_has_no_gradient(recipe: str) -> None:
     made = trainer(recipe, ["optimizer.weight_decay=0.5"])
     start = weights(made)
-    for part in made.step.gradients.parts:
+    for part in made.train_step.gradients.parts:
         part.gradient.zero_()
-    made.step.optimizer.update(0.1, torch.tensor(0.0, dtype=torch.float64))
+    made.train_step.optimizer.update(0.1, torch.tensor(0.0, dtype=torch.float64))
     for name, value in weights(made).items():
         np.testing.assert_allclose(value, start[name] * (1.0 if "norm" in name else 1 - 0.1 * 0.5), rtol=1e-12)
 
@@ -383,14 +394,14 @@ def test_clipping_bounds_the_norm_that_the_optimizer_sees(recipe: str) -> None:
     def gradient_norms(clip: str) -> tuple[float, float]:
         """(as logged, as AdamW has used it)."""
         made = trainer(recipe, [f"optimizer.clip={clip}"])
-        adamw, seen = device_store(made.step.optimizer).adamw, list[torch.Tensor]()
+        adamw, seen = device_store(made.train_step.optimizer).adamw, list[torch.Tensor]()
 
         def spy(*_: object) -> None:
             gradients = [p.grad for group in adamw.param_groups for p in group["params"]]
             seen.append(torch.stack([gradient.norm() for gradient in gradients]).norm())
 
         adamw.register_step_post_hook(spy)
-        stats = made.step(made._microbatches(made.batches.microbatches(0), 1), 1e-2)
+        stats = made.train_step(made.upload(made.batches.microbatches(0), 1), 1e-2)
         return stats.grad_norm.item(), seen[0].item()
 
     logged, seen = gradient_norms("null")
@@ -401,15 +412,15 @@ def test_clipping_bounds_the_norm_that_the_optimizer_sees(recipe: str) -> None:
 
 def test_the_schedule_arrives_in_the_optimizer(recipe: str) -> None:
     made = trainer(recipe, [])
-    plain, seen = made.step.optimizer.update, list[float]()
+    plain, seen = made.train_step.optimizer.update, list[float]()
 
     def recorded(lr: float, *others: torch.Tensor) -> None:
         plain(lr, *others)
-        seen.append(device_store(made.step.optimizer).adamw.param_groups[0]["lr"])
-        assert len({group["lr"] for group in device_store(made.step.optimizer).adamw.param_groups}) == 1
+        seen.append(device_store(made.train_step.optimizer).adamw.param_groups[0]["lr"])
+        assert len({group["lr"] for group in device_store(made.train_step.optimizer).adamw.param_groups}) == 1
 
-    made.step.optimizer.update = recorded  # type: ignore[assignment, method-assign]
-    made.run()
+    made.train_step.optimizer.update = recorded  # type: ignore[assignment, method-assign]
+    made.fit()
     # Two steps of warm-up, then half a cosine from 1e-2 towards a tenth of it over three.
     np.testing.assert_allclose(seen, [0.005, 0.01, 0.01, 0.00775, 0.00325], rtol=1e-12)
 
@@ -436,14 +447,14 @@ def test_bf16_trains_like_fp32(recipe: str, tmp_path: Path) -> None:
 
 def test_masters_are_fp32_and_the_weights_their_rounding(recipe: str) -> None:
     made = trainer(recipe, ["train.precision=bf16", "train.steps=3"])
-    assert {part.gradient.dtype for part in made.step.gradients.parts} == {torch.float32}
-    made.run()
-    for target in device_store(made.step.optimizer).targets:
+    assert {part.gradient.dtype for part in made.train_step.gradients.parts} == {torch.float32}
+    made.fit()
+    for target in device_store(made.train_step.optimizer).targets:
         assert target.tensor.dtype == torch.float32 and target.part.data.dtype == torch.bfloat16
         assert torch.equal(target.tensor.to(torch.bfloat16), target.part.data)
-    assert any(not torch.equal(t.tensor, t.part.data.float()) for t in device_store(made.step.optimizer).targets)
+    assert any(not torch.equal(t.tensor, t.part.data.float()) for t in device_store(made.train_step.optimizer).targets)
     pure = trainer(recipe, ["train.precision=bf16", "optimizer.master_weights=false"])
-    assert {target.tensor.dtype for target in device_store(pure.step.optimizer).targets} == {torch.bfloat16}
+    assert {target.tensor.dtype for target in device_store(pure.train_step.optimizer).targets} == {torch.bfloat16}
 
 
 # -- memory
@@ -481,16 +492,16 @@ def test_the_recipe_s_memory_arrives(recipe: str, monkeypatch: pytest.MonkeyPatc
 
 def test_all_ranks_collect_garbage_at_the_same_steps(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made, seen = trainer(recipe, ["train.steps=5", "evaluate.every=0"]), list[bool | int]()
-    backward = made.step.backward
+    backward = made.train_step.backward
 
-    def noted(microbatches: Sequence[Microbatch]) -> Stats:
+    def noted(*given: Any) -> Stats:
         seen.append(gc.isenabled())
-        return backward(microbatches)
+        return backward(*given)
 
-    monkeypatch.setattr(made.step, "backward", noted)
-    monkeypatch.setattr("megacore.training.trainer.COLLECT_EVERY", 2)
+    monkeypatch.setattr(made.train_step, "backward", noted)
+    monkeypatch.setattr("megacore.training.callbacks.garbage.EVERY", 2)
     monkeypatch.setattr(gc, "collect", seen.append)
-    made.run()
+    made.fit()
     assert seen == [False, False, 1, False, False, 1, False] and gc.isenabled()
 
 
@@ -533,7 +544,7 @@ def test_compile_reaches_every_block(recipe: str, monkeypatch: pytest.MonkeyPatc
 def test_a_microbatch_is_the_samples_as_one_row(recipe: str) -> None:
     made = trainer(recipe, [])
     sample = made.batches._source.sample(0)
-    batch = made._microbatches(made.batches.microbatches(0), 1)[0]
+    batch = made.upload(made.batches.microbatches(0), 1)[0]
     assert batch.tokens.tolist() == sample.tokens[:-1].tolist()
     assert batch.labels.tolist() == sample.tokens[1:].tolist()
     assert batch.positions.tolist() == list(range(8))

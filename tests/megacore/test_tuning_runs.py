@@ -17,7 +17,7 @@ from megacore.recipe import ConfigError
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.open import open_folder, open_model
 from megacore.store.strict_json import StoreError
-from megacore.training import train as pretrain
+from megacore.training.check import check
 from megacore.training.resume import remarks
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape
@@ -124,14 +124,14 @@ def test_other_adapters_are_refused(folder: Path, tmp_path: Path, more: list[str
         train(recipe, overrides(folder, run))
     resume = f"checkpoint.resume={path_of(folder_of(run), 3)}"
     with pytest.raises(ConfigError, match=said):
-        pretrain.check(recipe, [*overrides(folder, tmp_path / "x", resume), *more], 1, 1)
+        check(recipe, [*overrides(folder, tmp_path / "x", resume), *more], 1, 1)
     with pytest.raises(StoreError, match="merge the two by `megacore convert"):
         open_folder(path_of(folder_of(run), 3))
 
 
 def problems(recipe: str, more: list[str]) -> str:
     with pytest.raises(ConfigError) as error:
-        pretrain.check(recipe, more, 1, 1)
+        check(recipe, more, 1, 1)
     return str(error.value)
 
 
@@ -179,7 +179,7 @@ def test_what_was_frozen_before_is_trained_and_said(folder: Path, tmp_path: Path
     first = train(recipe, [f"out={tmp_path / 'first'}", *more, "train.freeze=[layers.0]"])
     resumed = [f"checkpoint.resume={path_of(folder_of(tmp_path / 'first'), 2)}", "train.steps=4"]
     for out, key in ("same", "train.freeze=[layers.0]"), ("more", "train.freeze=[]"):
-        setup = pretrain.check(recipe, [f"out={tmp_path / out}", *resumed, key], 1, 1)
+        setup = check(recipe, [f"out={tmp_path / out}", *resumed, key], 1, 1)
         said = "\n".join(remarks(setup.start, setup.config, setup.model, MeshShape()))
         assert ("the bias correction of step 2: its first steps are larger" in said) == (out == "more")
     found, before = (

@@ -1,53 +1,39 @@
-"""Who stands still: the judge on what it is shown, and the watch over beats that a test writes.
+"""Who stands while no step is done: the beats, the judge on what it is shown, and reports on a clock that tests move.
 
-A false alarm is the worse mistake: most cases are of ranks that are slow for a good reason.
+Nobody is ended for it, and a healthy run has no report: most cases are of ranks that are slow for a good reason.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from io import BytesIO
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megacore.recovery import collectives, phases, watch
-from megacore.recovery.collectives import Call, GroupLog
-from megacore.recovery.hangs import LET_GO_S, Doing, Verdict, Witness, doing, judge, limits, listed, sentence
-from megacore.recovery.phases import PHASES, UNHEARD, Beat, Phase, Reading, beat_of, read
-from megacore.recovery.watch import HangWatch
+from megacore.incidents import Incident
+from megacore.places import along, listed, place
+from megacore.rank import stacks_of
+from megacore.recovery import beats, flight_recorder, hang_report
+from megacore.recovery.beats import PHASES, Beat, Phase, Reading, beat_of, read
+from megacore.recovery.flight_recorder import Answer, GroupLog
+from megacore.recovery.hang_report import LEAST_S, START_S, HangReport, bound_s, now_of, standing
+from megacore.recovery.standing import Witness, doing, judge
 from parallel.weights.layout import MeshShape
 
-TIMEOUT = 600.0
-KNOWN: dict[Phase, float] = {
-    "data": 0.01, "forward": 0.2, "backward": 0.3, "reduce": 0.1, "update": 0.1, "log": 0.1, "save": 3.0
-}  # fmt: skip
-
-
-def rank(
-    phase: Phase,
-    stood: float,
-    does: Doing = "works",
-    step: int = 40,
-    groups: Mapping[str, GroupLog] | None = None,
-    slowest: dict[Phase, float] = KNOWN,
-) -> Witness:
-    call = "`take` (pipeline/run.py:84)" if does == "waits" else ""
-    return Witness(Reading(step, phase, 1.0, slowest, {}), stood, does, call, groups or {})
-
-
-def stands(*ranks: Witness, whole: bool = True) -> tuple[int, ...]:
-    verdict = judge(dict(enumerate(ranks)), TIMEOUT, whole)
-    return verdict.stands if verdict else ()
-
-
-# -- beats
+ROOT = Path(__file__).parents[2]
 
 
 class Clock:
@@ -56,214 +42,168 @@ class Clock:
     def __init__(self) -> None:
         self.now = 100.0
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         return self.now
 
 
-def test_a_beat_is_read_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first step and a recovery take is not its slowest."""
-    clock = Clock()
-    monkeypatch.setattr(phases, "monotonic", clock.monotonic)
-    monkeypatch.setattr(phases, "thread_time", lambda: clock.now / 4)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(beats, "monotonic", made)
+    monkeypatch.setattr(beats, "thread_time", lambda: made.now / 4)
+    return made
+
+
+# -- beats
+
+
+def test_a_beat_is_read_from_outside(tmp_path: Path, clock: Clock) -> None:
+    """The first step is its slowest until there is another; saves are no part of steps."""
     path = beat_of(tmp_path, 3)
     assert read(path) is None
     beat = Beat(path)
-    assert read(path) == Reading(0, "start", 100.0, {}, dict.fromkeys(PHASES, 0.0))
-    for step, seconds in (7, 30.0), (8, 2.0), (9, 1.0):
+    assert read(path) == Reading(0, "start", 100.0, -1, -1, 0.0, 0.0, dict.fromkeys(PHASES, 0.0))
+    slowest = list[float]()
+    for step, seconds in (7, 30.0), (8, 2.0), (9, 5.0), (10, 1.0):
         beat.enter("data", step)
-        for _ in range(2):
-            beat.enter("forward")
-            clock.now += seconds
-            beat.enter("backward")
+        beat.enter("forward")
+        clock.now += seconds
+        beat.enter("update")
+        beat.did(step)
+        seen = read(path)
+        assert seen is not None
+        slowest.append(seen.slowest)
+        beat.enter("save")
+        clock.now += seconds / 2
+    beat.enter("a phase of a user's own")
     seen = read(path)
-    assert seen is not None and (seen.step, seen.phase, seen.since) == (9, "backward", 166.0)
-    assert seen.slowest == {"forward": 2.0} and seen.busy["forward"] == 16.5
-    clock.now += 31.0  # in which somebody stood still
-    beat.enter("recover")
-    again = read(path)
-    assert again is not None and again.phase == "recover" and not again.slowest
+    assert seen is not None and (seen.step, seen.phase, seen.done, seen.device) == (10, "save", 10, -1)
+    assert seen.since == clock.now - 0.5 and slowest == [30.0, 2.0, 5.0, 5.0]
+    assert seen.busy["forward"] == 38 / 4 and seen.longest == 15.0
+    beat.waited(3.0)
+    beat.device_did(9)
+    seen = read(path)
+    assert seen is not None and seen.busy["save"] == 18.5 / 4 + 3 and seen.device == 9
 
 
-def test_a_beat_within_a_step_makes_four_calls_and_opens_no_file() -> None:
-    """Two clocks, a maximum and itself; only before the data is it asked what others took of this core. Where no agent
-    is, it is no file and costs the same. What it takes in a step is told by benchmarks/protection.py."""
+def test_a_beat_within_a_step_asks_the_system_for_two_clocks(tmp_path: Path) -> None:
     called = list[str]()
 
     def profile(frame: FrameType, event: str, value: object) -> None:
         if event in ("call", "c_call"):
             called.append(frame.f_code.co_name if event == "call" else str(getattr(value, "__name__", value)))
 
-    UNHEARD.enter("forward", 1)
+    beat = Beat(tmp_path / "beat")
+    beat.enter("forward", 1)
     sys.setprofile(profile)
     try:
-        UNHEARD.enter("backward")
+        beat.enter("backward")
     finally:
         sys.setprofile(None)
-    assert called == ["enter", "monotonic", "thread_time", "max", "setprofile"]
+    assert called == ["enter", "get", "monotonic", "thread_time", "max", "setprofile"]
 
 
-def test_a_rank_answers_for_its_collectives_while_it_waits(tmp_path: Path) -> None:
-    """In a thread; who does not listen is not waited for."""
-    collectives.answer(beat_of(tmp_path, 14))
-    began = time.monotonic()
-    assert set(collectives.ask(tmp_path, {rank: beat_of(tmp_path, rank + 10) for rank in (4, 5)}, patience_s=30)) == {4}
-    assert time.monotonic() - began < 20
-
-
-def test_of_the_recorder_the_newest_groups_count(tmp_path: Path) -> None:
-    """It forgets none, and groups that are made anew have the names and numbers of those before."""
-    told = list[tuple[list[int], int, str, list[Any]]]()
-    for generation, sizes in enumerate(((1, 2, 5, 1, 2), (1, 2, 1, 7))):
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{generation}", rank=0, world_size=1)
-        for size in sizes:
-            dist.all_reduce(torch.ones(size))
-        told.append(collectives.groups()["0"])
+def test_the_recorder_s_newest_collectives_are_answered(tmp_path: Path) -> None:
+    """From a thread, and again."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        flight_recorder.answer(tmp_path, lambda: 41)
+        for last in (2, 4):
+            dist.all_reduce(torch.ones(2))
+            dist.barrier()
+            assert flight_recorder.ask(tmp_path, os.getpid())
+            deadline = time.monotonic() + 20
+            while (told := flight_recorder.read(tmp_path, os.getpid())) is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert told.device == 41
+            (log,) = [log for log in told.groups.values() if log.ranks == (0,)]
+            assert log.kind == "barrier" and log.last % 2 == 0 and log.last >= last and not log.pending
+    finally:
         dist.destroy_process_group()
-    assert [(ranks, last, kind) for ranks, last, kind, _ in told] == [([0], 5, "all_reduce"), ([0], 4, "all_reduce")]
+    assert not flight_recorder.ask(tmp_path, 1)
 
 
-def entry(size: Sequence[int], kind: str = "all_reduce") -> dict[str, object]:
-    return {"profiling_name": f"gloo:{kind}", "input_sizes": [size], "input_dtypes": ["Double"]}
-
-
-def test_a_call_is_usual_where_it_has_followed_the_same_before() -> None:
-    sizes = [(), (2,), (3,), (), (2,), (3,), (2,), (3, 2)]
-    calls = [Call(*call) for _, call in collectives._calls([entry(size) for size in sizes])]
-    assert [each.size for each in calls] == [f"{n} Double" for n in (1, 2, 3, 1, 2, 3, 2, 6)]
-    assert [each.usual for each in calls] == [False] * 4 + [True] * 2 + [False] * 2
-    (gathered,) = collectives._calls([entry((5,), "all_gather")])
-    assert gathered[1] == ("all_gather", "", False)  # ranks may have more or fewer
+def test_calls_have_sizes_where_all_ranks_have_as_many_numbers() -> None:
+    entry = {"profiling_name": "gloo:all_reduce", "input_sizes": [[3, 2]], "input_dtypes": ["Double"]}
+    assert flight_recorder._call(entry) == ("all_reduce", "6 Double")
+    assert flight_recorder._call(entry | {"profiling_name": "nccl:all_gather"}) == ("all_gather", "")
 
 
 # -- the judge
 
 
-@pytest.mark.parametrize(
-    ("found", "ranks"),
-    [
-        ((), (rank("data", 1.0), rank("forward", 1.5, "waits"))),  # within a second
-        ((0,), (rank("data", 1.06), rank("forward", 1.5, "waits"))),
-        ((), (rank("forward", 1.9), rank("forward", 5, "waits"))),
-        ((0,), (rank("forward", 2.1), rank("forward", 5, "waits"))),
-        # the slowest of all ranks counts
-        ((), (rank("forward", 2.1), rank("forward", 5, "waits", slowest={"forward": 1.0}))),
-        ((), (rank("forward", 31, "compiles"), rank("forward", 31, "waits"))),
-        ((0,), (rank("forward", 601, "compiles"), rank("forward", 601, "waits"))),
-        # not measured yet: the first evaluation
-        ((), (rank("evaluate", 500), rank("evaluate", 500, "waits"))),
-        ((0,), (rank("evaluate", 601), rank("evaluate", 601, "waits"))),
-        # disks
-        ((), (rank("save", 590), rank("data", 590, "waits"))),
-        ((0,), (rank("save", 601), rank("data", 601, "waits"))),
-        ((), (rank("log", 590), rank("log", 590, "waits"))),
-        ((), (rank("start", 590, step=0), rank("start", 590, "waits", step=0))),
-        # what all do takes as long as it takes
-        ((), (rank("data", 500), rank("data", 500))),
-        ((0, 1), (rank("data", 601), rank("data", 601))),
-        ((), (rank("start", 9000, step=0), rank("start", 9000, step=0))),
-        ((), (rank("save", 9000), rank("save", 9000))),
-        ((), (rank("end", 9000),)),
-        ((), (rank("evaluate", 9000),)),
-        ((0,), (rank("forward", 601),)),
-        ((), (rank("forward", 601), rank("forward", 1))),
-        # two stand, two wait
-        ((1, 2), (rank("update", 9, "waits"), rank("data", 9), rank("forward", 9), rank("reduce", 9, "waits"))),
-        # one that works between two looks, in a phase that is no longer than it may be
-        ((2,), (rank("update", 9, "waits"), rank("backward", 2), rank("data", 9))),
-        # all wait for another machine, or for a slow network
-        ((), (rank("forward", 99, "waits"), rank("forward", 99, "waits"))),
-    ],
-)  # fmt: skip
-def test_who_stands_still(found: tuple[int, ...], ranks: tuple[Witness, ...]) -> None:
-    assert stands(*ranks) == found
+def rank(
+    phase: Phase, does: str = "works", step: int = 40, groups: Mapping[str, GroupLog] | None = None, device: int = -1
+) -> Witness:
+    call = "`take` (pipeline/run.py:84)" if does == "waits" else ""
+    return Witness(Reading(step, phase, 1.0, step - 1, device, 0.2, 0.0, {}), 61.0, does, call, groups or {})
 
 
-def group(last: int, *pending: int, ranks: tuple[int, ...] = (0, 1)) -> dict[str, GroupLog]:
-    return {"7": GroupLog(ranks, last, "all_reduce", dict.fromkeys(pending, Call("all_reduce", "1 Double")))}
+def group(last: int, *pending: int, ranks: tuple[int, ...] = (0, 1), size: str = "") -> dict[str, GroupLog]:
+    return {"7": GroupLog(ranks, last, "all_reduce", dict.fromkeys(pending, ("all_reduce", size)))}
 
 
-def test_who_has_left_out_a_collective() -> None:
-    behind, ahead = rank("update", 9, "waits", groups=group(812, 812)), rank("forward", 9, "waits", 41, group(811))
-    assert stands(behind, ahead) == (1,) and stands(ahead, behind) == (0,)
-    assert not stands(behind, ahead, whole=False)  # another machine may come
-    assert not stands(behind, replace(ahead, stood=0.5))
-    assert not stands(replace(behind, stood=0.5), ahead)
-    # It has still to come: another message is slow.
-    late = rank("backward", 9, "waits", groups=group(811))
-    assert not stands(behind, late)
-    # A long transfer: both are in it.
-    assert not stands(behind, rank("forward", 9, "waits", 41, group(812, 812)))
-    # Not known: the recorder has forgotten the group.
-    assert not stands(behind, rank("forward", 9, "waits", 41))
+def said(*ranks: Witness, shape: MeshShape, node: str = "") -> str:
+    return judge(dict(enumerate(ranks)), shape, node)[1]
 
 
-def called(call: Call, step: int = 40, ranks: tuple[int, ...] = (0, 1)) -> Witness:
-    return rank("reduce", 9, "waits", step, {"7": GroupLog(ranks, 812, call.kind, {812: call})})
+def stands(*ranks: Witness, world: int = 2) -> tuple[int, ...]:
+    return judge(dict(enumerate(ranks)), MeshShape(dp=world))[0]
 
 
-def test_who_has_called_another_collective() -> None:
-    """Of three the odd one; of two the one that is further, or that has never called such a one there."""
-    loss, norm = Call("all_reduce", "1 Double"), Call("all_reduce", "2 Double")
-    of_all = [called(loss, ranks=(0, 1, 2)), called(norm, ranks=(0, 1, 2)), called(loss, ranks=(0, 1, 2))]
-    assert stands(*of_all) == (1,)
-    assert stands(of_all[0], called(norm, 41, (0, 1, 2)), rank("data", 1)) == (1,)  # who works has still to call it
-    assert stands(called(loss), called(replace(norm, usual=False))) == (1,)
-    assert stands(called(replace(loss, usual=False)), called(norm)) == (0,)
-    assert stands(called(replace(loss, usual=False)), called(norm, step=41)) == (1,)
-    other = judge({0: called(Call("barrier", usual=False)), 1: called(loss)}, TIMEOUT, whole=False)
-    assert other is not None and other.stands == (0,)  # whatever other machines do
-    assert other.left_out is not None and other.left_out.kind == "all_reduce"
-    assert not stands(called(loss), called(replace(loss, usual=False)))
-    assert not stands(called(loss), called(norm, ranks=(1, 2)))  # another group, of the same name
-    verdict = judge(dict(enumerate([called(loss), called(replace(norm, usual=False))])), TIMEOUT, True)
-    assert verdict is not None and sentence(verdict, MeshShape(tp=2)) == (
-        "rank 1 (tp=1) has left out all_reduce 812 of tp, and waits in `take` (pipeline/run.py:84); rank 0 waits for "
-        "it in all_reduce 812 of tp"
+def test_who_waits_for_nobody_stands_whatever_its_phase() -> None:
+    waits = [rank("reduce", "waits", groups=group(812, 812, ranks=(3, 4, 5) if i > 2 else (0, 1, 2))) for i in range(5)]
+    for phase in PHASES:
+        assert said(*waits, rank(phase), shape=MeshShape(pp=2, tp=3), node="c") == (
+            f"rank 5 (pp=1 tp=2, node c) in `{phase}` of step 40 for 61 s; ranks 0-4 waiting in all_reduce 812 of tp"
+        )
+    some = rank("update", "waits"), rank("data"), rank("forward", "compiles"), rank("data"), rank("log", "is stopped")
+    assert said(*some, shape=MeshShape(dp=5)) == (
+        "ranks 1, 3 in `data` of step 40 for 61 s; rank 2 (dp=2) in `forward` of step 40 for 61 s, compiling; rank 4 "
+        "(dp=4) in `log` of step 40 for 61 s, stopped by a signal; rank 0 waiting in `take` (pipeline/run.py:84)"
     )
 
 
-def test_limits_come_from_all_ranks_and_end_with_the_timeout() -> None:
-    first, second = (Reading(4, "data", 1.0, {"data": slow}, {}) for slow in (0.1, 2.0))
-    found = limits([first, second], TIMEOUT)
-    assert found["data"] == 11.0 and found["forward"] == TIMEOUT == found["save"]
-    assert limits([Reading(4, "save", 1.0, {"save": 300.0}, {})], TIMEOUT)["save"] == 1501.0
+def test_who_has_left_out_a_collective() -> None:
+    behind, ahead = rank("update", "waits", groups=group(812, 812)), rank("forward", "waits", 41, group(811))
+    assert said(behind, ahead, shape=MeshShape(dp=2)) == (
+        "rank 1 (dp=1) has left out all_reduce 812 of dp; rank 0 waiting in all_reduce 812 of dp; "
+        "rank 1 waiting in `take` (pipeline/run.py:84)"
+    )
+    for other in (
+        rank("backward", "waits", groups=group(811)),  # it has still to come: another message is slow
+        rank("forward", "waits", 41, group(812, 812)),  # both are in it
+        rank("forward", "waits", 41),  # the recorder has forgotten the group
+    ):
+        assert stands(behind, other) == ()
+    assert stands(behind, ahead, world=4) == ()  # other machines may come
+    assert said(behind, behind, shape=MeshShape(dp=4)) == "ranks 0-1 waiting in all_reduce 812 of ranks 0-1"
 
 
-def test_after_a_recovery_what_was_before_it_counts() -> None:
-    """Nothing of what follows is measured yet; and who has let go of its groups waits for who has not."""
-    new = Reading(40, "forward", 1.0, {}, {})
-    before: dict[Phase, float] = {"start": 2.0, "recover": 0.5, "forward": 0.6, "save": 4.0, "evaluate": 500.0}
-    found = limits([new], TIMEOUT, before=before)
-    assert found["forward"] == 4.0 and found["recover"] == LET_GO_S == found["start"]
-    assert found["save"] == found["data"] == TIMEOUT == found["evaluate"]
-    measured = limits([replace(new, slowest={"forward": 0.1})], TIMEOUT, before={**before, "start": 20.0})
-    assert measured["forward"] == 1.5 and measured["recover"] == 101.0
-    stopped, late = rank("forward", 4.1, slowest={}), rank("recover", 15.1, slowest={})
-    importing = Witness(Reading(0, "start", 0.0, {}, {}), 2 * TIMEOUT)
-    for each, waits in (stopped, "forward"), (late, "recover"):
-        seen = {0: each, 1: rank("forward", 40, "waits", slowest={}), 2: importing}
-        assert judge({**seen, 2: replace(importing, stood=30.0)}, TIMEOUT, True) is None, waits
-        verdict = judge(seen, TIMEOUT, True, before=before)
-        assert verdict is not None and verdict.stands == (0,), waits
+def test_who_has_called_another_collective() -> None:
+    ranks = (0, 1, 2)
+    loss, norm = (rank("reduce", "waits", groups=group(812, 812, ranks=ranks, size=f"{n} Double")) for n in (1, 2))
+    assert said(loss, norm, loss, shape=MeshShape(dp=3)) == (
+        "number 812 of dp is all_reduce of 1 Double on ranks 0, 2, but all_reduce of 2 Double on rank 1"
+    )
+    assert stands(loss, norm, loss) == (1,)
+    assert stands(loss, rank("data"), loss) == (1,)  # who works has still to call it
 
 
-def test_the_longest_time_survives_a_recovery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not that of a phase which a fault has ended: the others stood for as long as it took to be seen."""
-    clock = Clock()
-    monkeypatch.setattr(phases, "monotonic", clock.monotonic)
-    beat = Beat(beat_of(tmp_path, 0))
-    steps: tuple[phases.Phase, ...] = ("data", "forward", "data", "forward", "end")
-    for seconds, phase in zip((5.0, 1.0, 3.0, 0.5, 60.0), steps, strict=True):
-        clock.now += seconds
-        beat.enter(phase)
-    beat.enter("recover", 3)
-    eye = HangWatch(tmp_path / "run", MeshShape(dp=2), TIMEOUT)
-    assert eye.poll(tmp_path, {0: beat_of(tmp_path, 0)}, dict) is None
-    assert eye._before == {"start": 5.0, "data": 1.0, "forward": 3.0}
+def test_the_host_of_a_gpu_may_stand_anywhere() -> None:
+    """It waits for its device, which waits in a collective: who has not entered that stands."""
+    for device, found in (38, (1,)), (-1, (0, 1)):
+        waits, late = (rank("log", groups=groups, device=device) for groups in (group(812, 812), group(811)))
+        assert stands(waits, late) == found
+    text = said(
+        *(rank("log", groups=groups, device=38) for groups in (group(812, 812), group(811))), shape=MeshShape(dp=2)
+    )
+    assert text == "rank 1 (dp=1) in `log` of step 40 for 61 s; rank 0 waiting in all_reduce 812 of dp"
 
 
 STACKS = '''Thread 0x01 (most recent call first):
-  File "/x/threading.py", line 327 in wait
+  File "/x/torch/distributed/distributed_c10d.py", line 327 in wait
   File "/x/queue.py", line 140 in put
 
 Current thread 0x02 (most recent call first):
@@ -278,8 +218,8 @@ Current thread 0x02 (most recent call first):
     [
         ("/x/parallel/pipeline/run.py", "/x/a.py", ("waits", "`f` (pipeline/run.py:84)")),
         ("/x/torch/distributed/distributed_c10d.py", "/x/a.py", ("waits", "`f` (distributed/distributed_c10d.py:84)")),
-        ("/x/a.py", "/x/parallel/pipeline/run.py", ("works", "")),  # its own chunk
-        ("/x/megacore/recovery/channel.py", "/x/a.py", ("works", "")),  # the thread that listens
+        ("/x/torch/autograd/graph.py", "/x/a.py", ("waits", "`wait` (distributed/distributed_c10d.py:327)")),
+        ("/x/a.py", "/x/parallel/pipeline/run.py", ("works", "")),  # its own chunk; another thread waits
         ("/x/torch/_inductor/codegen/cpp.py", "/x/torch/_inductor/graph.py", ("compiles", "")),
         ("/x/a.py", "/x/torch/_dynamo/eval_frame.py", ("works", "")),  # runs what was compiled
     ],
@@ -287,78 +227,366 @@ Current thread 0x02 (most recent call first):
 def test_what_stacks_show(file: str, outer: str, found: tuple[str, str]) -> None:
     assert doing(STACKS.format(file=file, outer=outer, name="f")) == found
     assert doing("") == ("works", "")
-    assert doing(STACKS.format(file="/x/megacore/recovery/channel.py", outer="/x/a.py", name="ready"))[0] == "waits"
 
 
-def test_the_sentence() -> None:
-    """As the issue has it."""
-    shape = MeshShape(pp=2, tp=3)
-    waits = {
-        each: rank("reduce", 30, "waits", groups=group(812, 812, ranks=(3, 4, 5) if each > 2 else (0, 1, 2)))
-        for each in range(5)
-    }
-    seen = {**waits, 5: rank("data", 31)}
-    assert sentence(Verdict((5,), seen), shape, "c") == (
-        "rank 5 (pp=1 tp=2, node c) has stood in `data` for 31 s; ranks 0-4 wait for it in all_reduce 812 of tp"
-    )
-    left = judge(
-        {0: rank("update", 9, "waits", groups=group(812, 812)), 1: rank("data", 9, "waits", 41, group(811))},
-        TIMEOUT,
-        True,
-    )
-    assert left is not None and sentence(left, MeshShape(dp=2)) == (
-        "rank 1 (dp=1) has left out all_reduce 812 of dp, and waits in `take` (pipeline/run.py:84); rank 0 waits for "
-        "it in all_reduce 812 of dp"
-    )
-    alone = Verdict((0,), {0: rank("forward", 700)})
-    assert sentence(alone, MeshShape()) == (
-        "rank 0 has stood in `forward` for 700 s; no rank here waits for another"
-    )  # fmt: skip
+def test_ranks_in_words() -> None:
     assert listed([7, 0, 2, 1]) == "ranks 0-2, 7" and listed([3]) == "rank 3"
+    assert place(3, None) == "rank 3" and place(3, MeshShape(dp=4), "c") == "rank 3 (dp=3, node c)"
+    assert along((0, 1), MeshShape(dp=2)) == "dp" and along((0, 1), None) == "ranks 0-1"
 
 
-# -- the watch
+# -- when
 
 
-def test_a_machine_that_slept_has_no_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor has one on which this process did not get its turn. Stacks are asked for ever more seldom."""
-    clock, asked = Clock(), list[float]()
-    monkeypatch.setattr(watch.time, "monotonic", clock.monotonic)
-    monkeypatch.setattr(watch, "ask", lambda *_: {})
-    files = {each: beat_of(tmp_path, each + 5) for each in range(2)}
-    beats = [Beat(file) for file in files.values()]
-    for step in range(1, 4):
-        for beat in beats:
-            for phase in ("data", "forward", "backward"):
-                beat.enter(phase, step)
+def test_the_bound_comes_from_what_was_measured() -> None:
+    def reading(slowest: float, longest: float = 0.0) -> Reading:
+        return Reading(4, "data", 1.0, 3, -1, slowest, longest, {})
 
-    def stacks() -> dict[int, str]:
-        asked.append(clock.now)
-        return {each: STACKS.format(file="/x/a.py", outer="/x/a.py", name="f") for each in range(2)}
+    assert bound_s([reading(0.1), reading(0.2)]) == LEAST_S
+    assert bound_s([reading(0.1), reading(20.0)]) == 200.0
+    assert bound_s([reading(0.1, longest=50.0)]) == 100.0
+    assert bound_s([reading(0.1), reading(0.0)]) == START_S
+    assert bound_s([reading(90.0)], timeout_s=600.0) == 450.0  # before the stacks are gone
 
-    eye = HangWatch(tmp_path / "run", MeshShape(dp=2), TIMEOUT)
-    assert eye.poll(tmp_path, files, stacks) is None
-    clock.now += 3600.0
-    assert eye.poll(tmp_path, files, stacks) is None and not asked
-    for _ in range(400):
-        clock.now += watch.POLL_S
-        assert eye.poll(tmp_path, files, stacks) is None
-    assert 2 <= len(asked) <= 8, asked
 
-    def waits() -> dict[int, str]:
-        return stacks() | {0: STACKS.format(file="/x/parallel/collectives.py", outer="/x/a.py", name="f")}
+class Scene:
+    """Ranks that a test moves, and the report on them, polled on the test's clock."""
 
-    def goes_on() -> dict[int, str]:
-        beats[1].enter("forward", 4)
-        return waits()
+    def __init__(self, folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> None:
+        self.clock, self.incidents, self.lines = clock, list[Incident](), list[str]()
+        self.stacks = dict.fromkeys(range(ranks), STACKS.format(file="/x/a.py", outer="/x/a.py", name="f"))
+        self.answers = dict[int, Answer]()
+        self.asks = 0
+        self.out = folder / "run"
+        monkeypatch.setattr(hang_report.time, "monotonic", clock)
+        monkeypatch.setattr(hang_report, "err", self.lines.append)
+        self.report = HangReport(self.out, folder, MeshShape(dp=ranks), "", self.incidents.append)
+        monkeypatch.setattr(self.report, "_asked", self._asked)
+        self.ranks = {each: each + 5 for each in range(ranks)}
+        self.beats = [Beat(beat_of(folder, pid)) for pid in self.ranks.values()]
+        self.step = 0
 
-    clock.now += 1000.0
-    for _ in range(1000):  # the one that is late has moved while its stack was written
-        clock.now += watch.POLL_S
-        assert eye.poll(tmp_path, files, goes_on) is None
-    for _ in range(1000):
-        clock.now += watch.POLL_S
-        if found := eye.poll(tmp_path, files, waits):
-            break
-    assert found is not None and found.stands == (1,) and found.report is not None
-    assert found.text in found.report.read_text() and "rank 1 does not answer" in found.report.read_text()
+    def _asked(self, ranks: Mapping[int, int]) -> tuple[dict[int, str], dict[int, Answer]]:
+        self.asks += 1
+        return dict(self.stacks), dict(self.answers)
+
+    def waits(self, rank: int) -> None:
+        self.stacks[rank] = STACKS.format(file="/x/parallel/collectives.py", outer="/x/a.py", name="all_reduce_")
+
+    def passes(self, seconds: float, poll_s: float = 0.25) -> None:
+        until = self.clock.now + seconds
+        while self.clock.now < until:
+            self.clock.now += poll_s
+            self.report.poll(self.ranks)
+            if (looking := self.report._looking) is not None:
+                looking.join()
+
+    def enter(self, phase: Phase, rank: int | None = None) -> None:
+        for beat in self.beats if rank is None else [self.beats[rank]]:
+            beat.enter(phase)
+
+    def does(self, seconds: float = 0.3, last: Phase = "update") -> None:
+        """Do a step."""
+        self.step += 1
+        for beat in self.beats:
+            beat.enter("data", self.step)
+        for phase in ("forward", "backward", last):
+            self.enter(phase)
+            self.passes(seconds / 3)
+        for beat in self.beats:
+            beat.did(self.step)
+
+
+@pytest.fixture
+def scene(tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(tmp_path, clock, monkeypatch)
+
+
+def slow_steps(scene: Scene) -> None:
+    for _ in range(3):
+        scene.does(180.0)
+
+
+def one_in_fifty(scene: Scene) -> None:
+    for step in range(120):
+        scene.does(30.0 if step % 50 == 49 else 0.5)
+
+
+def an_evaluation(scene: Scene) -> None:
+    for _ in range(2):
+        for _ in range(5):
+            scene.does()
+        for _ in range(12):
+            scene.enter("evaluate")
+            scene.passes(10.0)
+
+
+def an_evaluation_of_one_batch(scene: Scene) -> None:
+    for _ in range(3):
+        for _ in range(5):
+            scene.does()
+        scene.enter("evaluate")
+        scene.passes(115.0)
+
+
+def saves(scene: Scene) -> None:
+    """While one of them waits for the other."""
+    for _ in range(3):
+        for _ in range(5):
+            scene.does()
+        scene.enter("save")
+        scene.passes(0.5)
+        scene.enter("data", 0)
+        scene.waits(0)
+        scene.passes(70.0)
+
+
+def it_loads(scene: Scene) -> None:
+    scene.passes(590.0)
+    scene.does()
+
+
+def compiles_in_the_middle(scene: Scene) -> None:
+    for _ in range(5):
+        scene.does()
+    scene.enter("forward")
+    scene.stacks[1] = STACKS.format(file="/x/a.py", outer="/x/torch/_inductor/graph.py", name="f")
+    scene.waits(0)
+    scene.passes(110.0)
+
+
+def the_agent_is_stopped(scene: Scene) -> None:
+    for _ in range(5):
+        scene.does()
+    for _ in range(3):
+        scene.clock.now += 3600.0
+        scene.passes(15.0)
+
+
+def the_agent_starves(scene: Scene) -> None:
+    for _ in range(5):
+        scene.does()
+    scene.passes(590.0, poll_s=5.0)
+
+
+def stalls(scene: Scene) -> None:
+    for phase in PHASES[1:-1]:
+        for step in range(10):
+            scene.does(30.0 if step == 5 else 0.4, last=phase)
+
+
+HEALTHY: list[Callable[[Scene], None]] = [
+    slow_steps, one_in_fifty, an_evaluation, an_evaluation_of_one_batch, saves, it_loads, compiles_in_the_middle,
+    the_agent_is_stopped, the_agent_starves, stalls,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("live", HEALTHY)
+def test_a_healthy_run_has_no_report(live: Callable[[Scene], None], scene: Scene) -> None:
+    live(scene)
+    assert not scene.incidents and not scene.lines and not scene.out.exists()
+
+
+def test_who_stands_is_told_at_doubled_times_until_a_step_is_done(scene: Scene) -> None:
+    for _ in range(5):
+        scene.does()
+    scene.enter("log", 1)
+    scene.enter("reduce", 0)
+    scene.waits(0)
+    scene.passes(59.0)
+    assert not scene.asks
+    scene.passes(500.0)
+    times = [int(time) for line in scene.lines for time in re.findall(r"No step for (\d+) s", line)]
+    assert times == [60, 120, 240, 480]
+    assert scene.lines[0].startswith(
+        "\nNo step for 60 s: rank 1 (dp=1) in `log` of step 5 for 60 s; rank 0 waiting in `all_reduce_` "
+        "(parallel/collectives.py:84)"
+    )
+    assert [(each.kind, each.action, each.rank, each.step) for each in scene.incidents] == [
+        ("stands_still", "tell", 1, 5)
+    ] * 4
+    ((_, text),) = standing(scene.out)
+    assert scene.lines[-1].startswith(f"\nN{text[1:]}")
+    reports = sorted((scene.out / "hangs").glob("2*.txt"))
+    assert reports and "The stacks of rank 1:\nThread 0x01" in reports[0].read_text()
+    scene.enter("data", 1)
+    scene.passes(1.0)
+    deadline = time.time() + 20
+    while standing(scene.out) and time.time() < deadline:
+        time.sleep(0.01)
+    assert not standing(scene.out)
+    scene.passes(59.5)
+    assert len(scene.lines) == 5 and "step 6" not in scene.lines[-1]
+
+
+def test_other_processes_are_looked_at_anew(scene: Scene, tmp_path: Path) -> None:
+    for _ in range(5):
+        scene.does()
+    scene.passes(50.0)
+    scene.ranks = {0: 15, 1: 16}  # which are yet to begin
+    scene.passes(START_S - 1)
+    assert not scene.asks
+    scene.passes(2.0)
+    assert "ranks 0-1 in `start` of step 0" in scene.lines[0]
+
+
+def test_who_moves_while_it_is_asked_is_not_told(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(5):
+        scene.does()
+    asked = scene._asked
+
+    def goes_on(ranks: Mapping[int, int]) -> object:
+        scene.enter("log", 1)
+        return asked(ranks)
+
+    monkeypatch.setattr(scene.report, "_asked", goes_on)
+    scene.passes(70.0)
+    assert scene.asks == 1 and not scene.lines
+
+
+def test_a_device_that_its_host_is_ahead_of_may_go_on(scene: Scene) -> None:
+    """It has done steps since the host stood, and then since it was last asked."""
+    for _ in range(5):
+        scene.does()
+    for beat in scene.beats:
+        beat.device_did(3)
+    scene.answers = {0: Answer({}, 4), 1: Answer({}, -1)}
+    scene.passes(61.0)
+    scene.answers[1] = Answer({}, 4)
+    scene.passes(60.0)
+    assert scene.asks == 2 and not scene.lines
+    scene.passes(120.0)
+    assert scene.asks == 3 and len(scene.lines) == 1
+
+
+def test_a_disk_that_does_not_answer_is_not_waited_for(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr(hang_report, "WRITE_S", 0.1)
+    monkeypatch.setattr(hang_report, "replacing", lambda *_, **__: nullcontext(BytesIO()) if answers.wait(20) else None)
+    for _ in range(5):
+        scene.does()
+    began = time.time()
+    scene.passes(61.0)
+    answers.set()
+    (line,) = scene.lines
+    assert "stacks" not in line and len(scene.incidents) == 1 and time.time() < began + 10
+
+
+def test_a_slow_rank_is_told_of_by_its_beat(scene: Scene) -> None:
+    for step in range(80):
+        for beat, seconds in zip(scene.beats, (0.1, 0.3), strict=True):
+            beat.enter("forward", step)
+            scene.clock.now += 4 * seconds
+            beat.enter("log")
+        scene.report.poll(scene.ranks)
+    assert [(each.kind, each.action, each.rank) for each in scene.incidents] == [("straggler", "tell", 1)]
+
+
+def test_where_the_ranks_are_in_one_line(scene: Scene) -> None:
+    assert scene.report.brief() == "no rank runs here"
+    scene.does()
+    scene.enter("log", 1)
+    scene.passes(3.0)
+    assert (
+        scene.report.brief()
+        == "step 1 is done; rank 0 (dp=0) in `update` of step 1 for 3 s; rank 1 (dp=1) in `log` of step 1 for 3 s"
+    )
+
+
+# -- real processes
+
+TOY = """
+import faulthandler, os, signal, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from megacore.rank import stacks_of
+from megacore.recovery import flight_recorder
+from megacore.recovery.beats import Beat, beat_of
+
+folder, rank = Path(sys.argv[1]), int(sys.argv[2])
+faulthandler.register(signal.SIGUSR2, stacks_of(folder, os.getpid()).open("x"), all_threads=True)
+beat = Beat(beat_of(folder, os.getpid()))
+flight_recorder.answer(folder)
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+
+def sleeps():
+    time.sleep(600)
+
+for step in range(1, 4):
+    beat.enter("forward", step)
+    if rank and step == 3:
+        sleeps()
+    beat.enter("reduce")
+    dist.all_reduce(torch.ones(3))
+    beat.did(step)
+"""
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    started = {
+        rank: subprocess.Popen([sys.executable, "-c", TOY, str(tmp_path), str(rank)], env=environment)
+        for rank in range(2)
+    }
+    yield started
+    for process in started.values():
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at in /proc")
+def test_ranks_that_stand_are_told_and_live(
+    tmp_path: Path,
+    processes: dict[int, subprocess.Popen[bytes]],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In order: asleep, stopped."""
+    monkeypatch.setattr(hang_report, "LEAST_S", 0.5)
+    incidents, ranks = list[Incident](), {rank: process.pid for rank, process in processes.items()}
+    report = HangReport(tmp_path / "run", tmp_path, MeshShape(dp=2), "", incidents.append)
+
+    def told(times: int, stopped: bool = False) -> str:
+        deadline, longest = time.monotonic() + 60, 0.0
+        while len(incidents) < times and time.monotonic() < deadline:
+            began = time.monotonic()
+            report.poll(ranks)
+            longest = max(longest, time.monotonic() - began)
+            time.sleep(0.05)
+        assert len(incidents) == times and longest < 0.5
+        return incidents[-1].detail
+
+    sleeps = r"no step for \d s: rank 1 \(dp=1\) in `forward` of step 3 for \d s"
+    assert re.fullmatch(f"{sleeps}; rank 0 waiting in all_reduce 3 of dp", told(1))
+    (path,) = (tmp_path / "run" / "hangs").glob("*.txt")
+    text = path.read_text()
+    assert re.search(r"The stacks of rank 1:\n(.*\n)*.* in sleeps\n", text), text
+    assert "rank 0, dp (ranks 0-1): all_reduce 3; not ended: all_reduce 3 of 3 Float" in text
+    assert "rank 1, dp (ranks 0-1): all_reduce 2\n" in text
+    report.show()
+    deadline = time.monotonic() + 20
+    shown = ""
+    while shown.count("stands here:\n") < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+        shown += capfd.readouterr().err
+    assert f"\nrank 1 (dp=1) (process {ranks[1]}) stands here:\n" in shown and " in sleeps\n" in shown
+    os.kill(ranks[1], signal.SIGSTOP)
+    assert told(2).endswith("stopped by a signal; rank 0 waiting in all_reduce 3 of dp")
+    assert [process.poll() for process in processes.values()] == [None, None]
+
+
+def test_who_is_not_ready_for_the_signal_does_not_end_by_it(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        report = HangReport(tmp_path / "run", tmp_path, None, "", lambda incident: None)
+        assert report._asked({0: process.pid}) == ({}, {})
+        assert not stacks_of(tmp_path, process.pid).exists() and process.poll() is None
+        process.kill()
+
+
+def test_what_a_killed_launcher_says_of_now_is_read_or_passed_over(tmp_path: Path) -> None:
+    for node, text in ("a", json.dumps({"at": 5.0, "step": 3, "text": "no step\n for 60 s"})), ("b", "{"), ("", "[1]"):
+        now_of(tmp_path, node).parent.mkdir(exist_ok=True)
+        now_of(tmp_path, node).write_text(text)
+    assert standing(tmp_path) == [(5.0, "no step for 60 s")]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
 from engine import train, write_recipe
 
+from megacore import incidents
+from megacore.incidents import Incident
 from megacore.recipe import load
-from megacore.recovery import incidents
-from megacore.recovery.events import Event
-from megacore.recovery.policy import Budgets, Decision, decide
+from megacore.recovery.hang_report import now_of
 from megacore.training import metrics
 from megacore.training.lock import RunLock
 from megacore.training.metrics import WallClock
@@ -45,9 +46,9 @@ def test_a_run_is_told_while_it_runs_and_after_it_has_died(
     (out / "config.yaml").write_text(load(recipe, overrides).to_yaml())
     capsys.readouterr()
     (out / "run.lock").write_bytes(lock)  # as one that was killed leaves it
-    event = Event("killed", 1, 0, 4, detail="SIG\x1bKILL", at=0.0)
-    incidents.write(out, event, Decision("restart", "restart 1 of 3", 1, 0), "life")
-    incidents.recovered(out, 1, 2.5, 1, 2.5)
+    killed = Incident("killed", "restart", "SIG\x1bKILL", "restart 1 of 3", rank=1, node=0, step=4, at=0.5)
+    incidents.write(out, killed)
+    incidents.went_on(out, 2, 3.0)
     said = shown(capsys, str(out))
     assert said["held by"].startswith("nobody on this machine; process ") and said["held by"].endswith("runs elsewhere")
     assert said["run"] == str(out) and said["step"].startswith("3 of 3, ") and said["step"].endswith(" s ago")
@@ -60,19 +61,28 @@ def test_a_run_is_told_while_it_runs_and_after_it_has_died(
         == "00:00:00 UTC  killed ('SIG\\x1bKILL'), rank 1, node 0, step 4 -> restart: restart 1 of 3; "
         "2.5 s and 1 step lost"
     )
-    spike = Event("spike", step=5, detail="loss 9 (median 4, limit 5)", at=0.0)
-    incidents.write(out, spike, decide(spike, (), Budgets(repeats=False)))
-    assert shown(capsys, str(out))["1970-01-01"] == (
-        "00:00:00 UTC  spike (loss 9 (median 4, limit 5)), step 5 -> tell: steps are not repeated"
-    )
+    incidents.write(out, Incident("spike", step=5, detail="loss 9 (median 4, limit 5)", at=0.5))
+    assert shown(capsys, str(out))["1970-01-01"] == ("00:00:00 UTC  spike (loss 9 (median 4, limit 5)), step 5 -> tell")
+
+
+def test_who_stands_is_told_until_there_is_a_newer_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hangs").mkdir()
+    text = "no step for 61 s: rank 3 has been in `save` of step 9 for 61 s; ranks 0-2 wait in all_reduce 9 of dp"
+    now_of(tmp_path).write_text(json.dumps({"at": time.time() - 30, "step": 812, "text": text}))
+    path = tmp_path / metrics.METRICS
+    path.write_text(json.dumps({"step": 811, "loss": 1.0}) + "\n")
+    os.utime(path, (0, time.time() - 90))
+    assert shown(capsys, str(tmp_path))["stands"] == f"{text} (30 s ago)"
+    os.utime(path)
+    assert "stands" not in shown(capsys, str(tmp_path))
 
 
 def test_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    incidents.write(tmp_path, Event("hung", 1, 0, 4, at=1.0), Decision("end", "spent", status=75), "life")
+    incidents.write(tmp_path, Incident("killed", "end", rank=1, step=4, at=1.0))
     assert main(["status", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["out"] == str(tmp_path) and told["training"] is None and told["checkpoint"] is None
-    assert told["incidents"][0]["event"]["kind"] == "hung" and told["incidents"][0]["decision"]["status"] == 75
+    assert told["incidents"][0]["kind"] == "killed" and told["incidents"][0]["action"] == "end"
     assert shown(capsys, str(tmp_path))["step"] == "none is recorded"
 
 

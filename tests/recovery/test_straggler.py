@@ -1,7 +1,6 @@
 """Slow ranks are named with the cause, once, and noise never is."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -10,35 +9,29 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from engine import trainer, write_recipe
 
-from megacore import launcher
-from megacore.launcher import Node, launch
-from megacore.recovery import straggler, watch
-from megacore.recovery.events import Event
+from megacore.incidents import Incident
+from megacore.recovery.beats import Beat, Phase, Reading, queued_s, read
 from megacore.recovery.nvml import gpu_in_words
-from megacore.recovery.phases import Beat, Phase, Reading, beat_of, queued_s, read
-from megacore.recovery.straggler import STEPS, Stragglers
-from megacore.recovery.watch import HangWatch
-from megacore.training.save import Snapshot
+from megacore.recovery.stragglers import STEPS, Stragglers
 from parallel.weights.layout import MeshShape
-
-ROOT = Path(__file__).parents[2]
 
 USUAL: dict[Phase, float] = {"data": 0.001, "forward": 0.1, "backward": 0.2, "update": 0.03, "save": 0.0}
 
 
-def told(shape: MeshShape, steps: int, busy: dict[Phase, np.ndarray], stride: int = 1) -> list[Event]:
+def told(shape: MeshShape, steps: int, busy: dict[Phase, np.ndarray], stride: int = 1) -> list[Incident]:
     """What is told of ranks that spend busy[phase][step, rank] seconds, looked at every ``stride`` steps."""
-    events = list[Event]()
-    watch = Stragglers(shape, events.append)
+    incidents = list[Incident]()
+    watch = Stragglers(shape, incidents.append)
     spent = {phase: np.cumsum(np.broadcast_to(each, (steps, shape.world)), axis=0) for phase, each in busy.items()}
     for step in range(0, steps, stride):
         seconds = {
             rank: {phase: float(each[step, rank]) for phase, each in spent.items()} for rank in range(shape.world)
         }
-        watch.see({rank: Reading(step, "forward", 1.0, {}, seconds[rank]) for rank in range(shape.world)})
-    return events
+        watch.see(
+            {rank: Reading(step, "forward", 1.0, step - 1, -1, 0.1, 0.0, seconds[rank]) for rank in range(shape.world)}
+        )
+    return incidents
 
 
 def series(shape: MeshShape, steps: int, noise: float = 0.0) -> dict[Phase, np.ndarray]:
@@ -56,9 +49,9 @@ def test_a_slow_rank_is_named_once_with_its_cause() -> None:
     for phase, more, cause in causes:
         busy = series(shape, 300, 0.1)
         busy[phase][100:, 2] += more
-        (event,) = told(shape, 300, busy)
-        assert (event.kind, event.rank) == ("straggler", 2) and event.detail.startswith(f"{cause}: ")
-        assert 100 + STEPS <= (event.step or 0) < 180
+        (incident,) = told(shape, 300, busy)
+        assert (incident.kind, incident.rank) == ("straggler", 2) and incident.detail.startswith(f"{cause}: ")
+        assert 100 + STEPS <= (incident.step or 0) < 180
 
 
 def test_who_is_little_slower_or_not_for_long_is_not_named() -> None:
@@ -73,7 +66,7 @@ def test_who_is_slow_again_is_named_again() -> None:
     busy = series(MeshShape(dp=2), 600)
     busy["forward"][100:200, 1] += 0.2
     busy["forward"][400:500, 1] += 0.2
-    assert [event.rank for event in told(MeshShape(dp=2), 600, busy)] == [1, 1]
+    assert [incident.rank for incident in told(MeshShape(dp=2), 600, busy)] == [1, 1]
 
 
 def test_places_with_other_work_are_not_compared() -> None:
@@ -82,7 +75,7 @@ def test_places_with_other_work_are_not_compared() -> None:
     busy["forward"][:, 2:] *= 3
     assert not told(shape, 200, busy)
     busy["forward"][:, 3] *= 2
-    assert [event.rank for event in told(shape, 200, busy)] == [3]
+    assert [incident.rank for incident in told(shape, 200, busy)] == [3]
 
 
 def test_random_load_is_no_straggler_over_10_000_steps() -> None:
@@ -94,75 +87,15 @@ def test_random_load_is_no_straggler_over_10_000_steps() -> None:
         assert not told(shape, 10_000, busy, stride)
 
 
-def test_a_rank_that_begins_anew_is_measured_anew() -> None:
-    events = list[Event]()
-    watch = Stragglers(MeshShape(dp=2), events.append)
-    for step in range(200):
-        # A newcomer's page begins at nothing; the survivor's step goes back by one.
-        seconds = [0.1 * step, 0.1 * (step - 100 if step >= 100 else step)]
-        at = step - 1 if step >= 100 else step
-        watch.see({rank: Reading(at, "forward", 1.0, {}, {"forward": each}) for rank, each in enumerate(seconds)})
-    assert not events
-
-
-SLOW = """
-import os, sys, time
-from megacore.training import train
-from parallel.pipeline.run import Pipeline
-
-plain = Pipeline.train
-
-def slow(*given):
-    began = time.thread_time()
-    loss = plain(*given)
-    until = 2 * time.thread_time() - began
-    while time.thread_time() < until:
-        pass
-    return loss
-
-if os.environ["RANK"] == "1":
-    Pipeline.train = slow
-sys.exit(train.main())
-"""
-
-
-@pytest.mark.grid
-def test_a_live_rank_that_computes_at_half_speed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run is ended then, by a signal."""
-    (tmp_path / "slow.py").write_text(SLOW)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    monkeypatch.setattr(straggler, "STEPS", 10)
-    for each in (watch, launcher):
-        monkeypatch.setattr(each, "POLL_S", 0.05)
-    events, out, shape = list[Event](), tmp_path / "run", MeshShape(dp=2)
-
-    def tell(event: Event) -> None:
-        events.append(event)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    settings = [f"out={out}", "mesh.dp=2", "train.steps=3000", "evaluate.every=0", "log.every=50"]
-    eye = HangWatch(out, shape, 600.0, slow=Stragglers(shape, tell))
-    launch("slow", [write_recipe(tmp_path), *settings], Node(2), {"OMP_NUM_THREADS": "1"}, hangs=eye)
-    assert [(event.kind, event.rank) for event in events] == [("straggler", 1)]
-    assert events[0].detail.startswith("compute: ") and (events[0].step or 0) > 1
-
-
-def test_the_seconds_in_which_a_rank_waits_for_its_own_files_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_durable: None
-) -> None:
-    write = Snapshot.write
-
-    def slow(snapshot: Snapshot, folder: Path) -> object:
-        time.sleep(0.3)
-        return write(snapshot, folder)
-
-    monkeypatch.setattr(Snapshot, "write", slow)
-    overrides = [f"out={tmp_path / 'run'}", "train.steps=3", "evaluate.every=0", "checkpoint.every=1"]
-    made = trainer(write_recipe(tmp_path), overrides)
-    made.step.beat = Beat(beat_of(tmp_path, 0))
-    made.run()
-    found = read(beat_of(tmp_path, 0))
-    assert found is not None and 0.6 < found.busy["save"] < 1.8
+def test_steps_that_are_done_again_are_measured_anew() -> None:
+    """After a run has gone back the step is smaller, and the seconds go on."""
+    incidents = list[Incident]()
+    watch = Stragglers(MeshShape(dp=2), incidents.append)
+    for look in range(200):
+        at = look - 50 if look >= 100 else look
+        busy = [0.1 * look + 9.0 * (look >= 100), 0.1 * look]
+        watch.see({rank: Reading(at, "forward", 1.0, at, -1, 0.1, 0.0, {"forward": busy[rank]}) for rank in range(2)})
+    assert not incidents
 
 
 @pytest.fixture
@@ -202,8 +135,8 @@ def test_the_sentence_has_the_clock_and_the_heat(nvml: SimpleNamespace, monkeypa
     shape = MeshShape(dp=2)
     busy = series(shape, 200)
     busy["forward"][:, 1] *= 3
-    (event,) = told(shape, 200, busy)
-    assert event.detail.endswith("ranks 0, 1; GPU 1 at 1,005 of 1,980 MHz and 87 C, slowed down by heat")
+    (incident,) = told(shape, 200, busy)
+    assert incident.detail.endswith("ranks 0, 1; GPU 1 at 1,005 of 1,980 MHz and 87 C, slowed down by heat")
     assert gpu_in_words(0) == "GPU 0 at 1,980 of 1,980 MHz and 55 C"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-7")
     assert gpu_in_words(0).startswith("GPU 1 at 1,005")

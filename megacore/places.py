@@ -1,0 +1,38 @@
+"""Ranks and groups of them in words. No torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from parallel.weights.layout import MeshShape
+
+
+def place(rank: int, shape: MeshShape | None, node: str = "") -> str:
+    """Return "rank 5 (pp=1 tp=1, node c)"; dimensions of size 1 say nothing."""
+    at = shape.place(rank) if shape is not None else None
+    dims = [f"{dim}={getattr(at, dim)}" for dim in MeshShape.DIMS if shape is not None and shape[dim] > 1]
+    told = ", ".join(filter(None, (" ".join(dims), node and f"node {node}")))
+    return f"rank {rank} ({told})" if told else f"rank {rank}"
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Return "rank 3", or "ranks 0-4, 7"."""
+    runs = list[list[int]]()
+    for rank in sorted(ranks):
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    told = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {told}"
+
+
+def along(ranks: Sequence[int], shape: MeshShape | None) -> str:
+    """Return the dimensions along which ranks lie, "dp x tp" or "all"; without a name, the ranks."""
+    split = [dim for dim in MeshShape.DIMS if shape is not None and shape[dim] > 1]
+    for size in range(1, len(split) + 1):
+        for dims in itertools.combinations(split, size):
+            if ranks and shape is not None and shape.along(ranks[0], *dims) == tuple(ranks):
+                return " x ".join(dims) if size < len(split) or size == 1 else "all"
+    return listed(ranks) if ranks else ""

@@ -1,0 +1,285 @@
+"""Reports of who stands where while no step is done. They end nobody: the end of a hang is a collective's timeout.
+
+The agent looks at the beats of its ranks several times a second. Where none of them has moved for long, it asks for
+stacks and collectives, in a thread of its own, and says in one line who stands and who waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from megacore.incidents import Incident
+from megacore.places import along, listed, place
+from megacore.rank import stacks_of
+from megacore.recovery import flight_recorder
+from megacore.recovery.beats import UNBORN, Reading, beat_of, read
+from megacore.recovery.flight_recorder import Answer
+from megacore.recovery.standing import Witness, doing, judge, where
+from megacore.recovery.stragglers import Stragglers
+from megacore.say import err
+from megacore.store.files import replacing
+from megacore.store.strict_json import StoreError, read_json
+from parallel.weights.layout import MeshShape
+
+LEAST_S = 60.0
+"""The seconds without a step after which it is said, at least."""
+START_S = 600.0
+"""The same before the first step is done: it loads, connects and compiles."""
+STEPS = 10
+"""The slowest steps that the ranks may stand for, at least."""
+ASIDE = 2
+"""The longest saves, or batches of an evaluation, that they may."""
+SHARE = 0.75
+"""The share of a collective's timeout after which it is said at the latest: the timeout ends what stacks would show."""
+AWAKE_S = 0.5
+"""The most seconds that count between two looks: the agent may have slept, and the ranks with it."""
+STACKS_S = 2.0
+"""The seconds that ranks have for stacks and answers."""
+WRITE_S = 5.0
+"""The seconds that are waited for a file: the disk may be what the ranks wait for."""
+
+
+def now_of(out: Path, node: str = "") -> Path:
+    """Return the file of a run's folder that says who stands on a node; it is there while somebody does."""
+    return out / "hangs" / (f"now-{node}.json" if node else "now.json")
+
+
+def standing(out: Path) -> list[tuple[float, str]]:
+    """Return (when it was said, what) of each node of a run on which ranks stand.
+
+    A launcher that was killed leaves its file behind: what is older than the newest step is not so any more.
+    """
+    found = list[tuple[float, str]]()
+    for path in sorted((out / "hangs").glob("now*.json")):
+        with suppress(StoreError, KeyError, TypeError, ValueError):
+            now = read_json(path, out)
+            found.append((float(now["at"]), " ".join(str(now["text"]).split())))
+    return found
+
+
+def bound_s(readings: Collection[Reading], timeout_s: float = math.inf) -> float:
+    """Return the seconds for which ranks may stand before that is said.
+
+    Args:
+        readings: The beats of the ranks here.
+        timeout_s: Seconds that a collective may take.
+    """
+    slowest = max((each.slowest for each in readings), default=0.0)
+    longest = max((each.longest for each in readings), default=0.0)
+    started = all(each.slowest for each in readings)
+    found = max(LEAST_S, STEPS * slowest, ASIDE * longest) if started else max(LEAST_S, START_S)
+    return min(found, SHARE * timeout_s)
+
+
+@dataclass
+class HangReport:
+    """Looks at the ranks of one agent; :meth:`poll` is called from its loop, and never waits.
+
+    Seconds count in which this process was awake as well: what stops the whole machine, or starves it, is no hang.
+
+    Args:
+        out: The run's folder; reports go to ``hangs`` in it.
+        folder: The agent's, with the beats and stacks of its ranks.
+        shape: The mesh of the run, where it is known.
+        node: The name of this machine, where there are several.
+        report: Is given the incidents, by :meth:`poll`.
+        timeout_s: Seconds that a collective may take.
+    """
+
+    out: Path
+    folder: Path
+    shape: MeshShape | None
+    node: str
+    report: Callable[[Incident], object]
+    timeout_s: float = math.inf
+    _ranks: Mapping[int, int] = field(default_factory=dict, init=False)
+    _seen: dict[int, tuple[Reading, float]] = field(default_factory=dict, init=False)
+    """{rank: where it was seen, and for how many seconds}"""
+    _looks: int = field(default=0, init=False)
+    """The looks that were taken since a rank has moved: each has twice the time of the one before."""
+    _told: bool = field(default=False, init=False)
+    _devices: Mapping[int, int] = field(default_factory=dict, init=False)
+    """{rank: the step that its device had done when it was last asked}"""
+    _found: deque[Incident] = field(default_factory=deque, init=False)
+    _turn: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _looking: threading.Thread | None = field(default=None, init=False)
+    _slow: Stragglers | None = field(default=None, init=False)
+    _at: float = field(default_factory=time.monotonic, init=False)
+
+    def poll(self, ranks: Mapping[int, int]) -> None:
+        """Look at the ranks, and say who stands, if somebody does.
+
+        Args:
+            ranks: {rank: process} of those that live.
+        """
+        if ranks != self._ranks:
+            self._ranks, self._seen, self._devices = dict(ranks), {}, {}
+            self._slow = Stragglers(self.shape, self.report) if self.shape is not None else None
+        while self._found:
+            self.report(self._found.popleft())
+        moved = self._look()
+        if self._slow is not None:
+            self._slow.see({rank: reading for rank, (reading, _) in self._seen.items()})
+        if moved:
+            self._looks = 0
+            if self._told:
+                self._told = False
+                self._in_background(lambda: self._within(now_of(self.out, self.node).unlink))
+        still = min((stood for _, stood in self._seen.values()), default=0.0)
+        bound = bound_s([reading for reading, _ in self._seen.values()], self.timeout_s)
+        if still >= bound * 2**self._looks and not (self._looking is not None and self._looking.is_alive()):
+            self._looks += 1
+            self._looking = self._in_background(self._tell)
+
+    def brief(self) -> str:
+        """Return where the ranks are, in one line."""
+        if not self._seen:
+            return "no rank runs here"
+        done = min(reading.done for reading, _ in self._seen.values())
+        seen = {rank: Witness(*each) for rank, each in sorted(self._seen.items())}
+        told = f"step {done} is done" if done >= 0 else "no step is done yet"
+        return f"{told}; {where(seen, seen, self.shape, self.node)}"
+
+    def show(self) -> None:
+        """Say where every rank is, with its stacks, in a thread: ranks that are stopped are waited for."""
+        ranks = self._ranks
+
+        def tell() -> None:
+            stacks, _ = self._asked(ranks)
+            err(self.brief())
+            for rank, pid in sorted(ranks.items()):
+                stands = stacks.get(rank) or "  it does not answer"
+                err(f"\n{place(rank, self.shape, self.node)} (process {pid}) stands here:\n{stands}")
+
+        self._in_background(tell)
+
+    def _in_background(self, do: Callable[[], object]) -> threading.Thread:
+        def in_turn() -> None:
+            with self._turn, suppress(OSError):  # the agent's folder may be gone
+                do()
+
+        made = threading.Thread(target=in_turn, name="hang-report", daemon=True)
+        made.start()
+        return made
+
+    def _look(self) -> bool:
+        """Read all beats -> whether a rank has moved. Who has not has stood for as long as nobody slept meanwhile."""
+        now = time.monotonic()
+        awake, self._at = min(now - self._at, AWAKE_S), now
+        earlier, self._seen = self._seen, {}
+        for rank, pid in self._ranks.items():
+            reading = read(beat_of(self.folder, pid)) or UNBORN
+            last, stood = earlier.get(rank, (None, 0.0))
+            self._seen[rank] = reading, stood + awake if last is not None and _place(last) == _place(reading) else 0.0
+        return any(not stood for _, stood in self._seen.values())
+
+    def _tell(self) -> None:
+        """Ask the ranks, and say who stands, unless one has moved meanwhile, or may well take its time."""
+        ranks, before, looks = self._ranks, dict(self._seen), self._looks
+        stacks, answers = self._asked(ranks)
+        if self._ranks is not ranks or any(
+            _place(read(beat_of(self.folder, pid)) or UNBORN) != _place(before[rank][0]) for rank, pid in ranks.items()
+        ):
+            return
+        seen, earlier, self._devices = dict[int, Witness](), self._devices, {}
+        for rank, (reading, stood) in before.items():
+            answer = answers.get(rank, Answer({}))
+            self._devices[rank] = device = max(reading.device, answer.device)
+            does = ("is stopped", "") if _is_stopped(ranks[rank]) else doing(stacks.get(rank, ""))
+            seen[rank] = Witness(replace(reading, device=device), stood, *does, groups=answer.groups)
+        if any(device > earlier.get(rank, before[rank][0].device) for rank, device in self._devices.items()):
+            return  # a device has done a step that its host is ahead of
+        stands, text = judge(seen, self.shape, self.node)
+        if looks > 1 or not any(seen[rank].may_take for rank in stands):
+            self._say(stands, text, seen, stacks)
+
+    def _say(self, stands: Sequence[int], text: str, seen: Mapping[int, Witness], stacks: Mapping[int, str]) -> None:
+        text = f"no step for {min(each.stood for each in seen.values()):.0f} s: {text}"
+        now, step = now_of(self.out, self.node), min(each.reading.step for each in seen.values())
+        path = now.with_name(f"{time.strftime('%Y-%m-%dT%H-%M-%S')}{now.stem.removeprefix('now')}.txt")
+        self._told = True
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(now, durable=False) as file:
+                file.write(json.dumps({"at": time.time(), "step": step, "text": text}).encode())
+            with path.open("x") as report:
+                report.write(self._full(text, seen, stacks))
+
+        more = f"; {path} has the stacks of all" if self._within(write) else ""
+        rank = stands[0] if len(stands) == 1 else None
+        self._found.append(Incident("stands_still", detail=text, rank=rank, host=self.node, step=step))
+        err(f"\n{text[0].upper()}{text[1:]}{more}")
+
+    def _full(self, text: str, seen: Mapping[int, Witness], stacks: Mapping[int, str]) -> str:
+        lines = [text, "", f"{'rank':<32}{'step':>8}  phase      done  seconds  does", ""]
+        for rank, each in sorted(seen.items()):
+            done = each.reading.done if each.reading.device < 0 else each.reading.device
+            at = f"{each.reading.step:>8}  {each.reading.phase:<8}  {done:>5}  {each.stood:>7.1f}"
+            lines.append(f"{place(rank, self.shape, self.node):<32}{at}  {each.doing} {each.call}".rstrip())
+        lines += ["", "The last collective of each group, as torch's flight recorder has it:", ""]
+        for rank, each in sorted(seen.items()):
+            for name, log in each.groups.items():
+                calls = (f"{kind} {number}{size and f' of {size}'}" for number, (kind, size) in log.pending.items())
+                state = f"; not ended: {', '.join(calls)}" if log.pending else ""
+                members = f"{along(log.ranks, self.shape) or name} ({listed(log.ranks)})"
+                lines.append(f"rank {rank}, {members}: {log.kind} {log.last}{state}")
+            if not each.groups:
+                lines.append(f"rank {rank} has told of none")
+        for rank in sorted(seen):
+            lines += ["", f"The stacks of rank {rank}:", stacks.get(rank) or "  it does not answer"]
+        return "\n".join(lines) + "\n"
+
+    def _asked(self, ranks: Mapping[int, int]) -> tuple[dict[int, str], dict[int, Answer]]:
+        """Ask the ranks -> {rank: its stacks} and {rank: its collectives} of those that answer."""
+        files = {rank: stacks_of(self.folder, pid) for rank, pid in ranks.items()}
+        sizes = before = {rank: file.stat().st_size for rank, file in files.items() if file.exists()}
+        asked = {rank for rank, pid in ranks.items() if flight_recorder.ask(self.folder, pid)}
+        for rank in before:  # others are not ready for the signal yet, and would end by it
+            with suppress(ProcessLookupError):
+                os.kill(ranks[rank], signal.SIGUSR2)
+        answers, deadline = dict[int, Answer](), time.monotonic() + STACKS_S
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            earlier, sizes = sizes, {rank: files[rank].stat().st_size for rank in before}
+            for rank in asked - set(answers):
+                if (told := flight_recorder.read(self.folder, ranks[rank])) is not None:
+                    answers[rank] = told
+            if sizes == earlier and all(sizes[each] > before[each] for each in before) and len(answers) == len(asked):
+                break
+        return {rank: files[rank].read_text()[before[rank] :] for rank in before if sizes[rank] > before[rank]}, answers
+
+    def _within(self, write: Callable[[], object]) -> bool:
+        """Write something in a thread that is left behind where the disk does not answer -> whether it is written."""
+        written = list[bool]()
+
+        def attempt() -> None:
+            with suppress(OSError):
+                write()
+                written.append(True)
+
+        writing = threading.Thread(target=attempt, name="hang-report-file", daemon=True)
+        writing.start()
+        writing.join(WRITE_S)
+        return bool(written)
+
+
+def _place(reading: Reading) -> tuple[object, ...]:
+    return reading.since, reading.phase, reading.step, reading.done, reading.device
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a signal, or a debugger, has stopped a process; False where the system does not tell."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    return False

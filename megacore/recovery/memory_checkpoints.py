@@ -1,0 +1,406 @@
+"""Checkpoints in the memory of the machines: a run that is started again goes on from there, and loses few steps.
+
+Every rank writes what it would write to a disk into ``/dev/shm``, in the same format and as seldom as its cost demands;
+the newest two stay. The ranks of a machine share a folder, with the index of all files. Of several machines each sends
+its files to a partner in the background, so that what a machine takes with it is elsewhere (as in Gemini, Wang et al.
+2023, doi 10.1145/3600006.3613145).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import partial
+from io import FileIO
+from pathlib import Path
+
+from megacore import checkpoints
+from megacore.checkpoints import AUTO
+from megacore.config import Config
+from megacore.control import Control
+from megacore.recovery import partners
+from megacore.recovery.partners import HeldFiles
+from megacore.say import say
+from megacore.store.checkpoint import Checkpoint
+from megacore.store.files import open_lock
+from megacore.store.lock import flock, is_at
+from megacore.store.publish import remove_leftovers, replace_file, spelled
+from megacore.store.strict_json import StoreError, read_file
+from megacore.store.tensors import free_bytes, os_errors
+from megacore.training import progress
+from megacore.training.capacity import free_memory
+from megacore.training.check import Setup
+from megacore.training.resume import Start, go_on
+from megacore.training.save import Future, Retention, SaveError, Saver
+from megacore.training.step import Phase
+from megacore.training.trainer import Callback, Trainer
+from parallel.mesh import Group
+
+MEMORY = Path("/dev/shm")
+"""The file system that lies in memory."""
+RUN_ID = "run.id"
+"""The file in the folder of a run that says which folder in memory is its."""
+KEPT = 2
+LEFTOVER_S = 3600.0
+"""Seconds after which the folder of a run without a process is removed by the next run on the machine."""
+RETRY_S = 300.0
+"""Seconds until the next try after one that has failed."""
+_NONE = "No checkpoints are kept in memory"
+_HELD = "held"
+"""The file that every rank of a run holds."""
+
+
+def private(folder: Path) -> Path:
+    """Make a folder that this user alone may enter, if it is not there.
+
+    Raises:
+        StoreError: something else has its name, or others may enter it.
+    """
+    with os_errors(folder):
+        with suppress(FileExistsError):
+            folder.mkdir(0o700)
+        status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise StoreError(f"{folder}: is no folder that this user alone may enter: have it removed")
+    return folder
+
+
+def sweep(user: Path, older_than_s: float, but: str = "", only: str = "*") -> None:
+    """Remove the folders of runs that no process holds any more.
+
+    Args:
+        user: The folder of this user's runs.
+        older_than_s: The seconds since such a run has begun or saved.
+        but: The name of one that stays.
+        only: The pattern of their names.
+    """
+    for folder in sorted(user.glob(only)):
+        with suppress(StoreError, OSError):
+            old = folder.name != but and time.time() - private(folder).stat().st_mtime >= older_than_s
+            if old:
+                with open_lock(folder / _HELD) as lock:
+                    if flock(lock, fcntl.LOCK_EX):
+                        shutil.rmtree(folder)
+
+
+def known_as(config: Config) -> tuple[str, str]:
+    """Return the number of a run, and that of another one in whose place it begins, if there is one.
+
+    Raises:
+        StoreError: it cannot be noted in the folder of the run.
+    """
+    path, before = Path(config.out) / RUN_ID, ""
+    if path.exists():
+        noted = read_file(path, path.parent, 99).decode(errors="replace").strip()
+        before = noted if re.fullmatch("[0-9a-f]{32}", noted) else ""
+    if before and config.checkpoint.resume == AUTO:
+        return before, ""
+    known = secrets.token_hex(16)
+    with os_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, known.encode() + b"\n")
+    return known, before
+
+
+def _opened(config: Config, path: Path, checked: bool) -> Start:
+    found = go_on(config, Checkpoint.open(path, checked), checked)
+    return replace(found, progress=found.progress.without(config.recovery.skip_samples))
+
+
+class MemoryCheckpoints(Callback):
+    """Saves into memory, and finds there what a run that is started again goes on from. It stands after what saves to
+    disk: the end of the run takes the folder away.
+
+    Args:
+        node: The number of successive ranks that share a machine.
+        root: The file system in memory.
+        clock: Tells seconds.
+    """
+
+    def __init__(self, node: int, root: Path = MEMORY, clock: Callable[[], float] = time.monotonic) -> None:
+        self._node, self._root, self._clock = node, root, clock
+        self.folder: Path | None = None
+        """The folder of the run's checkpoints in memory; None where there can be none."""
+        self._data: Sequence[str] = ()
+        self._held: FileIO | None = None
+        self._saver: Saver | None = None
+        self._partners: Group | None = None
+        self._sending: Future | None = None
+        self._costs = deque[float](maxlen=2)
+        self._asked = self._begun = self._blocked_s = self._step_s = self._last = self._due = 0.0
+        self._looked = self._is_next = self._failing = self._ended = False
+
+    # -- at a start
+
+    def on_find(self, setup: Setup, start: Start, control: Control) -> Start:
+        """Return the newest state in memory, if it is newer and the run goes on by itself (``checkpoint.resume=auto``).
+
+        One that ``start.damaged`` names is removed, and an older one is found, or none.
+        """
+        self._data = setup.corpora.identities
+        if not self._looked and setup.config.recovery.memory:
+            self._looked = True
+            try:
+                self._open(setup.config, control)
+            except StoreError as error:
+                self._say(control, f"{_NONE}: {error}")
+        if self.folder is None or setup.config.checkpoint.resume != AUTO:
+            return start
+        return self._found(self.folder, setup.config, start, control)
+
+    def _found(self, folder: Path, config: Config, start: Start, control: Control) -> Start:
+        first, refused = self._is_first(control), {each.path.name for each in start.damaged if self._has(each.path)}
+
+        def look() -> list[HeldFiles]:
+            if not first:
+                return []
+            remove_leftovers(folder)
+            for name in refused:
+                shutil.rmtree(folder / name, ignore_errors=True)
+            return partners.held(folder)
+
+        told = control.exchange([asdict(each) for each in control.attempt(look)])
+        there = [[HeldFiles(**each) for each in told[ranks[0]]] for ranks in self._machines(control)]
+        found, last = start, start.progress.step
+        for step, index in partners.whole(there):
+            path = checkpoints.path_of(folder, step)
+            if step <= start.progress.step:
+                break
+            try:
+                partners.bring(path, index, there, self._machines(control), control)
+                newer = control.attempt(partial(_opened, config, path, not first))
+            except StoreError as error:
+                self._say(control, f"A checkpoint in memory is passed over: {error}")
+                continue
+            found = replace(newer, damaged=start.damaged)
+            last = step
+            break
+        self._drop_after(last, control)
+        return found
+
+    def _has(self, path: Path) -> bool:
+        """Return whether this is a checkpoint in the memory of a machine."""
+        return self.folder is not None and path.parent.name == self.folder.name
+
+    def _machines(self, control: Control) -> list[range]:
+        return partners.machines(control.mesh.shape.world, self._node)
+
+    def _drop_after(self, step: int, control: Control) -> None:
+        """Remove checkpoints of later steps than that which the run goes on from."""
+        if self._saver is not None:
+            self._saver.abandon()
+        if self._sending is not None:
+            self._sending.thread.join()
+            self._sending = None
+        if self.folder is not None and self._is_first(control):
+            for later, path in checkpoints.complete(self.folder).items():
+                if later > step:
+                    shutil.rmtree(path, ignore_errors=True)
+        control.largest()
+
+    def _open(self, config: Config, control: Control) -> None:
+        """Make the folder of the run on each machine, and hold it on each rank.
+
+        Raises:
+            StoreError: one of them cannot; on all ranks.
+        """
+        first, user = self._is_first(control), self._root / f"megacore-{os.geteuid()}"
+        known, before = control.tell(control.attempt(lambda: known_as(config) if control.mesh.rank == 0 else None))
+        folder = user / known
+
+        def make() -> None:
+            if first:
+                private(user)
+                if before:
+                    sweep(user, 0, only=before)
+                sweep(user, LEFTOVER_S, but=known)
+                private(folder)
+
+        def hold() -> FileIO:
+            with os_errors(folder):
+                lock = open_lock(private(folder) / _HELD)
+                if not flock(lock, fcntl.LOCK_SH) or not is_at(lock, folder / _HELD):
+                    raise StoreError(f"{folder}: is being removed")
+                os.utime(folder)
+                return lock
+
+        control.attempt(make)
+        self._held = control.attempt(hold)
+        self.folder = folder
+
+    def _is_first(self, control: Control) -> bool:
+        return control.mesh.rank % self._node == 0
+
+    # -- while it trains
+
+    def on_start(self, run: Trainer) -> None:
+        if self.folder is None:
+            return
+        control, world = run.control, run.mesh.shape.world
+        several = self._node < world
+        saver = Saver(
+            self.folder, run.contents, control, Retention(KEPT, 0, ahead=True), self._node if several else None
+        )
+        try:
+            lacks = control.exchange(self._lack(saver.bytes, world) if self._is_first(control) else None)
+            if found := [each for each in lacks if each is not None]:
+                raise SaveError(found[0])
+            saver.reserve()
+        except SaveError as error:
+            run.tell(f"{_NONE}: {error}")
+            return
+        if several:
+            self._partners = run.mesh.host_group(partners.partners(self._machines(control)))
+        self._saver, self._last = saver, self._clock()
+
+    def _lack(self, whole: int, world: int) -> str | None:
+        """Return why there is no room on this machine for two checkpoints, and what a partner sends, beside a copy from
+        which they are written; None where there is."""
+        assert self.folder is not None
+        here = whole * min(self._node, world) // world
+        files, free = KEPT * here * (2 if self._node < world else 1), free_memory()
+        with suppress(OSError):
+            there = sum(path.stat().st_blocks * 512 for path in self.folder.rglob("*") if path.is_file())
+            if (room := free_bytes(self.folder) + there) < files:
+                return f"they need {spelled(files)}, and {self._root} has room for {spelled(room)}"
+            if free is not None and free + there < files + here:
+                return f"they need {spelled(files + here)} of memory, and {spelled(free + there)} are to spare"
+        return None
+
+    def ask(self, run: Trainer) -> Mapping[str, float]:
+        if self._saver is None:
+            return {}
+        self._asked = self._clock()
+        busy, failed = self._saver.news()
+        if self._sending is not None:
+            busy = self._sending.thread.is_alive()
+            failed = not busy and self._sending.error is not None
+        waits, due = self._asked < self._due, self._is_next and not run.is_last
+        return {"memory.busy": busy, "memory.failed": failed, "memory.wait": waits, "look": due, "keep": due}
+
+    def on_answers(self, run: Trainer, largest: Mapping[str, float]) -> None:
+        saver, now = self._saver, self._clock()
+        if saver is None:
+            return
+        self._step_s, self._last = now - self._last, now
+        busy, failed, wait = (bool(largest[f"memory.{key}"]) for key in ("busy", "failed", "wait"))
+        was_idle = not (self._begun or self._is_next)  # else it is not known here yet when the next one is due
+        try:
+            if run.pausing:  # the run goes on from here
+                self._save_at_once(run, saver)
+            elif saver.is_saving:
+                saver.advance(busy, failed)
+                self._send(run, saver)
+            elif self._sending is not None:
+                if not busy:
+                    self._end_sending(run, failed)
+            elif self._is_next:
+                # On a CPU bad steps are looked for, and replicas compared, while nothing else is done.
+                self._begun = self._asked if run.mesh.device.type == "cpu" else now
+                self._blocked_s = now - self._begun
+                self._save(run, saver)
+            self._blocked_s += self._clock() - now
+            if self._begun and not saver.is_saving and self._sending is None:
+                self._reckon(run, saver)
+        except SaveError as error:  # on every rank
+            self._fail(run, error)
+        self._is_next = was_idle and not (wait or self._begun or run.is_last)
+
+    def on_rewind(self, run: Trainer) -> None:
+        self._drop_after(run.step, run.control)
+        self._begun, self._is_next = 0.0, False
+        if self._saver is not None and run.pausing:
+            try:
+                self._save_at_once(run, self._saver)
+            except SaveError as error:
+                self._fail(run, error)
+
+    def on_error(self, run: Trainer, error: BaseException) -> None:
+        self._ended = False
+
+    def on_end(self, run: Trainer) -> None:
+        """Wait for what is under way. The folder goes with the end of the run, after all callbacks have done theirs."""
+        if self._saver is not None:
+            self._saver.abandon()
+        if self._sending is not None:
+            self._sending.thread.join()
+        self._ended = not run.pausing
+
+    def on_phase(self, run: Trainer, phase: Phase) -> None:
+        if phase != "end" or self.folder is None or self._held is None:
+            return
+        if self._ended and self._is_first(run.control):
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._held.close()
+
+    def _save(self, run: Trainer, saver: Saver) -> None:
+        run.enter("save")
+        document = progress.document(run.progress, run.lr, run.config, run.mesh.shape, self._data)
+        run.call("on_save", document)
+        saver.save(run.step, document)
+        if self.folder is not None and self._is_first(run.control):
+            with suppress(OSError):
+                os.utime(self.folder)
+
+    def _save_at_once(self, run: Trainer, saver: Saver) -> None:
+        self._finish(run, saver)
+        if saver.published != run.step:
+            self._save(run, saver)
+            self._finish(run, saver)
+
+    def _fail(self, run: Trainer, error: SaveError) -> None:
+        self._due = self._clock() + RETRY_S
+        if not self._failing:
+            run.tell(f"{error}\nThe run goes on; memory is tried again in {RETRY_S / 60:g} minutes")
+        self._failing, self._begun = True, 0.0
+
+    def _finish(self, run: Trainer, saver: Saver) -> None:
+        """Wait until what is under way is whole, at partners too."""
+        if saver.is_saving:
+            saver.finish()
+            self._send(run, saver)
+        if self._sending is not None:
+            self._sending.thread.join()
+            self._end_sending(run, bool(run.control.largest(self._sending.error is not None)[0]))
+
+    def _send(self, run: Trainer, saver: Saver) -> None:
+        """Begin to send a checkpoint that is published here, if it is."""
+        if saver.is_saving or saver.published is None or self._partners is None:
+            return
+        assert self.folder is not None
+        path, group = checkpoints.path_of(self.folder, saver.published), self._partners
+        own = [each.file.path for each in saver.reserve().written]
+        rank = run.mesh.rank
+        self._sending = Future(lambda: partners.exchange(path, own, rank, group, self._machines(run.control)))
+
+    def _end_sending(self, run: Trainer, failed: bool) -> None:
+        assert self._sending is not None
+        error, self._sending = self._sending.error, None
+        if failed:
+            problems = run.control.exchange(error and (str(error) or repr(error)))
+            said = [f"{run.control.who(rank)}: {each}" for rank, each in enumerate(problems) if each]
+            raise SaveError("\n".join(["cannot send a checkpoint to another machine:", *said]))
+
+    def _reckon(self, run: Trainer, saver: Saver) -> None:
+        """Reckon what a checkpoint has cost, and when the next one may begin."""
+        snapshot, shape = saver.reserve(), run.mesh.shape
+        # An update waits for what is longer than the step before it.
+        cost = self._blocked_s + max(0.0, snapshot.copied_s - self._step_s * snapshot.is_beside)
+        if run.mesh.device.type == "cpu":  # whose cores would do something else
+            cost += snapshot.cpu_s * min(self._node, shape.world) / len(os.sched_getaffinity(0))
+        self._costs.append(cost)
+        self._due = self._begun + sum(self._costs) / len(self._costs) / run.config.recovery.overhead
+        self._begun, self._failing = 0.0, False
+
+    def _say(self, control: Control, text: str) -> None:
+        if control.mesh.rank == 0:
+            say(text)

@@ -1,0 +1,170 @@
+"""Pure functions that say who stands and who waits for it, by what an agent saw while no step was done. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megacore.places import along, listed, place
+from megacore.rank import WAITING
+from megacore.recovery.beats import PHASES, Phase, Reading
+from megacore.recovery.flight_recorder import Call, GroupLog
+from parallel.weights.layout import MeshShape
+
+COMPILING = (
+    "torch/_dynamo/convert_frame.py",
+    "torch/_dynamo/symbolic_convert.py",
+    "torch/_inductor/compile_fx.py",
+    "torch/_inductor/graph.py",
+    "torch/_inductor/scheduler.py",
+    "triton/compiler/compiler.py",
+)
+"""The files whose calls are on the stack while code is compiled, and not while it runs."""
+BACKWARD = "torch/autograd/graph.py"
+"""The file in which the main thread waits for those of the backward."""
+LONG: frozenset[Phase] = frozenset({"save", "evaluate", "end"})
+"""The phases that may take a while, of which nothing is known before the first one has ended."""
+
+_ORDER = {phase: number for number, phase in enumerate(PHASES)} | {
+    "backward": PHASES.index("forward")
+}  # they alternate
+# Of a stack, the call that a thread is in; and the files of all calls.
+_INNERMOST = re.compile(r'\(most recent call first\):\n  File "([^"]*)", line (\d+) in (.*)')
+_FILES = re.compile(r'^  File "([^"]*)"', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """A collective that a rank has entered, and that has not ended."""
+
+    group: str
+    number: int
+    call: Call
+    ranks: tuple[int, ...]
+
+    def lacks(self, each: Witness, unknown: bool = False) -> bool:
+        """Return whether a rank has still to enter it, or ``unknown`` where it has not said."""
+        return each.groups[self.group].last < self.number if self.group in each.groups else unknown
+
+    def words(self, shape: MeshShape | None) -> str:
+        """Return "all_reduce 812 of tp"."""
+        return f"{self.call[0]} {self.number} of {along(self.ranks, shape) or self.group}"
+
+
+@dataclass(frozen=True)
+class Witness:
+    """A rank as its agent has seen it.
+
+    Args:
+        reading: Its beat.
+        stood: Seconds for which it has been seen there.
+        doing: "works", "waits", "compiles" or "is stopped", as far as its stacks show that.
+        call: The call in which it waits, or nothing.
+        groups: {group: its collectives}; empty where it has not answered.
+    """
+
+    reading: Reading
+    stood: float
+    doing: str = "works"
+    call: str = ""
+    groups: Mapping[str, GroupLog] = field(default_factory=dict)
+
+    @property
+    def may_take(self) -> bool:
+        """Whether it does something that may well take its time: it is told later."""
+        phase = self.reading.phase
+        return self.doing in ("compiles", "is stopped") or (phase in LONG and not self.reading.busy[phase])
+
+    @property
+    def pending(self) -> Iterator[Awaited]:
+        """The collectives that it has entered, and that have not ended."""
+        for group, log in self.groups.items():
+            for number, call in log.pending.items():
+                yield Awaited(group, number, call, log.ranks)
+
+    @property
+    def at(self) -> tuple[int, int]:
+        return self.reading.step, _ORDER[self.reading.phase]
+
+
+def doing(stacks: str) -> tuple[str, str]:
+    """Return what a rank does by the stacks of its threads, of which the main one is the last, and the call in which it
+    waits."""
+    innermost = _INNERMOST.findall(stacks)
+    if innermost and not innermost[-1][0].endswith(BACKWARD):
+        innermost = innermost[-1:]
+    for file, line, name in innermost:
+        if file.endswith(WAITING):
+            return "waits", f"`{name}` ({'/'.join(file.split('/')[-2:])}:{line})"
+    main = stacks.rpartition("(most recent call first)")[2]
+    return ("compiles" if any(file.endswith(COMPILING) for file in _FILES.findall(main)) else "works"), ""
+
+
+def judge(seen: Mapping[int, Witness], shape: MeshShape | None, node: str = "") -> tuple[tuple[int, ...], str]:
+    """Return who stands, of ranks none of which has moved for long, and a line that says who waits for it.
+
+    Whoever waits for no other rank stands. Where all wait, that is the rank which is ahead of a collective that it has
+    left out, and where ranks have called different ones as the same, the fewer; else nobody.
+
+    Args:
+        seen: {rank: what was seen of it}, of all living ranks of this agent.
+        shape: The mesh of the run, where it is known.
+        node: The name of this machine, where there are several.
+    """
+    for awaited in (each for witness in seen.values() for each in witness.pending):
+        called = dict[Call, list[int]]()
+        for rank in awaited.ranks:
+            log = seen[rank].groups.get(awaited.group) if rank in seen else None
+            if log is not None and log.ranks == awaited.ranks and awaited.number in log.pending:
+                called.setdefault(log.pending[awaited.number], []).append(rank)
+        if len(called) > 1:
+            kinds = (f"{' of '.join(filter(None, call))} on {listed(ranks)}" for call, ranks in called.items())
+            text = (
+                f"number {awaited.number} of {along(awaited.ranks, shape) or awaited.group} is {', but '.join(kinds)}"
+            )
+            return min(map(tuple, called.values()), key=len), text
+    stands = [rank for rank, each in sorted(seen.items()) if each.doing != "waits"]
+    # A GPU's host may stand anywhere while it waits for its device, which waits for those that have yet to enter.
+    free = [rank for rank in stands if seen[rank].reading.device < 0 or not any(_late(seen[rank], seen))]
+    stands = free or stands
+    if not stands and shape is not None and len(seen) == shape.world:
+        for _, each in sorted(seen.items()):
+            for awaited, rank in _late(each, seen):
+                if seen[rank].at > each.at:
+                    text = f"{place(rank, shape, node)} has left out {awaited.words(shape)}"
+                    return (rank,), f"{text}; {_waits(seen, (rank,), seen, shape)}"
+    others = [rank for rank in sorted(seen) if rank not in stands]
+    return tuple(stands), "; ".join(
+        filter(None, (where(seen, stands, shape, node), _waits(seen, stands, others, shape)))
+    )
+
+
+def where(seen: Mapping[int, Witness], ranks: Iterable[int], shape: MeshShape | None, node: str = "") -> str:
+    """Return "rank 5 (tp=2, node c) in `data` of step 40 for 61 s", for all that are to be told."""
+    alike = dict[tuple[str, Phase, int], list[int]]()
+    for rank in ranks:
+        alike.setdefault((seen[rank].doing, seen[rank].reading.phase, seen[rank].reading.step), []).append(rank)
+    told = list[str]()
+    for (does, phase, step), who in alike.items():
+        named = place(who[0], shape, node) if len(who) == 1 else listed(who)
+        how = {"is stopped": ", stopped by a signal", "compiles": ", compiling"}.get(does, "")
+        told.append(f"{named} in `{phase}` of step {step} for {min(seen[rank].stood for rank in who):.0f} s{how}")
+    return "; ".join(told)
+
+
+def _late(each: Witness, seen: Mapping[int, Witness]) -> Iterator[tuple[Awaited, int]]:
+    """Yield the collectives in which a rank waits, with those that have yet to enter them."""
+    for awaited in each.pending:
+        yield from ((awaited, rank) for rank in awaited.ranks if rank in seen and awaited.lacks(seen[rank]))
+
+
+def _waits(seen: Mapping[int, Witness], stands: Sequence[int], ranks: Iterable[int], shape: MeshShape | None) -> str:
+    """Return "ranks 0-4 waiting in all_reduce 812 of tp": for one that stands if that is known; else in the call."""
+    waiting = dict[str, list[int]]()
+    for rank in sorted(ranks):
+        each, pending = seen[rank], list(seen[rank].pending)
+        wanted = [a for a in pending if any(a.lacks(seen[other], True) for other in stands if other in a.ranks)]
+        awaited = (*wanted, *pending)[:1]
+        waiting.setdefault(awaited[0].words(shape) if awaited else each.call or "a GPU", []).append(rank)
+    return "; ".join(f"{listed(who)} waiting in {what}" for what, who in waiting.items())

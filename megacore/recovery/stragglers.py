@@ -1,0 +1,106 @@
+"""Ranks that are slower than those that do the same work: from the time in which each does not wait for another.
+
+Compared are ranks that differ in dp and tp alone: stages of a pipeline, experts and parts of the context have work of
+their own. The median is the lower one of the middle, so that of two ranks the slower is compared with the faster.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from megacore.incidents import Incident
+from megacore.recovery.beats import Phase, Reading
+from megacore.recovery.nvml import gpu_in_words
+from parallel.weights.layout import MeshShape
+
+CAUSES: Mapping[Phase, str] = {
+    "data": "data",
+    "forward": "compute",
+    "backward": "compute",
+    "update": "compute",
+    "save": "save",
+}
+"""{phase: what it tells of}. The others are not the same on all ranks, or a rank may wait in them for its device."""
+
+ABOVE = 0.2
+"""The share of the median that a rank is above it, to be named."""
+STEPS = 20
+"""The steps, and looks at them, for which it must be."""
+SHARE = 0.1
+"""The weight of a look in the moving averages."""
+
+
+@dataclass
+class _Rank:
+    """The moving averages of a rank: seconds of a step by cause, since the reading when its step had last changed; the
+    looks in a row that it was above the median, and whether that was told."""
+
+    last: Reading
+    seconds: dict[str, float] = field(default_factory=dict)
+    above: int = 0
+    named: bool = False
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def see(self, reading: Reading) -> bool:
+        """Take a look -> whether steps were done since the last one."""
+        steps, spent = reading.step - self.last.step, dict.fromkeys(CAUSES.values(), 0.0)
+        for phase, cause in CAUSES.items():
+            spent[cause] += reading.busy.get(phase, 0.0) - self.last.busy.get(phase, 0.0)
+        if steps < 0:  # they are done again
+            self.last, self.seconds, self.above = reading, {}, 0
+        if steps <= 0:
+            return False
+        for cause, seconds in spent.items():
+            before = self.seconds.setdefault(cause, seconds / steps)
+            self.seconds[cause] = before + SHARE * (seconds / steps - before)
+        self.last = reading
+        return True
+
+
+@dataclass
+class Stragglers:
+    """Looks at the beats of the ranks of one agent, and names the slow ones: each once, until it is slow no more.
+
+    Args:
+        shape: The mesh.
+        report: Is given the incident of a rank that is slow.
+        gpu: Tells of a GPU of this machine, by its number, in a few words; ranks have them in their order.
+    """
+
+    shape: MeshShape
+    report: Callable[[Incident], object]
+    gpu: Callable[[int], str] = gpu_in_words
+    _ranks: dict[int, _Rank] = field(default_factory=dict, init=False)
+
+    def see(self, readings: Mapping[int, Reading]) -> None:
+        """Take a look at the ranks that live."""
+        self._ranks = {rank: self._ranks.get(rank, _Rank(reading)) for rank, reading in readings.items()}
+        for rank in [rank for rank, reading in readings.items() if self._ranks[rank].see(reading)]:
+            peers = [other for other in self.shape.along(rank, "dp", "tp") if other in self._ranks]
+            self._judge(rank, peers, self._ranks[rank])
+
+    def _judge(self, rank: int, peers: list[int], one: _Rank) -> None:
+        usual = statistics.median_low([self._ranks[other].total for other in peers])
+        if len(peers) < 2 or not usual or one.total < (1 + ABOVE) * usual:
+            one.above, one.named = 0, one.named and bool(usual) and one.total > (1 + ABOVE / 2) * usual
+            return
+        one.above += 1
+        if one.above < STEPS or one.named:
+            return
+        one.named = True
+        each = {
+            cause: statistics.median_low([self._ranks[other].seconds.get(cause, 0.0) for other in peers])
+            for cause in one.seconds
+        }
+        cause = max(one.seconds, key=lambda cause: one.seconds[cause] - each[cause])
+        detail = (
+            f"{cause}: {one.seconds[cause]:.3g} s a step, where {each[cause]:.3g} s are usual; "
+            f"{one.total / usual - 1:.0%} above the median of ranks {', '.join(map(str, peers))}"
+        )
+        gpu = self.gpu(sorted(self._ranks).index(rank))
+        self.report(Incident("straggler", detail="; ".join(filter(None, (detail, gpu))), rank=rank, step=one.last.step))

@@ -1,0 +1,60 @@
+"""The end of a run in a few lines, and its pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megacore import checkpoints, incidents
+from megacore.config import Config
+from megacore.data.corpora import facts
+from megacore.say import err, say
+from megacore.store.strict_json import StoreError
+from megacore.training import metrics
+from megacore.training.trainer import Callback, Trainer
+
+
+class Report(Callback):
+    """Reports on rank 0, once all records are written and all checkpoints published."""
+
+    def on_end(self, run: Trainer) -> None:
+        if run.mesh.rank or run.failure is not None or run.pausing:
+            return
+        try:
+            say(report(run.config, run.step))
+        except (OSError, StoreError, ValueError) as error:  # on a full disk, say; all steps are done
+            err(f"Done after step {run.step}, and cannot report: {error}")
+
+
+def report(config: Config, last: int) -> str:
+    """Return the end of a run in a few lines and draw the pictures."""
+    out = Path(config.out)
+    records = metrics.read(out / metrics.METRICS)
+    known = facts(config.data.train[0]) if len(config.data.train) == 1 else None
+    entropy = known.unigram_entropy if known else None
+    metrics.draw(records, out / metrics.PICTURE, entropy)
+    losses = [loss for _, loss in metrics.curve(records, "loss")]
+    held_out = [loss for _, loss in metrics.curve(records, "validation_loss")]
+    lines = ["", f"Done after step {last} of {config.train.steps}." if last < config.train.steps else "Done."]
+    if losses:
+        recent = losses[-10:]
+        lines.append(
+            f"  training loss    {sum(recent) / len(recent):.4f} nats per token (the last {len(recent)} records)"
+        )
+    if held_out:
+        lines.append(f"  validation loss  {held_out[-1]:.4f}")
+    if skipped := [count for _, count in metrics.curve(records, "skipped_steps")][-1:]:
+        lines += [f"  skipped steps    {skipped[0]:,} of {last:,}, which changed nothing"] if skipped[0] else []
+    if goodput := [share for _, share in metrics.curve(records, "goodput")][-1:]:
+        befell = incidents.summary(incidents.read(out))
+        lines.append(f"  goodput          {goodput[0]:.1%} of the wall clock went into steps that count ({befell})")
+    if entropy is not None:
+        lines.append(f"  unigram entropy  {entropy:.4f} (what knowing the tokens' frequencies alone would give)")
+    paths = {"metrics": out / metrics.METRICS, "loss curve": out / metrics.PICTURE}
+    if lines_of_experts := metrics.read(out / metrics.EXPERTS):
+        metrics.draw_loads(lines_of_experts, out / metrics.PICTURE_OF_EXPERTS)
+        paths["load of experts"] = out / metrics.PICTURE_OF_EXPERTS
+    paths["resolved config"] = out / "config.yaml"
+    if found := checkpoints.complete(checkpoints.folder_of(out, config.checkpoint.folder)):
+        paths["checkpoint"] = found[max(found)]
+    lines += [f"  {what:<16} {path}" for what, path in paths.items()]
+    return "\n".join(lines)

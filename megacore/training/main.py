@@ -1,0 +1,189 @@
+"""One rank of a run: ``torchrun -m megacore.training RECIPE [section.key=value ...]``, and the agent's ranks alike.
+
+Everything that can be wrong with a run is found before a process group starts, and said once, by the first rank of each
+node.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from megacore import checkpoints, exits, open_files, outcome
+from megacore.control import Control
+from megacore.data.batches import TokenError
+from megacore.hardware import claim
+from megacore.launcher import gpus
+from megacore.rank import Here, die_with, join, leave, restarts
+from megacore.recipe import ConfigError
+from megacore.say import err, outlive, say
+from megacore.store.audit import DamageError
+from megacore.store.strict_json import StoreError
+from megacore.training import start
+from megacore.training.build import trainer_of
+from megacore.training.callbacks.bad_steps import NonFinite
+from megacore.training.check import Setup, check, files_of
+from megacore.training.export import export
+from megacore.training.resume import again
+from megacore.training.save import SaveError
+from megacore.training.trainer import Callback, Trainer
+from parallel import kernels
+from parallel.mesh import Mesh
+
+
+def train(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> int:
+    """Train what a recipe describes, as the rank that this process is -> the last step that was done.
+
+    Args:
+        recipe: A file, or the name of one that comes along.
+        overrides: Overrides of it, ``section.key=value``.
+        callbacks: What is to happen beside the steps, in this order; the same on all ranks.
+
+    Raises:
+        ConfigError: all that is wrong with it, before any process group starts.
+        NonFinite, SaveError, StoreError: the run has ended, on all ranks.
+    """
+    here = Here.now()
+    setup = checked(recipe, overrides, here)
+    device = ready(setup, here)
+    try:
+        run = fit(setup, device, here, callbacks)
+    except (ConfigError, NonFinite, SaveError, StoreError):  # on every rank
+        leave(here)
+        raise
+    leave(here)
+    if here.rank == 0 and setup.config.checkpoint.export is not None:
+        say(export(setup.config, run.step))
+    return run.step
+
+
+def checked(recipe: str, overrides: Sequence[str], here: Here) -> Setup:
+    """Return a run once it is checked: one rank of each node reads the indexes of the data for all, and one of them all
+    the files of a checkpoint.
+
+    Raises:
+        ConfigError: all that is wrong.
+    """
+    given = again(recipe, overrides) if restarts() else overrides
+    return check(recipe, given, here.world, here.local_world, here.local_rank > 0, here.rank > 0)
+
+
+def ready(setup: Setup, here: Here) -> torch.device:
+    """Make this process a rank of a run: its device, its threads, its group."""
+    section = setup.config.train
+    kind = section.device_type(gpus())
+    device = claim(kind, here.local_rank)
+    if section.threads is not None:
+        torch.set_num_threads(section.threads)
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a rank that leaves by os._exit would leave behind
+    said = open_files.allow(files_of(setup.config, here.world, here.local_world))
+    if said is not None and here.local_rank == 0:
+        say(said)
+    join(here, kind, timedelta(minutes=section.timeout))
+    return device
+
+
+def fit(setup: Setup, device: torch.device, here: Here, callbacks: Sequence[Callback] = ()) -> Trainer:
+    """Train a run on the processes of the group that there is -> its trainer, after the last step.
+
+    Raises:
+        ConfigError: the ranks have found different checkpoints to start from, or different kernels.
+        NonFinite, SaveError, StoreError: it has ended, on all ranks.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    config = setup.config
+    mesh = Mesh.create(config.mesh.shape(world), device, timedelta(minutes=config.train.timeout))
+    control = Control.create(mesh, here.local_world)
+    setup = start.agreed(setup, control)
+    with ExitStack() as stack:
+        control.attempt(lambda: start.hold(config, stack) if mesh.rank == 0 else None)
+        if mesh.rank == 0:
+            say(start.headline(config, setup.model, mesh))
+        trainer = loaded(setup, mesh, control, callbacks)
+        if mesh.rank == 0 and (chosen := kernels.chosen(device, config.train.compile)):
+            say(chosen)
+        trainer.fit()
+        return trainer
+
+
+def loaded(setup: Setup, mesh: Mesh, control: Control, callbacks: Sequence[Callback] = ()) -> Trainer:
+    """Return the trainer of a run, with the newest state that is whole.
+
+    Raises:
+        ConfigError: the ranks have found different things, or one of them cannot do what the config asks for.
+        StoreError: what the run is to start from is damaged, and there is nothing else.
+    """
+    while True:
+        newest = start.newest(setup, callbacks, control)
+        try:
+            return trainer_of(newest, mesh, control, callbacks)
+        except DamageError as error:  # on all ranks
+            damage = error.with_traceback(None)  # which holds half a trainer
+        setup = start.instead_of(setup, newest, damage, control)
+
+
+def main(argv: Sequence[str], callbacks: Sequence[Callback] = ()) -> int:
+    """Train as the arguments say -> the exit status of this rank."""
+    if not argv or argv[0].startswith("-"):
+        err("usage: megacore.training RECIPE [section.key=value ...]")
+        return exits.MISUSED
+    outlive()
+    here = Here.now()
+    if not here.launched and "ACCELERATE_USE_CPU" in os.environ:
+        say(
+            "accelerate launch starts one process on CPUs, whatever its --num_processes says: megacore train starts as "
+            "many as the mesh needs, and so does accelerate launch --multi_gpu, which needs no GPU"
+        )
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's agent, killed, would leave its ranks to train on
+        die_with(os.getppid())
+    try:
+        setup = checked(argv[0], argv[1:], here)
+    except ConfigError as error:
+        if here.local_rank == 0:  # of each node: a file may be missing on one
+            err(error)
+        return exits.MISUSED
+    device = ready(setup, here)
+    status, run, damaged = exits.DONE, None, None
+    try:
+        run = fit(setup, device, here, callbacks)
+    except ConfigError as error:  # on every rank
+        status = exits.MISUSED
+        if here.rank == 0:
+            err(error)
+    except (NonFinite, SaveError, StoreError) as error:  # on every rank
+        status = error.status if isinstance(error, NonFinite) else exits.FAILED
+        damaged = error.path if isinstance(error, DamageError) else None
+        if here.rank == 0:
+            err(error)
+    except TokenError as error:  # on this rank alone: the others wait for it, until the launcher ends them
+        err(f"rank {here.rank}: {error}")
+        outcome.tell(exits.FAILED)
+        os._exit(exits.FAILED)
+    except KeyboardInterrupt:  # the second one: under the launcher it ends all ranks itself
+        err("Interrupted again: ended at once, without a checkpoint.")
+        os._exit(exits.of_signal(signal.SIGINT))
+    # While the others wait, for the launcher ends one that is left over.
+    if here.rank == 0 and damaged is not None and (other := checkpoints.instead_of(damaged)):
+        err(other)
+    exports = here.rank == 0 and run is not None and not run.pausing and run.config.checkpoint.export is not None
+    stopped = run is not None and run.stopping and run.step < run.config.train.steps
+    if not exports:  # before a library can abort this process, which has nothing more to do
+        outcome.tell(status, stopped, paused=run is not None and run.pausing)
+    leave(here)
+    # After the group's end, so that no other rank waits for it: an export of many bytes may outlast their patience.
+    if exports and run is not None:
+        try:
+            say(export(run.config, run.step))
+        except StoreError as error:
+            status = exits.FAILED
+            err(error)
+        outcome.tell(status, stopped)
+    return status

@@ -1,0 +1,59 @@
+"""Batches of the data become microbatches on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megacore.config import Config
+from megacore.data.batches import Batch
+from models.assemble import Model
+from models.decoder import Microbatch
+from parallel.labels import with_labels
+from parallel.mesh import Mesh
+from parallel.random import key
+
+_TOGETHER = 64
+"""The head computes tokens with a label alone, in multiples of so many on each rank, which suit products."""
+
+
+@dataclass(frozen=True)
+class Uploader:
+    """Makes the microbatches of a step on the device."""
+
+    config: Config
+    mesh: Mesh
+    model: Model
+
+    def __call__(self, batches: Sequence[Batch], step: int, first: int = 0) -> list[Microbatch]:
+        """Return the microbatches of a step, from its ``first`` on; they have its masks."""
+        return [self._microbatch(batch, step, number) for number, batch in enumerate(batches, first)]
+
+    def _microbatch(self, batch: Batch, step: int, number: int) -> Microbatch:
+        tp, embed = self.mesh.shape.tp, self.model.config.sizes["embed"]
+        tokens, labels, positions = map(self._to_device, (batch.tokens, batch.labels, batch.positions))
+        wanted = with_labels(batch.labels.ravel(), _TOGETHER * tp)
+        balanced = self.model.balance is not None
+        return Microbatch(
+            tokens,
+            labels,
+            positions,
+            self.config.batch.micro_size,
+            (len(tokens) // tp, embed),
+            batch.documents,
+            key(self.config.train.seed, step, number),
+            wanted=None if wanted is None else self._to_device(wanted),
+            padding=self._to_device(batch.padding) if balanced and batch.padding is not None else None,
+            split=batch.split,
+            rows=self._to_device(batch.rows) if balanced and batch.rows is not None else None,
+            blank=batch.blank,
+        )
+
+    def _to_device(self, array: object) -> Tensor:
+        tensor = torch.as_tensor(array).flatten()
+        if self.mesh.device.type == "cuda":
+            tensor = tensor.pin_memory()  # a copy from pageable memory would wait for the device
+        return tensor.to(self.mesh.device, non_blocking=True)

@@ -1,0 +1,131 @@
+"""The start of a run in this process: what it goes on from is found and loaded, its folder is held and put in order."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megacore import checkpoints
+from megacore.checkpoints import AUTO
+from megacore.config import Config
+from megacore.control import Control
+from megacore.data.batches import in_vain
+from megacore.say import say
+from megacore.store.audit import DamageError
+from megacore.store.objects import place
+from megacore.store.publish import replace_file
+from megacore.store.strict_json import read_file
+from megacore.store.tensors import os_errors
+from megacore.training.lock import RunLock
+from megacore.training.resume import Damaged, Start, find, remarks
+from megacore.training.trainer import Callback
+from models.config import ModelConfig, flops_per_token, parameters_in_words
+from parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from megacore.training.check import Setup
+
+
+def agreed(setup: Setup, control: Control) -> Setup:
+    """Return a run that starts where rank 0 has found that it can: it alone has looked at all files of checkpoints."""
+    told = control.tell([[str(each.path), each.reason] for each in setup.start.damaged])
+    damaged = tuple(Damaged(place(path), reason) for path, reason in told)
+
+    def start() -> Start:
+        same = [each.path for each in damaged] == [each.path for each in setup.start.damaged]
+        return setup.start if same else find(setup.config, damaged, checked=True)
+
+    return setup.at(control.attempt(start))
+
+
+def newest(setup: Setup, given: Sequence[Callback], control: Control) -> Setup:
+    """Return a run that starts from the newest state that a callback knows of, with its folder in order and what its
+    saves take from there.
+
+    Raises:
+        StoreError: something cannot be read or written; on all ranks.
+    """
+    start = setup.start
+    for callback in given:
+        start = callback.on_find(setup, start, control)
+    found = setup.at(start)
+    return control.attempt(lambda: _prepared(found, control.mesh) if control.mesh.rank == 0 else found)
+
+
+def instead_of(setup: Setup, used: Setup, error: DamageError, control: Control) -> Setup:
+    """Return a run that starts from something else than what has turned out to be damaged while it was loaded.
+
+    Args:
+        setup: The run, as its checkpoints on disk say.
+        used: The one whose start is damaged, of :func:`newest`.
+        error: The damage, on all ranks.
+        control: The messages between the ranks.
+
+    Raises:
+        DamageError: there is nothing else.
+    """
+    at, config = used.start.adapters or used.start.source, setup.config
+    damaged = Damaged(error.path, str(error))
+    if at is None or error.path != at.path:
+        raise error
+    gc.collect()  # the half of a trainer that there is: modules and hooks refer to each other
+    if used.start.source is not setup.start.source or used.start.adapters is not setup.start.adapters:
+        # A callback's, which is told that this one is of no use.
+        return setup.at(replace(setup.start, damaged=(*setup.start.damaged, damaged)))
+    if config.checkpoint.resume != AUTO:
+        raise error
+    found = control.attempt(lambda: find(config, (damaged,), checked=control.mesh.rank > 0))
+    return agreed(setup.at(found), control)
+
+
+def hold(config: Config, stack: ExitStack) -> None:
+    """Hold the run's folder, and that of its checkpoints where it is elsewhere; what a holder that died was writing is
+    removed."""
+    out = Path(config.out)
+    stack.enter_context(RunLock.take(out))
+    if config.checkpoint.folder is not None:
+        stack.enter_context(RunLock.take(place(config.checkpoint.folder), by=out))
+    with os_errors(out):
+        checkpoints.clean(checkpoints.folder_of(out, config.checkpoint.folder))
+
+
+def _prepared(setup: Setup, mesh: Mesh) -> Setup:
+    """Put the run's folder in order, say what the run starts from -> the run with what its saves take from there."""
+    config, start, out = setup.config, setup.start, Path(setup.config.out)
+    own = checkpoints.folder_of(config.out, config.checkpoint.folder)
+    for each in start.damaged:
+        if each.path.parent == own and each.path.exists():
+            say(f"Set aside as {checkpoints.set_aside(each.path).name}: {each.reason}")
+        elif each.path.parent != own:
+            say(f"Not used: {each.reason}")
+    _note(config, out / "config.yaml")
+    uneven = in_vain(config.batch.global_size, config.batch.micro_size, mesh.shape.data)
+    said = remarks(start, config, setup.model, mesh.shape, setup.corpora.identities)
+    say("\n".join([*said, *setup.corpora.remarks, *uneven]))
+    return setup.held()
+
+
+def headline(config: Config, model: ModelConfig, mesh: Mesh) -> str:
+    sizes = " x ".join(f"{dim}={mesh.shape[dim]}" for dim in mesh.shape.DIMS)
+    context = config.context.over(mesh.shape.cp, model.drops_attention)
+    if context.size > 1:
+        inner = f", heads over {context.heads}" if 1 < context.heads < context.size else ""
+        sizes += f" (context by {context.exchange}{inner}, balance {context.balance})"
+    flops = flops_per_token(model, config.data.sequence_length, config.tuning)
+    return (
+        f"{model.family} of {parameters_in_words(model, config.tuning)}, {flops / 1e6:,.1f} MFLOP per token, "
+        f"on {mesh.shape.world} x {mesh.device.type} as {sizes}, {config.train.precision}"
+    )
+
+
+def _note(config: Config, path: Path) -> None:
+    """Write the config of a run, unless it is there: a run starts again on a full disk too."""
+    text = config.to_yaml().encode()
+    with os_errors(path):
+        there = path.is_file() and not path.is_symlink() and path.stat().st_size == len(text)
+    if not there or read_file(path, path.parent) != text:
+        replace_file(path, text)

@@ -1,0 +1,147 @@
+"""Live runs of `megacore train`: what happens to their processes, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megacore import checkpoints, incidents
+from megacore.training import metrics
+
+ROOT = Path(__file__).parents[2]
+ENDS_S = 120.0
+"""The most seconds that a run may take."""
+COMMON = ["train.steps=30", "evaluate.every=0", "checkpoint.every=10", "checkpoint.at_end=true", "log.every=1"]
+LAYOUTS: Mapping[str, tuple[int, Sequence[str]]] = {
+    "one": (1, ()),
+    "dp": (2, ()),
+    "tp": (2, ("mesh.tp=2",)),
+    "pp": (2, ("mesh.pp=2",)),
+    "zero 1": (2, ("zero.shard=optimizer",)),
+    "zero 3": (2, ("zero.shard=parameters",)),
+    "tp pp": (4, ("mesh.tp=2", "mesh.pp=2")),
+}
+
+
+@dataclass
+class Live:
+    """A run, launched once or several times.
+
+    Args:
+        recipe: The recipe.
+        out: Its folder.
+        overrides: Overrides of the recipe.
+        what: What happens to its ranks (:mod:`live_rank`).
+        world: Its ranks.
+        environment: More variables.
+    """
+
+    recipe: str
+    out: Path
+    overrides: Sequence[str]
+    world: int
+    what: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def start(self, *more: str) -> None:
+        """Launch it."""
+        path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, **self.environment, "PYTHONPATH": path, "CAMPAIGN": json.dumps(self.what)}
+        environment |= {"NPROC_PER_NODE": str(self.world), "OMP_NUM_THREADS": "1"}
+        arguments = [self.recipe, f"out={self.out}", *COMMON, *self.overrides, *more]
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        with open(f"{self.out}.log", "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("live_launch.py")), *arguments],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait(self) -> int:
+        """Wait until it ends -> its status."""
+        try:
+            return self.process.wait(ENDS_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the run did not end in {ENDS_S:g} s:\n{self.said[-3000:]}") from None
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End what is left of it."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def said(self) -> str:
+        return Path(f"{self.out}.log").read_text(errors="replace")
+
+    @property
+    def step(self) -> int:
+        """The furthest step that a rank is at now."""
+        return max((int(each.read_text() or 0) for each in (self.out / "pids").glob("step-*")), default=0)
+
+    def pid(self, rank: int) -> int:
+        """The newest process of a rank; 0 where there is none yet."""
+        path = self.out / "pids" / f"rank-{rank}"
+        return int(path.read_text().split("\n")[-2].split()[0]) if path.exists() else 0
+
+    def starts(self, rank: int = 0) -> list[int]:
+        """Return the step after which each process of a rank went on."""
+        path = self.out / "pids" / f"rank-{rank}"
+        return [int(line.split()[1]) for line in path.read_text().splitlines()]
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds, or the run has ended."""
+        deadline = time.monotonic() + ENDS_S
+        while not holds() and self.process.poll() is None:
+            assert time.monotonic() < deadline, self.said[-3000:]
+            time.sleep(0.005)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        self.start()
+        try:
+            yield
+        finally:
+            self.kill()
+
+    def state(self) -> dict[str, bytes]:
+        """Return {file: bytes} of the weights and states of its last checkpoint, and the losses of its steps."""
+        steps = checkpoints.complete(checkpoints.folder_of(self.out))
+        assert steps, self.said[-3000:]
+        path = steps[max(steps)]
+        found = {str(each.relative_to(path)): each.read_bytes() for each in path.rglob("*.safetensors")}
+        losses = metrics.curve(metrics.read(self.out / metrics.METRICS), "loss")
+        return found | {"losses": repr(losses).encode(), "step": str(max(steps)).encode()}
+
+    @property
+    def incidents(self) -> list[incidents.Incident]:
+        return incidents.read(self.out)
+
+
+def live(recipe: str, out: Path, layout: str, what: Mapping[str, Any] | None = None, *overrides: str) -> Live:
+    """Return a run of a layout."""
+    world, own = LAYOUTS[layout]
+    return Live(recipe, out, [*own, *overrides], world, what or {})
+
+
+def calm(recipe: str, folder: Path, layout: str) -> dict[str, bytes]:
+    """Return the state at the end of the undisturbed run of a layout."""
+    run = live(recipe, folder / layout.replace(" ", "-"), layout)
+    if not run.out.exists():
+        run.start()
+        assert run.wait() == 0, run.said
+    return run.state()

@@ -1,0 +1,64 @@
+"""A rank to which something happens: the module that the launcher of :mod:`live` starts, as it would any rank.
+
+{"slow": {"forward": {"2": 3.0}}, "rank": 1}     3 s in the forward of step 2, on rank 1
+{"abort": [1]}                                   rank 1 aborts at its very end, after it has left its group
+{"die": {"7": 1}, "once": "FILE"}                rank 1 kills itself in step 7, unless FILE is there, which it makes
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megacore.rank import Here
+from megacore.recovery.protection import protection
+from megacore.training.main import main
+from megacore.training.step import Phase
+from megacore.training.trainer import Callback, Trainer
+
+VARIABLE = "CAMPAIGN"
+
+
+class Happens(Callback):
+    """Does what the variable says, and tells the process of this rank and its steps."""
+
+    def __init__(self, what: dict[str, Any], pids: Path) -> None:
+        self._what, self._pids, self._entered = what, pids, set[tuple[int, str]]()
+
+    def on_start(self, run: Trainer) -> None:
+        self._pids.mkdir(parents=True, exist_ok=True)
+        with (self._pids / f"rank-{run.mesh.rank}").open("a") as file:
+            file.write(f"{os.getpid()} {run.step}\n")
+
+    def on_step_begin(self, run: Trainer) -> None:
+        (self._pids / f"step-{run.mesh.rank}").write_text(str(run.step))
+        rank = self._what.get("die", {}).get(str(run.step))
+        if rank == run.mesh.rank:
+            with open(self._what["once"], "a+") as file:
+                file.seek(0)
+                if str(run.step) not in file.read().split():
+                    file.write(f"{run.step} ")
+                    file.flush()
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_phase(self, run: Trainer, phase: Phase) -> None:
+        step = run.step + (phase == "data")
+        if self._what.get("rank", run.mesh.rank) == run.mesh.rank and (step, phase) not in self._entered:
+            self._entered.add((step, phase))
+            steps = self._what.get("slow", {}).get(phase, {})
+            time.sleep(steps.get(str(step), steps.get("every", 0.0)))
+
+
+if __name__ == "__main__":
+    what = json.loads(os.environ.get(VARIABLE) or "{}")
+    here = Here.now()
+    pids = Path(next(each for each in sys.argv if each.startswith("out=")).removeprefix("out=")) / "pids"
+    status = main(sys.argv[1:], [Happens(what, pids), *protection(here)])
+    if here.rank in what.get("abort", ()):
+        os.abort()
+    sys.exit(status)

@@ -1,0 +1,113 @@
+"""Faults on live runs: all ranks start again from the newest checkpoint, in memory or on disk, and end bit for bit as
+the undisturbed run. What is drawn turns with MEGACORE_ROTATION; ``-m grid`` is the campaign at full size."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from engine import RECIPE, write_recipe
+from live import LAYOUTS, Live, calm, live
+
+ROTATION = int(os.environ.get("MEGACORE_ROTATION", "0"))
+KILLS = 300
+"""The kills of the campaign."""
+EACH = 6
+"""The kills of a run."""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("undisturbed")
+
+
+def disturb(run: Live, draw: random.Random, kills: int) -> int:
+    """Kill ranks, all of them, or the launcher, wherever they are -> how many were killed."""
+    done, launches = 0, 1
+    while done < kills and run.process.poll() is None:
+        time.sleep(draw.uniform(0.2, 1.5))
+        ranks = [pid for rank in range(run.world) if (pid := run.pid(rank))]
+        if not ranks:
+            continue
+        kind = draw.choice(["one", "one", "one", "two", "all", "launcher"])
+        if kind == "launcher" and launches < 3:
+            run.kill()
+            launches += 1
+            run.start("checkpoint.resume=auto")
+        else:
+            for pid in {"one": [draw.choice(ranks)], "two": ranks[:2]}.get(kind, ranks):
+                with_suppressed(pid)
+        done += 1
+    return done
+
+
+def with_suppressed(pid: int) -> None:
+    try:
+        if Path(f"/proc/{pid}/stat").exists():
+            os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def survives(recipe: str, cache: Path, out: Path, layout: str, seed: int, kills: int) -> None:
+    run = live(recipe, out, layout, {"slow": {"forward": {"every": 0.05}}}, "recovery.max_restarts=20")
+    with run.running():
+        done = disturb(run, random.Random(seed), kills)
+        assert done and run.wait() == 0, run.said[-4000:]
+    assert run.state() == calm(recipe, cache, layout), run.said[-4000:]
+    assert all(each.action != "end" for each in run.incidents)
+
+
+def test_random_kills_leave_no_trace(recipe: str, cache: Path, tmp_path: Path) -> None:
+    layout = [*LAYOUTS][ROTATION % len(LAYOUTS)]
+    survives(recipe, cache, tmp_path / "run", layout, ROTATION, 3)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("seed", range(KILLS // EACH))
+def test_many_random_kills_leave_no_trace(recipe: str, cache: Path, tmp_path: Path, seed: int) -> None:
+    survives(recipe, cache, tmp_path / "run", [*LAYOUTS][seed % len(LAYOUTS)], 1000 + seed, EACH)
+
+
+@pytest.mark.parametrize("layout", ["zero 1", "pp"])
+def test_a_restart_goes_on_from_memory(recipe: str, cache: Path, tmp_path: Path, layout: str) -> None:
+    """And not from the disk, whose checkpoint is ten steps old; nothing is left there in the end."""
+    what = {"die": {"19": 1}, "once": str(tmp_path / "once"), "slow": {"forward": {"every": 0.1}}}
+    run = live(recipe, tmp_path / "run", layout, what, "recovery.overhead=0.5")
+    with run.running():
+        assert run.wait() == 0, run.said[-3000:]
+    assert run.state() == calm(recipe, cache, layout)
+    first, after = run.starts()
+    assert first == 0 and 10 < after < 19, run.said[-3000:]
+    (incident,) = run.incidents
+    assert (incident.kind, incident.action, incident.rank) == ("killed", "restart", 1)
+    assert incident.recovered is not None and incident.steps_lost == 18 - after
+    known = (run.out / "run.id").read_text().strip()
+    assert not list(Path("/dev/shm").glob(f"megacore-*/{known}"))
+
+
+def test_a_step_that_ends_the_run_again_and_again_is_given_up(recipe: str, tmp_path: Path) -> None:
+    run = live(recipe, tmp_path / "run", "dp", {"die": {"2": 1}, "once": os.devnull}, "recovery.max_restarts=2")
+    with run.running():
+        assert run.wait() == 75, run.said[-3000:]
+    assert [each.action for each in run.incidents] == ["restart", "restart", "end"]
+
+
+def test_every_step_may_be_the_one(recipe: str, cache: Path, tmp_path: Path) -> None:
+    """The first, one while a checkpoint is written, one right after it, the last."""
+    steps = {"1": 0, "10": 1, "11": 0, "12": 1, "30": 0}
+    what = {"die": steps, "once": str(tmp_path / "once")}
+    run = live(recipe, tmp_path / "run", "zero 3", what)
+    with run.running():
+        assert run.wait() == 0, run.said[-3000:]
+    assert run.state() == calm(recipe, cache, "zero 3")
+    assert len(run.incidents) == len(steps)

@@ -1,0 +1,171 @@
+"""Nothing that protects a run ends, slows or changes a healthy one: slow, uneven, stopped and interrupted runs end as
+the undisturbed one does, without a restart and without an incident."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine import RECIPE, write_recipe
+from live import LAYOUTS, Live, calm, live
+
+ROTATION = int(os.environ.get("MEGACORE_ROTATION", "0"))
+
+
+def long(seconds: float, grid: float) -> Any:
+    return [seconds, pytest.param(grid, marks=pytest.mark.grid)]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_recipe(tmp_path_factory.mktemp("recipe"), RECIPE)
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("undisturbed")
+
+
+def ends_well(run: Live, recipe: str, cache: Path, layout: str) -> None:
+    assert run.wait() == 0, run.said[-3000:]
+    assert run.starts() == [0] and run.incidents == [], run.said[-3000:]
+    assert run.state() == calm(recipe, cache, layout)
+
+
+SLOW: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "a forward at steps 2, 3 and 4": ("pp", {"slow": {"forward": {"2": 3.0, "3": 3.0, "4": 3.0}}, "rank": 1}),
+    "one stage": ("pp", {"slow": {"backward": {"every": 0.1}}, "rank": 0}),
+    "data at every tenth step": ("dp", {"slow": {"data": {"10": 3.0, "20": 3.0, "30": 3.0}}, "rank": 1}),
+    "a log": ("tp", {"slow": {"log": {"7": 3.0}}, "rank": 0}),
+    "saves": ("zero 1", {"slow": {"save": {"10": 3.0, "20": 3.0}}, "rank": 1}),
+    "a reduction": ("zero 3", {"slow": {"reduce": {"5": 3.0}}, "rank": 0}),
+    "an update": ("one", {"slow": {"update": {"2": 3.0}}}),
+    "the first step": ("tp pp", {"slow": {"forward": {"1": 5.0}}, "rank": 3}),
+    "an end": ("dp", {"slow": {"end": {"30": 5.0}}, "rank": 1}),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*SLOW][ROTATION % 3 :: 3]
+    + [pytest.param(each, marks=pytest.mark.grid) for number, each in enumerate(SLOW) if number % 3 != ROTATION % 3],
+)
+def test_what_is_slow_is_waited_for(recipe: str, cache: Path, tmp_path: Path, case: str) -> None:
+    layout, what = SLOW[case]
+    run = live(recipe, tmp_path / "run", layout, what)
+    with run.running():
+        ends_well(run, recipe, cache, layout)
+
+
+@pytest.mark.grid
+@pytest.mark.parametrize("phase", ["data", "forward", "backward", "reduce", "update", "log", "save"])
+def test_a_stall_of_30_s_in_any_phase_is_waited_for(recipe: str, cache: Path, tmp_path: Path, phase: str) -> None:
+    run = live(recipe, tmp_path / "run", "pp", {"slow": {phase: {"10": 30.0}}, "rank": 1})
+    with run.running():
+        ends_well(run, recipe, cache, "pp")
+
+
+@pytest.mark.parametrize("seconds", long(4.0, 60.0))
+@pytest.mark.parametrize("who", ["launcher", "one rank", "all ranks", "everything"])
+def test_processes_that_are_stopped_for_a_while_lose_nothing(
+    recipe: str, cache: Path, tmp_path: Path, who: str, seconds: float
+) -> None:
+    run = live(recipe, tmp_path / "run", "dp", {"slow": {"forward": {"every": 0.05}}})
+    with run.running():
+        run.until(lambda: run.step >= 5)
+        ranks = [run.pid(rank) for rank in range(run.world)]
+        stopped = {"launcher": [run.process.pid], "one rank": ranks[1:], "all ranks": ranks}.get(
+            who, [run.process.pid, *ranks]
+        )
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(seconds)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        ends_well(run, recipe, cache, "dp")
+
+
+@pytest.mark.grid
+def test_a_machine_that_is_busy_slows_and_ends_nobody(recipe: str, cache: Path, tmp_path: Path) -> None:
+    run = live(recipe, tmp_path / "run", "pp")
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(20)]
+    try:
+        with run.running():
+            ends_well(run, recipe, cache, "pp")
+    finally:
+        for each in busy:
+            each.kill()
+
+
+# -- done is done
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["finished", "stopped"])
+def test_a_library_that_aborts_at_the_end_of_a_rank_starts_nothing_again(
+    recipe: str, tmp_path: Path, stopped: bool
+) -> None:
+    run = live(recipe, tmp_path / "run", "dp", {"abort": [1], "slow": {"forward": {"every": 0.05}}})
+    with run.running():
+        if stopped:
+            run.until(lambda: run.step >= 5)
+            run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == (128 + signal.SIGTERM if stopped else 0), run.said[-3000:]
+    assert run.starts() == [0] and run.incidents == [], run.said[-3000:]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("phase", ["forward", "save", "data"])
+def test_a_signal_ends_a_run_after_its_step_with_a_checkpoint(
+    recipe: str, cache: Path, tmp_path: Path, phase: str, number: signal.Signals
+) -> None:
+    """In whatever phase; and what goes on from there ends as if nothing had been."""
+    if (hash_of(phase) + number) % 3 != ROTATION % 3:
+        pytest.skip("has its turn with another MEGACORE_ROTATION")
+    run = live(recipe, tmp_path / "run", "dp", {"slow": {phase: {"10": 1.0, "11": 1.0}}})
+    with run.running():
+        run.until(lambda: run.step >= 10)
+        run.process.send_signal(number)
+        assert run.wait() == 128 + number, run.said[-3000:]
+    assert run.starts() == [0] and run.incidents == []
+    run.start("checkpoint.resume=auto")
+    assert run.wait() == 0 and run.incidents == [], run.said[-3000:]
+    assert run.starts()[1] >= 9
+    assert run.state() == calm(recipe, cache, "dp")
+
+
+def hash_of(text: str) -> int:
+    return sum(text.encode())
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_questions_of_the_first_seconds_end_nothing(
+    recipe: str, cache: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    run = live(recipe, tmp_path / "run", "dp")
+    with run.running():
+        time.sleep(0.25)  # Python itself needs a moment before it can take any
+        asking = threading.Event()
+
+        def ask() -> None:
+            while not asking.wait(0.05) and run.process.poll() is None:
+                run.process.send_signal(number)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        run.until(lambda: run.step >= 3)
+        asking.set()
+        thread.join()
+        ends_well(run, recipe, cache, "dp")
+
+
+def test_every_layout_has_an_undisturbed_run(recipe: str, cache: Path) -> None:
+    layout = [*LAYOUTS][ROTATION % len(LAYOUTS)]
+    assert calm(recipe, cache, layout)["step"] == b"30"

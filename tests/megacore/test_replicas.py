@@ -1,0 +1,90 @@
+"""A bit that flips in one replica is found, with the rank where most agree, and never where nothing has."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine import RECIPE, trainer, write_recipe
+from pool import Pool
+
+from megacore.training.callbacks.replicas import held
+from megacore.training.checksums import checksum
+from megacore.training.corruption import Corrupted, outvoted
+from megacore.training.step import Stats
+from megacore.training.trainer import Callback, Trainer
+
+
+QUIET = ["checkpoint.every=0", "evaluate.every=0"]
+
+
+class Flip(Callback):
+    """Flips the lowest bit of an element of a tensor on one rank, after a step."""
+
+    def __init__(self, rank: int, number: int, step: int) -> None:
+        self._at, self._number, self.name = (rank, step), number, ""
+
+    def on_step(self, run: Trainer, stats: Stats) -> None:
+        if (run.mesh.rank, run.step) == self._at:
+            _, self.name, each = list(held(run))[self._number]
+            bits = each[...].view(-1).view(torch.int64 if each.dtype == torch.float64 else torch.int16)
+            bits[len(bits) // 2] ^= 1
+
+
+def compared(recipe: str, overrides: list[str], flipped: int | None, rank: int, step: int = 2) -> tuple[str, str, int]:
+    """(The tensor that was flipped on one rank after a step, what this one says, its last step)."""
+    flip = Flip(rank, flipped or 0, step)
+    made = trainer(recipe, overrides, callbacks=[flip] if flipped is not None else [])
+    try:
+        made.fit()
+    except Corrupted as error:
+        return flip.name, f"{error.rank}: {error}", made.step
+    return flip.name, "", made.step
+
+
+def overrides(tmp_path: Path, *more: str) -> list[str]:
+    given = [f"out={tmp_path / 'run'}", "batch.global_size=6", "train.steps=3", *QUIET]
+    return [*given, "recovery.compare_every=2", "recovery.checksums=0", *more]
+
+
+@pytest.mark.parametrize("flipped", [0, 5])
+def test_of_three_replicas_the_one_with_a_flipped_bit_is_outvoted(pool: Pool, tmp_path: Path, flipped: int) -> None:
+    found = pool.run(3, compared, write_recipe(tmp_path, RECIPE), overrides(tmp_path, "mesh.dp=3"), flipped, 1)
+    said = f"1: rank 1 differs from ranks 0, 2, which hold the same, in {found[1][0]} after step 2"
+    assert found[1][0] and [each[1:] for each in found] == [(said, 2)] * 3
+
+
+def test_of_two_replicas_nobody_knows_which_is_right(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(2, compared, write_recipe(tmp_path, RECIPE), overrides(tmp_path, "mesh.dp=2"), 3, 1)
+    said = f"None: ranks 0-1 differ in {found[1][0]} after step 2, and nobody knows which is right"
+    assert found[1][0] and [each[1:] for each in found] == [(said, 2)] * 2
+
+
+def test_what_is_kept_is_compared_before(pool: Pool, tmp_path: Path) -> None:
+    """After the last step, which is none of the interval."""
+    given = overrides(tmp_path, "mesh.dp=2", "checkpoint.at_end=true")
+    found = pool.run(2, compared, write_recipe(tmp_path, RECIPE), given, 3, 1, 3)
+    assert all("after step 3" in said for _, said, _ in found) and not (tmp_path / "run/checkpoints").exists()
+
+
+@pytest.mark.parametrize("more", [["train.precision=bf16"], ["zero.shard=optimizer"], ["mesh.tp=2"]])
+def test_what_nothing_befell_agrees(pool: Pool, tmp_path: Path, more: list[str]) -> None:
+    world, given = 4 if "mesh.tp=2" in more else 2, overrides(tmp_path, "mesh.dp=2", "batch.global_size=4", *more)
+    assert pool.run(world, compared, write_recipe(tmp_path, RECIPE), given, None, 0) == [("", "", 3)] * world
+
+
+def test_a_checksum_tells_one_bit_wherever_it_lies() -> None:
+    for dtype, numel in ((torch.float64, 3000), (torch.bfloat16, 4099), (torch.bool, 100), (torch.float32, 1)):
+        tensor = (torch.arange(numel + 1) % 7).to(dtype)[1:]
+        before = int(checksum(tensor))
+        assert before == int(checksum(tensor.clone()))
+        for at in {0, numel // 2, numel - 1}:
+            other = tensor.clone()
+            other[at] = not other[at] if dtype == torch.bool else other[at] + 1
+            assert int(checksum(other)) != before
+
+
+def test_most_must_be_more_than_half() -> None:
+    assert outvoted({0: "a", 1: "b", 2: "a"}) == [1]
+    assert outvoted({0: "a", 1: "b"}) is None
+    assert outvoted({0: "a", 1: "b", 2: "a", 3: "b"}) is None
+    assert outvoted({0: "a", 1: "b", 2: "a", 3: "a", 4: "c"}) == [1, 4]

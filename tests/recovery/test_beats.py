@@ -1,0 +1,97 @@
+"""A rank tells its agent where it is, by a callback that waits for nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from engine import train, write_recipe
+
+from megacore.recovery import flight_recorder
+from megacore.recovery.beat_writer import Beats
+from megacore.recovery.beats import FOLDER, Reading, beat_of, read
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The agent's."""
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    return tmp_path
+
+
+def seen(folder: Path) -> Reading:
+    found = read(beat_of(folder, os.getpid()))
+    assert found is not None
+    return found
+
+
+def test_a_run_tells_where_it_is(folder: Path, not_durable: None) -> None:
+    waited = [0.0]
+
+    class Look(Beats):
+        def on_phase(self, run: Any, phase: Any) -> None:
+            waited[0] += 0.5 * (phase == "save")
+            super().on_phase(run, phase)
+            told.append((phase, seen(folder)))
+
+    told = list[tuple[str, Reading]]()
+    beats = Look(lambda: waited[0])
+    assert seen(folder).phase == "start"
+    overrides = [f"out={folder / 'run'}", "train.steps=4", "evaluate.every=2", "checkpoint.every=2"]
+    train(write_recipe(folder), overrides, callbacks=[beats])
+    for phase, reading in told:
+        assert (reading.phase, reading.device) == (phase, -1)
+        assert reading.step - max(reading.done, 0) == (phase in ("data", "forward", "backward", "reduce", "update")), (
+            phase
+        )
+    assert {phase for phase, _ in told} > {"data", "forward", "backward", "reduce", "update", "save", "evaluate", "end"}
+    last = seen(folder)
+    assert (last.step, last.done, last.phase) == (4, 4, "end") and 0 < last.slowest < 60 and last.longest > 0
+    assert last.busy["forward"] > 0
+    assert sum(last.busy.values()) > waited[0] >= 1.0  # on its own disks
+
+
+def test_where_no_agent_is_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FOLDER, raising=False)
+    beats, run = Beats(), SimpleNamespace(step=1)
+    for call in beats.on_phase, beats.on_step:
+        call(run, "data")  # type: ignore[arg-type]
+    beats.on_step_begin(run)  # type: ignore[arg-type]
+
+
+def test_an_agent_without_room_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path / "gone"))
+    Beats().on_phase(SimpleNamespace(step=1), "data")  # type: ignore[arg-type]
+
+
+def test_a_device_is_asked_how_far_it_is_and_not_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the host waits for it."""
+    marks = list[Mock]()
+
+    def event() -> Mock:
+        marks.append(Mock(spec=["record", "query"]))  # nothing else may be called
+        marks[-1].query.return_value = False
+        return marks[-1]
+
+    asked = list[Any]()
+    monkeypatch.setattr(flight_recorder, "answer", lambda folder, step: asked.append(step))
+    monkeypatch.setattr("megacore.recovery.beat_writer.answer", flight_recorder.answer)
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    beats, run = Beats(), SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cuda", 0)), step=0)
+    done = list[int]()
+    for step in range(7, 12):
+        run.step = step
+        beats.on_step_begin(run)  # type: ignore[arg-type]
+        beats.on_step(run, None)  # type: ignore[arg-type]
+        assert seen(folder).done == step and marks[-1].record.call_count == 1
+        done.append(seen(folder).device)
+        if step == 9:
+            marks[0].query.return_value = marks[1].query.return_value = True
+    assert done == [6, 6, 6, 8, 8] and asked[0]() == -1
+    marks[3].query.return_value = marks[2].query.return_value = True
+    assert asked[0]() == 10
