@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -18,7 +17,7 @@ from toy import notes
 
 from megacore import exits, incidents
 from megacore.recipe import ConfigError
-from megacore.recovery.rendezvous import ForgedError, Meeting, SignedBackend, secret_of
+from megacore.recovery.rendezvous import ForgedError, OneNode, SignedBackend, secret_of
 
 HERE = Path(__file__).parent
 LONG = ["9999", "0.02"]
@@ -153,18 +152,8 @@ def test_nodes_with_another_secret_are_told_so(launchers: Callable[..., Launcher
 # -- the state
 
 
-class Bomb:
-    """A pickle that leaves a file where it is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[Path]]:
-        return Path.touch, (self.path,)
-
-
 def test_a_forged_state_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    store = Meeting().next_rendezvous().store
+    store = OneNode().next_rendezvous().store
     ours = SignedBackend(store, "round", b"secret")
     assert ours.get_state() is None
     state, token, done = ours.set_state(b"first") or (b"", b"", False)
@@ -177,7 +166,8 @@ def test_a_forged_state_is_refused_before_it_is_read(tmp_path: Path) -> None:
         there._key = ours._key
         with pytest.raises(ForgedError, match="not signed with the secret"):
             there.get_state()
-    for forged in (b64encode(b"x" * 32 + pickle.dumps(Bomb(tmp_path / "boom"))).decode(), "no base64", ""):
+    bomb = f"cos\nmkdir\n(V{tmp_path / 'boom'}\ntR.".encode()  # a pickle that makes a folder where it is read
+    for forged in (b64encode(b"x" * 32 + bomb).decode(), "no base64", ""):
         store.set("round/state", forged)
         with pytest.raises(ForgedError):
             ours.get_state()
@@ -187,7 +177,7 @@ def test_a_forged_state_is_refused_before_it_is_read(tmp_path: Path) -> None:
 
 
 def test_a_store_of_one_node_listens_on_loopback_alone() -> None:
-    meeting = Meeting()
+    meeting = OneNode()
     port = f"{int(meeting.place.split(':')[-1].split('/')[0]):04X}"
     listening = [line.split()[1] for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines() if line.split()[3] == "0A"]  # fmt: skip  # noqa: E501
     assert [each for each in listening if each.endswith(f":{port}")] == [f"0100007F:{port}"]
