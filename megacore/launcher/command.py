@@ -178,12 +178,12 @@ def _launched(run: Run, arrived: list[int]) -> int:
         ConfigError: the nodes cannot meet.
     """
     from megacore.recovery.agent import Agent, heed
-    from megacore.recovery.rendezvous import Meeting, Nodes, SeveralNodes, secret_of
+    from megacore.recovery.rendezvous import Nodes, OneNode, SeveralNodes, secret_of
 
     node, out = run.node, Path(run.config.out)
     with temporary_folder() as folder:
         if node.master is None:
-            meeting = Meeting()
+            meeting = OneNode()
         else:
             nodes = Nodes(run.least, node.nodes, node.index, *node.master)
             patience_s = 60 * run.config.train.timeout

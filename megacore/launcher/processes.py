@@ -140,7 +140,7 @@ def launch(module: str, arguments: Sequence[str], node: Node, environment: Mappi
     with noted() as arrived, temporary_folder() as folder:
         prepare(IMPORTS, more)
         from megacore.recovery.agent import Agent, Job
-        from megacore.recovery.rendezvous import Meeting
+        from megacore.recovery.rendezvous import OneNode
 
         job = Job(module, lambda nodes, again: arguments, node.processes, more)
-        return Agent(job, Meeting(), folder, arrived).launch()
+        return Agent(job, OneNode(), folder, arrived).launch()

@@ -41,7 +41,7 @@ from megacore.launcher.signals import ENDS
 from megacore.outcome import Outcome
 from megacore.recipe import ConfigError
 from megacore.recovery.beats import beat_of, read
-from megacore.recovery.rendezvous import EndedError, Meeting
+from megacore.recovery.rendezvous import OneNode, RunEndedError
 from megacore.say import brief, err
 
 POLL_S = 0.1
@@ -56,6 +56,8 @@ PATIENCE_S = 1.0
 """A second Ctrl-C within it is the first one still: wrappers pass on what the terminal has sent to all."""
 BACKOFF_S, LONGEST_S = 1.0, 60.0
 """The seconds before the second restart in a row, which double for each further one, and the most."""
+TOLD_S = 2.0
+"""The seconds in which all nodes see what one has said."""
 DRAIN_LOOK_S = 1.0
 PAUSE = "pause"
 """The file in the agent's folder that asks the ranks to end after their step, to be started again on other nodes."""
@@ -130,7 +132,7 @@ class Agent(SimpleElasticAgent):
         arrived: The signals that have arrived, to which later ones are added.
     """
 
-    def __init__(self, job: Job, meeting: Meeting, folder: Path, arrived: list[int]) -> None:
+    def __init__(self, job: Job, meeting: OneNode, folder: Path, arrived: list[int]) -> None:
         spec = WorkerSpec(
             role="rank",
             local_world_size=job.processes,
@@ -166,10 +168,12 @@ class Agent(SimpleElasticAgent):
         """Run the ranks, again after faults, until the run ends -> its exit status, on this node."""
         try:
             self.run()
-        except EndedError as end:
+        except RunEndedError as end:
             self._status = end.status
             if str(end):
                 err(str(end))
+            if self._nodes > 1 and self._node == 0:  # which hosts what the others are to read
+                time.sleep(TOLD_S)
         except ConfigError:
             self._meeting.end(exits.MISUSED)
             raise
@@ -246,7 +250,7 @@ class Agent(SimpleElasticAgent):
         """Return the state of the ranks, and decide what follows from it.
 
         Raises:
-            EndedError: the run ends, and no other node is to be waited for.
+            RunEndedError: the run ends, and no other node is to be waited for.
         """
         now, ranks = time.monotonic(), self._ranks
         living = [number for number, each in ranks.items() if not each.ended]
@@ -261,7 +265,7 @@ class Agent(SimpleElasticAgent):
         if self._leaving and not living:
             self._meeting.renew("leaves")
             self._note("node_leaves", "restart", f"{platform.node()} was asked to", "the others go on")
-            raise EndedError(exits.of_signal(self._signal))
+            raise RunEndedError(exits.of_signal(self._signal))
         if (self._signal and not self._leaving) or ended or any(word.final for word in self._words().values()):
             return self._ending(living)
         if over in ("fault", "begins"):  # the ranks here wait for some that are gone
@@ -295,7 +299,7 @@ class Agent(SimpleElasticAgent):
         self._status = self._final_status()
         if self._status == exits.EVICT and self._meeting.may_leave():
             self._meeting.renew("fault")
-            raise EndedError(self._status)
+            raise RunEndedError(self._status)
         self._meeting.end(exits.RETRY if self._status == exits.EVICT else self._status)
         return WorkerState.SUCCEEDED
 
@@ -336,7 +340,7 @@ class Agent(SimpleElasticAgent):
         """Decide about a fault, tell it and write it down.
 
         Raises:
-            EndedError: the run ends with it.
+            RunEndedError: the run ends with it.
         """
         who, end = min(
             ((number, each.end) for number, each in self._ranks.items() if each.end and each.silent),
@@ -350,9 +354,10 @@ class Agent(SimpleElasticAgent):
         self._furthest = max(self._furthest, at)
         most = self._job.max_restarts
         if most is None:
-            if kind != "raised":
-                tell(f"Rank {who} (process {self._ranks[who].pid}) ended: {end.detail}.")
-            raise EndedError(exits.FAILED if end.status in (rank.CRASHED, rank.LOST) else end.status)
+            if end.status != rank.CRASHED:  # which has told it
+                hint = ": where memory ran out, the kernel's log (dmesg) says so" if end.detail == "SIGKILL" else ""
+                tell(f"Rank {who} (process {self._ranks[who].pid}) ended: {end.detail}{hint}.")
+            raise RunEndedError(exits.FAILED if end.status in (rank.CRASHED, rank.LOST) else end.status)
         action: Action = "restart"
         status, why = exits.RETRY, f"restart {self._in_row} of {most}"
         if again:
@@ -367,7 +372,7 @@ class Agent(SimpleElasticAgent):
         tell(f"{kind.replace('_', ' ')} rank {at_fault} {where} ({brief(end.detail)}) -> {action}: {why}{way_out}")
         if action == "end":
             self._meeting.end(status)
-            raise EndedError(status)
+            raise RunEndedError(status)
         self._wait_s = min(LONGEST_S, BACKOFF_S * 2 ** (self._in_row - 2)) if self._in_row > 1 else 0.0
 
     def _note(
@@ -408,7 +413,7 @@ class Agent(SimpleElasticAgent):
                 tell("Interrupted again: ended at once, without a checkpoint.")
                 self._kill(self._ranks)
                 self._meeting.end(exits.of_signal(number))
-                raise EndedError(exits.of_signal(number))
+                raise RunEndedError(exits.of_signal(number))
 
     def _heed_drain(self) -> None:
         """Do what a file in the run's folder asks for: that this node leaves."""
@@ -492,11 +497,11 @@ def heed(arrived: list[int]) -> None:
     """Do what the signals that have arrived ask for, while there are no ranks.
 
     Raises:
-        EndedError: one of them asks for the end.
+        RunEndedError: one of them asks for the end.
     """
     while arrived:
         if (number := arrived.pop(0)) in ENDS:
-            raise EndedError(exits.of_signal(number))
+            raise RunEndedError(exits.of_signal(number))
 
 
 def _listed(ranks: Sequence[int]) -> str:

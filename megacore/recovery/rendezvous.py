@@ -66,7 +66,7 @@ SECRET, SECRET_FILE = "MEGACORE_SECRET", "MEGACORE_SECRET_FILE"
 _ROUND, _END = "megacore/round", "megacore/end"
 
 
-class EndedError(Exception):
+class RunEndedError(Exception):
     """The run ends.
 
     Args:
@@ -83,7 +83,7 @@ class ForgedError(RendezvousError):
     """The state of a rendezvous is not signed with the secret of this run."""
 
 
-class Meeting(RendezvousHandler):
+class OneNode(RendezvousHandler):
     """The rounds of a run on one node, and what those on several have in common."""
 
     started = False
@@ -170,14 +170,14 @@ class Nodes:
     port: int
 
 
-class SeveralNodes(Meeting):
+class SeveralNodes(OneNode):
     """The rounds of a run on several nodes.
 
     Args:
         nodes: The nodes.
         secret: The secret that they share.
         patience_s: Seconds that are waited for enough of them.
-        heed: Is called while it is waited, and raises :class:`EndedError` where a signal asks for the end.
+        heed: Is called while it is waited, and raises :class:`RunEndedError` where a signal asks for the end.
 
     Raises:
         ConfigError: the store cannot be hosted.
@@ -202,15 +202,15 @@ class SeveralNodes(Meeting):
         """Join the next round -> it.
 
         Raises:
-            EndedError: too few nodes came, a signal asks for the end, another node says that the run ends, or somebody
-                has meddled with the rendezvous.
+            RunEndedError: too few nodes came, a signal asks for the end, another node says that the run ends, or
+                somebody has meddled with the rendezvous.
         """
         until, told = time.monotonic() + self._patience_s, ""
         while True:
             try:
                 return self._patiently(lambda: self._join(until), None)
             except ForgedError as error:
-                raise EndedError(exits.FAILED, str(error)) from None
+                raise RunEndedError(exits.FAILED, str(error)) from None
             except RendezvousTimeoutError:
                 why = f"fewer than {self._nodes.least} nodes"
             except RendezvousClosedError:
@@ -221,9 +221,9 @@ class SeveralNodes(Meeting):
                     told = why
                     err(f"{why} ({str(error).partition(chr(10))[0]}): it is tried again for {self._patience_s:g} s")
             if (status := self.ended()) is not None:
-                raise EndedError(status, "the run has ended on the other nodes")
+                raise RunEndedError(status, "the run has ended on the other nodes")
             if time.monotonic() > until:
-                raise EndedError(exits.RETRY, f"{why} after {self._patience_s / 60:g} min (train.timeout)")
+                raise RunEndedError(exits.RETRY, f"{why} after {self._patience_s / 60:g} min (train.timeout)")
             self._heed()
             time.sleep(LOOK_S)
 
@@ -259,9 +259,7 @@ class SeveralNodes(Meeting):
         return self._seen[1] if found is None else found
 
     def shutdown(self) -> bool:
-        """Leave the rounds for good; the first node not before the others have seen that the run ends."""
-        if self._own is not None and self.ended(ask=True) is not None:
-            time.sleep(4 * LOOK_S)
+        """Leave the rounds for good."""
         self._closed.set()
         self._handler = None
         return True

@@ -37,18 +37,17 @@ INTEGERS = {"numpy"} | sys.stdlib_module_names
 MEASURE = "megacore.plan.measure"
 """Runs the model, and is imported when it is to."""
 FILLS_TENSORS = "megacore.store.load"
-MEETS = "megacore.recovery.rendezvous"
-"""Is imported where there are several nodes."""
+AGENT = ("megacore.recovery.agent", "megacore.recovery.rendezvous")
+"""Are torch's elastic agent, imported once the config is known to be right."""
 # No torch until they build or compute: floor 0, every family's config and weights table, and what moves bytes.
 WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
     "parallel",
     "parallel.random",
     "megacore.training.check",
-    "megacore.training.launch",
+    "megacore.launcher.command",
     "megacore.exits",
     "megacore.launcher",
     "megacore.rank",
-    "megacore.recovery.protocol",
     "models",
     "models.names",
     "models.config",
@@ -61,7 +60,7 @@ WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
         name
         for name in MODULES
         if name.startswith(("megacore.plan.", "megacore.recovery.", "megacore.store."))
-        and name not in (FILLS_TENSORS, MEASURE, MEETS)
+        and name not in (FILLS_TENSORS, MEASURE, *AGENT)
     ),
     *(f"tools.{name}" for name in ("context", "convert", "reshard", "inspect", "main", "plan", "status")),
 ]

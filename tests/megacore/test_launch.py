@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +16,8 @@ import pytest
 from engine import LLAMA, write_recipe
 
 from megacore.launcher import Node, gpus, threads
+from megacore.launcher import command as program
 from megacore.recipe import ConfigError, load
-from megacore.recovery.members import Came, Members
-from megacore.training import launch as program
 from megacore.training import resume
 from models.registry import configure
 
@@ -26,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = """#!/usr/bin/env bash
 printf '%q ' "$PYTHONSAFEPATH" "$@" >>"{log}"; echo >>"{log}"
 """
-Launched = Callable[..., tuple[int, dict[str, Any]]]
+Launched = Callable[..., tuple[int, Any]]
 
 
 def calls(root: Path, script: str, *arguments: str) -> list[list[str]]:
@@ -64,33 +63,19 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     ):
         monkeypatch.delenv(name, raising=False)
 
-    def run(*arguments: str, **variables: str) -> tuple[int, dict[str, Any]]:
-        given: dict[str, Any] = {}
+    def run(*arguments: str, **variables: str) -> tuple[int, program.Run | None]:
+        given = list[program.Run]()
 
-        def launch(
-            module: str,
-            arguments: list[str],
-            node: Node,
-            environment: Mapping[str, str],
-            shutdown_s: float,
-            *others: object,
-        ) -> int:
-            given.update(module=module, arguments=arguments, node=node, environment=environment, shutdown_s=shutdown_s)
+        def launched(run: program.Run, arrived: list[int]) -> int:
+            given.append(run)
             return 7
 
-        class Alone(Members):
-            """The only node that comes."""
-
-            def open(self, timeout_s: float) -> list[Came]:
-                given["members"] = self.store, self.leads
-                return []
-
         with monkeypatch.context() as patch:
-            patch.setattr(program, "launch", launch)
-            patch.setattr(program, "Members", Alone)
+            patch.setattr(program, "_launched", launched)
+            patch.setattr(program, "prepare", lambda modules, environment: None)
             for name, value in variables.items():
                 patch.setenv(name, value)
-            return program.run("train", arguments), given
+            return program.run("train", arguments), given[0] if given else None
 
     return run
 
@@ -152,23 +137,32 @@ def test_what_is_missing_is_said(capsys: pytest.CaptureFixture[str], given: list
 def test_a_run_is_started_on_as_many_ranks_as_its_mesh_takes(launched: Launched, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path)
     status, given = launched(recipe, f"out={tmp_path / 'run'}", "mesh.tp=2", MALLOC_TRIM_THRESHOLD_="5")
-    assert status == 7 and given["module"] == "megacore.training.train" and given["node"] == Node(2)
-    assert given["arguments"] == [recipe, f"out={tmp_path / 'run'}", "mesh.tp=2"] and given["shutdown_s"] == 600
-    assert given["environment"].items() >= threads(2).items()
-    assert given["environment"]["MALLOC_TRIM_THRESHOLD_"] == "5"
-    assert given["environment"]["MALLOC_MMAP_THRESHOLD_"] == str(1 << 30)
-    assert given["environment"]["CUDA_MODULE_LOADING"] == "EAGER"
-    assert given["environment"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert status == 7 and given.node == Node(2) and given.shutdown_s == 600
+    assert given.arguments(1, False) == [recipe, f"out={tmp_path / 'run'}", "mesh.tp=2"]
+    assert given.environment.items() >= threads(2).items()
+    assert given.environment["MALLOC_TRIM_THRESHOLD_"] == "5"
+    assert given.environment["MALLOC_MMAP_THRESHOLD_"] == str(1 << 30)
+    assert given.environment["CUDA_MODULE_LOADING"] == "EAGER"
+    assert given.environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert given.environment["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 def test_the_environment_says_how_many_and_where(launched: Launched, tmp_path: Path) -> None:
     arguments = [write_recipe(tmp_path), f"out={tmp_path / 'run'}"]
     several = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host", "SHUTDOWN_TIMEOUT": "5"}
     status, given = launched(*arguments, NPROC_PER_NODE="2", **several)
-    assert status == 7 and given["node"] == Node(2, 2, 1, ("host", 29500)) and given["shutdown_s"] == 5
-    assert given["members"] == (("host", 29500), False)
-    assert "members" not in launched(*arguments, "recovery.in_place=false", **several)[1]
-    assert launched(*arguments, MASTER_PORT="77", **several)[1]["node"] == Node(1, 2, 1, ("host", 77))
+    assert status == 7 and given.node == Node(2, 2, 1, ("host", 29500)) and given.shutdown_s == 5
+    assert given.least == 2 and not given.layouts and "GLOO_SOCKET_IFNAME" not in given.environment
+    assert launched(*arguments, MASTER_PORT="77", **several)[1].node == Node(1, 2, 1, ("host", 77))
+    range_of = {**several, "NNODES": "1:2", "NODE_RANK": ""}
+    given = launched(*arguments, "mesh.dp=2", **range_of)[1]
+    assert given.least == 1 and given.node.index == 2, "whoever has no number is not the first one"
+    assert given.arguments(1, False)[-1] == "mesh.dp=1" and given.arguments(2, False)[-1] == "mesh.dp=2"
+
+
+def test_ranks_that_are_started_again_go_on(launched: Launched, tmp_path: Path) -> None:
+    arguments = [write_recipe(tmp_path), f"out={tmp_path / 'run'}"]
+    assert launched(*arguments)[1].arguments(1, True) == [*arguments, "checkpoint.resume=auto"]
 
 
 def test_layouts_of_a_model_that_a_checkpoint_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,8 +180,8 @@ def test_layouts_of_a_model_that_a_checkpoint_has(tmp_path: Path, monkeypatch: p
 
 def test_a_run_that_was_started_before_goes_on_from_its_newest_checkpoint(launched: Launched, tmp_path: Path) -> None:
     arguments = [write_recipe(tmp_path), f"out={tmp_path / 'run'}"]
-    assert launched(*arguments, RESTART_COUNT="0")[1]["arguments"] == arguments
-    assert launched(*arguments, RESTART_COUNT="1")[1]["arguments"] == [*arguments, "checkpoint.resume=auto"]
+    assert launched(*arguments, RESTART_COUNT="0")[1].given == arguments
+    assert launched(*arguments, RESTART_COUNT="1")[1].given == [*arguments, "checkpoint.resume=auto"]
 
 
 def test_gpus_are_counted_without_torch_where_there_is_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:

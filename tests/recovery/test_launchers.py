@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from megacore.training.train import main
 
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
@@ -16,7 +17,6 @@ from megacore.exits import MISUSED
 from megacore.rank import restarts
 from megacore.store.index import INDEX
 from megacore.training.resume import again
-from megacore.training.train import main
 
 sys.path.append(str(Path(__file__).parents[1] / "megacore"))
 from engine import train, write_recipe

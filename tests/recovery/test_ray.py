@@ -138,7 +138,7 @@ def launchers_of(out: Path) -> list[int]:
                 given = (folder / "cmdline").read_text().split("\0")
             except OSError:  # it has just ended
                 continue
-            if any("megacore.training.launch" in each for each in given) and f"out={out}" in given:
+            if any("megacore.launcher.command" in each for each in given) and f"out={out}" in given:
                 found.append(int(folder.name))
     return sorted(found)
 

@@ -24,14 +24,15 @@ def main() -> None:
 
     from megacore import exits, outcome
     from megacore.rank import Here, join, leave
-    from megacore.recovery.phases import Beat
+    from megacore.recovery.beats import Beat, beat_of
 
     stops = list[int]()
     signal.signal(signal.SIGTERM, lambda *_: stops.append(1))
     signal.signal(signal.SIGUSR1, lambda *_: note(folder, "save"))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     folder, steps, seconds, orders = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), sys.argv[4:]
-    agent, here, beat = Path(os.environ[outcome.AGENT]), Here.now(), Beat.here()
+    agent, here = Path(os.environ[outcome.AGENT]), Here.now()
+    beat = Beat(beat_of(agent, os.getpid()))
     join(here, "cpu", timedelta(seconds=AGENT_S))
     state = folder / "state"
     step = torch.tensor([float(state.read_text()) if state.exists() else 0.0])
@@ -111,10 +112,10 @@ def launch(folder: Path, ranks: int, arguments: Sequence[str], shutdown_s: float
     with noted() as arrived, temporary_folder() as made:
         prepare(IMPORTS[:2], {})
         from megacore.recovery.agent import Agent, Job, heed
-        from megacore.recovery.rendezvous import Meeting, Nodes, SeveralNodes, secret_of
+        from megacore.recovery.rendezvous import Nodes, OneNode, SeveralNodes, secret_of
 
         least, most = nodes_of(os.environ.get("NNODES") or "1")
-        meeting = Meeting()
+        meeting = OneNode()
         if most > 1:
             nodes = Nodes(least, most, int(os.environ["NODE_RANK"]), "127.0.0.1", int(os.environ["MASTER_PORT"]))
             meeting = SeveralNodes(nodes, secret_of(folder), AGENT_S, lambda: heed(arrived))
