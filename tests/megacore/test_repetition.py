@@ -96,7 +96,7 @@ def run(
         poison_samples(made, poisoned, factor)
     found = engine.result(made, made.fit())
     if made.mesh.rank == 0:
-        new = {"number": 0, "recovered": None, "steps_lost": None, "seconds_lost": None}
+        new: dict[str, Any] = {"number": 0, "recovered": None, "steps_lost": None, "seconds_lost": None}
         assert [replace(each, **new) for each in incidents.read(Path(made.config.out))] == heard.told
     return found, heard.told
 
