@@ -117,8 +117,11 @@ def trainer(
     setup, world = checked(recipe, overrides)
     mesh = Mesh.create(setup.config.mesh.shape(world))
     made = build.trainer_of(setup, mesh, Control.create(mesh), callbacks)
-    left_out = (Report,) if log else (Report, Metrics, Incidents)
+    left_out = (Report,) if log else (Report, Incidents)
     made.callbacks = [each for each in made.callbacks if not isinstance(each, left_out)]
+    if not log:
+        looks = of(made, Metrics)
+        looks.on_start = lambda run: looks._meter.begin(run.step)  # type: ignore[method-assign]
     if mesh.rank == 0 and log:
         Path(setup.config.out).mkdir(parents=True, exist_ok=True)
     return made
@@ -143,7 +146,7 @@ def weights(made: Trainer) -> dict[str, np.ndarray]:
 
 def result(made: Trainer, last: int) -> Result:
     path = Path(made.config.out) / metrics.METRICS
-    logs = any(isinstance(each, Metrics) for each in made.callbacks)
+    logs = any(isinstance(each, Incidents) for each in made.callbacks)
     return Result(last, metrics.read(path) if logs and made.mesh.rank == 0 else [], weights(made))
 
 

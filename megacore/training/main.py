@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from megacore import checkpoints, exits, open_files, outcome
 from megacore.control import Control
@@ -81,6 +83,7 @@ def ready(setup: Setup, here: Here) -> torch.device:
     device = claim(kind, here.local_rank)
     if section.threads is not None:
         torch.set_num_threads(section.threads)
+    tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a rank that leaves by os._exit would leave behind
     said = open_files.allow(files_of(setup.config, here.world, here.local_world))
     if said is not None and here.local_rank == 0:
         say(said)

@@ -8,9 +8,10 @@ import math
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -167,6 +168,11 @@ class WallClock:
     before: float
     since: float
     step: int
+    counted: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=1 << 12))
+    """(step, useful) at the last records, to go back to."""
+
+    def __post_init__(self) -> None:
+        self.counted.append((self.step, self.useful))
 
     @classmethod
     def of(cls, records: Sequence[Record], after: int, began: float) -> WallClock:
@@ -191,9 +197,16 @@ class WallClock:
         """Count the steps until this one -> what is recorded of it."""
         self.useful += (step - self.step) * seconds_per_step
         self.step, now = step, time.time()
+        self.counted.append((step, self.useful))
         wall = self.before + max(0.0, now - self.since)
         goodput = max(0.0, min(1.0, self.useful / wall)) if wall else 1.0
         return {"time": now, "wall_seconds": wall, "goodput": goodput}
+
+    def go_back(self, step: int) -> None:
+        """Do not count steps after this one, which are to be done again."""
+        while len(self.counted) > 1 and self.counted[-1][0] > step:
+            self.counted.pop()
+        self.step, self.useful = self.counted[-1]
 
 
 class Log:
@@ -237,8 +250,8 @@ class Log:
         self._loads.add({"step": step, "layers": list(layers), "counts": [list(each) for each in counts]})
 
     def go_back(self, step: int) -> None:
-        """Do not count the time again of steps after this one, which are to be done again."""
-        self._clock.step = min(self._clock.step, step)
+        """Do not count the time of steps after this one, which are to be done again."""
+        self._clock.go_back(step)
 
     def close(self) -> None:
         with ExitStack() as stack:
@@ -259,7 +272,7 @@ def standing(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         before, at = line["step"], len(kept)
         while at and kept[at - 1]["step"] >= before:
             at -= 1
-            if kept[at]["step"] > before or kept[at].keys() == line.keys():
+            if kept[at]["step"] > before or ("loss" in kept[at]) == ("loss" in line):
                 del kept[at:]
         kept.append(line)
     return kept
@@ -277,8 +290,7 @@ def newest(path: Path, most: int = 1 << 16) -> list[dict[str, Any]]:
     with os_errors(path), open_file(path, path.parent) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - most))
         lines = file.read().splitlines()
-    found = filter(None, map(_line, lines))
-    return [each for each in found if all(isinstance(value, int | float | None) for value in each.values())]
+    return list(filter(None, map(_line, lines)))
 
 
 def _line(line: bytes) -> dict[str, Any] | None:
@@ -287,7 +299,21 @@ def _line(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return None
+    values = record.values()
+    return record if all(isinstance(value, int | float | None) for value in values) or _are_loads(values) else None
+
+
+def _are_loads(values: Iterable[object]) -> bool:
+    """Return whether these are the values of a line of :meth:`Log.write_loads`."""
+    match list(values):
+        case [int(), list(layers), list(counts)]:
+            rows = [layers, *counts]
+            return len(layers) == len(counts) and all(
+                isinstance(row, list) and row and all(isinstance(number, int) for number in row) for row in rows
+            )
+    return False
 
 
 def _is_cut(path: Path) -> bool:

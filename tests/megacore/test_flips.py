@@ -11,8 +11,8 @@ import torch
 from engine import GPT2, RECIPE, trainer, write_recipe
 from pool import Pool
 
-from megacore.training.callbacks.replicas import held
 from megacore.corruption import Corrupted
+from megacore.training.callbacks.replicas import held
 from megacore.training.trainer import Callback, Trainer
 
 ALL_WATCHED = ["recovery.checksums=0.99", "recovery.compare_every=2", "evaluate.every=0", "train.steps=6"]

@@ -15,13 +15,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from engine import RECIPE, write_recipe
+from engine import RECIPE, fit, write_recipe
 from pool import Pool, forkserver
 
 from megacore import checkpoints
 from megacore.store import audit, shares
 from megacore.store.checkpoint import Checkpoint
-from megacore.training.check import check
 
 PRECISE = ["train.precision=fp32", "evaluate.every=0", "log.every=1000", "schedule.name=constant"]
 RANKS = 2
@@ -35,18 +34,14 @@ def endless(rank: int, store: str, recipe: str, out: str, stderr: str, mesh: str
     dist.init_process_group("gloo", store=file, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
     overrides = [f"out={out}", "checkpoint.every=1", "checkpoint.keep=2", "checkpoint.resume=auto"]
     with contextlib.redirect_stdout(None), mock.patch.object(shares, "SHARE_BYTES", share):
-        setup = check(recipe, [*overrides, "train.steps=100000", mesh, *PRECISE], RANKS, RANKS)
-        dist.barrier()  # in a real run every rank checks before there is a process group
-        pretrain.run(setup, torch.device("cpu"))
+        fit(recipe, [*overrides, "train.steps=100000", mesh, *PRECISE])
 
 
 def straight(recipe: str, out: str, steps: int, mesh: str, share: int) -> None:
     """The same run to a step, which nobody disturbs."""
     overrides = [f"out={out}", f"train.steps={steps}", "checkpoint.every=0", mesh, *PRECISE]
     with contextlib.redirect_stdout(None), mock.patch.object(shares, "SHARE_BYTES", share):
-        setup = check(recipe, overrides, RANKS, RANKS)
-        dist.barrier()
-        pretrain.run(setup, torch.device("cpu"))
+        fit(recipe, overrides)
 
 
 def newest(out: Path) -> int:

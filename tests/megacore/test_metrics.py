@@ -7,17 +7,20 @@ import json
 import os
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
 import engine
 import pytest
-from engine import LENGTH, train, trainer, write_recipe
+from engine import LENGTH, of, train, trainer, write_recipe
 from PIL import Image
 
 from megacore.config import Config, LogConfig, TrainConfig
 from megacore.store.strict_json import StoreError
 from megacore.training import metrics
+from megacore.training.callbacks.evaluation import Evaluation
+from megacore.training.callbacks.metrics import Metrics
 from megacore.training.metrics import Log
 from models.config import flops_per_token
 from models.registry import configure
@@ -65,7 +68,7 @@ def test_every_record_has_the_promised_numbers(recipe: str, tmp_path: Path) -> N
 
 def test_utilisation_is_unknown_where_the_peak_is(recipe: str, tmp_path: Path) -> None:
     made = trainer(recipe, [f"out={tmp_path / 'run'}", "train.steps=3"], log=True)
-    made.meter.peak_tflops = None
+    of(made, Metrics)._meter.peak_tflops = None
     records = engine.result(made, made.fit()).records
     assert records[0]["mfu"] is None and records[0]["tflops_per_device"] is not None
 
@@ -75,11 +78,12 @@ def test_time_of_evaluation_is_not_counted(recipe: str, tmp_path: Path) -> None:
     made = trainer(recipe, [f"out={tmp_path / 'run'}", "train.steps=4", "log.every=2", "evaluate.every=1"], log=True)
     started = time.perf_counter()
 
-    def slow() -> float:
+    def slow(run: engine.Trainer) -> float:
+        run.enter("evaluate")
         time.sleep(0.5)
         return 0.0
 
-    made.validation_loss = slow  # type: ignore[method-assign]
+    of(made, Evaluation).loss = slow  # type: ignore[method-assign]
     result = engine.result(made, made.fit())
     elapsed = time.perf_counter() - started
     counted = sum(2 * seconds for seconds in result.values("seconds_per_step"))
@@ -148,29 +152,27 @@ def test_a_full_disk_is_told_once_and_its_lines_follow_when_there_is_room(tmp_pa
     assert told[1:] == [told[0], f"{why}: the last {lost} bytes are lost"] and disk.closed
 
 
-def test_a_run_goes_back_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it drops is cut off in place, and what waits for room follows when there is some."""
-    monkeypatch.setattr(metrics, "replace_file", None)
-    path, config = tmp_path / "metrics.jsonl", Config(out=str(tmp_path), train=TrainConfig(steps=9))
-    with Log(config) as log:
+def test_a_run_goes_back_on_a_full_disk(tmp_path: Path) -> None:
+    """What waits for room follows when there is some; of a step that stands twice the last line and its time count."""
+    config = Config(out=str(tmp_path), train=TrainConfig(steps=9))
+    with closing(Log(config)) as log:
+        sink, useful = log._sinks[0], dict[int, float]()
+        assert isinstance(sink, metrics.JsonLines)
         for step in (1, 2, 3):
             log.write(step, TRAINED)
-        disk = FullDisk(100)
-        real, log._metrics._file = log._metrics._file, disk  # type: ignore[assignment]
+        file, sink._file = sink._file, FullDisk(100)  # type: ignore[assignment]
         for step in (4, 5, 6):
-            log.write(step, TRAINED)
-        real.write(disk.content)
-        real.close()
-        goodput = {
-            line["step"]: line["goodput"] * line["wall_seconds"] for line in [*metrics.newest(path), *log._metrics.kept]
-        }
-        log.go_on(4, saved=5)  # in memory: a checkpoint has step 5
-        assert path.read_bytes().endswith(b"\n") and log._clock.useful == goodput[4]
-        assert [line["step"] for line in metrics.read(path)] == [1, 2, 3]
-        assert [line["step"] for line in log._metrics.kept] == [4, 5]
+            log.write(step, TRAINED | {"seconds_per_step": 0.1 * step})
+            useful[step] = log._clock.useful
+        file.write(sink._file.content)  # type: ignore[attr-defined]
+        sink._file = file
+        log.go_back(4)
+        assert log._clock.useful == useful[4] == pytest.approx(0.3 + 0.4)
         for step in (5, 6, 7):
-            log.write(step, TRAINED)
-        assert [line["step"] for line in metrics.read(path)] == [1, 2, 3, 4, 5, 6, 7]
+            log.write(step, TRAINED | {"loss": 1.5})
+        assert log._clock.useful == pytest.approx(useful[4] + 3 * 0.1)
+    losses = metrics.curve(metrics.read(tmp_path / "metrics.jsonl"), "loss")
+    assert losses == [*((step, 2.5) for step in range(1, 5)), *((step, 1.5) for step in range(5, 8))]
 
 
 def test_a_record_goes_to_every_sink(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +180,7 @@ def test_a_record_goes_to_every_sink(tmp_path: Path, capsys: pytest.CaptureFixtu
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
     config = Config(out=str(tmp_path), train=TrainConfig(steps=4), log=LogConfig(tensorboard=True))
-    with Log(config) as log:
+    with closing(Log(config)) as log:
         log.write(2, TRAINED)
         log.write(2, {"validation_loss": 2.25, "validation_perplexity": 9.5})
         log.write(4, TRAINED | {"loss": 1.5})
@@ -193,56 +195,42 @@ def test_a_record_goes_to_every_sink(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "4/4" in shown.err and "loss=1.5" in shown.err
 
 
-def test_lines_that_are_no_records_are_dropped_and_it_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What a disk or an editor has left; a last line that was cut off is nothing to talk about."""
+def test_lines_that_are_no_records_are_passed_over(tmp_path: Path) -> None:
+    """What a disk or an editor has left, or a kill in the middle of a line."""
     records = [json.dumps({"step": step, **TRAINED}) for step in (1, 2, 3)]
     lines = [records[0], "\x00\x00 garbled", records[1], "[1, 2]", '{"loss": 1}', records[2], '{"step": 4, "lo']
     (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\xff")
-    with Log(Config(out=str(tmp_path)), after=2) as log:
-        log.write(3, TRAINED)
-    assert [record["step"] for record in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-    assert "3 lines were no records and are dropped" in capsys.readouterr().out
+    with closing(Log(Config(out=str(tmp_path)), after=2)) as log:
+        log.write(3, TRAINED | {"loss": 1.5})
+    losses = metrics.curve(metrics.read(tmp_path / "metrics.jsonl"), "loss")
+    assert losses == [(1, 2.5), (2, 2.5), (3, 1.5)]
 
 
-def test_a_log_that_needs_no_change_is_not_written_again(tmp_path: Path) -> None:
-    """The place of rank 0 is filled while the disk is full."""
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": step, **TRAINED}) + "\n" for step in (1, 2)))
-    before = path.stat().st_ino
-    assert metrics.drop_after(path, 2) == 0 and path.stat().st_ino == before
-    assert metrics.drop_after(path, 1) == 0 and [each["step"] for each in metrics.read(path)] == [1]
-
-
-def test_what_a_checkpoint_covers_stays_and_is_not_written_again(tmp_path: Path) -> None:
-    """A run that has gone back in memory, and would go on from a later checkpoint if it ended now."""
+def test_of_a_step_that_stands_twice_the_last_line_counts(tmp_path: Path) -> None:
     config = Config(out=str(tmp_path), train=TrainConfig(steps=9), log=LogConfig(every=1))
-    held_out, counts = {"validation_loss": 2.0, "validation_perplexity": 7.4}, [[1, 2]]
 
-    def steps(log: Log, first: int, last: int) -> None:
+    def steps(log: Log, first: int, last: int, loss: float) -> None:
         for step in range(first, last + 1):
-            log.write(step, TRAINED)
+            log.write(step, TRAINED | {"loss": loss})
             if step % 2 == 0:
-                log.write(step, held_out)
-            log.write_loads(step, [0], counts)
+                log.write(step, {"validation_loss": loss, "validation_perplexity": 7.4})
+            log.write_loads(step, [0], [[1, int(loss)]])
 
-    def there(name: str) -> list[tuple[int, bool]]:
-        return [(line["step"], "validation_loss" in line) for line in metrics.read(tmp_path / name)]
-
-    with Log(config) as log:
-        steps(log, 1, 6)
-    with Log(config, after=2, saved=4) as log:
-        assert [step for step, _ in there("metrics.jsonl")] == [1, 2, 2, 3, 4, 4]
-        steps(log, 3, 3)
-    with Log(config, after=4, saved=4) as log:  # it has gone on from the checkpoint
-        steps(log, 5, 7)
+    with closing(Log(config)) as log:
+        steps(log, 1, 6, 2.0)
+    with closing(Log(config, after=2)) as log:
+        steps(log, 3, 3, 3.0)
+    assert [line["step"] for line in metrics.read(tmp_path / "metrics.jsonl")] == [1, 2, 2, 3]
+    with closing(Log(config, after=2)) as log:
+        steps(log, 3, 7, 4.0)
+    lines = metrics.read(tmp_path / "metrics.jsonl")
     whole = [(step, held) for step in range(1, 8) for held in (False, True)[: 2 - step % 2]]
-    assert there("metrics.jsonl") == whole
-    assert [step for step, _ in there("experts.jsonl")] == list(range(1, 8))
-    with Log(config, after=2, saved=6) as log:  # or does it all again
-        steps(log, 3, 7)
-    assert there("metrics.jsonl") == whole and len(there("experts.jsonl")) == 7
+    assert [(line["step"], "validation_loss" in line) for line in lines] == whole
+    assert all((line.get("loss") or line["validation_loss"]) == (2 if line["step"] < 3 else 4) for line in lines)
+    loads = metrics.read(tmp_path / "experts.jsonl")
+    assert [(line["step"], line["counts"]) for line in loads] == [
+        (step, [[1, 2 if step < 3 else 4]]) for step in range(1, 8)
+    ]
 
 
 def test_what_w_and_b_shows_goes_on_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,14 +244,14 @@ def test_what_w_and_b_shows_goes_on_with_the_run(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     config = Config(out=str(tmp_path), train=TrainConfig(steps=4), log=LogConfig(wandb="project"))
     for after in (0, 2, 3, 0, 1):
-        with Log(config, after) as log:
+        with closing(Log(config, after)) as log:
             log.write(after + 1, TRAINED)
     first, second, third, anew, last = (given["id"] for given in begun)
     assert first == second == third and anew == last != first and {given["resume"] for given in begun} == {"allow"}
 
 
 def test_without_tensorboard_there_is_none(tmp_path: Path) -> None:
-    with Log(Config(out=str(tmp_path))) as log:
+    with closing(Log(Config(out=str(tmp_path)))) as log:
         log.write(1, TRAINED)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -278,7 +266,7 @@ def test_all_sinks_are_closed_though_one_fails(tmp_path: Path) -> None:
         raise OSError("the disk is full")
 
     second.close = fail  # type: ignore[method-assign]
-    with pytest.raises(OSError, match="full"), log:
+    with pytest.raises(OSError, match="full"), closing(log):
         pass
     assert closed == [second]
     assert isinstance(first, metrics.JsonLines) and first._file.closed
@@ -349,16 +337,16 @@ def test_links_in_a_run_s_folder_are_not_followed(tmp_path: Path) -> None:
         (tmp_path / "run" / name).symlink_to(secret)
     metrics.draw([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}], tmp_path / "run" / metrics.PICTURE)
     with pytest.raises(StoreError, match=r"metrics\.jsonl: leads to"):
-        metrics.drop_after(tmp_path / "run" / metrics.METRICS, 1)
-    with pytest.raises(StoreError, match=r"metrics\.jsonl: Too many levels of symbolic links"):
+        metrics.newest(tmp_path / "run" / metrics.METRICS)
+    with pytest.raises(StoreError, match=r"metrics\.jsonl: leads to"):
         metrics.JsonLines(tmp_path / "run" / metrics.METRICS)
     assert secret.read_text() == '{"step": 1}\n'
     assert Image.open(tmp_path / "run" / metrics.PICTURE).format == "PNG"
 
 
-def test_records_of_no_numbers_are_dropped(tmp_path: Path) -> None:
+def test_records_of_no_numbers_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / metrics.METRICS
     lines = ['{"step": 1, "loss": 2.0}', '{"step": 1, "loss": "x"}', '{"step": 1, "loss": [[]]}', "[" * 100_000]
+    lines += [f'{{"step": 1, "layers": [1], "counts": {each}}}' for each in ("3", "[1]", '[["x"]]', "[[]]")]
     path.write_text("".join(f"{line}\n" for line in lines))
-    assert metrics.drop_after(path, 1) == 3
-    assert metrics.read(path) == [{"step": 1, "loss": 2.0}]
+    assert metrics.read(path) == metrics.newest(path, 1 << 20) == [{"step": 1, "loss": 2.0}]

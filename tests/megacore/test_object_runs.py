@@ -112,9 +112,7 @@ def test_a_run_starts_from_a_url_on_another_layout(
     recipe: str, folder: ObjectPath, tmp_path: Path, named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     where = {"resume": f"resume={at(folder, 4)}", "resume of the folder": f"resume={folder}", "init": f"init={folder}"}
-    assert (
-        main.main([recipe, f"out={tmp_path / 'run'}", f"checkpoint.{where[named]}", *STEPS, "train.steps=7"]) == 0
-    )
+    assert main.main([recipe, f"out={tmp_path / 'run'}", f"checkpoint.{where[named]}", *STEPS, "train.steps=7"]) == 0
     said = capsys.readouterr().out
     step = 4 if named == "resume" else 6
     assert (

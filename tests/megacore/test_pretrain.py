@@ -15,19 +15,20 @@ import numpy as np
 import pytest
 import torch
 from device_store import device_store
-from engine import GPT2, RECIPE, VOCAB, trainer, write_corpus, write_recipe
-from megacore.training.copies import Copies
-from megacore.training.interrupt import Interrupt
-from megacore.training.recover import Held, recovered
+from engine import GPT2, RECIPE, VOCAB, fit, of, trainer, write_corpus, write_recipe
 from PIL import Image
 from pool import Pool
 
 from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
 from megacore.recipe import ConfigError, load
-from megacore.training import build, capacity, life, main, metrics
+from megacore.training import build, capacity, main, metrics
+from megacore.training.callbacks import signals
+from megacore.training.callbacks.metrics import Metrics
+from megacore.training.callbacks.signals import Signals
 from megacore.training.check import check
 from megacore.training.resume import Start
+from megacore.training.start import headline
 from megacore.training.trainer import Trainer
 from models.registry import configure
 from parallel.mesh import Mesh
@@ -253,11 +254,6 @@ def test_a_run_without_facts_and_evaluation_reports_what_there_is(
     assert "validation" not in shown and "unigram" not in shown
 
 
-def run_here(recipe: str, overrides: list[str]) -> None:
-    world = torch.distributed.get_world_size()
-    pretrain.run(check(recipe, overrides, world, world), torch.device("cpu"))
-
-
 @pytest.mark.parametrize(
     ("cp", "overrides", "said"),
     [
@@ -270,13 +266,13 @@ def run_here(recipe: str, overrides: list[str]) -> None:
 def test_the_first_line_says_how_sequences_are_split(recipe: str, cp: int, overrides: list[str], said: str) -> None:
     setup = check(recipe, [f"mesh.cp={cp}", "train.precision=bf16", *overrides], cp, 1)
     mesh: Any = SimpleNamespace(shape=MeshShape(cp=cp), device=torch.device("cpu"))
-    assert life._headline(setup.config, setup.model, mesh).count(said) == 1
+    assert headline(setup.config, setup.model, mesh).count(said) == 1
 
 
 def test_one_rank_of_several_writes(pool: Pool, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, RECIPE | {"model": GPT2})
     overrides = [f"out={tmp_path / 'run'}", "mesh.pp=2", "mesh.tp=2", "train.precision=bf16"]
-    pool.run(4, run_here, recipe, overrides)
+    assert pool.run(4, fit, recipe, overrides) == [5] * 4
     out = tmp_path / "run"
     assert sorted(path.name for path in out.iterdir()) == ["config.yaml", "loss.png", "metrics.jsonl"]
     assert [r["step"] for r in metrics.read(out / "metrics.jsonl")] == [1, 2, 2, 3, 4, 4, 5, 5]
@@ -292,19 +288,9 @@ def different_kernels() -> str:
     return "no error"
 
 
-TWO = MeshShape(dp=2)
-
-
 def different_data(recipe: str, corpora: list[str]) -> str:
     with pytest.raises(ConfigError) as error:
         trainer(recipe, [f"data.train={corpora[torch.distributed.get_rank()]}"])
-    setup, mesh = (
-        check(recipe, [f"data.train={corpora[torch.distributed.get_rank()]}"], 2, 2),
-        Mesh.create(TWO),
-    )
-    with pytest.raises(ConfigError) as later:  # of a node that has come
-        recovered(setup, mesh, Control.create(mesh), Held(Copies()), [])
-    assert str(later.value) == str(error.value)
     return str(error.value)
 
 
@@ -334,7 +320,7 @@ def test_the_recipe_s_loss_and_optimizer_arrive(recipe: str) -> None:
     assert made.train_step.pipeline.schedule == "gpipe" and len(made.model.chunks) == 2
     adamw, clip = device_store(made.train_step.optimizer).adamw, made.train_step.optimizer.clip
     assert {(group["betas"], group["eps"]) for group in adamw.param_groups} == {((0.8, 0.9), 1e-5)}
-    assert clip is None and made.meter.peak_tflops == 3.5
+    assert clip is None and of(made, Metrics)._meter.peak_tflops == 3.5
 
 
 # -- how a run ends
@@ -350,8 +336,8 @@ def test_a_non_finite_loss_ends_with_status_1_and_the_reason(
         next(iter(made.model.parameters.values())).data.view(-1)[:16] = float("nan")
         return made
 
-    monkeypatch.setattr(life, "trainer_of", poisoned)
-    assert main.main([recipe, f"out={tmp_path / 'run'}"]) == 1
+    monkeypatch.setattr("megacore.training.main.trainer_of", poisoned)
+    assert main.main([recipe, f"out={tmp_path / 'run'}", "optimizer.non_finite=stop"]) == 1
     shown = capsys.readouterr()
     assert "step 1, samples 0 to 7 of the training data: the loss is not finite on rank 0" in shown.err
     assert "Done" not in shown.out
@@ -364,11 +350,11 @@ def test_skipped_steps_are_in_the_progress_and_in_the_report(
 
     def poisoned(*arguments: object) -> Trainer:
         made = plain(*arguments)  # type: ignore[arg-type]
-        train = made.train_step.pipeline.train
-        monkeypatch.setattr(made.train_step.pipeline, "train", lambda batch, scale, *more: train(batch, scale * torch.nan))
+        pipeline, train = made.train_step.pipeline, made.train_step.pipeline.train
+        monkeypatch.setattr(pipeline, "train", lambda batch, scale, *more: train(batch, scale * torch.nan))
         return made
 
-    monkeypatch.setattr(life, "trainer_of", poisoned)
+    monkeypatch.setattr("megacore.training.main.trainer_of", poisoned)
     arguments = [recipe, "optimizer.non_finite=skip", "train.precision=fp32"]
     assert main.main([*arguments, f"out={tmp_path / 'run'}"]) == 0
     shown = capsys.readouterr()
@@ -410,19 +396,26 @@ def test_a_signal_ends_a_run_after_its_step(recipe: str, tmp_path: Path, number:
     assert (out / "loss.png").is_file()
 
 
-def test_only_a_second_sigint_ends_at_once() -> None:
+def test_only_a_second_sigint_ends_at_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM, however often, leaves the time that a checkpoint takes; one Ctrl-C may arrive twice."""
-    hasty, patient = Interrupt(patience_s=0.0), Interrupt(patience_s=60.0)
-    with patient.listening():
+    hasty, patient, made = Signals(), Signals(), trainer(recipe)
+    patient.on_start(made)
+    try:
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
             signal.raise_signal(number)
-    with hasty.listening():
+    finally:
+        patient.on_end(made)
+    monkeypatch.setattr(signals, "PATIENCE_S", 0.0)
+    hasty.on_start(made)
+    try:
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
             time.sleep(0.001)
-        assert hasty.asked and patient.asked
+        assert hasty.stop and patient.stop
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+    finally:
+        hasty.on_end(made)
 
 
 def test_a_second_ctrl_c_without_a_launcher_is_a_line(
@@ -431,7 +424,7 @@ def test_a_second_ctrl_c_without_a_launcher_is_a_line(
     def interrupted(*_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pretrain, "run", interrupted)
+    monkeypatch.setattr(main, "fit", interrupted)
     monkeypatch.setattr(os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as ended:
         main.main([recipe, f"out={tmp_path / 'run'}"])

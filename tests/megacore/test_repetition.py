@@ -18,7 +18,7 @@ from pool import Pool
 
 from megacore import checkpoints, exits, incidents
 from megacore.incidents import Incident
-from megacore.training import build, start
+from megacore.training import build, main
 from megacore.training.callbacks import repeat_steps
 from megacore.training.callbacks.bad_steps import NonFinite
 from megacore.training.callbacks.repeat_steps import UnsoundHardware
@@ -77,7 +77,7 @@ def poisoned_runs(monkeypatch: pytest.MonkeyPatch, samples: list[int], factor: f
         poison_samples(made, samples, factor)
         return made
 
-    monkeypatch.setattr(start, "trainer_of", poisoned)
+    monkeypatch.setattr(main, "trainer_of", poisoned)
 
 
 def run(

@@ -16,6 +16,7 @@ import torch
 from engine import train, write_recipe
 from pool import Pool
 
+from megacore.rank import Here
 from megacore.recipe import ConfigError
 from megacore.store import lock
 from megacore.store.strict_json import StoreError
@@ -193,7 +194,7 @@ def refused(recipe: str, overrides: list[str]) -> str:
         patch.setattr("megacore.training.problems.holder", lambda out: None)  # it was taken since
         setup = check(recipe, overrides, 2, 2)
     with pytest.raises(StoreError) as error:
-        pretrain.run(setup, torch.device("cpu"))
+        main.fit(setup, torch.device("cpu"), Here.now())
     return str(error.value)
 
 

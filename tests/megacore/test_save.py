@@ -28,7 +28,7 @@ from megacore.store import audit, publish
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import DTYPES
-from megacore.training import save, start
+from megacore.training import main, save
 from megacore.training.callbacks.bad_steps import NonFinite
 from megacore.training.callbacks.checkpoints import Checkpoints
 from megacore.training.callbacks.evaluation import Evaluation
@@ -533,14 +533,14 @@ def test_a_checkpoint_may_go_once_a_run_has_begun_from_it(tmp_path: Path, monkey
     recipe, other = write_recipe(tmp_path), tmp_path / "other"
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
     train(recipe, [f"out={other}", "train.steps=3", "checkpoint.at_end=true", *QUIET])
-    plain = start.trainer_of
+    plain = main.trainer_of
 
     def removed(*given: Any) -> Trainer:
         made = plain(*given)
         shutil.rmtree(other)
         return made
 
-    monkeypatch.setattr(start, "trainer_of", removed)
+    monkeypatch.setattr(main, "trainer_of", removed)
     there = checkpoints.path_of(checkpoints.folder_of(other), 3)
     begun = [f"out={tmp_path / 'run'}", f"checkpoint.resume={there}", "checkpoint.at_end=true", IMPATIENT, *QUIET]
     assert fit(recipe, begun) == 5

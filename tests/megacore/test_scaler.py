@@ -22,6 +22,7 @@ from megacore.training.progress import is_scaler_state
 from megacore.training.scaler import UNSCALED, Scaler, Scaling
 
 FP16 = ["train.precision=fp16", "evaluate.every=0"]
+STOP = "optimizer.non_finite=stop"
 CPU = torch.device("cpu")
 
 
@@ -206,7 +207,7 @@ def test_an_overflow_on_one_rank_skips_on_all(
 
 
 def test_a_gradient_that_is_never_finite_stops_at_the_smallest_scale(recipe: str) -> None:
-    made = trainer(recipe, [*FP16, "loss_scale.initial=4", "loss_scale.minimum=2", "train.steps=10"])
+    made = trainer(recipe, [*FP16, STOP, "loss_scale.initial=4", "loss_scale.minimum=2", "train.steps=10"])
     start = weights(made)
     overflow(made, set(range(1, 11)))
     with pytest.raises(NonFinite, match=r"step 2, .*the gradient is not even at loss_scale\.minimum \(2\)"):
@@ -215,7 +216,7 @@ def test_a_gradient_that_is_never_finite_stops_at_the_smallest_scale(recipe: str
 
 
 def test_a_loss_that_is_not_finite_stops_whatever_the_scale(recipe: str) -> None:
-    made = trainer(recipe, FP16)
+    made = trainer(recipe, [*FP16, STOP])
     with torch.no_grad():
         next(iter(made.model.parameters.values())).fill_(torch.inf)
     with pytest.raises(NonFinite, match=r"step 1, .*the loss is not finite on rank 0"):
@@ -261,8 +262,8 @@ def test_the_optimizer_sees_gradients_without_the_scale(recipe: str, clip: str) 
     for precision in ("fp16", "fp32"):
         made = trainer(recipe, [f"train.precision={precision}", f"optimizer.clip={clip}"])
         made.train_step(made.upload(made.batches.microbatches(0), 1), 1e-2)
-        state = device_store(made.train_step.optimizer).adamw.state
-        found.append([state[target.tensor]["exp_avg"].clone() for target in device_store(made.train_step.optimizer).targets])
+        store = device_store(made.train_step.optimizer)
+        found.append([store.adamw.state[target.tensor]["exp_avg"].clone() for target in store.targets])
     for narrow, wide in zip(*found, strict=True):
         torch.testing.assert_close(narrow, wide, rtol=0, atol=0.01 * float(wide.abs().max()))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine import Result, train, trainer, write_recipe
+from engine import Result, of, train, trainer, write_recipe
 from hypothesis import given
 from hypothesis import strategies as st
 from pool import Pool
@@ -16,7 +16,9 @@ from pool import Pool
 from megacore import checkpoints
 from megacore.data.batches import TokenError
 from megacore.data.skipped import SkippedSamples, in_recipe, in_words
+from megacore.recipe import ConfigError
 from megacore.store.strict_json import StoreError
+from megacore.training.callbacks.evaluation import Evaluation
 from megacore.training.check import check
 from megacore.training.progress import Progress
 from megacore.training.resume import remarks
@@ -101,8 +103,7 @@ def test_a_step_is_of_the_samples_that_are_left_and_the_batch_stays_full(recipe:
     for step, samples in enumerate(wanted):
         tokens = np.concatenate([batch.tokens for batch in cut.batches.microbatches(step)])
         assert np.array_equal(tokens, [source.sample(n).tokens[:-1] for n in samples])
-    assert plain.held_out is not None and cut.held_out is not None
-    both = (made.held_out.microbatches(0) for made in (plain, cut) if made.held_out)
+    both = (of(made, Evaluation)._held_out.microbatches(0) for made in (plain, cut))
     assert all(np.array_equal(one.tokens, other.tokens) for one, other in zip(*both, strict=True))
 
 
