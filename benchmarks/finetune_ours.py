@@ -10,7 +10,6 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +21,23 @@ from benchmarks import steps
 from benchmarks.finetune_work import LORA, LR, Work
 from megacore.control import Control
 from megacore.data.packing import Packed
-from megacore.training import build, metrics
-from megacore.training import train as pretrain
+from megacore.training import build
+from megacore.training.callbacks.report import Report
+from megacore.training.check import check
+from megacore.training.trainer import Callback, Trainer
 from parallel.mesh import Mesh
 
 MODES = ("full", "lora")
 
 
-class Clock(metrics.Log):
+class Clock(Callback):
     """When each step has ended, and its loss."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
         self.losses: list[float] = []
 
-    def write(self, step: int, record: metrics.Record) -> None:
+    def on_log(self, run: Trainer, record: dict[str, Any]) -> None:
         self.ends.append(time.perf_counter())
         self.losses.append(float(record["loss"] or 0.0))
 
@@ -67,11 +68,13 @@ def main() -> None:
         written = Path(folder) / "recipe.json"  # JSON is YAML
         out = Path(folder) / "run"
         written.write_text(json.dumps(recipe(work, out, total, arguments.mode == "lora", arguments.masters)))
-        setup, clock = pretrain.check(str(written), [], 1, 1), Clock()
+        setup, clock = check(str(written), [], 1, 1), Clock()
         mesh = Mesh.create(setup.config.mesh.shape(1))
-        trainer = replace(build.trainer_of(setup, mesh, Control.create(mesh)), log=clock)
+        trainer = build.trainer_of(setup, mesh, Control.create(mesh), [clock])
+        trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, Report)]
+        out.mkdir(exist_ok=True)
         began = time.perf_counter()
-        trainer.run()
+        trainer.fit()
         rows = setup.corpora.train
     assert isinstance(rows, Packed)
     # Of real text: what is left of a row counts for nothing.

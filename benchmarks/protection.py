@@ -2,8 +2,8 @@
 
     python benchmarks/protection.py [--rounds 8] [--json results.json] [section.key=value ...]
 
-The quickstart's model trains on two ranks with beats, the hang watch, a process in reserve, replicas compared and
-copies in peers' memory, and by torchrun without all of them. Both runs are there at once; in each round one stands
+The quickstart's model trains on two ranks with beats, the hang watch, replicas compared, checksums of shards and
+checkpoints in memory, and by torchrun without all of them. Both runs are there at once; in each round one stands
 still (SIGSTOP) while the other does its steps, and then the other way round.
 """
 
@@ -33,18 +33,19 @@ from megacore.launcher.command import VARIABLES
 LIMIT_S = 900.0
 PROTECTIONS: Mapping[str, Sequence[str]] = {
     "replicas compared": ("mesh.tp=1", "mesh.pp=1", "mesh.dp=2"),
-    "peers' copies": ("mesh.tp=1", "mesh.pp=1", "mesh.dp=2", "zero.shard=optimizer"),
+    "checksums of shards": ("mesh.tp=1", "mesh.pp=1", "mesh.dp=2", "zero.shard=optimizer"),
 }
-"""{what is on beside beats and the hang watch: the layout that has it}."""
+"""{what is on beside beats, the hang watch and checkpoints in memory: the layout that has it}."""
 SLICE = 8
 """Steps that a run does before the other one's turn; the first two, across the stop, are not counted."""
-ON, OFF = ("recovery.compare_every=20",), ("recovery.compare_every=0", "recovery.in_place=false")
+ON = ("recovery.compare_every=20",)
+OFF = ("recovery.compare_every=0", "recovery.checksums=0", "recovery.memory=false")
 
 
 def command(way: str, given: Sequence[str]) -> list[str]:
     if way == "torchrun":
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        return [*torchrun, "--max-restarts", "1000", "-m", "megacore.training.train", *given]
+        return [*torchrun, "--max-restarts", "1000", "-m", "megacore.training", *given]
     return [sys.executable, "-m", "tools.main", "train", *given]
 
 
@@ -119,7 +120,7 @@ def protect(folder: Path, rounds: int, overrides: Sequence[str]) -> dict[str, di
     common = ["train.steps=100000", "evaluate.every=0", "checkpoint.at_end=false", "log.peak_tflops=1", *overrides]
     found: dict[str, dict[str, list[float]]] = {}
     for number, (name, layout) in enumerate(PROTECTIONS.items()):
-        ways = {"on": ("in place", ON), "off": ("torchrun", OFF)}
+        ways = {"on": ("megacore", ON), "off": ("torchrun", OFF)}
         runs = dict[str, Paused]()
         try:
             for way, (started, recovery) in ways.items():

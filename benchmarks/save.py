@@ -34,7 +34,7 @@ from torch import Tensor
 from megacore import checkpoints
 from megacore.control import Control
 from megacore.training.optimizer import Optimizer
-from megacore.training.save import Retention, Saver, TrainingState
+from megacore.training.save import Contents, Retention, Saver, TrainingState
 from megacore.training.states.device_store import DeviceStore
 from megacore.training.states.store import MOMENTS
 from megacore.training.step import TrainStep
@@ -143,14 +143,13 @@ class Megacore:
     def __init__(self, run: Run, background: bool) -> None:
         self.background = background
         self.control = Control.create(run.mesh)
-        self.state = TrainingState(run.model.parameters, run.train.optimizer)
-        self.raw = run.shape.raw
+        self.contents = Contents(TrainingState(run.model.parameters, run.train.optimizer), run.shape.raw, {})
         self.saver: Saver | None = None
         self.made = Path()
 
     def save(self, folder: Path, step: int) -> None:
         if self.saver is None:
-            self.saver = Saver(folder, self.state, self.raw, {}, self.control, Retention(newest=1, every=0))
+            self.saver = Saver(folder, self.contents, self.control, Retention(newest=1, every=0))
         self.made = checkpoints.path_of(folder, step)
         self.saver.save(step, {"step": step})
         if not self.background:

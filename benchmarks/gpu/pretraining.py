@@ -45,8 +45,9 @@ def pretraining(machine: Machine) -> Iterator[Row]:
         from megacore import checkpoints
         from megacore.data.indexed import IndexedWriter
         from megacore.plan.of_config import setting_of
-        from megacore.training import metrics
-        from megacore.training import train as pretrain
+        from megacore.rank import Here
+        from megacore.training import main, metrics
+        from megacore.training.check import check
     except ImportError as error:
         yield skipped("pretraining", error)
         return
@@ -72,16 +73,16 @@ def pretraining(machine: Machine) -> Iterator[Row]:
         )
 
         def run(out: str, *overrides: str) -> tuple[list[dict[str, float | None]], float]:
-            setup = pretrain.check(str(recipe), [f"out={folder / out}", *overrides], 1, 1)
+            setup = check(str(recipe), [f"out={folder / out}", *overrides], 1, 1)
             start = time.perf_counter()
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                pretrain.run(setup, machine.device)
+                main.fit(setup, machine.device, Here.now())
             return metrics.read(folder / out / metrics.METRICS), time.perf_counter() - start
 
         whole, seconds = run("whole")
         half = checkpoints.complete(checkpoints.folder_of(folder / "whole"))[steps // 2]
         resumed, _ = run("resumed", f"checkpoint.resume={half}")
-        setup = pretrain.check(str(recipe), [], 1, 1)
+        setup = check(str(recipe), [], 1, 1)
         setting = setting_of(setup.config, setup.model, 1, "cuda" if machine.gpu else "cpu")
         shares = Shares.of(setting)
         expected = estimate(setting, shares, machine.cluster("bf16"))

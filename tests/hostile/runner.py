@@ -81,7 +81,7 @@ def _serve(connection: Connection) -> None:
     for name in MODULES:
         importlib.import_module(f"tools.{name}")
     for name in (
-        "megacore.training.train",
+        "megacore.training.main",
         "megacore.inference.evaluate",
         "megacore.inference.load",
         "megacore.inference.verify",
@@ -127,7 +127,7 @@ def _child(command: Sequence[str], folder: Path, said: Sequence[Path]) -> None:
         assert held is not None
         resource.setrlimit(resource.RLIMIT_DATA, ((int(held[1]) << 10) + MEMORY,) * 2)
         name, *arguments = command
-        module = "megacore.training.train" if name == "pretrain" else f"tools.{name}"
+        module = "megacore.training.main" if name == "pretrain" else f"tools.{name}"
         status = importlib.import_module(module).main(arguments)
     except SystemExit as error:
         status = error.code

@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from engine import RECIPE, trainer, write_recipe
+from megacore.training.corruption import Corrupted, outvoted
 from pool import Pool
 
 from megacore.training.callbacks.replicas import held
 from megacore.training.checksums import checksum
-from megacore.training.corruption import Corrupted, outvoted
 from megacore.training.step import Stats
 from megacore.training.trainer import Callback, Trainer
-
 
 QUIET = ["checkpoint.every=0", "evaluate.every=0"]
 

@@ -72,10 +72,10 @@ def test_what_is_not_there_exactly_once_is_no_fault(before: str, count: int) -> 
 
 
 def test_a_name_leads_to_one_place_in_any_file() -> None:
-    assert find("Interrupt.listening.ask").inside == ("Interrupt", "listening", "ask")
+    assert find("recompute.computed.add").inside == ("computed", "add")
     assert find("step.evaluate").file == "megacore/training/step.py"
     assert find("megacore.training.step").inside == ()
-    with pytest.raises(Stale, match=r"evaluate: names .*megacore\.run\.step\.evaluate and "):
+    with pytest.raises(Stale, match=r"evaluate: names .*megacore\.training\.step\.evaluate and "):
         find("evaluate")
     with pytest.raises(Stale, match="luate: names nothing in megacore, "):
         find("luate")

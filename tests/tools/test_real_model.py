@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from pool import Pool
 from megacore.control import Control
 from megacore.store.tensors import TensorFile
 from megacore.training import build, metrics
-from megacore.training import train as pretrain
+from megacore.training.check import check
 from parallel.mesh import Mesh
 from tools import convert, generate, reshard, tokenize, verify
 
@@ -192,12 +191,12 @@ def recipe(real: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(recipe: Path, overrides: list[str]) -> None:
     """A run on this rank."""
     world = torch.distributed.get_world_size()
-    setup = pretrain.check(str(recipe), overrides, world, world)
+    setup = check(str(recipe), overrides, world, world)
     torch.distributed.barrier()  # in a real run every rank checks before the process group starts
     mesh = Mesh.create(setup.config.mesh.shape(world))
     Path(setup.config.out).mkdir(parents=True, exist_ok=True)
     made = build.trainer_of(setup, mesh, Control.create(mesh))
-    replace(made, log=metrics.Log(setup.config, 0) if mesh.rank == 0 else None).run()
+    made.fit()
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +204,7 @@ def expected_loss(real: Path, recipe: Path, tmp_path_factory: pytest.TempPathFac
     """Of the first global batch, by transformers in fp32."""
     from transformers import AutoModelForCausalLM
 
-    setup = pretrain.check(str(recipe), [f"out={tmp_path_factory.mktemp('check')}"], 1, 1)
+    setup = check(str(recipe), [f"out={tmp_path_factory.mktemp('check')}"], 1, 1)
     corpora = setup.corpora
     batches = corpora.batches(corpora.train, setup.config, 0, 1, setup.model.vocab_size).microbatches(0)
     tokens = torch.from_numpy(np.concatenate([batch.tokens for batch in batches]))
