@@ -44,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import yaml
+from megacore.recovery.phases import read
 from safetensors.numpy import load_file
 
 from benchmarks import environments
@@ -53,7 +54,6 @@ from megacore.config import Config
 from megacore.data.corpora import Corpora
 from megacore.data.indexed import IndexedWriter
 from megacore.recipe import load
-from megacore.recovery.phases import read
 
 ROOT = Path(__file__).resolve().parent.parent
 NODES, BATCH, LENGTH, VOCABULARY, EVERY = 2, 16, 64, 512, 20

@@ -67,17 +67,6 @@ def _has_its_turn(item: pytest.Item) -> bool:
     return (ROTATION - place) % every == 0
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the table of a campaign of faults, if this session has run one."""
-    reports = [*terminalreporter.stats.get("passed", ()), *terminalreporter.stats.get("failed", ())]
-    found = [value for report in reports for name, value in report.user_properties if name == "campaign"]
-    if found:
-        from campaign import table
-
-        terminalreporter.write_sep("=", "campaign")
-        terminalreporter.write_line(table(sorted(found, key=lambda record: str(record["layout"]))))
-
-
 def pytest_collection_finish() -> None:
     # What is imported stays: no garbage collection need look at it again.
     gc.freeze()

@@ -96,7 +96,8 @@ class Live:
     def pid(self, rank: int) -> int:
         """The newest process of a rank; 0 where there is none yet."""
         path = self.out / "pids" / f"rank-{rank}"
-        return int(path.read_text().split("\n")[-2].split()[0]) if path.exists() else 0
+        lines = path.read_text().splitlines() if path.exists() else []
+        return int(lines[-1].split()[0]) if lines else 0
 
     def starts(self, rank: int = 0) -> list[int]:
         """Return the step after which each process of a rank went on."""

@@ -85,6 +85,7 @@ def test_processes_that_are_stopped_for_a_while_lose_nothing(
         stopped = {"launcher": [run.process.pid], "one rank": ranks[1:], "all ranks": ranks}.get(
             who, [run.process.pid, *ranks]
         )
+        assert all(stopped), run.said[-3000:]  # 0 is this process and its own
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
         time.sleep(seconds)

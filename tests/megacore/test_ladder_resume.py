@@ -49,7 +49,7 @@ def stopped(recipe: str, overrides: list[str], last: int) -> Result:
         of(made, Signals).stop = count == last
         return plain(*given)
 
-    made.train_step.backward = backward  # type: ignore[method-assign]
+    made.train_step.backward = backward  # type: ignore[assignment, method-assign]
     return result(made, made.fit())
 
 

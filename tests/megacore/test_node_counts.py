@@ -16,7 +16,7 @@ from megacore.recipe import ConfigError, changed, load
 from megacore.training import capacity, layouts
 from megacore.training.layouts import overrides_of_nodes
 from megacore.training.problems import problems
-from megacore.training.step import Stats
+from megacore.training.trainer import Callback, Trainer
 from models.registry import configure
 
 
@@ -105,15 +105,19 @@ def test_what_is_wrong_on_any_number_is_said_as_ever(recipe: str) -> None:
 
 def until(recipe: str, overrides: list[str], step: int) -> Result:
     """A run on this rank that is asked to end after a step."""
-    made = trainer(recipe, overrides, log=True)
-    update = made.update
+    made = trainer(recipe, overrides, log=True, callbacks=[StopsAfter(step)])
+    return engine.result(made, made.fit())
 
-    def updated(at: int, stats: Stats) -> None:
-        update(at, stats)
-        made.interrupt.asked = at == step
 
-    made.update = updated  # type: ignore[assignment, method-assign]
-    return engine.result(made, made.run())
+class StopsAfter(Callback):
+    """Asks for the end after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def ask(self, run: Trainer) -> dict[str, float]:
+        asked = run.step == self.step
+        return {"stop": asked, "look": asked, "keep": asked}
 
 
 @pytest.mark.grid

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch.distributed as dist
-from engine import RECIPE, trainer, write_recipe
+from engine import RECIPE, of, trainer, write_recipe
 from pool import Pool
 
 from megacore import open_files
@@ -33,6 +33,7 @@ from megacore.recipe import load
 from megacore.store import load as loading
 from megacore.store import shares
 from megacore.store.checkpoint import Checkpoint
+from megacore.training.callbacks.checkpoints import Checkpoints
 from models.registry import configure
 from tools.main import main
 
@@ -73,11 +74,11 @@ def started_saved_and_resumed(recipe: str, overrides: list[str]) -> Seen:
         return assemble(*arguments)
 
     with patch.object(shares, "SHARE_BYTES", 1), patch.object(shares, "SLICE", 100):
-        trainer(recipe, [*overrides, "train.steps=3"], log=True).run()
+        trainer(recipe, [*overrides, "train.steps=3"], log=True).fit()
         with patch.object(dist, "new_group", counting_groups), patch.object(loading, "assemble", counting_reads):
             made = trainer(recipe, [*overrides, "train.steps=4", "checkpoint.resume=auto"])
             Control.create(made.mesh, NODE)
-        written = made.saver.reserve().written
+        written = of(made, Checkpoints)._saver.reserve().written
     sizes = [each.nbytes for file in written for each in file.host.values()]
     return Seen(groups, len(written), sum(sizes), read)
 

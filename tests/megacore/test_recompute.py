@@ -12,9 +12,9 @@ import torch
 from engine import GPT2, RECIPE, Result, of, trainer, write_recipe
 from pool import Pool
 
+from megacore.corruption import Corrupted, at_fault
 from megacore.training.callbacks import recompute
 from megacore.training.callbacks.recompute import Recompute
-from megacore.training.corruption import Corrupted, at_fault
 from megacore.training.trainer import Trainer
 from models.decoder import Microbatch
 from parallel.pipeline.schedules import Kind

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from engine import RECIPE, trainer, write_recipe
-from megacore.training.corruption import Corrupted, outvoted
 from pool import Pool
 
+from megacore.corruption import Corrupted, outvoted
 from megacore.training.callbacks.replicas import held
 from megacore.training.checksums import checksum
 from megacore.training.step import Stats

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from megacore.rank import Here
-from megacore.training import train
+from megacore.training.main import main
 from megacore.training.step import TrainStep
 
 STEP = 6
@@ -24,4 +24,4 @@ def step(self: TrainStep, *given: Any, **named: Any) -> Any:
 
 if __name__ == "__main__":
     setattr(TrainStep, "backward", step)  # noqa: B010 # mypy lets no method be assigned
-    sys.exit(train.main())
+    sys.exit(main(sys.argv[1:]))

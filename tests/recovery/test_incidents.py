@@ -94,8 +94,8 @@ def test_a_cut_line_costs_itself_alone(tmp_path: Path) -> None:
         assert incidents.read(tmp_path) == [kept]
         after = incidents.write(tmp_path, replace(KILLED, kind="raised"))
         incidents.went_on(tmp_path, 7, 104.0)
-        known = {"recovered": 104.0, "steps_lost": 0, "seconds_lost": 4.0}
-        assert incidents.read(tmp_path) == [replace(kept, **known), replace(after, **known)]
+        want = [replace(each, recovered=104.0, steps_lost=0, seconds_lost=4.0) for each in (kept, after)]
+        assert incidents.read(tmp_path) == want
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from megacore.training.train import main
 
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.exits import MISUSED
 from megacore.rank import restarts
 from megacore.store.index import INDEX
+from megacore.training.main import main
 from megacore.training.resume import again
 
 sys.path.append(str(Path(__file__).parents[1] / "megacore"))
