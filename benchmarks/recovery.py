@@ -1,4 +1,4 @@
-"""What faults cost a run: Megacore in place, Megacore started again, torchrun with distributed checkpoints, torchft.
+"""What faults cost a run: Megacore from memory, Megacore from disk, torchrun with distributed checkpoints, torchft.
 
     python benchmarks/recovery.py --setup
     python benchmarks/recovery.py [--rounds 2] [--steps 600] [--ways NAME ...] [--folder FOLDER] [--most RUNS]
@@ -25,7 +25,6 @@ import argparse
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import statistics
@@ -44,7 +43,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 import yaml
-from megacore.recovery.phases import read
 from safetensors.numpy import load_file
 
 from benchmarks import environments
@@ -54,6 +52,7 @@ from megacore.config import Config
 from megacore.data.corpora import Corpora
 from megacore.data.indexed import IndexedWriter
 from megacore.recipe import load
+from megacore.recovery.beats import read
 
 ROOT = Path(__file__).resolve().parent.parent
 NODES, BATCH, LENGTH, VOCABULARY, EVERY = 2, 16, 64, 512, 20
@@ -75,7 +74,7 @@ RECIPE = {
     "train": {"precision": "fp32", "device": "cpu", "timeout": 1.0},
     "evaluate": {"every": 0},
     "checkpoint": {"every": EVERY},
-    "recovery": {"max_restarts": 1000, "max_recoveries": 1000},
+    "recovery": {"max_restarts": 1000},
     "log": {"peak_tflops": 1.0},
 }
 KINDS = ("rank", "rank", "rank", "node", "lead")
@@ -334,10 +333,10 @@ class FaultyRun(ABC):
             process.wait()
 
 
-class InPlace(FaultyRun):
-    """Megacore, a launcher for each node; no node is left out for what strikes it here, as by none of the others."""
+class FromMemory(FaultyRun):
+    """Megacore, a launcher for each node: all ranks start again from the newest checkpoint in memory."""
 
-    overrides = ("recovery.in_place=true", "recovery.node_failures=null")
+    overrides: Sequence[str] = ()
 
     def command(self, node: int) -> list[str]:
         given = [f"out={self.out}", f"train.steps={self.steps}", f"checkpoint.export={self.out / 'exported'}"]
@@ -357,18 +356,15 @@ class InPlace(FaultyRun):
         return FinishedStep(line["step"], line["time"], (line["step"] - 1) * BATCH, line["step"] * BATCH)
 
     def beat(self, node: int) -> Path:
-        """Return the link to the beat of the rank of a node."""
-        return self._newest(self.homes[node].rglob("rank-*"))
-
-    def _newest(self, beats: Iterator[Path]) -> Path:
+        """Return the beat of the rank of a node, whose name ends with its process."""
+        beats = self.homes[node].rglob("beat-*")
         return max(beats, key=lambda path: path.lstat().st_ctime, default=self.folder / "none")
 
     def rank(self, node: int) -> int:
-        beat = os.path.realpath(self.beat(node))
-        for process in family(self.processes[min(node, self.launchers - 1)].pid):
-            if re.search(rf"{re.escape(beat)}$", Path(f"/proc/{process}/maps").read_text(), re.MULTILINE):
-                return process
-        raise RuntimeError(f"node {node} has no rank")
+        beat = self.beat(node).name.partition("-")[2]
+        if not beat:
+            raise RuntimeError(f"node {node} has no rank")
+        return int(beat)
 
     def step(self, node: int) -> int:
         try:
@@ -381,16 +377,10 @@ class InPlace(FaultyRun):
         return self.out / "exported" / "model.safetensors"
 
 
-class Restart(InPlace):
-    """Megacore, one launcher for all ranks, which start again from the newest checkpoint."""
+class FromDisk(FromMemory):
+    """Megacore, from the newest checkpoint on disk."""
 
-    overrides, launchers = ("recovery.in_place=false", "recovery.node_failures=null"), 1
-
-    def environment(self, node: int) -> dict[str, str]:
-        return {"NPROC_PER_NODE": str(NODES)}
-
-    def beat(self, node: int) -> Path:
-        return self._newest(self.homes[0].rglob(f"beat-{node}"))
+    overrides = ("recovery.memory=false",)
 
 
 class ByTorchrun(FaultyRun):
@@ -457,8 +447,8 @@ class ByTorchft(ByTorchrun):
 
 
 WAYS: Mapping[str, type[FaultyRun]] = {
-    "in place": InPlace,
-    "restart": Restart,
+    "memory": FromMemory,
+    "disk": FromDisk,
     "torchrun": ByTorchrun,
     "torchft": ByTorchft,
 }
@@ -636,7 +626,7 @@ def main() -> None:
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     pythons = environments.find({})
-    ways = [way for way in given.ways if issubclass(WAYS[way], InPlace) or "torchft" in pythons]
+    ways = [way for way in given.ways if issubclass(WAYS[way], FromMemory) or "torchft" in pythons]
     for way in set(given.ways) - set(ways):
         print(f"skipped: {way}: no environment torchft (--setup makes it)")
     with tempfile.TemporaryDirectory() as temporary:
@@ -659,7 +649,7 @@ def main() -> None:
         ]
         print(f"\n{table(found, ended)}\n")
         for costs in found:
-            if costs.way == "in place":
+            if costs.way == "memory":
                 print(planned(folder, costs))
 
 
