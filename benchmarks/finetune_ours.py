@@ -22,7 +22,7 @@ from benchmarks.finetune_work import LORA, LR, Work
 from megacore.control import Control
 from megacore.data.packing import Packed
 from megacore.training import build
-from megacore.training.callbacks.report import Report
+from megacore.training.callbacks.report import FinalReport
 from megacore.training.check import check
 from megacore.training.trainer import Callback, Trainer
 from parallel.mesh import Mesh
@@ -71,7 +71,7 @@ def main() -> None:
         setup, clock = check(str(written), [], 1, 1), Clock()
         mesh = Mesh.create(setup.config.mesh.shape(1))
         trainer = build.trainer_of(setup, mesh, Control.create(mesh), [clock])
-        trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, Report)]
+        trainer.callbacks = [each for each in trainer.callbacks if not isinstance(each, FinalReport)]
         out.mkdir(exist_ok=True)
         began = time.perf_counter()
         trainer.fit()

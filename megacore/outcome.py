@@ -21,7 +21,7 @@ AGENT = "MEGACORE_AGENT"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """The end of a rank, in its own words.
 
     Args:
@@ -56,15 +56,17 @@ def tell(status: int, stopped: bool = False, paused: bool = False) -> None:
         stopped: Whether a signal has ended the run, with steps left to do.
         paused: Whether the ranks are to be started again.
     """
-    write(Outcome(status, stopped, paused))
+    write(RankOutcome(status, stopped, paused))
 
 
-def write(outcome: Outcome) -> None:
+def write(outcome: RankOutcome) -> None:
     """Write the word of this process, where it has an agent; a disk that is full takes none."""
     if folder := os.environ.get(AGENT):
         path = outcome_of(Path(folder), os.getpid())
         with suppress(OSError):
-            path.with_suffix(".new").write_text(json.dumps(asdict(outcome)))
+            path.with_suffix(".new").unlink(missing_ok=True)
+            with path.with_suffix(".new").open("x") as file:
+                file.write(json.dumps(asdict(outcome)))
             path.with_suffix(".new").replace(path)
 
 
@@ -73,11 +75,11 @@ def outcome_of(folder: Path, pid: int) -> Path:
     return folder / f"outcome-{pid}"
 
 
-def read(folder: Path, pid: int) -> Outcome | None:
+def read(folder: Path, pid: int) -> RankOutcome | None:
     """Return the word of a process; None where it has not said any."""
     try:
         known: Mapping[str, Any] = json.loads(outcome_of(folder, pid).read_text())
     except (OSError, ValueError):
         return None
-    outcome = Outcome(**known)
+    outcome = RankOutcome(**known)
     return outcome if outcome.kind is None or outcome.kind in KINDS else None

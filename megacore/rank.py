@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 from megacore import exits, outcome
 from megacore.corruption import Corrupted
-from megacore.outcome import AGENT, Outcome
+from megacore.outcome import AGENT, RankOutcome
 from megacore.say import err
 
 STORE = "MEGACORE_STORE"
@@ -187,7 +187,9 @@ def main(folder: Path, module: str, arguments: Sequence[str], variables: Mapping
     os.environ.clear()
     os.environ.update({**variables, AGENT: str(folder)})
     _die_with_launcher()
-    faulthandler.register(signal.SIGUSR2, stacks_of(folder, os.getpid()).open("w"), all_threads=True)
+    stacks = stacks_of(folder, os.getpid())
+    stacks.unlink(missing_ok=True)
+    faulthandler.register(signal.SIGUSR2, stacks.open("x"), all_threads=True)
     signal.pthread_sigmask(signal.SIG_SETMASK, BLOCKED)
     sys.argv[:] = [module, *arguments]
     # Nothing is imported from the working folder, which may be one that was downloaded.
@@ -219,16 +221,16 @@ def _status_of(folder: Path, module: str) -> int:
         outcome.write(word)
         return word.status
     if outcome.read(folder, os.getpid()) is None:
-        outcome.write(Outcome(status, stopped=None))
+        outcome.write(RankOutcome(status, stopped=None))
     return status
 
 
-def _reported(error: Exception) -> Outcome:
+def _reported(error: Exception) -> RankOutcome:
     """Return the word about an error that this rank ends with."""
     text = f"{type(error).__name__}: {error}"[:_LONGEST]
     if isinstance(error, Corrupted):
-        return Outcome(CRASHED, kind="corrupted", detail=text, rank=error.rank)
-    return Outcome(CRASHED, kind="raised", detail=text)
+        return RankOutcome(CRASHED, kind="corrupted", detail=text, rank=error.rank)
+    return RankOutcome(CRASHED, kind="raised", detail=text)
 
 
 def _die_with_launcher() -> None:
@@ -265,10 +267,10 @@ def _outlive(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def parted(error: RuntimeError) -> Outcome | None:
+def parted(error: RuntimeError) -> RankOutcome | None:
     """Return the word about an error that comes from another rank, which is late or gone; None for any other."""
     calls = traceback.extract_tb(error.__traceback__)
     if not calls[-1].filename.endswith(WAITING):
         return None
     where = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
-    return Outcome(LOST, kind="lost_contact", detail=f"{str(error).partition(chr(10))[0]}{where}"[:_LONGEST])
+    return RankOutcome(LOST, kind="lost_contact", detail=f"{str(error).partition(chr(10))[0]}{where}"[:_LONGEST])

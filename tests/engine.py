@@ -21,7 +21,7 @@ from megacore.rank import Here
 from megacore.training import build, main, metrics
 from megacore.training.callbacks.incidents import Incidents
 from megacore.training.callbacks.metrics import Metrics
-from megacore.training.callbacks.report import Report
+from megacore.training.callbacks.report import FinalReport
 from megacore.training.check import Setup, check
 from megacore.training.trainer import Callback, Trainer
 from parallel.mesh import Mesh
@@ -117,7 +117,7 @@ def trainer(
     setup, world = checked(recipe, overrides)
     mesh = Mesh.create(setup.config.mesh.shape(world))
     made = build.trainer_of(setup, mesh, Control.create(mesh), callbacks)
-    left_out = (Report,) if log else (Report, Incidents)
+    left_out = (FinalReport,) if log else (FinalReport, Incidents)
     made.callbacks = [each for each in made.callbacks if not isinstance(each, left_out)]
     if not log:
         looks = of(made, Metrics)

@@ -1,4 +1,4 @@
-"""What starts the ranks of this machine: the commands `megacore train` and `megacore finetune`, and those of tools."""
+"""The launcher of ranks on this machine: of `megacore train` and `megacore finetune`, and of tools."""
 
 from megacore.launcher.processes import Node, gpus, launch, memory_of_gpus, threads
 

@@ -20,7 +20,8 @@ from megacore import checkpoints, exits
 from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.incidents import Incident
-from megacore.launcher.processes import IMPORTS, Node, gpus, prepare, threads
+from megacore.launcher.forking import prepare
+from megacore.launcher.processes import IMPORTS, Node, gpus, threads
 from megacore.launcher.signals import noted
 from megacore.rank import BEGAN
 from megacore.recipe import ConfigError, changed, load, processes, recipes
@@ -62,7 +63,7 @@ PRELOADED = ("megacore.training.main", "megacore.recovery.protection")
 
 
 @dataclass(frozen=True)
-class Run:
+class LaunchedRun:
     """A run, as this machine is to take part in it.
 
     Args:
@@ -136,7 +137,7 @@ def run(command: str, given: Sequence[str]) -> int:
             return exits.MISUSED
 
 
-def _checked(command: str, recipe: str, overrides: list[str]) -> Run:
+def _checked(command: str, recipe: str, overrides: list[str]) -> LaunchedRun:
     """Return the run that a command describes, with nothing wrong that can be known before it starts.
 
     Raises:
@@ -168,10 +169,10 @@ def _checked(command: str, recipe: str, overrides: list[str]) -> Run:
         problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return Run([recipe, *overrides], config, node, least, layouts, environment, shutdown_s)
+    return LaunchedRun([recipe, *overrides], config, node, least, layouts, environment, shutdown_s)
 
 
-def _launched(run: Run, arrived: list[int]) -> int:
+def _launched(run: LaunchedRun, arrived: list[int]) -> int:
     """Run the ranks of this machine -> exit status.
 
     Raises:

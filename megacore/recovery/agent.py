@@ -36,9 +36,9 @@ from torch.distributed.elastic.agent.server import (
 
 from megacore import exits, outcome, rank
 from megacore.incidents import Action, Incident, IncidentWriter, Kind
-from megacore.launcher.processes import unnamed_main
+from megacore.launcher.forking import unnamed_main
 from megacore.launcher.signals import ENDS
-from megacore.outcome import Outcome
+from megacore.outcome import RankOutcome
 from megacore.recipe import ConfigError
 from megacore.recovery.beats import beat_of, read
 from megacore.recovery.rendezvous import OneNode, RunEndedError
@@ -63,7 +63,7 @@ PAUSE = "pause"
 """The file in the agent's folder that asks the ranks to end after their step, to be started again on other nodes."""
 
 
-class Watch(Protocol):
+class RankWatch(Protocol):
     """The part of an agent that tells where ranks stand."""
 
     def poll(self, ranks: Mapping[int, int]) -> None: ...
@@ -98,16 +98,16 @@ class Job:
     max_restarts: int | None = None
     least: int = 1
     out: Path | None = None
-    watch: Callable[[Path, int, Callable[[Incident], object]], Watch] | None = None
+    watch: Callable[[Path, int, Callable[[Incident], object]], RankWatch] | None = None
 
 
 @dataclass
-class Rank:
+class RankProcess:
     """A rank of this node, and its end."""
 
     process: BaseProcess
     pid: int
-    end: Outcome | None = None
+    end: RankOutcome | None = None
     """The end: its own word, or what its status tells."""
     killed: bool = False
     """Whether the agent has killed it."""
@@ -146,8 +146,8 @@ class Agent(SimpleElasticAgent):
             logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
         self._job, self._meeting, self._folder, self._arrived = job, meeting, folder, arrived
         self._status = exits.DONE
-        self._ranks = dict[int, Rank]()
-        self._watch: Watch | None = None
+        self._ranks = dict[int, RankProcess]()
+        self._watch: RankWatch | None = None
         self._launch = uuid.uuid4().hex[:8]
         self._incidents = IncidentWriter(job.out, err) if job.out else None
         self._node, self._nodes = 0, 0
@@ -211,7 +211,7 @@ class Agent(SimpleElasticAgent):
             with unnamed_main():
                 process.start()
             assert process.pid is not None
-            self._ranks[worker.global_rank] = Rank(process, process.pid)
+            self._ranks[worker.global_rank] = RankProcess(process, process.pid)
         self._since, self._doomed_at, self._paused = None, None, False
         self._watch = self._job.watch(self._folder, nodes, self._report) if self._job.watch else None
         return {worker.local_rank: self._ranks[worker.global_rank].pid for worker in worker_group.workers}
@@ -440,16 +440,17 @@ class Agent(SimpleElasticAgent):
     def _pause(self) -> None:
         if not self._paused:
             self._paused = True
-            (self._folder / PAUSE).touch()
+            with suppress(FileExistsError), (self._folder / PAUSE).open("x"):
+                pass
 
     # -- processes
 
-    def _words(self) -> dict[int, Outcome]:
+    def _words(self) -> dict[int, RankOutcome]:
         """Return {rank: its word} of those that have said one, also of those that live."""
         found = {number: each.end or self._word_of(each) for number, each in self._ranks.items()}
         return {number: word for number, word in found.items() if word is not None}
 
-    def _word_of(self, each: Rank) -> Outcome | None:
+    def _word_of(self, each: RankProcess) -> RankOutcome | None:
         return outcome.read(self._folder, each.pid)
 
     def _step(self) -> int:
@@ -460,7 +461,7 @@ class Agent(SimpleElasticAgent):
     def _kill_after(self, seconds: float) -> None:
         self._kill_at = min(self._kill_at, time.monotonic() + seconds)
 
-    def _kill(self, numbers: Sequence[int] | Mapping[int, Rank]) -> None:
+    def _kill(self, numbers: Sequence[int] | Mapping[int, RankProcess]) -> None:
         for number in numbers:
             if not self._ranks[number].ended:
                 self._ranks[number].killed = True
@@ -473,24 +474,24 @@ class Agent(SimpleElasticAgent):
                     os.kill(each.pid, number)
 
 
-_KILLED = Outcome(rank.LOST, kind="lost_contact", detail="its agent has ended it")
+_KILLED = RankOutcome(rank.LOST, kind="lost_contact", detail="its agent has ended it")
 _CAUSES = ("killed", "raised", "aborted", "lost_contact")
-"""Of several that have ended, the one at fault is the first of these."""
+"""The kinds of ends: of several ranks that have ended, the one at fault is the first in this order."""
 
 
-def _cause(end: Outcome) -> str:
+def _cause(end: RankOutcome) -> str:
     if end.kind == "killed" and end.detail == "SIGABRT":  # NCCL's watchdog aborts a process that has waited too long
         return "aborted"
     return end.kind if end.kind in _CAUSES else "raised"
 
 
-def _end_by(status: int) -> Outcome:
+def _end_by(status: int) -> RankOutcome:
     """Return the end of a process that has said nothing."""
     if status == 0:
-        return Outcome(exits.DONE, stopped=None)
+        return RankOutcome(exits.DONE, stopped=None)
     if status > 0:
-        return Outcome(status, kind="raised", detail=f"ended with status {status}")
-    return Outcome(exits.of_signal(-status), kind="killed", detail=signal.Signals(-status).name)
+        return RankOutcome(status, kind="raised", detail=f"ended with status {status}")
+    return RankOutcome(exits.of_signal(-status), kind="killed", detail=signal.Signals(-status).name)
 
 
 def heed(arrived: list[int]) -> None:

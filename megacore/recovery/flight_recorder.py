@@ -50,7 +50,7 @@ class GroupLog:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RankAnswer:
     """The collectives of each group, and the last step that the device has done of those that it was late with; -1
     where there is none."""
 
@@ -63,7 +63,7 @@ def answer(folder: Path, device_step: Callable[[], int] = lambda: -1) -> None:
 
     Args:
         folder: The agent's.
-        device_step: Returns the field ``device`` of the :class:`Answer`.
+        device_step: Returns the field ``device`` of the :class:`RankAnswer`.
     """
     with suppress(OSError):
         asked, answered = _files(folder, os.getpid())
@@ -85,7 +85,7 @@ def ask(folder: Path, pid: int) -> bool:
     return True
 
 
-def read(folder: Path, pid: int) -> Answer | None:
+def read(folder: Path, pid: int) -> RankAnswer | None:
     """Read what the process of a rank has answered to :func:`ask`; None where it has not yet."""
     try:
         told = json.loads(_files(folder, pid)[1].read_bytes())
@@ -95,7 +95,7 @@ def read(folder: Path, pid: int) -> Answer | None:
         name: GroupLog(tuple(ranks), last, kind, {number: (called, size) for number, called, size in pending})
         for name, (ranks, last, kind, pending) in told["groups"].items()
     }
-    return Answer(groups, told["device"])
+    return RankAnswer(groups, told["device"])
 
 
 def _files(folder: Path, pid: int) -> tuple[Path, Path]:

@@ -48,7 +48,7 @@ def _own_folder() -> Path | None:
 def _remove_if_left(folder: Path) -> None:
     """Remove the folder of an agent that does not live any more."""
     with suppress(OSError):
-        number = os.open(folder / HELD, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(number, "rb+", buffering=0) as file:
+        number = os.open(folder / HELD, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(number, "rb", buffering=0) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

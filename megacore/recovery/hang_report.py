@@ -23,7 +23,7 @@ from megacore.places import along, listed, place
 from megacore.rank import stacks_of
 from megacore.recovery import flight_recorder
 from megacore.recovery.beats import UNBORN, Reading, beat_of, read
-from megacore.recovery.flight_recorder import Answer
+from megacore.recovery.flight_recorder import RankAnswer
 from megacore.recovery.standing import Witness, doing, judge, where
 from megacore.recovery.stragglers import Stragglers
 from megacore.say import err
@@ -193,7 +193,7 @@ class HangReport:
             return
         seen, earlier, self._devices = dict[int, Witness](), self._devices, {}
         for rank, (reading, stood) in before.items():
-            answer = answers.get(rank, Answer({}))
+            answer = answers.get(rank, RankAnswer({}))
             self._devices[rank] = device = max(reading.device, answer.device)
             does = ("is stopped", "") if _is_stopped(ranks[rank]) else doing(stacks.get(rank, ""))
             seen[rank] = Witness(replace(reading, device=device), stood, *does, groups=answer.groups)
@@ -240,7 +240,7 @@ class HangReport:
             lines += ["", f"The stacks of rank {rank}:", stacks.get(rank) or "  it does not answer"]
         return "\n".join(lines) + "\n"
 
-    def _asked(self, ranks: Mapping[int, int]) -> tuple[dict[int, str], dict[int, Answer]]:
+    def _asked(self, ranks: Mapping[int, int]) -> tuple[dict[int, str], dict[int, RankAnswer]]:
         """Ask the ranks -> {rank: its stacks} and {rank: its collectives} of those that answer."""
         files = {rank: stacks_of(self.folder, pid) for rank, pid in ranks.items()}
         sizes = before = {rank: file.stat().st_size for rank, file in files.items() if file.exists()}
@@ -248,7 +248,7 @@ class HangReport:
         for rank in before:  # others are not ready for the signal yet, and would end by it
             with suppress(ProcessLookupError):
                 os.kill(ranks[rank], signal.SIGUSR2)
-        answers, deadline = dict[int, Answer](), time.monotonic() + STACKS_S
+        answers, deadline = dict[int, RankAnswer](), time.monotonic() + STACKS_S
         while time.monotonic() < deadline:
             time.sleep(0.1)
             earlier, sizes = sizes, {rank: files[rank].stat().st_size for rank in before}

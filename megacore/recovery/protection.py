@@ -1,4 +1,4 @@
-"""What protects a run and stands beside its loop, on each rank: without it, a run trains to the same bytes."""
+"""The protection of a run, which stands beside its loop on each rank: without it, a run trains to the same bytes."""
 
 from __future__ import annotations
 

@@ -449,7 +449,8 @@ def secret_of(out: Path) -> bytes:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not os.path.lexists(path):
             new = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            with new.open("x") as file:
+                os.fchmod(file.fileno(), 0o600)
                 file.write(secrets.token_hex(32))
             with suppress(FileExistsError):
                 os.link(new, path)  # whole, or that of another node

@@ -31,7 +31,7 @@ from megacore.training.callbacks.metrics import Metrics
 from megacore.training.callbacks.recompute import Recompute
 from megacore.training.callbacks.repeat_steps import RepeatSteps
 from megacore.training.callbacks.replicas import Replicas
-from megacore.training.callbacks.report import Report
+from megacore.training.callbacks.report import FinalReport
 from megacore.training.callbacks.shard_checksums import ShardChecksums
 from megacore.training.callbacks.signals import Signals
 from megacore.training.callbacks.tell_spikes import TellSpikes
@@ -73,7 +73,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     Args:
         setup: The run.
         mesh, control: Its groups.
-        given: What is to happen beside the steps, besides all that the config asks for.
+        given: The callbacks beside those that the config asks for.
 
     Raises:
         ConfigError: the ranks have found different things, or one of them cannot do what the config asks for.
@@ -125,7 +125,7 @@ def _callbacks(
     made += [checkpoints_on_disk]
     if setup.corpora.validation:
         made.append(Evaluation(_batches(setup, setup.corpora.validation, mesh, model)))
-    return [*made, Garbage(), Report()]
+    return [*made, Garbage(), FinalReport()]
 
 
 def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:

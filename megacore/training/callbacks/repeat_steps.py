@@ -98,7 +98,7 @@ class RepeatSteps(BadSteps):
 
     Args:
         checkpoints: The checkpoints that ``recovery.go_back`` goes back to.
-        spikes: What a spike is above; None where those are not repeated.
+        spikes: The limits that a spike is above; None where those are not repeated.
     """
 
     def __init__(self, checkpoints: Checkpoints, spikes: TellSpikes | None) -> None:

@@ -13,7 +13,7 @@ from megacore.training import metrics
 from megacore.training.trainer import Callback, Trainer
 
 
-class Report(Callback):
+class FinalReport(Callback):
     """Reports on rank 0, once all records are written and all checkpoints published."""
 
     def on_end(self, run: Trainer) -> None:
