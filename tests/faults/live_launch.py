@@ -12,11 +12,12 @@ from tools.main import main
 _plain = importlib.import_module
 
 
-def imported(name: str) -> ModuleType:
+def imported(name: str, package: str | None = None) -> ModuleType:
     """The module of the command, once the signals are heeded."""
-    command = _plain("megacore.launcher.command")
-    command.MODULE = "live_rank"  # type: ignore[attr-defined]
-    return _plain(name)
+    module = _plain(name, package)
+    if name == "tools.train":
+        _plain("megacore.launcher.command").MODULE = "live_rank"  # type: ignore[attr-defined]
+    return module
 
 
 if __name__ == "__main__":

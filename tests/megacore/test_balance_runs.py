@@ -160,7 +160,7 @@ def test_of_steps_that_are_done_again_the_last_counts_stand(recipe: str, tmp_pat
     shutil.rmtree(path_of(tmp_path, 4))
     train(recipe, [*one, "checkpoint.resume=auto"])
     assert path.read_text().startswith(whole) and len(path.read_text().splitlines()) == 7
-    assert [line["step"] for line in read_loads(tmp_path)] == [1, 2, 3, 4]
+    assert [line["step"] for line in metrics.read(path)] == [1, 2, 3, 4]
 
 
 def test_padding_goes_with_the_microbatches_of_models_with_experts_alone(recipe: str, tmp_path: Path) -> None:

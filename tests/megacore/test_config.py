@@ -185,7 +185,10 @@ BAD = [
     bad("recovery.skip_samples=[[3,5,7]]", "recovery.skip_samples[0]", "at most 2"),
     bad("recovery.skip_samples=[1-3,5-3]", "recovery.skip_samples ([(1, 3), (5, 3)]): each must be a-b with 0 <="),
     bad("recovery.skip_samples=[[-1,3]]", "recovery.skip_samples ([(-1, 3)]): each must be a-b with 0"),
-    bad("recovery.spikes=true", "recovery.spikes is about steps that are repeated, and optimizer.non_finite is stop"),
+    bad(
+        "recovery.spikes=true optimizer.non_finite=stop",
+        "recovery.spikes is about steps that are repeated, and optimizer.non_finite is stop",
+    ),
     bad("recovery.go_back=true optimizer.non_finite=skip", "recovery.go_back is about", "is skip: set that to repeat"),
     bad("log.every=0", "log.every (0): must be at least 1"),
     bad("log.peak_tflops=0", "log.peak_tflops (0.0): must be above 0"),

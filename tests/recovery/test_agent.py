@@ -146,7 +146,7 @@ def test_after_ten_restarts_nothing_has_grown(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agent.Agent, "_start_workers", counted)
         assert launch(tmp_path, 2, ["12", "0", *(f"{step}:1:kill" for step in range(1, 12))]) == exits.DONE
-    assert len(seen) == 12 and seen[-1] == seen[1], seen
+    assert len(seen) == 12 and all(last <= first for last, first in zip(seen[-1], seen[1], strict=True)), seen
     assert not multiprocessing.active_children()
 
 
@@ -174,7 +174,7 @@ def test_nobody_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     own = children() - before
     process.kill()
     process.wait()
-    until(lambda: not own & children(), 2)
+    until(lambda: not own & children(), 20)
     assert len(own) >= 2
 
 
