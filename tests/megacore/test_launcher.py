@@ -63,7 +63,7 @@ sys.exit("" in sys.path or (os.getcwd() in sys.path and os.getcwd() not in os.en
         ("", 0, ""),
         ("sys.exit(2)", 2, ""),  # it has said what was wrong
         ("if rank == 1: os._exit(77)\ntime.sleep(60)", 77, "Rank 1 (process {}) ended: ended with status 77."),
-        ("if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)", 137, "Rank 1 (process {}) ended: SIGKILL."),
+        ("if rank == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)", 137, "Rank 1 (process {}) ended: SIGKILL"),
         ("if rank == 1: {}[3]\ntime.sleep(60)", 1, ""),
     ],
     ids=["well", "said", "status", "killed", "raised"],
