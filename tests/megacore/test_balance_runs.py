@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -57,7 +56,7 @@ def train(recipe: str, overrides: Sequence[str]) -> Result:
 
 
 def read_loads(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / metrics.EXPERTS).read_text().splitlines()]
+    return metrics.read(out / metrics.EXPERTS)
 
 
 def test_metrics_are_those_of_the_counts_of_each_layer(recipe: str, tmp_path: Path) -> None:
