@@ -63,10 +63,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     ):
         monkeypatch.delenv(name, raising=False)
 
-    def run(*arguments: str, **variables: str) -> tuple[int, program.Run | None]:
-        given = list[program.Run]()
+    def run(*arguments: str, **variables: str) -> tuple[int, program.LaunchedRun | None]:
+        given = list[program.LaunchedRun]()
 
-        def launched(run: program.Run, arrived: list[int]) -> int:
+        def launched(run: program.LaunchedRun, arrived: list[int]) -> int:
             given.append(run)
             return 7
 
