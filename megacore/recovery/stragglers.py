@@ -55,9 +55,11 @@ class _Rank:
             self.last, self.seconds, self.above = reading, {}, 0
         if steps <= 0:
             return False
+        total = self.total or sum(spent.values()) / steps
         for cause, seconds in spent.items():
             before = self.seconds.setdefault(cause, seconds / steps)
-            self.seconds[cause] = before + SHARE * (seconds / steps - before)
+            # A rank that was stopped once, or waited for a disk, is none: one look tells no more than twice the usual.
+            self.seconds[cause] = before + SHARE * min(seconds / steps - before, total)
         self.last = reading
         return True
 
