@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 from megacore import checkpoints, exits
 from megacore.checkpoints import AUTO
 from megacore.config import Config
+from megacore.folders import temporary_folder
 from megacore.incidents import Incident
 from megacore.launcher.forking import prepare
 from megacore.launcher.processes import IMPORTS, Node, gpus, threads
 from megacore.launcher.signals import noted
 from megacore.rank import BEGAN
 from megacore.recipe import ConfigError, changed, load, processes, recipes
-from megacore.recovery.folders import temporary_folder
 from megacore.say import err, outlive
 from megacore.store.strict_json import StoreError
 

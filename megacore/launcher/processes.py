@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megacore.folders import temporary_folder
 from megacore.launcher.forking import prepare
 from megacore.launcher.signals import noted
-from megacore.recovery.folders import temporary_folder
 
 IMPORTS = ("torch", "torch.distributed", "torch._dynamo")
 """The modules that every rank imports, the last one with its first optimizer, which takes a second."""

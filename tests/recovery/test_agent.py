@@ -94,7 +94,7 @@ def test_the_same_exception_at_the_same_step_is_no_accident(tmp_path: Path, capf
 
 @pytest.mark.parametrize("stop", [False, True], ids=["done", "stopped"])
 def test_done_is_done_whatever_a_library_does_at_the_exit(tmp_path: Path, stop: bool) -> None:
-    """The last rank aborts after it has left its groups."""
+    """All ranks abort after they have left their groups."""
     if stop:
         when(lambda: "step 2" in notes(tmp_path), signal.SIGTERM)
     status = launch(tmp_path, 2, ["300" if stop else "3", "0.02", "abort"])

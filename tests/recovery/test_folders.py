@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.recovery.folders import HELD, temporary_folder
+from megacore.folders import HELD, temporary_folder
 
 
 @pytest.fixture(autouse=True)

@@ -64,7 +64,7 @@ def main() -> None:
     else:
         outcome.tell(exits.DONE, paused=paused and at < steps)
     leave(here)
-    if "abort" in orders[-1:] and here.rank == here.world - 1:
+    if "abort" in orders[-1:]:
         os.abort()
 
 
@@ -102,11 +102,11 @@ def notes(folder: Path) -> list[str]:
 
 def launch(folder: Path, ranks: int, arguments: Sequence[str], shutdown_s: float = 60.0) -> int:
     """Run it on a node -> exit status."""
+    from megacore.folders import temporary_folder
     from megacore.launcher.command import nodes_of
     from megacore.launcher.forking import prepare
     from megacore.launcher.processes import IMPORTS, Node
     from megacore.launcher.signals import noted
-    from megacore.recovery.folders import temporary_folder
 
     (folder / "notes").touch()
     environment = Node(ranks).network
