@@ -135,6 +135,7 @@ def test_a_file_asks_a_node_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_after_ten_restarts_nothing_has_grown(tmp_path: Path) -> None:
     """Counted in each restart, before the ranks are there."""
+    others = set(multiprocessing.active_children())  # the pool that other tests of this process have left running
     seen = list[tuple[int, int, int]]()
     begin = agent.Agent._start_workers
 
@@ -147,7 +148,7 @@ def test_after_ten_restarts_nothing_has_grown(tmp_path: Path) -> None:
         patch.setattr(agent.Agent, "_start_workers", counted)
         assert launch(tmp_path, 2, ["12", "0", *(f"{step}:1:kill" for step in range(1, 12))]) == exits.DONE
     assert len(seen) == 12 and all(last <= first for last, first in zip(seen[-1], seen[1], strict=True)), seen
-    assert not multiprocessing.active_children()
+    assert not set(multiprocessing.active_children()) - others
 
 
 # -- launchers as processes of their own
