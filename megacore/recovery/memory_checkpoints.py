@@ -28,7 +28,7 @@ from megacore.checkpoints import AUTO
 from megacore.config import Config
 from megacore.control import Control
 from megacore.recovery import partners
-from megacore.recovery.partners import HeldFiles
+from megacore.recovery.partners import HeldFiles, Machines, SpreadCheckpoint, TensorTypes
 from megacore.say import say
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.files import open_lock
@@ -111,8 +111,11 @@ def known_as(config: Config) -> tuple[str, str]:
     return known, before
 
 
-def _opened(config: Config, path: Path, checked: bool) -> Start:
-    found = go_on(config, Checkpoint.open(path, checked), checked)
+def _opened(
+    config: Config, path: Path, held: Sequence[Mapping[str, TensorTypes]], machines: Machines, control: Control
+) -> Start:
+    checkpoint = SpreadCheckpoint.of(Checkpoint.open(path, checked=True), held, machines, control)
+    found = go_on(config, checkpoint, checked=True)
     return replace(found, progress=found.progress.without(config.recovery.skip_samples))
 
 
@@ -168,16 +171,22 @@ class MemoryCheckpoints(Callback):
                 shutil.rmtree(folder / name, ignore_errors=True)
             return partners.held(folder)
 
-        told = control.exchange([asdict(each) for each in control.attempt(look)])
-        there = [[HeldFiles(**each) for each in told[ranks[0]]] for ranks in self._machines(control)]
+        told, machines = (
+            control.exchange([asdict(each) for each in control.attempt(look)]),
+            Machines(control, self._node),
+        )
+        there = [[HeldFiles(**each) for each in told[ranks[0]]] for ranks in machines.ranks]
         found, last = start, start.progress.step
-        for step, index in partners.whole(there):
-            path = checkpoints.path_of(folder, step)
+        for step, held in partners.whole(there):
+            path, others = checkpoints.path_of(folder, step), [each.others if each else {} for each in held]
             if step <= start.progress.step:
                 break
+            if first and held[machines.here] is None:
+                shutil.rmtree(path, ignore_errors=True)  # another one of this step
             try:
-                partners.bring(path, index, there, self._machines(control), control)
-                newer = control.attempt(partial(_opened, config, path, not first))
+                machines.bring(path, others, [max(others, key=len)] * len(others))
+                tensors = [each.tensors if each else {} for each in held]
+                newer = control.attempt(partial(_opened, config, path, tensors, machines, control))
             except StoreError as error:
                 self._say(control, f"A checkpoint in memory is passed over: {error}")
                 continue
@@ -285,7 +294,8 @@ class MemoryCheckpoints(Callback):
             busy = self._sending.thread.is_alive()
             failed = not busy and self._sending.error is not None
         waits, due = self._asked < self._due, self._is_next and not run.is_last
-        return {"memory.busy": busy, "memory.failed": failed, "memory.wait": waits, "look": due, "keep": due}
+        said = {"memory.kept": True, "memory.busy": busy, "memory.failed": failed, "memory.wait": waits}
+        return {**said, "look": due, "keep": due}
 
     def on_answers(self, run: Trainer, largest: Mapping[str, float]) -> None:
         saver, now = self._saver, self._clock()

@@ -1,15 +1,17 @@
-"""Files between the memories of machines: to a partner beside the steps, to whoever lacks them at a start."""
+"""Files between the memories of machines: to a partner beside the steps, to whoever lacks what it reads at a start."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -17,13 +19,16 @@ from torch import Tensor
 
 from megacore import checkpoints
 from megacore.control import Control
+from megacore.store.audit import DamageError
+from megacore.store.checkpoint import Checkpoint
 from megacore.store.files import open_file
-from megacore.store.index import INDEX, read_index
+from megacore.store.index import INDEX, FileRecord, read_index
 from megacore.store.publish import spelled
 from megacore.store.strict_json import StoreError, read_file
-from megacore.store.tensors import free_bytes, os_errors
+from megacore.store.tensors import TensorFile, free_bytes, os_errors
 from megacore.training.capacity import free_memory
 from parallel.mesh import Group
+from parallel.weights.transfer import Copy, Stored
 
 _CHUNK = 16 << 20
 _SHORT = 16
@@ -142,6 +147,10 @@ def _parts(buffer: Tensor, size: int) -> Iterator[Tensor]:
 # -- at a start
 
 
+TensorTypes = tuple[int, str, Mapping[str, str]]
+"""The bytes of a tensor file, the dtype of its tensors, and {tensor: dtype} of those that have another one."""
+
+
 @dataclass(frozen=True)
 class HeldFiles:
     """The part of a checkpoint that a machine has.
@@ -150,14 +159,16 @@ class HeldFiles:
         step: Its step.
         name: The name of its folder.
         index: A digest of its index, which tells it from others of that step.
-        files: {file that is there: its bytes}.
-        lacking: Those that the index names, and that are not.
+        tensors: {tensor file that is there, and whose header is whole: what is in it}.
+        others: {other file: its bytes}.
+        lacking: The other tensor files that the index names.
     """
 
     step: int
     name: str
     index: str
-    files: Mapping[str, int]
+    tensors: Mapping[str, TensorTypes]
+    others: Mapping[str, int]
     lacking: Sequence[str]
 
 
@@ -168,77 +179,147 @@ def held(folder: Path) -> list[HeldFiles]:
         with suppress(StoreError, OSError):
             records = read_index(path / INDEX).files
             there = {str(file.relative_to(path)): file.stat().st_size for file in path.rglob("*") if file.is_file()}
-            lacking = [name for name, record in records.items() if there.get(name) != record.size]
+            types = {name: of for name, record in records.items() if (of := _types(path, name, record))}
+            others = {name: size for name, size in there.items() if name not in records}
             digest = hashlib.sha256(read_file(path / INDEX, path)).hexdigest()[:_SHORT]
-            found.append(
-                HeldFiles(step, path.name, digest, {name: there[name] for name in there.keys() - {*lacking}}, lacking)
-            )
+            found.append(HeldFiles(step, path.name, digest, types, others, sorted(records.keys() - types)))
     return found
 
 
-def whole(told: Sequence[Sequence[HeldFiles]]) -> list[tuple[int, str]]:
-    """Return (step, index) of the checkpoints of which the machines have all files between them, the newest first."""
+def _types(folder: Path, name: str, record: FileRecord) -> TensorTypes | None:
+    """Return what is in a tensor file; None where it is not there, or not as it was written."""
+    try:
+        file = TensorFile.open(folder / name, folder)
+    except StoreError:
+        return None
+    if file.size != record.size or file.entries.keys() != record.fingerprints.keys():
+        return None
+    types = {tensor: entry.dtype for tensor, entry in file.entries.items()}
+    most = Counter(types.values()).most_common(1)[0][0]
+    return file.size, most, {tensor: dtype for tensor, dtype in types.items() if dtype != most}
+
+
+def whole(told: Sequence[Sequence[HeldFiles]]) -> list[tuple[int, list[HeldFiles | None]]]:
+    """Return (step, what each machine has of it) of the checkpoints of which the machines have all files between them,
+    the newest first."""
     found = []
     for step, index in sorted({(each.step, each.index) for of in told for each in of}, reverse=True):
-        alike = [each for of in told for each in of if (each.step, each.index) == (step, index)]
-        there = {name for each in alike for name in each.files}
-        if all(there.issuperset(each.lacking) for each in alike):
-            found.append((step, index))
+        alike = [next((each for each in of if (each.step, each.index) == (step, index)), None) for of in told]
+        there = {name for each in alike if each for name in each.tensors}
+        if all(there.issuperset(each.lacking) for each in alike if each):
+            found.append((step, alike))
     return found
 
 
-def bring(
-    path: Path, index: str, held: Sequence[Sequence[HeldFiles]], there: Sequence[range], control: Control
-) -> None:
-    """Bring to each machine the files of a checkpoint that it lacks, from one that has them; all ranks call this.
+class Machines:
+    """The machines of a run, each with files of its own, which the first rank of one sends to that of another.
 
     Args:
-        path: Its folder on this machine.
-        index: The digest of its index, as of :func:`whole`.
-        held: The parts of checkpoints that each machine has.
-        there: The ranks of each.
         control: The messages between the ranks.
-
-    Raises:
-        StoreError: a machine has no room, say; on all ranks.
+        node: The number of successive ranks that share a machine.
     """
-    alike = [[each for each in of if (each.name, each.index) == (path.name, index)] for of in held]
-    sizes = {name: size for of in alike for each in of for name, size in each.files.items()}
-    names = [{name for each in of for name in each.files} for of in alike]
-    moves = dict[tuple[int, int], list[str]]()
-    for number, name in enumerate(sorted(sizes, key=lambda name: (name == INDEX, name))):
-        having = [machine for machine, files in enumerate(names) if name in files]
-        for machine in range(len(there)):
-            if machine not in having:
-                moves.setdefault((having[number % len(having)], machine), []).append(name)
-    if not moves:
-        return
-    first, rank = [ranks[0] for ranks in there], control.mesh.rank
-    group = control.mesh.host_group([tuple(first)])
 
-    def make_room() -> None:
-        if rank not in first:
+    def __init__(self, control: Control, node: int) -> None:
+        self._control = control
+        self.ranks = machines(control.mesh.shape.world, node)
+        self.here = control.mesh.rank // node
+
+    @cached_property
+    def _group(self) -> Group:
+        return self._control.mesh.host_group([tuple(ranks[0] for ranks in self.ranks)])
+
+    def bring(self, folder: Path, there: Sequence[Mapping[str, int]], wanted: Sequence[Collection[str]]) -> None:
+        """Bring to each machine the files that it lacks, from one that has them; all ranks call this.
+
+        Args:
+            folder: Their folder, on each.
+            there: {file: bytes} of those that each has.
+            wanted: The files that each is to have.
+
+        Raises:
+            StoreError: a machine has no room, say; on all ranks.
+        """
+        moves, sizes = dict[tuple[int, int], list[str]](), {name: of[name] for of in there for name in of}
+        for number, name in enumerate(sorted(sizes)):
+            having = [machine for machine, files in enumerate(there) if name in files]
+            for machine, names in enumerate(wanted):
+                if name in names and machine not in having:
+                    moves.setdefault((having[number % len(having)], machine), []).append(name)
+        if not moves:
             return
-        lacking = sizes.keys() - names[first.index(rank)]
-        needed, free = sum(sizes[name] for name in lacking), free_memory()
-        if needed > (room := min(free_bytes(path.parent), needed if free is None else free)):
-            raise StoreError(f"{path}: needs {spelled(needed)}, and {spelled(max(0, room))} of memory are to spare")
-        if INDEX in lacking:
-            with os_errors(path):
-                shutil.rmtree(path, ignore_errors=True)  # another one of this step
-                path.mkdir(0o700)
+        first, rank, group = [ranks[0] for ranks in self.ranks], self._control.mesh.rank, self._group
 
-    control.attempt(make_room)
-    problems = list[str]()
-    # In one order everywhere: whoever sends is waited for. The index goes last, and makes a checkpoint of the folder.
-    for (source, target), files in sorted(moves.items(), key=lambda move: (INDEX in move[1], move[0])):
-        if rank == first[source]:
-            problems += send(path, files, first[target], group)
-        elif rank == first[target]:
-            problems += receive(path, first[source], group)
+        def make_room() -> None:
+            coming = [name for (_, target), names in moves.items() if first[target] == rank for name in names]
+            needed, free = sum(sizes[name] for name in coming), free_memory()
+            if needed and needed > (room := min(free_bytes(folder.parent), needed if free is None else free)):
+                raise StoreError(
+                    f"{folder}: needs {spelled(needed)}, and {spelled(max(0, room))} of memory are to spare"
+                )
+            if coming:
+                with os_errors(folder):
+                    folder.mkdir(0o700, exist_ok=True)
 
-    def end() -> None:
-        if problems:
-            raise StoreError("\n".join(problems))
+        self._control.attempt(make_room)
+        problems = list[str]()
+        for (source, target), names in sorted(moves.items()):  # in one order everywhere: whoever sends is waited for
+            if rank == first[source]:
+                problems += send(folder, names, first[target], group)
+            elif rank == first[target]:
+                problems += receive(folder, first[source], group)
 
-    control.attempt(end)
+        def end() -> None:
+            if problems:
+                raise StoreError("\n".join(problems))
+
+        self._control.attempt(end)
+
+
+@dataclass(frozen=True)
+class SpreadCheckpoint(Checkpoint):
+    """A checkpoint of which each machine has some of the files. A slice is read where it lies; a file that lies on none
+    of the machines that are to read it is brought to them.
+
+    Args:
+        held: {tensor file: what is in it} of each machine.
+        machines: The machines.
+        control: The messages between the ranks.
+    """
+
+    held: Sequence[Mapping[str, TensorTypes]]
+    machines: Machines
+    control: Control
+
+    @classmethod
+    def of(
+        cls, found: Checkpoint, held: Sequence[Mapping[str, TensorTypes]], machines: Machines, control: Control
+    ) -> Self:
+        """Return a checkpoint that is spread over machines."""
+        return cls(found.path, found.index, found.files, held, machines, control, trainer=found.trainer)
+
+    @cached_property
+    def _types(self) -> Mapping[str, TensorTypes]:
+        return {name: types for of in self.held for name, types in of.items()}
+
+    def dtype(self, state: str, stored: Stored) -> str:
+        file, name = self.location(state, stored)
+        _, dtype, others = self._types[file]
+        return others.get(name, dtype)
+
+    def near(self, state: str, copies: Sequence[Copy]) -> Set[int]:
+        wanted = self._files(state, copies)
+        having = [ranks for ranks, files in zip(self.machines.ranks, self.held, strict=True) if wanted <= files.keys()]
+        return {rank for ranks in having for rank in ranks}
+
+    def bring(self, state: str, copies: Sequence[Copy]) -> None:
+        lacking = self._files(state, copies) - self.held[self.machines.here].keys()
+        told = self.control.exchange(sorted(lacking))
+        wanted = [{name for rank in ranks for name in told[rank]} for ranks in self.machines.ranks]
+        there = [{name: size for name, (size, *_) in of.items()} for of in self.held]
+        try:
+            self.machines.bring(self.path, there, wanted)
+        except StoreError as error:  # on all ranks
+            raise DamageError.of(self.path, [error]) from error
+
+    def _files(self, state: str, copies: Sequence[Copy]) -> set[str]:
+        return {self.location(state, copy.source)[0] for copy in copies}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -102,6 +102,11 @@ class WeightFolder(ABC):
     def read_for(self, state: str, copies: Sequence[Copy]) -> Read:
         """Return a function that reads what some copies take of their sources; the rest of these may be anything."""
         return self.read(state)
+
+    def near(self, state: str, copies: Sequence[Copy]) -> Set[int]:
+        """Return the ranks that need not wait for a network to read what some copies take of their sources; none where
+        all ranks are alike. It is the same on all of them."""
+        return frozenset()
 
     def bring(self, state: str, copies: Sequence[Copy]) -> None:
         """Get ready for :meth:`read_for` what some copies take of their sources; all ranks of a run call this."""

@@ -26,7 +26,7 @@ from megacore.store.checkpoint import listed
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import WeightFolder
 from megacore.store.objects import place
-from megacore.store.shares import share_reads
+from megacore.store.shares import Turns, read_at_once
 from megacore.store.stream import assemble
 from megacore.store.strict_json import StoreError
 from parallel.collectives import broadcast_
@@ -113,14 +113,17 @@ class Loader:
 
     def _planned(self, read: _Read, names: Set[str] | None) -> Iterator[_Target]:
         """Yield the tensors with who reads what: all replicas come to the same."""
-        layout = self._parameters.layout
-        wanted = (s for s in native(layout, [self._parameters.mesh.rank]) if names is None or s.name in names)
-        shared = list(share_reads(wanted, self._replicas.size))
+        layout, group, turns = self._parameters.layout, self._replicas, Turns(self._replicas.size)
+        held = native(layout, [self._parameters.mesh.rank])
+        parts = [(target, read_at_once(target)) for target in held if names is None or target.name in names]
         stored = read.folder.stored(read.state)
-        planned = plan(layout.schema, stored, [part for _, parts in shared for part, _ in parts])
-        for target, parts in shared:
-            filled = itertools.islice(planned, len(parts))
-            made = [_Slice(part, copies, who) for (_, who), (part, copies) in zip(parts, filled, strict=True)]
+        planned = plan(layout.schema, stored, [part for _, of in parts for part in of])
+        for target, of in parts:
+            made = list[_Slice]()
+            for part, copies in itertools.islice(planned, len(of)):
+                near = read.folder.near(read.state, copies)
+                among = [index for index, rank in enumerate(group.ranks) if rank in near] if near else ()
+                made.append(_Slice(part, copies, turns.next(part, among)))
             dtypes = {read.folder.dtype(read.state, copy.source) for each in made for copy in each.copies}
             # Pieces of several dtypes: the widest holds all of their numbers (fp16 and bf16 are both within fp32).
             dtype = dtypes.pop() if len(dtypes) == 1 else "F64" if "F64" in dtypes else "F32"

@@ -84,18 +84,34 @@ def divide(states: States, shares: int, whole: Set[str] = frozenset()) -> list[d
 
 
 def share_reads(targets: Iterable[Stored], replicas: int) -> Iterator[tuple[Stored, list[tuple[Stored, int]]]]:
-    """Yield (tensor, [(slice of it, which of the replicas reads it)]) of each tensor that they hold.
-
-    They take turns, so that all read at once; each slice goes to the one that has least so far.
-    """
-    load = [0] * replicas
+    """Yield (tensor, [(slice of it, which of the replicas reads it)]) of each tensor that they hold."""
+    turns = Turns(replicas)
     for target in targets:
-        parts, count = [], -(-math.prod(target.shape) // SLICE)
-        for _, part in _slices(target, _axis(target, count), 0, count, 1):
-            reader = load.index(min(load))
-            load[reader] += math.prod(part.shape)
-            parts.append((part, reader))
-        yield target, parts
+        yield target, [(part, turns.next(part)) for part in read_at_once(target)]
+
+
+def read_at_once(target: Stored) -> list[Stored]:
+    """Return the slices of a tensor that are read, and sent to others, at once."""
+    count = -(-math.prod(target.shape) // SLICE)
+    return [part for _, part in _slices(target, _axis(target, count), 0, count, 1)]
+
+
+class Turns:
+    """The turns that replicas take, so that all read at once: each slice goes to the one that has least so far."""
+
+    def __init__(self, replicas: int) -> None:
+        self._load = [0] * replicas
+
+    def next(self, part: Stored, among: Sequence[int] = ()) -> int:
+        """Return which of the replicas reads a slice.
+
+        Args:
+            part: The slice.
+            among: Those that may; all, where there are none.
+        """
+        reader = min(among or range(len(self._load)), key=self._load.__getitem__)
+        self._load[reader] += math.prod(part.shape)
+        return reader
 
 
 def _slices(stored: Stored, axis: str | None, begin: int, end: int, size: int) -> Iterator[tuple[int, Stored]]:

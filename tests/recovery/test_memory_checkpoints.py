@@ -129,6 +129,14 @@ def test_it_goes_on_with_other_ranks(
     assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_pause_loses_nothing_where_memory_keeps_nothing(recipe: str, tmp_path: Path, in_memory: bool) -> None:
+    run, ends = [f"out={tmp_path / 'run'}", *QUIET, "checkpoint.every=100"], Ends(3, pauses=True)
+    engine.fit(recipe, run, [MemoryCheckpoints(1, tmp_path), ends] if in_memory else [ends])
+    on_disk = checkpoints.complete(tmp_path / "run" / checkpoints.FOLDER)
+    assert [*on_disk] == ([] if in_memory else [3])
+
+
 # -- several machines
 
 
@@ -145,13 +153,13 @@ def test_partners_are_on_other_machines() -> None:
 
 def test_a_checkpoint_is_whole_if_the_machines_have_all_of_it_between_them() -> None:
     def held(step: int, index: str, files: str, lacking: str) -> HeldFiles:
-        return HeldFiles(step, f"step-{step}", index, dict.fromkeys(files.split(), 1), lacking.split())
+        return HeldFiles(step, f"step-{step}", index, dict.fromkeys(files.split(), (1, "F32", {})), {}, lacking.split())
 
     told = [
         [held(3, "x", "a b", ""), held(6, "y", "a", "b"), held(9, "z", "a", "b")],
         [held(6, "y", "b", "a"), held(9, "other", "b", "a")],
     ]
-    assert partners.whole(told) == [(6, "y"), (3, "x")]
+    assert partners.whole(told) == [(6, [told[0][1], told[1][0]]), (3, [told[0][0], None])]
 
 
 @pytest.mark.parametrize("layout", ["mesh.dp=4 zero.shard=optimizer", "mesh.pp=2 mesh.dp=2"])
@@ -173,6 +181,25 @@ def live_in_shares(*arguments: Any) -> Told:
         return live(*arguments)
 
 
+def test_machines_read_what_they_have(pool: Pool, recipe: str, tmp_path: Path) -> None:
+    """Of four machines two have each file: these read it for all, and what is brought is what lies across two files."""
+    run = [f"out={tmp_path / 'run'}", "mesh.dp=4"]
+    pool.run(4, live_in_shares, recipe, run, tmp_path, 3, True, 1)
+    folders = [next((tmp_path / f"machine-{n}").glob("*/*/step-00000003")) for n in range(4)]
+    before = [files(folder) for folder in folders]
+    assert before[0] == before[1] and before[2] == before[3] and not before[0] & before[2]
+    undisturbed = pool.run(4, live, recipe, [*run, f"out={tmp_path / 'calm'}"], tmp_path)
+    ended = pool.run(4, live_in_shares, recipe, [*run, AGAIN], tmp_path, 6, False, 1)
+    for (first, _, weights, _), (_, _, expected, _) in zip(ended, undisturbed, strict=True):
+        assert first == 3 and same(weights, expected)
+    brought = [files(folder) - there for folder, there in zip(folders, before, strict=True)]
+    assert sum(map(len, brought)) == 1, brought
+
+
+def files(folder: Path) -> set[str]:
+    return {str(file.relative_to(folder)) for file in folder.rglob("*.safetensors")}
+
+
 def test_a_machine_without_room_for_the_rest_goes_on_from_the_disk(pool: Pool, recipe: str, tmp_path: Path) -> None:
     run = [f"out={tmp_path / 'run'}", "mesh.dp=2"]
     pool.run(2, live, recipe, [*run, "checkpoint.every=2"], tmp_path, 3, True, 1)
@@ -189,7 +216,7 @@ def test_fewer_machines_go_on_after_a_loss(pool: Pool, recipe: str, tmp_path: Pa
     run = [f"out={tmp_path / 'run'}"]
     pool.run(2, live_in_shares, recipe, [*run, "mesh.dp=2"], tmp_path, 3, True, 1)
     (held,) = partners.held(next((tmp_path / "machine-0").glob("*/*/step-00000003")).parent)[-1:]
-    assert held.step == 3 and not held.lacking and len(held.files) > 4
+    assert held.step == 3 and not held.lacking and len(held.tensors) > 3
     shutil.rmtree(tmp_path / "machine-1")
     assert pool.run(1, live, recipe, [*run, AGAIN], tmp_path, 0, False, 1)[0][0] == 3
 

@@ -36,9 +36,11 @@ class Checkpoints(Callback):
         if failed:  # to tell it waits for disks
             run.enter("save")
         self._tolerate(run, lambda: self._saver.advance(busy, failed))
-        if run.failure is None and (self._is_due(run) or largest.get("save.wanted")):
+        # What a pause has come to is lost where nothing else keeps it.
+        lost = run.pausing and run.config.checkpoint.on and not largest.get("memory.kept")
+        if run.failure is None and (self._is_due(run) or lost or largest.get("save.wanted")):
             self._save(run)
-            self._unsaved = run.is_last
+            self._unsaved = run.is_last and not run.pausing
 
     def on_end(self, run: Trainer) -> None:
         self.finish(run)
