@@ -39,32 +39,6 @@ from parallel import kernels
 from parallel.mesh import Mesh
 
 
-def train(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callback] = ()) -> int:
-    """Train what a recipe describes, as the rank that this process is -> the last step that was done.
-
-    Args:
-        recipe: A file, or the name of one that comes along.
-        overrides: Overrides of it, ``section.key=value``.
-        callbacks: The callbacks beside those that the config asks for, in this order; the same on all ranks.
-
-    Raises:
-        ConfigError: all that is wrong with it, before any process group starts.
-        NonFinite, SaveError, StoreError: the run has ended, on all ranks.
-    """
-    here = Here.now()
-    setup = checked(recipe, overrides, here)
-    device = ready(setup, here)
-    try:
-        run = fit(setup, device, here, callbacks)
-    except (ConfigError, NonFinite, SaveError, StoreError):  # on every rank
-        leave(here)
-        raise
-    leave(here)
-    if here.rank == 0 and setup.config.checkpoint.export is not None:
-        say(export(setup.config, run.step))
-    return run.step
-
-
 def checked(recipe: str, overrides: Sequence[str], here: Here) -> Setup:
     """Return a run once it is checked: one rank of each node reads the indexes of the data for all, and one of them all
     the files of a checkpoint.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from types import ModuleType
 from unittest.mock import patch
@@ -21,5 +22,6 @@ def imported(name: str, package: str | None = None) -> ModuleType:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the session may run under nohup, and what is ignored stays so
     with patch("importlib.import_module", imported):
         sys.exit(main())

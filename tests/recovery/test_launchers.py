@@ -10,15 +10,22 @@ from pathlib import Path
 
 import pytest
 
+import megacore
 from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.exits import MISUSED
 from megacore.rank import restarts
+from megacore.recovery.beat_writer import Beats
+from megacore.recovery.memory_checkpoints import MemoryCheckpoints
+from megacore.recovery.protection import Pause
 from megacore.store.index import INDEX
+from megacore.training import metrics
 from megacore.training.main import main
 from megacore.training.resume import again
+from megacore.training.trainer import Callback, Trainer
 
 sys.path.append(str(Path(__file__).parents[1] / "megacore"))
+import engine
 from engine import train, write_recipe
 from pool import Pool
 
@@ -55,6 +62,51 @@ def test_torchrun_starts_a_run_again_and_it_ends_as_if_nothing_had_happened(pool
     undisturbed = tmp_path / "undisturbed"
     pool.run(2, train, recipe, [f"out={undisturbed}", *settings])
     assert tensors(out) and tensors(out) == tensors(undisturbed)
+
+
+@pytest.mark.slow
+def test_without_the_room_of_recovery_a_run_trains_to_the_same_bytes(pool: Pool, tmp_path: Path) -> None:
+    """Its folder is deleted, and torchrun starts the ranks."""
+    for package in ("megacore", "models", "parallel"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.rmtree(tmp_path / "megacore" / "recovery")
+    recipe, settings = write_recipe(tmp_path), ["zero.shard=optimizer", "checkpoint.at_end=true", "checkpoint.every=2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "megacore.training", recipe, f"out={tmp_path / 'without'}", *settings],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    pool.run(2, protected, recipe, [f"out={tmp_path / 'with'}", *settings], tmp_path)
+    assert tensors(tmp_path / "without") == tensors(tmp_path / "with")
+    losses = [metrics.curve(metrics.read(tmp_path / each / metrics.METRICS), "loss") for each in ("without", "with")]
+    assert losses[0] and losses[0] == losses[1]
+
+
+class Names(Callback):
+    """Keeps the names of all callbacks of a run."""
+
+    def on_start(self, run: Trainer) -> None:
+        self.all = [type(each).__name__ for each in run.callbacks]
+
+
+def test_from_python_a_run_is_protected_too(tmp_path: Path) -> None:
+    names = Names()
+    assert megacore.train(write_recipe(tmp_path), [f"out={tmp_path / 'run'}", "train.steps=3"], [names]) == 3
+    assert [each for each in names.all if each in ("Pause", "MemoryCheckpoints", "Names")] == [
+        "Pause",
+        "MemoryCheckpoints",
+        "Names",
+    ]
+
+
+def protected(recipe: str, overrides: list[str], root: Path) -> int:
+    return engine.fit(recipe, overrides, [Beats(), Pause(), MemoryCheckpoints(2, root)])
 
 
 @pytest.mark.parametrize(
