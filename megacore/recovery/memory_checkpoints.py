@@ -9,6 +9,7 @@ its files to a partner in the background, so that what a machine takes with it i
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import re
 import secrets
@@ -92,6 +93,25 @@ def sweep(user: Path, older_than_s: float, but: str = "", only: str = "*") -> No
                         shutil.rmtree(folder)
 
 
+def shared(root: Path, control: Control) -> int:
+    """Return the number of successive ranks that share a file system in memory: those of several launchers, where they
+    are on one machine.
+
+    Raises:
+        StoreError: machines have various numbers; on all ranks.
+    """
+
+    def place() -> tuple[str, int, str]:
+        with os_errors(root):
+            return Path("/proc/sys/kernel/random/boot_id").read_text(), root.stat().st_dev, str(root)
+
+    told = control.exchange(control.attempt(place))
+    sizes = [len([*ranks]) for _, ranks in itertools.groupby(told)]
+    if len({*map(str, told)}) < len(sizes) or {*sizes[:-1], max(sizes)} != {sizes[0]}:
+        raise StoreError(f"machines have various numbers of ranks: {', '.join(map(str, sizes))}")
+    return sizes[0]
+
+
 def known_as(config: Config) -> tuple[str, str]:
     """Return the number of a run, and that of another one in whose place it begins, if there is one.
 
@@ -124,13 +144,14 @@ class MemoryCheckpoints(Callback):
     disk: the end of the run takes the folder away.
 
     Args:
-        node: The number of successive ranks that share a machine.
         root: The file system in memory.
         clock: Tells seconds.
     """
 
-    def __init__(self, node: int, root: Path = MEMORY, clock: Callable[[], float] = time.monotonic) -> None:
-        self._node, self._root, self._clock = node, root, clock
+    def __init__(self, root: Path = MEMORY, clock: Callable[[], float] = time.monotonic) -> None:
+        self._root, self._clock = root, clock
+        self._node = 1
+        """The number of successive ranks that share a machine."""
         self.folder: Path | None = None
         """The folder of the run's checkpoints in memory; None where there can be none."""
         self._data: Sequence[str] = ()
@@ -222,6 +243,7 @@ class MemoryCheckpoints(Callback):
         Raises:
             StoreError: one of them cannot; on all ranks.
         """
+        self._node = shared(self._root, control)
         first, user = self._is_first(control), self._root / f"megacore-{os.geteuid()}"
         known, before = control.tell(control.attempt(lambda: known_as(config) if control.mesh.rank == 0 else None))
         folder = user / known

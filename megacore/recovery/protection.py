@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megacore.outcome import AGENT
-from megacore.rank import Here
 from megacore.recovery.beat_writer import Beats
 from megacore.recovery.memory_checkpoints import MemoryCheckpoints
 from megacore.training.trainer import Callback, Trainer
@@ -28,6 +27,6 @@ class Pause(Callback):
         return {"pause": asked, "look": asked, "keep": asked}
 
 
-def protection(here: Here) -> list[Callback]:
+def protection() -> list[Callback]:
     """Return the callbacks of a rank: it tells its agent where it is and heeds it, and keeps checkpoints in memory."""
-    return [Beats(), Pause(), MemoryCheckpoints(here.local_world)]
+    return [Beats(), Pause(), MemoryCheckpoints()]

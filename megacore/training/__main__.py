@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from megacore.rank import Here
 from megacore.training.main import main
 from megacore.training.train import protection
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], protection(Here.now())))
+    sys.exit(main(sys.argv[1:], protection()))

@@ -35,7 +35,7 @@ def train(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callba
     setup = checked(recipe, overrides, here)
     device = ready(setup, here)
     try:
-        run = fit(setup, device, here, [*protection(here), *callbacks])
+        run = fit(setup, device, here, [*protection(), *callbacks])
     except (ConfigError, NonFinite, SaveError, StoreError):  # on every rank
         leave(here)
         raise
@@ -45,10 +45,10 @@ def train(recipe: str, overrides: Sequence[str] = (), callbacks: Sequence[Callba
     return run.step
 
 
-def protection(here: Here) -> list[Callback]:
+def protection() -> list[Callback]:
     """Return the callbacks that protect a run, where the room of recovery is there: it trains without."""
     if find_spec("megacore.recovery") is None:
         return []
     from megacore.recovery import protection
 
-    return protection.protection(here)
+    return protection.protection()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 ENDS_S = 120.0
 """The most seconds that a run may take."""
 COMMON = ["train.steps=30", "evaluate.every=0", "checkpoint.every=10", "checkpoint.at_end=true", "log.every=1"]
+TWO_NODES = "two nodes"
 LAYOUTS: Mapping[str, tuple[int, Sequence[str]]] = {
     "one": (1, ()),
     "dp": (2, ()),
@@ -29,6 +32,7 @@ LAYOUTS: Mapping[str, tuple[int, Sequence[str]]] = {
     "zero 1": (2, ("zero.shard=optimizer",)),
     "zero 3": (2, ("zero.shard=parameters",)),
     "tp pp": (4, ("mesh.tp=2", "mesh.pp=2")),
+    TWO_NODES: (2, ("zero.shard=optimizer",)),
 }
 
 
@@ -42,7 +46,7 @@ class Live:
         overrides: Overrides of the recipe.
         what: What happens to its ranks (:mod:`live_rank`).
         world: Its ranks.
-        environment: More variables.
+        nodes: The launchers that share them, each with a memory of its own where there are several.
     """
 
     recipe: str
@@ -50,18 +54,44 @@ class Live:
     overrides: Sequence[str]
     world: int
     what: Mapping[str, Any] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
-    process: subprocess.Popen[bytes] = field(init=False)
+    nodes: int = 1
+    launchers: list[subprocess.Popen[bytes]] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The launcher of the first node."""
+        return self.launchers[0]
 
     def start(self, *more: str) -> None:
         """Launch it."""
+        self.launchers = [self._launched(node, *more) for node in range(self.nodes)]
+
+    def memory(self, node: int) -> Path:
+        """Return the folder that is the memory of a node, one of several."""
+        return Path(f"{self.out}-memory-{node}")
+
+    def lose(self, node: int) -> None:
+        """Kill a node with all of its processes, and its memory with it; start another one in its place."""
+        self._kill(self.launchers[node])
+        shutil.rmtree(self.memory(node), ignore_errors=True)
+        self.launchers[node] = self._launched(node, RESTART_COUNT="1")
+
+    def _launched(self, node: int, *more: str, **variables: str) -> subprocess.Popen[bytes]:
         path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        environment = {**os.environ, **self.environment, "PYTHONPATH": path, "CAMPAIGN": json.dumps(self.what)}
-        environment |= {"NPROC_PER_NODE": str(self.world), "OMP_NUM_THREADS": "1"}
-        arguments = ["train", self.recipe, f"out={self.out}", *COMMON, *self.overrides, *more]
+        environment = {**os.environ, **variables, "PYTHONPATH": path, "CAMPAIGN": json.dumps(self.what)}
+        environment |= {"NPROC_PER_NODE": str(self.world // self.nodes), "OMP_NUM_THREADS": "1"}
         self.out.parent.mkdir(parents=True, exist_ok=True)
+        if self.nodes > 1:
+            self.memory(node).mkdir(exist_ok=True)
+            environment |= {"NNODES": str(self.nodes), "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1"}
+            environment |= {"MASTER_PORT": str(self._port), "CAMPAIGN_MEMORY": str(self.memory(node))}
+        arguments = ["train", self.recipe, f"out={self.out}", *COMMON, *self.overrides, *more]
         with open(f"{self.out}.log", "ab") as log:
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("live_launch.py")), *arguments],
                 env=environment,
                 stdout=log,
@@ -70,9 +100,11 @@ class Live:
             )
 
     def wait(self) -> int:
-        """Wait until it ends -> its status."""
+        """Wait until it ends -> its status, which all nodes have."""
+        until = time.monotonic() + ENDS_S
         try:
-            return self.process.wait(ENDS_S)
+            (status,) = {each.wait(max(0.0, until - time.monotonic())) for each in self.launchers}
+            return status
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the run did not end in {ENDS_S:g} s:\n{self.said[-3000:]}") from None
         finally:
@@ -80,9 +112,14 @@ class Live:
 
     def kill(self) -> None:
         """End what is left of it."""
+        for each in self.launchers:
+            self._kill(each)
+
+    @staticmethod
+    def _kill(launcher: subprocess.Popen[bytes]) -> None:
         with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
 
     @property
     def said(self) -> str:
@@ -142,7 +179,7 @@ class Live:
 def live(recipe: str, out: Path, layout: str, what: Mapping[str, Any] | None = None, *overrides: str) -> Live:
     """Return a run of a layout."""
     world, own = LAYOUTS[layout]
-    return Live(recipe, out, [*own, *overrides], world, what or {})
+    return Live(recipe, out, [*own, *overrides], world, what or {}, 2 if layout == TWO_NODES else 1)
 
 
 def calm(recipe: str, folder: Path, layout: str) -> dict[str, bytes]:

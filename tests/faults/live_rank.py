@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from megacore.rank import Here
+from megacore.recovery.memory_checkpoints import MemoryCheckpoints
 from megacore.recovery.protection import protection
+from megacore.training import build
 from megacore.training.main import main
 from megacore.training.step import Phase
 from megacore.training.trainer import Callback, Trainer
 
-VARIABLE = "CAMPAIGN"
+VARIABLE, MEMORY = "CAMPAIGN", "CAMPAIGN_MEMORY"
 
 
 class Happens(Callback):
@@ -58,7 +60,11 @@ if __name__ == "__main__":
     what = json.loads(os.environ.get(VARIABLE) or "{}")
     here = Here.now()
     pids = Path(next(each for each in sys.argv if each.startswith("out=")).removeprefix("out=")) / "pids"
-    status = main(sys.argv[1:], [Happens(what, pids), *protection(here)])
+    if MEMORY in os.environ:  # on machines of their own they have it at the same path
+        build._agree = lambda *_: None  # type: ignore[assignment]
+    guards = [each for each in protection() if not isinstance(each, MemoryCheckpoints)]
+    memory = MemoryCheckpoints(Path(os.environ[MEMORY])) if MEMORY in os.environ else MemoryCheckpoints()
+    status = main(sys.argv[1:], [Happens(what, pids), *guards, memory])
     if here.rank in what.get("abort", ()):
         os.abort()
     sys.exit(status)

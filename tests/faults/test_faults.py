@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from engine import RECIPE, write_recipe
-from live import LAYOUTS, Live, calm, live
+from live import LAYOUTS, TWO_NODES, Live, calm, live
 
 ROTATION = int(os.environ.get("MEGACORE_ROTATION", "0"))
 KILLS = 300
@@ -38,8 +38,10 @@ def disturb(run: Live, draw: random.Random, kills: int) -> int:
         ranks = [pid for rank in range(run.world) if (pid := run.pid(rank))]
         if not ranks:
             continue
-        kind = draw.choice(["one", "one", "one", "two", "all", "launcher"])
-        if kind == "launcher" and launches < 3:
+        kind = draw.choice(["one", "one", "one", "two", "all", "launcher", *["node"] * (run.nodes > 1)])
+        if kind == "node":
+            run.lose(draw.randrange(run.nodes))
+        elif kind == "launcher" and launches < 3:
             run.kill()
             launches += 1
             run.start("checkpoint.resume=auto")
@@ -76,6 +78,19 @@ def test_random_kills_leave_no_trace(recipe: str, cache: Path, tmp_path: Path) -
 @pytest.mark.parametrize("seed", range(KILLS // EACH))
 def test_many_random_kills_leave_no_trace(recipe: str, cache: Path, tmp_path: Path, seed: int) -> None:
     survives(recipe, cache, tmp_path / "run", [*LAYOUTS][seed % len(LAYOUTS)], 1000 + seed, EACH)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_is_lost_takes_nothing_along(recipe: str, cache: Path, tmp_path: Path, node: int) -> None:
+    """The second one, or the one that the others meet at: its memory is gone, and its partner has a copy."""
+    run = live(recipe, tmp_path / "run", TWO_NODES, {"slow": {"forward": {"every": 0.2}}}, "recovery.overhead=0.5")
+    with run.running():
+        run.until(lambda: run.step >= 8)
+        run.lose(node)
+        assert run.wait() == 0, run.said[-4000:]
+    assert run.state() == calm(recipe, cache, TWO_NODES), run.said[-4000:]
+    first, after = run.starts()
+    assert first == 0 and 0 < after < 10, "there is no checkpoint on disk before step 10"
 
 
 @pytest.mark.parametrize("layout", ["zero 1", "pp"])

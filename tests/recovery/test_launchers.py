@@ -106,7 +106,7 @@ def test_from_python_a_run_is_protected_too(tmp_path: Path) -> None:
 
 
 def protected(recipe: str, overrides: list[str], root: Path) -> int:
-    return engine.fit(recipe, overrides, [Beats(), Pause(), MemoryCheckpoints(2, root)])
+    return engine.fit(recipe, overrides, [Beats(), Pause(), MemoryCheckpoints(root)])
 
 
 @pytest.mark.parametrize(

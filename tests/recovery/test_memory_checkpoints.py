@@ -75,7 +75,7 @@ def live(recipe: str, overrides: list[str], root: Path, at: int = 0, pauses: boo
     node = min(node, world)
     root = root / f"machine-{rank // node}"
     root.mkdir(exist_ok=True)
-    memory, ends = MemoryCheckpoints(node, root), Ends(at, pauses)
+    memory, ends = MemoryCheckpoints(root), Ends(at, pauses)
     here = Here(rank, world, rank % node, node, True)
     # Machines of one name each have it at the same path.
     with mock.patch.object(build, "_agree"):
@@ -132,7 +132,7 @@ def test_it_goes_on_with_other_ranks(
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_a_pause_loses_nothing_where_memory_keeps_nothing(recipe: str, tmp_path: Path, in_memory: bool) -> None:
     run, ends = [f"out={tmp_path / 'run'}", *QUIET, "checkpoint.every=100"], Ends(3, pauses=True)
-    engine.fit(recipe, run, [MemoryCheckpoints(1, tmp_path), ends] if in_memory else [ends])
+    engine.fit(recipe, run, [MemoryCheckpoints(tmp_path), ends] if in_memory else [ends])
     on_disk = checkpoints.complete(tmp_path / "run" / checkpoints.FOLDER)
     assert [*on_disk] == ([] if in_memory else [3])
 
@@ -279,7 +279,7 @@ def test_a_run_whose_folder_is_another_s_goes_on_without(
 ) -> None:
     (tmp_path / f"megacore-{os.geteuid()}").mkdir()
     (tmp_path / f"megacore-{os.geteuid()}").chmod(0o777)
-    memory = MemoryCheckpoints(1, tmp_path)
+    memory = MemoryCheckpoints(tmp_path)
     assert engine.fit(recipe, [f"out={tmp_path / 'run'}", *QUIET], [memory]) == 6 and memory.folder is None
     assert "No checkpoints are kept in memory" in capfd.readouterr().out
 
@@ -306,7 +306,7 @@ def test_without_room_a_run_says_so_and_goes_on(
     lack: str, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(memory_checkpoints, lack, lambda *_: 1000)
-    assert engine.fit(recipe, [f"out={tmp_path / 'run'}", *QUIET], [MemoryCheckpoints(1, tmp_path)]) == 6
+    assert engine.fit(recipe, [f"out={tmp_path / 'run'}", *QUIET], [MemoryCheckpoints(tmp_path)]) == 6
     assert capfd.readouterr().err.count("No checkpoints are kept in memory: they need ") == 1
 
 
@@ -328,7 +328,7 @@ def test_it_saves_as_seldom_as_its_cost_demands(recipe: str, tmp_path: Path) -> 
         now += 1.0
         return now
 
-    memory = MemoryCheckpoints(1, tmp_path, clock)
+    memory = MemoryCheckpoints(tmp_path, clock)
     plain = save.Saver.save
 
     def noted(saver: save.Saver, step: int, document: Mapping[str, Any]) -> None:
