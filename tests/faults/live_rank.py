@@ -2,23 +2,28 @@
 
 {"slow": {"forward": {"2": 3.0}}, "rank": 1}     3 s in the forward of step 2, on rank 1
 {"abort": [1]}                                   rank 1 aborts at its very end, after it has left its group
-{"die": {"7": 1}, "once": "FILE"}                rank 1 kills itself in step 7, unless FILE is there, which it makes
+{"die": {"7": 1}, "once": "FILE"}                rank 1 kills itself in step 7, unless FILE says that it has
+{"flip": {"7": 1}, "seed": 3, "once": "FILE"}    a bit of what rank 1 holds flips before step 7, likewise
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megacore.rank import Here
 from megacore.recovery.memory_checkpoints import MemoryCheckpoints
 from megacore.recovery.protection import protection
 from megacore.training import build
+from megacore.training.callbacks.replicas import held
 from megacore.training.main import main
 from megacore.training.step import Phase
 from megacore.training.trainer import Callback, Trainer
@@ -39,14 +44,24 @@ class Happens(Callback):
 
     def on_step_begin(self, run: Trainer) -> None:
         (self._pids / f"step-{run.mesh.rank}").write_text(str(run.step))
-        rank = self._what.get("die", {}).get(str(run.step))
-        if rank == run.mesh.rank:
-            with open(self._what["once"], "a+") as file:
-                file.seek(0)
-                if str(run.step) not in file.read().split():
-                    file.write(f"{run.step} ")
-                    file.flush()
-                    os.kill(os.getpid(), signal.SIGKILL)
+        if self._is_due(run, "die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._is_due(run, "flip"):
+            draw = random.Random(self._what["seed"])
+            whole = [each for _, _, each in held(run) if isinstance(each, torch.Tensor) and each.numel()]
+            flat = draw.choice([each for each in whole if each.is_contiguous()]).view(torch.uint8).view(-1)
+            flat[draw.randrange(len(flat))] ^= 1 << draw.randrange(8)
+
+    def _is_due(self, run: Trainer, what: str) -> bool:
+        """Return whether something is to happen to this rank in this step, which has not happened yet."""
+        if self._what.get(what, {}).get(str(run.step)) != run.mesh.rank:
+            return False
+        with open(self._what["once"], "a+") as file:
+            file.seek(0)
+            if str(run.step) in file.read().split():
+                return False
+            file.write(f"{run.step} ")
+        return True
 
     def on_phase(self, run: Trainer, phase: Phase) -> None:
         step = run.step + (phase == "data")

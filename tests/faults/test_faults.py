@@ -110,6 +110,21 @@ def test_a_restart_goes_on_from_memory(recipe: str, cache: Path, tmp_path: Path,
     assert not list(Path("/dev/shm").glob(f"megacore-*/{known}"))
 
 
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("seed", [pytest.param(n, marks=() if n < 1 else pytest.mark.grid) for n in range(8)])
+@pytest.mark.parametrize("layout", ["dp", "zero 1", "tp pp"])
+def test_a_bit_that_flips_leaves_no_trace(recipe: str, cache: Path, tmp_path: Path, layout: str, seed: int) -> None:
+    """It is found before anything is kept that was built on it, and all go back."""
+    what = {"flip": {"17": 1}, "seed": ROTATION + seed, "once": str(tmp_path / "once")}
+    watched = ["recovery.checksums=0.99", "recovery.compare_every=5", "recovery.overhead=0.5"]
+    run = live(recipe, tmp_path / "run", layout, what | {"slow": {"forward": {"every": 0.05}}}, *watched)
+    with run.running():
+        assert run.wait() == 0, run.said[-3000:]
+    assert run.state() == calm(recipe, cache, layout), run.said[-3000:]
+    (incident,) = run.incidents
+    assert (incident.kind, incident.action) == ("corrupted", "restart"), incident
+
+
 def test_a_step_that_ends_the_run_again_and_again_is_given_up(recipe: str, tmp_path: Path) -> None:
     run = live(recipe, tmp_path / "run", "dp", {"die": {"2": 1}, "once": os.devnull}, "recovery.max_restarts=2")
     with run.running():
