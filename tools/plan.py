@@ -416,6 +416,12 @@ def _beside(x: Overheads) -> Iterator[str]:
             f"{_gb(save.busiest)} GB of a rank and {_gb(save.busiest_node)} GB of a node: {save.seconds:,.1f} s{each}",
         ),
         (
+            "memory",
+            "no checkpoints are kept there (recovery.memory)"
+            if x.in_memory is None
+            else f"{_gb(x.in_memory)} GB of a node's memory for checkpoints there, a copy of the state among them",
+        ),
+        (
             "resume",
             f"{_gb(resume.read)} GB are read, {resume.read / resume.size:.2f} times what there is, at most "
             f"{_gb(resume.busiest)} GB by a rank, and {_gb(resume.received)} GB sent to it: {resume.seconds:,.1f} s",

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megacore import levels, open_files
+from megacore.checkpoints import KEPT_IN_MEMORY
 from megacore.config import Config
 from megacore.data.batches import HELD, Batches
 from megacore.data.blend import Blend
@@ -151,13 +152,16 @@ class Connections:
 
 @dataclass(frozen=True)
 class Overheads:
-    """All of it. ``data`` is None where it is of examples, whose number is known when they are prepared."""
+    """All of it. ``data`` is None where it is of examples, whose number is known when they are prepared; ``in_memory``
+    has the bytes of memory that a node needs for checkpoints in memory, None where there are none: the newest of its
+    own ranks and of its partner's, and a copy of the state that they are written from."""
 
     ranks: int
     nodes: int
     storage: Storage
     start: StartUp
     save: Save
+    in_memory: int | None
     resume: Resume
     data: Data | None
     connections: Connections
@@ -174,13 +178,16 @@ class Overheads:
             storage: The storage of its checkpoints.
         """
         world, per_node = setting.layout.mesh.world, cluster.device.per_node
-        every = config.checkpoint.every
+        every, nodes = config.checkpoint.every, -(-world // per_node)
+        save = _save(setting, per_node, storage, every * time.total if every else None)
+        copies = 1 + KEPT_IN_MEMORY * (1 if nodes == 1 else 2)
         return cls(
             world,
-            -(-world // per_node),
+            nodes,
             storage,
             start_up(setting, per_node),
-            _save(setting, per_node, storage, every * time.total if every else None),
+            save,
+            copies * save.busiest_node if config.recovery.memory else None,
             _resume(setting, cluster, storage),
             None if config.data.train and config.data.train[0].has_examples else _data(config, setting),
             _connections(setting, per_node),

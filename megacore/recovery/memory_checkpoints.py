@@ -25,7 +25,7 @@ from io import FileIO
 from pathlib import Path
 
 from megacore import checkpoints
-from megacore.checkpoints import AUTO
+from megacore.checkpoints import AUTO, KEPT_IN_MEMORY
 from megacore.config import Config
 from megacore.control import Control
 from megacore.recovery import partners
@@ -50,7 +50,6 @@ MEMORY = Path("/dev/shm")
 """The file system that lies in memory."""
 RUN_ID = "run.id"
 """The file in the folder of a run that says which folder in memory is its."""
-KEPT = 2
 LEFTOVER_S = 3600.0
 """Seconds after which the folder of a run without a process is removed by the next run on the machine."""
 RETRY_S = 300.0
@@ -279,7 +278,11 @@ class MemoryCheckpoints(Callback):
         control, world = run.control, run.mesh.shape.world
         several = self._node < world
         saver = Saver(
-            self.folder, run.contents, control, Retention(KEPT, 0, ahead=True), self._node if several else None
+            self.folder,
+            run.contents,
+            control,
+            Retention(KEPT_IN_MEMORY, 0, ahead=True),
+            self._node if several else None,
         )
         try:
             lacks = control.exchange(self._lack(saver.bytes, world) if self._is_first(control) else None)
@@ -298,7 +301,7 @@ class MemoryCheckpoints(Callback):
         which they are written; None where there is."""
         assert self.folder is not None
         here = whole * min(self._node, world) // world
-        files, free = KEPT * here * (2 if self._node < world else 1), free_memory()
+        files, free = KEPT_IN_MEMORY * here * (2 if self._node < world else 1), free_memory()
         with suppress(OSError):
             there = sum(path.stat().st_blocks * 512 for path in self.folder.rglob("*") if path.is_file())
             if (room := free_bytes(self.folder) + there) < files:

@@ -100,6 +100,7 @@ def test_a_run_makes_writes_and_reads_what_the_plan_says(overrides: list[str], p
     assert save.busiest == max(each.written for each in seen)
     assert save.writers == sum(each.files > 0 for each in seen) == 4
     assert save.busiest_node == max(seen[0].written + seen[1].written, seen[2].written + seen[3].written)
+    assert plan.in_memory == 5 * save.busiest_node, "two of its own, two of its partner, and a copy"
     checkpoint = Checkpoint.open(tmp_path / "run/checkpoints/step-00000003")
     assert len(checkpoint.index.files) == save.files
     assert 0 <= sum(file.size for file in checkpoint.index.files.values()) - save.size < 4096 * save.files  # headers
