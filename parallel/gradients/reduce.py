@@ -467,14 +467,17 @@ def norm_of(squares: Tensor, number: int, dtype: torch.dtype, mesh: Mesh) -> Ten
     """Return the root of the sum over all ranks, in the dtype of the gradients or fp32: whoever holds which part of the
     gradient, it is the same number, bit for bit but for one step in millions.
 
-    On CPUs the number of the sum, which is another each time, goes with it: gloo takes a message of another sum, from a
-    rank that has left one out, for what it waits for, and this one is the commit of a step.
+    The number of the sum, which is another each time, goes with it, for this message is the commit of a step. gloo takes
+    one of another sum, from a rank that has left one out, for what it waits for: that is an error. What is queued on a
+    GPU behind a message that was aborted still runs: there the norm is then no number, and the device leaves the update
+    out.
     """
-    on_host = mesh.device.type == "cpu"
-    squares = torch.stack([squares, torch.full_like(squares, number)]) if on_host else squares.clone()
-    total = all_reduce_(squares, mesh.world)
-    if on_host:
-        total, numbers = total.unbind()
-        if numbers.item() != number * mesh.shape.world:
+    summed = all_reduce_(torch.stack([squares, torch.full_like(squares, number)]), mesh.world)
+    total, numbers = summed.unbind()
+    whole = numbers == number * mesh.shape.world
+    if mesh.device.type == "cpu":
+        if not whole:
             raise RuntimeError("another rank was at another message than the norm of the gradient: nobody has that")
+    else:
+        total = torch.where(whole, total, math.nan)
     return total.sqrt().to(torch.promote_types(dtype, torch.float32))

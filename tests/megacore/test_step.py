@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from parallel.gradients.reduce import Gradients
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh
 from parallel.pipeline.run import Pipeline
+from parallel.weights.layout import MeshShape
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS = [pytest.param(LLAMA, id="llama"), pytest.param(GPT2 | NO_DROPOUT, id="gpt2")]
@@ -197,3 +199,17 @@ def test_a_message_of_another_sum_is_no_norm(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RuntimeError, match="another rank was at another message"):
         gradients.norm(squares)
     assert squares == 4.0
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_on_a_gpu_a_message_that_was_cut_makes_the_norm_no_number(monkeypatch: pytest.MonkeyPatch, cut: bool) -> None:
+    """What is queued behind it still runs, and the device leaves the update out: nobody waits for the host. A message
+    that was aborted leaves what was there before, or the sum of some ranks."""
+
+    def all_reduce_(x: torch.Tensor, *_: object) -> torch.Tensor:
+        return x if cut else 2 * x
+
+    monkeypatch.setattr(reduce, "all_reduce_", all_reduce_)
+    gpu = SimpleNamespace(device=torch.device("cuda"), world=None, shape=MeshShape(dp=2))
+    norm = reduce.norm_of(torch.tensor(2.0, dtype=torch.float64), 7, torch.float32, gpu)  # type: ignore[arg-type]
+    assert torch.isnan(norm) if cut else norm == 2.0

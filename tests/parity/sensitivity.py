@@ -539,8 +539,8 @@ FAULTS = (
     fault(
         "each rank clips by its own norm",
         "norm_of",
-        "all_reduce_(squares, mesh.world)",
-        "torch.stack([squares[0], all_reduce_(squares.clone(), mesh.world)[1]])",  # the number of the sum goes along
+        "total, numbers = summed.unbind()",
+        "total, numbers = squares, summed[1]",
         *layout("llama-pp2"),
     ),
     fault(
@@ -1459,6 +1459,28 @@ FAULTS = (
         "(virtual, place.dp, place.ep, place.cp, place.tp)",
         "(virtual, place.dp, place.ep, place.tp)",
         "test_with_heads_dropout_repeats_and_each_rank_has_masks_of_its_own",
+        "test_no_two_ranks_of_an_axis_draw_a_mask[cp]",
+    ),
+    fault(
+        "ranks of ep drop the same",
+        "Decoder.chunk",
+        "(virtual, place.dp, place.ep, place.cp, place.tp)",
+        "(virtual, place.dp, place.cp, place.tp)",
+        "test_no_two_ranks_of_an_axis_draw_a_mask[ep]",
+    ),
+    fault(
+        "the balance of a sequence is that of the half which a rank of cp has",
+        "Balance._toward",
+        "self.mesh.along('cp', 'tp')",
+        "self.mesh.tp",
+        "test_an_axis_meets_a_feature[cp-balance of sequences]",
+    ),
+    fault(
+        "the norm of a message that was cut is a number on a GPU",
+        "norm_of",
+        "total = torch.where(whole, total, math.nan)",
+        "pass",
+        "test_on_a_gpu_a_message_that_was_cut_makes_the_norm_no_number[True]",
     ),
     fault(
         "checkpoints of cp hold what one of its ranks has",
