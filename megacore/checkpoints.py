@@ -29,7 +29,7 @@ AUTO = "auto"
 """Instead of a checkpoint to resume from: the newest one of the run's own folder, if it has one."""
 
 KEPT_IN_MEMORY = 2
-"""Of checkpoints in memory so many stay: one is whole while the next one is written."""
+"""The checkpoints that stay in memory: one is whole while the next one is written."""
 
 DAMAGED = f"{INDEX}.damaged"
 """The name of the index of what was set aside in an object store."""

@@ -467,8 +467,8 @@ def norm_of(squares: Tensor, number: int, dtype: torch.dtype, mesh: Mesh) -> Ten
     """Return the root of the sum over all ranks, in the dtype of the gradients or fp32: whoever holds which part of the
     gradient, it is the same number, bit for bit but for one step in millions.
 
-    The number of the sum, which is another each time, goes with it, for this message is the commit of a step. gloo takes
-    one of another sum, from a rank that has left one out, for what it waits for: that is an error. What is queued on a
+    The number of the sum, which is another each time, goes with it: this message is the commit of a step. gloo takes
+    one of another sum, from a rank that has left one out, for what it waits for, which is an error. What is queued on a
     GPU behind a message that was aborted still runs: there the norm is then no number, and the device leaves the update
     out.
     """
