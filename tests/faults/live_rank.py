@@ -76,7 +76,7 @@ if __name__ == "__main__":
     here = Here.now()
     pids = Path(next(each for each in sys.argv if each.startswith("out=")).removeprefix("out=")) / "pids"
     if MEMORY in os.environ:  # on machines of their own they have it at the same path
-        build._agree = lambda *_: None  # type: ignore[assignment]
+        build._agree = lambda *_: None
     guards = [each for each in protection() if not isinstance(each, MemoryCheckpoints)]
     memory = MemoryCheckpoints(Path(os.environ[MEMORY])) if MEMORY in os.environ else MemoryCheckpoints()
     status = main(sys.argv[1:], [Happens(what, pids), *guards, memory])
