@@ -462,6 +462,8 @@ class LogConfig:
     """A project of Weights & Biases."""
     peak_tflops: Annotated[Float, ABOVE_0] | None = None
     """The peak of one device, where its own table or measurement is not wanted."""
+    profile: Annotated[Int, AT_LEAST_0] = 0
+    """The step that torch's profiler records, with the one after it, into `profiles/` of the run's folder; 0: none."""
 
 
 # A recipe's `model=null` is no key: the model is the checkpoint's that the run starts from.

@@ -28,6 +28,7 @@ from megacore.training.callbacks.evaluation import Evaluation
 from megacore.training.callbacks.garbage import Garbage
 from megacore.training.callbacks.incidents import Incidents
 from megacore.training.callbacks.metrics import Metrics
+from megacore.training.callbacks.profile import Profile
 from megacore.training.callbacks.recompute import Recompute
 from megacore.training.callbacks.repeat_steps import RepeatSteps
 from megacore.training.callbacks.replicas import Replicas
@@ -125,7 +126,7 @@ def _callbacks(
     made += [checkpoints_on_disk]
     if setup.corpora.validation:
         made.append(Evaluation(_batches(setup, setup.corpora.validation, mesh, model)))
-    return [*made, Garbage(), FinalReport()]
+    return [*made, Garbage(), Profile(), FinalReport()]
 
 
 def _model(setup: Setup, layout: Layout, mesh: Mesh, control: Control) -> Model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -114,11 +115,12 @@ def asked(recipe: str, overrides: list[str], key: str) -> tuple[int, bool, bool]
 
 
 @pytest.mark.parametrize("key", ["stop", "pause"])
-def test_one_rank_ends_all_and_only_a_stop_is_kept_on_disk(pool: Pool, recipe: str, tmp_path: Path, key: str) -> None:
+def test_one_rank_ends_all_and_what_they_have_come_to_is_kept(
+    pool: Pool, recipe: str, tmp_path: Path, key: str
+) -> None:
     found = pool.run(2, asked, recipe, [f"out={tmp_path / 'run'}", *QUIET], key)
     assert found == [(2, key == "stop", key == "pause")] * 2
-    kept = checkpoints.complete(checkpoints.folder_of(tmp_path / "run"))
-    assert [*kept] == ([2] if key == "stop" else [])
+    assert [*checkpoints.complete(checkpoints.folder_of(tmp_path / "run"))] == [2], "there is no memory that keeps it"
 
 
 def others(recipe: str, overrides: list[str]) -> str:
@@ -140,3 +142,12 @@ def test_all_hear_of_an_error_which_says_its_step(recipe: str, tmp_path: Path) -
         made.fit()
     assert error.value.__notes__ == ["at step 2"]
     assert before.heard[-1] == behind.heard[-1] == ("mine", 2)
+
+
+def test_two_steps_are_profiled_on_the_first_replica(pool: Pool, recipe: str, tmp_path: Path) -> None:
+    overrides = [f"out={tmp_path}", "mesh.tp=2", "train.steps=5", "log.profile=3", "batch.global_size=4"]
+    pool.run(4, engine.train, recipe, overrides)
+    traces = sorted((tmp_path / "profiles").iterdir())
+    assert [each.name for each in traces] == ["step-3-rank-0.json", "step-3-rank-1.json"]
+    names = [each.get("name", "") for each in json.loads(traces[0].read_text())["traceEvents"]]
+    assert any("all_reduce" in name or "allreduce" in name for name in names) and "aten::mm" in names
