@@ -30,6 +30,8 @@ STEPS = 20
 """The steps, and looks at them, for which it must be."""
 SHARE = 0.1
 """The weight of a look in the moving averages."""
+FIRST = 5
+"""The looks whose median they begin with: in the first step a rank may wait for what it does once."""
 
 
 @dataclass
@@ -38,6 +40,7 @@ class _Rank:
     looks in a row that it was above the median, and whether that was told."""
 
     last: Reading
+    first: list[dict[str, float]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     above: int = 0
     named: bool = False
@@ -52,14 +55,17 @@ class _Rank:
         for phase, cause in CAUSES.items():
             spent[cause] += reading.busy.get(phase, 0.0) - self.last.busy.get(phase, 0.0)
         if steps < 0:  # they are done again
-            self.last, self.seconds, self.above = reading, {}, 0
+            self.last, self.first, self.seconds, self.above = reading, [], {}, 0
         if steps <= 0:
             return False
-        total = self.total or sum(spent.values()) / steps
-        for cause, seconds in spent.items():
-            before = self.seconds.setdefault(cause, seconds / steps)
-            # A rank that was stopped once, or waited for a disk, is none: one look tells no more than twice the usual.
-            self.seconds[cause] = before + SHARE * min(seconds / steps - before, total)
+        each, total = {cause: seconds / steps for cause, seconds in spent.items()}, self.total
+        if len(self.first) < FIRST:
+            self.first.append(each)
+            self.seconds = {cause: statistics.median(look[cause] for look in self.first) for cause in each}
+        else:  # a rank that was stopped once, or waited for a disk, is none: one look tells no more than twice the usual
+            self.seconds = {
+                cause: before + SHARE * min(each[cause] - before, total) for cause, before in self.seconds.items()
+            }
         self.last = reading
         return True
 

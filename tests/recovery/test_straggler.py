@@ -62,6 +62,13 @@ def test_who_is_little_slower_or_not_for_long_is_not_named() -> None:
     assert not told(shape, 300, busy)
 
 
+def test_who_has_waited_long_in_its_first_steps_is_not_named() -> None:
+    shape = MeshShape(dp=4)
+    busy = series(shape, 300, 0.1)
+    busy["data"][1:3, 2] += 2.0
+    assert not told(shape, 300, busy)
+
+
 def test_who_is_slow_again_is_named_again() -> None:
     busy = series(MeshShape(dp=2), 600)
     busy["forward"][100:200, 1] += 0.2
