@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -15,6 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from megacore import checkpoints, incidents
 from megacore.training import metrics
@@ -183,9 +186,19 @@ def live(recipe: str, out: Path, layout: str, what: Mapping[str, Any] | None = N
 
 
 def calm(recipe: str, folder: Path, layout: str) -> dict[str, bytes]:
-    """Return the state at the end of the undisturbed run of a layout."""
+    """Return the state at the end of the undisturbed run of a layout, which all workers of a session share."""
     run = live(recipe, folder / layout.replace(" ", "-"), layout)
-    if not run.out.exists():
-        run.start()
-        assert run.wait() == 0, run.said
+    with (folder / f"{run.out.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not run.out.exists():
+            run.start()
+            assert run.wait() == 0, run.said
     return run.state()
+
+
+def shared_folder(factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of all workers of a session."""
+    mine = factory.getbasetemp()
+    folder = (mine.parent if "PYTEST_XDIST_WORKER" in os.environ else mine) / "undisturbed"
+    folder.mkdir(exist_ok=True)
+    return folder

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from engine import RECIPE, write_recipe
-from live import LAYOUTS, TWO_NODES, Live, calm, live
+from live import LAYOUTS, TWO_NODES, Live, calm, live, shared_folder
 
 ROTATION = int(os.environ.get("MEGACORE_ROTATION", "0"))
 KILLS = 300
@@ -27,7 +27,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("undisturbed")
+    return shared_folder(tmp_path_factory)
 
 
 def disturb(run: Live, draw: random.Random, kills: int) -> int:

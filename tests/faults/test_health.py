@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from engine import RECIPE, write_recipe
-from live import LAYOUTS, Live, calm, live
+from live import LAYOUTS, Live, calm, live, shared_folder
 
 ROTATION = int(os.environ.get("MEGACORE_ROTATION", "0"))
 
@@ -31,7 +31,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("undisturbed")
+    return shared_folder(tmp_path_factory)
 
 
 def ends_well(run: Live, recipe: str, cache: Path, layout: str) -> None:
