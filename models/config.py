@@ -216,6 +216,12 @@ class ModelConfig(ABC):
         return made
 
     @classmethod
+    def as_written(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a ``config.json`` with those spellings that transformers takes for something else
+        replaced, and what is said whatever was read."""
+        return {**raw, **cls.written}
+
+    @classmethod
     def override(cls, base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
         """Return a ``config.json`` with some fields replaced."""
         return {**base, **fields}

@@ -91,7 +91,7 @@ def config_json(raw: Mapping[str, Any]) -> bytes:
     """
     kind = family(raw["model_type"]).config
     raw = {key: value for key, value in raw.items() if key not in CODE}
-    return _json({**raw, **kind.written, "architectures": raw.get("architectures") or [kind.architecture]})
+    return _json({**kind.as_written(raw), "architectures": raw.get("architectures") or [kind.architecture]})
 
 
 def with_dtype(raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:
