@@ -493,8 +493,8 @@ def _flat_names(config: Mapping[str, Any], kinds: Kinds) -> set[str]:
 def _without_flat(config: Mapping[str, Any], kinds: Kinds) -> Mapping[str, Any]:
     """Return a config.json in one of the other spellings, where ``rope_parameters`` are flat.
 
-    Beside nested ones the flat ones say nothing: transformers 5.23 writes both after it has read flat ones, and computes
-    by the nested ones.
+    Beside nested ones the flat ones say nothing: transformers 5.23 writes both after it has read flat ones, and
+    computes by the nested ones.
     """
     flat = _flat_names(config, kinds)
     if not flat:
