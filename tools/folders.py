@@ -140,10 +140,10 @@ def carry_out(plan: FolderPlan, source: Path, target: Path, arguments: argparse.
             say(f"{file.path}  {file.size:,} bytes, {len(file.tensors)} tensors")
         say(f"{plan.size:,} bytes would be written to {target}")
     else:
-        files = len([*plan.files])
+        number = len([*plan.files])
         say(
             f"{target}: {plan.kind}, {plan.schema.parameters:,} parameters and {plan.size:,} bytes in "
-            f"{files} file{'s' * (files > 1)} of weights"
+            f"{number} file{'s' * (number > 1)} of weights"
         )
 
 

@@ -39,7 +39,7 @@ class FolderPlan:
     """The contents of a folder that is to be written.
 
     Args:
-        kind: What the folder is, in words.
+        kind: The kind of folder, in words.
         schema: The schema of the model.
         states: {state: its files}.
         texts: (fingerprints of each file) -> {path: content} of the small files.

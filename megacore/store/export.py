@@ -72,7 +72,7 @@ def export_files(tensors: Iterable[Stored], dtypes: Mapping[str, str], max_shard
     """Return the weight files, in the order of the family's table.
 
     Args:
-        tensors: What they hold.
+        tensors: The tensors that they hold.
         dtypes: {Hugging Face's tensor name: safetensors dtype}.
         max_shard_bytes: The most that the tensors of a file take; a larger tensor has a file of its own.
     """
