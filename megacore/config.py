@@ -186,6 +186,8 @@ class DataConfig:
     """The seed of the order of the samples."""
     within_documents: Bool = False
     """Whether attention stays within documents; examples are always kept apart."""
+    allow_changed: Bool = False
+    """Whether a run goes on where a corpus holds other tokens than it was trained on, under the same name."""
 
 
 @dataclass(frozen=True, config=TYPED)

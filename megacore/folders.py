@@ -1,4 +1,5 @@
-"""The folder of an agent for temporary files, and those that agents which were killed have left. No torch.
+"""The folder of an agent for temporary files, those that killed agents have left, and that of what torch compiles.
+No torch.
 
 They lie in one folder for each user. Others may make files of any name beside it, so that nothing is opened before it
 is known to be this user's own.
@@ -33,6 +34,16 @@ def temporary_folder() -> Iterator[Path]:
         fcntl.flock(file, fcntl.LOCK_EX)
         Path(file.name).rename(Path(made, HELD))  # not before: nobody finds it without its lock
         yield Path(made)
+
+
+def compiled(out: Path) -> Path:
+    """Return the folder for what torch compiles, which it runs when it finds it again. Its own choice is a name in the
+    folder for temporary files that anybody can know, and make first.
+
+    Args:
+        out: The folder of the run, in which it is where another user has taken the name of this one's.
+    """
+    return (_own_folder() or out) / "torchinductor"
 
 
 def _own_folder() -> Path | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import math
 import os
 import re
@@ -15,7 +16,7 @@ import resource
 import signal
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing import Pipe
@@ -23,7 +24,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
+
 from parallel import limits
+
+_ARRAY = "array"
+_ARRAYS = ("int32", "int64", "bool")
+"""The kinds of numbers of the arrays that are passed."""
 
 
 class GuardError(ValueError):
@@ -32,6 +39,9 @@ class GuardError(ValueError):
 
 class Guard:
     """An object in a process of its own, whose methods are called from here. What they take and give is copied.
+
+    What they give is JSON (tuples come as lists) and arrays of numbers, and is read as no more than that: whoever has
+    taken over the other process has nothing here.
 
     The process is a fork, so that what is imported here need not be imported again. It is safe beside other threads
     while what it serves uses none of their locks; it serves tokenizers, and never torch. It ends with this object, and
@@ -74,12 +84,14 @@ class Guard:
             # The time of computing is limited there, whatever else the machine has to do. This is the last resort.
             if not self._connection.poll(limits.PATIENCE):
                 raise self._ended(f"gives no answer within {limits.PATIENCE:,} s")
-            passed, value = self._connection.recv()
+            passed, value = _received(self._connection)
         except (EOFError, OSError) as error:
             raise self._ended(None) from error
+        except (LookupError, TypeError, ValueError, RecursionError, MemoryError) as error:
+            raise self._ended("gives what is no answer") from error
         if passed is None:
             return value
-        raise GuardError(value) if passed < 0 else self._passes[passed](value)
+        raise self._passes[passed](value) if passed in range(len(self._passes)) else GuardError(value)
 
     def _ended(self, reason: str | None) -> GuardError:
         status = self._end()
@@ -102,6 +114,26 @@ def _end(connection: Connection, process: int, owner: int) -> int | None:
             status = os.waitpid(process, 0)[1]
         return status
     return None
+
+
+def _received(connection: Connection) -> tuple[int | None, Any]:
+    """Receive what :func:`_parts` made, from a process that is not trusted."""
+    passed, value, arrays = json.loads(connection.recv_bytes(limits.MEMORY))
+    read = []
+    for name, size in arrays:
+        data = connection.recv_bytes(limits.MEMORY)
+        array = np.frombuffer(bytearray(data), _ARRAYS[_ARRAYS.index(name)])
+        if array.shape != (size,):
+            raise ValueError(f"{len(data)} bytes are no {size} numbers of {name}")
+        read.append(array)
+    return passed, _filled(value, read)
+
+
+def _filled(value: Any, arrays: Sequence[np.ndarray]) -> Any:
+    """Return a JSON value with the arrays in the places of their numbers."""
+    if isinstance(value, list):
+        return [_filled(each, arrays) for each in value]
+    return arrays[value[_ARRAY]] if isinstance(value, dict) else value
 
 
 def _too_much() -> str:
@@ -137,13 +169,29 @@ def _reply(connection: Connection, function: Callable[[], object], passes: tuple
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime) + limits.SECONDS)
     try:
-        reply: tuple[int | None, object] = None, function()
+        reply = _parts(None, function())
     except MemoryError:
-        reply = -1, _too_much()
+        reply = _parts(-1, _too_much())
     except BaseException as error:  # a panic of a library in Rust is no Exception
         known = next((index for index, kind in enumerate(passes) if isinstance(error, kind)), -1)
-        reply = known, limits.cut(str(error) or type(error).__name__)
-    connection.send(reply)
+        reply = _parts(known, limits.cut(str(error) or type(error).__name__))
+    for part in reply:
+        connection.send_bytes(part)
+
+
+def _parts(passed: int | None, value: object) -> list[bytes]:
+    """Return the messages of a reply: JSON, and the bytes of each array that stands in it by its number."""
+    arrays: list[np.ndarray] = []
+
+    def by_number(array: object) -> dict[str, int]:
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.name not in _ARRAYS:
+            raise TypeError(f"it gives a {type(array).__name__}, which is neither JSON nor an array of numbers")
+        arrays.append(array)
+        return {_ARRAY: len(arrays) - 1}
+
+    said = json.dumps(value, default=by_number)
+    kinds = json.dumps([(array.dtype.name, array.size) for array in arrays])
+    return [f"[{json.dumps(passed)}, {said}, {kinds}]".encode(), *(array.tobytes() for array in arrays)]
 
 
 def _shut_off(kept: int) -> None:

@@ -38,6 +38,8 @@ STORE = "MEGACORE_STORE"
 """The variable that names the place where ranks find each other: ``tcp://HOST:PORT/PREFIX``, a store that an agent
 hosts, in which every start of the ranks has a prefix of its own, or a file."""
 
+LAUNCHER = "MEGACORE_LAUNCHER"
+"""The variable that tells the process that ranks are forked from which process has started it."""
 BEGAN = "MEGACORE_BEGAN"
 """The variable that says when the launcher of a run began, in seconds since 1970."""
 

@@ -6,6 +6,7 @@ have the one value that is supported; anything else is an error that names it.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -135,6 +136,11 @@ class ModelConfig(ABC):
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
 
+    @classmethod
+    def base_architecture(cls) -> str:
+        """Return the name of transformers' class of the model without its head."""
+        return re.sub("(ForCausalLM|LMHeadModel)$", "Model", cls.architecture)
+
     @property
     def sizes(self) -> Mapping[str, int]:
         """Sizes of the axes of the weights' sentences."""
@@ -198,8 +204,7 @@ class ModelConfig(ABC):
         values, wrong = cls._read(config)
         problems += wrong
         readable = cls.readable()
-        given = {name for name, value in config.items() if value is not None}
-        for name in sorted(given - readable - HARMLESS - cls.harmless - set(cls.fixed) - set(_FIXED)):
+        for name in cls.unknown(config):
             problems.append(f"unknown field {name!r}{nearest(name, readable) or ', which may change the maths'}")
         missing = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
         problems += [f"field {name!r} is missing" for name in missing if name not in values]
@@ -214,6 +219,12 @@ class ModelConfig(ABC):
         if made.problems():
             raise ModelConfigError(cls.family, made.problems())
         return made
+
+    @classmethod
+    def as_written(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields of a ``config.json`` with those spellings that transformers takes for something else
+        replaced, and what is said whatever was read."""
+        return {**raw, **cls.written}
 
     @classmethod
     def override(cls, base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,6 +247,12 @@ class ModelConfig(ABC):
     def _write(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+    @classmethod
+    def unknown(cls, config: Mapping[str, Any]) -> list[str]:
+        """Return the fields of a ``config.json`` of which nobody knows whether they change the maths."""
+        given = {name for name, value in config.items() if value is not None}
+        return sorted(given - cls.readable() - HARMLESS - cls.harmless - set(cls.fixed) - set(_FIXED))
 
     @classmethod
     def readable(cls) -> set[str]:

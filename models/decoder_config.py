@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, ClassVar
 
 from models import rope_config
-from models.anatomy import ACTIVATIONS, ROPE, Anatomy, LayerAttention
+from models.anatomy import ACTIVATIONS, DRAWN, ROPE, Anatomy, LayerAttention
 from models.config import ModelConfig, positive, probabilities
 from models.rope_config import PLAIN, Convention, DefaultRope, Rope
 from models.table import Table
@@ -79,7 +79,7 @@ class DecoderConfig(ModelConfig):
             **({"head_dim": head_dim} if given else {}),
             "max_position_embeddings": positions,
             "pad_token_id": rng.choice((None, 5, -1)),
-            "hidden_act": rng.choice([*ACTIVATIONS]),
+            "hidden_act": rng.choice(DRAWN),
             **{each.name: rng.random() < 0.5 for each in fields(cls) if each.type == "bool"},
             **{each.name: rng.choice((1e-6, 1e-2)) for each in fields(cls) if "eps" in each.name},
             "rope_parameters": rope_config.draw(rng, head_dim, positions, cls.rope_convention),
@@ -138,7 +138,8 @@ class DecoderConfig(ModelConfig):
 
     def rope_problems(self) -> list[str]:
         """Return what is wrong with the rotary embeddings."""
-        return self.rope_parameters.problems(self.head_dim)
+        found = self.rope_parameters.problems(self.head_dim)
+        return found or (self.rope_parameters.odd_part(self.head_dim) if self.rope_convention.pairs else [])
 
     @classmethod
     def override(cls, base: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

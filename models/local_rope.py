@@ -50,6 +50,16 @@ class LocalRopeConfig(WindowedConfig):
         return {"rope_parameters": found[FULL], "local_rope": found[SLIDING]}
 
     @classmethod
+    def as_written(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Do as the base class; flat ``rope_parameters``, of which transformers 5.23 reads nothing, are nested."""
+        made = super().as_written(raw)
+        if not rope_config.is_flat(raw, cls.rope_kinds):
+            return made
+        keys = frozenset[str]().union(*(convention.keys for convention in cls.rope_kinds.values()))
+        nested = rope_config.by_kind_to_hugging_face(rope_config.by_kind(raw, cls.rope_kinds), cls.rope_kinds)
+        return {name: value for name, value in made.items() if name not in keys} | nested
+
+    @classmethod
     def _consumed(cls) -> set[str]:
         return super()._consumed().union(*(convention.keys for convention in cls.rope_kinds.values()))
 

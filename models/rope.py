@@ -37,7 +37,7 @@ def inverse_frequencies(rope: Rope, head_dim: int, sequence_length: int) -> tupl
     """
     if problems := rope.problems(head_dim):
         raise ValueError(f"rope_type {rope.rope_type!r}: " + "; ".join(problems))
-    dims = rope.turning(head_dim)
+    dims = rope.part(head_dim)
     match rope:
         case DefaultRope():
             return 1.0 / _positions_per_radian(rope.rope_theta, dims), 1.0
@@ -136,7 +136,7 @@ def _counting(rope: Rope, sequence_length: int) -> int:
 
 
 def _positions_per_radian(base: float, dims: int, count: int | None = None) -> Tensor:
-    """Return base ** (0/dims, 2/dims, 4/dims, ...): [count, or dims/2]."""
+    """Return base ** (0/dims, 2/dims, 4/dims, ...): [count, or dims/2, rounded up]."""
     stop = dims if count is None else 2 * count
     powers: Tensor = base ** (torch.arange(0, stop, 2, dtype=torch.float32) / dims)
     return powers

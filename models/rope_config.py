@@ -32,22 +32,37 @@ class Rope:
     rope_theta: float = 10000.0
     partial_rotary_factor: float = 1.0
 
-    def turning(self, head_dim: int) -> int:
-        """Return how many dimensions of a head turn, the first ones; the others pass."""
+    def part(self, head_dim: int) -> int:
+        """Return the dimensions that the factor asks for, over which the wavelengths are spread; their number may be
+        odd."""
         return int(head_dim * self.partial_rotary_factor)
+
+    def turning(self, head_dim: int) -> int:
+        """Return how many dimensions of a head turn, the first ones; the others pass. They turn in pairs, so of an odd
+        part one more does."""
+        part = self.part(head_dim)
+        return part + part % 2
 
     def problems(self, head_dim: int) -> list[str]:
         """Return what is wrong with these values for heads of this size; empty if nothing is."""
         found = _outside(self, "partial_rotary_factor", above=0, up_to=1) + _outside(self, "rope_theta", above=1)
-        turning = head_dim if found else self.turning(head_dim)
-        if turning == head_dim and head_dim % 2:
+        part = head_dim if found else self.part(head_dim)
+        if part == head_dim and head_dim % 2:
             found.append(f"head_dim {head_dim} is odd: rotary embeddings turn pairs of it")
-        elif turning % 2 or not turning:
-            found.append(
-                f"partial_rotary_factor {self.partial_rotary_factor} turns {turning} of the head_dim {head_dim}: "
-                f"choose {(turning // 2 + 1) * 2 / head_dim} to turn pairs"
-            )
+        elif not part:
+            found.append(self._of_pairs(head_dim))
         return found
+
+    def odd_part(self, head_dim: int) -> list[str]:
+        """Return the problem of a part that is odd, where something takes pairs alone."""
+        return [self._of_pairs(head_dim)] if self.part(head_dim) % 2 else []
+
+    def _of_pairs(self, head_dim: int) -> str:
+        part = self.part(head_dim)
+        return (
+            f"partial_rotary_factor {self.partial_rotary_factor} turns {part} of the head_dim {head_dim}: "
+            f"choose {(part // 2 + 1) * 2 / head_dim} to turn pairs"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +131,8 @@ class YarnRope(Rope):
             found.append(f"truncate is {self.truncate!r}: it must be true or false")
         if not found and self.beta_fast < self.beta_slow:
             found.append(f"beta_fast ({self.beta_fast}) must not be below beta_slow ({self.beta_slow})")
-        return found
+        # Its ramp has an end for each pair: transformers has one less than frequencies where the part is odd.
+        return found or self.odd_part(head_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +198,7 @@ class ProportionalRope(Rope):
 
     factor: float = 1.0
 
-    def turning(self, head_dim: int) -> int:
+    def part(self, head_dim: int) -> int:
         """Return all dimensions: those beyond the factor turn with frequency 0."""
         return head_dim
 
@@ -199,6 +215,7 @@ ROPE_TYPES: dict[str, type[Rope]] = {
     "llama3": Llama3Rope,
     "proportional": ProportionalRope,
 }
+_FIELDS = {"rope_type", "type"}.union(*({field.name for field in fields(kind)} for kind in ROPE_TYPES.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +232,8 @@ class Convention:
         theta_key: The top-level key of ``rope_theta`` ("rotary_emb_base" of GPT-NeoX).
         partial_key: That of ``partial_rotary_factor`` ("rotary_pct" of GPT-NeoX).
         scaled: Whether the old ``rope_scaling`` is about this rope (not about the local one of Gemma-3).
+        pairs: Whether the family's class takes a part of a head as it stands, which then must be even; the others take
+            one dimension more where it is odd.
         rope_types: Types by other names, {"su": "longrope"} (Phi-3).
     """
 
@@ -225,6 +244,7 @@ class Convention:
     theta_key: str = "rope_theta"
     partial_key: str = "partial_rotary_factor"
     scaled: bool = True
+    pairs: bool = False
     rope_types: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -315,7 +335,9 @@ def to_hugging_face(
 def by_kind(config: Mapping[str, Any], kinds: Kinds) -> dict[str, Rope]:
     """Return the rope of each kind of layer: from ``rope_parameters`` that are nested by kind, as transformers 5 writes
     them, or from what stood at the top level before (Gemma-3: ``rope_theta`` and ``rope_scaling`` of the global layers,
-    ``rope_local_base_freq`` of the local ones). As :func:`from_hugging_face` for each; raises all problems together."""
+    ``rope_local_base_freq`` of the local ones), or from flat ones (:func:`is_flat`), which say no more than these. As
+    :func:`from_hugging_face` for each; raises all problems together."""
+    config = _without_flat(config, kinds)
     problems = _not_nested(config, kinds)
     found = {}
     for kind, convention in kinds.items() if not problems else ():
@@ -326,6 +348,13 @@ def by_kind(config: Mapping[str, Any], kinds: Kinds) -> dict[str, Rope]:
     if problems:
         raise ValueError("; ".join(problems))
     return found
+
+
+def is_flat(config: Mapping[str, Any], kinds: Kinds) -> bool:
+    """Return whether the ``rope_parameters`` of a config.json are one type and its numbers and not nested by kind, in a
+    family whose kinds have one base: so transformers 5.0 wrote OLMo-3."""
+    nested = config.get("rope_parameters")
+    return _flat_names(config, kinds) != set() and isinstance(nested, Mapping) and nested.keys().isdisjoint(kinds)
 
 
 def by_kind_to_hugging_face(
@@ -437,6 +466,7 @@ def override(base: Mapping[str, Any], fields: Mapping[str, Any], convention: Con
 def override_by_kind(base: Mapping[str, Any], fields: Mapping[str, Any], kinds: Kinds) -> dict[str, Any]:
     """Override as :func:`override` does the rope of each kind of layer that is named; the result is nested by kind."""
     keys = frozenset[str]().union(*(convention.keys for convention in kinds.values()))
+    base, fields = _without_flat(base, kinds), _without_flat(fields, kinds)
     changed = {**base, **fields}
     if _not_nested(base, kinds) or _not_nested(fields, kinds):
         return changed
@@ -451,6 +481,33 @@ def override_by_kind(base: Mapping[str, Any], fields: Mapping[str, Any], kinds: 
     if not touched:
         return changed
     return {name: value for name, value in changed.items() if name not in keys} | {"rope_parameters": nested}
+
+
+def _flat_names(config: Mapping[str, Any], kinds: Kinds) -> set[str]:
+    """Return the fields of a rope that stand where the kinds of layers should."""
+    nested = config.get("rope_parameters")
+    one_base = len({convention.theta_key for convention in kinds.values()}) == 1
+    return {*nested} & _FIELDS if one_base and isinstance(nested, Mapping) else set()
+
+
+def _without_flat(config: Mapping[str, Any], kinds: Kinds) -> Mapping[str, Any]:
+    """Return a config.json in one of the other spellings, where ``rope_parameters`` are flat.
+
+    Beside nested ones the flat ones say nothing: transformers 5.23 writes both after it has read flat ones, and
+    computes by the nested ones.
+    """
+    flat = _flat_names(config, kinds)
+    if not flat:
+        return config
+    given = config["rope_parameters"]
+    others = {name: value for name, value in config.items() if name != "rope_parameters"}
+    if not is_flat(config, kinds):
+        return others | {"rope_parameters": {name: value for name, value in given.items() if name not in flat}}
+    scaling = {name: value for name, value in given.items() if name != "rope_theta"}
+    if scaling.get("rope_type", "default") == "default" and scaling.keys() <= {"rope_type"}:
+        scaling = {}
+    base = {"rope_theta": given["rope_theta"]} if given.get("rope_theta") is not None else {}
+    return others | base | {"rope_scaling": scaling or None}
 
 
 def _not_nested(config: Mapping[str, Any], kinds: Kinds) -> list[str]:

@@ -28,6 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--base", type=Path, metavar="FOLDER", help="with --to hf: the Hugging Face folder to merge adapters into"
     )
+    parser.add_argument(
+        "--ignore-field", action="append", default=[], metavar="NAME", help="leave out a field of config.json that is "
+        "unknown here, and that changes nothing of what the model computes; may be given several times"
+    )  # fmt: skip
     folders.add_layout(parser)
     folders.add_dtype(parser)
     folders.add_writing(parser)
@@ -37,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: argparse.Namespace) -> int:
     out, dtype = arguments.to != "megacore", folders.dtype(arguments)
     # Adapters without their model are refused where a model is needed, in words that tell how to merge them.
-    source = folders.opened(arguments.source, adapters=arguments.to == "peft" or arguments.base is not None)
+    adapters = arguments.to == "peft" or arguments.base is not None
+    source = folders.opened(arguments.source, adapters, ignored_fields=arguments.ignore_field)
     if arguments.base is not None and arguments.to != "hf":
         raise StoreError("--base is for --to hf: it is the model that adapters are merged into")
     if out:

@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -71,13 +71,15 @@ def layout(arguments: argparse.Namespace, config: ModelConfig) -> Layout:
     return layout_of(config, mesh, arguments.chunks, given, split=split_of(arguments.etp))
 
 
-def opened(path: Path, adapters: bool = False, told: bool = True) -> SafetensorsFolder:
+def opened(
+    path: Path, adapters: bool = False, told: bool = True, ignored_fields: Sequence[str] = ()
+) -> SafetensorsFolder:
     """Open a folder as :func:`~megacore.store.open.open_folder` does, and say what of it is taken.
 
     Raises:
         StoreError: likewise.
     """
-    folder = open_folder(path, adapters)
+    folder = open_folder(path, adapters, ignored_fields=ignored_fields)
     if told:
         tell(path, folder)
     return folder
@@ -119,7 +121,7 @@ def dtype(arguments: argparse.Namespace) -> str | None:
 
 
 def carry_out(plan: FolderPlan, source: Path, target: Path, arguments: argparse.Namespace) -> None:
-    """Write the plan of a source with a progress bar, or with ``--dry-run`` only show it.
+    """Write the plan of a source with a progress bar and say what was made, or with ``--dry-run`` only show it.
 
     Raises:
         StoreError: as :meth:`FolderPlan.write`, or the target lies in the source.
@@ -137,6 +139,12 @@ def carry_out(plan: FolderPlan, source: Path, target: Path, arguments: argparse.
         for file in plan.files:
             say(f"{file.path}  {file.size:,} bytes, {len(file.tensors)} tensors")
         say(f"{plan.size:,} bytes would be written to {target}")
+    else:
+        number = len([*plan.files])
+        say(
+            f"{target}: {plan.kind}, {plan.schema.parameters:,} parameters and {plan.size:,} bytes in "
+            f"{number} file{'s' * (number > 1)} of weights"
+        )
 
 
 @contextmanager

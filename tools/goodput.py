@@ -76,6 +76,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--picture", type=Path, metavar="FILE", help="draw goodput over nodes: a PNG")
 
 
+_OPTIONS = ("mtbf", "faults", "hardware", "away", "together", "cost", "incidents", "overhead", "picture")
+
+
+def given(arguments: argparse.Namespace) -> list[str]:
+    """Return those options of a plan of goodput that were given, beside ``--goodput`` itself."""
+    return [f"--{name}" for name in _OPTIONS if getattr(arguments, name) not in (None, [])]
+
+
 def above_0(text: str) -> float:
     """Return the number that an option gives.
 

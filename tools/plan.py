@@ -154,6 +154,8 @@ def run(arguments: argparse.Namespace) -> int:
     model = configure(config.model)
     name = arguments.fit or arguments.gpu
     cluster = _cluster(arguments, name, config.train.precision)
+    if (idle := goodputs.given(arguments)) and not (arguments.goodput and not arguments.fit):
+        raise ConfigError([f"{', '.join(idle)} belong to --goodput: give that, and no --fit, or leave them out"])
     if arguments.fit:
         world = (arguments.nodes or 1) * cluster.device.per_node
         base = replace(setting_of(alone(config), model, 1, "cuda"), imbalance=arguments.imbalance)
@@ -182,6 +184,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(goodputs.show(outlook))
     if arguments.picture:
         goodputs.draw(outlook, arguments.picture)
+        err(f"drawn: {arguments.picture}")
     return 0
 
 

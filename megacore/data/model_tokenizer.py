@@ -187,7 +187,10 @@ class GuardedTokenizer:
             more = f", or on one of the {len(rows) - 1:,} after it" if len(rows) > 1 else ""
             reason = f"the model's tokenizer or chat template fails on it{more}: {error}"
             raise InputError(str(rows[0].fault(reason))) from error
-        return [row.fault(each) if isinstance(each, str) else each for row, each in zip(rows, found, strict=True)]
+        return [
+            row.fault(each) if isinstance(each, str) else [(ids, counted) for ids, counted in each]
+            for row, each in zip(rows, found, strict=True)
+        ]
 
 
 def counts(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> npt.NDArray[np.bool_]:

@@ -212,6 +212,11 @@ def fetch(source: str, folder: Path) -> None:
             if name in found:
                 copy_companion(found[name], folder / name)
         return
+    if Path(source).exists() and not any(map(_has_vocabulary, found)):
+        raise InputError(
+            f"there is no tokenizer in {source}: name a folder with a tokenizer.json, or with the files that another "
+            "kind of tokenizer has (tokenizer.model, vocab.json and merges.txt)"
+        )
     beside = "/" in source and Path(source).parent.exists()
     if not Path(source).exists() and (beside or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source)):
         raise InputError(
@@ -224,6 +229,11 @@ def fetch(source: str, folder: Path) -> None:
     except GuardError as error:
         reason = str(error).partition("\n")[0]
         raise InputError(f"no tokenizer in {source}: {reason}") from error
+
+
+def _has_vocabulary(name: str) -> bool:
+    """Return whether a companion of a model has tokens, as each kind of tokenizer names it."""
+    return name.startswith(("tokenizer.model", "tekken", "vocab", "merges")) or "tiktoken" in name
 
 
 def _save(source: str, folder: Path) -> None:

@@ -4,10 +4,15 @@ The checkpoint is loaded through the parallel model, on a mesh of one process or
 through transformers. Both compute in float32 on the CPU, where every stored weight of 32 bits or fewer is exact. In the
 stored dtype they would differ by how their kernels round between operations, and a bound that allows for that would
 hide mistakes.
+
+How much rounding does, hangs on the model: one that scales its embeddings or has deep sums loses digits that another
+keeps. So transformers computes in float64 too, with the same weights, and what its own float32 is off there is the
+measure for ours.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megacore import pretrained
 from megacore.control import Control
@@ -36,10 +42,13 @@ from parallel.weights.fingerprint import Logical, spell
 from parallel.weights.layout import MeshShape
 from parallel.weights.transfer import strided, whole_name
 
-BOUND = 1e-4
-"""The largest difference of two logits that is rounding, relative to the largest logit of the prompt. Float32 rounds to
-6e-8; sums of thousands of terms in another order, over tens of layers, come to some 1e-6 to 1e-5 of it. Weights in
-wrong places change logits by their own size."""
+TIMES = 8
+"""The rounding of logits that may be ours, as a multiple of that of transformers, both relative to the largest logit of
+a prompt. The largest of thousands of errors varies little: the two are within a factor of two, and of three or four
+where softmaxes are sharp. Weights in wrong places change logits by their own size."""
+LEAST = 1e-5
+"""The rounding that may be ours in any case. Float32 rounds to 6e-8, and where transformers happens to sum exactly,
+another order of the same sums does not."""
 
 
 @dataclass(frozen=True)
@@ -131,18 +140,18 @@ class Logits:
     Args:
         tokens: Its length.
         largest: The largest magnitude, None if some are not finite.
-        difference: The largest difference, None if it is not finite.
+        difference: The largest difference to transformers in float64, None if it is not finite.
+        theirs: That of transformers in float32, likewise.
+        bound: The largest difference that is rounding.
         agreement: The part of the positions at which both find the same token most likely.
     """
 
     tokens: int
     largest: float | None
     difference: float | None
+    theirs: float | None
+    bound: float
     agreement: float
-
-    @property
-    def bound(self) -> float:
-        return BOUND * (self.largest or 0.0)
 
     @property
     def passes(self) -> bool:
@@ -240,19 +249,47 @@ def _logits(
     own = [ours.logits(_microbatch(ids, ours)) for ids in prompts]
     if place.pp < mesh.shape.pp - 1 or place.tp or place.cp or place.ep or place.dp:
         return None
-    theirs, rows = transformers_model(pair), []
-    for ids, logits in zip(prompts, own, strict=True):
-        with torch.no_grad():
-            wanted: Tensor = theirs(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    del ours  # float64 takes the room of two models of float32
+    gc.collect()
+    model, rows = transformers_model(pair), []
+    single = [_their_logits(model, ids) for ids in prompts]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.double()
+    for ids, logits, theirs in zip(prompts, own, single, strict=True):
+        with _Float64():
+            wanted = _their_logits(model, ids)
         assert logits is not None  # this is the last stage
-        difference, largest = float((logits - wanted).abs().max()), float(wanted.abs().max())
+        largest, difference, rounding = (_largest(each) for each in (wanted, logits - wanted, theirs - wanted))
         same = float((logits.argmax(-1) == wanted.argmax(-1)).double().mean())
-        rows.append(asdict(Logits(len(ids), _finite(largest), _finite(difference), same)))
-    return rows
+        rows.append(Logits(len(ids), largest, difference, rounding, 0.0, same))
+    # Of all prompts, for one where transformers rounds little says nothing of the model.
+    most = max((row.theirs or 0.0) / (row.largest or 1.0) for row in rows)
+    return [asdict(replace(row, bound=max(LEAST, TIMES * most) * (row.largest or 0.0))) for row in rows]
 
 
-def _finite(value: float) -> float | None:
+def _their_logits(model: nn.Module, ids: Sequence[int]) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+    return logits
+
+
+def _largest(values: Tensor) -> float | None:
+    """Return the largest magnitude, None where one is not finite."""
+    value = float(values.abs().max())
     return value if math.isfinite(value) else None
+
+
+class _Float64(TorchDispatchMode):
+    """Within this, what is float64 stays so: norms, softmaxes and routers of transformers are cast to float32 whatever
+    the dtype of the model. Rotary frequencies and angles are float32 from the start, and stay that: they are what the
+    model is."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        named = named or {}
+        narrows = function is torch.ops.aten._to_copy.default and named.get("dtype") is torch.float32
+        if narrows and arguments[0].dtype is torch.float64:
+            named = named | {"dtype": torch.float64}
+        return function(*arguments, **named)
 
 
 def _microbatch(ids: Sequence[int], model: Model) -> Microbatch:

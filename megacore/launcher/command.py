@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from megacore import checkpoints, exits
 from megacore.checkpoints import AUTO
 from megacore.config import Config
-from megacore.folders import temporary_folder
+from megacore.folders import compiled, temporary_folder
 from megacore.incidents import Incident
 from megacore.launcher.forking import prepare
 from megacore.launcher.processes import IMPORTS, Node, gpus, threads
@@ -155,7 +155,8 @@ def _checked(command: str, recipe: str, overrides: list[str]) -> LaunchedRun:
         index, master = _several(least, most)
         node = Node(here, most, index, master)
     shutdown_s = _number("SHUTDOWN_TIMEOUT", 0, 600)
-    variables = {name: os.environ.get(name, value) for name, value in VARIABLES.items()}
+    compiling = {"TORCHINDUCTOR_CACHE_DIR": str(compiled(Path(config.out)))} if config.train.compile else {}
+    variables = {name: os.environ.get(name, value) for name, value in (VARIABLES | compiling).items()}
     environment = {**variables, **threads(here), **node.network, BEGAN: str(time.time())}
     prepare((*IMPORTS, *PRELOADED), environment)  # which imports while this process checks
     layouts = _layouts(config, least, most, here)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
-from megacore.rank import die_with
+from megacore.rank import LAUNCHER, die_with
 
-die_with(os.getppid())
+# The launcher, which may have ended before this was imported: a config that is refused is refused at once.
+die_with(int(os.environ.get(LAUNCHER) or os.getppid()))

@@ -12,6 +12,7 @@ from multiprocessing import forkserver, resource_tracker
 from types import ModuleType
 
 from megacore.launcher.signals import ASKS, ENDS
+from megacore.rank import LAUNCHER
 
 
 def prepare(modules: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -22,7 +23,7 @@ def prepare(modules: Sequence[str], environment: Mapping[str, str]) -> None:
         environment: More variables for it: what libraries read when they are loaded holds for all ranks.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(["megacore.launcher.forked", *modules])
-    with _with(environment), unnamed_main():
+    with _with({**environment, LAUNCHER: str(os.getpid())}), unnamed_main():
         resource_tracker.ensure_running()
         # What the terminal, or a scheduler, sends to all is not for it; ranks have a mask of their own.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (*ENDS, *ASKS))

@@ -157,7 +157,8 @@ def to_peft(checkpoint: WeightFolder, dtype: str | None = None) -> FolderPlan:
     files = (File(WEIGHTS, tuple(made), checkpoint.read()),)
     texts = {ADAPTER: json.dumps(_config(checkpoint, adapters), indent=2, allow_nan=False).encode() + b"\n"}
     part = StateFiles(files, expected(schema, checkpoint, "weights", files))
-    return FolderPlan(schema, {"weights": part}, lambda found: texts, checkpoint.companions(), _read_peft)
+    kind = "adapters for the peft library"
+    return FolderPlan(kind, schema, {"weights": part}, lambda found: texts, checkpoint.companions(), _read_peft)
 
 
 def _read_peft(folder: Path) -> None:

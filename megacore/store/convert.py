@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megacore.store import export
@@ -23,7 +23,7 @@ from megacore.store.strict_json import StoreError
 from parallel.weights.fingerprint import Logical, add_up, spell
 from parallel.weights.layout import Layout
 from parallel.weights.schema import Schema
-from parallel.weights.transfer import Stored, hugging_face, native, plan, whole_name
+from parallel.weights.transfer import Stored, native, plan, whole_name
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class FolderPlan:
     """The contents of a folder that is to be written.
 
     Args:
+        kind: The kind of folder, in words.
         schema: The schema of the model.
         states: {state: its files}.
         texts: (fingerprints of each file) -> {path: content} of the small files.
@@ -46,6 +47,7 @@ class FolderPlan:
         reader: Opens such a folder, StoreError if it is none: asked before the folder is published.
     """
 
+    kind: str
     schema: Schema
     states: Mapping[str, StateFiles]
     texts: Callable[[Mapping[str, Fingerprints]], Mapping[str, bytes]]
@@ -131,7 +133,9 @@ def to_checkpoint(source: WeightFolder, layout: Layout, dtype: str | None = None
         return {INDEX: replace(made, files=records).to_json()} | ({TRAINER: trainer} if trainer is not None else {})
 
     beside = {f"{COMPANIONS}/{name}": companion for name, companion in source.companions().items()}
-    return FolderPlan(layout.schema, states, texts, beside, Checkpoint.open)
+    mesh = ", ".join(f"{dim}={size}" for dim, size in asdict(layout.mesh).items() if size > 1)
+    kind = f"a checkpoint in {mesh}" if mesh else "a checkpoint"
+    return FolderPlan(kind, layout.schema, states, texts, beside, Checkpoint.open)
 
 
 def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | None = None) -> FolderPlan:
@@ -146,14 +150,16 @@ def to_hugging_face(source: WeightFolder, max_shard_bytes: int, dtype: str | Non
         StoreError: as :func:`to_checkpoint`.
     """
     schema = source.config.schema
-    made = {t.stored.name: t for t in tensors(schema, source, "weights", hugging_face(schema), dtype)}
+    targets = export.named(schema, source.raw)
+    made = {t.stored.name: t for t in tensors(schema, source, "weights", targets, dtype)}
     dtypes = {name: tensor.dtype for name, tensor in made.items()}
-    shards = export.export_files(schema, dtypes, max_shard_bytes)
+    shards = export.export_files(targets, dtypes, max_shard_bytes)
     files = tuple(File(name, tuple(made[s.name] for s in stored), source.read()) for name, stored in shards)
     raw = source.raw if dtype is None else export.with_dtype(source.raw, dtype)
     texts = export.texts(raw, schema, shards, dtypes)
     part = StateFiles(files, expected(schema, source, "weights", files))
-    return FolderPlan(schema, {"weights": part}, lambda found: texts, source.companions(), HuggingFace.open)
+    beside = source.companions()
+    return FolderPlan("a Hugging Face folder", schema, {"weights": part}, lambda _: texts, beside, HuggingFace.open)
 
 
 def tensors(

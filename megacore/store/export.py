@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -52,17 +53,32 @@ def parse_size(text: str) -> int:
     return size
 
 
-def export_files(schema: Schema, dtypes: Mapping[str, str], max_shard_bytes: int) -> list[Shard]:
-    """Return the weight files, in the order of the family's table.
+def named(schema: Schema, raw: Mapping[str, Any]) -> list[Stored]:
+    """Return the tensors by the names that the class gives them which ``config.json`` names: those of a base model that
+    was saved by itself lack their prefix. One whose head is another tensor is not such a model.
 
     Args:
         schema: The model.
+        raw: The fields of its ``config.json``.
+    """
+    kind, stored = family(raw["model_type"]).config, list(hugging_face(schema))
+    prefix = f"{kind.base_model_prefix}."
+    if raw.get("architectures") != [kind.base_architecture()] or kind.tied[1] in {each.name for each in stored}:
+        return stored
+    return [replace(each, name=each.name.removeprefix(prefix)) for each in stored]
+
+
+def export_files(tensors: Iterable[Stored], dtypes: Mapping[str, str], max_shard_bytes: int) -> list[Shard]:
+    """Return the weight files, in the order of the family's table.
+
+    Args:
+        tensors: The tensors that they hold.
         dtypes: {Hugging Face's tensor name: safetensors dtype}.
         max_shard_bytes: The most that the tensors of a file take; a larger tensor has a file of its own.
     """
     shards: list[list[Stored]] = []
     room = 0
-    for stored in hugging_face(schema):
+    for stored in tensors:
         size = _bytes(stored, dtypes)
         if not shards or size > room:
             shards.append([])
@@ -91,7 +107,7 @@ def config_json(raw: Mapping[str, Any]) -> bytes:
     """
     kind = family(raw["model_type"]).config
     raw = {key: value for key, value in raw.items() if key not in CODE}
-    return _json({**raw, **kind.written, "architectures": raw.get("architectures") or [kind.architecture]})
+    return _json({**kind.as_written(raw), "architectures": raw.get("architectures") or [kind.architecture]})
 
 
 def with_dtype(raw: Mapping[str, Any], dtype: str) -> dict[str, Any]:

@@ -6,8 +6,9 @@ All that can be known without reading the weights is checked when it is opened. 
 from __future__ import annotations
 
 import os
+import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,6 +22,7 @@ from megacore.store.tensors import TensorFile
 from models.config import ModelConfig, ModelConfigError
 from models.registry import FAMILIES, family
 from models.wrappers import Wrapper, unwrapped
+from parallel.choices import nearest
 from parallel.weights.fingerprint import Logical
 from parallel.weights.layout import Layout, MeshShape
 from parallel.weights.transfer import Stored, hugging_face
@@ -28,6 +30,7 @@ from parallel.weights.transfer import Stored, hugging_face
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 
+_FIELD = re.compile(r"\w{1,80}", re.ASCII)
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TO_SAFETENSORS = (
     "import sys; from transformers import AutoModelForCausalLM as Model; "
@@ -48,8 +51,13 @@ class HuggingFace(SafetensorsFolder):
     weights: Mapping[str, tuple[str, str]]
 
     @classmethod
-    def open(cls, path: Path | str) -> HuggingFace:
+    def open(cls, path: Path | str, ignored_fields: Sequence[str] = ()) -> HuggingFace:
         """Open a folder.
+
+        Args:
+            path: The folder.
+            ignored_fields: Unknown fields of its ``config.json`` that are left out, for they change nothing of what the
+                model computes.
 
         Raises:
             StoreError: everything that is wrong with it.
@@ -58,7 +66,7 @@ class HuggingFace(SafetensorsFolder):
         if not path.is_dir():
             raise StoreError(f"{path} is not a folder: give the one that holds {CONFIG} and the weights")
         problems: list[str] = []
-        raw, kind, config, wrapper = _config(path, problems)
+        raw, kind, config, wrapper = _config(path, ignored_fields, problems)
         files = _files(path, problems)
         found = Account({})
         if files:
@@ -109,7 +117,7 @@ class _WeightFiles:
 
 
 def _config(
-    folder: Path, problems: list[str]
+    folder: Path, ignored_fields: Sequence[str], problems: list[str]
 ) -> tuple[dict[str, Any], type[ModelConfig] | None, ModelConfig | None, Wrapper | None]:
     """Return what can be made out of ``config.json``.
 
@@ -124,12 +132,29 @@ def _config(
             problems.append(f"{CONFIG} has model_type={name!r}: the families are {', '.join(FAMILIES)}")
             return raw, None, None, None
         kind = family(name).config
+        raw = _without(raw, kind, ignored_fields, problems)
         return raw, kind, kind.from_hugging_face(raw), wrapper
     except ModelConfigError as error:
         problems += [f"{CONFIG}: {problem}" for problem in error.problems]
+        if kind and (unknown := [name for name in kind.unknown(raw) if _FIELD.fullmatch(name)]):
+            options = " ".join(f"--ignore-field {name}" for name in unknown)
+            problems.append(f"{CONFIG}: `megacore convert` leaves out fields that change nothing by {options}")
     except StoreError as error:
         problems.append(str(error))
     return raw, kind, None, wrapper
+
+
+def _without(
+    raw: dict[str, Any], kind: type[ModelConfig], ignored_fields: Sequence[str], problems: list[str]
+) -> dict[str, Any]:
+    """Return the fields of a ``config.json`` without those that somebody says change nothing."""
+    unknown = kind.unknown(raw)
+    for name in ignored_fields:
+        if name not in raw:
+            problems.append(f"{CONFIG} has no field {name!r}{nearest(name, unknown)}: leave out --ignore-field {name}")
+        elif name not in unknown:
+            problems.append(f"{CONFIG}: {name} is a field that is known, and is not ignored: leave out --ignore-field")
+    return {name: value for name, value in raw.items() if name not in ignored_fields or name not in unknown}
 
 
 def _object(folder: Path, name: str) -> dict[str, Any]:

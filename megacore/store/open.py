@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from megacore.checkpoints import FOLDER, newest_of
@@ -16,13 +17,16 @@ from megacore.store.objects import ObjectPath
 from megacore.store.strict_json import StoreError
 
 
-def open_folder(path: Path, adapters: bool = False, checked: bool = False) -> SafetensorsFolder:
+def open_folder(
+    path: Path, adapters: bool = False, checked: bool = False, ignored_fields: Sequence[str] = ()
+) -> SafetensorsFolder:
     """Open a checkpoint of ours, or a Hugging Face folder.
 
     Args:
         path: The folder; that of a run, or of its checkpoints, stands for its newest checkpoint.
         adapters: Whether a checkpoint of adapters will do, which is no model by itself.
         checked: Whether another process checks the tensor files of a checkpoint.
+        ignored_fields: Unknown fields of a Hugging Face ``config.json`` that are left out.
 
     Raises:
         DamageError: it is a checkpoint that cannot be opened.
@@ -36,7 +40,9 @@ def open_folder(path: Path, adapters: bool = False, checked: bool = False) -> Sa
             raise StoreError(f"{path} has no {INDEX}: a Hugging Face folder must lie on a disk, copy it to one")
         if known := _known(path):
             raise StoreError(f"{path} {known}")
-        return HuggingFace.open(path)
+        return HuggingFace.open(path, ignored_fields)
+    if ignored_fields:
+        raise StoreError(f"{path} is a checkpoint, all of whose fields are known: leave out --ignore-field")
     try:
         checkpoint = Checkpoint.open(path, checked)
     except VersionError:

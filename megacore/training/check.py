@@ -17,6 +17,7 @@ from megacore.store.strict_json import StoreError
 from megacore.training.capacity import capacity_problems
 from megacore.training.problems import problems, readable, surroundings
 from megacore.training.resume import Start, companions, find, model_of, raw_of
+from megacore.training.same_data import changed_data
 from models.config import ModelConfig, ModelConfigError
 
 
@@ -109,9 +110,13 @@ def check(
     if no_room := [*no_room, *open_files.problems(files_of(config, world_size, local_ranks))]:
         raise ConfigError(no_room)
     try:
-        return Setup(config, model, Corpora.open(config, files, start.progress.order, checked), start, travelling)
+        corpora = Corpora.open(config, files, start.progress.order, checked)
+        changed = [] if checked or led or goes_on else [*changed_data(start, config, corpora)]
     except ValueError as error:
         raise ConfigError([f"data: {error}"]) from error
+    if changed:
+        raise ConfigError(changed)
+    return Setup(config, model, corpora, start, travelling)
 
 
 def _start(config: Config, led: bool, goes_on: bool) -> Start:

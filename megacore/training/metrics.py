@@ -171,8 +171,12 @@ class WallClock:
     counted: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=1 << 12))
     """(step, useful) at the last records, to go back to."""
 
+    _begun: float = field(init=False, compare=False)
+    """The same time as ``since`` by a clock that nobody sets while the run goes on."""
+
     def __post_init__(self) -> None:
         self.counted.append((self.step, self.useful))
+        self._begun = time.monotonic() - max(0.0, time.time() - self.since)
 
     @classmethod
     def of(cls, records: Sequence[Record], after: int, began: float) -> WallClock:
@@ -196,11 +200,11 @@ class WallClock:
     def count(self, step: int, seconds_per_step: float) -> Record:
         """Count the steps until this one -> what is recorded of it."""
         self.useful += (step - self.step) * seconds_per_step
-        self.step, now = step, time.time()
+        self.step = step
         self.counted.append((step, self.useful))
-        wall = self.before + max(0.0, now - self.since)
+        wall = self.before + time.monotonic() - self._begun
         goodput = max(0.0, min(1.0, self.useful / wall)) if wall else 1.0
-        return {"time": now, "wall_seconds": wall, "goodput": goodput}
+        return {"time": time.time(), "wall_seconds": wall, "goodput": goodput}
 
     def go_back(self, step: int) -> None:
         """Do not count steps after this one, which are to be done again."""

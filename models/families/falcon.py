@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import ACTIVATIONS, Anatomy
+from models.anatomy import DRAWN, Anatomy
 from models.decoder_config import DecoderConfig
 from models.table import HEADS, QKV, QKV_BY_HEAD, QKV_EACH
 from parallel.weights.schema import Param
@@ -123,7 +123,7 @@ class FalconConfig(DecoderConfig):
         new, parallel = rng.random() < 0.5, rng.random() < 0.7
         heads = drawn["num_attention_heads"]
         return drawn | {
-            "activation": rng.choice([*ACTIVATIONS]),
+            "activation": rng.choice(DRAWN),
             "ffn_hidden_size": rng.choice((None, 14, 31)),
             "num_kv_heads": rng.choice([n for n in range(tp, heads + 1, tp) if heads % n == 0]) if new else None,
             "new_decoder_architecture": new,

@@ -41,6 +41,10 @@ class Gemma3Config(Gemma2Config, LocalRopeConfig, PatternedConfig):
 
     slides = PatternedConfig.slides
 
+    @classmethod
+    def base_architecture(cls) -> str:
+        return "Gemma3TextModel"  # Gemma3Model also sees
+
     def norms_of_heads(self, t: Table) -> Rows:
         queries = t.norm("attn.q_norm", "self_attn.q_norm", "head")
         return queries + t.norm("attn.k_norm", "self_attn.k_norm", "head")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, ClassVar
 
-from models.anatomy import ACTIVATIONS, Anatomy, LayerAttention
+from models.anatomy import ACTIVATIONS, DRAWN, Anatomy, LayerAttention
 from models.config import ModelConfig, positive, probabilities
 from models.table import HEADS, QKV_EACH, Table
 from parallel.weights.schema import Param
@@ -79,7 +79,7 @@ class Gpt2Config(ModelConfig):
             "n_layer": layers,
             "n_head": heads,
             "n_inner": rng.choice((None, 7, 40)),
-            "activation_function": rng.choice([*ACTIVATIONS]),
+            "activation_function": rng.choice(DRAWN),
             **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
             "layer_norm_epsilon": rng.choice((1e-5, 1e-2)),
             "pad_token_id": rng.choice((None, 5)),

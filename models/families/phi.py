@@ -20,7 +20,7 @@ class PhiConfig(DecoderConfig):
     architecture: ClassVar[str] = "PhiForCausalLM"
     eps: ClassVar[str] = "layer_norm_eps"
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
-    rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.5)
+    rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.5, pairs=True)
 
     hidden_act: str = "gelu_new"
     layer_norm_eps: float = 1e-5

@@ -22,7 +22,7 @@ class StableLmConfig(DecoderConfig):
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_dropout": 0.0}
     derived: ClassVar[frozenset[str]] = frozenset({"head_dim"})
     defaults: ClassVar[Mapping[str, Any]] = {"num_key_value_heads": 32}
-    rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.25)
+    rope_convention: ClassVar[Convention] = Convention(partial_rotary_factor=0.25, pairs=True)
 
     layer_norm_eps: float = 1e-5
     use_qkv_bias: bool = False

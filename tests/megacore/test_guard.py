@@ -6,9 +6,11 @@ import fcntl
 import json
 import os
 import signal
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from chats import FAMILIES, chat, write_jsonl, write_tokenizer
 
@@ -44,6 +46,15 @@ class Anything:
     def process(self) -> int:
         return os.getpid()
 
+    def give(self, what: object) -> object:
+        return what
+
+    def answer(self, *messages: bytes) -> None:
+        """Say what no honest one does, as whoever has taken over the process could."""
+        (connection,) = (fd for fd in range(3, 1000) if Path(f"/proc/self/fd/{fd}").exists())
+        for message in messages:
+            os.write(connection, struct.pack("!i", len(message)) + message)
+
 
 @pytest.fixture
 def strict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +87,48 @@ def test_an_error_is_passed_on_and_cut(strict: None) -> None:
     assert len(str(passed.value)) < 3000 and len(str(other.value)) < 3000
     with pytest.raises(GuardError, match="takes more than"):
         Guard(lambda: Anything().fill())
+
+
+def test_nothing_that_it_says_runs_here(tmp_path: Path) -> None:
+    """What is said is a pickle of (None, what a call gives), and to read it is to make a folder."""
+    guard = Guard(Anything)
+    with pytest.raises(GuardError, match="no answer"):
+        guard.call("answer", f"(Ncos\nmkdir\n(S'{tmp_path / 'ran'}'\ntRt.".encode())
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [b"3"],
+        [b"[]"],
+        [b"[null, 1]"],
+        [b"[null, 1, [[]]]"],
+        [b'[null, {"array": 0}, []]'],
+        [b'[null, {"array": 0}, [["object", 1]]]', b"x" * 8],
+        [b'[null, {"array": 0}, [["int64", 2]]]', b"x" * 8],
+        [b'[null, {"array": 0}, [["int64", 1]]]', b"x" * 9],
+        [b"[" * 10**5],
+        [b"\xff"],
+    ],
+)
+def test_what_is_no_answer_is_an_error(messages: list[bytes]) -> None:
+    guard = Guard(Anything)
+    with pytest.raises(GuardError, match="no answer"):
+        guard.call("answer", *messages)
+
+
+def test_what_is_given_comes_as_it_is() -> None:
+    guard = Guard(Anything)
+    for plain in (None, True, 3, 2**70, "a\ud800\x00", [1, [2.5, None]], []):
+        assert guard.call("give", plain) == plain
+    ids, flags = np.arange(3, dtype=np.int32), np.array([True, False])
+    numbers, [empty, some] = guard.call("give", (ids, [np.empty(0, np.int64), flags]))
+    assert numbers.dtype == np.int32 and numbers.tolist() == [0, 1, 2] and numbers.flags.writeable
+    assert empty.dtype == np.int64 and empty.size == 0 and some.dtype == np.bool_ and some.tolist() == [True, False]
+    for other in (object(), {1, 2}, np.zeros((1, 1)), np.zeros(1, np.float16)):
+        with pytest.raises(GuardError, match="neither JSON nor an array"):
+            guard.call("give", other)
 
 
 def test_it_holds_nothing_and_ends_with_its_owner(tmp_path: Path) -> None:

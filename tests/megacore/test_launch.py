@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,6 +146,20 @@ def test_a_run_is_started_on_as_many_ranks_as_its_mesh_takes(launched: Launched,
     assert given.environment["CUDA_MODULE_LOADING"] == "EAGER"
     assert given.environment["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     assert given.environment["GLOO_SOCKET_IFNAME"] == "lo"
+
+
+def test_what_torch_compiles_lies_where_no_other_user_writes(
+    launched: Launched, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    recipe, name = write_recipe(tmp_path), "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.delenv(name, raising=False)  # torch sets it, in a process that has compiled
+    arguments = recipe, f"out={tmp_path / 'run'}", "train.compile=true"
+    assert name not in launched(*arguments[:2])[1].environment
+    assert launched(*arguments)[1].environment[name] == str(tmp_path / f"megacore-{os.getuid()}" / "torchinductor")
+    assert launched(*arguments, TORCHINDUCTOR_CACHE_DIR="mine")[1].environment[name] == "mine"
+    (tmp_path / f"megacore-{os.getuid()}").chmod(0o777)
+    assert launched(*arguments)[1].environment[name] == str(tmp_path / "run" / "torchinductor")
 
 
 def test_the_environment_says_how_many_and_where(launched: Launched, tmp_path: Path) -> None:

@@ -46,6 +46,18 @@ def said(folder: Path) -> list[str]:
     return (folder / "said").read_text().split() if (folder / "said").exists() else []
 
 
+def test_nothing_is_left_of_a_launcher_that_ends_at_once(tmp_path: Path) -> None:
+    """As one that refuses its config: what ranks would be forked from goes on with no import, and says nothing."""
+    (tmp_path / "slow.py").write_text("import time; time.sleep(0.5); open('ran', 'w'); 1 / 0")
+    script = "import os; from megacore.launcher.forking import prepare; prepare(['slow'], {}); os._exit(0)"
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "") and not (tmp_path / "ran").exists()
+
+
 def test_ranks_of_one_machine_meet_on_loopback(module: Callable[[str], str], tmp_path: Path) -> None:
     text = """
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "EXTRA")

@@ -510,7 +510,15 @@ def test_other_tokens_or_another_order_are_said(recipe: str, tmp_path: Path) -> 
     data = np.memmap(f"{second}.bin", np.uint16, "r+")
     data[-1] ^= 1
     data.flush()
-    assert said(recipe, *same, both)[1:] == [
+    (refused,) = problems(recipe, *same, both)
+    assert refused.startswith(f"data.train: {second} holds other tokens than those that the run was trained on: put")
+    # Under another name they are meant; the rest of the line is the recipe's.
+    assert said(recipe, *same, both.replace("second", "moved").replace("first", "second"))[2:] == [
+        f"  {second} holds other tokens than those that the run was trained on",
+        REORDERED,
+    ]
+    assert said(recipe, *same, both, "data.allow_changed=true")[1:] == [
+        "  data.allow_changed is True, and was False",
         f"  {second} holds other tokens than those that the run was trained on",
         REORDERED,
     ]

@@ -155,9 +155,33 @@ def test_what_published_files_say_beside_changes_nothing(name: str) -> None:
     assert read(plain | BESIDE[name]) == read(plain)
 
 
-def test_one_rope_of_olmo_3_is_refused() -> None:
-    """Early versions of transformers 5 wrote such files, and each version takes them for something else."""
+def test_one_rope_of_olmo_3_is_that_of_the_layers_that_see_all() -> None:
+    """Transformers 5.0 wrote such files of what 4.57 wrote as a rope_scaling. Version 5.23 writes the nested ones that
+    it computes by beside them; of flat ones alone it reads nothing, so they are not written again."""
     config, _ = FILES["Olmo-3-32B"]
-    flat = {name: value for name, value in config.items() if "rope" not in name}
-    with pytest.raises(ModelConfigError, match="rope_parameters has no kind of layer 'rope_type'"):
-        family("olmo3").config.from_hugging_face(flat | {"rope_parameters": {**YARN, "rope_theta": 5e5, "factor": 8.0}})
+    bare = {name: value for name, value in config.items() if "rope" not in name}
+    flat = bare | {"rope_parameters": {**config["rope_scaling"], "rope_theta": config["rope_theta"]}}
+    kind = family("olmo3").config
+    assert kind.from_hugging_face(flat) == kind.from_hugging_face(config)
+    written = kind.as_written(flat)
+    theirs = CONFIG_MAPPING["olmo3"].from_dict(deepcopy(written))
+    assert theirs.rope_parameters == written["rope_parameters"]
+    assert kind.from_hugging_face(theirs.to_dict()) == kind.from_hugging_face(config)
+    assert kind.as_written(config) == config
+
+    mixed = CONFIG_MAPPING["olmo3"].from_dict(deepcopy(flat)).to_dict()
+    assert kind.from_hugging_face(mixed) == kind.from_hugging_face(bare)
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "yarn", "factr": 8.0}, "'factr': did you mean 'factor'"),
+        ({"full_attention": None, "global_attention": None}, "no kind of layer 'global_attention'"),
+    ],
+)
+def test_what_is_no_rope_of_olmo_3_is_refused(rope: dict[str, Any], message: str) -> None:
+    config, _ = FILES["Olmo-3-32B"]
+    bare = {name: value for name, value in config.items() if "rope" not in name}
+    with pytest.raises(ModelConfigError, match=message):
+        family("olmo3").config.from_hugging_face(bare | {"rope_parameters": rope})

@@ -280,6 +280,23 @@ def test_parts_of_heads_have_the_tables_of_transformers(family: str, rope_type: 
                     assert torch.equal(our, their[0, :, : their.shape[-1] // 2])
 
 
+@pytest.mark.parametrize("rope_type", ["default", "linear", "dynamic", "llama3", "longrope"])
+def test_odd_parts_of_heads_have_the_tables_of_transformers(rope_type: str) -> None:
+    embedding, convention = PARTIAL_FAMILIES["gpt_neox"]
+    for part, head_dim in ((3, 12), (5, 20), (9, 32)):
+        said = draw_one(random.Random(part), head_dim, 32, convention, [rope_type])
+        said["partial_rotary_factor"] = partial_rotary_factor(part, head_dim)
+        said |= {name: [1.5] * (part // 2 + 1) for name in said if name in ("short_factor", "long_factor")}
+        config = {"max_position_embeddings": 32, "rope_parameters": said}
+        rope = from_hugging_face(config, convention)
+        assert not rope.problems(head_dim) and rope.turning(head_dim) == part + 1
+        positions = torch.arange(40)
+        made = embedding(of_family("gpt_neox", head_dim, config))(torch.empty(0), positions[None])
+        ours = tables(rope, head_dim, positions, sequence_length=40, dtype=torch.float32)
+        for our, their in zip(ours, made, strict=True):
+            assert torch.equal(our, their[0, :, : their.shape[-1] // 2])
+
+
 def test_a_number_of_dimensions_as_a_factor() -> None:
     """As GPT-J says it. 0.29 * 100 is 28.999999999999996."""
     for head_dim in range(2, 513):
@@ -850,7 +867,12 @@ def test_all_problems_of_reading_come_together() -> None:
         (DefaultRope(), 7, "head_dim 7 is odd"),
         (DefaultRope(rope_theta=0), 8, "rope_theta is 0: it must be a number above 1"),
         (DefaultRope(rope_theta=float("nan")), 8, "rope_theta is nan"),
-        (DefaultRope(partial_rotary_factor=0.2), 16, "turns 3 of the head_dim 16: choose 0.25 to turn pairs"),
+        (DefaultRope(partial_rotary_factor=0.05), 16, "turns 0 of the head_dim 16: choose 0.125 to turn pairs"),
+        (
+            YarnRope(partial_rotary_factor=0.2, factor=2, original_max_position_embeddings=8),
+            16,
+            "turns 3 of the head_dim 16: choose 0.25 to turn pairs",
+        ),
         (DefaultRope(partial_rotary_factor=0.0), 8, "partial_rotary_factor is 0.0: it must be a number above 0 and"),
         (
             DynamicRope(factor=2, max_position_embeddings=64, partial_rotary_factor=0.5),

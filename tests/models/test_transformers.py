@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from families import drawn, in_float64, of_transformers
 from pool import Pool
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from models.anatomy import ACTIVATIONS
+from models.anatomy import DRAWN
 from models.assemble import Model
 from models.decoder import Microbatch
 from models.registry import FAMILIES, configure, family
@@ -111,7 +111,28 @@ def close(got: Tensor, want: Tensor, what: str) -> None:
 @pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("name", "seed"), CASES)
 def test_logits_and_gradients(name: str, seed: int) -> None:
-    hf_config = of_transformers(section(name, seed))
+    same_numbers(name, of_transformers(section(name, seed)), seed)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "glm", "glm4", "nemotron", "phi3"])
+def test_an_odd_part_of_a_head_turns_with_one_dimension_more(name: str) -> None:
+    """3 of 12 dimensions, which are wavelengths over 3 and 2 pairs."""
+    fields: dict[str, Any] = {
+        "vocab_size": 17,
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 32,
+        "pad_token_id": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
+        **({} if name == "gpt_neox" else {"num_key_value_heads": 2, "head_dim": 12}),
+    }
+    made = AutoConfig.for_model(name, **fields)
+    same_numbers(name, made, 0)
+
+
+def same_numbers(name: str, hf_config: PretrainedConfig, seed: int) -> None:
     theirs = theirs_of(hf_config, seed)
     config = family(name).config.from_hugging_face(hf_config.to_dict())
     layout = layout_of(config, MeshShape())
@@ -192,7 +213,7 @@ def test_the_random_models_cover_what_they_should() -> None:
         lambda c: c.max_position_embeddings < LENGTH,
     ):
         assert 0 < sum(map(condition, llamas)) < len(llamas)
-    assert {c.activation_function for c in gpts} == set(ACTIVATIONS)
+    assert {c.activation_function for c in gpts} == set(DRAWN)
     assert {c.n_inner for c in gpts} == {None, 7, 40}
     assert {c.tie_word_embeddings for c in gpts} == {True, False}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megacore.folders import HELD, temporary_folder
+from megacore.folders import HELD, compiled, temporary_folder
 
 
 @pytest.fixture(autouse=True)
@@ -48,4 +48,14 @@ def test_what_others_have_made_is_not_opened(temporary: Path, tmp_path: Path, wh
         temporary.chmod(0o777 if what == "others may enter" else 0o700)
     with temporary_folder() as made:
         assert (made.parent == temporary) == (what == "fifo within") and made.stat().st_mode & 0o777 == 0o700
+        kept = compiled(tmp_path / "out")
+        assert kept.parent == (temporary if what == "fifo within" else tmp_path / "out")
     assert what != "link" or not list((tmp_path / "theirs").iterdir())
+
+
+def test_what_torch_compiled_stays(temporary: Path, tmp_path: Path) -> None:
+    """It is no agent's, and serves the next run."""
+    kept = compiled(tmp_path / "out")
+    kept.mkdir()
+    with temporary_folder():
+        assert kept.is_dir() and kept.parent == temporary and temporary.stat().st_mode & 0o777 == 0o700

@@ -99,6 +99,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, to be moved."""
     clock = [1000.0]
     monkeypatch.setattr(time, "time", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     return clock
 
 
@@ -140,10 +141,19 @@ def test_a_record_of_several_steps_counts_them_all(now: list[float]) -> None:
     assert clock.count(6, 2.5) == {"time": 1000.0, "wall_seconds": 20.0, "goodput": 0.5}
 
 
-def test_a_clock_that_is_set_back_breaks_nothing(now: list[float]) -> None:
-    clock = WallClock.of([], 0, 999.0)
-    assert clock.count(1, 5.0)["goodput"] == 1.0
-    now[0] -= 3600
-    assert clock.count(2, 5.0)["goodput"] == 1.0
+@pytest.mark.parametrize("jump", [-3600.0, 86400.0])
+def test_a_clock_that_is_set_changes_nothing(jump: float, now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = WallClock.of([], 0, 990.0)  # 10 s of start-up
+    records(clock, now, range(1, 3), 5.0)
+    monkeypatch.setattr(time, "time", lambda: now[0] + jump)
+    (*_, last) = records(clock, now, range(3, 5), 5.0)
+    assert last == {"step": 4, "time": 1020.0 + jump, "wall_seconds": 30.0, "goodput": 20 / 30}
+    # Another launch, by a clock that was set back, does not wait for the time of the last record.
+    (again,) = records(WallClock.of([last], 4, now[0] + jump), now, range(5, 6), 5.0)
+    assert again["wall_seconds"] == 35.0
+    assert WallClock.of([last], 4, 0.0).before == 30.0
+
+
+def test_records_of_other_kinds_are_passed_over(now: list[float]) -> None:
     strange = {"step": 1, "wall_seconds": 5.0, "goodput": None, "time": 1000.0}
     assert WallClock.of([strange], 1, 900.0) == WallClock(0.0, 0.0, 900.0, 1)

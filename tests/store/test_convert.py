@@ -302,6 +302,44 @@ def test_each_tensor_keeps_its_own_dtype(tmp_path: Path) -> None:
         assert torch.equal(after[name].view(torch.uint8), tensor.view(torch.uint8))
 
 
+def test_what_was_made_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hugging_face_folder(tmp_path / "hf", LLAMA)
+    c, d, back = (str(tmp_path / name) for name in ("c", "d", "back"))
+    numbers = f"{configure(LLAMA).schema.parameters:,} parameters and"
+    for main, arguments, kind, files in (
+        (convert.main, [str(tmp_path / "hf"), c, "--tp", "2"], "a checkpoint in tp=2", 2),
+        (reshard.main, [c, d, "--pp", "3"], "a checkpoint in pp=3", 3),
+        (convert.main, [d, back, "--to", "hf"], "a Hugging Face folder", 1),
+    ):
+        assert main(arguments) == 0
+        size = sum(file.stat().st_size for file in Path(arguments[1]).rglob("*.safetensors"))
+        size += sum(len(content) for content in COMPANIONS.values())
+        said = f"{arguments[1]}: {kind}, {numbers} {size:,} bytes in {files} file{'s' * (files > 1)} of weights\n"
+        assert capsys.readouterr().out == said
+
+
+def test_a_field_that_changes_nothing_is_left_out_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hugging_face_folder(tmp_path / "hf", LLAMA)
+    file = tmp_path / "hf/config.json"
+    plain = json.loads(file.read_text())
+    file.write_text(json.dumps(plain | {"my_note": "x", "his_note": 2}))
+    command = [str(tmp_path / "hf"), str(tmp_path / "c")]
+    assert convert.main(command) == 1
+    said = capsys.readouterr().err
+    assert "unknown field 'my_note'" in said and "--ignore-field his_note --ignore-field my_note" in said
+    assert convert.main([*command, "--ignore-field", "my_note"]) == 1
+    assert "my_note" not in (said := capsys.readouterr().err) and "--ignore-field his_note" in said
+    notes = ["--ignore-field", "his_note", "--ignore-field", "my_note"]
+    for more, message in (("mynote", "has no field 'mynote': did you mean 'my_note'?"), ("vocab_size", "is known")):
+        assert convert.main([*command, *notes, "--ignore-field", more]) == 1
+        assert message in capsys.readouterr().err and not (tmp_path / "c").exists()
+    assert convert.main([*command, *notes]) == 0
+    assert convert.main([str(tmp_path / "c"), str(tmp_path / "back"), "--to", "hf"]) == 0
+    assert json.loads((tmp_path / "back/config.json").read_text()) == plain
+    assert convert.main([str(tmp_path / "c"), str(tmp_path / "d"), "--to", "hf", *notes]) == 1
+    assert "is a checkpoint" in capsys.readouterr().err
+
+
 def test_mixed_dtypes_within_a_tensor_are_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hugging_face_folder(tmp_path / "hf", LLAMA)
     tensors = load_file(tmp_path / "hf/model.safetensors")
@@ -577,8 +615,9 @@ def peak(folder: Path, section: Section) -> int:
     assert done.returncode == 0, done.stderr
     size = (folder / "hf/model.safetensors").stat().st_size
     shutil.rmtree(folder)
-    print(f"{size >> 20} MiB: peak {done.stdout.strip()} KiB")
-    return int(done.stdout)
+    most = done.stdout.splitlines()[-1]
+    print(f"{size >> 20} MiB: peak {most} KiB")
+    return int(most)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")

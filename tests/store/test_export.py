@@ -22,6 +22,7 @@ from megacore.store.strict_json import StoreError
 from models.config import ModelConfig
 from models.registry import FAMILIES, configure, family
 from parallel.weights.schema import Schema
+from parallel.weights.transfer import hugging_face
 
 TORCH = {getattr(torch, name): short for short, name in FLOATS.items()}
 
@@ -39,7 +40,7 @@ def ours(name: str, **fields: Any) -> ModelConfig:
 
 def planned(theirs: PreTrainedModel, max_shard_bytes: int) -> tuple[list[Shard], dict[str, str]]:
     dtypes = {name: TORCH[t.dtype] for name, t in saved(theirs).items()}
-    return export_files(schema_of(theirs), dtypes, max_shard_bytes), dtypes
+    return export_files([*hugging_face(schema_of(theirs))], dtypes, max_shard_bytes), dtypes
 
 
 def schema_of(theirs: PreTrainedModel) -> Schema:
@@ -84,13 +85,13 @@ def test_names_are_those_that_transformers_writes(name: str, case: tuple[int, bo
 def test_files_are_full_and_not_too_full(name: str, size: int) -> None:
     schema = ours(name).schema
     dtypes = dict.fromkeys((p for _, held in planned(model(name), 1)[0] for p in (s.name for s in held)), "BF16")
-    shards = export_files(schema, dtypes, size)
+    shards = export_files([*hugging_face(schema)], dtypes, size)
     sizes = [[2 * torch.Size(s.shape).numel() for s in held] for _, held in shards]
     for held, after in zip(sizes, [*sizes[1:], [10**9]], strict=True):
         assert sum(held) <= size or len(held) == 1
         assert sum(held) + after[0] > size
     assert [s.name for _, held in shards for s in held] == [
-        s.name for _, held in export_files(schema, dtypes, 10**9) for s in held
+        s.name for _, held in export_files([*hugging_face(schema)], dtypes, 10**9) for s in held
     ]
 
 

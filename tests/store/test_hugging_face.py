@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
 
 from megacore.store.accounting import summary
+from megacore.store.convert import to_hugging_face
 from megacore.store.hugging_face import HuggingFace
 from megacore.store.strict_json import StoreError
 from models import registry
@@ -129,7 +130,13 @@ def test_a_base_model_lacks_the_prefix(family: str, tmp_path: Path) -> None:
     names = set(load_file(tmp_path / SINGLE))
     prefix = theirs.base_model_prefix
     assert not any(name.startswith(prefix) for name in names)
-    assert_holds(tmp_path, {f"{prefix}.{name}": t for name, t in weights(theirs).items()})
+    opened = assert_holds(tmp_path, {f"{prefix}.{name}": t for name, t in weights(theirs).items()})
+    assert opened.config.base_architecture() == type(theirs).__name__
+
+    to_hugging_face(opened, 10**9).write(tmp_path / "again", 1)
+    assert set(load_file(tmp_path / "again" / SINGLE)) == names
+    again = AutoModel.from_pretrained(tmp_path / "again")
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
 
 
 @pytest.mark.parametrize("names", ["embedding", "head", "both"])

@@ -66,6 +66,17 @@ def test_what_a_run_has_met_replaces_what_is_assumed(
     assert "--incidents elsewhere: it has no restart after which it went on" in capsys.readouterr().err
 
 
+def test_options_of_goodput_are_not_passed_over(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = str(tmp_path / "goodput.png")
+    for more in (), ("--fit", "GPU=h100-80"), ("--fit", "GPU=h100-80", "--goodput"):
+        assert main([*ASKED, "--picture", picture, "--away", "3", *more]) == 2
+        shown = capsys.readouterr()
+        assert "--away, --picture belong to --goodput: give that, and no --fit" in shown.err and not shown.out
+    assert not Path(picture).exists()
+    assert main([*SPLIT, "--picture", picture]) == 0
+    assert f"drawn: {picture}" in capsys.readouterr().err and Path(picture).exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

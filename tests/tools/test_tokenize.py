@@ -340,9 +340,21 @@ def test_a_tokenizer_that_is_nowhere_is_named(tmp_path, monkeypatch, capsys):
     """Without a look at the hub."""
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
     (tmp_path / "a.txt").write_text("a")
-    for name in ("/nonexistent", f"{tmp_path}/nowhere", "./nowhere", "tests/nowhere", "a/b/c"):
+    for name in (f"{tmp_path}/nowhere", f"{tmp_path}/no/where", "./nowhere", "tests/nowhere", "a/b/c"):
         assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--tokenizer", name]) == 1
         assert f"there is no folder {name}: name one with a tokenizer.json" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", None)
+    (tmp_path / "a.txt").write_text("a")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    for name in (None, "config.json", "tokenizer_config.json", "generation_config.json"):
+        if name:
+            (empty / name).write_text("{}")
+        assert main([str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--tokenizer", str(empty)]) == 1
+        assert f"there is no tokenizer in {empty}: name a folder with a tokenizer.json" in capsys.readouterr().err
 
 
 def test_without_an_end_of_document(tmp_path, trained, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from megacore import checkpoints, incidents
@@ -20,13 +22,13 @@ class FinalReport(Callback):
         if run.mesh.rank or run.failure is not None or run.pausing:
             return
         try:
-            say(report(run.config, run.step))
+            say(report(run.config, run.step, run.model.config.vocab_size))
         except (OSError, StoreError, ValueError) as error:  # on a full disk, say; all steps are done
             err(f"Done after step {run.step}, and cannot report: {error}")
 
 
-def report(config: Config, last: int) -> str:
-    """Return the end of a run in a few lines and draw the pictures."""
+def report(config: Config, last: int, vocabulary: int) -> str:
+    """Return the end of a run in a few lines and draw the pictures; vocabulary: the number of the model's tokens."""
     out = Path(config.out)
     records = metrics.read(out / metrics.METRICS)
     known = facts(config.data.train[0]) if len(config.data.train) == 1 else None
@@ -42,6 +44,7 @@ def report(config: Config, last: int) -> str:
         )
     if held_out:
         lines.append(f"  validation loss  {held_out[-1]:.4f}")
+    lines += _above_a_guess(records, vocabulary)
     if skipped := [count for _, count in metrics.curve(records, "skipped_steps")][-1:]:
         lines += [f"  skipped steps    {skipped[0]:,} of {last:,}, which changed nothing"] if skipped[0] else []
     if goodput := [share for _, share in metrics.curve(records, "goodput")][-1:]:
@@ -56,5 +59,19 @@ def report(config: Config, last: int) -> str:
     paths["resolved config"] = out / "config.yaml"
     if found := checkpoints.complete(checkpoints.folder_of(out, config.checkpoint.folder)):
         paths["checkpoint"] = found[max(found)]
-    lines += [f"  {what:<16} {path}" for what, path in paths.items()]
+    lines += [f"  {what:<16} {path}{'' if path.exists() else ' (is gone)'}" for what, path in paths.items()]
     return "\n".join(lines)
+
+
+def _above_a_guess(records: Sequence[metrics.Record], vocabulary: int) -> list[str]:
+    """Return an explanation of losses that are above that of a guess among all tokens, if there are some."""
+    guess = math.log(vocabulary)
+    value, step = max(((value, step) for step, value in metrics.curve(records, "loss")), default=(0.0, 0.0))
+    if value <= 1.1 * guess:
+        return []
+    return [
+        f"  highest loss     {value:.4f}, at step {step:,.0f}: above ln {vocabulary:,} = {guess:.4f}, that of a guess "
+        "among all tokens. The model was sure of",
+        "                   wrong ones, as first weights or steps make it that are too large for the text: "
+        "lower optimizer.lr, warm up, or give it more text",
+    ]
