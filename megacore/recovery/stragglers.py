@@ -62,7 +62,7 @@ class _Rank:
         if len(self.first) < FIRST:
             self.first.append(each)
             self.seconds = {cause: statistics.median(look[cause] for look in self.first) for cause in each}
-        else:  # a rank that was stopped once, or waited for a disk, is none: one look tells no more than twice the usual
+        else:  # one that was stopped once, or waited for a disk, is none: a look tells no more than twice the usual
             self.seconds = {
                 cause: before + SHARE * min(each[cause] - before, total) for cause, before in self.seconds.items()
             }
