@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore import checkpoints
+from megacore.checks.capacity import free_memory
 from megacore.control import Control
 from megacore.store.files import open_file
 from megacore.store.index import INDEX, read_index
 from megacore.store.publish import spelled
 from megacore.store.strict_json import StoreError, read_file
 from megacore.store.tensors import free_bytes, os_errors
-from megacore.training.capacity import free_memory
 from parallel.mesh import Group
 
 _CHUNK = 16 << 20

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from megacore import checkpoints
+from megacore.checks.check import Setup
 from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batches
@@ -35,7 +36,6 @@ from megacore.training.callbacks.report import FinalReport
 from megacore.training.callbacks.shard_checksums import ShardChecksums
 from megacore.training.callbacks.signals import Signals
 from megacore.training.callbacks.tell_spikes import TellSpikes
-from megacore.training.check import Setup
 from megacore.training.load import load as load_into
 from megacore.training.lr import learning_rate
 from megacore.training.meter import Meter

@@ -27,7 +27,7 @@ from models.config import ModelConfig, flops_per_token, parameters_in_words
 from parallel.mesh import Mesh
 
 if TYPE_CHECKING:
-    from megacore.training.check import Setup
+    from megacore.checks.check import Setup
 
 
 def agreed(setup: Setup, control: Control) -> Setup:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from megacore import recipe as recipe_module
+from megacore.checks.machine import surroundings
+from megacore.checks.rules import problems
 from megacore.config import RANGES, SECTIONS, Config, CorpusConfig, MeshConfig, parts
 from megacore.recipe import ConfigError, load, processes
-from megacore.training.problems import problems, surroundings
 from models.registry import configure
 from parallel.weights.schema import Param, Schema
 
@@ -370,7 +371,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "megacore.training.problems.importlib.util.find_spec", lambda name: None if name == "wandb" else object()
+        "megacore.checks.machine.importlib.util.find_spec", lambda name: None if name == "wandb" else object()
     )
     return tmp_path
 

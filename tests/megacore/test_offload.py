@@ -20,12 +20,13 @@ from pool import Pool
 from torch import Tensor, nn
 
 from megacore import checkpoints
+from megacore.checks import capacity
+from megacore.checks.machine import surroundings
+from megacore.checks.rules import problems
 from megacore.config import Config, MemoryConfig, ZeroConfig
 from megacore.plan.setting import SHARDS
 from megacore.recipe import load
-from megacore.training import capacity
 from megacore.training.optimizer import Optimizer
-from megacore.training.problems import problems, surroundings
 from megacore.training.states import window_stores
 from megacore.training.states.offload import Offload, OffloadedStore
 from megacore.training.states.store import MASTER

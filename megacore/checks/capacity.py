@@ -17,7 +17,7 @@ from models.config import ModelConfig
 def capacity_problems(
     config: Config, model: ModelConfig, world_size: int, local_ranks: int, device_memory: int | None = None
 ) -> Iterator[str]:
-    """Yield where the state of training alone has no room, for a config in which `megacore.training.problems` finds
+    """Yield where the state of training alone has no room, for a config in which `megacore.checks.rules` finds
     nothing. Of activations only inputs of blocks that wait in host memory are counted, so that no run that works is
     refused.
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
+from megacore.checks.capacity import capacity_problems, host_memory
+from megacore.checks.rules import problems
 from megacore.config import Config
 from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
 from megacore.launcher import gpus, memory_of_gpus
@@ -16,8 +18,6 @@ from megacore.plan.fit import fit
 from megacore.plan.of_config import alone, overrides, setting_of
 from megacore.plan.step_time import Cluster
 from megacore.recipe import ConfigError, changed
-from megacore.training.capacity import capacity_problems, host_memory
-from megacore.training.problems import problems
 from models.config import ModelConfig
 
 KEYS = (
