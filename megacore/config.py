@@ -500,7 +500,7 @@ class Config:
     @property
     def tuning(self) -> Tuning:
         """The part of the model that is trained."""
-        lora = None if self.lora is None else Lora(**vars(self.lora))
+        lora = None if self.lora is None else Lora(**asdict(self.lora))
         return Tuning(lora, self.train.only, self.train.freeze)
 
     def to_yaml(self) -> str:

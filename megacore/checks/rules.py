@@ -5,11 +5,14 @@ at files, folders and packages. Nothing here imports torch.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn
 
 from megacore.checkpoints import AUTO
-from megacore.config import RANGES, Bound, Config, ContextConfig, ExpertsConfig
+from megacore.config import RANGES, Bound, Config, ContextConfig
 from megacore.training.lr import decay_steps
 from models import lora, names
 from models.config import ModelConfig
@@ -17,11 +20,15 @@ from models.tuning import EVERYTHING
 from parallel.weights.layout import MeshShape, heads_problem, mesh_problems
 
 
+class _OutOfRange(Exception):
+    """A rule has read a value that it cannot judge by: a number that is out of range, or of a model that is unknown."""
+
+
 def problems(
     config: Config, world_size: int, model: ModelConfig | None, *, gpus: int = 0, local_ranks: int = 1
 ) -> list[str]:
-    """Return every violation: numbers out of range, then broken rules. A rule is left out where a value it needs is
-    bad.
+    """Return every violation: numbers out of range, then broken rules. A rule ends where it reads a value that is out
+    of range.
 
     Args:
         config: The config as it was loaded.
@@ -31,25 +38,45 @@ def problems(
         local_ranks: Ranks on this node.
     """
     out_of_range = {key: message for key, bound in RANGES.items() for message in range_problems(config, key, bound)}
-    facts = RuleContext(config, world_size, model, gpus, local_ranks)
-    unknown = {*out_of_range, *([MODEL] if model is None else [])}
-    askable = [rule for keys, rule in RULES if unknown.isdisjoint(keys)]
-    return [*out_of_range.values(), *(message for rule in askable for message in rule(facts))]
+    facts = RuleContext(_without(config, out_of_range), world_size, model, gpus, local_ranks)
+    found = list(out_of_range.values())
+    for rule in RULES:
+        with suppress(_OutOfRange):
+            for message in rule(facts):
+                found.append(message)
+    return found
 
 
 # -- the range of each number
 
 
 def range_problems(config: Config, key: str, bound: Bound) -> Iterator[str]:
-    """Return the problem of a number, or of the numbers or ranges of a list; null is no number."""
-    value: object = config
-    for name in key.split("."):
-        value = None if value is None else getattr(value, name)
+    """Yield the problem of a number, or of the numbers or ranges of a list; null is no number."""
+    section, name = key.split(".")
+    value = getattr(getattr(config, section), name, None)
     numbers = value if isinstance(value, tuple) else () if value is None else (value,)
     if not all(map(bound.holds, numbers)):
         each = "" if not isinstance(value, tuple) else "each " if isinstance(value[0], tuple) else "each number "
         shown = list(value) if isinstance(value, tuple) else value
         yield f"{key} ({shown}): {each}must be {bound.words}"
+
+
+def _without(config: Config, keys: Iterable[str]) -> Config:
+    """Return the config with sections in which to read one of these keys raises `_OutOfRange`, by their own properties
+    and methods too."""
+
+    def refuse(section: object) -> NoReturn:
+        raise _OutOfRange
+
+    refused = defaultdict[str, dict[str, property]](dict)
+    for section, name in (key.split(".") for key in keys):
+        refused[section][name] = property(refuse)
+    sections = dict[str, Any]()
+    for name, properties in refused.items():
+        there = getattr(config, name)
+        sections[name] = object.__new__(type(type(there).__name__, (type(there),), properties))
+        vars(sections[name]).update(vars(there))
+    return replace(config, **sections)
 
 
 # -- rules between values
@@ -61,14 +88,25 @@ class RuleContext:
 
     config: Config
     world_size: int
-    model: ModelConfig | None
+    known_model: ModelConfig | None
     gpus: int
     local_ranks: int
 
     @property
+    def model(self) -> ModelConfig:
+        if self.known_model is None:
+            raise _OutOfRange
+        return self.known_model
+
+    @property
     def sizes(self) -> Mapping[str, int]:
-        assert self.model is not None  # a rule that asks says that it needs MODEL
         return self.model.sizes
+
+    @property
+    def dp(self) -> int:
+        """Data parallel ranks; 0 where the world is too small for the mesh, which a rule of its own says."""
+        mesh = self.config.mesh
+        return self.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
 
 
 def _world(facts: RuleContext) -> Iterator[str]:
@@ -155,7 +193,6 @@ def _offload(facts: RuleContext) -> Iterator[str]:
 
 
 def _positions(facts: RuleContext) -> Iterator[str]:
-    assert facts.model is not None
     length, limit = facts.config.data.sequence_length, facts.model.max_positions
     if limit is not None and length > limit:
         yield (
@@ -184,13 +221,12 @@ def _tokens(facts: RuleContext) -> Iterator[str]:
 
 def _context(facts: RuleContext) -> Iterator[str]:
     cp, section = facts.config.mesh.cp, facts.config.context
-    asked = sorted(vars(section).items() - vars(ContextConfig()).items())
+    asked = sorted(asdict(section).items() - asdict(ContextConfig()).items())
     if asked and cp == 1:
         keys = ", ".join(f"context.{name} ({value})" for name, value in asked)
         yield f"{keys}: mesh.cp is 1, and no sequence is split: leave it out, or set mesh.cp"
     elif cp % section.heads:
-        choices = ", ".join(str(n) for n in range(1, cp + 1) if cp % n == 0)
-        yield f"cannot divide mesh.cp ({cp}) by context.heads ({section.heads}): choose from {choices}"
+        yield f"cannot divide mesh.cp ({cp}) by context.heads ({section.heads}): choose from {_divisors(cp)}"
     elif section.exchange == "heads" and section.heads not in (1, cp):
         yield (
             f"context.exchange=heads is over all of mesh.cp ({cp}), not over context.heads ({section.heads}): leave "
@@ -199,7 +235,6 @@ def _context(facts: RuleContext) -> Iterator[str]:
 
 
 def _context_of_model(facts: RuleContext) -> Iterator[str]:
-    assert facts.model is not None
     mesh, section, drops = facts.config.mesh, facts.config.context, facts.model.drops_attention
     if mesh.cp == 1 or mesh.cp % section.heads:
         return
@@ -236,16 +271,17 @@ def _corpora(facts: RuleContext) -> Iterator[str]:
 
 
 def _shards(facts: RuleContext) -> Iterator[str]:
-    mesh, shard, replicas = facts.config.mesh, facts.config.zero.shard, facts.config.zero.replicas
-    dp = facts.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
+    dp, shard, replicas = facts.dp, facts.config.zero.shard, facts.config.zero.replicas
     if replicas > 1 and shard == "none":
         yield (
             f"zero.replicas ({replicas}) groups share nothing out where zero.shard is none: set zero.shard=optimizer, "
             "gradients or parameters, or zero.replicas=1"
         )
     elif dp and dp % replicas:
-        choices = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
-        yield f"cannot divide dp={dp} data parallel ranks into zero.replicas={replicas} groups: choose from {choices}"
+        yield (
+            f"cannot divide dp={dp} data parallel ranks into zero.replicas={replicas} groups: "
+            f"choose from {_divisors(dp)}"
+        )
 
 
 def _lengths(facts: RuleContext) -> Iterator[str]:
@@ -333,7 +369,6 @@ def _held_out(facts: RuleContext) -> Iterator[str]:
 
 
 def _tuning(facts: RuleContext) -> Iterator[str]:
-    assert facts.model is not None
     tuning = facts.config.tuning
     if tuning != EVERYTHING:
         yield from tuning.problems(facts.model.schema)
@@ -349,9 +384,8 @@ def _balances(facts: RuleContext) -> Iterator[str]:
 
 
 def _experts(facts: RuleContext) -> Iterator[str]:
-    assert facts.model is not None
-    section, schema, tuning = facts.config.experts, facts.model.schema, facts.config.tuning
-    asked = {f"experts.{name}": value for name, value in vars(section).items() if value}
+    section, schema = facts.config.experts, facts.model.schema
+    asked = {f"experts.{name}": value for name, value in asdict(section).items() if value}
     if asked and "experts" not in facts.sizes:
         yield f"{_said(asked)}: the model has no experts to balance, set {_off(asked)}"
         return
@@ -360,7 +394,7 @@ def _experts(facts: RuleContext) -> Iterator[str]:
             f"experts.bias_rate ({section.bias_rate:g}): the routers of this model have no biases to move, set it to 0 "
             "and balance by experts.sequence_balance or experts.batch_balance"
         )
-    if section.bias_rate and tuning.lora is not None:
+    if section.bias_rate and facts.config.lora is not None:
         del asked["experts.bias_rate"]
         yield (
             f"experts.bias_rate ({section.bias_rate:g}) moves biases of the model, and lora saves its adapters alone: "
@@ -372,6 +406,7 @@ def _experts(facts: RuleContext) -> Iterator[str]:
         if param.name.endswith(".router.weight")
         for name in names.whole_names(schema, param)
     ]
+    tuning = facts.config.tuning
     still, adapted = tuning.frozen(schema), tuning.schema(schema).by_name
     if asked and (frozen := [name for name, adapter in routers if name in still and adapter not in adapted]):
         yield (
@@ -390,10 +425,8 @@ def _off(asked: Iterable[str]) -> str:
 
 def _batch_balance(facts: RuleContext) -> Iterator[str]:
     """Yield the problem of a balance whose counts come from forwards that are run after the first backward."""
-    mesh, batch, schedule = facts.config.mesh, facts.config.batch, facts.config.pipeline.schedule
-    dp = facts.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
-    # Where dp comes to 0, the world is too small for the mesh, and that is said already.
-    own = -(-batch.global_size // (dp * mesh.ep)) if dp else 0
+    batch, schedule, groups = facts.config.batch, facts.config.pipeline.schedule, facts.dp * facts.config.mesh.ep
+    own = -(-batch.global_size // groups) if groups else 0
     microbatches = -(-own // batch.micro_size)
     if facts.config.experts.batch_balance and schedule != "gpipe" and microbatches > 1:
         yield (
@@ -438,45 +471,43 @@ def _export(facts: RuleContext) -> Iterator[str]:
         )
 
 
-Rule = Callable[[RuleContext], Iterator[str]]
-
-MODEL = "model"
-MODEL_RANKS = ("mesh.pp", "mesh.cp", "mesh.ep", "mesh.tp")
-
-RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
-    ((*MODEL_RANKS, "mesh.dp"), _world),
-    ((MODEL, *MODEL_RANKS, "mesh.etp"), _parts),
-    ((MODEL, "mesh.pp", "pipeline.chunks", "pipeline.layers_per_stage"), _stages),
-    (("pipeline.chunks",), _chunks),
-    (("memory.loss_chunk",), _loss_chunk),
-    ((), _mlp_chunk),
-    ((), _offload),
-    ((MODEL, "data.sequence_length"), _positions),
-    (("data.sequence_length", "batch.micro_size", "mesh.tp", "mesh.cp"), _tokens),
-    (("mesh.cp", "context.heads"), _context),
-    ((MODEL, "mesh.cp", "mesh.tp", "context.heads"), _context_of_model),
-    ((), _corpora),
-    ((*MODEL_RANKS, "mesh.dp", "zero.replicas"), _shards),
-    (("schedule.warmup_steps", "schedule.decay_steps", "train.steps"), _lengths),
-    ((), _device),
-    (("loss_scale.initial", "loss_scale.minimum"), _fp16),
-    (("optimizer.betas",), _moments),
-    ((MODEL,), _fp8),
-    (("mesh.tp",), _async_tp),
-    (("evaluate.every", "data.validation_fraction"), _held_out),
-    ((MODEL,), _tuning),
-    (("experts.sequence_balance", "experts.batch_balance"), _balances),
-    ((MODEL, "lora.rank", *(f"experts.{each.name}" for each in fields(ExpertsConfig))), _experts),
-    ((*MODEL_RANKS, "mesh.dp", "batch.global_size", "batch.micro_size", "experts.batch_balance"), _batch_balance),
-    ((), _adapters),
-    ((), _one_start),
-    ((), _repetition),
-    ((), _export),
+RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
+    _world,
+    _parts,
+    _stages,
+    _chunks,
+    _loss_chunk,
+    _mlp_chunk,
+    _offload,
+    _positions,
+    _tokens,
+    _context,
+    _context_of_model,
+    _corpora,
+    _shards,
+    _lengths,
+    _device,
+    _fp16,
+    _moments,
+    _fp8,
+    _async_tp,
+    _held_out,
+    _tuning,
+    _balances,
+    _experts,
+    _batch_balance,
+    _adapters,
+    _one_start,
+    _repetition,
+    _export,
 )
-"""The keys that each rule needs in range, and the rule."""
 
 
 def _multiples(value: int, step: int) -> str:
     """Return the multiples of `step` on both sides of a value that is none."""
     below = value // step * step
     return f"{below} or {below + step}" if below else str(step)
+
+
+def _divisors(value: int) -> str:
+    return ", ".join(str(n) for n in range(1, value + 1) if value % n == 0)

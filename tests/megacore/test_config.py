@@ -493,6 +493,15 @@ def test_all_value_problems_come_together(folder: Path) -> None:
         assert any(words in message for message in messages), words
 
 
+def test_a_rule_ends_where_it_reads_a_value_that_is_out_of_range(folder: Path) -> None:
+    """By a property of the config too; what needs no such value is told."""
+    assert [text.split()[0] for text in found(folder, bad("mesh.tp=0 optimizer.lr=-1"))] == ["mesh.tp", "optimizer.lr"]
+    words = "\n".join(found(folder, bad("mesh.tp=0 pipeline.chunks=2 zero.replicas=2")))
+    assert "mesh.tp (0)" in words and "runs one chunk per stage" in words and "zero.replicas" not in words
+    messages = found(folder, bad("lora.rank=0 lora.targets=[none] train.only=[none] checkpoint.init=x"))
+    assert [text.split()[0] for text in messages] == ["lora.rank"]
+
+
 def test_products_overlap_with_what_is_sent_within_a_node(folder: Path) -> None:
     config = load(write(folder, RECIPE), ["mesh.tp=8", "train.async_tp=true", "train.device=auto"])
     assert problems(config, 16, LLAMA, gpus=8, local_ranks=8) == []
