@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megacore.training.states.store import MASTER, MOMENTS, Rule
-from megacore.training.states.window_stores import BUFFERS, FileWindows, HostWindows, WindowStore
+from megacore.training.states.window_stores import BUFFERS, WindowStore
 from megacore.training.states.windows import ALIGNED, Segment, Window, cut
 from parallel.gradients.buckets import Elements, OwnedShard
 from parallel.kernels.narrow_adamw import Step, update
@@ -116,11 +116,7 @@ class OffloadedStore:
             )
             for _ in self._windows[:BUFFERS]
         ]
-        self._store: WindowStore = (
-            HostWindows([window.numel for window in self._windows], kept, pinned)
-            if offload.folder is None or not self._windows
-            else FileWindows(offload.folder, len(self._windows), numel, kept, device)
-        )
+        self._store = WindowStore([window.numel for window in self._windows], kept, device, offload.folder)
         if self.masters:
             for part in parts:
                 self.of(part, MASTER)[...] = part.data
