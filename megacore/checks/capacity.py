@@ -22,8 +22,6 @@ def capacity_problems(
     refused.
 
     Args:
-        config: The config of the run.
-        model: Its model.
         world_size: Ranks in all.
         local_ranks: Ranks on this node.
         device_memory: Bytes of a GPU here; None where the CPU computes.

@@ -60,8 +60,6 @@ def check(
     """Read and check a run.
 
     Args:
-        recipe: Its path.
-        overrides: The overrides of the recipe.
         world_size: Ranks of the run.
         local_ranks: Those on this machine.
         checked: Whether another process of this machine does so too: what takes longer for more data is left to it.

@@ -26,12 +26,8 @@ FOLDERS = (checkpoints.FOLDER, "examples", "tensorboard", "wandb")
 
 
 def surroundings(config: Config, led: bool = False) -> list[str]:
-    """Return missing token files, folders that cannot be used, and packages that a setting needs.
-
-    Args:
-        config: The config.
-        led: Whether another process looks at what all of them share over a network.
-    """
+    """Return missing token files, folders that cannot be used, and packages that a setting needs; ``led``: another
+    process looks at what all of them share over a network."""
     looks = (
         _missing_files,
         _unusable_out,

@@ -71,8 +71,6 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     """Build the live parts of a run on this rank, its model initialised or loaded.
 
     Args:
-        setup: The run.
-        mesh, control: Its groups.
         given: The callbacks beside those that the config asks for.
 
     Raises:

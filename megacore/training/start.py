@@ -63,7 +63,6 @@ def instead_of(setup: Setup, used: Setup, error: DamageError, control: Control) 
         setup: The run, as its checkpoints on disk say.
         used: The one whose start is damaged, of :func:`newest`.
         error: The damage, on all ranks.
-        control: The messages between the ranks.
 
     Raises:
         DamageError: there is nothing else.

@@ -59,30 +59,22 @@ class _FlatShard:
 
 @dataclass(frozen=True)
 class _Staging:
-    """Host memory through which windows pass.
-
-    Args:
-        gradient: [numel].
-        values: [numel], where no master is kept.
-        arrived: The event after which the gradient, and the values, have come.
-        left: The event after which the new values have gone.
-    """
+    """Host memory through which windows pass: a gradient [numel], and values [numel] where no master is kept."""
 
     gradient: Tensor
     values: Tensor | None
     arrived: Any
+    """The event after which they have come."""
     left: Any
+    """The event after which the new values have gone."""
 
 
 class OffloadedStore:
     """A :class:`~megacore.training.states.store.StateStore` that is not on the device.
 
     Args:
-        parts: The parts that are updated.
-        rule: The rule of the update.
         dtype: The dtype of the parts' values.
         device: The device of their gradients.
-        offload: The place of the states.
 
     Raises:
         StoreError: there is no room for the file.
