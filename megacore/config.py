@@ -1,7 +1,7 @@
 """All keys of a recipe: each with its type, its range, its default and what it means, in one place.
 
 docs/config.md is printed from here (`megacore config`). `megacore.recipe` reads a recipe into a `Config`, and whether
-its values fit each other, the model and the machine is asked in `megacore.training.problems`. Nothing here imports
+its values fit each other, the model and the machine is asked in `megacore.checks.rules`. Nothing here imports
 torch.
 """
 
@@ -93,7 +93,7 @@ class MeshConfig:
         return self.pp * self.cp * self.ep * self.tp
 
     def shape(self, world_size: int) -> MeshShape:
-        """Return the mesh on `world_size` ranks; `megacore.training.problems` has made sure that it fits."""
+        """Return the mesh on `world_size` ranks; `megacore.checks.rules` has made sure that it fits."""
         dp = world_size // self.model_ranks if self.dp is None else self.dp
         return MeshShape(pp=self.pp, dp=dp, ep=self.ep, cp=self.cp, tp=self.tp)
 
@@ -504,7 +504,7 @@ class Config:
     @property
     def tuning(self) -> Tuning:
         """The part of the model that is trained."""
-        lora = None if self.lora is None else Lora(**vars(self.lora))
+        lora = None if self.lora is None else Lora(**asdict(self.lora))
         return Tuning(lora, self.train.only, self.train.freeze)
 
     def to_yaml(self) -> str:

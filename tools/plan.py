@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from megacore.checks.rules import problems
 from megacore.config import Config, CorpusConfig
 from megacore.data.batches import in_vain
 from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
@@ -28,7 +29,6 @@ from megacore.plan.step_time import Cluster, Estimate, estimate
 from megacore.plan.traffic import Traffic, traffic
 from megacore.recipe import ConfigError, load
 from megacore.say import err, say, say_data
-from megacore.training.problems import problems
 from models.config import ModelConfig, ModelConfigError, active_parameters, parameters_in_words
 from models.registry import configure
 from tools import folders

@@ -160,7 +160,7 @@ def _checked(command: str, recipe: str, overrides: list[str]) -> LaunchedRun:
     environment = {**variables, **threads(here), **node.network, BEGAN: str(time.time())}
     prepare((*IMPORTS, *PRELOADED), environment)  # which imports while this process checks
     layouts = _layouts(config, least, most, here)
-    from megacore.training.check import check  # imports much, which a typo need not wait for
+    from megacore.checks.check import check  # imports much, which a typo need not wait for
 
     first, later = [*overrides, *layouts.get(most, ())], node.index > 0
     problems = _without_a_model(config) if command == "finetune" else []
@@ -204,7 +204,7 @@ def _layouts(config: Config, least: int, most: int, processes: int) -> Mapping[i
     """
     if least == most:
         return {}
-    from megacore.training.layouts import overrides_of_nodes  # imports much
+    from megacore.checks.layouts import overrides_of_nodes  # imports much
     from megacore.training.resume import find, model_of
     from models.config import ModelConfigError
 

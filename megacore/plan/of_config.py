@@ -15,7 +15,7 @@ from models.stages import layout_of
 
 
 def setting_of(config: Config, model: ModelConfig, world: int, device: Literal["cpu", "cuda"]) -> Setting:
-    """Return the setting of a recipe on so many ranks; `megacore.training.problems` has made sure that it fits them."""
+    """Return the setting of a recipe on so many ranks; `megacore.checks.rules` has made sure that it fits them."""
     mesh, tuning, micro = config.mesh.shape(world), config.tuning, config.batch.micro_size
     computed = filled_up(config.batch.global_size, micro, mesh.data)
     return Setting(

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore import checkpoints
+from megacore.checks.capacity import free_memory
 from megacore.control import Control
 from megacore.store.audit import DamageError
 from megacore.store.checkpoint import Checkpoint
@@ -26,7 +27,6 @@ from megacore.store.index import INDEX, FileRecord, read_index
 from megacore.store.publish import spelled
 from megacore.store.strict_json import StoreError, read_file
 from megacore.store.tensors import TensorFile, free_bytes, os_errors
-from megacore.training.capacity import free_memory
 from parallel.mesh import Group
 from parallel.weights.transfer import Copy, Stored
 

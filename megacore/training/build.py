@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from megacore import checkpoints
+from megacore.checks.check import Setup
 from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batches
@@ -36,7 +37,6 @@ from megacore.training.callbacks.report import FinalReport
 from megacore.training.callbacks.shard_checksums import ShardChecksums
 from megacore.training.callbacks.signals import Signals
 from megacore.training.callbacks.tell_spikes import TellSpikes
-from megacore.training.check import Setup
 from megacore.training.load import load as load_into
 from megacore.training.lr import learning_rate
 from megacore.training.meter import Meter
@@ -72,8 +72,6 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
     """Build the live parts of a run on this rank, its model initialised or loaded.
 
     Args:
-        setup: The run.
-        mesh, control: Its groups.
         given: The callbacks beside those that the config asks for.
 
     Raises:

@@ -21,7 +21,6 @@ def export(config: Config, last: int) -> str:
     Of a run that has trained adapters it is a folder of the peft library.
 
     Args:
-        config: The config of the run.
         last: The last step that was done; where steps are left, nothing is exported.
 
     Raises:

@@ -44,24 +44,20 @@ _TRIES = 20  # to have the lock while somebody just looks at it
 
 @dataclass(frozen=True)
 class Holder:
-    """The holder of a lock, as its file says.
-
-    Args:
-        host, pid: The process that holds it.
-        machine: The start of the machine that it is on.
-        token: No two holders have the same.
-        since: The time when it was taken, in UTC.
-        beat: Counts up at each heartbeat.
-        out: The folder of its run, where the lock is not in it.
-    """
+    """The process that holds a lock, as its file says."""
 
     host: str
     pid: int
     machine: str
+    """The start of the machine that it is on."""
     token: str
+    """No two holders have the same."""
     since: str
+    """The time when it was taken, in UTC."""
     beat: int = 0
+    """Counts up at each heartbeat."""
     out: str = ""
+    """The folder of its run, where the lock is not in it."""
 
     def is_as(self, other: Holder) -> bool:
         """Return whether both are of one machine, or container of it, and one folder."""
@@ -105,15 +101,8 @@ def holder(out: Path) -> str | None:
 
 
 class RunLock:
-    """A folder that is held, as a context manager: :meth:`take` makes one, leaving it lets go.
-
-    Args:
-        path: The lock's file.
-        file: The file, open, and locked where its filesystem has locks; None in an object store.
-        holder: This process.
-        interval_s: Between two heartbeats.
-        lost: Is told when somebody else has taken the folder.
-    """
+    """A folder that is held, as a context manager: :meth:`take` makes one, leaving it lets go. Its file is open, and
+    locked where its filesystem has locks; in an object store there is none."""
 
     def __init__(
         self, path: Path, file: FileIO | None, holder: Holder, interval_s: float, lost: Callable[[str], object]

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megacore import checkpoints, exits, open_files, outcome
+from megacore.checks.check import Setup, check, files_of
 from megacore.control import Control
 from megacore.data.batches import TokenError
 from megacore.hardware import claim
@@ -30,7 +31,6 @@ from megacore.store.strict_json import StoreError
 from megacore.training import start
 from megacore.training.build import trainer_of
 from megacore.training.callbacks.bad_steps import NonFinite
-from megacore.training.check import Setup, check, files_of
 from megacore.training.export import export
 from megacore.training.resume import again
 from megacore.training.save import SaveError

@@ -14,14 +14,9 @@ from parallel.mesh import Mesh
 
 
 class Meter:
-    """Throughput between two records, evaluation left out.
+    """Throughput between two records, evaluation left out, from the last step on that was done before.
 
-    Args:
-        config: The config of the run.
-        model: That of its model.
-        mesh: The live mesh.
-        peak_tflops: The peak of the device, for the utilisation; None if unknown.
-        step: The last step that was done before.
+    The peak of the device is for the utilisation; None if unknown.
     """
 
     def __init__(self, config: Config, model: ModelConfig, mesh: Mesh, peak_tflops: float | None, step: int) -> None:

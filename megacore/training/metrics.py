@@ -46,10 +46,6 @@ class JsonLines:
     """One line of JSON for each record, added at once. JSON has no NaN: a number that is not finite is null.
 
     A full disk does not end a run: the lines that it does not take are kept, and written as soon as it does.
-
-    Args:
-        path: The file.
-        tell: Says that the disk does not take them.
     """
 
     def __init__(self, path: Path, tell: Callable[[str], object] = err) -> None:
@@ -156,16 +152,12 @@ class WallClock:
     """The wall clock of a run over all of its launches, and the part of it that went into steps that count: whose
     updates the run still has. Start-up, evaluation, saves that are waited for, recovery and steps that had to be done
     again are the rest; the time between a launch's last record and the next launch is not counted.
-
-    Args:
-        useful: Seconds that went into steps that count.
-        before: Seconds of wall clock until ``since``.
-        since: The time, in seconds since 1970.
-        step: The last step that was counted.
     """
 
     useful: float
+    """Seconds that went into steps that count, until ``step``."""
     before: float
+    """Seconds of wall clock until ``since``, in seconds since 1970."""
     since: float
     step: int
     counted: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=1 << 12))
@@ -218,10 +210,8 @@ class Log:
     the last one counts (:func:`standing`).
 
     Args:
-        config: The config of the run.
         after: The step after which it goes on.
         began: The time when the launch of the run began, in seconds since 1970; None for now.
-        tell: Says what must not be overlooked.
     """
 
     def __init__(
@@ -334,13 +324,8 @@ def curve(records: Sequence[Record], key: str) -> list[tuple[float, float]]:
 
 
 def draw(records: Sequence[Record], picture: Path, reference: float | None = None) -> None:
-    """Draw the loss curve of a run.
-
-    Args:
-        records: The records of its metrics.jsonl.
-        picture: The PNG to write.
-        reference: The unigram entropy of the corpus, a level to compare with.
-    """
+    """Draw the loss curve of a run of the records of its metrics.jsonl; ``reference`` is a level to compare with, the
+    unigram entropy of the corpus."""
     pyplot = pictures.pyplot()
     train, held_out = curve(records, "loss"), curve(records, "validation_loss")
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
@@ -358,12 +343,8 @@ def draw(records: Sequence[Record], picture: Path, reference: float | None = Non
 
 
 def draw_loads(lines: Sequence[Mapping[str, Any]], picture: Path) -> None:
-    """Draw which experts a run's tokens were sent to: experts over steps, layer by layer.
-
-    Args:
-        lines: Those of its experts.jsonl, at least one.
-        picture: The PNG to write.
-    """
+    """Draw which experts a run's tokens were sent to, of the lines of its experts.jsonl, at least one: experts over
+    steps, layer by layer."""
     pyplot = pictures.pyplot()
     layers, steps = lines[0]["layers"], [line["step"] for line in lines]
     chosen = sorted({round(n * (len(layers) - 1) / (_PANELS - 1)) for n in range(_PANELS)})

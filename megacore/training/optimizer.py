@@ -22,7 +22,6 @@ class Optimizer:
     Weight decay applies to matrices, not to norms and biases.
 
     Args:
-        gradients: The parts and their summed gradients.
         lr, betas, eps, weight_decay: The paper's.
         clip: Largest global gradient norm; None for no clipping.
         master_weights: Whether parameters narrower than fp32 are updated through an fp32 copy.

@@ -58,14 +58,8 @@ class SaveError(RuntimeError):
 
 @dataclass(frozen=True)
 class Contents:
-    """All that a checkpoint of a run holds, as this rank has it.
-
-    Args:
-        state: The tensors that this rank holds.
-        raw: Fields of the model's Hugging Face config.
-        companions: {name: file} of what travels with the model.
-        adapters, frozen: The fields of :class:`~megacore.store.index.Index`.
-    """
+    """All that a checkpoint of a run holds, as this rank has it: its tensors, the fields of the model's Hugging Face
+    config, {name: file} of what travels with the model, and fields of :class:`~megacore.store.index.Index`."""
 
     state: TrainingState
     raw: Mapping[str, Any]
@@ -88,8 +82,6 @@ class TrainingState:
     """The tensors of this rank that a checkpoint holds, by state and name.
 
     Args:
-        parameters: The weights.
-        optimizer: Their masters and moments.
         folder: The folder of files that copies lie in while they are saved; None for host memory.
         layout: The layout of what is saved, where that is not all of the weights.
     """
@@ -124,14 +116,7 @@ def _of_any_layout(trainer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclass(frozen=True)
 class _Written:
-    """A file of this rank.
-
-    Args:
-        file: The contents of the file.
-        state: The state that it is of.
-        ranges: The ranges of its tensors that are slices.
-        host: Copies of them.
-    """
+    """A file of this rank, of one state: the ranges of its tensors that are slices, and copies of them on the host."""
 
     file: File
     state: str
@@ -304,9 +289,6 @@ class Saver:
 
     Args:
         folder: The folder of the run's checkpoints.
-        contents: All that they hold.
-        control: The messages between the ranks.
-        kept: The checkpoints that stay.
         node: The number of successive ranks that share the folder, where it is in the memory of each machine: the first
             of them publishes what they have written, with the index of all files. None for a folder of all ranks.
     """

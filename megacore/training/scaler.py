@@ -19,13 +19,8 @@ LARGEST = 2.0**24
 
 @dataclass(frozen=True)
 class Scaling:
-    """The course of the loss scale; all scales are powers of two.
-
-    Args:
-        initial: The scale of the first step.
-        growth_interval: The number of steps in a row without overflow after which it doubles.
-        minimum, maximum: Its bounds.
-    """
+    """The course of the loss scale, from ``initial`` on between bounds: after ``growth_interval`` steps in a row
+    without overflow it doubles. All scales are powers of two."""
 
     initial: float = 2.0**16
     growth_interval: int = 2000
@@ -41,12 +36,7 @@ UNSCALED = Scaling(1.0, 1, 1.0, 1.0)
 
 
 class Scaler:
-    """The loss scale of a run.
-
-    Args:
-        scaling: The course of the scale.
-        device: The device that it lives on.
-    """
+    """The loss scale of a run, on its device."""
 
     def __init__(self, scaling: Scaling, device: torch.device) -> None:
         self.scaling = scaling

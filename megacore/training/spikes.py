@@ -33,14 +33,8 @@ _NORMAL = 1.4826
 
 @dataclass(frozen=True)
 class Spike:
-    """A value far above those before it.
-
-    Args:
-        name: The metric, ``loss`` or ``grad_norm``.
-        value: The value.
-        median: The median of the records before it.
-        limit: The most that is no spike.
-    """
+    """A value of ``loss`` or ``grad_norm`` far above the median of the records before it; ``limit`` is the most that is
+    no spike."""
 
     name: str
     value: float
@@ -53,14 +47,7 @@ class Spike:
 
 @dataclass(frozen=True)
 class Seen:
-    """A record that was looked at.
-
-    Args:
-        step: Its step.
-        lr: Its learning rate.
-        values: Its ``loss`` and ``grad_norm``.
-        spiked: Whether it was a spike.
-    """
+    """A record that was looked at: its step, its learning rate, its ``loss`` and ``grad_norm``, whether it spiked."""
 
     step: int
     lr: float
@@ -70,11 +57,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class Spikes:
-    """The last records of a run, and what would be a spike after them: a function of these alone.
-
-    Args:
-        records: The records, twice as many as the median is of: a run may go back over some.
-    """
+    """The last records of a run, and what would be a spike after them: a function of these alone. They are twice as
+    many as the median is of: a run may go back over some."""
 
     records: tuple[Seen, ...] = ()
 

@@ -27,7 +27,7 @@ from models.config import ModelConfig, flops_per_token, parameters_in_words
 from parallel.mesh import Mesh
 
 if TYPE_CHECKING:
-    from megacore.training.check import Setup
+    from megacore.checks.check import Setup
 
 
 def agreed(setup: Setup, control: Control) -> Setup:
@@ -63,7 +63,6 @@ def instead_of(setup: Setup, used: Setup, error: DamageError, control: Control) 
         setup: The run, as its checkpoints on disk say.
         used: The one whose start is damaged, of :func:`newest`.
         error: The damage, on all ranks.
-        control: The messages between the ranks.
 
     Raises:
         DamageError: there is nothing else.

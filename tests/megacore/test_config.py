@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from megacore import recipe as recipe_module
+from megacore.checks.machine import surroundings
+from megacore.checks.rules import problems
 from megacore.config import RANGES, SECTIONS, Config, CorpusConfig, MeshConfig, parts
 from megacore.recipe import ConfigError, load, processes
-from megacore.training.problems import problems, surroundings
 from models.registry import configure
 from parallel.weights.schema import Param, Schema
 
@@ -370,7 +371,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "megacore.training.problems.importlib.util.find_spec", lambda name: None if name == "wandb" else object()
+        "megacore.checks.machine.importlib.util.find_spec", lambda name: None if name == "wandb" else object()
     )
     return tmp_path
 
@@ -490,6 +491,15 @@ def test_all_value_problems_come_together(folder: Path) -> None:
         "train.device",
     ):
         assert any(words in message for message in messages), words
+
+
+def test_a_rule_ends_where_it_reads_a_value_that_is_out_of_range(folder: Path) -> None:
+    """By a property of the config too; what needs no such value is told."""
+    assert [text.split()[0] for text in found(folder, bad("mesh.tp=0 optimizer.lr=-1"))] == ["mesh.tp", "optimizer.lr"]
+    words = "\n".join(found(folder, bad("mesh.tp=0 pipeline.chunks=2 zero.replicas=2")))
+    assert "mesh.tp (0)" in words and "runs one chunk per stage" in words and "zero.replicas" not in words
+    messages = found(folder, bad("lora.rank=0 lora.targets=[none] train.only=[none] checkpoint.init=x"))
+    assert [text.split()[0] for text in messages] == ["lora.rank"]
 
 
 def test_products_overlap_with_what_is_sent_within_a_node(folder: Path) -> None:

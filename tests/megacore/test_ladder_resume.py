@@ -12,9 +12,9 @@ from engine import LLAMA, RECIPE, Result, train, write_recipe
 from pool import Pool
 
 from megacore import checkpoints
+from megacore.checks.rules import problems
 from megacore.config import Config, MeshConfig, ZeroConfig
 from megacore.training.callbacks.signals import Signals
-from megacore.training.problems import problems
 from models.registry import configure
 
 RUNGS = ("none", "optimizer", "gradients", "parameters")

@@ -11,11 +11,11 @@ import pytest
 from engine import RECIPE, Result, trainer, write_recipe
 from pool import Pool
 
+from megacore.checks import capacity, layouts
+from megacore.checks.layouts import overrides_of_nodes
+from megacore.checks.rules import problems
 from megacore.config import Config
 from megacore.recipe import ConfigError, changed, load
-from megacore.training import capacity, layouts
-from megacore.training.layouts import overrides_of_nodes
-from megacore.training.problems import problems
 from megacore.training.trainer import Callback, Trainer
 from models.registry import configure
 

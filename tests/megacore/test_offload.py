@@ -20,16 +20,17 @@ from pool import Pool
 from torch import Tensor, nn
 
 from megacore import checkpoints
+from megacore.checks import capacity
+from megacore.checks.machine import surroundings
+from megacore.checks.rules import problems
 from megacore.config import Config, MemoryConfig, ZeroConfig
 from megacore.plan.setting import SHARDS
 from megacore.recipe import load
-from megacore.training import capacity
 from megacore.training.optimizer import Optimizer
-from megacore.training.problems import problems, surroundings
 from megacore.training.states import window_stores
 from megacore.training.states.offload import Offload, OffloadedStore
 from megacore.training.states.store import MASTER
-from megacore.training.states.window_stores import BUFFERS, FileWindows
+from megacore.training.states.window_stores import BUFFERS, WindowStore
 from megacore.training.states.windows import ALIGNED, cut
 from models.registry import configure
 from parallel.choices import ZeroShard
@@ -158,7 +159,7 @@ def test_a_window_is_read_after_it_was_written_and_one_that_fails_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = {"a": torch.float32, "b": torch.bfloat16}
-    store = FileWindows(tmp_path, 11, 100, kept, torch.device("cpu"))
+    store = WindowStore([100] * 11, kept, torch.device("cpu"), tmp_path)
     for turn in range(3):
         for number in range(11):
             store.fetch((number + 2) % 11)
@@ -189,7 +190,7 @@ def test_threads_wait_for_events_on_the_device_of_their_rank(tmp_path: Path, mon
     device = torch.device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(current, "device", device))
     monkeypatch.setattr(window_stores, "_bytes", lambda size, pinned: torch.zeros(size, dtype=torch.uint8))
-    store = FileWindows(tmp_path, 2 * BUFFERS, 100, {"a": torch.float32}, device)
+    store = WindowStore([100] * 2 * BUFFERS, {"a": torch.float32}, device, tmp_path)
     for number in range(2 * BUFFERS):
         store.open(number)
         store.changed(number, Left())
@@ -287,15 +288,11 @@ def _files(folder: Path) -> list[Path]:
 def test_the_recipe_arrives(recipe: str, tmp_path: Path) -> None:
     made = trainer(recipe, run_of(tmp_path / "run", *offloaded(tmp_path / "scratch")))
     store = made.train_step.optimizer.store
-    assert (
-        isinstance(store, OffloadedStore)
-        and isinstance(store._store, FileWindows)
-        and store.kept[MASTER] == torch.float32
-    )
-    assert len(store._windows) > BUFFERS
+    assert isinstance(store, OffloadedStore) and store.kept[MASTER] == torch.float32
+    assert len(store._windows) > BUFFERS == len(store._store._slots)
     made = trainer(recipe, run_of(tmp_path / "run", "memory.offload_optimizer=host"))
     store = made.train_step.optimizer.store
-    assert isinstance(store, OffloadedStore) and not isinstance(store._store, FileWindows)
+    assert isinstance(store, OffloadedStore) and len(store._store._slots) == len(store._windows)
 
 
 def test_an_overflow_leaves_everything_as_it_was(recipe: str, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from deep_family import deep
 from operations import Flops
 
+from megacore.checks.rules import problems
 from megacore.config import Config, MemoryConfig
 from megacore.devices import DEVICES
 from megacore.plan.activations import ActivationMemory
@@ -27,7 +28,6 @@ from megacore.plan.state import Shares, StateBytes, state, state_of
 from megacore.plan.step_time import Cluster, MatMul, estimate
 from megacore.plan.traffic import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, SEND, Traffic, ring, traffic
 from megacore.recipe import load
-from megacore.training.problems import problems
 from models.config import flops_per_token
 from models.lora import Lora
 from models.registry import configure

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megacore.checks.rules import problems
 from megacore.data.indexed import IndexedWriter
 from megacore.devices import DEVICES
 from megacore.plan.costs import ALL_TO_ALL, KeyExchange
@@ -24,7 +25,6 @@ from megacore.plan.state import Shares
 from megacore.plan.step_time import Cluster, Estimate, estimate
 from megacore.plan.traffic import HEADS, traffic
 from megacore.recipe import load
-from megacore.training.problems import problems
 from models.config import looks
 from models.registry import configure
 from models.stages import layout_of

@@ -19,14 +19,15 @@ from engine import GPT2, RECIPE, VOCAB, fit, of, trainer, write_corpus, write_re
 from PIL import Image
 from pool import Pool
 
+from megacore.checks import capacity
+from megacore.checks.check import check
 from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
 from megacore.recipe import ConfigError, load
-from megacore.training import build, capacity, main, metrics
+from megacore.training import build, main, metrics
 from megacore.training.callbacks import signals
 from megacore.training.callbacks.metrics import Metrics
 from megacore.training.callbacks.signals import Signals
-from megacore.training.check import check
 from megacore.training.resume import Start
 from megacore.training.start import headline
 from megacore.training.trainer import Trainer

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from megacore.checks.rules import problems
 from megacore.recipe import load
-from megacore.training.problems import problems
 from models.registry import configure
 from models.stages import layout_of
 

@@ -16,13 +16,13 @@ import torch
 from engine import train, write_recipe
 from pool import Pool
 
+from megacore.checks.check import check
 from megacore.rank import Here
 from megacore.recipe import ConfigError
 from megacore.store import lock
 from megacore.store.strict_json import StoreError
 from megacore.training import lock as run_lock
 from megacore.training import main, metrics
-from megacore.training.check import check
 from megacore.training.lock import LOCK, Holder, RunLock, holder, read
 
 QUICK = 0.02
@@ -169,7 +169,7 @@ def test_a_second_run_changes_nothing(
     with RunLock.take(out):
         with pytest.raises(ConfigError, match=r"out \(.*\) is held by a run, process \d+ on .* choose another out="):
             check(recipe, arguments[1:], 1, 1)
-        monkeypatch.setattr("megacore.training.problems.holder", lambda out: None)
+        monkeypatch.setattr("megacore.checks.machine.holder", lambda out: None)
         assert main.main(arguments) == 1
         assert "is held by a run, process" in capsys.readouterr().err
         (out / LOCK).unlink()
@@ -191,7 +191,7 @@ def test_a_second_run_changes_nothing(
 
 def refused(recipe: str, overrides: list[str]) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megacore.training.problems.holder", lambda out: None)  # it was taken since
+        patch.setattr("megacore.checks.machine.holder", lambda out: None)  # it was taken since
         setup = check(recipe, overrides, 2, 2)
     with pytest.raises(StoreError) as error:
         main.fit(setup, torch.device("cpu"), Here.now())

@@ -89,7 +89,7 @@ def test_moments_of_the_parameter_s_own_dtype_take_the_fused_kernel() -> None:
 
 @pytest.mark.parametrize(("beta", "stands_still"), [(0.95, False), (0.99, False), (0.995, False), (0.999, True)])
 def test_what_betas_bf16_can_follow(beta: float, stands_still: bool) -> None:
-    """A moment decays where 1 - beta is more than half a place, 2^-8: the rule in megacore.training.problems."""
+    """A moment decays where 1 - beta is more than half a place, 2^-8: the rule in megacore.checks.rules."""
     parameter = torch.zeros(1)
     optimizer = kernels.adamw([{"params": [parameter]}], CPU, LR, (beta, beta), EPS, torch.bfloat16)
     go(optimizer, parameter, torch.ones(1))

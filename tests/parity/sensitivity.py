@@ -269,7 +269,7 @@ FAULTS = (
     ),
     fault(
         "a window that was changed is forgotten",
-        "FileWindows.fetch",
+        "WindowStore.fetch",
         "self._write(place)",
         "",
         "test_a_window_is_read_after_it_was_written_and_one_that_fails_says_so",

@@ -21,13 +21,14 @@ from engine import write_recipe
 from pool import Pool
 
 from megacore import checkpoints
+from megacore.checks import capacity
+from megacore.checks.check import check
 from megacore.rank import Here
 from megacore.recovery import memory_checkpoints, partners
 from megacore.recovery.memory_checkpoints import LEFTOVER_S, RUN_ID, MemoryCheckpoints, private, sweep
 from megacore.recovery.partners import HeldFiles
 from megacore.store.strict_json import StoreError
-from megacore.training import build, capacity, main, metrics, save
-from megacore.training.check import check
+from megacore.training import build, main, metrics, save
 from megacore.training.trainer import Callback, Trainer
 
 QUIET = ["train.steps=6", "evaluate.every=0", "checkpoint.every=0", "recovery.overhead=1e9"]

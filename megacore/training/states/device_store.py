@@ -51,11 +51,7 @@ class DeviceStore:
     """A :class:`~megacore.training.states.store.StateStore` on the device: one fused kernel for everything, and no host
     is asked.
 
-    Args:
-        parts: The parts that are updated.
-        rule: The rule of the update.
-        device: The device of the parts.
-        nothing: Stands for the parts of a rank that has none.
+    ``nothing`` stands for the parts of a rank that has none.
     """
 
     def __init__(self, parts: Sequence[OwnedShard], rule: Rule, device: torch.device, nothing: Nothing) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megacore.training.states.store import MASTER, MOMENTS, Rule
-from megacore.training.states.window_stores import BUFFERS, FileWindows, HostWindows, WindowStore
+from megacore.training.states.window_stores import BUFFERS, WindowStore
 from megacore.training.states.windows import ALIGNED, Segment, Window, cut
 from parallel.gradients.buckets import Elements, OwnedShard
 from parallel.kernels.narrow_adamw import Step, update
@@ -59,30 +59,22 @@ class _FlatShard:
 
 @dataclass(frozen=True)
 class _Staging:
-    """Host memory through which windows pass.
-
-    Args:
-        gradient: [numel].
-        values: [numel], where no master is kept.
-        arrived: The event after which the gradient, and the values, have come.
-        left: The event after which the new values have gone.
-    """
+    """Host memory through which windows pass: a gradient [numel], and values [numel] where no master is kept."""
 
     gradient: Tensor
     values: Tensor | None
     arrived: Any
+    """The event after which they have come."""
     left: Any
+    """The event after which the new values have gone."""
 
 
 class OffloadedStore:
     """A :class:`~megacore.training.states.store.StateStore` that is not on the device.
 
     Args:
-        parts: The parts that are updated.
-        rule: The rule of the update.
         dtype: The dtype of the parts' values.
         device: The device of their gradients.
-        offload: The place of the states.
 
     Raises:
         StoreError: there is no room for the file.
@@ -116,11 +108,7 @@ class OffloadedStore:
             )
             for _ in self._windows[:BUFFERS]
         ]
-        self._store: WindowStore = (
-            HostWindows([window.numel for window in self._windows], kept, pinned)
-            if offload.folder is None or not self._windows
-            else FileWindows(offload.folder, len(self._windows), numel, kept, device)
-        )
+        self._store = WindowStore([window.numel for window in self._windows], kept, device, offload.folder)
         if self.masters:
             for part in parts:
                 self.of(part, MASTER)[...] = part.data

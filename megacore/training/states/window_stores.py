@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,111 +19,61 @@ BUFFERS = 4
 """Windows in the buffer: one is updated, one is on its way back, and two are on their way here."""
 
 
-class WindowStore(Protocol):
-    """{state: host tensor} of each window, zeros at first."""
+@dataclass(eq=False)
+class _Slot:
+    """A place for a window in host memory: {state: tensor}, and the bytes of all of them as a file has them; without a
+    file it has none."""
 
-    def fetch(self, number: int) -> None:
-        """Begin to bring a window; it takes the place of one that was brought BUFFERS windows before."""
-        ...
-
-    def open(self, number: int) -> Mapping[str, Tensor]:
-        """Return the states of a window, there until another one takes its place; waits for them."""
-        ...
-
-    def changed(self, number: int, left: Any = None) -> None:
-        """Note that what was opened has been written to.
-
-        Args:
-            number: The number of the window.
-            left: An event after which nobody reads it any more.
-        """
-        ...
-
-    def put_back(self, number: int) -> None:
-        """Begin to put a window back that was changed."""
-        ...
+    tensors: Mapping[str, Tensor]
+    record: Bytes
+    holds: int | None = None
+    """The window that is there, or on its way here."""
+    changed: bool = False
+    """Whether it is newer than the file."""
+    left: Any = None
+    """The event after which nobody reads it any more."""
+    moving: Future[None] | None = None
+    """The last read or write of it."""
 
 
-class HostWindows:
-    """All windows in host memory.
+class WindowStore:
+    """{state: host tensor} of each window, zeros at first: all in host memory; or in a file, of which BUFFERS are in
+    host memory while threads read and write others.
 
     Args:
         sizes: Elements of each window.
         kept: {state: dtype}.
-        pinned: Whether a device copies from there.
-    """
-
-    def __init__(self, sizes: Sequence[int], kept: Mapping[str, torch.dtype], pinned: bool) -> None:
-        self._windows = [
-            {state: torch.zeros(size, dtype=dtype, pin_memory=pinned) for state, dtype in kept.items()}
-            for size in sizes
-        ]
-
-    def fetch(self, number: int) -> None:
-        """Do nothing: it is there."""
-
-    def open(self, number: int) -> Mapping[str, Tensor]:
-        return self._windows[number]
-
-    def changed(self, number: int, left: Any = None) -> None:
-        """Do nothing: it is there."""
-
-    def put_back(self, number: int) -> None:
-        """Do nothing: it is there."""
-
-
-@dataclass(eq=False)
-class _Slot:
-    """A place in the buffer.
-
-    Args:
-        memory: Its bytes.
-        tensors: {state: view of them}.
-        holds: The window that is there, or on its way here.
-        changed: Whether it is newer than the file.
-        left: The event after which nobody reads it any more.
-        moving: The last read or write of it.
-    """
-
-    memory: Bytes
-    tensors: Mapping[str, Tensor]
-    holds: int | None = None
-    changed: bool = False
-    left: Any = None
-    moving: Future[None] | None = None
-
-
-class FileWindows:
-    """All windows in a file, of which BUFFERS are in host memory. Threads read and write while others compute.
-
-    Args:
-        folder: The folder of the file.
-        count: Windows.
-        numel: Elements of a window.
-        kept: {state: dtype}.
-        device: The device that copies from the buffer.
+        device: The device that copies from there.
+        folder: The folder of the file; None for host memory.
 
     Raises:
         StoreError: there is no room for the file.
     """
 
     def __init__(
-        self, folder: Path, count: int, numel: int, kept: Mapping[str, torch.dtype], device: torch.device
+        self, sizes: Sequence[int], kept: Mapping[str, torch.dtype], device: torch.device, folder: Path | None
     ) -> None:
-        sizes = {state: -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT for state, dtype in kept.items()}
-        self._record = sum(sizes.values())
-        self._file = Scratch(folder, count * self._record, "the optimizer's states of a rank")
-        self._places = []
-        for _ in range(min(count, BUFFERS)):
-            memory = _bytes(self._record, device.type != "cpu")
-            parts = dict(zip(sizes, memory.split(list(sizes.values())), strict=True))
-            tensors = {state: part.view(kept[state])[:numel] for state, part in parts.items()}
-            self._places.append(_Slot(memory.numpy(), tensors))
-        self._all_here = count <= BUFFERS
+        pinned = device.type != "cpu"
+        self._passes = folder is not None and len(sizes) > BUFFERS
+        self._slots = list[_Slot]()
+        if folder is None or not sizes:
+            for number, size in enumerate(sizes):
+                tensors = {state: torch.zeros(size, dtype=kept[state], pin_memory=pinned) for state in kept}
+                self._slots.append(_Slot(tensors, np.empty(0, np.uint8), number))
+            return
+        room = {state: -(-max(sizes) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for state, dtype in kept.items()}
+        self._record = sum(room.values())
+        self._file = Scratch(folder, len(sizes) * self._record, "the optimizer's states of a rank")
+        for _ in sizes[:BUFFERS]:
+            memory = _bytes(self._record, pinned)
+            parts = dict(zip(room, memory.split(list(room.values())), strict=True))
+            tensors = {state: part.view(kept[state])[: max(sizes)] for state, part in parts.items()}
+            self._slots.append(_Slot(tensors, memory.numpy()))
         # A thread begins on GPU 0: waiting for an event there would make a context, and take memory for it.
         self._threads = ThreadPoolExecutor(2, "offload", torch.get_device_module(device).set_device, (device,))
 
     def fetch(self, number: int) -> None:
+        """Begin to bring a window; in a file it takes the place of one that was brought BUFFERS windows before."""
         place = self._place(number)
         if place.holds != number:
             if place.changed:
@@ -131,6 +82,7 @@ class FileWindows:
             place.moving = self._threads.submit(self._bring, place, place.moving, number)
 
     def open(self, number: int) -> Mapping[str, Tensor]:
+        """Return the states of a window, there until another one takes its place; this waits for them."""
         self.fetch(number)
         place = self._place(number)
         if place.moving is not None:
@@ -139,17 +91,19 @@ class FileWindows:
         return place.tensors
 
     def changed(self, number: int, left: Any = None) -> None:
+        """Note that what was opened has been written to; ``left``: an event after which nobody reads it any more."""
         place = self._place(number)
         place.changed = True
         place.left = left or place.left
 
     def put_back(self, number: int) -> None:
+        """Begin to put a window back that was changed, where the file has more than the buffer."""
         place = self._place(number)
-        if place.changed and not self._all_here:
+        if place.changed and self._passes:
             self._write(place)
 
     def _place(self, number: int) -> _Slot:
-        return self._places[number % len(self._places)]
+        return self._slots[number % len(self._slots)]
 
     def _write(self, place: _Slot) -> None:
         assert place.holds is not None
@@ -163,12 +117,12 @@ class FileWindows:
             before.result()
         if place.left is not None:
             place.left.synchronize()
-        self._file.read(place.memory, number * self._record)
+        self._file.read(place.record, number * self._record)
 
     def _put(self, place: _Slot, before: Future[None] | None, number: int) -> None:
         if before is not None:
             before.result()
-        self._file.write(place.memory, number * self._record)
+        self._file.write(place.record, number * self._record)
 
 
 def _bytes(size: int, pinned: bool) -> Tensor:

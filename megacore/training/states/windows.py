@@ -11,11 +11,7 @@ ALIGNED = 64
 
 @dataclass(frozen=True)
 class Segment:
-    """Elements [start, stop) of a part, from ``at`` on in a window.
-
-    Args:
-        part: Number of the part.
-    """
+    """Elements [start, stop) of the part with this number, from ``at`` on in a window."""
 
     part: int
     start: int
@@ -43,12 +39,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Window:
-    """Some segments.
-
-    Args:
-        number: The number of the window.
-        numel: The elements up to the end of its last segment.
-    """
+    """Some segments, up to ``numel`` elements."""
 
     number: int
     segments: tuple[Segment, ...]

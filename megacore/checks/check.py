@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from megacore import checkpoints, open_files
 from megacore.checkpoints import AUTO
+from megacore.checks.capacity import capacity_problems
+from megacore.checks.machine import readable, surroundings
+from megacore.checks.rules import problems
 from megacore.config import Config
 from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.model_tokenizer import ModelFiles
@@ -14,8 +17,6 @@ from megacore.launcher import gpus, memory_of_gpus
 from megacore.recipe import ConfigError, load
 from megacore.store.companions import Companion
 from megacore.store.strict_json import StoreError
-from megacore.training.capacity import capacity_problems
-from megacore.training.problems import problems, readable, surroundings
 from megacore.training.resume import Start, companions, find, model_of, raw_of
 from megacore.training.same_data import changed_data
 from models.config import ModelConfig, ModelConfigError
@@ -60,8 +61,6 @@ def check(
     """Read and check a run.
 
     Args:
-        recipe: Its path.
-        overrides: The overrides of the recipe.
         world_size: Ranks of the run.
         local_ranks: Those on this machine.
         checked: Whether another process of this machine does so too: what takes longer for more data is left to it.

@@ -1,45 +1,34 @@
 """Everything that is wrong with a config before anything starts, each with the way out.
 
-`problems` is pure: it asks whether the values fit each other, the model and the ranks. `surroundings` looks at the
-machine: files, folders and installed packages. Nothing here imports torch.
+`problems` is pure: it asks whether the values fit each other, the model and the ranks. `megacore.checks.machine` looks
+at files, folders and packages. Nothing here imports torch.
 """
 
-import importlib.util
-import json
 import math
-import os
-import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn
 
-from megacore import checkpoints
 from megacore.checkpoints import AUTO
-from megacore.config import EXAMPLES, RANGES, Bound, Config, ContextConfig, CorpusConfig, ExpertsConfig
-from megacore.say import brief
-from megacore.store.files import leaves
-from megacore.store.index import INDEX
-from megacore.store.objects import ObjectPath, place
-from megacore.store.strict_json import StoreError, read_json
-from megacore.training.lock import held, holder
+from megacore.config import RANGES, Bound, Config, ContextConfig
 from megacore.training.lr import decay_steps
 from models import lora, names
 from models.config import ModelConfig
 from models.tuning import EVERYTHING
 from parallel.weights.layout import MeshShape, heads_problem, mesh_problems
 
-RUN_FILES = ("config.yaml", "metrics.jsonl", "experts.jsonl", checkpoints.FOLDER)
-"""The files that a run leaves in its folder; a folder that has one of them is not written to again unless the run goes
-on."""
-FOLDERS = (checkpoints.FOLDER, "examples", "tensorboard", "wandb")
-"""Those that a run makes in its folder."""
+
+class _OutOfRange(Exception):
+    """A rule has read a value that it cannot judge by: a number that is out of range, or of a model that is unknown."""
 
 
 def problems(
     config: Config, world_size: int, model: ModelConfig | None, *, gpus: int = 0, local_ranks: int = 1
 ) -> list[str]:
-    """Return every violation: numbers out of range, then broken rules. A rule is left out where a value it needs is
-    bad.
+    """Return every violation: numbers out of range, then broken rules. A rule ends where it reads a value that is out
+    of range.
 
     Args:
         config: The config as it was loaded.
@@ -48,26 +37,46 @@ def problems(
         gpus: GPUs of this node.
         local_ranks: Ranks on this node.
     """
-    out_of_range = {key: message for key, bound in RANGES.items() for message in _range_problem(config, key, bound)}
-    facts = RuleContext(config, world_size, model, gpus, local_ranks)
-    unknown = {*out_of_range, *([MODEL] if model is None else [])}
-    askable = [rule for keys, rule in RULES if unknown.isdisjoint(keys)]
-    return [*out_of_range.values(), *(message for rule in askable for message in rule(facts))]
+    out_of_range = {key: message for key, bound in RANGES.items() for message in range_problems(config, key, bound)}
+    facts = RuleContext(_without(config, out_of_range), world_size, model, gpus, local_ranks)
+    found = list(out_of_range.values())
+    for rule in RULES:
+        with suppress(_OutOfRange):
+            for message in rule(facts):
+                found.append(message)
+    return found
 
 
 # -- the range of each number
 
 
-def _range_problem(config: Config, key: str, bound: Bound) -> Iterator[str]:
-    """Return the problem of a number, or of the numbers or ranges of a list; null is no number."""
-    value: object = config
-    for name in key.split("."):
-        value = None if value is None else getattr(value, name)
+def range_problems(config: Config, key: str, bound: Bound) -> Iterator[str]:
+    """Yield the problem of a number, or of the numbers or ranges of a list; null is no number."""
+    section, name = key.split(".")
+    value = getattr(getattr(config, section), name, None)
     numbers = value if isinstance(value, tuple) else () if value is None else (value,)
     if not all(map(bound.holds, numbers)):
         each = "" if not isinstance(value, tuple) else "each " if isinstance(value[0], tuple) else "each number "
         shown = list(value) if isinstance(value, tuple) else value
         yield f"{key} ({shown}): {each}must be {bound.words}"
+
+
+def _without(config: Config, keys: Iterable[str]) -> Config:
+    """Return the config with sections in which to read one of these keys raises `_OutOfRange`, by their own properties
+    and methods too."""
+
+    def refuse(section: object) -> NoReturn:
+        raise _OutOfRange
+
+    refused = defaultdict[str, dict[str, property]](dict)
+    for section, name in (key.split(".") for key in keys):
+        refused[section][name] = property(refuse)
+    sections = dict[str, Any]()
+    for name, properties in refused.items():
+        there = getattr(config, name)
+        sections[name] = object.__new__(type(type(there).__name__, (type(there),), properties))
+        vars(sections[name]).update(vars(there))
+    return replace(config, **sections)
 
 
 # -- rules between values
@@ -79,14 +88,25 @@ class RuleContext:
 
     config: Config
     world_size: int
-    model: ModelConfig | None
+    known_model: ModelConfig | None
     gpus: int
     local_ranks: int
 
     @property
+    def model(self) -> ModelConfig:
+        if self.known_model is None:
+            raise _OutOfRange
+        return self.known_model
+
+    @property
     def sizes(self) -> Mapping[str, int]:
-        assert self.model is not None  # a rule that asks says that it needs MODEL
         return self.model.sizes
+
+    @property
+    def dp(self) -> int:
+        """Data parallel ranks; 0 where the world is too small for the mesh, which a rule of its own says."""
+        mesh = self.config.mesh
+        return self.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
 
 
 def _world(facts: RuleContext) -> Iterator[str]:
@@ -173,7 +193,6 @@ def _offload(facts: RuleContext) -> Iterator[str]:
 
 
 def _positions(facts: RuleContext) -> Iterator[str]:
-    assert facts.model is not None
     length, limit = facts.config.data.sequence_length, facts.model.max_positions
     if limit is not None and length > limit:
         yield (
@@ -202,13 +221,12 @@ def _tokens(facts: RuleContext) -> Iterator[str]:
 
 def _context(facts: RuleContext) -> Iterator[str]:
     cp, section = facts.config.mesh.cp, facts.config.context
-    asked = sorted(vars(section).items() - vars(ContextConfig()).items())
+    asked = sorted(asdict(section).items() - asdict(ContextConfig()).items())
     if asked and cp == 1:
         keys = ", ".join(f"context.{name} ({value})" for name, value in asked)
         yield f"{keys}: mesh.cp is 1, and no sequence is split: leave it out, or set mesh.cp"
     elif cp % section.heads:
-        choices = ", ".join(str(n) for n in range(1, cp + 1) if cp % n == 0)
-        yield f"cannot divide mesh.cp ({cp}) by context.heads ({section.heads}): choose from {choices}"
+        yield f"cannot divide mesh.cp ({cp}) by context.heads ({section.heads}): choose from {_divisors(cp)}"
     elif section.exchange == "heads" and section.heads not in (1, cp):
         yield (
             f"context.exchange=heads is over all of mesh.cp ({cp}), not over context.heads ({section.heads}): leave "
@@ -217,7 +235,6 @@ def _context(facts: RuleContext) -> Iterator[str]:
 
 
 def _context_of_model(facts: RuleContext) -> Iterator[str]:
-    assert facts.model is not None
     mesh, section, drops = facts.config.mesh, facts.config.context, facts.model.drops_attention
     if mesh.cp == 1 or mesh.cp % section.heads:
         return
@@ -254,16 +271,17 @@ def _corpora(facts: RuleContext) -> Iterator[str]:
 
 
 def _shards(facts: RuleContext) -> Iterator[str]:
-    mesh, shard, replicas = facts.config.mesh, facts.config.zero.shard, facts.config.zero.replicas
-    dp = facts.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
+    dp, shard, replicas = facts.dp, facts.config.zero.shard, facts.config.zero.replicas
     if replicas > 1 and shard == "none":
         yield (
             f"zero.replicas ({replicas}) groups share nothing out where zero.shard is none: set zero.shard=optimizer, "
             "gradients or parameters, or zero.replicas=1"
         )
     elif dp and dp % replicas:
-        choices = ", ".join(str(n) for n in range(1, dp + 1) if dp % n == 0)
-        yield f"cannot divide dp={dp} data parallel ranks into zero.replicas={replicas} groups: choose from {choices}"
+        yield (
+            f"cannot divide dp={dp} data parallel ranks into zero.replicas={replicas} groups: "
+            f"choose from {_divisors(dp)}"
+        )
 
 
 def _lengths(facts: RuleContext) -> Iterator[str]:
@@ -351,7 +369,6 @@ def _held_out(facts: RuleContext) -> Iterator[str]:
 
 
 def _tuning(facts: RuleContext) -> Iterator[str]:
-    assert facts.model is not None
     tuning = facts.config.tuning
     if tuning != EVERYTHING:
         yield from tuning.problems(facts.model.schema)
@@ -367,9 +384,8 @@ def _balances(facts: RuleContext) -> Iterator[str]:
 
 
 def _experts(facts: RuleContext) -> Iterator[str]:
-    assert facts.model is not None
-    section, schema, tuning = facts.config.experts, facts.model.schema, facts.config.tuning
-    asked = {f"experts.{name}": value for name, value in vars(section).items() if value}
+    section, schema = facts.config.experts, facts.model.schema
+    asked = {f"experts.{name}": value for name, value in asdict(section).items() if value}
     if asked and "experts" not in facts.sizes:
         yield f"{_said(asked)}: the model has no experts to balance, set {_off(asked)}"
         return
@@ -378,7 +394,7 @@ def _experts(facts: RuleContext) -> Iterator[str]:
             f"experts.bias_rate ({section.bias_rate:g}): the routers of this model have no biases to move, set it to 0 "
             "and balance by experts.sequence_balance or experts.batch_balance"
         )
-    if section.bias_rate and tuning.lora is not None:
+    if section.bias_rate and facts.config.lora is not None:
         del asked["experts.bias_rate"]
         yield (
             f"experts.bias_rate ({section.bias_rate:g}) moves biases of the model, and lora saves its adapters alone: "
@@ -390,6 +406,7 @@ def _experts(facts: RuleContext) -> Iterator[str]:
         if param.name.endswith(".router.weight")
         for name in names.whole_names(schema, param)
     ]
+    tuning = facts.config.tuning
     still, adapted = tuning.frozen(schema), tuning.schema(schema).by_name
     if asked and (frozen := [name for name, adapter in routers if name in still and adapter not in adapted]):
         yield (
@@ -408,10 +425,8 @@ def _off(asked: Iterable[str]) -> str:
 
 def _batch_balance(facts: RuleContext) -> Iterator[str]:
     """Yield the problem of a balance whose counts come from forwards that are run after the first backward."""
-    mesh, batch, schedule = facts.config.mesh, facts.config.batch, facts.config.pipeline.schedule
-    dp = facts.world_size // mesh.model_ranks if mesh.dp is None else mesh.dp
-    # Where dp comes to 0, the world is too small for the mesh, and that is said already.
-    own = -(-batch.global_size // (dp * mesh.ep)) if dp else 0
+    batch, schedule, groups = facts.config.batch, facts.config.pipeline.schedule, facts.dp * facts.config.mesh.ep
+    own = -(-batch.global_size // groups) if groups else 0
     microbatches = -(-own // batch.micro_size)
     if facts.config.experts.batch_balance and schedule != "gpipe" and microbatches > 1:
         yield (
@@ -456,42 +471,36 @@ def _export(facts: RuleContext) -> Iterator[str]:
         )
 
 
-Rule = Callable[[RuleContext], Iterator[str]]
-
-MODEL = "model"
-MODEL_RANKS = ("mesh.pp", "mesh.cp", "mesh.ep", "mesh.tp")
-
-RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
-    ((*MODEL_RANKS, "mesh.dp"), _world),
-    ((MODEL, *MODEL_RANKS, "mesh.etp"), _parts),
-    ((MODEL, "mesh.pp", "pipeline.chunks", "pipeline.layers_per_stage"), _stages),
-    (("pipeline.chunks",), _chunks),
-    (("memory.loss_chunk",), _loss_chunk),
-    ((), _mlp_chunk),
-    ((), _offload),
-    ((MODEL, "data.sequence_length"), _positions),
-    (("data.sequence_length", "batch.micro_size", "mesh.tp", "mesh.cp"), _tokens),
-    (("mesh.cp", "context.heads"), _context),
-    ((MODEL, "mesh.cp", "mesh.tp", "context.heads"), _context_of_model),
-    ((), _corpora),
-    ((*MODEL_RANKS, "mesh.dp", "zero.replicas"), _shards),
-    (("schedule.warmup_steps", "schedule.decay_steps", "train.steps"), _lengths),
-    ((), _device),
-    (("loss_scale.initial", "loss_scale.minimum"), _fp16),
-    (("optimizer.betas",), _moments),
-    ((MODEL,), _fp8),
-    (("mesh.tp",), _async_tp),
-    (("evaluate.every", "data.validation_fraction"), _held_out),
-    ((MODEL,), _tuning),
-    (("experts.sequence_balance", "experts.batch_balance"), _balances),
-    ((MODEL, "lora.rank", *(f"experts.{each.name}" for each in fields(ExpertsConfig))), _experts),
-    ((*MODEL_RANKS, "mesh.dp", "batch.global_size", "batch.micro_size", "experts.batch_balance"), _batch_balance),
-    ((), _adapters),
-    ((), _one_start),
-    ((), _repetition),
-    ((), _export),
+RULES: tuple[Callable[[RuleContext], Iterator[str]], ...] = (
+    _world,
+    _parts,
+    _stages,
+    _chunks,
+    _loss_chunk,
+    _mlp_chunk,
+    _offload,
+    _positions,
+    _tokens,
+    _context,
+    _context_of_model,
+    _corpora,
+    _shards,
+    _lengths,
+    _device,
+    _fp16,
+    _moments,
+    _fp8,
+    _async_tp,
+    _held_out,
+    _tuning,
+    _balances,
+    _experts,
+    _batch_balance,
+    _adapters,
+    _one_start,
+    _repetition,
+    _export,
 )
-"""The keys that each rule needs in range, and the rule."""
 
 
 def _multiples(value: int, step: int) -> str:
@@ -500,192 +509,5 @@ def _multiples(value: int, step: int) -> str:
     return f"{below} or {below + step}" if below else str(step)
 
 
-# -- the machine
-
-
-def surroundings(config: Config, led: bool = False) -> list[str]:
-    """Return missing token files, folders that cannot be used, and packages that a setting needs.
-
-    Args:
-        config: The config.
-        led: Whether another process looks at what all of them share over a network.
-    """
-    looks = (
-        _missing_files,
-        _unusable_out,
-        *(() if led else (_unusable_folder,)),
-        _unusable_export,
-        _unusable_offload_folder,
-        _missing_packages,
-    )
-    missing = list[str]()
-    for look in looks:
-        try:
-            missing += look(config)
-        except (OSError, ValueError) as error:  # a name that no file can have
-            missing.append(f"a path of the recipe cannot be used: {brief(str(error))}")
-    return missing
-
-
-def _missing_files(config: Config) -> Iterator[str]:
-    for key, corpora in (("data.train", config.data.train), ("data.validation", config.data.validation)):
-        for corpus in corpora:
-            yield from (f"{key}: {problem}" for problem in _missing(corpus))
-    template = config.chat.template
-    if template is not None and not Path(template).is_file():
-        yield f"chat.template: there is no {template}: name a file, or leave it null for the model's own"
-
-
-def _missing(corpus: CorpusConfig) -> Iterator[str]:
-    """Yield the problem of a missing token file or file of examples, and what another path may have meant."""
-    path = Path(corpus.path)
-    ends = ("",) if corpus.has_examples else (".bin", ".idx")
-    missing = [f"{path}{end}" for end in ends if not Path(f"{path}{end}").is_file()]
-    if not missing:
-        return
-    if corpus.path.endswith((".bin", ".idx")):
-        yield f"{path} is a file: name the prefix, {path.with_suffix('')}"
-    elif path.is_dir():
-        names = [str(each.with_suffix("")) for each in sorted(path.glob("*.idx"))]
-        names += [str(each) for each in sorted(path.iterdir()) if each.name.endswith(EXAMPLES)]
-        yield f"{path} is a folder: name one of {', '.join(names)}" if names else f"{path} is a folder: {_KINDS}"
-    elif path.exists():
-        yield f"{path} is neither a token file nor a file of examples: {_KINDS}"
-    elif corpus.has_examples:
-        yield f"there is no {path}"
-    else:
-        yield f"there is no {' and no '.join(missing)}: make them with `megacore tokenize`"
-
-
-_KINDS = (
-    "token files are a pair NAME.bin, NAME.idx, named without the ending, which `megacore tokenize` makes of text, and "
-    f"files of examples end in {', '.join(EXAMPLES[:-1])} or {EXAMPLES[-1]}"
-)
-
-
-def readable(config: Config) -> bool:
-    """Return whether the data can be looked at, whatever else is wrong with a config."""
-    numbers = (key for key in RANGES if key.startswith("data."))
-    wrong = (message for key in numbers for message in _range_problem(config, key, RANGES[key]))
-    return bool(config.data.train) and not any(wrong) and not any(_missing_files(config))
-
-
-def _unusable_out(config: Config) -> Iterator[str]:
-    out, resume = Path(config.out), config.checkpoint.resume
-    there = [name for name in RUN_FILES if (out / name).exists()]
-    if elsewhere := [name for name in FOLDERS if leaves(out / name, out)]:
-        links = ", ".join(f"{name} leads to {os.path.realpath(out / name)}" for name in elsewhere)
-        yield f"out ({out}): {links}, and a run writes to its own folder alone: put all of it there, by out="
-    elif who := holder(out):
-        yield held(out, who)
-    elif there and resume is None:
-        yield (
-            f"out ({out}) already holds a run ({', '.join(there)}): choose another out=, move it away, or go on with "
-            f"it by checkpoint.resume={AUTO}"
-        )
-    elif there and resume != AUTO and config.checkpoint.folder is None:
-        yield from _not_its_own("out", out, checkpoints.folder_of(out), str(resume))
-    else:
-        yield from _cannot_be_made("out", out)
-
-
-def _cannot_be_made(key: str, folder: Path) -> Iterator[str]:
-    """Yield why a folder cannot be made. Only making it tells: permissions say nothing of a full disk."""
-    parent = next(each for each in (folder, *folder.absolute().parents) if os.path.exists(each))
-    if not parent.is_dir():
-        yield f"{key} ({folder}) cannot be made, {parent} is not a folder: choose another {key}="
-        return
-    try:
-        os.rmdir(tempfile.mkdtemp(prefix=".megacore-", dir=parent))
-    except OSError as error:
-        yield (
-            f"{key} ({folder}) cannot be written to, no folder can be made in {parent} ({error.strerror}): make that "
-            f"possible, or choose another {key}="
-        )
-
-
-def _unusable_export(config: Config) -> Iterator[str]:
-    """Yield why an export would fail. It gets its name when training is over: there must be nothing, or an empty
-    folder."""
-    key = "checkpoint.export"
-    if config.checkpoint.export is None:
-        return
-    folder = Path(config.checkpoint.export)
-    if Path(config.out).resolve().is_relative_to(folder.resolve()):
-        yield f"{key} ({folder}) holds out ({config.out}): choose a folder in it, or beside it"
-    elif folder.is_dir() and any(folder.iterdir()):
-        if _is_done(config):  # and was ended when it had made it, or while it told so
-            return
-        yield f"{key} ({folder}) exists and is not empty: choose another folder, or remove it"
-    else:
-        # Where it is an empty folder, it is replaced: what must be writable is the folder around it.
-        yield from _cannot_be_made(key, folder.parent if folder.is_dir() else folder)
-
-
-def _is_done(config: Config) -> bool:
-    """Return whether a run goes on by itself from the checkpoint of its last step."""
-    try:
-        steps = checkpoints.complete(checkpoints.folder_of(config.out, config.checkpoint.folder))
-    except StoreError:  # which is said elsewhere
-        return False
-    return config.checkpoint.resume == AUTO and max(steps, default=0) >= config.train.steps
-
-
-def _unusable_folder(config: Config) -> Iterator[str]:
-    """Yield why a run cannot keep its checkpoints in an object store."""
-    key, folder, resume = "checkpoint.folder", config.checkpoint.folder, config.checkpoint.resume
-    if folder is None:
-        return
-    try:
-        path = place(folder)
-        if not isinstance(path, ObjectPath):
-            yield f"{key} ({folder}) is no URL of an object store such as s3://bucket/prefix: leave it out for a disk's"
-        elif resume is None and checkpoints.complete(path):
-            yield f"{key} ({path}) already holds a run: choose another, or go on with it by checkpoint.resume={AUTO}"
-        elif resume not in (None, AUTO) and checkpoints.complete(path):
-            yield from _not_its_own(key, path, path, str(resume))
-    except StoreError as error:
-        yield f"{key}: {error}"
-
-
-def _not_its_own(key: str, holds: Path, folder: Path, named: str) -> Iterator[str]:
-    """Yield why a checkpoint is not the one that the run of a folder resumes from: its own newest. A run that began
-    from another's, and has none of its own yet, begins so again."""
-    steps, resume = checkpoints.complete(folder), checkpoints.newest_of(place(named))
-    here = [step for step, path in steps.items() if path.resolve() == resume.resolve()]
-    newer = [path.name for step, path in steps.items() if here and step > here[0]]
-    if not here and (steps or not _follow(holds, resume)):
-        yield f"{key} ({holds}) already holds a run, and {resume} is not a checkpoint of it: choose another {key}="
-    elif newer:
-        yield (
-            f"checkpoint.resume ({resume}) is older than {', '.join(newer)} in the same folder: choose another {key}=, "
-            "or move those away"
-        )
-
-
-def _follow(out: Path, resume: Path) -> bool:
-    """Return whether the records in a run's folder, if there are any, come after a checkpoint, as those of a run that
-    began from it do."""
-    try:
-        with (out / "metrics.jsonl").open("rb") as file:
-            first = json.loads(file.readline() or "null")
-        return first is None or first["step"] > read_json(resume / INDEX, resume)["step"]
-    except FileNotFoundError:
-        return True
-    except (OSError, ValueError, LookupError, TypeError, StoreError):
-        return False
-
-
-def _unusable_offload_folder(config: Config) -> Iterator[str]:
-    if config.memory.offload_folder is not None:
-        yield from _cannot_be_made("memory.offload_folder", Path(config.memory.offload_folder))
-
-
-def _missing_packages(config: Config) -> Iterator[str]:
-    wanted = {"tensorboard": config.log.tensorboard, "wandb": config.log.wandb is not None}
-    for name, is_wanted in wanted.items():
-        if is_wanted and importlib.util.find_spec(name) is None:
-            yield f"log.{name} needs the package {name}: pip install 'megacore[{name}]', or leave log.{name} out"
-    rows = [corpus.path for corpus in (*config.data.train, *config.data.validation) if corpus.path.endswith(".parquet")]
-    if rows and importlib.util.find_spec("pyarrow") is None:
-        yield f"data: {', '.join(rows)}: .parquet files need the package pyarrow: pip install 'megacore[parquet]'"
+def _divisors(value: int) -> str:
+    return ", ".join(str(n) for n in range(1, value + 1) if value % n == 0)

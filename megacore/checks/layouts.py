@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
+from megacore.checks.capacity import capacity_problems, host_memory
+from megacore.checks.rules import problems
 from megacore.config import Config
 from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
 from megacore.launcher import gpus, memory_of_gpus
@@ -16,8 +18,6 @@ from megacore.plan.fit import fit
 from megacore.plan.of_config import alone, overrides, setting_of
 from megacore.plan.step_time import Cluster
 from megacore.recipe import ConfigError, changed
-from megacore.training.capacity import capacity_problems, host_memory
-from megacore.training.problems import problems
 from models.config import ModelConfig
 
 KEYS = (
@@ -39,8 +39,6 @@ def overrides_of_nodes(
     that it can follow on any other.
 
     Args:
-        config: The recipe.
-        model: Its model.
         least, most: The nodes that there may be.
         processes: Those on each node.
 
@@ -70,13 +68,8 @@ def overrides_of_nodes(
 def layout_on(config: Config, model: ModelConfig, world: int, processes: int) -> Config | str:
     """Return a recipe on so many ranks, or why it does not fit them.
 
-    Where whole replicas fit, dp alone follows; else the layout is the one that the plan takes for the fastest.
-
-    Args:
-        config: The recipe.
-        model: Its model.
-        world: Ranks in all.
-        processes: Those on each node.
+    Where whole replicas fit, dp alone follows; else the layout is the one that the plan takes for the fastest. Each
+    node has so many processes.
     """
     reasons = list[str]()
     for each in chain(_replicas(config, world), _planned(config, model, world, processes)):

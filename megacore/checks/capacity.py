@@ -17,13 +17,11 @@ from models.config import ModelConfig
 def capacity_problems(
     config: Config, model: ModelConfig, world_size: int, local_ranks: int, device_memory: int | None = None
 ) -> Iterator[str]:
-    """Yield where the state of training alone has no room, for a config in which `megacore.training.problems` finds
+    """Yield where the state of training alone has no room, for a config in which `megacore.checks.rules` finds
     nothing. Of activations only inputs of blocks that wait in host memory are counted, so that no run that works is
     refused.
 
     Args:
-        config: The config of the run.
-        model: Its model.
         world_size: Ranks in all.
         local_ranks: Ranks on this node.
         device_memory: Bytes of a GPU here; None where the CPU computes.
