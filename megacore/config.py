@@ -333,6 +333,15 @@ class ScheduleConfig:
     min_ratio: Annotated[Float, UP_TO_1] = 0.1
     """The share of optimizer.lr that is left at the end."""
 
+    def length_of_decay(self, total_steps: int) -> int:
+        """Return the number of steps of the fall, in a run of so many."""
+        if self.name == "constant":
+            return 0
+        if self.decay_steps is not None:
+            return self.decay_steps
+        rest = total_steps - self.warmup_steps
+        return min(math.ceil(total_steps / 10), rest) if self.name == "wsd" else rest
+
 
 @dataclass(frozen=True, config=TYPED)
 class TrainConfig:

@@ -15,7 +15,6 @@ import torch
 import yaml
 from tqdm import tqdm
 
-from megacore.checks.check import Setup, check
 from megacore.control import Control
 from megacore.data.indexed import IndexedWriter
 from megacore.rank import Here
@@ -23,6 +22,7 @@ from megacore.training import build, main, metrics
 from megacore.training.callbacks.incidents import Incidents
 from megacore.training.callbacks.metrics import Metrics
 from megacore.training.callbacks.report import FinalReport
+from megacore.training.check import Setup, check
 from megacore.training.trainer import Callback, Trainer
 from parallel.mesh import Mesh
 

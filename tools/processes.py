@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from megacore.launcher import Node, gpus, launch, threads
+from megacore.launcher import Node, launch, threads
 from megacore.rank import STORE, Here, join, leave
+from megacore.resources import gpus
 from megacore.store.dtypes import FLOATS
 from megacore.store.folder import WeightFolder
 from megacore.store.open import open_model

@@ -11,14 +11,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megacore import checkpoints, exits, incidents
+from megacore import checkpoints, exits, incidents, run_lock
 from megacore.config import Config
 from megacore.incidents import Incident
 from megacore.recipe import ConfigError, load
 from megacore.recovery.hang_report import standing
 from megacore.say import brief, err, say, say_data
 from megacore.store.strict_json import StoreError
-from megacore.training import lock, metrics
+from megacore.training import metrics
 
 RECIPE = "config.yaml"
 _SHOWN = 5
@@ -76,10 +76,10 @@ class RunState:
         training, evaluation = (each[-1] if each else None for each in kinds)
         written, now = path.stat().st_mtime if records else 0.0, time.time()
         newest = saved[max(saved)] if saved else None
-        named, steps = lock.read(out / lock.LOCK), recipe.train.steps if recipe else None
+        named, steps = run_lock.read(out / run_lock.LOCK), recipe.train.steps if recipe else None
         return cls(
             out=out,
-            holder=lock.holder(out),
+            holder=run_lock.holder(out),
             named=str(named) if named else None,
             steps=steps,
             training=training,

@@ -43,11 +43,11 @@ TINY: Mapping[str, Any] = {
 def pretraining(machine: Machine) -> Iterator[Row]:
     try:
         from megacore import checkpoints
-        from megacore.checks.check import check
         from megacore.data.indexed import IndexedWriter
         from megacore.plan.of_config import setting_of
         from megacore.rank import Here
         from megacore.training import main, metrics
+        from megacore.training.check import check
     except ImportError as error:
         yield skipped("pretraining", error)
         return

@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
-from megacore.checks.capacity import capacity_problems, host_memory
+from megacore.checks.capacity import capacity_problems
 from megacore.checks.rules import problems
 from megacore.config import Config
 from megacore.devices import CPU_TFLOPS, DEVICES, SMALL_CPU
-from megacore.launcher import gpus, memory_of_gpus
 from megacore.plan.fit import fit
 from megacore.plan.of_config import alone, overrides, setting_of
 from megacore.plan.step_time import Cluster
 from megacore.recipe import ConfigError, changed
+from megacore.resources import gpus, host_memory, memory_of_gpus
 from models.config import ModelConfig
 
 KEYS = (

@@ -11,12 +11,12 @@ from megacore import checkpoints
 from megacore.checkpoints import AUTO
 from megacore.checks.rules import range_problems
 from megacore.config import EXAMPLES, RANGES, Config, CorpusConfig
+from megacore.run_lock import held, holder
 from megacore.say import brief
 from megacore.store.files import leaves
 from megacore.store.index import INDEX
 from megacore.store.objects import ObjectPath, place
 from megacore.store.strict_json import StoreError, read_json
-from megacore.training.lock import held, holder
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "experts.jsonl", checkpoints.FOLDER)
 """The files that a run leaves in its folder; a folder that has one of them is not written to again unless the run goes

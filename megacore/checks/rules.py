@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 from megacore.checkpoints import AUTO
 from megacore.config import RANGES, Bound, Config, ContextConfig
-from megacore.training.lr import decay_steps
 from models import lora, names
 from models.config import ModelConfig
 from models.tuning import EVERYTHING
@@ -289,7 +288,7 @@ def _lengths(facts: RuleContext) -> Iterator[str]:
     warmup = schedule.warmup_steps
     if warmup >= steps:
         yield f"schedule.warmup_steps ({warmup}) must be below train.steps ({steps}): choose at most {steps - 1}"
-    elif schedule.name == "wsd" and warmup + decay_steps(schedule, steps) > steps:
+    elif schedule.name == "wsd" and warmup + schedule.length_of_decay(steps) > steps:
         yield (
             f"schedule.decay_steps ({schedule.decay_steps}) and warmup_steps ({warmup}) are more than train.steps "
             f"({steps}): choose a decay of at most {steps - warmup}"

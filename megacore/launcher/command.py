@@ -22,10 +22,11 @@ from megacore.config import Config
 from megacore.folders import compiled, temporary_folder
 from megacore.incidents import Incident
 from megacore.launcher.forking import prepare
-from megacore.launcher.processes import IMPORTS, Node, gpus, threads
+from megacore.launcher.processes import IMPORTS, Node, threads
 from megacore.launcher.signals import noted
 from megacore.rank import BEGAN
 from megacore.recipe import ConfigError, changed, load, processes, recipes
+from megacore.resources import gpus
 from megacore.say import err, outlive
 from megacore.store.strict_json import StoreError
 
@@ -160,7 +161,7 @@ def _checked(command: str, recipe: str, overrides: list[str]) -> LaunchedRun:
     environment = {**variables, **threads(here), **node.network, BEGAN: str(time.time())}
     prepare((*IMPORTS, *PRELOADED), environment)  # which imports while this process checks
     layouts = _layouts(config, least, most, here)
-    from megacore.checks.check import check  # imports much, which a typo need not wait for
+    from megacore.training.check import check  # imports much, which a typo need not wait for
 
     first, later = [*overrides, *layouts.get(most, ())], node.index > 0
     problems = _without_a_model(config) if command == "finetune" else []

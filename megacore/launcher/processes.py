@@ -16,7 +16,6 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from megacore.folders import temporary_folder
 from megacore.launcher.forking import prepare
@@ -53,23 +52,6 @@ class Node:
             return {}
         loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
         return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
-
-
-def gpus() -> int:
-    """Return the number of GPUs of this machine. torch, slow to import, is asked only where there is a driver."""
-    drivers = ("nvidia*", "nvhost*", "dxg", "kfd")
-    if not any(device for driver in drivers for device in Path("/dev").glob(driver)):
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def memory_of_gpus() -> int:
-    """Return the bytes of memory of the largest GPU of this machine, which has one."""
-    import torch
-
-    return max(torch.cuda.get_device_properties(n).total_memory for n in range(torch.cuda.device_count()))
 
 
 def threads(processes: int) -> Mapping[str, str]:

@@ -26,12 +26,11 @@ from pathlib import Path
 
 from megacore import checkpoints
 from megacore.checkpoints import AUTO, KEPT_IN_MEMORY
-from megacore.checks.capacity import free_memory
-from megacore.checks.check import Setup
 from megacore.config import Config
 from megacore.control import Control
 from megacore.recovery import partners
 from megacore.recovery.partners import HeldFiles, Machines, SpreadCheckpoint, TensorTypes
+from megacore.resources import free_memory
 from megacore.say import say
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.files import open_lock
@@ -40,6 +39,7 @@ from megacore.store.publish import remove_leftovers, replace_file, spelled
 from megacore.store.strict_json import StoreError, read_file
 from megacore.store.tensors import free_bytes, os_errors
 from megacore.training import progress
+from megacore.training.check import Setup
 from megacore.training.resume import Start, go_on
 from megacore.training.save import Future, Retention, SaveError, Saver
 from megacore.training.step import Phase

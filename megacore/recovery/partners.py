@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megacore import checkpoints
-from megacore.checks.capacity import free_memory
 from megacore.control import Control
+from megacore.resources import free_memory
 from megacore.store.audit import DamageError
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.files import open_file

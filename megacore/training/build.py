@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from megacore import checkpoints
-from megacore.checks.check import Setup
 from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batches
@@ -37,6 +36,7 @@ from megacore.training.callbacks.report import FinalReport
 from megacore.training.callbacks.shard_checksums import ShardChecksums
 from megacore.training.callbacks.signals import Signals
 from megacore.training.callbacks.tell_spikes import TellSpikes
+from megacore.training.check import Setup
 from megacore.training.load import load as load_into
 from megacore.training.lr import learning_rate
 from megacore.training.meter import Meter

@@ -19,26 +19,15 @@ def learning_rate(step: int, schedule: ScheduleConfig, base: float, total_steps:
 
     Args:
         step: Number of the step, from 1.
-        schedule: Its name and lengths; see `decay_steps` for the length that null stands for.
+        schedule: Its name and lengths; see `length_of_decay` for what null stands for.
         base: The peak.
         total_steps: Length of the run.
     """
     done = step - 1
     if done < schedule.warmup_steps:
         return base * step / schedule.warmup_steps
-    length = decay_steps(schedule, total_steps)
+    length = schedule.length_of_decay(total_steps)
     start = total_steps - length if schedule.name == "wsd" else schedule.warmup_steps
     progress = min(max((done - start) / length, 0.0), 1.0) if length else 0.0
     height = (1 + math.cos(math.pi * progress)) / 2 if schedule.name == "cosine" else 1 - progress
     return base * (schedule.min_ratio + (1 - schedule.min_ratio) * height)
-
-
-def decay_steps(schedule: ScheduleConfig, total_steps: int) -> int:
-    """Return the number of steps of the decay. Null is a tenth of the run in wsd, and all after the warm-up
-    elsewhere."""
-    if schedule.name == "constant":
-        return 0
-    if schedule.decay_steps is not None:
-        return schedule.decay_steps
-    rest = total_steps - schedule.warmup_steps
-    return min(math.ceil(total_steps / 10), rest) if schedule.name == "wsd" else rest

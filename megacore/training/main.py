@@ -18,19 +18,19 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from megacore import checkpoints, exits, open_files, outcome
-from megacore.checks.check import Setup, check, files_of
 from megacore.control import Control
 from megacore.data.batches import TokenError
 from megacore.hardware import claim
-from megacore.launcher import gpus
 from megacore.rank import Here, die_with, join, leave, restarts
 from megacore.recipe import ConfigError
+from megacore.resources import gpus
 from megacore.say import err, outlive, say
 from megacore.store.audit import DamageError
 from megacore.store.strict_json import StoreError
 from megacore.training import start
 from megacore.training.build import trainer_of
 from megacore.training.callbacks.bad_steps import NonFinite
+from megacore.training.check import Setup, check, files_of
 from megacore.training.export import export
 from megacore.training.resume import again
 from megacore.training.save import SaveError

@@ -17,7 +17,7 @@ from megacore.incidents import Incident
 from megacore.say import harmless
 
 if TYPE_CHECKING:  # the loop calls what it is given
-    from megacore.checks.check import Setup
+    from megacore.training.check import Setup
     from megacore.training.microbatches import Uploader
     from megacore.training.progress import Progress
     from megacore.training.resume import Start

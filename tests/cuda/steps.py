@@ -26,7 +26,6 @@ import numpy as np
 import torch
 from fake_cuda import DEVICE, Watch
 
-from megacore.checks.check import Setup
 from megacore.config import Config
 from megacore.control import Control
 from megacore.data.batches import Batch
@@ -34,6 +33,7 @@ from megacore.recipe import load
 from megacore.store.direct import aligned_memory
 from megacore.training import build
 from megacore.training.callbacks import shard_checksums
+from megacore.training.check import Setup
 from megacore.training.resume import Start
 from megacore.training.trainer import Trainer
 from models.registry import configure

@@ -16,10 +16,10 @@ import torch
 from fake_cuda import DEVICE, Watch, fake_cuda, pretend
 from pool import TIMEOUT_S, forkserver
 
-from megacore.checks.check import Setup
 from megacore.control import Control
 from megacore.recipe import load
 from megacore.training import build
+from megacore.training.check import Setup
 from megacore.training.resume import Start
 from megacore.training.save import Snapshot
 from models.registry import configure

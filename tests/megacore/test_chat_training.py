@@ -18,13 +18,13 @@ from engine import LLAMA, RECIPE, Result, of, train, trainer
 from pool import Pool
 
 from megacore import checkpoints
-from megacore.checks.check import check
 from megacore.control import Control
 from megacore.data.blend import Blend
 from megacore.data.packing import Packed
 from megacore.recipe import ConfigError
 from megacore.training import build
 from megacore.training.callbacks.evaluation import Evaluation
+from megacore.training.check import check
 from megacore.training.resume import companions
 from parallel.labels import IGNORE
 from parallel.mesh import Mesh

@@ -13,7 +13,6 @@ from engine import RECIPE, train, trainer, write_recipe
 from pool import Pool
 
 from megacore import checkpoints, exits
-from megacore.checks.check import check
 from megacore.inference.load import model_from
 from megacore.recipe import ConfigError
 from megacore.store import load
@@ -22,6 +21,7 @@ from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
 from megacore.training import metrics
+from megacore.training.check import check
 from megacore.training.main import main as pretrain
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape

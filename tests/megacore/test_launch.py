@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from engine import LLAMA, write_recipe
 
-from megacore.launcher import Node, gpus, threads
+from megacore.launcher import Node, threads
 from megacore.launcher import command as program
 from megacore.recipe import ConfigError, load
+from megacore.resources import gpus
 from megacore.training import resume
 from models.registry import configure
 

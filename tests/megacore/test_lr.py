@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 
 from megacore.config import ScheduleConfig
-from megacore.training.lr import decay_steps, learning_rate
+from megacore.training.lr import learning_rate
 
 Name = Literal["cosine", "linear", "wsd", "constant"]
 
@@ -74,5 +74,5 @@ def test_after_the_run_the_rate_is_the_floor(name: Name) -> None:
 
 
 def test_a_long_warmup_leaves_wsd_what_there_is_for_the_decay() -> None:
-    assert decay_steps(ScheduleConfig(name="wsd", warmup_steps=19), 20) == 1
-    assert decay_steps(ScheduleConfig(name="wsd", warmup_steps=5), 20) == 2
+    assert ScheduleConfig(name="wsd", warmup_steps=19).length_of_decay(20) == 1
+    assert ScheduleConfig(name="wsd", warmup_steps=5).length_of_decay(20) == 2

@@ -24,8 +24,8 @@ from faulty import Faulty
 from pool import Pool, forkserver
 
 from megacore import checkpoints
-from megacore.checks.check import check
 from megacore.recipe import ConfigError
+from megacore.run_lock import LOCK, RunLock, read
 from megacore.store import folder as store_folder
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.index import INDEX
@@ -34,7 +34,7 @@ from megacore.store.publish import write_file
 from megacore.store.stream import assemble
 from megacore.store.strict_json import StoreError
 from megacore.training import main
-from megacore.training.lock import LOCK, RunLock, read
+from megacore.training.check import check
 from megacore.training.resume import again
 from megacore.training.save import SaveError
 from parallel.weights.layout import Layout, MeshShape

@@ -19,8 +19,8 @@ from engine import GPT2, RECIPE, VOCAB, fit, of, trainer, write_corpus, write_re
 from PIL import Image
 from pool import Pool
 
+from megacore import resources
 from megacore.checks import capacity
-from megacore.checks.check import check
 from megacore.control import Control
 from megacore.data.corpus import Corpus as Facts
 from megacore.recipe import ConfigError, load
@@ -28,6 +28,7 @@ from megacore.training import build, main, metrics
 from megacore.training.callbacks import signals
 from megacore.training.callbacks.metrics import Metrics
 from megacore.training.callbacks.signals import Signals
+from megacore.training.check import check
 from megacore.training.resume import Start
 from megacore.training.start import headline
 from megacore.training.trainer import Trainer
@@ -170,7 +171,7 @@ def test_the_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
     groups = tmp_path / "groups"
 
     def found() -> int | None:
-        return capacity.host_memory(tmp_path, tmp_path, groups)
+        return resources.host_memory(tmp_path, tmp_path, groups)
 
     assert found() == 1024 * 1024
     (groups / "job" / "step").mkdir(parents=True)
@@ -181,7 +182,7 @@ def test_the_memory_of_a_container_is_its_limit(tmp_path: Path) -> None:
     (groups / "memory" / "old").mkdir(parents=True)
     (groups / "memory" / "old" / "memory.limit_in_bytes").write_text("2048\n")
     assert found() == 2048 + 24 * 1024
-    assert capacity.host_memory(tmp_path / "nowhere", tmp_path, groups) is None
+    assert resources.host_memory(tmp_path / "nowhere", tmp_path, groups) is None
 
 
 def test_problems_end_the_program_with_status_2_and_nothing_is_written(

@@ -15,7 +15,6 @@ from engine import RECIPE, of, trainer, write_recipe
 from pool import Pool
 
 from megacore import checkpoints
-from megacore.checks.check import check
 from megacore.rank import Here
 from megacore.store import load, shares
 from megacore.store.checkpoint import Checkpoint
@@ -23,6 +22,7 @@ from megacore.store.strict_json import StoreError
 from megacore.store.tensors import TensorFile
 from megacore.training import main
 from megacore.training.callbacks.checkpoints import Checkpoints
+from megacore.training.check import check
 from tools import reshard
 
 PRECISION = ["train.precision=bf16", "evaluate.every=0"]

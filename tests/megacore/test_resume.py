@@ -33,7 +33,6 @@ from engine import (
 from pool import Pool
 
 from megacore import checkpoints
-from megacore.checks.check import check
 from megacore.config import Config
 from megacore.data.first_order import ShuffledDocuments
 from megacore.data.samples import Samples
@@ -44,6 +43,7 @@ from megacore.store.open import open_folder
 from megacore.store.strict_json import StoreError
 from megacore.training import main, metrics
 from megacore.training.callbacks.checkpoints import Checkpoints
+from megacore.training.check import check
 from megacore.training.progress import Progress
 from megacore.training.resume import find, model_of, raw_of, remarks
 from megacore.training.save import TrainingState

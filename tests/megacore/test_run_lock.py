@@ -16,14 +16,14 @@ import torch
 from engine import train, write_recipe
 from pool import Pool
 
-from megacore.checks.check import check
+from megacore import run_lock
 from megacore.rank import Here
 from megacore.recipe import ConfigError
+from megacore.run_lock import LOCK, Holder, RunLock, holder, read
 from megacore.store import lock
 from megacore.store.strict_json import StoreError
-from megacore.training import lock as run_lock
 from megacore.training import main, metrics
-from megacore.training.lock import LOCK, Holder, RunLock, holder, read
+from megacore.training.check import check
 
 QUICK = 0.02
 """Seconds between two heartbeats of the tests; others wait for STALE times as long."""

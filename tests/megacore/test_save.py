@@ -22,7 +22,6 @@ from engine import GPT2, RECIPE, fit, of, train, trainer, write_recipe
 from pool import Pool
 
 from megacore import checkpoints
-from megacore.checks.check import check
 from megacore.control import Control
 from megacore.recipe import ConfigError
 from megacore.store import audit, publish
@@ -33,6 +32,7 @@ from megacore.training import main, save
 from megacore.training.callbacks.bad_steps import NonFinite
 from megacore.training.callbacks.checkpoints import Checkpoints
 from megacore.training.callbacks.evaluation import Evaluation
+from megacore.training.check import check
 from megacore.training.save import SaveError, Saver
 from megacore.training.step import Stats
 from megacore.training.trainer import Trainer

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from pool import Pool
 
 from megacore import checkpoints
-from megacore.checks.check import check
 from megacore.data.batches import TokenError
 from megacore.data.skipped import SkippedSamples, in_recipe, in_words
 from megacore.recipe import ConfigError
 from megacore.store.strict_json import StoreError
 from megacore.training.callbacks.evaluation import Evaluation
+from megacore.training.check import check
 from megacore.training.progress import Progress
 from megacore.training.resume import remarks
 

@@ -12,12 +12,12 @@ from engine import Result, train, write_recipe
 from pool import Pool
 
 from megacore.checkpoints import folder_of, path_of
-from megacore.checks.check import check
 from megacore.inference.load import model_from
 from megacore.recipe import ConfigError
 from megacore.store.checkpoint import Checkpoint
 from megacore.store.open import open_folder, open_model
 from megacore.store.strict_json import StoreError
+from megacore.training.check import check
 from megacore.training.resume import remarks
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape

@@ -20,15 +20,14 @@ import torch.distributed as dist
 from engine import write_recipe
 from pool import Pool
 
-from megacore import checkpoints
-from megacore.checks import capacity
-from megacore.checks.check import check
+from megacore import checkpoints, resources
 from megacore.rank import Here
 from megacore.recovery import memory_checkpoints, partners
 from megacore.recovery.memory_checkpoints import LEFTOVER_S, RUN_ID, MemoryCheckpoints, private, sweep
 from megacore.recovery.partners import HeldFiles
 from megacore.store.strict_json import StoreError
 from megacore.training import build, main, metrics, save
+from megacore.training.check import check
 from megacore.training.trainer import Callback, Trainer
 
 QUIET = ["train.steps=6", "evaluate.every=0", "checkpoint.every=0", "recovery.overhead=1e9"]
@@ -351,9 +350,9 @@ def test_memory_that_is_to_be_had_is_that_of_the_container(tmp_path: Path) -> No
     inner = tmp_path / "groups" / "a" / "b"
     inner.mkdir(parents=True)
     arguments = tmp_path, tmp_path, tmp_path / "groups"
-    assert capacity.free_memory(*arguments) == 5000 * 1024 and capacity.host_memory(*arguments) == 9000 * 1024
+    assert resources.free_memory(*arguments) == 5000 * 1024 and resources.host_memory(*arguments) == 9000 * 1024
     (inner.parent / "memory.max").write_text("4096000\n")
     (inner.parent / "memory.current").write_text("3000000\n")
     (inner.parent / "memory.stat").write_text("anon 1\ninactive_file 1000000\n")
-    assert capacity.free_memory(*arguments) == 4096000 - 2000000 - 4096000 // 8
-    assert capacity.host_memory(*arguments) == 4096000 + 1000 * 1024
+    assert resources.free_memory(*arguments) == 4096000 - 2000000 - 4096000 // 8
+    assert resources.host_memory(*arguments) == 4096000 + 1000 * 1024

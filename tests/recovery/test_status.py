@@ -14,8 +14,8 @@ from megacore import incidents
 from megacore.incidents import Incident
 from megacore.recipe import load
 from megacore.recovery.hang_report import now_of
+from megacore.run_lock import RunLock
 from megacore.training import metrics
-from megacore.training.lock import RunLock
 from megacore.training.metrics import WallClock
 from tools.main import main
 

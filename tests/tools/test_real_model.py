@@ -20,10 +20,10 @@ import torch
 import yaml
 from pool import Pool
 
-from megacore.checks.check import check
 from megacore.control import Control
 from megacore.store.tensors import TensorFile
 from megacore.training import build, metrics
+from megacore.training.check import check
 from parallel.mesh import Mesh
 from tools import convert, generate, reshard, tokenize, verify
 

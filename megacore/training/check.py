@@ -13,8 +13,8 @@ from megacore.checks.rules import problems
 from megacore.config import Config
 from megacore.data.corpora import Corpora, vocabulary_problems
 from megacore.data.model_tokenizer import ModelFiles
-from megacore.launcher import gpus, memory_of_gpus
 from megacore.recipe import ConfigError, load
+from megacore.resources import gpus, memory_of_gpus
 from megacore.store.companions import Companion
 from megacore.store.strict_json import StoreError
 from megacore.training.resume import Start, companions, find, model_of, raw_of
