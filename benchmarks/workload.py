@@ -76,7 +76,7 @@ SMOLLM2 = Workload(
     },
     sequence=512,
     micro_batch=2,
-    global_batch=4,
+    global_batch=2,
 )
 """SmolLM2-135M with 4 of its 30 layers."""
 _EXPERTS = {key: value for key, value in FULL.model.items() if key != "intermediate_size"} | {

@@ -119,9 +119,8 @@ def causal_backward(
     if _in_blocks(q) and not exact:
         return bands.backward(dy, q, k, v, out, log_sum, scale=scale)
     share = q.shape[1] // k.shape[1]
-    dq, *shared = flash_backward(
-        dy, q, k.repeat_interleave(share, 1), v.repeat_interleave(share, 1), out, log_sum, causal=True, scale=scale
-    )
+    keys, values = (x.repeat_interleave(share, 1) if share > 1 else x for x in (k, v))
+    dq, *shared = flash_backward(dy, q, keys, values, out, log_sum, causal=True, scale=scale)
     dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in shared)
     return dq, dk, dv
 

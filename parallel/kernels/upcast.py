@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-# Of so few rows a product takes as long as its matrix is read, and a cast of the matrix longer.
+# A product of fewer rows takes as long as its matrix is read, and a cast of the matrix takes longer.
 _FEW = 6
 
-# Elements of the rows that are there in fp32 at a time.
+# Elements of a part that is there in fp32 at a time.
 _WIDE = 1 << 22
 
 # A dictionary, for the compiler takes what it finds there for a constant, and traces what a cache would hold.
@@ -46,7 +46,7 @@ def cpu_has_bf16() -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x: [..., in], weight: [out, in], bias: [out] -> x weight' + bias: [..., out]."""
-    if not upcasts(x) or (x.numel() < _FEW * x.shape[-1] and weight.is_contiguous()):
+    if not upcasts(x) or (weight.is_contiguous() and x.numel() < _FEW * x.shape[-1]):
         return F.linear(x, weight, bias)
     y: Tensor = _Linear.apply(x, weight, bias)
     return y
@@ -61,7 +61,9 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a: [m, k], b: [k, n] -> a b: [m, n], in ``out`` where it is given; without derivatives."""
-    return _in_fp32(a, b, out=out) if upcasts(a) else torch.mm(a, b, out=out)
+    if not upcasts(a) or (b.t().is_contiguous() and len(a) < _FEW):
+        return torch.mm(a, b, out=out)
+    return _in_fp32(a, b, out=out)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from parallel import kernels
-from parallel.kernels import bands, cpu, upcast
+from parallel.kernels import cpu, upcast
 from parallel.kernels.scoring import Scoring
 
 X86 = torch.backends.cpu.get_cpu_capability().startswith(("AVX2", "AVX512"))
@@ -141,7 +142,12 @@ def test_linears_can_be_differentiated_twice() -> None:
 @pytest.mark.usefixtures("without")
 def test_what_is_kept_is_not_wide() -> None:
     kept = list[Tensor]()
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         y = kernels.linear(draw(8, 16).requires_grad_(), draw(24, 16))
     assert y.requires_grad and [x.dtype for x in kept] == [torch.bfloat16]  # the weight: it gets no gradient itself
 
@@ -181,6 +187,25 @@ def test_attention(scoring: Scoring) -> None:
 
 
 @pytest.mark.usefixtures("without")
-def test_long_rows_and_short_ones_have_the_kernel_with_this_backward() -> None:
+def test_rows_of_any_length_have_the_kernel_with_this_backward() -> None:
     assert all(cpu.is_faster(torch.empty(1, 2, length, 8, dtype=torch.bfloat16)) for length in (64, 1000))
-    assert bands.backward is not None and not cpu.is_faster(torch.empty(1, 2, 64, 8))
+    assert not cpu.is_faster(torch.empty(1, 2, 64, 8))
+
+
+@pytest.mark.parametrize(("rows", "cast"), [(1, False), (5, False), (6, True)])
+@pytest.mark.usefixtures("without")
+def test_a_matrix_is_not_cast_for_few_rows(monkeypatch: pytest.MonkeyPatch, rows: int, cast: bool) -> None:
+    """As those of a decode; but where the matrix lies across, torch is slow at few too."""
+    asked, multiply = list[Tensor](), upcast._in_fp32
+
+    def count(a: Tensor, b: Tensor, *more: Any, **named: Any) -> Tensor:
+        asked.append(a)
+        return multiply(a, b, *more, **named)
+
+    monkeypatch.setattr(upcast, "_in_fp32", count)
+    x, weight = draw(rows, 16), draw(24, 16)
+    kernels.linear(x, weight)
+    kernels.mm(x, weight.t())
+    assert len(asked) == 2 * cast
+    kernels.mm(x, weight.t().contiguous())
+    assert len(asked) == 2 * cast + 1
