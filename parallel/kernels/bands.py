@@ -247,9 +247,10 @@ def _in_blocks_backward(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if upcasts(q):
-        tensors = (x.float() for x in (dy, q, k, v, out))
-        dq, dk, dv = _in_blocks_backward(*tensors, log_sum, found, first, scale, softcap)
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+        narrow = q.dtype
+        dy, q, k, v, out = (x.float() for x in (dy, q, k, v, out))
+        dq, dk, dv = _in_blocks_backward(dy, q, k, v, out, log_sum, found, first, scale, softcap)
+        return dq.to(narrow), dk.to(narrow), dv.to(narrow)
     (batch, heads, length, head), kv = q.shape, k.shape[1]
     share, wide = heads // kv, log_sum.dtype
     total, along = (_side_by_side(x, kv) for x in (log_sum.unsqueeze(-1), (dy * out).sum(-1, keepdim=True, dtype=wide)))

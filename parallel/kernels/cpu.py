@@ -130,9 +130,10 @@ def flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Torch's kernel for CPUs -> dq, dk, dv; heads of queries, keys and values are as many."""
     if upcasts(q):
-        tensors = (x.float() for x in (dy, q, k, v, out))
-        dq, dk, dv = flash_backward(*tensors, log_sum, causal=causal, scale=scale)
-        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
+        narrow = q.dtype
+        dy, q, k, v, out = (x.float() for x in (dy, q, k, v, out))
+        dq, dk, dv = flash_backward(dy, q, k, v, out, log_sum, causal=causal, scale=scale)
+        return dq.to(narrow), dk.to(narrow), dv.to(narrow)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dy, q, k, v, out, log_sum, 0.0, causal, scale=scale
     )

@@ -236,11 +236,8 @@ def backward(
     made = []
     for batch in batches.parts:
         log_sums = batch.of(log_sum).contiguous()
-        made.append(
-            cpu.causal_backward(
-                batch.of_gradient(dy), *(batch.of(x) for x in (q, k, v, out)), log_sums, scale=scale, exact=exact
-            )
-        )
+        given, queries, keys, values, outputs = batch.of_gradient(dy), *(batch.of(x) for x in (q, k, v, out))
+        made.append(cpu.causal_backward(given, queries, keys, values, outputs, log_sums, scale=scale, exact=exact))
     dq, dk, dv = (batches.tokens(parts) for parts in zip(*made, strict=True))
     return dq, dk, dv
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-# A product of fewer rows takes as long as its matrix is read, and a cast of the matrix takes longer.
-_FEW = 6
+FEW = 6
+"""A product of fewer rows takes as long as its matrix is read, and a cast of the matrix takes longer."""
 
 # Elements of a part that is there in fp32 at a time.
 _WIDE = 1 << 22
@@ -46,7 +46,7 @@ def cpu_has_bf16() -> bool:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x: [..., in], weight: [out, in], bias: [out] -> x weight' + bias: [..., out]."""
-    if not upcasts(x) or (weight.is_contiguous() and x.numel() < _FEW * x.shape[-1]):
+    if not upcasts(x) or (weight.is_contiguous() and x.numel() < FEW * x.shape[-1]):
         return F.linear(x, weight, bias)
     y: Tensor = _Linear.apply(x, weight, bias)
     return y
@@ -61,7 +61,7 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
 
 def mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a: [m, k], b: [k, n] -> a b: [m, n], in ``out`` where it is given; without derivatives."""
-    if not upcasts(a) or (b.t().is_contiguous() and len(a) < _FEW):
+    if not upcasts(a) or (b.t().is_contiguous() and len(a) < FEW):
         return torch.mm(a, b, out=out)
     return _in_fp32(a, b, out=out)
 

@@ -79,17 +79,18 @@ def step(model: Model, case: Case) -> Tensor:
     positions = torch.arange(LENGTH).repeat(SEQUENCES)
     shape = len(tokens) // model.parameters.mesh.shape.tp, embed
     loss: Tensor = model.chunks[0](None, Microbatch(tokens, labels, positions, SEQUENCES, shape, case.documents))
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     return loss.detach()
 
 
 def narrow_products(run: Any) -> list[str]:
-    """The products in bf16 that torch was asked for."""
+    """The products in bf16 that torch was asked for, but for those of few rows, such as an expert may have."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
         run()
     assert found.profiler is not None
     events = found.profiler.kineto_results.events()
-    return [e.name() for e in events if e.name() in PRODUCTS and "c10::BFloat16" in e.dtypes()]
+    narrow = [e for e in events if e.name() in PRODUCTS and "c10::BFloat16" in e.dtypes()]
+    return [e.name() for e in narrow if e.name() != "aten::mm" or e.shapes()[0][0] >= upcast.FEW]
 
 
 @pytest.fixture
