@@ -88,7 +88,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     with steps.process_group():
         step = train_step(WORKLOADS[arguments.shape], arguments.mode, steps.DTYPES[arguments.dtype])
-        steps.count(step, arguments.warm_up, arguments.steps)
+        steps.count(step, arguments.warm_up, arguments.steps, steps.CLOCKS[arguments.clock])
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def main() -> None:
         def take() -> float:
             return step(batch, steps.LR).loss.item()
 
-        steps.count(take, arguments.warm_up, arguments.steps)
+        steps.count(take, arguments.warm_up, arguments.steps, steps.CLOCKS[arguments.clock])
         if arguments.profile:
             with torch.profiler.profile() as profile:
                 take()

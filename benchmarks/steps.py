@@ -18,6 +18,7 @@ from benchmarks.workload import WORKLOADS, Workload
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 LR = 3e-4
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
 def parser(description: str | None, modes: Iterable[str]) -> argparse.ArgumentParser:
@@ -28,6 +29,7 @@ def parser(description: str | None, modes: Iterable[str]) -> argparse.ArgumentPa
     made.add_argument("--threads", type=int, default=2)
     made.add_argument("--warm-up", type=int, default=2)
     made.add_argument("--steps", type=int, default=4)
+    made.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: time of this process on the CPUs")
     return made
 
 
@@ -51,22 +53,23 @@ def tokens(work: Workload, rank: int, ranks: int) -> tuple[Tensor, ...]:
     return drawn.chunk(ranks)[rank].split(work.micro_batch)
 
 
-def count(step: Callable[[], float], warm_up: int, steps: int) -> None:
+def count(step: Callable[[], float], warm_up: int, steps: int, clock: Callable[[], float] = time.perf_counter) -> None:
     """Take steps, all ranks at once; rank 0 prints one line, `RESULT {json}`, as the scripts of the peers do.
 
     Args:
         step: Takes a step and gives its loss, that of this rank or of all.
         warm_up: Steps that are not counted.
         steps: Those that are.
+        clock: What tells the seconds.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     losses, seconds = [], []
     for _ in range(warm_up + steps):
         if ranks > 1:
             dist.barrier()
-        start = time.perf_counter()
+        start = clock()
         losses.append(step())
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     ends = torch.tensor([losses[0], losses[-1]], dtype=torch.float64)
     if ranks > 1:
         dist.all_reduce(ends)

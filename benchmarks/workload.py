@@ -63,6 +63,22 @@ TINY = Workload(
     micro_batch=2,
     global_batch=8,
 )
+SMOLLM2 = Workload(
+    {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
+    sequence=512,
+    micro_batch=2,
+    global_batch=2,
+)
+"""SmolLM2-135M with 4 of its 30 layers."""
 _EXPERTS = {key: value for key, value in FULL.model.items() if key != "intermediate_size"} | {
     "vocab_size": 8192,
     "num_hidden_layers": 4,
@@ -80,7 +96,7 @@ MIXTRAL = Workload(
     micro_batch=2,
     global_batch=4,
 )
-WORKLOADS: Mapping[str, Workload] = {"full": FULL, "tiny": TINY, "mixtral": MIXTRAL}
+WORKLOADS: Mapping[str, Workload] = {"full": FULL, "tiny": TINY, "mixtral": MIXTRAL, "smollm2": SMOLLM2}
 """By the name of their shape; tiny shows that a benchmark runs."""
 
 HEAP = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "1073741824"}

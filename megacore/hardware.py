@@ -7,10 +7,12 @@ import re
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megacore.devices import PEAK_TFLOPS
 
@@ -49,26 +51,29 @@ def stay_on(cpus: set[int]) -> None:
         torch.set_num_threads(min(torch.get_num_threads(), len(own)))
 
 
-def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
+Multiply = Callable[[Tensor, Tensor], Tensor]
+
+
+def peak_tflops(device: torch.device, dtype: torch.dtype, multiply: Multiply = torch.mm) -> float | None:
     """Return the TFLOP/s that the device can reach in matrix products of ``dtype``; None for a GPU that the table
     lacks.
 
-    On a CPU it is measured, in about a second, with the threads that this process has: when all ranks of a machine
-    measure at once, each finds its share.
+    On a CPU it is measured, in about a second, with the threads that this process has and with what ``multiply``
+    is there: when all ranks of a machine measure at once, each finds its share.
     """
     if device.type == "cpu":
-        return _gemm_tflops(dtype)
+        return _gemm_tflops(dtype, multiply)
     name = torch.cuda.get_device_name(device)
     bf16, fp32 = next((peak for key, peak in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)), (None, None))
     return bf16 if dtype.itemsize == 2 else fp32
 
 
-def _gemm_tflops(dtype: torch.dtype, size: int = 1024, seconds: float = 0.5) -> float:
+def _gemm_tflops(dtype: torch.dtype, multiply: Multiply, size: int = 1024, seconds: float = 0.5) -> float:
     a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
     best, start = 0.0, time.perf_counter()
     while time.perf_counter() - start < seconds:
         before = time.perf_counter()
-        a @ b
+        multiply(a, b)
         best = max(best, 2 * size**3 / (time.perf_counter() - before) / 1e12)
     return best
 

@@ -16,6 +16,7 @@ from models.config import ModelConfig
 from models.decoder import Decoder, Losses, Microbatch
 from models.moe import MixtureOfExperts
 from models.tuning import EVERYTHING, Tuning
+from parallel import kernels
 from parallel.balance import NONE, Balance, Coefficients
 from parallel.collectives import all_gather, gather
 from parallel.context_split import ContextParallel
@@ -153,6 +154,8 @@ class Model:
         # limit of 8 they would run as they are, and only its log would say so.
         torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
         torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]
+        if self.parameters.mesh.device.type == "cpu":
+            kernels.cpu_has_bf16()  # the compiler finds the answer, and cannot look for it
         for chunk in self.chunks:
             for block in chunk.layers.values():
                 for module in block.modules():

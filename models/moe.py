@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from models.blocks import FeedForward, activation_after
 from models.context import Context
+from parallel import kernels
 from parallel.balance import Balance
 from parallel.layers.experts import Experts
 from parallel.layers.router import Router
@@ -62,4 +63,4 @@ class MixtureOfExperts(nn.Module):
         y: Tensor = self.shared(x, context)
         if self.shared_gate is None:
             return y
-        return y * x.matmul(self.shared_gate.t()).sigmoid()
+        return y * kernels.linear(x, self.shared_gate).sigmoid()

@@ -79,7 +79,7 @@ def trainer_of(setup: Setup, mesh: Mesh, control: Control, given: Sequence[Callb
         StoreError: what the run starts from is damaged.
     """
     config, start, schema = setup.config, setup.start, setup.model.schema
-    _agree(control, setup, kernels.chosen(mesh.device, config.train.compile))
+    _agree(control, setup, kernels.chosen(mesh.device, config.train.compile, DTYPES[config.train.precision]))
     chunks, layers = config.pipeline.chunks, config.pipeline.layers_per_stage
     layout = layout_of(setup.model, mesh.shape, chunks, layers, config.tuning, config.mesh.split)
     model = _model(setup, layout, mesh, control)
@@ -118,7 +118,7 @@ def _callbacks(
     bad: Callback = BadSteps(optimizer.max_skipped if optimizer.non_finite == "skip" else 0)
     if optimizer.non_finite == "repeat":
         bad = RepeatSteps(checkpoints_on_disk, spikes if config.recovery.spikes else None)
-    peak = config.log.peak_tflops or peak_tflops(mesh.device, DTYPES[config.train.precision])
+    peak = config.log.peak_tflops or peak_tflops(mesh.device, DTYPES[config.train.precision], kernels.mm)
     made: list[Callback] = [Signals(), spikes, bad, Recompute(), Replicas(), ShardChecksums(), *given]
     made += [Metrics(Meter(config, setup.model, mesh, peak, setup.start.progress.step)), Incidents()]
     made += [checkpoints_on_disk]

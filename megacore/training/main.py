@@ -28,7 +28,7 @@ from megacore.say import err, outlive, say
 from megacore.store.audit import DamageError
 from megacore.store.strict_json import StoreError
 from megacore.training import start
-from megacore.training.build import trainer_of
+from megacore.training.build import DTYPES, trainer_of
 from megacore.training.callbacks.bad_steps import NonFinite
 from megacore.training.check import Setup, check, files_of
 from megacore.training.export import export
@@ -82,7 +82,7 @@ def fit(setup: Setup, device: torch.device, here: Here, callbacks: Sequence[Call
         if mesh.rank == 0:
             say(start.headline(config, setup.model, mesh))
         trainer = loaded(setup, mesh, control, callbacks)
-        if mesh.rank == 0 and (chosen := kernels.chosen(device, config.train.compile)):
+        if mesh.rank == 0 and (chosen := kernels.chosen(device, config.train.compile, DTYPES[config.train.precision])):
             say(chosen)
         trainer.fit()
         return trainer

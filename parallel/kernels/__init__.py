@@ -19,6 +19,7 @@ from parallel.kernels.choice import (
     take_flash_attention,
     updates,
 )
+from parallel.kernels.upcast import cpu_has_bf16, linear, matmul, mm
 
 __all__ = [
     "adamw",
@@ -26,11 +27,15 @@ __all__ = [
     "cast_transpose",
     "causal_attention",
     "chosen",
+    "cpu_has_bf16",
     "cross_entropy",
     "documents_attention",
     "gated",
     "grouped_products",
     "layer_norm",
+    "linear",
+    "matmul",
+    "mm",
     "rms_norm",
     "rotate",
     "set_updates",

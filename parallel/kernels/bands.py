@@ -16,6 +16,7 @@ from torch import Tensor
 
 from parallel.kernels import flash
 from parallel.kernels.scoring import Scoring, attend
+from parallel.kernels.upcast import upcasts
 
 # Queries of a block; a GPU would wait for the next one to be launched.
 _BLOCK, _BLOCK_ON_GPU = 128, 1024
@@ -153,6 +154,9 @@ def _in_blocks(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
+    if upcasts(q) and softcap is not None:  # torch's kernel has products of its own
+        out, log_sum = _in_blocks(q.float(), k.float(), v.float(), sinks, found, first, scale, softcap)
+        return out.to(q.dtype), log_sum
     (batch, heads, length, _), kv = q.shape, k.shape[1]
     share, wide = heads // kv, torch.promote_types(q.dtype, torch.float32)
     queries, keys, values = _side_by_side(q, kv), _side_by_side(k, kv), _side_by_side(v, kv)
@@ -242,6 +246,11 @@ def _in_blocks_backward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if upcasts(q):
+        narrow = q.dtype
+        dy, q, k, v, out = (x.float() for x in (dy, q, k, v, out))
+        dq, dk, dv = _in_blocks_backward(dy, q, k, v, out, log_sum, found, first, scale, softcap)
+        return dq.to(narrow), dk.to(narrow), dv.to(narrow)
     (batch, heads, length, head), kv = q.shape, k.shape[1]
     share, wide = heads // kv, log_sum.dtype
     total, along = (_side_by_side(x, kv) for x in (log_sum.unsqueeze(-1), (dy * out).sum(-1, keepdim=True, dtype=wide)))

@@ -2,7 +2,8 @@
 
     on a GPU, eager      apex's norms where NVIDIA's apex is, else ours in Triton where triton is, else torch's
     on a GPU, compiled   torch's operators, which the compiler fuses with their neighbours
-    on a CPU             those of ``cpu`` where they are faster, else torch's
+    on a CPU             those of ``cpu`` where they are faster, else torch's; products of bf16 by ``upcast`` where the
+                         CPU has no instructions for them
 
 The project ``apex`` on PyPI is a different one (a toolkit for the Pyramid web framework). What counts is the compiled
 module that a kernel lives in, so that is what is probed; an impostor is recognised and named.
@@ -29,6 +30,7 @@ from parallel.kernels import documents as within
 from parallel.kernels.documents import Documents
 from parallel.kernels.narrow_adamw import NarrowAdamW
 from parallel.kernels.scoring import PLAIN, Scoring
+from parallel.kernels.upcast import cpu_has_bf16, upcasts
 
 _FLASH_3 = "flash_attn_interface"
 _COMPILED = {"FusedLayerNorm": "fused_layer_norm_cuda", "FusedRMSNorm": "fused_layer_norm_cuda"}
@@ -154,6 +156,8 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     elif total.device.type == "cuda":
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    elif upcasts(a):
+        total.addmm_(a.float(), b.float())
     else:
         total += a @ b
 
@@ -255,13 +259,16 @@ def take_flash_attention(device: torch.device, dropout: bool) -> None:
             warnings.warn(f"{_FLASH_3} is installed, but fails ({error}): FlashAttention-2 serves", stacklevel=2)
 
 
-def chosen(device: torch.device, compiled: bool) -> str:
-    """Return what was chosen for a GPU, in a line; nothing of a CPU.
+def chosen(device: torch.device, compiled: bool, dtype: torch.dtype) -> str:
+    """Return what was chosen for a GPU, in a line; of a CPU nothing, but where products of ``dtype`` are upcast.
 
     Args:
         device: The device.
         compiled: Whether blocks are compiled.
+        dtype: That of weights and activations.
     """
+    if device.type == "cpu" and dtype == torch.bfloat16 and not cpu_has_bf16():
+        return "Kernels: products of bf16 are multiplied in fp32, as this CPU has no instructions for bf16"
     if device.type != "cuda":
         return ""
     attention = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)() or "FA2"

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from parallel.kernels import bands, cpu, flash
 from parallel.kernels.scoring import PLAIN, Scoring
+from parallel.kernels.upcast import upcasts
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +99,10 @@ def in_bands(q: Tensor, k: Tensor, v: Tensor, documents: Documents, sequences: i
 
 def scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, mask: Tensor | None = None) -> Tensor:
     """q: [b, heads, s, head], k, v: [b, kv, s, head] -> [b, heads, s, head]; causal without a mask."""
+    if upcasts(q):
+        # Torch's kernels are slow here in the backward, and forward where weights are dropped.
+        wide = scaled_dot_product(q.float(), k.float(), v.float(), scoring, mask)
+        return wide.to(q.dtype)
     if not fused_takes_groups(q.device.type, q.dtype, mask is not None):
         k, v = _shared(k, q), _shared(v, q)
     gqa = k.shape[1] < q.shape[1]
@@ -231,11 +236,8 @@ def backward(
     made = []
     for batch in batches.parts:
         log_sums = batch.of(log_sum).contiguous()
-        made.append(
-            _batch_backward(
-                log_sums, batch.of_gradient(dy), *(batch.of(x) for x in (q, k, v, out)), scale=scale, exact=exact
-            )
-        )
+        given, queries, keys, values, outputs = batch.of_gradient(dy), *(batch.of(x) for x in (q, k, v, out))
+        made.append(cpu.causal_backward(given, queries, keys, values, outputs, log_sums, scale=scale, exact=exact))
     dq, dk, dv = (batches.tokens(parts) for parts in zip(*made, strict=True))
     return dq, dk, dv
 
@@ -243,19 +245,6 @@ def backward(
 @backward.register_fake
 def _(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _batch_backward(
-    log_sum: Tensor, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, scale: float | None, exact: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v of one batch: [documents, heads, longest, head] each."""
-    if cpu.is_faster(q) and not exact:
-        return bands.backward(dy, q, k, v, out, log_sum, scale=scale)
-    dq, *shared = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dy, q, _shared(k, q), _shared(v, q), out, log_sum, 0.0, True, scale=scale
-    )
-    dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in shared)
-    return dq, dk, dv
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

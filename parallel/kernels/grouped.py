@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from parallel.kernels.upcast import mm, upcasts
+
 
 @dataclass(frozen=True, eq=False)
 class Groups:
@@ -101,20 +103,20 @@ class Loop(GroupedProducts):
         y, counts = x.new_empty(len(x), weight.shape[1]), groups.on_host
         # Each split and unbound once: an index of its own for each expert takes longer than a small product.
         for own, matrix, out in zip(x.split(counts), weight.unbind(), y.split(counts), strict=True):
-            torch.mm(own, matrix.t(), out=out)
+            mm(own, matrix.t(), out)
         return y
 
     def input_gradient(self, dy: Tensor, weight: Tensor, groups: Groups) -> Tensor:
         dx, counts = dy.new_empty(len(dy), weight.shape[2]), groups.on_host
         for own, matrix, out in zip(dy.split(counts), weight.unbind(), dx.split(counts), strict=True):
-            torch.mm(own, matrix, out=out)
+            mm(own, matrix, out)
         return dx
 
     def weight_gradient(self, dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
         counts = groups.on_host
         dw = x.new_empty(len(counts), dy.shape[1], x.shape[1])
         for own, rows, out in zip(dy.split(counts), x.split(counts), dw.unbind(), strict=True):
-            torch.mm(own.t(), rows, out=out)  # zeros where there is no row
+            mm(own.t(), rows, out)  # zeros where there is no row
         return dw
 
     def sums(self, dy: Tensor, groups: Groups) -> Tensor:
@@ -169,10 +171,11 @@ LOOP, KERNEL, KERNEL_ON_HOST = Loop(), Kernel(), KernelOnHost()
 
 def products(*weights: Tensor) -> GroupedProducts:
     """Return what multiplies by these weights, [experts, out, in]: torch's call takes strides of 16 bytes alone, and on
-    a GPU no dtype but bf16."""
+    a GPU no dtype but bf16, which CPUs without instructions for it multiply one by one in fp32."""
     on_host = any(weight.device.type == "cpu" for weight in weights)
     dtypes = {torch.bfloat16, torch.float32} if on_host else {torch.bfloat16}
     strides = {size * weight.dtype.itemsize for weight in weights for size in weight.shape[1:]}
-    if {weight.dtype for weight in weights} <= dtypes and not any(stride % 16 for stride in strides):
+    unfit = any(stride % 16 for stride in strides) or any(map(upcasts, weights))
+    if {weight.dtype for weight in weights} <= dtypes and not unfit:
         return KERNEL_ON_HOST if on_host else KERNEL
     return LOOP

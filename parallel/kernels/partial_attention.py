@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.kernels import bands, flash
+from parallel.kernels import bands, cpu, flash
 from parallel.kernels import documents as within
 from parallel.kernels.documents import Documents
 from parallel.kernels.scoring import Scoring
@@ -105,7 +105,7 @@ def rectangle_backward(
         # In bf16 the batched products of ``bands`` take two thirds of the time, and round scores that are far from the
         # log_sum of a long document: three times the error.
         rows = (_by_kv(x, k) for x in (dy, q, k, v, out, log_sum))
-        dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(*rows, 0.0, False, scale=scale)
+        dq, dk, dv = cpu.flash_backward(*rows, causal=False, scale=scale)
         return _by_token(dq, q), _by_token(dk, k), _by_token(dv, v)
     if scoring.softcap is None and flash.takes(q):
         total = log_sum.T.contiguous()

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from parallel.kernels.upcast import matmul
+
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
@@ -56,7 +58,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scoring: Scoring) -> T
         sinks = scoring.sinks.to(scores).view(kv, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sinks], -1)
     weights = F.dropout(scores.softmax(-1)[..., : seen.shape[-1]], scoring.dropout)
-    return (weights.to(v.dtype).flatten(2, 3) @ v).unflatten(2, (-1, n)).flatten(1, 2)
+    return matmul(weights.to(v.dtype).flatten(2, 3), v).unflatten(2, (-1, n)).flatten(1, 2)
 
 
 def attend_partly(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:

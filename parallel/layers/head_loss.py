@@ -38,14 +38,14 @@ class _ChunkedLoss(torch.autograd.Function):
         one = torch.ones((), dtype=torch.promote_types(full.dtype, torch.float32), device=full.device)
         for start in range(0, len(full), chunk):
             rows = slice(start, start + chunk)
-            logits = full[rows] @ weight.t() if bias is None else torch.addmm(bias, full[rows], weight.t())
+            logits = kernels.linear(full[rows], weight, bias)
             loss, log_sum = objective.losses(logits, labels[rows])
             losses.append(loss)
             if dx is None and dw is None and db is None:
                 continue
             dlogits = objective.gradient_(logits, labels[rows], log_sum, one.expand_as(loss))
             if dx is not None:
-                torch.mm(dlogits, weight, out=dx[rows])
+                kernels.mm(dlogits, weight, out=dx[rows])
             if dw is not None:
                 kernels.add_product_(dw, dlogits.t(), full[rows])
             if db is not None:

@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from parallel import kernels
 from parallel.choices import check_choice
 from parallel.collectives import gather, split, start_all_reduce
 from parallel.layers.product import DENSE, Operand, Product, gathered, start_gather
@@ -161,7 +161,7 @@ def column_linear(
 ) -> Tensor:
     """x: [t/tp, in], or [t, in] on every rank without ``sequence`` -> y: [t, out/tp]."""
     if group.size == 1 and product is DENSE:
-        return F.linear(x, weight, bias)  # autograd's own, which can be differentiated twice
+        return kernels.linear(x, weight, bias)  # autograd's own, which can be differentiated twice
     y: Tensor = Column.apply(x, weight, bias, group, sequence, product)
     return y
 
@@ -171,7 +171,7 @@ def row_linear(
 ) -> Tensor:
     """x: [t, in/tp] -> y: [t/tp, out], or [t, out] on every rank without ``sequence``; the bias is added once."""
     if group.size == 1 and product is DENSE:
-        return F.linear(x, weight, bias)
+        return kernels.linear(x, weight, bias)
     y: Tensor = Row.apply(x, weight, group, sequence, product)
     return y if bias is None else y + bias
 
@@ -179,7 +179,7 @@ def row_linear(
 def replicated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Group, product: Product = DENSE) -> Tensor:
     """x: [t/tp, in] -> y: [t/tp, out]; every rank of the group has all of the weight."""
     if product is DENSE:
-        return F.linear(x, weight, bias)
+        return kernels.linear(x, weight, bias)
     y: Tensor = Replicated.apply(x, weight, bias, group, product)
     return y
 

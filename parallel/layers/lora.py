@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -71,7 +70,7 @@ class ColumnAdapted(_Adapted):
     base: ColumnParallelLinear
 
     def forward(self, x: Tensor) -> Tensor:
-        narrow = F.linear(self.dropout(x), self.a) * self._scale
+        narrow = kernels.linear(self.dropout(x), self.a) * self._scale
         y: Tensor = self.base(x)
         return y + column_linear(narrow, self.spread(), None, self.base.group)
 
@@ -84,7 +83,7 @@ class RowAdapted(_Adapted):
     def forward(self, x: Tensor) -> Tensor:
         narrow = row_linear(self.dropout(x), self.a, None, self.base.group) * self._scale
         y: Tensor = self.base(x)
-        return y + F.linear(narrow, self.spread())
+        return y + kernels.linear(narrow, self.spread())
 
 
 class ReplicatedAdapted(_Adapted):
@@ -93,9 +92,9 @@ class ReplicatedAdapted(_Adapted):
     base: ReplicatedLinear
 
     def forward(self, x: Tensor) -> Tensor:
-        narrow = F.linear(self.dropout(x), self.a) * self._scale
+        narrow = kernels.linear(self.dropout(x), self.a) * self._scale
         y: Tensor = self.base(x)
-        return y + F.linear(narrow, self.spread())
+        return y + kernels.linear(narrow, self.spread())
 
 
 class RouterAdapted(Router):

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from parallel import kernels
@@ -132,13 +131,13 @@ class Dense(Product):
     """The matrices as they are."""
 
     def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x.values, weight.values, bias)
+        return kernels.linear(x.values, weight.values, bias)
 
     def input_gradient(self, dy: Operand, weight: Operand) -> Tensor:
-        return dy.values @ weight.values
+        return kernels.matmul(dy.values, weight.values)
 
     def weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype) -> Tensor:
-        return dy.values.flatten(0, -2).t() @ x.values.flatten(0, -2)
+        return kernels.mm(dy.values.flatten(0, -2).t(), x.values.flatten(0, -2))
 
     def add_weight_gradient(self, dy: Operand, x: Operand, dtype: torch.dtype, total: Tensor, first: bool) -> None:
         """Add, on a GPU in the product itself and the dtype of the sum: the gradient is never rounded to a narrow

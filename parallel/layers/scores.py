@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
+from parallel import kernels
 from parallel.choices import Score
 from parallel.collectives import all_reduce_, start_all_gather
 from parallel.labels import IGNORE
@@ -56,5 +56,5 @@ def token_scores(
     scores = torch.zeros(len(labels), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     counted = (labels != IGNORE).nonzero()[:, 0]
     for rows in counted.split(max(1, LOGITS // len(weight))):
-        scores[rows] = SCORES[score](objective, F.linear(full[rows], weight, bias), labels[rows])
+        scores[rows] = SCORES[score](objective, kernels.linear(full[rows], weight, bias), labels[rows])
     return objective.own(scores)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from megacore import hardware
 from megacore.hardware import PEAK_TFLOPS, claim, near, peak_memory_gib, peak_tflops, stay_on
@@ -57,6 +58,15 @@ def test_a_cpu_is_measured() -> None:
     peak = peak_tflops(torch.device("cpu"), torch.float32)
     assert time.perf_counter() - start < 5
     assert peak is not None and 1e-3 < peak < 100
+
+
+def test_a_cpu_is_measured_by_the_products_that_are_used() -> None:
+    def twice(a: Tensor, b: Tensor) -> Tensor:
+        calls.append(a.dtype)
+        return (a @ b) @ b
+
+    calls = list[torch.dtype]()
+    assert peak_tflops(torch.device("cpu"), torch.float32, twice) and set(calls) == {torch.float32}
 
 
 def test_peak_memory_counts_what_is_let_go_too() -> None:

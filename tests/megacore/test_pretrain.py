@@ -33,6 +33,7 @@ from megacore.training.resume import Start
 from megacore.training.start import headline
 from megacore.training.trainer import Trainer
 from models.registry import configure
+from parallel import kernels
 from parallel.mesh import Mesh
 from parallel.weights.layout import MeshShape
 
@@ -323,6 +324,15 @@ def test_the_recipe_s_loss_and_optimizer_arrive(recipe: str) -> None:
     adamw, clip = device_store(made.train_step.optimizer).adamw, made.train_step.optimizer.clip
     assert {(group["betas"], group["eps"]) for group in adamw.param_groups} == {((0.8, 0.9), 1e-5)}
     assert clip is None and of(made, Metrics)._meter.peak_tflops == 3.5
+
+
+def test_the_peak_is_that_of_a_step_s_products(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a step that upcasts would be above the peak of one that cannot."""
+    asked = list[Any]()
+    monkeypatch.setattr(build, "peak_tflops", lambda *given: asked.append(given))
+    mesh = Mesh.single()
+    build.trainer_of(check(recipe, ["train.precision=bf16", "log.peak_tflops=null"], 1, 1), mesh, Control.create(mesh))
+    assert asked == [(mesh.device, torch.bfloat16, kernels.mm)]
 
 
 # -- how a run ends

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from models.blocks import CHEAP, Activation
 from parallel import kernels
-from parallel.kernels import grouped
+from parallel.kernels import grouped, upcast
 from parallel.layers import experts as layer
 from parallel.layers.experts import Experts
 from parallel.memory.recompute import Activations, runner
@@ -302,7 +302,7 @@ def test_kernel_is_the_loop(dtype: torch.dtype) -> None:
     assert not dw[1].any() and not dw[4].any() and dw[0].any()
 
 
-def test_choice_of_products() -> None:
+def test_choice_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
     def chosen(device: str, dtype: torch.dtype, *shape: int) -> grouped.GroupedProducts:
         return kernels.grouped_products(torch.empty(shape, dtype=dtype, device=device))
 
@@ -310,6 +310,9 @@ def test_choice_of_products() -> None:
     assert chosen("meta", torch.bfloat16, 4, 32, 12) is grouped.LOOP  # 24 bytes from row to row
     assert chosen("meta", torch.float64, 4, 32, 16) is grouped.LOOP
     assert chosen("meta", torch.float32, 4, 32, 16) is grouped.LOOP
-    assert chosen("cpu", torch.bfloat16, 4, 32, 16) is grouped.KERNEL_ON_HOST
+    assert chosen("cpu", torch.float32, 4, 32, 16) is grouped.KERNEL_ON_HOST
+    for has_bf16, products in ((True, grouped.KERNEL_ON_HOST), (False, grouped.LOOP)):
+        monkeypatch.setitem(upcast._found, "bf16", has_bf16)
+        assert chosen("cpu", torch.bfloat16, 4, 32, 16) is products
     assert chosen("cpu", torch.float32, 4, 32, 6) is grouped.LOOP
     assert chosen("cpu", torch.float64, 4, 32, 16) is grouped.LOOP

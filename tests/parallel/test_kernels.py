@@ -219,7 +219,7 @@ def test_flash_attention_3_is_taken_where_it_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hopper: None
 ) -> None:
     take_flash_attention(CUDA, dropout=False)
-    assert flash() is None and "by FA2" in chosen(CUDA, compiled=False)
+    assert flash() is None and "by FA2" in chosen(CUDA, False, torch.bfloat16)
     install(tmp_path, monkeypatch, FLASH_3)
     kernels = torch.library.Library("flash_attn_3", "FRAGMENT")
     kernels.define("fwd(Tensor q) -> Tensor")
@@ -228,7 +228,7 @@ def test_flash_attention_3_is_taken_where_it_is_there(
     take_flash_attention(CUDA, dropout=True)  # which it does not know
     assert flash() is None
     take_flash_attention(CUDA, dropout=False)
-    assert flash() == "FA3" and "by FA3" in chosen(CUDA, compiled=False)
+    assert flash() == "FA3" and "by FA3" in chosen(CUDA, False, torch.bfloat16)
     torch.nn.attention.restore_flash_attention_impl()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     take_flash_attention(CUDA, dropout=False)
@@ -245,8 +245,9 @@ def test_a_flash_attention_3_that_does_not_serve_is_named(
 
 
 def test_what_was_chosen_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chosen(CPU, compiled=False) == ""
+    assert chosen(CPU, False, torch.float32) == ""
     monkeypatch.setattr(choice, "_triton_serves", lambda device: True)
-    assert chosen(CUDA, compiled=True) == "Kernels: attention by FA2, blocks by torch's compiler, loss by Triton"
+    assert chosen(CUDA, True, torch.bfloat16) == "Kernels: attention by FA2, blocks by torch's compiler, loss by Triton"
     monkeypatch.setattr(choice, "_triton_serves", lambda device: False)
-    assert chosen(CUDA, compiled=False) == "Kernels: attention by FA2, norms by torch, the other fused ones by torch"
+    without = "Kernels: attention by FA2, norms by torch, the other fused ones by torch"
+    assert chosen(CUDA, False, torch.bfloat16) == without
