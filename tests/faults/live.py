@@ -50,6 +50,7 @@ class Live:
         what: What happens to its ranks (:mod:`live_rank`).
         world: Its ranks.
         nodes: The launchers that share them, each with a memory of its own where there are several.
+        terminal: The file that they write to; None for a log.
     """
 
     recipe: str
@@ -58,6 +59,7 @@ class Live:
     world: int
     what: Mapping[str, Any] = field(default_factory=dict)
     nodes: int = 1
+    terminal: int | None = None
     launchers: list[subprocess.Popen[bytes]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -97,8 +99,8 @@ class Live:
             return subprocess.Popen(
                 [sys.executable, str(Path(__file__).with_name("live_launch.py")), *arguments],
                 env=environment,
-                stdout=log,
-                stderr=log,
+                stdout=log if self.terminal is None else self.terminal,
+                stderr=log if self.terminal is None else self.terminal,
                 start_new_session=True,
             )
 
@@ -125,23 +127,27 @@ class Live:
         launcher.wait()
 
     @property
+    def _pids(self) -> Path:
+        return Path(f"{self.out}-pids")
+
+    @property
     def said(self) -> str:
         return Path(f"{self.out}.log").read_text(errors="replace")
 
     @property
     def step(self) -> int:
         """The furthest step that a rank is at now."""
-        return max((int(each.read_text() or 0) for each in (self.out / "pids").glob("step-*")), default=0)
+        return max((int(each.read_text() or 0) for each in self._pids.glob("step-*")), default=0)
 
     def pid(self, rank: int) -> int:
         """The newest process of a rank; 0 where there is none yet."""
-        path = self.out / "pids" / f"rank-{rank}"
+        path = self._pids / f"rank-{rank}"
         lines = path.read_text().splitlines() if path.exists() else []
         return int(lines[-1].split()[0]) if lines else 0
 
     def starts(self, rank: int = 0) -> list[int]:
         """Return the step after which each process of a rank went on."""
-        path = self.out / "pids" / f"rank-{rank}"
+        path = self._pids / f"rank-{rank}"
         return [int(line.split()[1]) for line in path.read_text().splitlines()]
 
     def heeds(self, number: int) -> bool:

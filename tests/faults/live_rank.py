@@ -74,7 +74,8 @@ class Happens(Callback):
 if __name__ == "__main__":
     what = json.loads(os.environ.get(VARIABLE) or "{}")
     here = Here.now()
-    pids = Path(next(each for each in sys.argv if each.startswith("out=")).removeprefix("out=")) / "pids"
+    out = next(each for each in sys.argv if each.startswith("out=")).removeprefix("out=")
+    pids = Path(f"{out}-pids")
     if MEMORY in os.environ:  # on machines of their own they have it at the same path
         build._agree = lambda *_: None
     guards = [each for each in protection() if not isinstance(each, MemoryCheckpoints)]

@@ -4,6 +4,7 @@ the undisturbed one does, without a restart and without an incident."""
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,6 +93,46 @@ def test_processes_that_are_stopped_for_a_while_lose_nothing(
         for pid in stopped:
             os.kill(pid, signal.SIGCONT)
         ends_well(run, recipe, cache, "dp")
+
+
+@pytest.mark.parametrize("seconds", long(4.0, 70.0))
+def test_a_terminal_that_takes_nothing_for_a_while_is_waited_for(
+    recipe: str, cache: Path, tmp_path: Path, seconds: float
+) -> None:
+    """As after Ctrl-S, or in a pager."""
+    screen, run = os.openpty(), live(recipe, tmp_path / "run", "dp", {"slow": {"forward": {"every": 0.2}}})
+    run.terminal = screen[1]
+    with run.running():
+        os.close(screen[1])
+        run.until(lambda: run.step >= 1)
+        time.sleep(seconds)
+        seen = run.step
+        threading.Thread(target=drain, args=(screen[0],), daemon=True).start()
+        ends_well(run, recipe, cache, "dp")
+    assert seen < 30, "the terminal has taken all"
+
+
+def drain(file: int) -> None:
+    try:
+        while os.read(file, 1 << 16):
+            pass
+    except OSError:  # whoever wrote there is gone
+        pass
+
+
+def test_a_folder_that_is_away_for_a_while_ends_nothing(recipe: str, cache: Path, tmp_path: Path) -> None:
+    """Renamed, and back before the last save: saves that fail are told, and tried again."""
+    run = live(recipe, tmp_path / "run", "dp", {"slow": {"forward": {"every": 0.1}}})
+    with run.running():
+        run.until(lambda: run.step >= 8)
+        run.out.rename(tmp_path / "away")
+        time.sleep(1.5)
+        if run.out.exists():  # what was made in its place
+            shutil.rmtree(run.out)
+        (tmp_path / "away").rename(run.out)
+        assert run.wait() == 0, run.said[-3000:]
+    assert run.starts() == [0] and {each.kind for each in run.incidents} <= {"save_failed"}, run.incidents
+    assert run.state() == calm(recipe, cache, "dp")
 
 
 @pytest.mark.grid
