@@ -1,5 +1,6 @@
 """The launcher of ranks on this machine: of `megacore train` and `megacore finetune`, and of tools."""
 
-from megacore.launcher.processes import Node, gpus, launch, memory_of_gpus, threads
+from megacore.launcher.node import Node
+from megacore.launcher.processes import gpus, launch, memory_of_gpus, threads
 
 __all__ = ["Node", "gpus", "launch", "memory_of_gpus", "threads"]
