@@ -15,9 +15,12 @@ from typing import Any
 
 from megacore import exits
 from megacore.incidents import KINDS, Kind
+from megacore.store.files import replacing
 
 AGENT = "MEGACORE_AGENT"
 """The variable that names the folder of the agent of this rank."""
+PAUSE = "pause"
+"""The file in the agent's folder that asks the ranks to end after their step, to be started again on other nodes."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,8 @@ def tell(status: int, stopped: bool = False, paused: bool = False) -> None:
 def write(outcome: RankOutcome) -> None:
     """Write the word of this process, where it has an agent; a disk that is full takes none."""
     if folder := os.environ.get(AGENT):
-        path = outcome_of(Path(folder), os.getpid())
-        with suppress(OSError):
-            path.with_suffix(".new").unlink(missing_ok=True)
-            with path.with_suffix(".new").open("x") as file:
-                file.write(json.dumps(asdict(outcome)))
-            path.with_suffix(".new").replace(path)
+        with suppress(OSError), replacing(outcome_of(Path(folder), os.getpid()), durable=False) as file:
+            file.write(json.dumps(asdict(outcome)).encode())
 
 
 def outcome_of(folder: Path, pid: int) -> Path:

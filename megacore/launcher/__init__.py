@@ -1,5 +1,6 @@
 """The launcher of ranks on this machine: of `megacore train` and `megacore finetune`, and of tools."""
 
-from megacore.launcher.processes import Node, launch, threads
+from megacore.launcher.node import Node
+from megacore.launcher.processes import launch, threads
 
 __all__ = ["Node", "launch", "threads"]

@@ -22,7 +22,8 @@ from megacore.config import Config
 from megacore.folders import compiled, temporary_folder
 from megacore.incidents import Incident
 from megacore.launcher.forking import prepare
-from megacore.launcher.processes import IMPORTS, Node, threads
+from megacore.launcher.node import Node
+from megacore.launcher.processes import IMPORTS, threads
 from megacore.launcher.signals import noted
 from megacore.rank import BEGAN
 from megacore.recipe import ConfigError, changed, load, processes, recipes
@@ -71,7 +72,6 @@ class LaunchedRun:
         given: The recipe and its overrides.
         config: Its config.
         node: The processes of this machine among those of all.
-        least: The least number of nodes that it goes on with.
         layouts: {number of nodes: more overrides}, where it may change.
         environment: More variables for its ranks.
         shutdown_s: Seconds that the signal to end leaves them.
@@ -80,7 +80,6 @@ class LaunchedRun:
     given: Sequence[str]
     config: Config
     node: Node
-    least: int
     layouts: Mapping[int, Sequence[str]]
     environment: Mapping[str, str]
     shutdown_s: float
@@ -111,7 +110,7 @@ class LaunchedRun:
             self.environment,
             self.shutdown_s,
             self.config.recovery.max_restarts,
-            self.least,
+            self.node.least,
             Path(self.config.out),
             self.watch,
         )
@@ -154,7 +153,7 @@ def _checked(command: str, recipe: str, overrides: list[str]) -> LaunchedRun:
     node = Node(here)
     if most > 1:
         index, master = _several(least, most)
-        node = Node(here, most, index, master)
+        node = Node(here, most, index, master, least)
     shutdown_s = _number("SHUTDOWN_TIMEOUT", 0, 600)
     compiling = {"TORCHINDUCTOR_CACHE_DIR": str(compiled(Path(config.out)))} if config.train.compile else {}
     variables = {name: os.environ.get(name, value) for name, value in (VARIABLES | compiling).items()}
@@ -171,7 +170,7 @@ def _checked(command: str, recipe: str, overrides: list[str]) -> LaunchedRun:
         problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return LaunchedRun([recipe, *overrides], config, node, least, layouts, environment, shutdown_s)
+    return LaunchedRun([recipe, *overrides], config, node, layouts, environment, shutdown_s)
 
 
 def _launched(run: LaunchedRun, arrived: list[int]) -> int:
@@ -181,16 +180,15 @@ def _launched(run: LaunchedRun, arrived: list[int]) -> int:
         ConfigError: the nodes cannot meet.
     """
     from megacore.recovery.agent import Agent, heed
-    from megacore.recovery.rendezvous import Nodes, OneNode, SeveralNodes, secret_of
+    from megacore.recovery.rendezvous import OneNode, SeveralNodes, secret_of
 
     node, out = run.node, Path(run.config.out)
     with temporary_folder() as folder:
         if node.master is None:
             meeting = OneNode()
         else:
-            nodes = Nodes(run.least, node.nodes, node.index, *node.master)
             patience_s = 60 * run.config.train.timeout
-            meeting = SeveralNodes(nodes, secret_of(out), patience_s, lambda: heed(arrived))
+            meeting = SeveralNodes(node, secret_of(out), patience_s, lambda: heed(arrived))
         status = Agent(run.job(), meeting, folder, arrived).launch()
     with suppress(OSError):
         (out / f"drain-{platform.node()}").unlink(missing_ok=True)  # this node may come again

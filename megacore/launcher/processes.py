@@ -13,45 +13,15 @@ Every rank dies with the launcher, however that ends.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from megacore.folders import temporary_folder
 from megacore.launcher.forking import prepare
+from megacore.launcher.node import Node
 from megacore.launcher.signals import noted
 
 IMPORTS = ("torch", "torch.distributed", "torch._dynamo")
 """The modules that every rank imports, the last one with its first optimizer, which takes a second."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """The processes of this machine among those of all.
-
-    Args:
-        processes: The number of processes on each machine.
-        nodes: Machines.
-        index: The number of this one.
-        master: (host of node 0, port) where there are several.
-    """
-
-    processes: int
-    nodes: int = 1
-    index: int = 0
-    master: tuple[str, int] | None = None
-
-    @property
-    def world(self) -> int:
-        return self.nodes * self.processes
-
-    @property
-    def network(self) -> Mapping[str, str]:
-        """The variables that keep the ranks of one machine to themselves."""
-        if self.master is not None:
-            return {}
-        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
-        return {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
 
 
 def threads(processes: int) -> Mapping[str, str]:

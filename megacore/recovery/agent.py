@@ -38,7 +38,7 @@ from megacore import exits, outcome, rank
 from megacore.incidents import Action, Incident, IncidentWriter, Kind
 from megacore.launcher.forking import unnamed_main
 from megacore.launcher.signals import ENDS
-from megacore.outcome import RankOutcome
+from megacore.outcome import PAUSE, RankOutcome
 from megacore.recipe import ConfigError
 from megacore.recovery.beats import beat_of, read
 from megacore.recovery.rendezvous import OneNode, RunEndedError
@@ -59,8 +59,6 @@ BACKOFF_S, LONGEST_S = 1.0, 60.0
 TOLD_S = 2.0
 """The seconds in which all nodes see what one has said."""
 DRAIN_LOOK_S = 1.0
-PAUSE = "pause"
-"""The file in the agent's folder that asks the ranks to end after their step, to be started again on other nodes."""
 
 
 class RankWatch(Protocol):

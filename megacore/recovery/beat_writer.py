@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from megacore.recovery.beats import FOLDER, Beat, beat_of
+from megacore.outcome import AGENT
+from megacore.recovery.beats import Beat, beat_of
 from megacore.recovery.flight_recorder import answer
 from megacore.training.step import Phase, Stats
 from megacore.training.trainer import Callback, Trainer
@@ -29,7 +30,7 @@ class Beats(Callback):
         self._beat: Beat | None = None
         self._disk_s, self._waited = disk_s, 0.0
         self._marks = deque[tuple[int, torch.cuda.Event]]()
-        if folder := os.environ.get(FOLDER):
+        if folder := os.environ.get(AGENT):
             with suppress(OSError):
                 self._beat = Beat(beat_of(Path(folder), os.getpid()))
                 answer(Path(folder), self._device_step)

@@ -23,9 +23,6 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 """The phases of a rank: ``start`` before its first step, ``data`` while it waits for a batch, ``log`` while it reads
 and writes metrics, ``end`` after its last step."""
 
-FOLDER = "MEGACORE_AGENT"
-"""The variable that names the folder of the agent of this rank."""
-
 _NUMBER: Mapping[str, int] = {phase: number for number, phase in enumerate(PHASES)}
 _DATA = _NUMBER["data"]
 _ASIDE = _NUMBER["save"], _NUMBER["evaluate"]

@@ -6,13 +6,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from megacore.outcome import AGENT
+from megacore.outcome import AGENT, PAUSE
 from megacore.recovery.beat_writer import Beats
 from megacore.recovery.memory_checkpoints import MemoryCheckpoints
 from megacore.training.trainer import Callback, Trainer
-
-PAUSE = "pause"
-"""The file in the agent's folder that asks the ranks to end after their step, to be started again on other nodes."""
 
 
 class Pause(Callback):

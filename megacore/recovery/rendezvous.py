@@ -24,7 +24,6 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -45,6 +44,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from megacore import exits
+from megacore.launcher.node import Node
 from megacore.recipe import ConfigError
 from megacore.say import err
 
@@ -151,30 +151,11 @@ class OneNode(RendezvousHandler):
         return None
 
 
-@dataclass(frozen=True)
-class Nodes:
-    """The nodes of a run, and this one among them.
-
-    Args:
-        least: The least number that it goes on with.
-        most: The most.
-        index: The number of this one; 0 hosts the store.
-        host: The host of the first one.
-        port: The port of the store there.
-    """
-
-    least: int
-    most: int
-    index: int
-    host: str
-    port: int
-
-
 class SeveralNodes(OneNode):
     """The rounds of a run on several nodes.
 
     Args:
-        nodes: The nodes.
+        node: This machine among those of the run; the first one hosts the store.
         secret: The secret that they share.
         patience_s: Seconds that are waited for enough of them.
         heed: Is called while it is waited, and raises :class:`RunEndedError` where a signal asks for the end.
@@ -183,11 +164,13 @@ class SeveralNodes(OneNode):
         ConfigError: the store cannot be hosted.
     """
 
-    def __init__(self, nodes: Nodes, secret: bytes, patience_s: float, heed: Callable[[], None]) -> None:
+    def __init__(self, node: Node, secret: bytes, patience_s: float, heed: Callable[[], None]) -> None:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        self._nodes, self._secret, self._patience_s, self._heed = nodes, secret, patience_s, heed
+        assert node.master is not None
+        self._host, self._port = node.master
+        self._node, self._secret, self._patience_s, self._heed = node, secret, patience_s, heed
         self._own: TCPStore | None = None
-        if nodes.index == 0:
+        if node.index == 0:
             self._own = self._serve()
         self._agents: TCPStore | None = None
         """The store as the thread of the agent asks it: a client waits for one answer at a time."""
@@ -212,7 +195,7 @@ class SeveralNodes(OneNode):
             except ForgedError as error:
                 raise RunEndedError(exits.FAILED, str(error)) from None
             except RendezvousTimeoutError:
-                why = f"fewer than {self._nodes.least} nodes"
+                why = f"fewer than {self._node.least} nodes"
             except RendezvousClosedError:
                 why = "no place in a round yet"
             except (RendezvousError, RuntimeError, ValueError) as error:
@@ -242,14 +225,14 @@ class SeveralNodes(OneNode):
         return found is None or found.decode() == named
 
     def may_leave(self) -> bool:
-        if self._nodes.index == 0 or self._members <= self._nodes.least:
+        if self._node.index == 0 or self._members <= self._node.least:
             return False
         key = f"{self._name}/leaving"
         if self._asked(lambda store: store.add(key, 1)) is None:
             return False
         time.sleep(LEAVES_S)
         leaving = self._asked(lambda store: store.add(key, 0))
-        return leaving is not None and self._members - leaving >= self._nodes.least
+        return leaving is not None and self._members - leaving >= self._node.least
 
     def end(self, status: int) -> None:
         self._asked(lambda store: store.compare_set(_END, "", str(status)))
@@ -266,31 +249,29 @@ class SeveralNodes(OneNode):
 
     @property
     def _address(self) -> str:
-        return f"{self._nodes.host}:{self._nodes.port}"
+        return f"{self._host}:{self._port}"
 
     def _serve(self) -> TCPStore:
-        nodes = self._nodes
         try:
             dual = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if dual else socket.AF_INET
-            listening = socket.create_server(("", nodes.port), family=family, backlog=4096, dualstack_ipv6=dual)
+            listening = socket.create_server(("", self._port), family=family, backlog=4096, dualstack_ipv6=dual)
         except OSError as error:
-            raise ConfigError([f"MASTER_PORT ({nodes.port}): {error.strerror}: choose another one"]) from None
-        return _hosted("127.0.0.1", nodes.port, listening)
+            raise ConfigError([f"MASTER_PORT ({self._port}): {error.strerror}: choose another one"]) from None
+        return _hosted("127.0.0.1", self._port, listening)
 
     def _client(self) -> TCPStore:
-        nodes = self._nodes
-        host = "127.0.0.1" if self._own is not None else nodes.host
+        host = "127.0.0.1" if self._own is not None else self._host
         patience = timedelta(seconds=STORE_S)
-        return TCPStore(host, nodes.port, is_master=False, timeout=patience, wait_for_workers=False)
+        return TCPStore(host, self._port, is_master=False, timeout=patience, wait_for_workers=False)
 
     def _join(self, until: float) -> RendezvousInfo:
         """Join the round that is open, or have one begin."""
-        self._handler, nodes = None, self._nodes
+        self._handler, node = None, self._node
         store = self._agents = self._agents or self._client()
         name = self._now(store)
         if store.check([f"{name}/formed"]):
-            if int(store.get(f"{name}/formed")) >= nodes.most and name != self._name:
+            if int(store.get(f"{name}/formed")) >= node.nodes and name != self._name:
                 raise RendezvousClosedError
             store.compare_set(_ROUND, name, _named("fault" if name == self._name else "joins"))
             name = self._now(store)
@@ -299,10 +280,10 @@ class SeveralNodes(OneNode):
             name,
             store,
             SignedBackend(store, name, self._secret, lambda: self._goes_on(store, name)),
-            nodes.least,
-            nodes.most,
+            node.least,
+            node.nodes,
             # torch ranks nodes by this name
-            local_addr=f"{nodes.index:06}-{platform.node()}-{secrets.token_hex(4)}",
+            local_addr=f"{node.index:06}-{platform.node()}-{secrets.token_hex(4)}",
             timeout=RendezvousTimeout(join=timedelta(seconds=left), last_call=timedelta(seconds=LAST_CALL_S)),
             keep_alive_interval=ALIVE_S,
             keep_alive_max_attempt=1000,

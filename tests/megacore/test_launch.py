@@ -167,12 +167,12 @@ def test_the_environment_says_how_many_and_where(launched: Launched, tmp_path: P
     arguments = [write_recipe(tmp_path), f"out={tmp_path / 'run'}"]
     several = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host", "SHUTDOWN_TIMEOUT": "5"}
     status, given = launched(*arguments, NPROC_PER_NODE="2", **several)
-    assert status == 7 and given.node == Node(2, 2, 1, ("host", 29500)) and given.shutdown_s == 5
-    assert given.least == 2 and not given.layouts and "GLOO_SOCKET_IFNAME" not in given.environment
-    assert launched(*arguments, MASTER_PORT="77", **several)[1].node == Node(1, 2, 1, ("host", 77))
+    assert status == 7 and given.node == Node(2, 2, 1, ("host", 29500), 2) and given.shutdown_s == 5
+    assert not given.layouts and "GLOO_SOCKET_IFNAME" not in given.environment
+    assert launched(*arguments, MASTER_PORT="77", **several)[1].node == Node(1, 2, 1, ("host", 77), 2)
     range_of = {**several, "NNODES": "1:2", "NODE_RANK": ""}
     given = launched(*arguments, "mesh.dp=2", **range_of)[1]
-    assert given.least == 1 and given.node.index == 2, "whoever has no number is not the first one"
+    assert given.node.least == 1 and given.node.index == 2, "whoever has no number is not the first one"
     assert given.arguments(1, False)[-1] == "mesh.dp=1" and given.arguments(2, False)[-1] == "mesh.dp=2"
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from megacore.launcher.processes import Node, launch
+from megacore.launcher.node import Node
+from megacore.launcher.processes import launch
 from megacore.launcher.signals import ASKS, ENDS
 
 ROOT = Path(__file__).parents[2]

@@ -12,15 +12,16 @@ import pytest
 import torch
 from engine import train, write_recipe
 
+from megacore.outcome import AGENT
 from megacore.recovery import flight_recorder
 from megacore.recovery.beat_writer import Beats
-from megacore.recovery.beats import FOLDER, Reading, beat_of, read
+from megacore.recovery.beats import Reading, beat_of, read
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The agent's."""
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(AGENT, str(tmp_path))
     return tmp_path
 
 
@@ -57,7 +58,7 @@ def test_a_run_tells_where_it_is(folder: Path, not_durable: None) -> None:
 
 
 def test_where_no_agent_is_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.delenv(AGENT, raising=False)
     beats, run = Beats(), SimpleNamespace(step=1)
     for call in beats.on_phase, beats.on_step:
         call(run, "data")  # type: ignore[arg-type]
@@ -65,7 +66,7 @@ def test_where_no_agent_is_nothing_is_told(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_agent_without_room_ends_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path / "gone"))
+    monkeypatch.setenv(AGENT, str(tmp_path / "gone"))
     Beats().on_phase(SimpleNamespace(step=1), "data")  # type: ignore[arg-type]
 
 

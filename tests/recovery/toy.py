@@ -105,7 +105,8 @@ def launch(folder: Path, ranks: int, arguments: Sequence[str], shutdown_s: float
     from megacore.folders import temporary_folder
     from megacore.launcher.command import nodes_of
     from megacore.launcher.forking import prepare
-    from megacore.launcher.processes import IMPORTS, Node
+    from megacore.launcher.node import Node
+    from megacore.launcher.processes import IMPORTS
     from megacore.launcher.signals import noted
 
     (folder / "notes").touch()
@@ -113,13 +114,14 @@ def launch(folder: Path, ranks: int, arguments: Sequence[str], shutdown_s: float
     with noted() as arrived, temporary_folder() as made:
         prepare(IMPORTS[:2], {})
         from megacore.recovery.agent import Agent, Job, heed
-        from megacore.recovery.rendezvous import Nodes, OneNode, SeveralNodes, secret_of
+        from megacore.recovery.rendezvous import OneNode, SeveralNodes, secret_of
 
         least, most = nodes_of(os.environ.get("NNODES") or "1")
         meeting = OneNode()
         if most > 1:
-            nodes = Nodes(least, most, int(os.environ["NODE_RANK"]), "127.0.0.1", int(os.environ["MASTER_PORT"]))
-            meeting = SeveralNodes(nodes, secret_of(folder), AGENT_S, lambda: heed(arrived))
+            master = "127.0.0.1", int(os.environ["MASTER_PORT"])
+            node = Node(ranks, most, int(os.environ["NODE_RANK"]), master, least)
+            meeting = SeveralNodes(node, secret_of(folder), AGENT_S, lambda: heed(arrived))
         given = [str(folder), *arguments]
         job = Job("toy", lambda nodes, again: given, ranks, environment, shutdown_s, 3, least, folder)
         return Agent(job, meeting, made, arrived).launch()
