@@ -54,6 +54,7 @@ for line in sys.stdin:
     pid = os.fork()
     if not pid:
         status = 99
+        os.dup2(2, 1)  # what it says is no answer of this server
         try:
             status = programs[program](arguments)
         finally:
