@@ -441,14 +441,14 @@ class RecoveryConfig:
     recompute_every: Annotated[Int, AT_LEAST_0] = 0
     """Steps after which replicas compute the same microbatch, of each in its turn, and compare its loss and gradients
     bit for bit, without a replica each rank with itself: it finds what computes wrong; 0: never."""
-    checksums: Annotated[Float, BELOW_1] = 0.005
+    checksums: Annotated[Float, BELOW_1] = 0.0025
     """The share of a step's time in which what one rank alone holds, in turns, is compared with what its last update
     has left there; 0: none."""
     max_restarts: Annotated[Int, AT_LEAST_0] = 3
     """Restarts of all ranks in a row with no new step between them, before the run ends with status 75; 0: none."""
     memory: Bool = True
     """Whether checkpoints are kept in host memory too, where there is room, for all ranks to start again from."""
-    overhead: Annotated[Float, ABOVE_0] = 0.01
+    overhead: Annotated[Float, ABOVE_0] = 0.005
     """The share of the time that checkpoints in memory may take: so often are they made."""
     skip_samples: SampleRanges = ()
     """Ranges of the numbers of training samples that are left out, `a-b` or [a, b] for a to b - 1; the samples after
