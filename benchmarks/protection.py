@@ -38,7 +38,8 @@ PROTECTIONS: Mapping[str, Sequence[str]] = {
 """{what is on beside beats, the hang watch and checkpoints in memory: the layout that has it}."""
 SLICE = 8
 """Steps that a run does before the other one's turn; the first two, across the stop, are not counted."""
-ON = ("recovery.compare_every=20",)
+ON: Sequence[str] = ()
+"""What protects a run is on by default."""
 OFF = ("recovery.compare_every=0", "recovery.checksums=0", "recovery.memory=false")
 
 
