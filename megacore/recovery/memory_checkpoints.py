@@ -319,8 +319,7 @@ class MemoryCheckpoints(Callback):
             busy = self._sending.thread.is_alive()
             failed = not busy and self._sending.error is not None
         waits, due = self._asked < self._due, self._is_next and not run.is_last
-        said = {"memory.kept": True, "memory.busy": busy, "memory.failed": failed, "memory.wait": waits}
-        return {**said, "look": due, "keep": due}
+        return {"memory.busy": busy, "memory.failed": failed, "memory.wait": waits, "look": due, "keep": due}
 
     def on_answers(self, run: Trainer, largest: Mapping[str, float]) -> None:
         saver, now = self._saver, self._clock()
@@ -332,6 +331,7 @@ class MemoryCheckpoints(Callback):
         try:
             if run.pausing:  # the run goes on from here
                 self._save_at_once(run, saver)
+                run.kept_step = run.step
             elif saver.is_saving:
                 saver.advance(busy, failed)
                 self._send(run, saver)

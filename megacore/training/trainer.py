@@ -121,6 +121,8 @@ class Trainer:
     """The step that is being done, or was done last."""
     stopping: bool = field(default=False, init=False)
     pausing: bool = field(default=False, init=False)
+    kept_step: int | None = field(default=None, init=False)
+    """The step whose state a callback has kept elsewhere than on disk; a pause goes on from there."""
     failure: Exception | None = field(default=None, init=False)
     """The error that all ranks have found, which ends the run."""
     _vetoed: Tensor | None = field(default=None, init=False)

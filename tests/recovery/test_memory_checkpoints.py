@@ -129,12 +129,19 @@ def test_it_goes_on_with_other_ranks(
     assert len(losses[0]) == 6 and losses[0] == pytest.approx(losses[1], rel=1e-9)
 
 
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_a_pause_loses_nothing_where_memory_keeps_nothing(recipe: str, tmp_path: Path, in_memory: bool) -> None:
+@pytest.mark.parametrize("memory", ["keeps", "fails", "is off"])
+def test_a_pause_loses_nothing_where_memory_keeps_nothing(recipe: str, tmp_path: Path, memory: str) -> None:
+    def write(folder: Path, *arguments: Any) -> Any:
+        if memory == "fails" and any(part.startswith("megacore-") for part in folder.parts):
+            raise StoreError("no room")
+        return plain(folder, *arguments)
+
+    plain = save.write
     run, ends = [f"out={tmp_path / 'run'}", *QUIET, "checkpoint.every=100"], Ends(3, pauses=True)
-    engine.fit(recipe, run, [MemoryCheckpoints(tmp_path), ends] if in_memory else [ends])
+    with mock.patch.object(save, "write", write):
+        engine.fit(recipe, run, [ends] if memory == "is off" else [MemoryCheckpoints(tmp_path), ends])
     on_disk = checkpoints.complete(tmp_path / "run" / checkpoints.FOLDER)
-    assert [*on_disk] == ([] if in_memory else [3])
+    assert [*on_disk] == ([] if memory == "keeps" else [3])
 
 
 # -- several machines

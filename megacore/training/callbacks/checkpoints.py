@@ -37,7 +37,7 @@ class Checkpoints(Callback):
             run.enter("save")
         self._tolerate(run, lambda: self._saver.advance(busy, failed))
         # What a pause has come to is lost where nothing else keeps it.
-        lost = run.pausing and run.config.checkpoint.on and not largest.get("memory.kept")
+        lost = run.pausing and run.config.checkpoint.on and run.kept_step != run.step
         if run.failure is None and (self._is_due(run) or lost or largest.get("save.wanted")):
             self._save(run)
             self._unsaved = run.is_last and not run.pausing
