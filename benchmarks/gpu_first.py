@@ -8,7 +8,7 @@
 
 Each section is a process of its own with a limit, and writes what it finds to ``rows.jsonl`` in the folder of --out as
 it finds it: what one cannot do, the others still do. It needs this repository, torch, numpy and einops; sections that
-need more (pydantic and omegaconf for a pretraining run, transformers and litgpt as peers) say that they were skipped.
+need more (pydantic for a pretraining run, transformers and litgpt as peers) say that they were skipped.
 Expected numbers are from data sheets and ``megacore plan``'s arithmetic; a table comes last.
 """
 

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, field, fields, is_dataclass
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from omegaconf import OmegaConf
 from pydantic import BeforeValidator, ConfigDict, Strict
 from pydantic.dataclasses import dataclass
 
-from megacore.references import escaped
+from megacore.recipe_yaml import write_yaml
 from models.lora import Lora
 from models.tuning import Tuning
 from parallel.choices import (
@@ -518,7 +517,7 @@ class Config:
 
     def to_yaml(self) -> str:
         """Return a recipe that loads back as this very config."""
-        return OmegaConf.to_yaml(OmegaConf.create(escaped(asdict(self))))
+        return write_yaml(asdict(self))
 
 
 # -- what the sections say of themselves

@@ -6,17 +6,16 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from megacore.config import SECTIONS, Config, CorpusConfig
-from megacore.references import ReferenceProblem, References, dotted
+from megacore.recipe_yaml import dotted, read_yaml
+from megacore.say import brief
 from megacore.store.strict_json import StoreError, read_file
 from parallel import limits
 
@@ -61,9 +60,8 @@ def find(recipe: str | Path) -> Path:
 def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a recipe, a file or the name of one that comes along, and apply dotted overrides in order.
 
-    Overrides are `optimizer.lr=1e-3` or `data.train[0].weight=2`.
-
-    Values are YAML, and `${section.key}` stands for another key's value. `out` is runs/<name of the recipe> by default.
+    Overrides are `optimizer.lr=1e-3` or `data.train[0].weight=2`; their values are YAML. `out` is runs/<name of the
+    recipe> by default.
 
     Raises:
         ConfigError: all malformed overrides, unknown keys (with the nearest spelling) and mistyped values.
@@ -74,22 +72,13 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def changed(config: Config, overrides: Sequence[str]) -> Config:
     """Return a config with dotted overrides applied to it. Raises as :func:`load`."""
-    tree = OmegaConf.create(config.to_yaml())
-    assert isinstance(tree, DictConfig)
-    return _config(tree, overrides, config.out) if overrides else config
+    return _config(read_yaml(config.to_yaml()), overrides, config.out) if overrides else config
 
 
-def _config(tree: DictConfig, overrides: Sequence[str], out: str) -> Config:
+def _config(tree: dict[str, Any], overrides: Sequence[str], out: str) -> Config:
     problems = [problem for override in overrides for problem in _override(tree, override)]
     try:
-        plain = References(OmegaConf.to_container(tree, throw_on_missing=True)).resolved()
-    except OmegaConfBaseException as error:
-        raise ConfigError([*problems, f"{error.full_key}: {_first_line(error)}"]) from error
-    except ReferenceProblem as error:
-        raise ConfigError([*problems, str(error)]) from error
-    assert isinstance(plain, dict)
-    try:
-        config = TypeAdapter(Config).validate_python({"out": out, **plain})
+        config = TypeAdapter(Config).validate_python({"out": out, **tree})
     except ValidationError as error:
         raise ConfigError([*problems, *map(_explain, error.errors())]) from error
     if problems:
@@ -97,45 +86,59 @@ def _config(tree: DictConfig, overrides: Sequence[str], out: str) -> Config:
     return config
 
 
-def _read(recipe: Path) -> DictConfig:
+def _read(recipe: Path) -> dict[str, Any]:
     try:
-        text = read_file(recipe, limit=limits.RECIPE).decode()
-        _check_depth(text)
-        tree = OmegaConf.load(StringIO(text))
+        tree = read_yaml(read_file(recipe, limit=limits.RECIPE).decode())
     except StoreError as error:
         raise ConfigError([str(error)]) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"{recipe}:{mark.line + 1}:{mark.column + 1}" if mark else str(recipe)
         raise ConfigError([f"{where}: {error.problem}"]) from error
-    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError([f"cannot read {recipe}: {_first_line(error)}"]) from error
-    if not isinstance(tree, DictConfig):
-        raise ConfigError([f"{recipe}: a recipe is a mapping of sections ({', '.join(SECTIONS)}), not a list"])
-    return tree
+    if not isinstance(tree, dict | None):
+        raise ConfigError([f"{recipe}: a recipe is a mapping of sections ({', '.join(SECTIONS)})"])
+    return tree or {}
 
 
-def _override(tree: DictConfig, override: str) -> Iterator[str]:
+def _override(tree: dict[str, Any], override: str) -> Iterator[str]:
     """Apply one override to the tree in place, and yield what is wrong with it."""
     if not re.match(r"[A-Za-z_]\w*(\.\w+|\[\d+\])*=", override):
         yield f"override {override!r} is not of the form section.key=value"
         return
+    key, _, text = override.partition("=")
+    parts = re.findall(r"\w+", key)
     try:
-        key, _, value = override.partition("=")
-        _check_depth(value, key.count(".") + key.count("["))
-        tree.merge_with_dotlist([override])
-    except (OmegaConfBaseException, yaml.YAMLError, IndexError, TypeError, ValueError) as error:
+        tree |= _assigned(tree, parts, read_yaml(text, len(parts) - 1))
+    except (yaml.YAMLError, LookupError, ValueError) as error:
         yield f"override {override!r}: {_first_line(error)}"
 
 
-def _check_depth(text: str, depth: int = 0) -> None:
-    """Raise a ValueError for YAML that goes, from a depth, deeper than the limit: composing it can overflow the
-    stack."""
-    for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > limits.DEEPEST:
-            line = event.start_mark.line + 1 if event.start_mark else 1
-            raise ValueError(f"line {line} is nested more than {limits.DEEPEST} levels deep, and no recipe needs to be")
+def _assigned(inside: Any, parts: Sequence[str], value: Any) -> Any:
+    """Return a tree with a value at a place of it; a mapping goes key by key into one that is there.
+
+    Raises:
+        LookupError: a list on the way has no such index.
+        ValueError: a value on the way has no keys.
+    """
+    if not parts:
+        return _merged(inside, value)
+    key, *rest = parts
+    if isinstance(inside, list):
+        if int(key) >= len(inside):
+            raise LookupError(f"{key} is out of range: the list has {len(inside)}")
+        return [_assigned(each, rest, value) if at == int(key) else each for at, each in enumerate(inside)]
+    if not isinstance(inside, dict | None):
+        raise ValueError(f"{brief(inside)} has no key {key}")
+    inside = inside or {}
+    return inside | {key: _assigned(inside.get(key), rest, value)}
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return old | {key: _merged(old.get(key), value) for key, value in new.items()}
+    return new
 
 
 def _first_line(error: Exception) -> str:

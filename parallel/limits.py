@@ -1,6 +1,6 @@
 """Limits of what a file may ask for, whoever made it: one place for all limits, each with its reason. No torch.
 
-A description of kilobytes can ask for gigabytes: numbers that claim sizes, texts that unpack, references that double.
+A description of kilobytes can ask for gigabytes: numbers that claim sizes, texts that unpack, aliases that double.
 Each limit lies far above what sound files have, and keeps one file below about a gigabyte of memory. What exceeds one
 is an error that names it; whoever knows the file to be sound raises the number here.
 """
@@ -12,9 +12,9 @@ MIB = 1 << 20
 RECIPE = MIB
 """Bytes of a recipe. Large ones, with hundreds of corpora, have a tenth of it, and YAML takes seconds for it."""
 DEEPEST = 32
-"""Levels of lists and mappings in a recipe, and of its references to each other: what composes them recurses."""
-REFERENCES = 100_000
-"""Values, and characters of texts, that the references of a recipe stand for in all: a line each, they can double."""
+"""Levels of lists and mappings in a recipe: what composes them recurses."""
+VALUES = 100_000
+"""Values of a recipe: a line each, aliases can double them."""
 
 JSON = 32 * MIB
 """Bytes of a JSON file or of a safetensors header. In memory, small objects take thirty times their text. The largest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-MODULES = ("yaml", "torch", "tqdm", "apex", "numpy", "omegaconf", "transformers", "runpy", "json")
+MODULES = ("yaml", "torch", "tqdm", "apex", "numpy", "transformers", "runpy", "json")
 PACKAGES = ("megacore", "models", "parallel", "tools")
 
 

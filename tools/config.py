@@ -23,8 +23,7 @@ from parallel.choices import nearest
 HEADING = """# The keys of a recipe
 
 Printed by `megacore config` from [megacore/config.py](../megacore/config.py), where each key has its one place. A
-recipe (YAML) has any of them, an override on the command line is `section.key=value`, and `${section.key}` stands for
-the value of another key.
+recipe (YAML) has any of them, and an override on the command line is `section.key=value`.
 """
 WORDS: Mapping[Any, str] = {
     int: "a whole number",

@@ -118,7 +118,7 @@ def reached(*names: str) -> set[str]:
 
 
 def test_a_bare_step_needs_torch_and_little_else() -> None:
-    """Images with GPUs have torch, and often neither pydantic nor omegaconf: recipes alone need them."""
+    """Images with GPUs have torch, and often no pydantic: recipes alone need it."""
     found = reached(
         "megacore.training.step",
         "megacore.hardware",

@@ -551,7 +551,7 @@ sys.path[:0] = [{root!r}, {tests!r}]
 from pathlib import Path
 from tools import {command}
 status = {command}.main({arguments!r})
-heavy = {{"torch", "transformers", "safetensors", "pydantic", "omegaconf", "matplotlib", "tqdm"}} & set(sys.modules)
+heavy = {{"torch", "transformers", "safetensors", "pydantic", "matplotlib", "tqdm"}} & set(sys.modules)
 own = Path("/proc/self/status").read_text()
 kib = {{line.split(":")[0]: int(line.split()[1]) for line in own.splitlines() if line.endswith("kB")}}
 print(status, ",".join(sorted(heavy)), kib["RssAnon"])
