@@ -132,7 +132,7 @@ def grid(name: str, cases: tuple[Case, ...], seed: int, few: int, rounds: int = 
     return made
 
 
-# Those that the faults of sensitivity.py name.
+# Those that faults.yaml names.
 FEW, ODD, EVERY, *_, NOTHING = OF_PARTS
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}}
 ALWAYS = [

@@ -153,7 +153,7 @@ PAIRS = [
 ]
 
 
-# Those of the suite that the faults of sensitivity.py name. With three sequences the ranks of tp=2 share one.
+# Those of the suite that faults.yaml names. With three sequences the ranks of tp=2 share one.
 ALWAYS = [
     (OF_PARTS[0], Run(MeshShape(tp=2, ep=2), micro=3, activations=Activations("full"))),
     (OF_PARTS[2], Run(MeshShape(pp=2, ep=2), schedule="gpipe", micro=3)),
