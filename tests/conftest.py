@@ -6,9 +6,13 @@ import signal
 import sys
 import zlib
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What is drawn turns by the day: cases that take turns have all run after some days, and those of a day can be asked
+# for again by its number.
+os.environ.setdefault("MEGACORE_ROTATION", str(datetime.now(UTC).date().toordinal()))
 # The library uses no threads in processes that are forked from one that has used them, and says so unless told.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Kernels for GPUs run here as they are written, by Triton's interpreter, which is chosen when triton is imported.
@@ -32,6 +36,10 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Time depends on who else uses the machine.
 settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
+
+
+def pytest_report_header() -> str:
+    return f"MEGACORE_ROTATION={ROTATION}"
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

@@ -172,7 +172,7 @@ def one(pool: Pool, case: Case, micro: int) -> Measured:
     return pool.run(1, measured, case, Run(micro=micro))[0]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("case", "run"), PAIRS)
 def test_context_is_that_of_one_process(pool: Pool, case: Case, run: Run) -> None:
     with extended():

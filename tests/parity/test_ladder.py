@@ -70,7 +70,7 @@ def _one(pool: Pool, name: str, layers: int) -> tuple[Case, Measured]:
     return case, pool.run(1, measure, case, Run())[0]
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(("name", "spread", "shard"), PAIRS)
 def test_each_rung_computes_what_one_process_computes(pool: Pool, name: str, spread: Run, shard: ZeroShard) -> None:
     compare(pool, name, on(spread, shard))
@@ -85,6 +85,7 @@ def compare(pool: Pool, name: str, spread: Run) -> None:
     check(case, spread, one, pool.run(spread.mesh.world, measure, case, spread))
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("shard", RUNGS)
 @pytest.mark.parametrize(
     "activations", [Activations("full"), Activations("selective", True)], ids=["full", "selective-offload"]
@@ -106,6 +107,7 @@ OFFLOADED: list[tuple[str, Run]] = [
 ]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize(("name", "spread"), OFFLOADED, ids=str)
 def test_offloaded_states_and_parameters(pool: Pool, name: str, spread: Run) -> None:
     compare(pool, name, spread)
@@ -140,6 +142,7 @@ def compiled(shard: ZeroShard) -> tuple[list[float], list[float]]:
     return found[0], found[1]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 def test_blocks_can_be_compiled(pool: Pool, shard: ZeroShard) -> None:
@@ -199,6 +202,7 @@ FORMULA: dict[str, dict[ZeroShard, tuple[int, int]]] = {
 }
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("shard", ["none", *RUNGS])
 @pytest.mark.parametrize(("mesh", "replicas"), [(MeshShape(dp=4), 1), (MeshShape(dp=4), 2), (MeshShape(tp=2, dp=2), 1)])
 def test_what_is_held_is_what_the_formula_says(pool: Pool, mesh: MeshShape, replicas: int, shard: ZeroShard) -> None:

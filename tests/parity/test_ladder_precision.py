@@ -114,7 +114,7 @@ ONE_ORDER = {
 LOSSES, MASTERS = 1e-4, 1e-4
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [

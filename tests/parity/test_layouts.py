@@ -108,7 +108,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(("case", "run"), PAIRS)
 def test_layout_computes_what_one_process_computes(pool: Pool, case: Case, run: Run) -> None:
     case = deep(case, sum(run.layers) if run.layers else max(3, run.mesh.pp * run.chunks + 1))

@@ -41,7 +41,7 @@ def _measured(pool: Pool, case: Case, run: Run) -> list[Measured]:
     return pool.run(run.mesh.world, measure, case, run)
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: f"{kept.recompute}{'-offload' * kept.offload}")
 @pytest.mark.parametrize("run", RUNS, ids=str)
 @pytest.mark.parametrize("case", [TIED, DROPPING], ids=lambda case: case.name)
@@ -62,6 +62,7 @@ CHUNKED = [
 ]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("run", CHUNKED, ids=str)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_chunked_loss_computes_what_one_process_computes(pool: Pool, tied: bool, run: Run) -> None:
@@ -82,7 +83,7 @@ SIDE_BY_SIDE = Case("gptj", drawn("gptj", 3, vocab=101), ignored=0.3, documents=
 ADAPTED = replace(TIED, name="lora", tuning=Tuning(Lora(3, 2.0, ("*",))))
 
 
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("run", PIECES, ids=str)
 @pytest.mark.parametrize("case", [TIED, SIDE_BY_SIDE, ADAPTED], ids=lambda case: case.name)
 def test_a_chunked_feed_forward_computes_what_one_process_computes(pool: Pool, case: Case, run: Run) -> None:

@@ -171,7 +171,7 @@ def one(pool: Pool, case: Case) -> Measured:
     return pool.run(1, measured, case, Run(micro=SEQUENCES))[0]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(("case", "run"), PAIRS)
 def test_experts_compute_what_one_process_computes(pool: Pool, case: Case, run: Run) -> None:
     with extended():

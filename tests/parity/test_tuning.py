@@ -90,7 +90,7 @@ def _one(pool: Pool, case: Case) -> Measured:
     return pool.run(1, measure, case, Run())[0]
 
 
-@pytest.mark.in_turn(3)
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(("case", "run"), PAIRS)
 def test_layout_computes_what_one_process_computes(pool: Pool, case: Case, run: Run) -> None:
     case = deep(case, 5 if run.chunks > 1 else 3)

@@ -73,6 +73,7 @@ def one(pool: Pool, case: Case) -> Measured:
     return pool.run(1, measured, case, Run(micro=case.sequences))[0]
 
 
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize(("case", "run"), PAIRS)
 def test_uneven_shares_are_the_batch_of_one_process(pool: Pool, case: Case, run: Run) -> None:
     with extended():
